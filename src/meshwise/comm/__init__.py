@@ -1,0 +1,1 @@
+"""What joins the ranks: the only package that imports torch.distributed."""

@@ -1,0 +1,1 @@
+"""Where a tensor lives on a mesh, as arithmetic on tuples."""

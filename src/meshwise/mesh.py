@@ -1,0 +1,192 @@
+"""Named axes over ranks.
+
+Every scheme splits something over some ranks: "the ranks of my tensor group", "the ranks that hold the same
+parameters". Kept as process groups, that knowledge is spread over globals, one pair of getters for each new
+combination. Here it is arithmetic on one frozen value: a rank is a number, its coordinate is that number written in a
+mixed base, and a group is what remains when some digits vary and the others stay.
+
+    Mesh.of(pp=2, dp=2, tp=2)       the last axis varies fastest
+
+    pp 0    tp 0   1        pp 1    tp 0   1        rank 6 = coordinate pp=1 dp=1 tp=0
+      dp 0     0   1          dp 0     4   5        group(6, axes=["tp"])       = 6 7
+      dp 1     2   3          dp 1     6   7        group(6, axes=["pp", "tp"]) = 2 3 6 7
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+_WIDEST_PICTURE = 16
+_TALLEST_PICTURE = 8
+_MOST_BLOCKS = 4
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Named axes with their degrees, outermost first; the last axis varies fastest over the ranks.
+
+    Prints as `dp=2 tp=2`, which `Mesh.parse` reads back. Raises ValueError for a repeated axis, a name that is not an
+    identifier or a degree that is not a positive integer.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    def __post_init__(self) -> None:
+        for name, degree in self.axes:
+            if not name.isidentifier():
+                raise ValueError(f"{name!r} cannot name an axis: use letters, digits and _, as in 'dp'")
+            if type(degree) is not int or degree < 1:
+                raise ValueError(f"axis {name} has degree {degree!r}; a degree is a whole number, at least 1")
+        if repeated := {name for name in self.names if self.names.count(name) > 1}:
+            raise ValueError(f"axis {' '.join(sorted(repeated))} is named twice in the mesh {self}; name each axis once")
+
+    @classmethod
+    def of(cls, **degrees: int) -> Mesh:
+        """The mesh with these axes, outermost first: `Mesh.of(dp=2, tp=2)`."""
+        return cls(tuple(degrees.items()))
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """The mesh that prints as `text`, such as `dp=2 tp=2`. Raises ValueError for anything else."""
+        axes = []
+        for word in text.split():
+            match = re.fullmatch(r"(\w+)=(\d+)", word)
+            if match is None:
+                raise ValueError(f"{word!r} in the mesh {text!r} is not an axis; write name=degree, as in 'dp=2 tp=2'")
+            axes.append((match[1], int(match[2])))
+        return cls(tuple(axes))
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={degree}" for name, degree in self.axes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the axes, outermost first."""
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are: the product of the degrees."""
+        return math.prod(degree for _, degree in self.axes)
+
+    def degree(self, axis: str) -> int:
+        """How many ranks lie along `axis`. Raises ValueError when the mesh has no such axis."""
+        for name, degree in self.axes:
+            if name == axis:
+                return degree
+        raise self._unknown([axis])
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Where `rank` lies: one index per axis. Raises ValueError when the mesh has no such rank."""
+        if not 0 <= rank < self.size:
+            raise ValueError(f"no rank {rank} in the mesh {self}: its ranks are 0 to {self.size - 1}")
+        indices = {}
+        for name, degree in reversed(self.axes):
+            rank, indices[name] = divmod(rank, degree)
+        return {name: indices[name] for name in self.names}
+
+    def rank(self, coordinate: Mapping[str, int]) -> int:
+        """The rank at `coordinate`, which has one index per axis. Raises ValueError for a missing, unknown or
+        out-of-range index.
+        """
+        if set(coordinate) != set(self.names):
+            raise ValueError(f"the coordinate {dict(coordinate)} needs exactly one index for each axis of {self}")
+        rank = 0
+        for name, degree in self.axes:
+            if not 0 <= coordinate[name] < degree:
+                raise ValueError(f"index {coordinate[name]} on axis {name} is not in 0 to {degree - 1} (mesh {self})")
+            rank = rank * degree + coordinate[name]
+        return rank
+
+    def group(self, rank: int, *, axes: Sequence[str]) -> tuple[int, ...]:
+        """The ranks that differ from `rank` along `axes` only, `rank` among them.
+
+        They come row-major in the order of the mesh, whatever the order of `axes`, so all of them see the same order.
+        Raises ValueError for an unknown axis or rank.
+        """
+        self._require(axes)
+        coordinate = self.coordinate(rank)
+        strides = self._strides()
+        first = rank - sum(coordinate[name] * strides[name] for name in set(axes))
+        return tuple(first + offset for offset in self._offsets(axes))
+
+    def groups(self, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """All groups along `axes`, in the order of their first ranks: every rank is in exactly one of them.
+
+        Raises ValueError for an unknown axis.
+        """
+        self._require(axes)
+        offsets = tuple(self._offsets(axes))
+        firsts = self._offsets([name for name in self.names if name not in axes])
+        return tuple(tuple(first + offset for offset in offsets) for first in firsts)
+
+    def picture(self) -> str:
+        """A small drawing of the ranks: one grid of the two innermost axes per coordinate of the others.
+
+        Axes of degree 1 are left out, and what does not fit on a screen is elided.
+        """
+        axes = [(name, degree) for name, degree in self.axes if degree > 1]
+        outer, inner = axes[:-2], axes[-2:]
+        blocks = list(itertools.islice(itertools.product(*(range(degree) for _, degree in outer)), _MOST_BLOCKS))
+        lines = []
+        for block in blocks:
+            fixed = {name: 0 for name in self.names} | {name: i for (name, _), i in zip(outer, block, strict=True)}
+            if outer:
+                lines.append(" ".join(f"{name}={fixed[name]}" for name, _ in outer))
+            lines += self._grid(inner, fixed)
+        if elided := math.prod(degree for _, degree in outer) - len(blocks):
+            lines.append(f"… and {elided} more like these, to rank {self.size - 1}")
+        return "\n".join(lines)
+
+    def _grid(self, axes: list[tuple[str, int]], fixed: Mapping[str, int]) -> list[str]:
+        """The lines of one grid: the last of `axes` (two at most) across, the first of two down."""
+        width = len(str(self.size - 1))
+        across, columns = axes[-1] if axes else ("", 1)
+        down, rows = axes[0] if len(axes) == 2 else ("", 1)
+
+        def line(row: int | None) -> str:
+            here = dict(fixed) | ({down: row or 0} if down else {})
+            label = down and ("" if row is None else f"{down} {row}")
+            cells = []
+            for column in _shown(columns, _WIDEST_PICTURE):
+                index = here | ({across: column} if across and column is not None else {})
+                number = column if row is None else self.rank(index)
+                cells.append("…".rjust(width) if column is None else str(number).rjust(width))
+            head = f"{across:>3} " if row is None else "    "
+            return f"  {label:<{len(down) + 1 + len(str(rows)) if down else 0}}{head}{'  '.join(cells)}".rstrip()
+
+        body = ["  ⋮" if row is None else line(row) for row in _shown(rows, _TALLEST_PICTURE)]
+        return [line(None), *body] if across else body
+
+    def _strides(self) -> dict[str, int]:
+        """How far apart two ranks are that differ by one along each axis."""
+        strides = {}
+        stride = 1
+        for name, degree in reversed(self.axes):
+            strides[name] = stride
+            stride *= degree
+        return strides
+
+    def _offsets(self, axes: Iterable[str]) -> Iterator[int]:
+        """The ranks of the group of rank 0 along `axes`, ascending."""
+        strides = self._strides()
+        ranges = [range(0, degree * strides[name], strides[name]) for name, degree in self.axes if name in axes]
+        return (sum(offsets) for offsets in itertools.product(*ranges))
+
+    def _require(self, axes: Iterable[str]) -> None:
+        if unknown := [name for name in axes if name not in self.names]:
+            raise self._unknown(unknown)
+
+    def _unknown(self, axes: list[str]) -> ValueError:
+        return ValueError(f"no axis {' '.join(axes)} in the mesh {self or '(no axes)'}; its axes are {self.names}")
+
+
+def _shown(count: int, limit: int) -> list[int | None]:
+    """The indices to draw: all of them, or the first ones, None for the gap, and the last."""
+    if count <= limit:
+        return list(range(count))
+    return [*range(limit - 2), None, count - 1]

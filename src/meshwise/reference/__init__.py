@@ -1,0 +1,1 @@
+"""Plain torch models that know no rank."""

@@ -1,0 +1,1 @@
+"""The training loop around a trainer: the job, its data, its events."""

@@ -1,0 +1,76 @@
+"""Batches as trees of tensors.
+
+A batch is whatever the user's dataset yields: a tensor, a pair, a mapping, a dataclass of any of these. The engine
+only ever needs three things of it: how many samples it holds, some of its samples, and its tensors on a device. In
+every tensor of a batch, dim 0 counts the samples.
+
+torch has a tree library of its own (`torch.utils._pytree`); it is private and asks every dataclass to be registered,
+once, globally.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
+    """The same tree with `fn(tensor)` in place of every tensor.
+
+    Goes through mappings, lists, tuples, named tuples and dataclasses; every other value is kept as it is.
+    """
+    if isinstance(tree, Tensor):
+        return fn(tree)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        parts = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree) if field.init}
+        return dataclasses.replace(tree, **{name: map_tensors(fn, part) for name, part in parts.items()})
+    if isinstance(tree, Mapping):
+        mapped = {key: map_tensors(fn, value) for key, value in tree.items()}
+        return mapped if type(tree) is dict else type(tree)(mapped)  # type: ignore[call-arg]
+    if isinstance(tree, tuple) and type(tree) is not tuple:
+        return type(tree)(*(map_tensors(fn, value) for value in tree))
+    if isinstance(tree, list | tuple):
+        return type(tree)(map_tensors(fn, value) for value in tree)
+    return tree
+
+
+def tensors(tree: Any) -> Iterator[Tensor]:
+    """The tensors of a tree, in its own order: of the fields, of the keys as inserted, of the items."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            yield from tensors(getattr(tree, field.name))
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from tensors(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from tensors(value)
+
+
+def rows(tree: Any) -> int:
+    """How many samples a batch holds: the size of dim 0, the same in all its tensors.
+
+    Raises ValueError when it holds no tensor, a tensor without dims, or tensors of different sizes.
+    """
+    shapes = [tuple(tensor.shape) for tensor in tensors(tree)]
+    if not shapes:
+        raise ValueError(f"the batch, a {type(tree).__name__}, holds no tensor; a batch is a tree of tensors")
+    if any(len(shape) == 0 for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
+        raise ValueError(f"dim 0 of every tensor of a batch counts its samples, but the shapes are {shapes}")
+    return shapes[0][0]
+
+
+def take_rows(tree: Any, *, start: int, stop: int) -> Any:
+    """Samples `start` to `stop` (excluded) of a batch, as views of its tensors. An empty range gives an empty batch.
+
+    Raises ValueError when the batch does not hold these samples.
+    """
+    held = rows(tree)
+    if not 0 <= start <= stop <= held:
+        raise ValueError(f"rows {start} to {stop} of a batch of {held} rows")
+    return map_tensors(lambda tensor: tensor[start:stop], tree)
