@@ -7,9 +7,10 @@ mixed base, and a group is what remains when some digits vary and the others sta
 
     Mesh.of(pp=2, dp=2, tp=2)       the last axis varies fastest
 
-    pp 0    tp 0   1        pp 1    tp 0   1        rank 6 = coordinate pp=1 dp=1 tp=0
-      dp 0     0   1          dp 0     4   5        group(6, axes=["tp"])       = 6 7
-      dp 1     2   3          dp 1     6   7        group(6, axes=["pp", "tp"]) = 2 3 6 7
+    pp=0                pp=1
+      tp │ 0  1           tp │ 0  1       rank 6 has the coordinate pp=1 dp=1 tp=0
+    dp 0 │ 0  1         dp 0 │ 4  5       group(6, axes=["tp"])        6 7
+    dp 1 │ 2  3         dp 1 │ 6  7       group(6, axes=["pp", "tp"])  2 3 6 7
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-_WIDEST_PICTURE = 16
-_TALLEST_PICTURE = 8
-_MOST_BLOCKS = 4
+_WIDEST_GRID = 12
+_TALLEST_GRID = 6
+_MOST_GRIDS = 3
+
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Mesh:
             if type(degree) is not int or degree < 1:
                 raise ValueError(f"axis {name} has degree {degree!r}; a degree is a whole number, at least 1")
         if repeated := {name for name in self.names if self.names.count(name) > 1}:
-            raise ValueError(f"axis {' '.join(sorted(repeated))} is named twice in the mesh {self}; name each axis once")
+            raise ValueError(f"axis {' '.join(sorted(repeated))} is named twice in the mesh {self}")
 
     @classmethod
     def of(cls, **degrees: int) -> Mesh:
@@ -129,38 +133,30 @@ class Mesh:
 
         Axes of degree 1 are left out, and what does not fit on a screen is elided.
         """
-        axes = [(name, degree) for name, degree in self.axes if degree > 1]
-        outer, inner = axes[:-2], axes[-2:]
-        blocks = list(itertools.islice(itertools.product(*(range(degree) for _, degree in outer)), _MOST_BLOCKS))
+        names = [name for name, degree in self.axes if degree > 1]
+        outer, inner = names[:-2], names[-2:]
+        firsts = list(self._offsets(outer))
         lines = []
-        for block in blocks:
-            fixed = {name: 0 for name in self.names} | {name: i for (name, _), i in zip(outer, block, strict=True)}
-            if outer:
-                lines.append(" ".join(f"{name}={fixed[name]}" for name, _ in outer))
-            lines += self._grid(inner, fixed)
-        if elided := math.prod(degree for _, degree in outer) - len(blocks):
-            lines.append(f"… and {elided} more like these, to rank {self.size - 1}")
+        for first in firsts[:_MOST_GRIDS]:
+            coordinate = self.coordinate(first)
+            lines += [" ".join(f"{name}={coordinate[name]}" for name in outer)] if outer else []
+            lines += self._grid(first, inner)
+        if len(firsts) > _MOST_GRIDS:
+            lines.append(f"… {len(firsts) - _MOST_GRIDS} more, to rank {self.size - 1}")
         return "\n".join(lines)
 
-    def _grid(self, axes: list[tuple[str, int]], fixed: Mapping[str, int]) -> list[str]:
-        """The lines of one grid: the last of `axes` (two at most) across, the first of two down."""
-        width = len(str(self.size - 1))
-        across, columns = axes[-1] if axes else ("", 1)
-        down, rows = axes[0] if len(axes) == 2 else ("", 1)
-
-        def line(row: int | None) -> str:
-            here = dict(fixed) | ({down: row or 0} if down else {})
-            label = down and ("" if row is None else f"{down} {row}")
-            cells = []
-            for column in _shown(columns, _WIDEST_PICTURE):
-                index = here | ({across: column} if across and column is not None else {})
-                number = column if row is None else self.rank(index)
-                cells.append("…".rjust(width) if column is None else str(number).rjust(width))
-            head = f"{across:>3} " if row is None else "    "
-            return f"  {label:<{len(down) + 1 + len(str(rows)) if down else 0}}{head}{'  '.join(cells)}".rstrip()
-
-        body = ["  ⋮" if row is None else line(row) for row in _shown(rows, _TALLEST_PICTURE)]
-        return [line(None), *body] if across else body
+    def _grid(self, first: int, axes: list[str]) -> list[str]:
+        """The lines of the grid that begins at rank `first`: the last axis across, the one before it (if any) down."""
+        across, down = axes[-1:], axes[:-1]
+        rows = [[str(first + row + column) for column in self._offsets(across)] for row in self._offsets(down)]
+        labels = [f"{down[0]} {index}" for index in range(len(rows))] if down else ["rank"]
+        head = [[across[0], *map(str, range(len(rows[0])))]] if across else []
+        body = _elide([[label, *row] for label, row in zip(labels, rows, strict=True)], _TALLEST_GRID, ["…"])
+        table = head + [row[:1] + _elide(row[1:], _WIDEST_GRID, "…") for row in body]
+        return [
+            f"{label:>{len(labels[-1])}} │ {'  '.join(c.rjust(len(rows[-1][-1])) for c in cells)}"
+            for label, *cells in table
+        ]
 
     def _strides(self) -> dict[str, int]:
         """How far apart two ranks are that differ by one along each axis."""
@@ -182,11 +178,9 @@ class Mesh:
             raise self._unknown(unknown)
 
     def _unknown(self, axes: list[str]) -> ValueError:
-        return ValueError(f"no axis {' '.join(axes)} in the mesh {self or '(no axes)'}; its axes are {self.names}")
+        return ValueError(f"no axis {' '.join(axes)} in the mesh '{self}'; its axes are {' '.join(self.names)}")
 
 
-def _shown(count: int, limit: int) -> list[int | None]:
-    """The indices to draw: all of them, or the first ones, None for the gap, and the last."""
-    if count <= limit:
-        return list(range(count))
-    return [*range(limit - 2), None, count - 1]
+def _elide(items: list[_Item], limit: int, gap: _Item) -> list[_Item]:
+    """All items, or the first ones, the gap and the last: `limit` in all."""
+    return items if len(items) <= limit else [*items[: limit - 2], gap, items[-1]]

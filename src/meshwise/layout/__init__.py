@@ -1,1 +1,6 @@
 """Where a tensor lives on a mesh, as arithmetic on tuples."""
+
+from meshwise.layout.geometry import Rectangle, even_split, rectangles
+from meshwise.layout.layout import Layout
+
+__all__ = ["Layout", "Rectangle", "even_split", "rectangles"]

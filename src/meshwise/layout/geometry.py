@@ -1,0 +1,77 @@
+"""Parts of tensors as offsets and sizes.
+
+Two kinds of cut meet in a split model. A layout cuts a tensor along its dims; a flat buffer shared out over ranks cuts
+the row-major elements of a tensor at any element. A checkpoint, a norm and a conversion between plans need both in
+one currency: rectangles of the full tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A part of a tensor: where it begins and how far it extends, per dim."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many elements it holds."""
+        return math.prod(self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index that takes it out of the full tensor: `full[rectangle.slices]`."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
+
+
+def even_split(size: int, parts: int) -> list[tuple[int, int]]:
+    """The (start, stop) of `parts` contiguous parts of `size` things, the first ones larger by one when uneven.
+
+    A part is empty when there are more parts than things. Raises ValueError for a negative size or no parts.
+    """
+    if size < 0 or parts < 1:
+        raise ValueError(f"cannot split {size} into {parts} parts; needs a size of at least 0 and at least one part")
+    small, larger = divmod(size, parts)
+    starts = [index * small + min(index, larger) for index in range(parts + 1)]
+    return list(itertools.pairwise(starts))
+
+
+def rectangles(shape: Sequence[int], *, start: int, stop: int) -> list[Rectangle]:
+    """The elements `start` to `stop` (excluded) of a row-major tensor, as rectangles in the order of the elements.
+
+    At most 2·ndim - 1 of them, so three for a matrix: the rest of a first row, whole rows, the beginning of a last row.
+
+        shape (4, 5), elements 3 to 16        . . . a a
+                                              b b b b b
+                                              b b b b b
+                                              c . . . .
+
+    Raises ValueError when the range does not lie within the tensor.
+    """
+    if not 0 <= start <= stop <= math.prod(shape):
+        raise ValueError(f"elements {start} to {stop} of a tensor of shape {tuple(shape)}")
+    if start == stop:
+        return []
+    if not shape:
+        return [Rectangle((), ())]
+    row = math.prod(shape[1:])
+    first, last = start // row, stop // row
+    if first == last:
+        return _within(first, rectangles(shape[1:], start=start % row, stop=stop % row))
+    head = _within(first, rectangles(shape[1:], start=start % row, stop=row)) if start % row else []
+    whole = first + bool(head)
+    inner = (0,) * (len(shape) - 1)
+    body = [Rectangle((whole, *inner), (last - whole, *shape[1:]))] if whole < last else []
+    return head + body + _within(last, rectangles(shape[1:], start=0, stop=stop % row))
+
+
+def _within(index: int, parts: list[Rectangle]) -> list[Rectangle]:
+    """Rectangles of row `index`, as rectangles of the tensor that has this row."""
+    return [Rectangle((index, *part.offsets), (1, *part.sizes)) for part in parts]
