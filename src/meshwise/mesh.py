@@ -150,12 +150,12 @@ class Mesh:
         across, down = axes[-1:], axes[:-1]
         rows = [[str(first + row + column) for column in self._offsets(across)] for row in self._offsets(down)]
         labels = [f"{down[0]} {index}" for index in range(len(rows))] if down else ["rank"]
-        head = [[across[0], *map(str, range(len(rows[0])))]] if across else []
-        body = _elide([[label, *row] for label, row in zip(labels, rows, strict=True)], _TALLEST_GRID, ["…"])
-        table = head + [row[:1] + _elide(row[1:], _WIDEST_GRID, "…") for row in body]
+        body = [[label, *row] for label, row in zip(labels, rows, strict=True)]
+        head = [[*across, *map(str, range(len(rows[0])))]] if across else []
+        table = [line[:1] + _elide(line[1:], _WIDEST_GRID, "…") for line in head + _elide(body, _TALLEST_GRID, ["…"])]
+        left, width = len(labels[-1]), len(rows[-1][-1])
         return [
-            f"{label:>{len(labels[-1])}} │ {'  '.join(c.rjust(len(rows[-1][-1])) for c in cells)}"
-            for label, *cells in table
+            f"{label:>{left}} │ {'  '.join(f'{cell:>{width}}' for cell in cells)}".rstrip() for label, *cells in table
         ]
 
     def _strides(self) -> dict[str, int]:

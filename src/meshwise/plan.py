@@ -219,7 +219,7 @@ def plans_page() -> str:
 
 def _range(key: str) -> str:
     most = _KEYS[key].most
-    auto = " or `auto`" if key == "dp" else ""
+    auto = ", or `auto`" if key == "dp" else ""
     return (f"{_KEYS[key].least} and up" if most is None else f"{_KEYS[key].least} to {most}") + auto
 
 
@@ -229,9 +229,8 @@ def _check_value(key: str, value: Any) -> None:
         return
     least, most = _KEYS[key].least, _KEYS[key].most
     if type(value) is not int:
-        raise PlanError(
-            f"{key}={'auto' if value is None else repr(value)}: {key} is a whole number, {_range(key)}; write it as in '{key}={least}'"
-        )
+        given = "auto" if value is None else repr(value)
+        raise PlanError(f"{key}={given}: {key} is a whole number, {_range(key)}; write it as in '{key}={least}'")
     nearest = max(least, value if most is None else min(value, most))
     if value != nearest:
         raise PlanError(f"{key}={value}: {key} is {_range(key)}. Nearest that works: '{key}={nearest}'")
