@@ -1,0 +1,218 @@
+"""A decoder-only transformer, written as one would for one device.
+
+          tokens (B, T)
+             │
+    token embedding (+ learned positions)          x is (B, T, width) from here on
+             │
+      ┌─ norm ─ attention ─┐
+      ├──────── + ─────────┘        × layers       pre-norm: the residual stream is never normalised itself
+      ├─ norm ─ mlp ───────┐
+      └──────── + ─────────┘
+             │
+        norm ─ head                                logits (B, T, vocabulary)
+
+The initialisation is GPT-2's (Radford et al., 2019): normal with a standard deviation of 0.02, and the two projections
+that write to the residual stream scaled by 1/sqrt(2 · layers), so that its variance does not grow with depth.
+Rotary positions follow Su et al., 2021 (RoFormer); fewer key-value heads than heads is grouped-query attention (Ainslie
+et al., 2023).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+INIT_STD = 0.02
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a GPT."""
+
+    vocabulary: int = 256
+    """Number of different tokens; 256 is bytes."""
+
+    context: int = 256
+    """Longest sequence, in tokens."""
+
+    layers: int = 4
+    """Number of transformer blocks."""
+
+    heads: int = 4
+    """Attention heads of a block; must divide the width."""
+
+    kv_heads: int | None = None
+    """Key and value heads, each shared by heads/kv_heads query heads; None is as many as heads."""
+
+    width: int = 128
+    """Features of the residual stream."""
+
+    mlp_ratio: float = 4.0
+    """Hidden features of the MLP, as a multiple of the width."""
+
+    positions: Literal["learned", "rotary"] = "learned"
+    """How a token knows its place: an embedding added to the input, or a rotation of queries and keys."""
+
+    tied: bool = False
+    """Whether the head is the token embedding's own matrix."""
+
+    dropout: float = 0.0
+    """Probability of dropping an element after the embedding, in attention and before each residual addition."""
+
+    bias: bool = False
+    """Whether linear layers (the head aside) and norms have a bias."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocabulary", "context", "layers", "heads", "width"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.width % self.heads:
+            raise ValueError(f"width={self.width} must be a multiple of heads={self.heads}")
+        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
+            raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
+        if self.positions not in ("learned", "rotary"):
+            raise ValueError(f"positions={self.positions!r} must be 'learned' or 'rotary'")
+        if self.positions == "rotary" and self.head_width % 2:
+            raise ValueError(f"rotary positions need an even head width; width/heads is {self.head_width}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout={self.dropout} must be in [0, 1)")
+        if self.hidden < 1:
+            raise ValueError(f"mlp_ratio={self.mlp_ratio} leaves the MLP no hidden features")
+
+    @property
+    def head_width(self) -> int:
+        """Features of one attention head."""
+        return self.width // self.heads
+
+    @property
+    def hidden(self) -> int:
+        """Features of the MLP's hidden layer."""
+        return int(self.width * self.mlp_ratio)
+
+
+class Rotary(nn.Module):
+    """Rotates pairs of features by angles that grow with the position."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: GPTConfig, *, base: float = 10_000.0) -> None:
+        super().__init__()
+        half = config.head_width // 2
+        frequency = base ** (-torch.arange(half, dtype=torch.float64) / half)
+        angle = torch.outer(torch.arange(config.context, dtype=torch.float64), frequency)
+        dtype = torch.get_default_dtype()
+        self.register_buffer("cos", angle.cos().to(dtype), persistent=False)
+        self.register_buffer("sin", angle.sin().to(dtype), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, heads, T, head_width) to the same, rotated."""
+        cos, sin = (table[: x.size(-2)].to(x.dtype) for table in (self.cos, self.sin))
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        kv_heads = config.kv_heads or config.heads
+        self.heads = (config.heads, kv_heads, kv_heads)
+        self.qkv = nn.Linear(config.width, sum(self.heads) * config.head_width, bias=config.bias)
+        self.rotary = Rotary(config) if config.positions == "rotary" else nn.Identity()
+        self.projection = nn.Linear(config.width, config.width, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, width) to (B, T, width)."""
+        qkv = self.qkv(x).unflatten(-1, (-1, self.config.head_width)).transpose(1, 2)
+        q, k, v = qkv.split(self.heads, dim=1)
+        mixed = functional.scaled_dot_product_attention(
+            self.rotary(q),
+            self.rotary(k),
+            v,
+            is_causal=True,
+            dropout_p=self.config.dropout if self.training else 0.0,
+            enable_gqa=self.heads[0] != self.heads[1],
+        )
+        output: Tensor = self.dropout(self.projection(mixed.transpose(1, 2).flatten(2)))
+        return output
+
+
+class FeedForward(nn.Module):
+    """The block's MLP."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.expansion = nn.Linear(config.width, config.hidden, bias=config.bias)
+        self.projection = nn.Linear(config.hidden, config.width, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., width) to (..., width)."""
+        output: Tensor = self.dropout(self.projection(functional.gelu(self.expansion(x))))
+        return output
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width, bias=config.bias)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.width, bias=config.bias)
+        self.mlp = FeedForward(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, width) to (B, T, width)."""
+        x = x + self.attention(self.attention_norm(x))
+        output: Tensor = x + self.mlp(self.mlp_norm(x))
+        return output
+
+
+class GPT(nn.Module):
+    """The whole model of the picture above."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        self.positions = nn.Embedding(config.context, config.width) if config.positions == "learned" else None
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width, bias=config.bias)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self._initialise()
+        if config.tied:
+            self.head.weight = self.embedding.weight
+
+    def _initialise(self) -> None:
+        residual_std = INIT_STD / math.sqrt(2 * self.config.layers)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim > 1:
+                writes_residual = name.endswith("projection.weight")
+                nn.init.normal_(parameter, std=residual_std if writes_residual else INIT_STD)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Integer tokens (B, T), T at most the context, to logits (B, T, vocabulary)."""
+        length = tokens.size(1)
+        if length > self.config.context:
+            raise ValueError(f"{length} tokens do not fit the context of {self.config.context}")
+        x = self.embedding(tokens)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(length, device=tokens.device))
+        x = self.dropout(x)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
