@@ -12,26 +12,20 @@ So a stamp, a recording, a count and a hang report mean the same under every imp
 from __future__ import annotations
 
 import abc
-import contextlib
 import pickle
-import sys
-import time
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from meshwise.comm.journal import Journal, Position, Stamp, call_site
 from meshwise.mesh import Mesh
 
 Axes: TypeAlias = str | Sequence[str]
 Parts: TypeAlias = Tensor | Sequence[Tensor]
-
-_HERE = str(Path(__file__).parent)
 
 
 @dataclass(frozen=True)
@@ -44,37 +38,8 @@ class Group:
 
     @property
     def size(self) -> int:
+        """How many ranks take part."""
         return len(self.ranks)
-
-
-@dataclass(frozen=True)
-class Stamp:
-    """One collective as one rank called it. Ranks agree when everything but `site` is equal.
-
-    `bytes` is the payload of the whole collective as one rank sees it: the tensor of a broadcast, reduce, all-reduce,
-    send or recv; the gathered side of a gather or all-gather; the whole side of a scatter, reduce-scatter or
-    all-to-all.
-    """
-
-    sequence: int
-    kind: str
-    axes: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int
-    site: str
-
-    def __str__(self) -> str:
-        shape = "x".join(map(str, self.shape)) or "scalar"
-        return f"#{self.sequence} {self.kind}[{'·'.join(self.axes)}] {shape} {self.dtype} at {self.site}"
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where a rank is: the last collective it called, and since when it has been waiting for it (None: it is not)."""
-
-    stamp: Stamp | None = None
-    waiting_since: float | None = None
 
 
 class Work:
@@ -87,11 +52,12 @@ class Work:
 
     def wait(self) -> None:
         """Block until the result is in place (on CUDA: until the current stream would see it)."""
-        if self._done or self._world is None:
+        if self._done:
             return
-        self._world.position = Position(self._stamp, time.monotonic())
-        self._finish()
-        self._world.position = Position(self._stamp)
+        assert self._world is not None
+        assert self._stamp is not None
+        with self._world.journal.waiting(self._stamp):
+            self._finish()
         self._done = True
 
     def _finish(self) -> None:
@@ -107,29 +73,32 @@ class World(abc.ABC):
     the group. A sequence of tensors in place of one tensor means parts, one per group index, of any sizes.
     """
 
-    def __init__(self, *, rank: int, mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, *, rank: int, mesh: Mesh, device: torch.device, journal: Journal | None = None) -> None:
         self.rank = rank
         self.mesh = mesh
         self.device = device
-        self.position = Position()
+        self.journal = journal or Journal()
         self.check = False
-        self._sequence = 0
-        self._digests: dict[tuple[str, ...], int] = {}
         self._groups: dict[tuple[str, ...], Group] = {}
-        self._recordings: list[list[Stamp]] = []
 
     @property
     def size(self) -> int:
+        """How many ranks there are."""
         return self.mesh.size
+
+    @property
+    def position(self) -> Position:
+        """Where this rank is now, whichever view of the world it called."""
+        return self.journal.position
 
     @abc.abstractmethod
     def over(self, mesh: Mesh) -> World:
-        """The same ranks seen over another mesh of the same size; the transport is shared.
+        """The same ranks seen over another mesh of the same size; the transport and the journal are shared.
 
         Raises ValueError when the sizes differ.
         """
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 — most worlds hold nothing to release
         """Release what joins the ranks. Only the world that `connect` returned needs it; safe to call twice."""
 
     def group(self, axes: Axes) -> Group:
@@ -143,19 +112,13 @@ class World(abc.ABC):
             self._groups[key] = Group(key, ranks, ranks.index(self.rank))
         return self._groups[key]
 
-    @contextlib.contextmanager
-    def record(self) -> Iterator[list[Stamp]]:
-        """Collect the stamps of the collectives called inside the block."""
-        stamps: list[Stamp] = []
-        self._recordings.append(stamps)
-        try:
-            yield stamps
-        finally:
-            self._recordings = [kept for kept in self._recordings if kept is not stamps]
+    def record(self) -> AbstractContextManager[list[Stamp]]:
+        """Collect the stamps of the collectives called inside the block, on any view of this world."""
+        return self.journal.record()
 
     def digest(self, axes: Axes) -> int:
-        """A 32-bit digest of all collectives called so far along exactly `axes`: equal on all ranks that agree."""
-        return self._digests.get(self.group(axes).axes, 0)
+        """A 32-bit digest of all collectives this rank's group along `axes` has called: equal on all its ranks."""
+        return self.journal.digests.get(self.group(axes).ranks, 0)
 
     # ---- collectives -------------------------------------------------------------------------------------------
 
@@ -164,24 +127,24 @@ class World(abc.ABC):
         group = self.group(axes)
         if group.size == 1:
             return Work()
-        stamp = self._stamp("broadcast", group, x)
-        return self._broadcast(stamp, group, x, source)
+        stamp = self._stamp("broadcast", group, x, how=f"from {source}")
+        return self._broadcast(stamp, group, flat(x), source)
 
     def reduce(self, x: Tensor, *, axes: Axes, target: int = 0, op: str = "sum") -> Work:
         """Reduce into the target's `x`; the other ranks' `x` is unspecified afterwards. op: sum, max or min."""
         group = self.group(axes)
         if group.size == 1:
             return Work()
-        stamp = self._stamp("reduce", group, x)
-        return self._reduce(stamp, group, x, (target, op))
+        stamp = self._stamp("reduce", group, x, how=f"{op} to {target}")
+        return self._reduce(stamp, group, flat(x), (target, op))
 
     def all_reduce(self, x: Tensor, *, axes: Axes, op: str = "sum") -> Work:
         """Reduce in place on every rank, bit-identical on all of them. op: sum, max or min."""
         group = self.group(axes)
         if group.size == 1:
             return Work()
-        stamp = self._stamp("all_reduce", group, x)
-        return self._all_reduce(stamp, group, x, op)
+        stamp = self._stamp("all_reduce", group, x, how=op)
+        return self._all_reduce(stamp, group, flat(x), op)
 
     def all_gather(self, x: Tensor, *, into: Parts, axes: Axes) -> Work:
         """Every rank's `x`, one after the other. `into`: one tensor of size · x.numel() elements, or parts.
@@ -192,23 +155,29 @@ class World(abc.ABC):
         if group.size == 1:
             return _copy(x, into)
         stamp = self._stamp("all_gather", group, into)
-        return self._all_gather(stamp, group, x, split(into, group.size))
+        parts = split(into, group.size)
+        fit(x, parts[group.index])
+        return self._all_gather(stamp, group, flat(x), parts)
 
     def reduce_scatter(self, x: Parts, *, into: Tensor, axes: Axes, op: str = "sum") -> Work:
         """Reduce the parts of `x` and keep this rank's. `into` may be the very slice of `x` where it belongs."""
         group = self.group(axes)
         if group.size == 1:
             return _copy(x, into)
-        stamp = self._stamp("reduce_scatter", group, x)
-        return self._reduce_scatter(stamp, group, split(x, group.size), (into, op))
+        stamp = self._stamp("reduce_scatter", group, x, how=op)
+        parts = split(x, group.size)
+        fit(into, parts[group.index])
+        return self._reduce_scatter(stamp, group, parts, (flat(into), op))
 
     def all_to_all(self, x: Parts, *, into: Parts, axes: Axes) -> Work:
         """Part j of this rank's `x` becomes part i of rank j's `into`, i being this rank's index."""
         group = self.group(axes)
         if group.size == 1:
             return _copy(x, into)
-        stamp = self._stamp("all_to_all", group, x, sizes_differ=True)
-        return self._all_to_all(stamp, group, split(x, group.size), split(into, group.size))
+        stamp = self._stamp("all_to_all", group, x)
+        parts, targets = split(x, group.size), split(into, group.size)
+        fit(parts[group.index], targets[group.index])
+        return self._all_to_all(stamp, group, parts, targets)
 
     def gather(self, x: Tensor, *, into: Parts | None, axes: Axes, target: int = 0) -> Work:
         """Every rank's `x` on the target; `into` is None elsewhere."""
@@ -216,8 +185,13 @@ class World(abc.ABC):
         if group.size == 1:
             assert into is not None
             return _copy(x, into)
-        stamp = self._stamp("gather", group, x, sizes_differ=True)
-        return self._gather(stamp, group, x, (None if into is None else split(into, group.size), target))
+        stamp = self._stamp("gather", group, x, how=f"to {target}")
+        parts = None
+        if group.index == target:
+            assert into is not None, "the target of a gather passes `into`"
+            parts = split(into, group.size)
+            fit(x, parts[target])
+        return self._gather(stamp, group, flat(x), (parts, target))
 
     def scatter(self, x: Parts | None, *, into: Tensor, axes: Axes, source: int = 0) -> Work:
         """The source's parts, one to each rank; `x` is None elsewhere."""
@@ -225,26 +199,33 @@ class World(abc.ABC):
         if group.size == 1:
             assert x is not None
             return _copy(x, into)
-        stamp = self._stamp("scatter", group, into, sizes_differ=True)
-        return self._scatter(stamp, group, (None if x is None else split(x, group.size), source), into)
+        stamp = self._stamp("scatter", group, into, how=f"from {source}")
+        parts = None
+        if group.index == source:
+            assert x is not None, "the source of a scatter passes `x`"
+            parts = split(x, group.size)
+            fit(into, parts[source])
+        return self._scatter(stamp, group, (parts, source), flat(into))
 
     def send(self, x: Tensor, *, axis: str, to: int) -> Work:
         """Send to group index `to` along one axis; messages between two ranks arrive in the order they were sent."""
         group = self.group(axis)
-        stamp = self._stamp("send", group, x)
-        return self._send(stamp, group, x, to)
+        stamp = self._stamp("send", group, x, how=f"to {to}")
+        return self._send(stamp, group, flat(x), to)
 
     def recv(self, x: Tensor, *, axis: str, source: int) -> Work:
         """Receive into `x` from group index `source` along one axis."""
         group = self.group(axis)
-        stamp = self._stamp("recv", group, x)
-        return self._recv(stamp, group, x, source)
+        stamp = self._stamp("recv", group, x, how=f"from {source}")
+        return self._recv(stamp, group, flat(x), source)
 
     def barrier(self, *, axes: Axes | None = None) -> None:
         """Return when every rank of the group (all ranks by default) has called it."""
         group = self.group(self.mesh.names if axes is None else axes)
         if group.size > 1:
-            self._barrier(self._stamp("barrier", group, ()), group)
+            stamp = self._stamp("barrier", group, ())
+            with self.journal.waiting(stamp):
+                self._barrier(stamp, group)
 
     def exchange(self, value: Any, *, axes: Axes | None = None) -> list[Any]:
         """Every rank's small Python value, in group order (all ranks by default). For reports, not for tensors."""
@@ -259,7 +240,7 @@ class World(abc.ABC):
         self.all_gather(data, into=parts, axes=group.axes).wait()
         return [pickle.loads(bytes(part.tolist())) for part in parts]
 
-    # ---- what an implementation writes -------------------------------------------------------------------------
+    # ---- what an implementation writes: the tensors it gets are flat, contiguous and outside autograd ------------
 
     @abc.abstractmethod
     def _broadcast(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work: ...
@@ -296,50 +277,53 @@ class World(abc.ABC):
 
     # ---- stamps ------------------------------------------------------------------------------------------------
 
-    def _stamp(self, kind: str, group: Group, x: Parts, *, sizes_differ: bool = False) -> Stamp:
-        """Give the call its number and keep it. `sizes_differ`: the ranks may rightly disagree about the shape."""
+    def _stamp(self, kind: str, group: Group, x: Parts, *, how: str = "") -> Stamp:
+        """Give the call its number and write it into the journal."""
         tensors = [x] if isinstance(x, Tensor) else list(x)
         elements = sum(t.numel() for t in tensors)
         shape = tuple(x.shape) if isinstance(x, Tensor) else (elements,)
-        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else "none"
+        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
         size = elements * tensors[0].element_size() if tensors else 0
-        stamp = Stamp(self._sequence, kind, group.axes, shape, dtype, size, call_site())
-        self._sequence += 1
-        if kind not in ("send", "recv"):
-            agreed = f"{kind} {'' if sizes_differ else elements} {dtype}"
-            self._digests[group.axes] = zlib.crc32(agreed.encode(), self._digests.get(group.axes, 0))
-        self.position = Position(stamp)
-        for recording in self._recordings:
-            recording.append(stamp)
+        stamp = Stamp(self.journal.calls, kind, group.axes, shape, dtype, size, call_site(), how)
+        self.journal.write(stamp, ranks=group.ranks)
         return stamp
 
 
+def flat(x: Tensor) -> Tensor:
+    """A view of `x` in one dim, outside autograd (as in c10d, writing to it does not count as a change of `x`).
+
+    Raises ValueError when `x` is not contiguous.
+    """
+    if not x.is_contiguous():
+        raise ValueError(f"a collective needs contiguous tensors; {tuple(x.shape)} has strides {x.stride()}")
+    return x.data.view(-1)
+
+
 def split(x: Parts, size: int) -> list[Tensor]:
-    """`x` as `size` flat parts: equal slices (views) of one contiguous tensor, or the given parts."""
+    """`x` as `size` flat parts: equal slices (views) of one tensor, or the given parts. Raises ValueError otherwise."""
     if isinstance(x, Tensor):
-        if x.numel() % size:
+        part, rest = divmod(x.numel(), size)
+        if rest:
             raise ValueError(f"{x.numel()} elements do not divide into {size} equal parts; pass a list of parts")
-        return list(x.view(-1).split(x.numel() // size)) if x.numel() else [x.view(-1)] * size
+        whole = flat(x)
+        return [whole[index * part : (index + 1) * part] for index in range(size)]
     if len(x) != size:
         raise ValueError(f"{len(x)} parts for a group of {size} ranks")
-    return list(x)
+    return [flat(part) for part in x]
 
 
-def call_site() -> str:
-    """`file:line function` of the nearest caller outside this folder."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_HERE):
-        frame = frame.f_back
-    if frame is None:
-        return "?"
-    path = Path(frame.f_code.co_filename)
-    return f"{path.parent.name}/{path.name}:{frame.f_lineno} {frame.f_code.co_name}"
+def fit(x: Tensor, part: Tensor) -> None:
+    """Raise ValueError unless this rank's tensor has the elements and the dtype of its part."""
+    if x.numel() != part.numel() or x.dtype != part.dtype:
+        raise ValueError(
+            f"this rank's tensor has {x.numel()} elements of {x.dtype}, its part {part.numel()} of {part.dtype}"
+        )
 
 
 def _copy(x: Parts, into: Parts) -> Work:
     """The collective of a group of one."""
-    source = x if isinstance(x, Tensor) else x[0]
-    target = into if isinstance(into, Tensor) else into[0]
-    if source.data_ptr() != target.data_ptr() or source.is_meta:
-        target.view(-1).copy_(source.view(-1))
+    [source], [target] = split(x, 1), split(into, 1)
+    fit(source, target)
+    if source.data_ptr() != target.data_ptr():
+        target.copy_(source)
     return Work()

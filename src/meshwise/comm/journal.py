@@ -1,0 +1,141 @@
+"""What one rank has called, and where it is now.
+
+Ranks hang because they disagree: another collective, another size, one call more or less. So every call gets a stamp,
+and each rank keeps its stamps in one journal that all views of its world share. Everything that explains a run reads
+the same journal: the agreement check before a call, the hang report, the recordings of a test or a simulation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+_NOT_CALLERS = (f"{Path(__file__).parent}/", f"{Path(torch.__file__).parent}/")
+_KEPT = 16
+_POINT_TO_POINT = ("send", "recv")
+_SIZES_MAY_DIFFER = ("all_to_all", "gather", "scatter")
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """One collective as one rank called it. The ranks of a group agree when `agreed` is equal on all of them.
+
+    `bytes` is the payload of the whole collective as one rank sees it: the tensor of a broadcast, reduce, all-reduce,
+    send or recv; the gathered side of a gather or all-gather; the whole side of a scatter, reduce-scatter or
+    all-to-all. `how` names the operation and the group index of the root: `sum`, `max to 1`, `from 0`.
+    """
+
+    sequence: int
+    kind: str
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    site: str
+    how: str = ""
+
+    @property
+    def agreed(self) -> str:
+        """What every rank of the group has to call alike: the kind, the operation and root, the elements, the dtype."""
+        elements = 1
+        for size in self.shape:
+            elements *= size
+        counted = "" if self.kind in _SIZES_MAY_DIFFER else f" {elements} elements"
+        return f"{self.kind}{f' {self.how}' if self.how else ''}{counted} {self.dtype}"
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.shape)) or "scalar"
+        how = f" {self.how}" if self.how else ""
+        return f"#{self.sequence} {self.kind}[{'·'.join(self.axes)}]{how} {shape} {self.dtype} at {self.site}"
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a rank is: the collective it waits for and since when, or (waiting_since None) the last one it called."""
+
+    stamp: Stamp | None = None
+    waiting_since: float | None = None
+
+
+class Journal:
+    """The calls of one rank: their number, the last few, a digest per group, and the position now."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.recent: deque[Stamp] = deque(maxlen=_KEPT)
+        self.position = Position()
+        self.digests: dict[tuple[int, ...], int] = {}
+        self._recordings: list[list[Stamp]] = []
+
+    def write(self, stamp: Stamp, *, ranks: tuple[int, ...]) -> None:
+        """Keep a call that is about to be made among `ranks`."""
+        self.calls += 1
+        self.recent.append(stamp)
+        self.position = Position(stamp)
+        if stamp.kind not in _POINT_TO_POINT:
+            self.digests[ranks] = zlib.crc32(stamp.agreed.encode(), self.digests.get(ranks, 0))
+        for recording in self._recordings:
+            recording.append(stamp)
+
+    @contextlib.contextmanager
+    def waiting(self, stamp: Stamp) -> Iterator[None]:
+        """Mark this rank as waiting for `stamp` inside the block."""
+        self.position = Position(stamp, time.monotonic())
+        try:
+            yield
+        finally:
+            self.position = Position(self.recent[-1])
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[list[Stamp]]:
+        """Collect the stamps of the calls made inside the block."""
+        stamps: list[Stamp] = []
+        self._recordings.append(stamps)
+        try:
+            yield stamps
+        finally:
+            self._recordings = [kept for kept in self._recordings if kept is not stamps]
+
+
+def disagreement(stamps: Mapping[int, Stamp]) -> str | None:
+    """A table of what each rank called, largest agreeing party first; None when the ranks agree.
+
+    `stamps`: by rank, the call each made in the place where all should have made the same.
+    """
+    parties: dict[tuple[str, str], list[int]] = {}
+    for rank, stamp in sorted(stamps.items()):
+        parties.setdefault((stamp.agreed, stamp.site), []).append(rank)
+    if len({agreed for agreed, _ in parties}) < 2:
+        return None
+    lines = [
+        f"  {ranks_text(ranks):<14} {stamps[ranks[0]]}"
+        for ranks in sorted(parties.values(), key=lambda ranks: (-len(ranks), ranks))
+    ]
+    return "\n".join(lines)
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """`rank 3`, `ranks 0,1,4`, and for many `ranks 0,1,2,3,4,5,6,7 and 56 more`."""
+    shown = ",".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def call_site() -> str:
+    """`folder/file:line function` of the nearest caller outside this folder and torch (which runs backwards)."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_CALLERS):
+        frame = frame.f_back
+    if frame is None:
+        return "?"
+    path = Path(frame.f_code.co_filename)
+    return f"{path.parent.name}/{path.name}:{frame.f_lineno} {frame.f_code.co_name}"
