@@ -1,0 +1,48 @@
+# Everything a newcomer or a machine runs. `make help` lists it; `.ci/run` runs the same targets.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help install demo test test-gpu check format docs clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+install: $(INSTALLED)  ## the package, editable, in a virtual environment with the tested versions of constraints.txt
+
+# setuptools first and no build isolation: an isolated build would fetch one of its own, of any version.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"meshwise needs Python 3.11 or later, and $(PYTHON) is {v[0]}.{v[1]}; name one: make PYTHON=python3.12")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,plot,tensorboard]'
+	touch $@
+
+demo: install  ## train a small GPT on the standard library's source, on 4 local processes
+	$(BIN)/meshwise train examples/demo.toml
+
+test test-gpu: export OMP_NUM_THREADS := 1
+
+test: install  ## the whole suite
+	$(BIN)/python -m pytest
+
+test-gpu: install  ## the tests that need a CUDA device; they skip where there is none
+	$(BIN)/python -m pytest -m gpu
+
+check: install  ## lint, format and types, changing nothing
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: install  ## mend what check would complain about, where that is mechanical
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+docs: install  ## make the generated pages of docs/ again
+	$(BIN)/python -c 'from meshwise.plan import plans_page; print(plans_page(), end="")' > docs/plans.md
+
+clean:  ## remove the virtual environment and every cache
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
