@@ -1,1 +1,1 @@
-"""A model seen from outside: its parameters, its blocks, and how it is born."""
+"""A model seen from outside: its parameter table, its units, its ties and its initialisation."""

@@ -1,0 +1,215 @@
+"""Which parameters are gathered and reduced together.
+
+A unit is what must be whole at one time: its parameters are gathered just before one of its modules runs and freed
+after. So a unit must be the business of few modules that run close together, it must not be so large that two of them
+are most of the model, and not so small that a collective for it is all latency. torch's FSDP asks the user to wrap
+the right modules; here the model's own structure says which they are:
+
+    GPT                          opened: the root
+    ├── embedding                ┐ pieces in a row, merged while the unit stays near
+    ├── positions                ┘ the size of the largest piece
+    ├── blocks   ModuleList      opened: a container
+    │   ├── 0    Block           a block: a unit of its own
+    │   └── 1    Block           a block: a unit of its own
+    ├── norm                     ┐
+    └── head                     ┘ merged
+
+1. *Opened* are the root, containers (modules without a forward of their own, and `Sequential`, whose forward is known
+   to call its entries) and every module that somewhere inside holds a stack of blocks: a list or sequence with two or
+   more entries that have parameters in their own children.
+2. A *block* is an entry of a container that has children with parameters. It is not opened, whatever it holds: the
+   experts of a mixture are chosen by data, so only the block as a whole runs at a known time. (An entry that is itself
+   a container with a stack of blocks is opened: a network in stages.)
+3. Every other module with parameters is a *piece* as a whole.
+4. Parameters that an opened module owns directly, or through children that have no forward (`ParameterList`), are a
+   unit that spans that module's whole forward.
+5. Pieces next to each other that are not blocks are merged while the unit stays within 1.25 times the largest piece
+   or block, so that small ones (a final norm, a position embedding) join their neighbour.
+6. A tied parameter belongs to the first piece that uses it; the modules of all that use it are the unit's.
+
+Modules are taken in the order in which they were registered, which is the order they run in for nearly all models;
+where it is not, only the prefetch suffers. `select` overrides rules 1 to 3 for the modules it names: needed where a
+module's forward reads a parameter of a child without calling the child, which cannot be seen from outside. torch's own
+modules that do are in `OPAQUE`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import nn
+
+Patterns: TypeAlias = Sequence[str | Sequence[str]]
+
+MERGE_LIMIT = 1.25
+OPAQUE: dict[type[nn.Module], str] = {
+    nn.MultiheadAttention: "computes with out_proj's weight itself and never calls it",
+    nn.TransformerEncoderLayer: "its fast path in evaluation hands all its children's weights to one kernel",
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A module whose forward needs `parameters` (their first names). `spans`: it owns them beside opened children."""
+
+    module: str
+    parameters: tuple[str, ...]
+    block: bool = False
+    spans: bool = False
+
+
+def partition(module: nn.Module, *, units: Patterns = ()) -> list[list[Piece]]:
+    """The model's units, each as the pieces that share it, in forward order; every parameter is in some piece.
+
+    `units` are patterns over module names (`*` stands for one part of a dotted name): each module a pattern matches is
+    a unit of its own; the modules that a sequence of patterns matches are one unit together. Raises ValueError for a
+    pattern that matches no module with parameters, and for a module matched inside another.
+    """
+    walk = _Walk(module, select(module, units=units))
+    walk.visit("", module, entry=False)
+    pieces = [piece for piece in walk.pieces() if piece.parameters]
+    return _merge(pieces, walk.chosen, {name: p.numel() for name, p in module.named_parameters()})
+
+
+def select(module: nn.Module, *, units: Patterns) -> dict[str, int]:
+    """Which modules the patterns name, and the number of the pattern (or sequence of them) that named each."""
+    names = [n for n, m in module.named_modules(remove_duplicate=False) if any(True for _ in m.parameters())]
+    chosen: dict[str, int] = {}
+    number = 0
+    for entry in units:
+        together = not isinstance(entry, str)
+        for pattern in [entry] if isinstance(entry, str) else entry:
+            matched = [name for name in names if _matches(name, pattern)]
+            if not matched:
+                near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[1:4]
+                raise ValueError(f"units: {pattern!r} matches no module with parameters; did you mean {near}?")
+            for name in matched:
+                chosen.setdefault(name, number)
+                number += not together
+        number += together
+    for name in chosen:
+        for outer in chosen:
+            if name != outer and (outer == "" or name.startswith(f"{outer}.")):
+                raise ValueError(f"units: {name!r} lies inside {outer!r}, a unit already; name only one of them")
+    return chosen
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+
+
+class _Walk:
+    """One pass over the module tree that finds the pieces."""
+
+    def __init__(self, root: nn.Module, chosen: dict[str, int]) -> None:
+        self.chosen = chosen
+        self._first = {id(p): name for name, p in root.named_parameters()}
+        self._found: dict[str, Piece] = {}
+        self._direct: dict[str, list[str]] = {}
+        self._seen: set[int] = set()
+
+    def pieces(self) -> Iterator[Piece]:
+        """The pieces in the order of their modules."""
+        for name, piece in self._found.items():
+            yield Piece(name, tuple(self._direct[name]), spans=True) if piece.spans else piece
+
+    def visit(self, name: str, module: nn.Module, *, entry: bool, owner: str = "") -> None:
+        """Add the pieces of one module. `entry`: a container holds it; `owner`: the nearest opened forward above."""
+        if id(module) in self._seen:
+            return
+        self._seen.add(id(module))
+        if name in self.chosen or not self._opens(name, module, entry=entry):
+            block = name in self.chosen or (entry and _is_composite(module))
+            self._found[name] = Piece(name, self._names(module.parameters()), block=block)
+            return
+        if name == "" or _has_forward(module):
+            owner = name
+            self._found[owner] = Piece(owner, (), spans=True)
+        names = self._direct.setdefault(owner, [])
+        names += [n for n in self._names(module.parameters(recurse=False)) if n not in names]
+        for child_name, child in module.named_children():
+            below = f"{name}.{child_name}" if name else child_name
+            self.visit(below, child, entry=_is_container(module), owner=owner)
+
+    def _opens(self, name: str, module: nn.Module, *, entry: bool) -> bool:
+        below = f"{name}." if name else ""
+        if any(chosen.startswith(below) for chosen in self.chosen):
+            return True
+        if isinstance(module, tuple(OPAQUE)) or not _is_composite(module):
+            return not _has_forward(module) and name != ""
+        if name == "" or not _has_forward(module):
+            return True
+        if _is_container(module):
+            return not entry or _holds_stack(module)
+        return not entry and _holds_stack(module)
+
+    def _names(self, parameters: Iterator[nn.Parameter]) -> tuple[str, ...]:
+        return tuple(self._first[id(p)] for p in parameters)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _is_container(module: nn.Module) -> bool:
+    return not _has_forward(module) or type(module).forward is nn.Sequential.forward
+
+
+def _is_composite(module: nn.Module) -> bool:
+    """Whether a child holds parameters."""
+    return any(any(True for _ in child.parameters()) for child in module.children())
+
+
+def _holds_stack(module: nn.Module) -> bool:
+    """Whether the module is or contains a list or sequence of two or more blocks."""
+    stacks = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    return any(
+        isinstance(inner, stacks) and sum(_is_composite(entry) for entry in inner.children()) > 1
+        for inner in module.modules()
+    )
+
+
+def _merge(pieces: list[Piece], chosen: dict[str, int], numel: dict[str, int]) -> list[list[Piece]]:
+    """Rules 5 and 6: put tied and small neighbouring pieces into one unit."""
+    owner: dict[str, int] = {}
+    for index, piece in enumerate(pieces):
+        for name in piece.parameters:
+            owner.setdefault(name, index)
+    sizes = [sum(numel[n] for n in piece.parameters if owner[n] == index) for index, piece in enumerate(pieces)]
+    limit = MERGE_LIMIT * max(sizes)
+    groups = [[index] for index in range(len(pieces))]
+
+    def join(a: int, b: int) -> None:
+        into, other = groups[min(a, b)], groups[max(a, b)]
+        if into is not other:
+            into += other
+            for index in other:
+                groups[index] = into
+
+    def join_small(a: int, b: int) -> None:
+        mergeable = not any(pieces[i].block or pieces[i].spans for i in (a, b))
+        if mergeable and sum(sizes[i] for i in {*groups[a], *groups[b]}) <= limit:
+            join(a, b)
+
+    for a, b in _pairs(pieces, chosen):
+        join(a, b)
+    for index, piece in enumerate(pieces):
+        for name in piece.parameters:
+            join_small(owner[name], index)
+    for index in range(len(pieces) - 1):
+        join_small(index, index + 1)
+    first = sorted({min(group) for group in groups})
+    return [[pieces[index] for index in sorted(groups[start])] for start in first]
+
+
+def _pairs(pieces: list[Piece], chosen: dict[str, int]) -> Iterator[tuple[int, int]]:
+    """Pieces that one sequence of patterns put together."""
+    first: dict[int, int] = {}
+    for index, piece in enumerate(pieces):
+        if piece.module in chosen:
+            yield first.setdefault(chosen[piece.module], index), index

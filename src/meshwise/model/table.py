@@ -1,0 +1,183 @@
+"""The parameter table: one row for each logical parameter of a model.
+
+Everything that touches parameters (initialisation, gradient reduction, the norm, the optimizer, checkpoints) asks this
+table and never walks the module itself. So a parameter has one name everywhere, and one that is tied, registered under
+several names, is still one parameter: gathered once, counted once in the norm, updated once, saved once.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from meshwise.model.blocks import Patterns, Piece, partition
+
+ParameterOptions: TypeAlias = Callable[[str, Tensor], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One logical parameter."""
+
+    name: str
+    """Its first name in registration order."""
+
+    shape: tuple[int, ...]
+    """Full shape."""
+
+    dtype: torch.dtype
+    """As the module declares it."""
+
+    trainable: bool
+    """Whether it gets a gradient."""
+
+    aliases: tuple[str, ...]
+    """The other names of the same parameter: ties."""
+
+    unit: str
+    """Name of the unit it belongs to."""
+
+    options: tuple[tuple[str, Any], ...]
+    """Optimizer options that differ from the optimizer's own, sorted by key."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are gathered and reduced together."""
+
+    name: str
+    """The modules that own its parameters, joined by `+`."""
+
+    modules: tuple[str, ...]
+    """Every module whose forward needs one of the parameters; the root is the empty string."""
+
+    rows: tuple[Row, ...]
+    """Its parameters, in registration order."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return sum(row.numel for row in self.rows)
+
+
+@dataclass(frozen=True)
+class ParameterTable:
+    """The rows of a model, by unit, in forward order."""
+
+    units: tuple[Unit, ...]
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """All rows, unit by unit."""
+        return tuple(row for unit in self.units for row in unit.rows)
+
+    @cached_property
+    def _by_name(self) -> dict[str, Row]:
+        return {name: row for row in self.rows for name in (row.name, *row.aliases)}
+
+    @property
+    def numel(self) -> int:
+        """Number of elements, ties counted once."""
+        return sum(row.numel for row in self.rows)
+
+    def row(self, name: str) -> Row:
+        """The row of a parameter under any of its names. Raises ValueError, with near misses, for another name."""
+        if name not in self._by_name:
+            near = difflib.get_close_matches(name, self._by_name, n=3, cutoff=0.4)
+            raise ValueError(f"no parameter {name!r}; near names: {near or list(self._by_name)[:3]}")
+        return self._by_name[name]
+
+
+def matrices_decay(name: str, parameter: Tensor) -> Mapping[str, Any]:  # noqa: ARG001 (the signature of all such rules)
+    """The default options: biases, norms' gains and other vectors are not decayed (Loshchilov & Hutter leave it open;
+    GPT-2 and its successors do this).
+    """
+    return {"weight_decay": 0.0} if parameter.ndim < 2 else {}
+
+
+def parameter_table(
+    module: nn.Module, *, options: ParameterOptions | None = None, units: Patterns = ()
+) -> ParameterTable:
+    """Read a model, on any device, meta included.
+
+    `options(name, parameter)` gives optimizer options for a parameter (default `matrices_decay`). `units` overrides how
+    the model is divided; see `meshwise.model.blocks.partition`.
+
+    Raises ValueError for a model without parameters, with a lazy parameter, with two parameters that are not the same
+    object but share memory, and for a pattern in `units` that names nothing.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    if not names:
+        raise ValueError(f"{type(module).__name__} has no parameters; there is nothing to train")
+    _check(names)
+    rule = options or matrices_decay
+    owner: dict[str, str] = {}
+    divided = partition(module, units=units)
+    for pieces in divided:
+        for piece in pieces:
+            for name in piece.parameters:
+                owner.setdefault(name, piece.module)
+    rows: dict[str, Row] = {}
+    unit_of = {piece.module: _unit_name(pieces, owner) for pieces in divided for piece in pieces}
+    for parameter, (first, *aliases) in names.items():
+        rows[first] = Row(
+            name=first,
+            shape=tuple(parameter.shape),
+            dtype=parameter.dtype,
+            trainable=parameter.requires_grad,
+            aliases=tuple(aliases),
+            unit=unit_of[owner[first]],
+            options=tuple(sorted(rule(first, parameter).items())),
+        )
+    users: dict[str, list[str]] = {}
+    for pieces in divided:
+        for piece in pieces:
+            for unit in dict.fromkeys(rows[name].unit for name in piece.parameters):
+                users.setdefault(unit, []).append(piece.module)
+    return ParameterTable(
+        tuple(
+            Unit(unit, tuple(modules), tuple(row for row in rows.values() if row.unit == unit))
+            for unit, modules in users.items()
+        )
+    )
+
+
+def _unit_name(pieces: list[Piece], owner: dict[str, str]) -> str:
+    names = [p.module or "(root)" for p in pieces if any(owner[n] == p.module for n in p.parameters)]
+    return "+".join(names) if len(names) <= 3 else f"{names[0]}+…+{names[-1]}"
+
+
+def _check(names: Mapping[nn.Parameter, list[str]]) -> None:
+    """Refuse what cannot be cut: shapes not known yet, and parameters that overlap without being one object."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for parameter, (name, *_) in names.items():
+        if is_lazy(parameter):
+            raise ValueError(f"{name} has no shape yet; call the model once on an example before handing it over")
+        if parameter.numel():
+            start = int(parameter.storage_offset()) * parameter.element_size()
+            extent = 1 + sum((n - 1) * int(step) for n, step in zip(parameter.shape, parameter.stride(), strict=True))
+            span = (start, start + extent * parameter.element_size(), name)
+            spans.setdefault(parameter.untyped_storage()._cdata, []).append(span)
+    for shared in spans.values():
+        ordered = sorted(shared)
+        for (_, end, name), (start, _, other) in pairwise(ordered):
+            if start < end:
+                raise ValueError(
+                    f"{name} and {other} are two parameters over the same memory; to tie them, register the same "
+                    "nn.Parameter object under both names"
+                )
