@@ -1,0 +1,354 @@
+"""The house rules of docs/architecture.md: each a function from a source tree to the lines that break it."""
+
+import ast
+import builtins
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Module:
+    """A file of the source: its dotted name, its text and its syntax tree."""
+
+    name: str
+    text: str
+    tree: ast.Module
+    is_package: bool = False
+
+    @property
+    def part(self) -> str:
+        return part_of(self.name)
+
+    def at(self, node: ast.AST, what: str) -> str:
+        return f"{self.name}:{getattr(node, 'lineno', 1)}: {what}"
+
+
+def part_of(name: str) -> str:
+    """`comm` for meshwise.comm.world, nothing for the package itself."""
+    return name.partition(".")[2].partition(".")[0]
+
+
+Source = Mapping[str, Module]
+Rule = Callable[[Source], Iterator[str]]
+
+
+def read(folder: Path) -> Source:
+    modules = {}
+    for path in sorted(folder.rglob("*.py")):
+        parts = path.relative_to(folder).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        text = path.read_text(encoding="utf-8")
+        modules[name] = Module(name, text, ast.parse(text), is_package=parts[-1] == "__init__")
+    return modules
+
+
+# ---- imports -----------------------------------------------------------------------------------------------------
+
+FLOORS = (
+    ("mesh", "tree", "reference"),
+    ("plan", "layout"),
+    ("comm",),
+    ("model",),
+    ("data_parallel", "optim"),
+    ("nonfinite",),
+    ("trainer",),
+    ("parallelize",),
+    ("train", "testing", "bench"),
+    ("verify",),
+    ("view",),
+    ("cli",),
+)
+"""From the ground up. A part imports lower floors and itself, never a sibling."""
+
+EXTRAS = ("matplotlib", "tensorboard", "torch.utils.tensorboard")
+"""What an optional extra installs: imported where it is used, so that the package works without it."""
+
+
+def imported(module: Module) -> Iterator[tuple[ast.stmt, str]]:
+    """Every import with the full name of what it imports: `from torch import nn` imports torch.nn."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = module.name.split(".") if module.is_package else module.name.split(".")[:-1]
+            base = package[: len(package) - node.level + 1] if node.level else []
+            prefix = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node, f"{prefix}.{alias.name}") for alias in node.names)
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def imports_go_down(source: Source) -> Iterator[str]:
+    floor_of = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
+    for module in source.values():
+        if not module.part:
+            continue
+        if module.part not in floor_of:
+            yield f"{module.name}: the part {module.part!r} stands on no floor; give it one in FLOORS"
+            continue
+        for node, name in imported(module):
+            part = part_of(name)
+            if within(name, "meshwise") and part != module.part:
+                if part not in floor_of:
+                    yield module.at(node, f"{name} is imported from the roof; import it from where it is defined")
+                elif floor_of[part] >= floor_of[module.part]:
+                    yield module.at(node, f"{module.part} imports {name}, which is not on a lower floor")
+
+
+def imports_stand_at_the_top(source: Source) -> Iterator[str]:
+    for module in source.values():
+        inner = {
+            node for function in ast.walk(module.tree) if isinstance(function, FUNCTION) for node in ast.walk(function)
+        }
+        for node, name in imported(module):
+            if node in inner and not any(within(name, extra) for extra in EXTRAS):
+                yield module.at(node, f"{name} is imported inside a function")
+
+
+def only_comm_imports_torch_distributed(source: Source) -> Iterator[str]:
+    for module in source.values():
+        if module.part == "comm":
+            continue
+        for node, name in imported(module):
+            if within(name, "torch.distributed"):
+                yield module.at(node, f"{name} is imported outside comm")
+        for used in ast.walk(module.tree):
+            if isinstance(used, ast.Attribute) and ast.unparse(used) == "torch.distributed":
+                yield module.at(used, "torch.distributed is used outside comm")
+
+
+# ---- state -------------------------------------------------------------------------------------------------------
+
+MUTABLE = ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp
+MAKERS = """
+    list dict set bytearray defaultdict deque Counter OrderedDict WeakKeyDictionary WeakValueDictionary WeakSet
+    ContextVar local Lock RLock Condition Event Queue SimpleQueue count Generator
+"""
+READ_ONLY = ("Mapping", "Sequence", "Collection", "Set", "AbstractSet", "Iterable")
+OWN_OF_A_TENSOR = frozenset({"data", "grad", "requires_grad"})
+
+
+def no_global_state(source: Source) -> Iterator[str]:
+    """No `global`, and no mutable value bound by a module or a class; one typed read-only is a constant."""
+    for module in source.values():
+        scopes: list[ast.Module | ast.ClassDef] = [module.tree]
+        scopes += [node for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
+        for scope in scopes:
+            for bound in scope.body:
+                if isinstance(bound, ast.Assign | ast.AnnAssign) and bound.value is not None and _mutable(bound):
+                    yield module.at(bound, f"mutable state in a module or a class: {ast.unparse(bound)[:60]}")
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Global):
+                yield module.at(node, f"global {' '.join(node.names)}")
+
+
+def _mutable(node: ast.Assign | ast.AnnAssign) -> bool:
+    if isinstance(node, ast.AnnAssign):
+        if ast.unparse(node.annotation).split("[")[0].split(".")[-1] in READ_ONLY:
+            return False
+    elif [ast.unparse(target) for target in node.targets] == ["__all__"]:
+        return False
+    if isinstance(node.value, ast.Call):
+        return ast.unparse(node.value.func).split(".")[-1] in MAKERS.split()
+    return isinstance(node.value, MUTABLE)
+
+
+def assigned_attributes(tree: ast.AST) -> Iterator[tuple[ast.AST, ast.expr, str]]:
+    """Every attribute that is assigned, deleted or set by name: (where, of what, which)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            yield node, node.value, node.attr
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr", "object.__setattr__"):
+            attribute = node.args[1]
+            yield node, node.args[0], str(attribute.value) if isinstance(attribute, ast.Constant) else "?"
+
+
+def nothing_hung_on_tensors(source: Source) -> Iterator[str]:
+    """No attribute of our own on a parameter or a tensor: a name typed, called or looped over as one."""
+    for module in source.values():
+        tensors = {"p", "param", "parameter", "tensor", "weight", "bias"}
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.arg | ast.AnnAssign) and _is_tensor(node.annotation):
+                tensors.add(node.arg if isinstance(node, ast.arg) else ast.unparse(node.target))
+            if isinstance(node, ast.For | ast.comprehension) and "parameters()" in ast.unparse(node.iter):
+                tensors |= {name.id for name in ast.walk(node.target) if isinstance(name, ast.Name)}
+        for node, owner, attribute in assigned_attributes(module.tree):
+            if ast.unparse(owner).split(".")[-1] in tensors - {"self"} and attribute not in OWN_OF_A_TENSOR:
+                yield module.at(node, f"{attribute} is hung on the tensor {ast.unparse(owner)}")
+
+
+def _is_tensor(annotation: ast.expr | None) -> bool:
+    return annotation is not None and ast.unparse(annotation).split(".")[-1] in ("Tensor", "Parameter")
+
+
+def nothing_patched(source: Source) -> Iterator[str]:
+    """No attribute of an imported module, or of what is imported from outside the house, is assigned."""
+    for module in source.values():
+        foreign = {}
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                for alias in node.names:
+                    foreign[alias.asname or alias.name.split(".")[0]] = getattr(node, "module", None) or alias.name
+        for node, owner, attribute in assigned_attributes(module.tree):
+            root = owner
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if isinstance(root, ast.Name) and root.id in foreign:
+                yield module.at(node, f"{ast.unparse(owner)}.{attribute} is patched")
+
+
+# ---- size and shape ----------------------------------------------------------------------------------------------
+
+LONGEST_FILE, LONGEST_FUNCTION, MOST_PARAMETERS = 400, 60, 6
+SAYS_NOTHING = frozenset({"utils", "util", "common", "helpers", "helper", "misc"})
+POSITIONS: Mapping[str, int] = {
+    # The verbs a user writes: what, and by which plan or on how many ranks.
+    "meshwise.parallelize.parallelize": 2,
+    "meshwise.verify.verify": 4,
+    "meshwise.comm.launch.run": 2,
+    "meshwise.comm.thread_world.run_threads": 2,
+    "meshwise.testing.run.run": 2,
+    "meshwise.testing.processes.Processes.run": 2,
+    # Two things of one kind, or a function and what it maps: the order is the one everybody expects.
+    "meshwise.layout.geometry.even_split": 2,
+    "meshwise.testing.agree.agree": 2,
+    "meshwise.testing.difference.difference": 2,
+    "meshwise.tree.map_tensors": 2,
+    # What the engine calls: loss(output, batch), forward(model, batch), parameter_options(name, parameter).
+    "meshwise.model.forward.default_forward": 2,
+    "meshwise.model.table.matrices_decay": 2,
+    "meshwise.reference.loss.next_token_loss": 2,
+    "meshwise.train.loss.cross_entropy": 2,
+    "meshwise.train.loss.mean_squared_error": 2,
+}
+"""How many arguments a public function may take by position, where it is more than one, and why."""
+
+
+def sizes_are_bounded(source: Source) -> Iterator[str]:
+    for module in source.values():
+        if (lines := len(module.text.splitlines())) > LONGEST_FILE:
+            yield f"{module.name}: {lines} lines"
+        for node in ast.walk(module.tree):
+            if isinstance(node, FUNCTION):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                parameters = [*_positions(node), *node.args.kwonlyargs]
+                if lines > LONGEST_FUNCTION:
+                    yield module.at(node, f"{node.name} has {lines} lines")
+                if len(parameters) > MOST_PARAMETERS:
+                    yield module.at(node, f"{node.name} has {len(parameters)} parameters")
+
+
+def parameters_are_named(source: Source) -> Iterator[str]:
+    """Public functions and methods, and `__init__`, take one argument by position; an override takes its base's."""
+    for module in source.values():
+        for owner, function in public_functions(module):
+            path = [module.name, *([owner.name] if owner else []), function.name]
+            most = POSITIONS.get(".".join(path), 1)
+            if len(_positions(function)) > most and not (owner and _overrides(module, owner, function.name)):
+                yield module.at(function, f"{function.name} takes {len(_positions(function))} arguments by position")
+
+
+def public_functions(module: Module) -> Iterator[tuple[ast.ClassDef | None, FUNCTION]]:
+    scopes: list[tuple[ast.ClassDef | None, list[ast.stmt]]] = [(None, module.tree.body)]
+    scopes += [(node, node.body) for node in module.tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_"]
+    for owner, body in scopes:
+        for node in body:
+            if isinstance(node, FUNCTION) and (node.name[0] != "_" or node.name == "__init__"):
+                yield owner, node
+
+
+def _positions(function: FUNCTION) -> list[ast.arg]:
+    parameters = [*function.args.posonlyargs, *function.args.args]
+    return parameters[1:] if parameters and parameters[0].arg in ("self", "cls", "ctx") else parameters
+
+
+def _overrides(module: Module, owner: ast.ClassDef, method: str) -> bool:
+    """Whether a base class from outside the house has this method (not counting what every object has)."""
+    origin = {}
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+                origin[alias.asname or alias.name] = full
+    for base in owner.bases:
+        root, _, rest = ast.unparse(base).split("[")[0].partition(".")
+        path = [*origin.get(root, f"builtins.{root}").split("."), *filter(None, rest.split("."))]
+        if path[0] == "meshwise" or (path[0] == "builtins" and path[1] not in vars(builtins)):
+            continue
+        if method in dir(_resolve(path)) and method != "__init__":
+            return True
+    return False
+
+
+def _resolve(path: list[str]) -> object:
+    """The object with this dotted path: the longest importable module, then attributes."""
+    try:
+        return importlib.import_module(".".join(path))
+    except ModuleNotFoundError:
+        return getattr(_resolve(path[:-1]), path[-1])
+
+
+def names_say_something(source: Source) -> Iterator[str]:
+    for module in source.values():
+        if SAYS_NOTHING & set(module.name.lower().strip("_").replace("_", ".").split(".")):
+            yield f"{module.name}: a name that says nothing"
+
+
+def no_hasattr(source: Source) -> Iterator[str]:
+    for module in source.values():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "hasattr":
+                yield module.at(node, f"{ast.unparse(node)}: a value's kind is known")
+
+
+# ---- the public names --------------------------------------------------------------------------------------------
+
+
+def public_names_are_one_list(source: Source) -> Iterator[str]:
+    """What the package imports is what it lists, sorted, and each has a docstring where it is defined."""
+    roof = source["meshwise"]
+    listed = next(
+        (ast.literal_eval(node.value) for node in roof.tree.body if isinstance(node, ast.Assign)), "no list __all__"
+    )
+    names = [name.rsplit(".", 1)[1] for _, name in imported(roof)]
+    if sorted(listed) != sorted(names) or listed != sorted(listed):
+        yield f"meshwise: __all__ is {listed}, what it imports, sorted, is {sorted(names)}"
+    for node, name in imported(roof):
+        home, definition = _definition(source, name)
+        if definition is None:
+            yield roof.at(node, f"{name} is not a class or function defined in {home}")
+        elif not ast.get_docstring(definition):
+            yield roof.at(node, f"{name} has no docstring")
+
+
+def _definition(source: Source, name: str) -> tuple[str, ast.ClassDef | FUNCTION | None]:
+    """Follow a name through the packages that re-export it to the module that defines it."""
+    home, _, own = name.rpartition(".")
+    for node in source[home].tree.body:
+        if isinstance(node, ast.ClassDef | FUNCTION) and node.name == own:
+            return home, node
+    for _, origin in imported(source[home]):
+        if origin.rpartition(".")[2] == own and origin != name:
+            return _definition(source, origin)
+    return home, None
+
+
+RULES: tuple[Rule, ...] = (
+    imports_go_down,
+    imports_stand_at_the_top,
+    only_comm_imports_torch_distributed,
+    no_global_state,
+    nothing_hung_on_tensors,
+    nothing_patched,
+    sizes_are_bounded,
+    parameters_are_named,
+    names_say_something,
+    no_hasattr,
+    public_names_are_one_list,
+)

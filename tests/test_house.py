@@ -1,0 +1,122 @@
+"""The house keeps its rules, and each rule catches what it is there to catch."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import house_rules
+from house_rules import RULES, Module, Rule, Source
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_house_keeps(rule: Rule) -> None:
+    broken = list(rule(house_rules.read(ROOT / "src")))
+    assert not broken, "\n".join(broken)
+
+
+def test_test_files_and_programs_are_bounded_as_well() -> None:
+    trees = [house_rules.read(ROOT / folder) for folder in ("tests", "examples", "benchmarks")]
+    broken = [line for tree in trees for line in house_rules.sizes_are_bounded(tree)]
+    assert not broken, "\n".join(broken)
+
+
+def test_importing_the_package_stays_light() -> None:
+    heavy = {"matplotlib", "tensorboard", "tyro", "rich", "IPython"}
+    code = f"import sys, meshwise; print(sorted({heavy} & set(sys.modules)))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert loaded.strip() == "[]"
+
+
+def source(name: str, text: str) -> Source:
+    return {name: Module(name, text, ast.parse(text), is_package=name == "meshwise")}
+
+
+BROKEN = [
+    ("imports_go_down", "meshwise.mesh", "from meshwise.plan import Plan"),
+    ("imports_go_down", "meshwise.comm.world", "import meshwise.train.loop"),
+    ("imports_go_down", "meshwise.layout.layout", "from meshwise.plan import Plan"),
+    ("imports_go_down", "meshwise.train.loop", "from meshwise import Mesh"),
+    ("imports_go_down", "meshwise.comm.world", "from ..train import loop"),
+    ("imports_go_down", "meshwise.newcomer", "import math"),
+    ("imports_go_down", "meshwise.comm.world", "if TYPE_CHECKING:\n    from meshwise.train import loop"),
+    ("imports_stand_at_the_top", "meshwise.tree", "def f():\n    import math"),
+    ("imports_stand_at_the_top", "meshwise.tree", "class A:\n    def f(self):\n        if self:\n            import a"),
+    ("only_comm_imports_torch_distributed", "meshwise.trainer", "import torch.distributed as dist"),
+    ("only_comm_imports_torch_distributed", "meshwise.trainer", "from torch import distributed"),
+    ("only_comm_imports_torch_distributed", "meshwise.trainer", "from torch.distributed.tensor import DTensor"),
+    ("only_comm_imports_torch_distributed", "meshwise.trainer", "import torch\ntorch.distributed.barrier()"),
+    ("no_global_state", "meshwise.tree", "def f():\n    global x\n    x = 1"),
+    ("no_global_state", "meshwise.tree", "CACHE = {}"),
+    ("no_global_state", "meshwise.tree", "SEEN: set[int] = set()"),
+    ("no_global_state", "meshwise.tree", "import collections\nSEEN = collections.defaultdict(list)"),
+    ("no_global_state", "meshwise.tree", "class A:\n    instances = []"),
+    ("nothing_hung_on_tensors", "meshwise.trainer", "def f(x: Tensor):\n    x.shard = 1"),
+    ("nothing_hung_on_tensors", "meshwise.trainer", "for w in model.parameters():\n    w.owner = 1"),
+    ("nothing_hung_on_tensors", "meshwise.trainer", "for name, w in m.named_parameters():\n    setattr(w, name, 1)"),
+    ("nothing_hung_on_tensors", "meshwise.trainer", "layer.weight.allreduce = False"),
+    ("nothing_patched", "meshwise.trainer", "import torch\ntorch.empty = None"),
+    ("nothing_patched", "meshwise.trainer", "from torch import nn\nnn.Module.__init__ = None"),
+    ("nothing_patched", "meshwise.trainer", "import torch.nn as n\nsetattr(n.Module, 'forward', None)"),
+    ("sizes_are_bounded", "meshwise.tree", "x = 1\n" * 401),
+    ("sizes_are_bounded", "meshwise.tree", "def f():\n" + "    x = 1\n" * 60),
+    ("sizes_are_bounded", "meshwise.tree", "def f(a, b, c, *, d, e, f, g): ..."),
+    ("parameters_are_named", "meshwise.tree", "def f(a, b): ..."),
+    ("parameters_are_named", "meshwise.tree", "class A:\n    def f(self, a, b=1): ..."),
+    ("parameters_are_named", "meshwise.tree", "class A:\n    def __init__(self, a, b): ..."),
+    ("parameters_are_named", "meshwise.tree", "import ast\nclass A(ast.NodeVisitor):\n    def extra(self, a, b): ..."),
+    ("parameters_are_named", "meshwise.tree", "import ast\nclass A(ast.AST):\n    def __init__(self, a, b): ..."),
+    ("names_say_something", "meshwise.comm.utils", ""),
+    ("names_say_something", "meshwise.helpers.grid", ""),
+    ("names_say_something", "meshwise.comm.stream_utils", ""),
+    ("no_hasattr", "meshwise.tree", "def f(x):\n    return hasattr(x, 'shape')"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rule, name, text", BROKEN)
+def test_a_planted_fault_is_caught(rule: str, name: str, text: str) -> None:
+    assert list(getattr(house_rules, rule)(source(name, text)))
+
+
+SOUND = [
+    ("meshwise.train.loop", "from meshwise.comm import World\nfrom meshwise.train.data import Data"),
+    ("meshwise.train.loop", "from . import data\nimport torch.nn"),
+    ("meshwise.view.plot", "def f():\n    import matplotlib.pyplot as plt\n    return plt"),
+    ("meshwise.comm.torch_world", "import torch.distributed as dist"),
+    ("meshwise.tree", "__all__ = ['a']\nNAMES = ('a', 'b')\nTABLE: Mapping[str, int] = {'a': 1}\nSIZE: int = 3"),
+    ("meshwise.tree", "class A:\n    def __init__(self):\n        self.seen = []\n        self.weight = None"),
+    ("meshwise.trainer", "for p in m.parameters():\n    p.grad = None\n    p.data = x\n    p.requires_grad = False"),
+    ("meshwise.tree", "def f(a, *, b): ...\ndef _g(a, b): ...\nclass A:\n    def f(self, a, *rest, **more): ..."),
+    ("meshwise.tree", "from torch import nn\nclass A(nn.Module):\n    def forward(self, a, b): ..."),
+    ("meshwise.tree", "from torch.autograd import Function\nclass A(Function):\n    def backward(ctx, a, b): ..."),
+    ("meshwise.tree", "def map_tensors(fn, tree): ..."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, text", SOUND)
+def test_sound_code_passes_every_rule(name: str, text: str) -> None:
+    rules = [rule for rule in RULES if rule is not house_rules.public_names_are_one_list]
+    assert [line for rule in rules for line in rule(source(name, text))] == []
+
+
+MESH = "class Mesh:\n    '''Axes.'''"
+LIST = "from meshwise.mesh import Mesh\n__all__ = ['Mesh']"
+
+
+@pytest.mark.parametrize(
+    "roof, mesh, is_broken",
+    [
+        (LIST, MESH, False),
+        ("from meshwise.mesh import Mesh\n__all__ = []", MESH, True),
+        ("__all__ = ['Mesh']", MESH, True),
+        (LIST, "class Mesh: ...", True),
+        (LIST, "Mesh = 1", True),
+    ],
+)
+def test_public_names_are_listed_and_documented(roof: str, mesh: str, is_broken: bool) -> None:
+    tree = {**source("meshwise", roof), **source("meshwise.mesh", mesh)}
+    assert bool(list(house_rules.public_names_are_one_list(tree))) == is_broken
