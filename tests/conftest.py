@@ -1,12 +1,17 @@
-"""What holds for every test: one thread a process, the same hypothesis examples, CUDA tests where there is CUDA."""
+"""What holds for every test: one thread a process, fixed seeds, the same hypothesis examples, CUDA tests where there is
+CUDA, and real processes that are started once.
+"""
 
 import os
+from collections.abc import Iterator
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
 from hypothesis import settings
+
+from meshwise.testing import Processes
 
 torch.set_num_threads(1)
 
@@ -21,3 +26,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[Processes]:
+    """Real gloo processes, kept warm for the whole session: `run(4, main, on=processes)`."""
+    with Processes(timeout=100) as warm:
+        yield warm

@@ -1,0 +1,98 @@
+"""`agree`: a split model and a whole one have computed the same.
+
+An outcome is what there is to compare, by name: mappings and sequences, nested as you like, of tensors and numbers.
+
+    {"loss": 2.31, "grad_norm": 0.8, "gradients": {"embed.weight": Tensor, …}, "parameters": {…}}
+
+Two outcomes agree when they hold the same names and every pair of tensors has a relative difference (see
+`difference`) of at most the bound. The tensors of one mapping or sequence are a family: the largest of them says what
+is too small to be told from rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from meshwise.testing.difference import Difference, difference, floor, size
+
+Outcome: TypeAlias = Any
+_SHOWN = 8
+
+
+class Disagreement(AssertionError):
+    """Two outcomes differ by more than the bound; the message names the first tensor that does, and where."""
+
+
+def agree(parallel: Outcome, single: Outcome, *, bound: float) -> None:
+    """Check that `parallel` equals `single`, the trusted side, up to `bound` (a relative difference, such as 1e-9).
+
+    Raises Disagreement, naming the first tensor over the bound in the order of `single`, its relative difference and
+    the index of its largest one; or the names and shapes that only one side has.
+    """
+    ours, theirs = dict(_leaves(parallel)), dict(_leaves(single))
+    if ours.keys() != theirs.keys():
+        raise Disagreement(_names(ours, theirs))
+    families: dict[str, float] = {}
+    for name, (family, tensor) in theirs.items():
+        _require_shape(name, ours[name][1], tensor)
+        families[family] = max(families.get(family, 0.0), size(tensor))
+    found: list[tuple[str, Difference]] = []
+    for name, (family, tensor) in theirs.items():
+        least = floor(families[family], bound=bound, dtype=tensor.dtype)
+        apart = difference(ours[name][1], tensor, floor=least)
+        if apart.relative > bound:
+            found.append((name, apart))
+    if found:
+        raise Disagreement(_report(found, bound, len(theirs)))
+
+
+def _leaves(outcome: Outcome, path: tuple[str, ...] = ()) -> Iterator[tuple[str, tuple[str, Tensor]]]:
+    """Every tensor and number of an outcome: its name and, with it, the name of its family."""
+    if isinstance(outcome, Tensor):
+        yield " · ".join(path), (" · ".join(path[:-1]), outcome)
+    elif isinstance(outcome, bool | int | float):
+        yield " · ".join(path), (" · ".join(path[:-1]), torch.tensor(float(outcome), dtype=torch.float64))
+    elif isinstance(outcome, Mapping):
+        for name, part in outcome.items():
+            yield from _leaves(part, (*path, str(name)))
+    elif isinstance(outcome, Sequence) and not isinstance(outcome, str):
+        for index, part in enumerate(outcome):
+            yield from _leaves(part, (*path, str(index)))
+    else:
+        raise TypeError(
+            f"{' · '.join(path) or 'the outcome'} is a {type(outcome).__name__}; an outcome holds tensors "
+            "and numbers, in mappings and sequences"
+        )
+
+
+def _names(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    missing = [name for name in theirs if name not in ours]
+    extra = [name for name in ours if name not in theirs]
+    lines = [
+        f"  {side}: {', '.join(names[:_SHOWN])}{' …' if len(names) > _SHOWN else ''}"
+        for side, names in (("only alone", missing), ("only in parallel", extra))
+        if names
+    ]
+    return "\n".join(["the two outcomes do not hold the same tensors", *lines])
+
+
+def _require_shape(name: str, ours: Tensor, theirs: Tensor) -> None:
+    if ours.shape != theirs.shape:
+        raise Disagreement(f"{name} has shape {tuple(ours.shape)} in parallel and {tuple(theirs.shape)} alone")
+
+
+def _report(found: list[tuple[str, Difference]], bound: float, compared: int) -> str:
+    name, first = found[0]
+    width = max(len(name) for name, _ in found[:_SHOWN])
+    where = f" at {list(first.index)}" if first.index else ""
+    lines = [
+        f"{name}: relative difference {first.relative:.3g}, bound {bound:.3g}",
+        f"  {first.value:.17g} in parallel and {first.expected:.17g} alone{where}",
+        f"  {len(found)} of {compared} tensors differ, the first of them:",
+        *(f"    {name:<{width}}  {apart.relative:.3g}" for name, apart in found[:_SHOWN]),
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,75 @@
+"""How far apart two tensors are: the one definition that `agree` and `verify` share.
+
+    relative difference of a and b  =  max |a − b|  /  max(max |b|, floor)
+
+b is the trusted side. One scale for the whole tensor, because an element that came out small by cancellation carries
+the rounding of the large terms it was made of, and an element-wise ratio would report that rounding as disagreement.
+
+The floor does the same for a tensor that is small as a whole. Softmax does not see the bias of an attention's keys, so
+that bias has the gradient zero, and what one computes for it, under any plan, is rounding: about 1e-18 beside gradients
+of 1e-2. Its family (the gradients of the model) gives the scale below which a tensor is rounding:
+
+    floor  =  max |b| of the family  ·  128 eps / bound
+
+In float64 with the bound 1e-9 that is 3e-5 of the family's largest element.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_ROUNDINGS = 128
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two tensors are furthest apart: the relative difference, the index and the two values there."""
+
+    relative: float = 0.0
+    index: tuple[int, ...] = ()
+    value: float = 0.0
+    expected: float = 0.0
+
+    def __str__(self) -> str:
+        where = f" at {list(self.index)}" if self.index else ""
+        return f"{self.relative:.1e}{where}: {self.value:.17g} and {self.expected:.17g}"
+
+
+def difference(value: Tensor, expected: Tensor, *, floor: float = 0.0) -> Difference:
+    """The relative difference of two tensors of the same shape, computed in float64.
+
+    A NaN on either side, an infinity that the other side does not have, or anything but zero where `expected` and
+    `floor` are all zero differ infinitely. Raises ValueError when the shapes differ.
+    """
+    if value.shape != expected.shape:
+        raise ValueError(f"shape {tuple(value.shape)} cannot be compared with {tuple(expected.shape)}")
+    if not expected.numel():
+        return Difference()
+    theirs = expected.detach().double()
+    ours = value.detach().to(theirs.device).double()
+    apart = torch.where(ours == theirs, torch.zeros_like(theirs), (ours - theirs).abs()).nan_to_num_(
+        nan=math.inf, posinf=math.inf
+    )
+    at = int(apart.argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), theirs.shape))
+    largest, scale = float(apart.view(-1)[at]), max(size(theirs), floor)
+    relative = 0.0 if largest == 0 else largest / scale if 0 < scale < math.inf else math.inf
+    return Difference(relative, index, float(ours.view(-1)[at]), float(theirs.view(-1)[at]))
+
+
+def size(tensor: Tensor) -> float:
+    """The largest absolute value of a tensor: 0 when it is empty, infinity when it holds a NaN."""
+    if not tensor.numel():
+        return 0.0
+    largest = float(tensor.detach().abs().max())
+    return math.inf if math.isnan(largest) else largest
+
+
+def floor(largest: float, *, bound: float, dtype: torch.dtype) -> float:
+    """The magnitude under which a tensor is rounding, in a family whose largest absolute value is `largest`."""
+    eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+    return largest * min(1.0, _ROUNDINGS * eps / bound) if bound > 0 and largest < math.inf else 0.0

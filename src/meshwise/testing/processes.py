@@ -1,0 +1,210 @@
+"""Real processes joined by gloo, kept warm: what a test on processes costs is the test, not the start.
+
+Four processes that import torch and meet take seconds; a job sent to processes that have met takes milliseconds.
+
+    Processes ── crew of 2 ── rank 0, rank 1               a job goes down a pipe to every rank of a crew,
+              └─ crew of 4 ── rank 0, rank 1, …            an answer comes back from each
+
+A crew is discarded when a job fails or hangs: its ranks may be anywhere inside a collective, and nothing short of a
+new start brings them together again. The next job of that size starts another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import IO, Any
+
+from meshwise.testing.job import Answer, Job
+
+_GRACE_SECONDS = 1.0
+_LOG_BYTES = 8192
+
+
+class Processes:
+    """Crews of CPU processes, one for each world size in use. Close it, or use it as a context manager.
+
+    timeout: seconds a job may take on the slowest rank, the start of the processes included when it is the first.
+    """
+
+    def __init__(self, *, timeout: float = 120.0) -> None:
+        self.timeout = timeout
+        self._crews: dict[int, _Crew] = {}
+
+    def run(self, size: int, main: Callable[..., Any], *, args: tuple[Any, ...] = ()) -> list[Any]:
+        """`main(world, *args)` on `size` ranks; what each returned, by rank. `main` is a function at the top of a file.
+
+        Raises the error of the first rank that failed, with that rank's traceback and output as a note; RuntimeError
+        when a rank ended; TimeoutError, with the Python stack of every rank that had not answered. ValueError when
+        `main` cannot be imported by another process.
+        """
+        job = Job.of(main, args)
+        crew = self._crews.get(size) or self._crews.setdefault(size, _Crew(size))
+        try:
+            return crew.run(job, self.timeout)
+        except BaseException:
+            self._crews.pop(size).kill()
+            raise
+
+    def close(self) -> None:
+        """Ask all processes to end, and end those that do not. Safe to call twice; `run` starts new ones."""
+        crews, self._crews = self._crews, {}
+        for crew in crews.values():
+            crew.close()
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+class _Crew:
+    """The ranks of one world."""
+
+    def __init__(self, size: int) -> None:
+        port = _free_port()
+        self._ranks: list[_Rank] = []
+        try:
+            for rank in range(size):
+                self._ranks.append(_Rank(rank, size, port))
+        except BaseException:
+            self.kill()
+            raise
+
+    def run(self, job: Job, timeout: float) -> list[Any]:
+        for rank in self._ranks:
+            rank.send(job)
+        answers: dict[int, Answer] = {}
+        deadline = time.monotonic() + timeout
+        while len(answers) < len(self._ranks):
+            pending = {rank.pipe: rank for rank in self._ranks if rank.number not in answers}
+            ready = set(connection.wait(list(pending), max(0.0, deadline - time.monotonic())))
+            if not ready:
+                raise self._hung(job, list(pending.values()), timeout)
+            for rank in (rank for pipe, rank in pending.items() if pipe in ready):
+                answers[rank.number] = self._answer(job, rank)
+        for rank in self._ranks:
+            sys.stdout.write(rank.output())
+        return [pickle.loads(answers[rank.number].result or b"") for rank in self._ranks]
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            with contextlib.suppress(OSError):
+                rank.send(None)
+        deadline = time.monotonic() + 5 * _GRACE_SECONDS
+        for rank in self._ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.process.wait(max(0.0, deadline - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        for rank in self._ranks:
+            rank.process.kill()
+        for rank in self._ranks:
+            rank.process.wait()
+            rank.pipe.close()
+            rank.log.close()
+
+    def _answer(self, job: Job, rank: _Rank) -> Answer:
+        """The answer of a rank that has sent one or has ended. Raises what went wrong there."""
+        try:
+            answer = rank.pipe.recv()
+        except (EOFError, OSError):
+            raise self._ended(job, rank) from None
+        assert isinstance(answer, Answer)
+        if answer.result is None:
+            error = answer.exception()
+            error.add_note(f"on rank {rank.number} of {len(self._ranks)} processes, in {job}:\n{answer.traceback}")
+            _add_outputs(error, [rank])
+            raise error
+        return answer
+
+    def _ended(self, job: Job, rank: _Rank) -> RuntimeError:
+        # The ranks that waited for this one may be about to say so; their words belong in the report.
+        time.sleep(_GRACE_SECONDS)
+        status = rank.process.wait()
+        how = f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+        error = RuntimeError(f"rank {rank.number} of {len(self._ranks)} processes ended {how} in {job}")
+        _add_outputs(error, self._ranks)
+        return error
+
+    def _hung(self, job: Job, ranks: list[_Rank], timeout: float) -> TimeoutError:
+        for rank in ranks:
+            rank.process.send_signal(signal.SIGUSR1)
+        time.sleep(_GRACE_SECONDS)
+        who = ", ".join(str(rank.number) for rank in ranks)
+        error = TimeoutError(f"no answer in {timeout:g} s from rank {who} of {len(self._ranks)} processes to {job}")
+        _add_outputs(error, ranks)
+        return error
+
+
+class _Rank:
+    """One process of a crew, its pipe, and the file that takes what it prints."""
+
+    def __init__(self, number: int, size: int, port: int) -> None:
+        self.number = number
+        self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the rank
+        self._read = 0
+        ours, theirs = connection.Pipe()
+        self.pipe: Connection = ours
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "meshwise.testing.worker", str(theirs.fileno())],
+                env=_environment(number, size, port),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self.log,
+                stderr=self.log,
+                start_new_session=True,  # Ctrl-C is for the one who started us; it ends the crew
+            )
+
+    def send(self, job: Job | None) -> None:
+        # A process that has ended cannot take a job; that it ended is found, and said, when its answer is read.
+        with contextlib.suppress(BrokenPipeError):
+            self.pipe.send(job)
+
+    def output(self) -> str:
+        """What the rank has printed since this was last asked: the end of it, when it is long."""
+        start, self._read = self._read, os.fstat(self.log.fileno()).st_size
+        start = max(start, self._read - _LOG_BYTES)
+        return os.pread(self.log.fileno(), self._read - start, start).decode(errors="replace")
+
+
+def _add_outputs(error: Exception, ranks: list[_Rank]) -> None:
+    for rank in ranks:
+        if text := rank.output().strip():
+            error.add_note(f"rank {rank.number} printed:\n{text}")
+
+
+def _environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """The variables of a torchrun rank, one thread each, and the modules that this process can import."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    return (
+        kept
+        | {name: str(number) for name, number in numbers.items()}
+        | {
+            "MASTER_ADDR": "127.0.0.1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

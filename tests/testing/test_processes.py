@@ -1,0 +1,188 @@
+"""Warm processes: what a failing, hanging or dying rank leaves behind, and that nothing is left running."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwise.comm.world import World
+from meshwise.testing import Processes, run
+
+pytestmark = pytest.mark.processes
+
+
+class Odd(Exception):
+    """An error that pickles and cannot be unpickled: its constructor wants two arguments."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def total(world: World, start: float) -> tuple[int, float, torch.Tensor]:
+    x = torch.tensor([start + world.rank])
+    world.all_reduce(x, axes=world.mesh.names).wait()
+    return os.getpid(), float(x), torch.rand(2)
+
+
+def fail_on_one(world: World) -> None:
+    if world.rank == 1:
+        raise KeyError("rank one has no such key")
+    world.barrier()
+
+
+def fail_oddly(world: World) -> None:
+    raise Odd(1, 2)
+
+
+def hang_on_one(world: World) -> None:
+    if world.rank == 1:
+        sleep_for_a_minute()
+
+
+def sleep_for_a_minute() -> None:
+    time.sleep(60)
+
+
+def die_on_one(world: World, status: int) -> None:
+    if world.rank == 1:
+        print("the last words of rank one")
+        sys.stdout.flush()
+        os.kill(os.getpid(), signal.SIGKILL) if status < 0 else os._exit(status)
+
+
+def speak(world: World) -> None:
+    print(f"rank {world.rank} says hello")
+
+
+def unpicklable(world: World) -> Any:
+    return lambda: world
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Processes]:
+    with Processes(timeout=30) as crew:
+        yield crew
+
+
+def pids(crew: Processes) -> list[int]:
+    return [pid for pid, _, _ in run(2, total, on=crew, args=(0.0,))]
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, or is only waiting to be collected by whoever adopted it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_job_returns_what_each_rank_returned_and_the_ranks_can_talk(crew: Processes) -> None:
+    results = run(2, total, on=crew, args=(0.5,))
+    assert [value for _, value, _ in results] == [2.0, 2.0]
+
+
+def test_the_processes_are_the_same_from_call_to_call_and_seeded_alike(crew: Processes) -> None:
+    first, second = (run(2, total, on=crew, args=(0.0,)) for _ in range(2))
+    assert [pid for pid, _, _ in first] == [pid for pid, _, _ in second]
+    assert all(torch.equal(a, b) for (_, _, a), (_, _, b) in zip(first, second, strict=True))
+    assert os.getpid() not in pids(crew)
+
+
+def test_an_error_arrives_in_its_own_type_with_the_rank_and_its_traceback(crew: Processes) -> None:
+    with pytest.raises(KeyError, match="rank one has no such key") as caught:
+        run(2, fail_on_one, on=crew)
+    note = "\n".join(caught.value.__notes__)
+    assert "on rank 1 of 2 processes" in note
+    assert "in fail_on_one" in note
+
+
+def test_a_failed_job_ends_its_processes_and_the_next_job_gets_others(crew: Processes) -> None:
+    before = pids(crew)
+    with pytest.raises(KeyError):
+        run(2, fail_on_one, on=crew)
+    assert all(gone(pid) for pid in before)
+    assert not set(before) & set(pids(crew))
+
+
+def test_an_error_that_cannot_travel_is_told_by_its_text(crew: Processes) -> None:
+    with pytest.raises(RuntimeError, match=r"Odd: 1 and 2") as caught:
+        run(2, fail_oddly, on=crew)
+    assert "in fail_oddly" in "\n".join(caught.value.__notes__)
+
+
+def test_a_hanging_rank_is_named_with_its_python_stack() -> None:
+    with Processes(timeout=60) as crew:
+        before = pids(crew)
+        crew.timeout = 1.0
+        with pytest.raises(TimeoutError, match=r"no answer in 1 s from rank 1 of 2 .*:hang_on_one") as caught:
+            run(2, hang_on_one, on=crew)
+    assert "in sleep_for_a_minute" in "\n".join(caught.value.__notes__)
+    assert all(gone(pid) for pid in before)
+
+
+@pytest.mark.parametrize("status, how", [(-9, "by signal SIGKILL"), (3, "with status 3")])
+def test_a_rank_that_ends_is_named_with_its_last_words(crew: Processes, status: int, how: str) -> None:
+    with pytest.raises(RuntimeError, match=f"rank 1 of 2 processes ended {how}") as caught:
+        run(2, die_on_one, on=crew, args=(status,))
+    assert "the last words of rank one" in "\n".join(caught.value.__notes__)
+
+
+def test_what_the_ranks_print_is_printed_here_by_rank(crew: Processes, capsys: pytest.CaptureFixture[str]) -> None:
+    run(2, speak, on=crew)
+    run(2, speak, on=crew)
+    assert capsys.readouterr().out == 2 * "rank 0 says hello\nrank 1 says hello\n"
+
+
+def test_a_result_that_cannot_travel_is_an_error(crew: Processes) -> None:
+    with pytest.raises(Exception, match="lambda"):
+        run(2, unpicklable, on=crew)
+
+
+def test_a_function_that_cannot_be_imported_is_refused_before_anything_starts(crew: Processes) -> None:
+    before = pids(crew)
+
+    def inner(world: World) -> None: ...
+
+    with pytest.raises(ValueError, match=r"inner of .* cannot be imported by another process"):
+        run(2, inner, on=crew)
+    assert pids(crew) == before
+
+
+def test_closing_ends_all_processes() -> None:
+    with Processes() as crew:
+        before = pids(crew)
+    assert all(gone(pid) for pid in before)
+
+
+def test_processes_end_when_whoever_started_them_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, time\n"
+        "from meshwise.testing import Processes, run\n"
+        "def main(world):\n"
+        "    return os.getpid()\n"
+        "if __name__ == '__main__':\n"
+        "    crew = Processes()\n"
+        "    print(*run(2, main, on=crew), flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    path = os.pathsep.join(path for path in sys.path if path)
+    starter = subprocess.Popen(
+        [sys.executable, str(script)], env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True
+    )
+    with starter:
+        assert starter.stdout is not None
+        numbers = [int(word) for word in starter.stdout.readline().split()]
+        assert len(numbers) == 2
+        starter.kill()
+    deadline = time.monotonic() + 10
+    while not all(gone(pid) for pid in numbers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
