@@ -147,9 +147,7 @@ class Plan:
             reasons.append(f"{refusal.reason} ({refusal.when})")
             nearest = nearest._unchecked(refusal.changes(nearest))
         if reasons:
-            raise PlanError(
-                f"the plan '{self}' cannot work: {'; '.join(reasons)}. Nearest plan that works: '{nearest}'"
-            )
+            raise PlanError(f"the plan '{self}' cannot work: {'; '.join(reasons)}. Nearest that works: '{nearest}'")
 
     def resolve(self, world_size: int) -> Plan:
         """This plan with `dp=auto` filled in for a world of `world_size` ranks.

@@ -1,0 +1,106 @@
+"""Where a tensor lives: layouts print, parse back, and their parts tile the tensor."""
+
+import math
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwise import Layout, Mesh
+
+AXES = ("dp", "row", "col", "tp")
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """A layout of up to three dims in which every axis plays at most one part."""
+    ndim = draw(st.integers(0, 3))
+    splits: list[list[str]] = [[] for _ in range(ndim)]
+    partial = []
+    for axis in draw(st.permutations(AXES)):
+        place = draw(st.integers(-2, ndim - 1))
+        if place >= 0:
+            splits[place].append(axis)
+        elif place == -1:
+            partial.append(axis)
+    return Layout(tuple(map(tuple, splits)), tuple(partial))
+
+
+meshes = st.tuples(*[st.integers(1, 3)] * 4).map(lambda degrees: Mesh(tuple(zip(AXES, degrees, strict=True))))
+
+
+@given(layouts())
+def test_a_layout_prints_and_parses_back(layout: Layout) -> None:
+    assert Layout.parse(str(layout)) == layout
+
+
+@given(layout=layouts(), mesh=meshes, data=st.data())
+def test_the_parts_of_all_ranks_tile_the_tensor(layout: Layout, mesh: Mesh, data: st.DataObject) -> None:
+    """Every element lies on as many ranks as the axes that do not split have coordinates: copies and partial sums."""
+    shape = data.draw(st.tuples(*[st.integers(0, 7)] * len(layout.splits)))
+    held = torch.zeros(shape, dtype=torch.int64)
+    for rank in range(mesh.size):
+        part = layout.local(shape, mesh=mesh, rank=rank)
+        assert all(cut.start >= 0 and cut.stop <= size for cut, size in zip(part.slices, shape, strict=True))
+        held[part.slices] += 1
+    splitting = {axis for axes in layout.splits for axis in axes}
+    copies = math.prod(mesh.degree(axis) for axis in mesh.names if axis not in splitting)
+    assert torch.equal(held, torch.full(shape, copies, dtype=torch.int64))
+
+
+def owners(text: str, shape: tuple[int, int], mesh: Mesh) -> str:
+    """A matrix with each element as the ranks that hold it."""
+    cells = [[""] * shape[1] for _ in range(shape[0])]
+    for rank in range(mesh.size):
+        part = Layout.parse(text).local(shape, mesh=mesh, rank=rank)
+        for row in range(shape[0])[part.slices[0]]:
+            for column in range(shape[1])[part.slices[1]]:
+                cells[row][column] += str(rank)
+    return "\n".join(" ".join(row) for row in cells)
+
+
+@pytest.mark.parametrize(
+    "text, picture",
+    [
+        ("-,-", "0123 0123 0123\n0123 0123 0123\n0123 0123 0123"),
+        ("dp,-", "01 01 01\n01 01 01\n23 23 23"),
+        ("dp,tp", "0 0 1\n0 0 1\n2 2 3"),
+        ("dp.tp,-", "0 0 0\n1 1 1\n2 2 2"),
+        ("tp.dp,-", "0 0 0\n2 2 2\n1 1 1"),
+        ("-,dp +tp", "01 01 23\n01 01 23\n01 01 23"),
+    ],
+)
+def test_a_matrix_of_three_by_three_over_two_by_two_ranks_drawn(text: str, picture: str) -> None:
+    assert owners(text, (3, 3), Mesh.of(dp=2, tp=2)) == picture
+
+
+def test_a_replicated_layout_is_whole_everywhere() -> None:
+    assert str(Layout.replicated(2)) == "-,-"
+    assert str(Layout.replicated(0)) == "()"
+    part = Layout.replicated(2).local((3, 4), mesh=Mesh.of(dp=2), rank=1)
+    assert (part.offsets, part.sizes) == ((0, 0), (3, 4))
+
+
+@pytest.mark.parametrize("text", ["", "dp,", "dp tp", "dp,- tp", "dp,-+", ".dp", "dp,()", "+tp"])
+def test_what_is_not_a_layout_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{text!r} is not a layout; write the axes of each dim")):
+        Layout.parse(text)
+
+
+@pytest.mark.parametrize("text", ["dp,dp", "dp.dp,-", "dp,- +dp", "- +dp +dp"])
+def test_an_axis_plays_one_part(text: str) -> None:
+    with pytest.raises(ValueError, match=f"axis dp appears twice in the layout '{re.escape(text)}'"):
+        Layout.parse(text)
+
+
+def test_a_layout_and_a_shape_have_the_same_dims() -> None:
+    with pytest.raises(ValueError, match=re.escape("the layout 'dp,-' has 2 dims, the shape (4,) 1")):
+        Layout.parse("dp,-").local((4,), mesh=Mesh.of(dp=2), rank=0)
+
+
+@pytest.mark.parametrize("text", ["tp", "- +tp"])
+def test_the_mesh_has_every_axis_of_the_layout(text: str) -> None:
+    with pytest.raises(ValueError, match="no axis tp in the mesh 'dp=2'"):
+        Layout.parse(text).local((4,), mesh=Mesh.of(dp=2), rank=0)

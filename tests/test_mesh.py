@@ -1,0 +1,153 @@
+"""The arithmetic of named axes."""
+
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwise import Mesh
+
+NAMES = ("pp", "dp", "cp", "ep", "tp")
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> Mesh:
+    names = draw(st.lists(st.sampled_from(NAMES), unique=True))
+    return Mesh(tuple((name, draw(st.integers(1, 4))) for name in names))
+
+
+@st.composite
+def meshes_and_axes(draw: st.DrawFn) -> tuple[Mesh, list[str]]:
+    mesh = draw(meshes())
+    return mesh, draw(st.lists(st.sampled_from(mesh.names), unique=True)) if mesh.names else []
+
+
+@given(meshes())
+def test_a_mesh_prints_and_parses_back(mesh: Mesh) -> None:
+    assert Mesh.parse(str(mesh)) == mesh
+
+
+@given(meshes())
+def test_rank_and_coordinate_are_inverse(mesh: Mesh) -> None:
+    coordinates = [mesh.coordinate(rank) for rank in range(mesh.size)]
+    assert [mesh.rank(coordinate) for coordinate in coordinates] == list(range(mesh.size))
+    assert all(tuple(coordinate) == mesh.names for coordinate in coordinates)
+    assert len({tuple(coordinate.values()) for coordinate in coordinates}) == mesh.size
+
+
+@given(meshes_and_axes())
+def test_the_groups_along_any_axes_partition_the_ranks(mesh_and_axes: tuple[Mesh, list[str]]) -> None:
+    mesh, axes = mesh_and_axes
+    groups = mesh.groups(axes)
+    assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
+    assert {len(group) for group in groups} == {math.prod(mesh.degree(axis) for axis in axes)}
+    assert [group[0] for group in groups] == sorted(group[0] for group in groups)
+
+
+@given(meshes_and_axes())
+def test_a_group_is_the_ranks_that_differ_along_its_axes_only(mesh_and_axes: tuple[Mesh, list[str]]) -> None:
+    mesh, axes = mesh_and_axes
+    for group in mesh.groups(axes):
+        for rank in group:
+            assert mesh.group(rank, axes=axes) == mesh.group(rank, axes=axes[::-1]) == group
+            fixed = {name: index for name, index in mesh.coordinate(rank).items() if name not in axes}
+            same = [other for other in range(mesh.size) if fixed.items() <= mesh.coordinate(other).items()]
+            assert list(group) == same
+
+
+def test_the_last_axis_varies_fastest() -> None:
+    mesh = Mesh.of(pp=2, dp=2, tp=2)
+    assert str(mesh) == "pp=2 dp=2 tp=2"
+    assert (mesh.size, mesh.degree("dp"), mesh.names) == (8, 2, ("pp", "dp", "tp"))
+    assert mesh.coordinate(6) == {"pp": 1, "dp": 1, "tp": 0}
+    assert mesh.group(6, axes=["tp"]) == (6, 7)
+    assert mesh.group(6, axes=["tp", "pp"]) == (2, 3, 6, 7)
+    assert mesh.groups(["dp"]) == ((0, 2), (1, 3), (4, 6), (5, 7))
+
+
+PICTURES = {
+    "": """
+        rank │ 0
+    """,
+    "dp=1 tp=1": """
+        rank │ 0
+    """,
+    "dp=4 tp=1": """
+          dp │ 0  1  2  3
+        rank │ 0  1  2  3
+    """,
+    "pp=1 dp=2 tp=2": """
+          tp │ 0  1
+        dp 0 │ 0  1
+        dp 1 │ 2  3
+    """,
+    "pp=2 dp=3 cp=1 tp=2": """
+        pp=0
+          tp │  0   1
+        dp 0 │  0   1
+        dp 1 │  2   3
+        dp 2 │  4   5
+        pp=1
+          tp │  0   1
+        dp 0 │  6   7
+        dp 1 │  8   9
+        dp 2 │ 10  11
+    """,
+    "pp=4 dp=64 tp=32": """
+        pp=0
+           tp │    0     1     2     3     4     5     6     7     8     9     …    31
+         dp 0 │    0     1     2     3     4     5     6     7     8     9     …    31
+         dp 1 │   32    33    34    35    36    37    38    39    40    41     …    63
+         dp 2 │   64    65    66    67    68    69    70    71    72    73     …    95
+         dp 3 │   96    97    98    99   100   101   102   103   104   105     …   127
+            … │
+        dp 63 │ 2016  2017  2018  2019  2020  2021  2022  2023  2024  2025     …  2047
+    """,
+}
+
+
+@pytest.mark.parametrize("text", PICTURES)
+def test_a_picture_shows_where_the_ranks_lie(text: str) -> None:
+    drawn = Mesh.parse(text).picture().splitlines()
+    expected = [line.removeprefix(" " * 8) for line in PICTURES[text].splitlines()[1:-1]]
+    assert drawn[: len(expected)] == expected
+
+
+@given(meshes())
+def test_a_picture_that_elides_nothing_names_every_rank_once(mesh: Mesh) -> None:
+    picture = mesh.picture()
+    lines = re.findall(r"^(?:rank|.* \d+) │ (.*)$", picture, re.MULTILINE)
+    drawn = [int(cell) for line in lines for cell in line.split()]
+    assert drawn == list(range(len(drawn)))
+    assert len(drawn) == mesh.size or picture.endswith(f"more, to rank {mesh.size - 1}")
+
+
+def test_a_picture_of_a_large_world_fits_on_a_screen() -> None:
+    lines = Mesh.of(pp=16, dp=64, tp=32).picture().splitlines()
+    assert lines[-1] == "… 13 more, to rank 32767"
+    assert len(lines) < 30
+    assert max(map(len, lines)) < 100
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: Mesh.of(dp=0), "axis dp has degree 0"),
+        (lambda: Mesh((("dp", 2), ("dp", 2))), "axis dp is named twice"),
+        (lambda: Mesh((("d p", 2),)), "'d p' cannot name an axis"),
+        (lambda: Mesh.parse("dp=2 tp"), "'tp' in the mesh 'dp=2 tp' is not an axis; write name=degree"),
+        (lambda: Mesh.of(dp=2).degree("tp"), "no axis tp in the mesh 'dp=2'; its axes are dp"),
+        (lambda: Mesh.of(dp=2).group(0, axes=["tp"]), "no axis tp in the mesh 'dp=2'"),
+        (lambda: Mesh.of(dp=2).groups(["tp"]), "no axis tp in the mesh 'dp=2'"),
+        (lambda: Mesh.of(dp=2).group(2, axes=["dp"]), "no rank 2 in the mesh dp=2: its ranks are 0 to 1"),
+        (lambda: Mesh.of(dp=2).coordinate(-1), "no rank -1"),
+        (lambda: Mesh.of(dp=2).rank({"dp": 2}), "index 2 on axis dp is not in 0 to 1"),
+        (lambda: Mesh.of(dp=2).rank({}), "exactly one index for each axis of dp=2"),
+    ],
+)  # fmt: skip
+def test_a_wrong_mesh_is_refused(make: object, message: str) -> None:
+    assert callable(make)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()

@@ -1,0 +1,155 @@
+"""A plan is one value, whichever way it was written; what cannot work is refused with the nearest that does."""
+
+import math
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import tomli_w
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from meshwise import Mesh, Plan, PlanError, plan
+
+DOCS = Path(__file__).parent.parent / "docs"
+AXES = ("pp", "dp", "cp", "ep", "tp")
+
+
+def plans() -> st.SearchStrategy[Plan]:
+    degree = st.one_of(st.none(), st.integers(1, 64))
+    return st.builds(Plan, dp=degree, zero=st.integers(0, 3), microbatches=st.integers(1, 8))
+
+
+@pytest.fixture
+def all_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an empty compatibility table every combination of degrees can be asked about."""
+    monkeypatch.setattr(plan, "COMPATIBILITY", ())
+
+
+@given(plans())
+def test_a_plan_prints_and_parses_back(plan: Plan) -> None:
+    assert Plan.parse(str(plan)) == plan
+
+
+@given(plans())
+def test_a_plan_goes_through_toml(plan: Plan) -> None:
+    assert Plan.from_toml(tomllib.loads(tomli_w.dumps(plan.to_toml()))) == plan
+
+
+def test_text_toml_and_keywords_are_one_value() -> None:
+    assert Plan.parse("zero=1 dp=2") == Plan.from_toml({"dp": 2, "zero": 1}) == Plan(dp=2, zero=1)
+    assert Plan.parse("dp=auto") == Plan.from_toml({"dp": "auto"}) == Plan(dp=None)
+
+
+def test_a_plan_prints_its_shortest_line() -> None:
+    assert str(Plan()) == "dp=1"
+    assert str(Plan(dp=None, zero=3)) == "dp=auto zero=3"
+    assert str(Plan(zero=2, dp=1)) == "zero=2"
+    assert str(Plan(microbatches=4, dp=2)) == "dp=2 microbatches=4"
+
+
+def test_a_plan_has_a_mesh_of_all_five_axes() -> None:
+    assert Plan(dp=4, zero=1).mesh() == Mesh.of(pp=1, dp=4, cp=1, ep=1, tp=1)
+    with pytest.raises(ValueError, match=r"resolve\(world_size\) fills in dp=auto"):
+        Plan(dp=None).mesh()
+
+
+def test_auto_fills_the_world() -> None:
+    assert Plan.parse("dp=auto zero=3").resolve(4) == Plan(dp=4, zero=3)
+    assert Plan(dp=4).resolve(4) == Plan(dp=4)
+
+
+@pytest.mark.usefixtures("all_axes")
+def test_auto_fills_what_the_other_axes_leave() -> None:
+    assert Plan.parse("dp=auto tp=2 pp=2").resolve(16) == Plan.parse("dp=4 tp=2 pp=2")
+
+
+REFUSED_TEXT = [
+    ("zeros=1", "unknown plan key 'zeros'; did you mean zero?"),
+    ("micro_batches=1", "unknown plan key 'micro_batches'; did you mean microbatches?"),
+    ("colour=1", "unknown plan key 'colour'; the keys are dp tp pp cp ep zero microbatches"),
+    ("dp", "'dp' in the plan 'dp' is not key=value; write it as in 'dp=2 zero=1'"),
+    ("dp=2 dp=4", "dp is given twice in the plan 'dp=2 dp=4'"),
+    ("dp=0", "dp=0: dp is 1 and up, or `auto`. Nearest that works: 'dp=1'"),
+    ("dp=two", "dp='two': dp is a whole number, 1 and up, or `auto`; write it as in 'dp=1'"),
+    ("zero=auto", "zero=auto: zero is a whole number, 0 to 3; write it as in 'zero=0'"),
+    ("zero=4", "zero=4: zero is 0 to 3. Nearest that works: 'zero=3'"),
+    ("zero=-1", "zero=-1: zero is 0 to 3. Nearest that works: 'zero=0'"),
+    ("microbatches=0", "microbatches=0: microbatches is 1 and up. Nearest that works: 'microbatches=1'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text, message", REFUSED_TEXT)
+def test_a_wrong_word_is_refused_with_the_nearest_right_one(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(message)):
+        Plan.parse(text)
+
+
+def test_a_toml_value_of_another_type_is_refused() -> None:
+    for value in (True, 1.0, "1", [1]):
+        with pytest.raises(PlanError, match=re.escape(f"zero={value!r}: zero is a whole number")):
+            Plan.from_toml({"zero": value})
+
+
+@pytest.mark.parametrize("row", plan.COMPATIBILITY, ids=lambda row: row.when)
+def test_every_row_of_the_table_refuses_and_its_way_out_works(row: plan.Refusal) -> None:
+    assert re.fullmatch(r"[a-z]+>=?\d+( [a-z]+>=?\d+)*", row.when)
+    words = [re.split(r"(>=?)", condition) for condition in row.when.split()]
+    text = " ".join(f"{key}={int(bound) + (sign == '>')}" for key, sign, bound in words)
+    with pytest.raises(PlanError, match=re.escape(f"{row.reason} ({row.when})")) as refusal:
+        Plan.parse(text)
+    nearest = re.search(r"Nearest that works: '(.*)'", str(refusal.value))
+    assert nearest is not None
+    assert str(Plan.parse(nearest[1])) == nearest[1]
+
+
+def test_a_refused_degree_moves_to_dp() -> None:
+    for text, nearest in {"dp=2 tp=2 pp=2 zero=1": "dp=8 zero=1", "dp=auto tp=2": "dp=auto"}.items():
+        with pytest.raises(PlanError, match=re.escape(f"Nearest that works: '{nearest}'")):
+            Plan.parse(text)
+
+
+def test_every_conflict_of_a_plan_is_named_at_once() -> None:
+    with pytest.raises(PlanError, match=r"tensor parallelism .* \(tp>1\); pipeline parallelism .* \(pp>1\)"):
+        Plan(tp=2, pp=2)
+
+
+REFUSED_WORLDS = [
+    ("dp=3", 4, "needs 3 ranks, but the world has 4. Start that many, or use the nearest plan for 4: 'dp=4'"),
+    ("dp=2 tp=3", 8, "needs 6 ranks, but the world has 8."),
+    ("dp=2 tp=3", 8, "the nearest plan for 8: 'dp=2 tp=4' or 'dp=4 tp=2'"),
+    ("dp=auto tp=3", 8, "needs a multiple of 3 ranks, but the world has 8."),
+    ("dp=2 tp=2", 7, "the nearest plan for 7: 'tp=7' or 'dp=7'"),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("all_axes")
+@pytest.mark.parametrize("text, world, message", REFUSED_WORLDS)
+def test_a_world_of_another_size_is_refused_with_the_nearest_plans(text: str, world: int, message: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(message)):
+        Plan.parse(text).resolve(world)
+
+
+def test_a_world_has_at_least_one_rank() -> None:
+    with pytest.raises(PlanError, match="at least one rank, not 0"):
+        Plan(dp=None).resolve(0)
+
+
+@given(degrees=st.tuples(*[st.integers(1, 4)] * 5), world=st.integers(1, 64))
+def test_the_nearest_plans_fill_the_world(degrees: tuple[int, ...], world: int) -> None:
+    assume(math.prod(degrees) != world)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "COMPATIBILITY", ())
+        asked = Plan(**dict(zip(AXES, degrees, strict=True)))
+        with pytest.raises(PlanError) as refusal:
+            asked.resolve(world)
+        nearest = re.findall(r"'([^']*)'", str(refusal.value))[1:]
+        assert nearest
+        for text in nearest:
+            assert Plan.parse(text).mesh().size == world
+
+
+def test_the_page_about_plans_is_the_table() -> None:
+    written = (DOCS / "plans.md").read_text(encoding="utf-8")
+    assert written == plan.plans_page(), "docs/plans.md differs from the code; run `make docs`"
