@@ -1,0 +1,65 @@
+"""One rank of one contestant, kept alive and told by `peers.py` when it is its turn.
+
+Orders come as JSON lines on stdin, answers go as JSON lines to the file descriptor named in ANSWERS, away from whatever
+a peer prints. Times are readings of the monotonic clock, which all processes of a machine share, so the wall time of a
+turn is the last rank's end minus the first rank's start and needs no barrier inside what is timed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import contestants
+import gpt
+
+
+def reset_peak() -> None:
+    """Forget the resident memory's high-water mark (Linux), so that the peak is that of the steps that follow."""
+    clear = Path("/proc/self/clear_refs")
+    if clear.exists():
+        clear.write_text("5")
+
+
+def peak_megabytes() -> float:
+    """High-water mark of resident memory, 10^6 bytes: since `reset_peak` on Linux, of the whole process elsewhere."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024 / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+
+
+def main() -> None:
+    """Build the contestant, answer ready, then serve orders until stdin closes."""
+    setting: dict[str, Any] = json.loads(os.environ["SETTING"])
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(setting["threads"])
+    with os.fdopen(int(os.environ["ANSWERS"]), "w", buffering=1) as answers:
+        step = contestants.contestant(setting["contestant"]).build(gpt.Shape(**setting["shape"]), rank, size)
+        answers.write(json.dumps({"ready": True}) + "\n")
+        number = 0
+        for line in sys.stdin:
+            order = json.loads(line)
+            if order["do"] == "reset_peak":
+                reset_peak()
+                answer: dict[str, Any] = {}
+            else:
+                start = time.monotonic()
+                losses = [step(number + offset) for offset in range(order["steps"])]
+                answer = {"start": start, "end": time.monotonic(), "losses": losses, "peak": peak_megabytes()}
+                number += order["steps"]
+            answers.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # torch's DDP over gloo often aborts in an ordinary exit, and the results are all delivered
+
+
+if __name__ == "__main__":
+    main()
