@@ -54,7 +54,7 @@ FLOORS = (
     ("comm",),
     ("model",),
     ("data_parallel", "optim"),
-    ("nonfinite",),
+    ("nonfinite", "microbatch"),
     ("trainer",),
     ("parallelize",),
     ("train", "testing", "bench"),
