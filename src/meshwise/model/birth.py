@@ -1,0 +1,137 @@
+"""Models born sharded: any one parameter's full values at a time, and never the whole model.
+
+`born` takes a model that exists, or a function that builds one. The function's model stays on meta tensors, and its
+parameters are computed one by one (`Source.full`), for each rank to keep its part of. The same seed gives the same
+values, bit for bit, under every plan and on every rank, in whatever order they are asked for. They are not the values
+that the function alone would have drawn from torch's global generator, which is left untouched; a generator that the
+function passes to torch itself is replaced as well. Random numbers of numpy or of Python are the function's own affair.
+
+Memory that the constructor never writes is an error that names the tensor, not garbage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import Tensor, nn
+
+from meshwise.model.record import recording
+from meshwise.model.replay import Record
+from meshwise.model.table import Row
+from meshwise.tree import map_tensors, tensors
+
+
+class Source:
+    """Where the values of a model's tensors come from."""
+
+    def __init__(self, module: nn.Module, *, record: Record | None) -> None:
+        self.module = module
+        self._record = record
+        self._tensors: dict[str, Tensor] = {}
+        for name, tensor in _named_tensors(module):
+            if tensor.is_meta and not (record and record.knows(tensor)):
+                raise ValueError(
+                    f"{name} is on the meta device and nothing tells its values; pass the function that builds "
+                    f"{type(module).__name__} instead of the module, or give the module its values first"
+                )
+            self._tensors[name] = tensor.detach()
+            if record and tensor.is_meta:
+                record.settle([tensor], name=name)
+
+    @property
+    def deferred(self) -> bool:
+        """Whether the values are still to be computed: the parameters are on the meta device."""
+        return self._record is not None
+
+    def full(self, name: str) -> Tensor:
+        """The full values of a parameter or buffer, under any of its names.
+
+        Computed, on the CPU, when the model is deferred; the existing data, not a copy, otherwise. Raises ValueError
+        for an unknown name and for elements that the constructor never initialises.
+        """
+        if name not in self._tensors:
+            raise ValueError(f"{type(self.module).__name__} has no parameter or buffer {name!r}")
+        wanted = self._tensors[name]
+        if self._record is None or not wanted.is_meta:
+            return wanted
+        values = self._record.values([wanted])[0]
+        if unwritten := self._record.unwritten(wanted, values):
+            raise ValueError(
+                f"{name}: {unwritten} of {values.numel()} elements are never initialised; write all of them in the "
+                f"constructor of {type(self.module).__name__}, for example with an initialiser of torch.nn.init"
+            )
+        return values.clone() if values.untyped_storage().nbytes() > values.nbytes else values
+
+    def buffers(self) -> None:
+        """Compute the buffers, and tensors held as plain attributes, and put them into the module, on the CPU.
+
+        Raises ValueError as `full` does.
+        """
+        made: dict[int, Tensor] = {}
+        for path, owner in self.module.named_modules():
+            held = {**_plain_attributes(owner), **dict(owner.named_buffers(recurse=False))}
+            for key, tree in held.items():
+                names = {id(tensor): name for name, tensor in _entries(_join(path, key), tree) if tensor.is_meta}
+                for identity, name in names.items():
+                    made.setdefault(identity, self.full(name))
+                if names:
+                    setattr(owner, key, map_tensors(lambda t: made.get(id(t), t), tree))
+
+
+def born(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> Source:
+    """A model with its values as it is, or the model that a function builds, without them.
+
+    The function is called once, with its tensor operations recorded and carried out on meta tensors. Raises ValueError
+    for a module on the meta device, for a function that does not return a module, and for one that draws random
+    numbers in a way that cannot be repeated.
+    """
+    if isinstance(model, nn.Module):
+        return Source(model, record=None)
+    with recording(seed=seed) as record:
+        module = model()
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"the model function returned {type(module).__name__}; it must return the nn.Module")  # noqa: TRY004
+    return Source(module, record=record)
+
+
+def install(module: nn.Module, *, row: Row, tensor: Tensor) -> nn.Parameter:
+    """Put `tensor` in place of a parameter under all its names, and return the new parameter, which shares its memory.
+
+    Needed where `.data` cannot be assigned: a meta parameter cannot get memory on another device. Whether it is
+    trained, and attributes that the model hung on it, are kept. Raises ValueError when the shapes differ.
+    """
+    old = module.get_parameter(row.name)
+    if tensor.shape != old.shape:
+        raise ValueError(f"{row.name} has the shape {tuple(old.shape)}, not {tuple(tensor.shape)}")
+    new = nn.Parameter(tensor, requires_grad=old.requires_grad)
+    vars(new).update(vars(old))
+    for name in (row.name, *row.aliases):
+        path, _, key = name.rpartition(".")
+        setattr(module.get_submodule(path), key, new)
+    return new
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, then buffers, then tensors held as plain attributes, each under all its names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+    for path, owner in module.named_modules():
+        for key, tree in _plain_attributes(owner).items():
+            yield from _entries(_join(path, key), tree)
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, object]:
+    """Attributes of a module that hold tensors but are neither parameters nor buffers."""
+    own = {key: value for key, value in vars(module).items() if key not in vars(nn.Module())}
+    return {key: value for key, value in own.items() if any(True for _ in _entries(key, value))}
+
+
+def _entries(name: str, tree: object) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of an attribute, parameters aside, with their names: `name`, or `name[i]` in a container."""
+    for index, tensor in enumerate(tensors(tree)):
+        if not isinstance(tensor, nn.Parameter):
+            yield name if tensor is tree else f"{name}[{index}]", tensor
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
