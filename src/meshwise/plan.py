@@ -217,7 +217,7 @@ def plans_page() -> str:
 
 def _range(key: str) -> str:
     most = _KEYS[key].most
-    auto = ", or `auto`" if key == "dp" else ""
+    auto = ", or `auto` (None in Python)" if key == "dp" else ""
     return (f"{_KEYS[key].least} and up" if most is None else f"{_KEYS[key].least} to {most}") + auto
 
 
