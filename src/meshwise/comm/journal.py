@@ -8,6 +8,7 @@ the same journal: the agreement check before a call, the hang report, the record
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 import zlib
@@ -21,7 +22,6 @@ import torch
 
 _NOT_CALLERS = (f"{Path(__file__).parent}/", f"{Path(torch.__file__).parent}/")
 _KEPT = 16
-_POINT_TO_POINT = ("send", "recv")
 _SIZES_MAY_DIFFER = ("all_to_all", "gather", "scatter")
 
 
@@ -44,13 +44,19 @@ class Stamp:
     how: str = ""
 
     @property
+    def point_to_point(self) -> bool:
+        """Whether this is one end of a message rather than a collective."""
+        return self.kind in ("send", "recv")
+
+    @property
     def agreed(self) -> str:
-        """What every rank of the group has to call alike: the kind, the operation and root, the elements, the dtype."""
-        elements = 1
-        for size in self.shape:
-            elements *= size
-        counted = "" if self.kind in _SIZES_MAY_DIFFER else f" {elements} elements"
-        return f"{self.kind}{f' {self.how}' if self.how else ''}{counted} {self.dtype}"
+        """What every rank of the group has to call alike: the kind, the operation and root, the elements, the dtype.
+
+        The two ends of a message agree when the elements and the dtype do.
+        """
+        elements = "" if self.kind in _SIZES_MAY_DIFFER else f" {math.prod(self.shape)} elements"
+        call = "message" if self.point_to_point else f"{self.kind} {self.how}"
+        return f"{call}{elements} {self.dtype}"
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape)) or "scalar"
@@ -64,6 +70,10 @@ class Position:
 
     stamp: Stamp | None = None
     waiting_since: float | None = None
+
+
+class RanksDisagree(RuntimeError):
+    """The collectives that the ranks called do not fit together, or one of them never comes."""
 
 
 class Journal:
@@ -81,7 +91,7 @@ class Journal:
         self.calls += 1
         self.recent.append(stamp)
         self.position = Position(stamp)
-        if stamp.kind not in _POINT_TO_POINT:
+        if not stamp.point_to_point:
             self.digests[ranks] = zlib.crc32(stamp.agreed.encode(), self.digests.get(ranks, 0))
         for recording in self._recordings:
             recording.append(stamp)

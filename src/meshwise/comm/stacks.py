@@ -1,0 +1,30 @@
+"""Python stacks as text, short enough to be read for every rank of a report."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from pathlib import Path
+from types import FrameType
+
+_MOST_FRAMES = 12
+_INDENT = "      "
+_LEFT_OUT = (f"{Path(__file__).parent}/", threading.__file__)
+
+
+def stack(frame: FrameType | None) -> str:
+    """The innermost frames of `frame`, outermost first, indented; the frames of this package's waiting are left out."""
+    entries = [entry for entry in traceback.extract_stack(frame) if not entry.filename.startswith(_LEFT_OUT)]
+    lines = [] if len(entries) <= _MOST_FRAMES else [f"… {len(entries) - _MOST_FRAMES} outer frames"]
+    for entry in entries[-_MOST_FRAMES:]:
+        lines.append(f"{entry.filename}:{entry.lineno} {entry.name}")
+        if entry.line:
+            lines.append(f"    {entry.line}")
+    return "\n".join(_INDENT + line for line in lines)
+
+
+def stack_of(thread: int | None) -> str:
+    """The stack of the thread with this identifier, as it is now; empty when it has ended."""
+    frame = None if thread is None else sys._current_frames().get(thread)
+    return "" if frame is None else stack(frame)
