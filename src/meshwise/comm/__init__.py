@@ -1,1 +1,19 @@
 """What joins the ranks: the only package that imports torch.distributed."""
+
+from meshwise.comm.journal import Position, RanksDisagree, Stamp
+from meshwise.comm.launch import connect, run, torchrun_line
+from meshwise.comm.mailbox import RankLostError
+from meshwise.comm.world import Group, Work, World
+
+__all__ = [
+    "Group",
+    "Position",
+    "RankLostError",
+    "RanksDisagree",
+    "Stamp",
+    "Work",
+    "World",
+    "connect",
+    "run",
+    "torchrun_line",
+]

@@ -1,0 +1,243 @@
+"""Starting ranks, and joining those that were started.
+
+`connect` is for a program that torchrun (or srun torchrun) has started. `run` is for a script or a notebook: it starts
+the ranks of one machine itself, through the elastic launcher that torchrun uses, and under torchrun it only connects.
+So the same file works both ways.
+
+What torch's launcher leaves open is closed here. A rank that blocks in a collective cannot answer Ctrl-C: it dies of it
+at once. A rank whose launcher was killed ends itself. A rank that worked cannot fail at interpreter exit, where threads
+of torch may abort the process. And the error raised is the one that came first, with its traceback, not one of those
+that it caused in the other ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import logging
+import multiprocessing
+import os
+import shlex
+import signal
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from meshwise.comm.mailbox import RankLostError
+from meshwise.comm.outcome import Outcome
+from meshwise.comm.torch_world import default_device, torch_world
+from meshwise.comm.world import World
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_LOUD = ("torch.distributed.elastic", "torch.multiprocessing")
+_SHUTDOWN_SECONDS = 5
+_POLL_SECONDS = 0.1
+_GUARD_SECONDS = 0.5
+# Longer than the launcher takes to notice the rank that ended first.
+_CONSEQUENCE_SECONDS = 10 * _POLL_SECONDS
+
+
+def connect(*, device: torch.device | str | None = None) -> World:
+    """The world of this process, over the mesh `rank=N` of all its ranks. Every rank of the job calls it.
+
+    `device`: where this rank's tensors are; by default the GPU with its local number, or the CPU. The same device gives
+    the same world again. It is closed at exit at the latest; once closed it stays closed. Raises ValueError when some
+    ranks are on CPU and others on CUDA, and torch's DistError when ranks stay away for ten minutes.
+    """
+    wanted = default_device() if device is None else torch.device(device)
+    if wanted.type == "cuda":
+        wanted = torch.device("cuda", default_device().index if wanted.index is None else wanted.index)
+        torch.cuda.set_device(wanted)
+    return _joined(wanted)
+
+
+@functools.cache
+def _joined(device: torch.device) -> World:
+    world = torch_world(device)
+    atexit.register(world.close)
+    return world
+
+
+def run(size: int, main: Callable[..., Any], *, args: Sequence[Any] = (), device: str | None = None) -> list[Any]:
+    """Call `main(world, *args)` on `size` ranks and return what it returned on each, by rank.
+
+    Starts `size` processes on this machine and ends them again; under torchrun, whose ranks already are processes, it
+    connects this one instead. `main`, `args` and the results travel by pickle: `main` is a function at the top of a
+    module or script, called under `if __name__ == "__main__":`; in a notebook any function will do. A rank gets
+    its part of the machine's cores as threads unless OMP_NUM_THREADS says otherwise.
+
+    Raises what `main` raised first on any rank, with a note of the rank and its traceback; RankLostError when a
+    rank ended without an exception; KeyboardInterrupt on Ctrl-C, after all ranks have ended.
+    """
+    if "RANK" in os.environ:
+        world = connect(device=device)
+        if world.size != size:
+            raise ValueError(f"run({size}, …) in a job of {world.size} ranks; start torchrun with {size} processes")
+        return world.exchange(main(world, *args))
+    if size < 1:
+        raise ValueError(f"cannot run on {size} ranks")
+    start_method = _start_method(main)
+    with tempfile.TemporaryDirectory(prefix="meshwise-") as name, _as_launcher(size):
+        folder = Path(name)
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=size,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            monitor_interval=_POLL_SECONDS,
+            start_method=start_method,
+            shutdown_timeout=_SHUTDOWN_SECONDS,
+            logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
+        )
+        try:
+            elastic_launch(config, _rank_main)(folder, os.getpid(), main, tuple(args), device)
+        except ChildFailedError as failed:
+            error = _first_error(folder, size, failed.failures)
+        else:
+            return [_result(folder, rank) for rank in range(size)]
+    raise error
+
+
+def torchrun_line(size: int, argv: Sequence[str]) -> str:
+    """The command that starts the same ranks with torchrun: `argv` is a script or `-m module`, and its arguments."""
+    return shlex.join(["torchrun", "--standalone", f"--nproc-per-node={size}", *argv])
+
+
+# ---- in the process that starts the ranks --------------------------------------------------------------------------
+
+
+def _start_method(main: Callable[..., Any]) -> str:
+    """How torch's launcher should start the processes: afresh, or as copies when `main` only lives in a notebook."""
+    script = sys.modules["__main__"]
+    if sys.modules.get("__mp_main__", script) is not script:
+        raise RuntimeError(
+            'a rank came to run() while it imported the script: put the call under `if __name__ == "__main__":`'
+        )
+    if main.__module__ != "__main__" or getattr(script, "__file__", None):
+        if "<" in main.__qualname__:
+            raise ValueError(
+                f"{main.__qualname__} cannot travel to another process: define it at the top of a module or script"
+            )
+        return "spawn"
+    if "fork" not in multiprocessing.get_all_start_methods() or torch.cuda.is_initialized():
+        why = "CUDA is already in use here" if torch.cuda.is_initialized() else "this system cannot copy processes"
+        raise RuntimeError(f"{main.__qualname__} is defined in a notebook and {why}: move it to a module and import it")
+    return "fork"
+
+
+@contextlib.contextmanager
+def _as_launcher(size: int) -> Iterator[None]:
+    """Be what torch's launcher expects of a process, and what this one was again afterwards."""
+    kept_environment = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "TORCHELASTIC_SIGNALS_TO_HANDLE")}
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    kept_handlers = {number: signal.getsignal(number) for number in _SIGNALS} if in_main_thread else {}
+    silenced = [
+        logger
+        for name, logger in logging.Logger.manager.loggerDict.items()
+        if name.startswith(_LOUD) and isinstance(logger, logging.Logger) and not logger.disabled
+    ]
+    if size > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // size)))
+    for logger in silenced:
+        logger.disabled = True
+    received = None
+    try:
+        yield
+    except SignalException as error:
+        received = error.sigval
+    finally:
+        for number, handler in kept_handlers.items():
+            signal.signal(number, handler)
+        for logger in silenced:
+            logger.disabled = False
+        for name, value in kept_environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+    if received is not None:
+        signal.raise_signal(received)
+        raise SystemExit(128 + received)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _result(folder: Path, rank: int) -> Any:
+    outcome = Outcome.load(folder, rank=rank)
+    assert outcome is not None, f"rank {rank} succeeded and left no result"
+    return outcome.result
+
+
+def _first_error(folder: Path, size: int, failures: dict[int, ProcessFailure]) -> BaseException:
+    """What to raise: the first exception that no other rank caused, or else how the lost rank ended."""
+    outcomes = {rank: Outcome.load(folder, rank=rank) for rank in range(size)}
+    raised = {rank: outcome for rank, outcome in outcomes.items() if outcome is not None and outcome.error is not None}
+    silent = [rank for rank in failures if rank not in raised]
+    if not silent or any(not outcome.is_consequence for outcome in raised.values()):
+        rank, first = min(raised.items(), key=lambda item: (item[1].is_consequence, item[1].seconds))
+        assert first.error is not None
+        first.error.add_note(f"raised on rank {rank} of {size}, whose traceback is:\n{first.trace}")
+        return first.error
+    rank = silent[0]
+    status = failures[rank].exitcode
+    how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"with exit status {status}"
+    error = RankLostError(f"rank {rank} of {size} ended without an exception, {how}")
+    for rank, outcome in raised.items():
+        error.add_note(f"rank {rank} then met: {outcome.error}")
+    return error
+
+
+# ---- in a rank -----------------------------------------------------------------------------------------------------
+
+
+def _rank_main(
+    folder: Path, launcher: int, main: Callable[..., Any], args: tuple[Any, ...], device: str | None
+) -> None:
+    """One rank from start to end. What it leaves is an `Outcome`."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=_guard, args=(launcher,), daemon=True).start()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
+    rank = int(os.environ["RANK"])
+    try:
+        world = connect(device=device)
+        outcome = Outcome(main(world, *args))
+        world.close()
+        outcome.save(folder, rank=rank)
+    except BaseException as error:  # noqa: BLE001 - whatever ended this rank is for the launcher to tell
+        outcome = Outcome.of(error)
+        outcome.save(folder, rank=rank)
+        if outcome.is_consequence:
+            time.sleep(_CONSEQUENCE_SECONDS)
+        _leave(1)
+    atexit.register(_leave, 0)
+
+
+def _guard(launcher: int) -> None:
+    """End this rank when the process that started it is gone."""
+    while os.getppid() == launcher:
+        time.sleep(_GUARD_SECONDS)
+    _leave(1)
+
+
+def _leave(status: int) -> None:
+    """End the process with this status, whatever threads still run in it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

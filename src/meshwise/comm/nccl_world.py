@@ -1,0 +1,221 @@
+"""NCCL's collectives as a World: one GPU for each rank.
+
+Every group of ranks has a communicator of its own, made by its members when they first use it; messages have one for
+each direction between two ranks, so that two ranks that both send first do not wait for each other. NCCL runs on
+streams of its own: starting an operation orders it behind the current stream, waiting orders the current stream behind
+it, and neither blocks the host. Parts of equal size that lie one after the other use NCCL's own all-gather and
+reduce-scatter; anything else is one exchange of parts, which NCCL makes of grouped sends and receives of any sizes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from meshwise.comm.journal import Journal, RanksDisagree, Stamp, disagreement
+from meshwise.comm.reduction import reduce_in_order, require_op
+from meshwise.comm.world import Group, Work, World
+from meshwise.mesh import Mesh
+
+Backend: TypeAlias = Callable[[c10d.Store, int, int], c10d.ProcessGroup]
+
+FOREVER = timedelta(days=30)
+_OPS = {"sum": c10d.ReduceOp.SUM, "max": c10d.ReduceOp.MAX, "min": c10d.ReduceOp.MIN}
+_STAMP_BYTES = 4096
+
+
+def nccl(store: c10d.Store, rank: int, size: int) -> c10d.ProcessGroup:
+    """A communicator among the ranks that meet under this store."""
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = FOREVER
+    backend = c10d.ProcessGroupNCCL(store, rank, size, options)
+    group = c10d.ProcessGroup(store, rank, size)
+    group._set_default_backend(c10d.ProcessGroup.BackendType.NCCL)
+    group._register_backend(torch.device("cuda"), c10d.ProcessGroup.BackendType.NCCL, backend)
+    return group
+
+
+class Communicators:
+    """The process groups of one rank, made when first used. Only their members take part in making one."""
+
+    def __init__(self, store: c10d.Store, backend: Backend) -> None:
+        self._store = store
+        self._backend = backend
+        self._made: dict[tuple[str, tuple[int, ...]], c10d.ProcessGroup] = {}
+
+    def of(self, ranks: tuple[int, ...], *, rank: int, lane: str = "") -> c10d.ProcessGroup:
+        """The process group of `ranks`, among which `rank` is this one."""
+        if (lane, ranks) not in self._made:
+            store = c10d.PrefixStore(f"{lane}{'-'.join(map(str, ranks))}", self._store)
+            self._made[lane, ranks] = self._backend(store, ranks.index(rank), len(ranks))
+        return self._made[lane, ranks]
+
+    def close(self) -> None:
+        """Finish and release all of them."""
+        for group in self._made.values():
+            group.shutdown()
+        self._made.clear()
+
+
+class NcclWorld(World):
+    """Ranks joined by c10d process groups: NCCL's, or for its tests on CPU any backend with the same collectives."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        mesh: Mesh,
+        device: torch.device,
+        communicators: Communicators,
+        journal: Journal | None = None,
+    ) -> None:
+        super().__init__(rank=rank, mesh=mesh, device=device, journal=journal)
+        self._communicators = communicators
+
+    def over(self, mesh: Mesh) -> NcclWorld:
+        """The same ranks over another mesh of the same size. Raises ValueError when the sizes differ."""
+        if mesh.size != self.size:
+            raise ValueError(f"the mesh {mesh} has {mesh.size} ranks, the world {self.size}")
+        view = NcclWorld(
+            rank=self.rank,
+            mesh=mesh,
+            device=self.device,
+            communicators=self._communicators,
+            journal=self.journal,
+        )
+        view.check = self.check
+        return view
+
+    def close(self) -> None:
+        """Finish what is under way and release the communicators."""
+        self._communicators.close()
+
+    def _broadcast(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
+        options = c10d.BroadcastOptions()
+        options.rootRank = source
+        return _Started(self, stamp, self._together(stamp, group).broadcast([x], options), [x])
+
+    def _reduce(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
+        target, op = how
+        require_op(op)
+        options = c10d.ReduceOptions()
+        options.rootRank, options.reduceOp = target, _OPS[op]
+        return _Started(self, stamp, self._together(stamp, group).reduce([x], options), [x])
+
+    def _all_reduce(self, stamp: Stamp, group: Group, x: Tensor, op: str) -> Work:
+        require_op(op)
+        options = c10d.AllreduceOptions()
+        options.reduceOp = _OPS[op]
+        return _Started(self, stamp, self._together(stamp, group).allreduce([x], options), [x])
+
+    def _all_gather(self, stamp: Stamp, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
+        whole = _joined(parts)
+        if whole is None:
+            return self._all_to_all(stamp, group, [x] * group.size, parts)
+        return _Started(self, stamp, self._together(stamp, group)._allgather_base(whole, x), [x, whole])
+
+    def _reduce_scatter(self, stamp: Stamp, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
+        into, op = how
+        require_op(op)
+        whole = _joined(parts)
+        if whole is not None:
+            options = c10d.ReduceScatterOptions()
+            options.reduceOp = _OPS[op]
+            work = self._together(stamp, group)._reduce_scatter_base(into, whole, options)
+            return _Started(self, stamp, work, [into, whole])
+        received = [torch.empty_like(parts[group.index]) for _ in parts]
+        work = self._together(stamp, group).alltoall(received, parts)
+        return _Started(
+            self,
+            stamp,
+            work,
+            [*parts, *received],
+            then=lambda: reduce_in_order(received, into=into, scratch=received[0], op=op),
+        )
+
+    def _all_to_all(self, stamp: Stamp, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
+        return _Started(self, stamp, self._together(stamp, group).alltoall(into, parts), [*parts, *into])
+
+    def _gather(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
+        parts, target = how
+        nothing = x.new_empty(0)
+        sends = [x if index == target else nothing for index in range(group.size)]
+        return self._all_to_all(stamp, group, sends, parts or [nothing] * group.size)
+
+    def _scatter(self, stamp: Stamp, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
+        parts, source = how
+        nothing = into.new_empty(0)
+        receives = [into if index == source else nothing for index in range(group.size)]
+        return self._all_to_all(stamp, group, parts or [nothing] * group.size, receives)
+
+    def _send(self, stamp: Stamp, group: Group, x: Tensor, to: int) -> Work:
+        between = self._communicators.of((self.rank, group.ranks[to]), rank=self.rank, lane="from ")
+        return _Started(self, stamp, between.send([x], 1, 0), [x])
+
+    def _recv(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
+        between = self._communicators.of((group.ranks[source], self.rank), rank=self.rank, lane="from ")
+        return _Started(self, stamp, between.recv([x], 0, 0), [x])
+
+    def _barrier(self, stamp: Stamp, group: Group) -> None:
+        token = torch.zeros(1, device=self.device)
+        self._together(stamp, group).allreduce([token], c10d.AllreduceOptions()).wait()
+        token.item()
+
+    def _together(self, stamp: Stamp, group: Group) -> c10d.ProcessGroup:
+        """The process group of a collective; in check mode only after the ranks agree about it."""
+        among = self._communicators.of(group.ranks, rank=self.rank)
+        if self.check:
+            with self.journal.waiting(stamp):
+                stamps = self._stamps(stamp, group, among)
+            if table := disagreement(stamps):
+                raise RanksDisagree(f"the ranks disagree about what to do together:\n{table}")
+        return among
+
+    def _stamps(self, stamp: Stamp, group: Group, among: c10d.ProcessGroup) -> dict[int, Stamp]:
+        data = pickle.dumps(stamp).ljust(_STAMP_BYTES, b"\0")
+        own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+        everyone = own.new_empty(group.size * own.numel())
+        among._allgather_base(everyone, own).wait()
+        rows = everyone.cpu().split(own.numel())
+        return {rank: pickle.loads(bytes(row.tolist())) for rank, row in zip(group.ranks, rows, strict=True)}
+
+
+class _Started(Work):
+    """An operation on a stream of NCCL's, with the tensors it reads and writes."""
+
+    def __init__(
+        self,
+        world: World,
+        stamp: Stamp,
+        pending: c10d.Work,
+        tensors: list[Tensor],
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(world, stamp)
+        self._pending = pending
+        self._tensors = tensors
+        self._then = then
+
+    def _finish(self) -> None:
+        self._pending.wait()
+        if self._then is not None:
+            self._then()
+        self._tensors, self._then = [], None
+
+
+def _joined(parts: list[Tensor]) -> Tensor | None:
+    """The parts as one tensor, when they have one size and lie one after the other in memory."""
+    size = parts[0].numel()
+    for part, following in itertools.pairwise(parts):
+        if following.numel() != size or following.data_ptr() != part.data_ptr() + size * part.element_size():
+            return None
+    if parts[-1].untyped_storage().data_ptr() != parts[0].untyped_storage().data_ptr():
+        return None
+    return parts[0].as_strided((size * len(parts),), (1,))

@@ -1,0 +1,61 @@
+"""What became of a rank, written where the process that started it will look.
+
+A rank's result or exception travels in a file, not through the exit status or a pipe: it is there even when the
+process dies right afterwards, and of several errors the first can be told from those it caused.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwise.comm.mailbox import RankLostError
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a rank's main, or the exception that ended it (as the original, and as text) and when it did."""
+
+    result: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, error: BaseException) -> Outcome:
+        """How `error` ended a rank just now."""
+        return cls(error=_picklable(error), trace="".join(traceback.format_exception(error)), seconds=time.time())
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether the rank only failed because another one was lost."""
+        return isinstance(self.error, RankLostError)
+
+    def save(self, folder: Path, *, rank: int) -> None:
+        """Write it into the folder that the launcher reads. Raises what pickle raises for a result it cannot take."""
+        data = pickle.dumps(self)
+        (folder / f"{rank}.writing").write_bytes(data)
+        (folder / f"{rank}.writing").rename(folder / str(rank))
+
+    @classmethod
+    def load(cls, folder: Path, *, rank: int) -> Outcome | None:
+        """What that rank wrote, or None when it ended without a word."""
+        file = folder / str(rank)
+        if not file.exists():
+            return None
+        outcome = pickle.loads(file.read_bytes())
+        assert isinstance(outcome, cls)
+        return outcome
+
+
+def _picklable(error: BaseException) -> BaseException:
+    """The exception itself, or when it cannot travel between processes a RuntimeError of the same words."""
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - whatever its class does when it is pickled
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error if isinstance(copy, type(error)) else RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,43 @@
+"""Sums in one fixed order.
+
+Floating-point addition is not associative, so a reduction is only reproducible when its order is. Here it is always
+the order of the group, element by element, however the tensor is cut: an all-reduce, a reduce-scatter and a reduce of
+the same values give the same bits, on every rank and in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_OPS: dict[str, Callable[..., Any]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+def reduce_in_order(parts: Sequence[Tensor], *, into: Tensor, scratch: Tensor, op: str) -> None:
+    """Reduce `parts`, two or more of equal size and dtype, into `into`. op: sum, max or min.
+
+    `into` may be one of the parts. `scratch`, of their size and dtype, takes what is reduced so far: a tensor of its
+    own, or one of the first two parts when that may be overwritten. Half-precision values are summed in float32 and
+    rounded once. Raises ValueError for an unknown op.
+    """
+    require_op(op)
+    if op == "sum" and into.dtype in _NARROW:
+        total = parts[0].float()
+        for part in parts[1:]:
+            total.add_(part)
+        into.copy_(total)
+        return
+    total = parts[0]
+    for part in parts[1:-1]:
+        total = _OPS[op](total, part, out=scratch)
+    _OPS[op](total, parts[-1], out=into)
+
+
+def require_op(op: str) -> None:
+    """Raise ValueError unless `op` is one of the reductions."""
+    if op not in _OPS:
+        raise ValueError(f"no reduction {op!r}; there are {', '.join(_OPS)}")

@@ -1,0 +1,64 @@
+"""The world that torch.distributed joins: real processes, on one machine or many.
+
+    device           joined by
+    CPU              messages over gloo
+    CUDA             NCCL; when two ranks have the same GPU, which NCCL refuses, messages over gloo with pinned copies
+    a world of one   nothing
+
+It leaves torch's default process group alone: a job can use meshwise and its own `init_process_group` side by side.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
+
+from meshwise.comm.gloo_world import GlooWorld, Transport
+from meshwise.comm.mailbox import Mailbox
+from meshwise.comm.nccl_world import Communicators, NcclWorld, nccl
+from meshwise.comm.world import World
+from meshwise.mesh import Mesh
+
+_MEETING_TIME = timedelta(minutes=10)
+
+
+def torch_world(device: torch.device) -> World:
+    """The world of all ranks of this job, over the mesh `rank=N`. Every rank calls it, once for each device type.
+
+    The ranks meet at the store that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT name; without RANK it is a world of
+    one. Raises ValueError when some ranks are on CPU and others on CUDA, and torch's DistError when ranks stay away.
+    """
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    mesh = Mesh.of(rank=size)
+    if size == 1:
+        return GlooWorld(rank=rank, mesh=mesh, device=device, transport=None)
+    found, _, _ = next(rendezvous("env://", rank, size, timeout=_MEETING_TIME))
+    store = c10d.PrefixStore(f"meshwise/{device.type}", found)
+    devices = _devices(store, rank, size, device)
+    if device.type == "cuda" and len(set(devices)) == size:
+        return NcclWorld(rank=rank, mesh=mesh, device=device, communicators=Communicators(store, nccl))
+    mailbox = Mailbox(c10d.PrefixStore("gloo", store), rank=rank, size=size)
+    return GlooWorld(rank=rank, mesh=mesh, device=device, transport=Transport(mailbox))
+
+
+def default_device() -> torch.device:
+    """The GPU with this rank's local number (modulo the GPUs there are), or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def _devices(store: c10d.Store, rank: int, size: int, device: torch.device) -> list[str]:
+    """Every rank's device: `cpu`, or a name of its GPU that no other GPU has."""
+    own = f"cuda {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else device.type
+    store.set(f"device/{rank}", own)
+    devices = [text.decode() for text in store.multi_get([f"device/{other}" for other in range(size)])]
+    types = {text.split()[0]: other for other, text in enumerate(devices)}
+    if len(types) > 1:
+        named = " and ".join(f"rank {other} on {name}" for name, other in sorted(types.items()))
+        raise ValueError(f"the ranks of a world share one kind of device, but {named}; pass connect(device=…)")
+    return devices
