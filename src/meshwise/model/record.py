@@ -74,7 +74,7 @@ def _with_generator(func: Any) -> Any:
     )
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recorder(TorchDispatchMode):
     """Runs every operation on meta tensors and records it."""
 
     def __init__(self, record: Record) -> None:

@@ -174,7 +174,7 @@ def _check(names: Mapping[nn.Parameter, list[str]]) -> None:
             span = (start, start + extent * parameter.element_size(), name)
             spans.setdefault(parameter.untyped_storage()._cdata, []).append(span)
     for shared in spans.values():
-        ordered = sorted(shared)
+        ordered = sorted(shared, key=lambda span: span[0])
         for (_, end, name), (start, _, other) in pairwise(ordered):
             if start < end:
                 raise ValueError(

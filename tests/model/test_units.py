@@ -1,0 +1,229 @@
+"""How models of all kinds are divided into units. Each test draws the division: unit, its modules, its elements."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwise.model.blocks import OPAQUE
+from meshwise.model.table import parameter_table
+from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig
+
+
+class Silent(nn.Module):
+    """A module whose forward is never called here: only its structure matters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def units(model: nn.Module, *, select: tuple[str | tuple[str, ...], ...] = ()) -> list[list[str]]:
+    table = parameter_table(model, units=select)
+    names = [name for unit in table.units for row in unit.rows for name in (row.name, *row.aliases)]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters(remove_duplicate=False))
+    return [[unit.name, ",".join(m or "." for m in unit.modules), str(unit.numel)] for unit in table.units]
+
+
+def drawn(text: str) -> list[list[str]]:
+    return [line.split() for line in text.strip().splitlines()]
+
+
+def tiny_gpt(*, tied: bool = False, rotary: bool = False) -> GPT:
+    config = GPTConfig(vocabulary=32, context=8, layers=3, heads=2, width=16, tied=tied)
+    return GPT(replace(config, positions="rotary") if rotary else config)
+
+
+def test_a_gpt_is_its_embeddings_its_blocks_and_its_head() -> None:
+    assert units(tiny_gpt()) == drawn("""
+        embedding+positions  embedding,positions   640
+        blocks.0             blocks.0             3104
+        blocks.1             blocks.1             3104
+        blocks.2             blocks.2             3104
+        norm+head            norm,head             528
+    """)
+
+
+def test_a_tied_head_joins_the_embedding_and_takes_the_final_norm_along() -> None:
+    assert units(tiny_gpt(tied=True, rotary=True)) == drawn("""
+        embedding+norm  embedding,norm,head   528
+        blocks.0        blocks.0             3104
+        blocks.1        blocks.1             3104
+        blocks.2        blocks.2             3104
+    """)
+
+
+def test_layers_of_an_mlp_share_a_unit_while_it_stays_near_the_largest_layer() -> None:
+    assert units(MLP(MLPConfig(widths=(8, 16, 16, 2), bias=False))) == drawn("""
+        layers.0           layers.0           128
+        layers.1+layers.2  layers.1,layers.2  288
+    """)
+
+
+def test_a_sequential_is_opened() -> None:
+    assert units(nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 3, bias=False))) == drawn("""
+        0  0  16
+        2  2  12
+    """)
+
+
+def test_a_bare_linear_is_one_unit() -> None:
+    assert units(nn.Linear(3, 2)) == drawn("(root)  .  8")
+
+
+def test_layers_of_torchs_transformer_encoder_are_blocks() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    assert units(nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8))) == drawn("""
+        layers.0  layers.0  600
+        layers.1  layers.1  600
+        norm      norm       16
+    """)
+
+
+@pytest.mark.parametrize("kind", OPAQUE, ids=lambda kind: kind.__name__)
+def test_a_module_that_reads_its_childrens_weights_without_calling_them_stays_whole(kind: type[nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), kind(8, 2), nn.Linear(8, 2, bias=False))
+    whole = str(sum(p.numel() for p in model[1].parameters()))
+    assert units(model[1]) == [["(root)", ".", whole]]
+    assert ["1", "1", whole] in units(nn.ModuleDict({"0": model[0], "1": model[1]}))
+    called = set()
+    for name, child in model[1].named_modules():
+        child.register_forward_pre_hook(lambda *_, name=name: called.add(name))
+    model[1].eval().requires_grad_(False)
+    x = torch.zeros(2, 3, 8)
+    model[1](x, x, x) if kind is nn.MultiheadAttention else model[1](x)
+    assert "out_proj" not in called, "torch calls the child now: the entry in OPAQUE can go"
+
+
+class Residual(Silent):
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(inside, outside, 3, bias=False)
+        self.second = nn.Conv2d(outside, outside, 3, bias=False)
+        self.short = nn.Sequential(nn.Conv2d(inside, outside, 1, bias=False), nn.BatchNorm2d(outside))
+
+
+class ResNet(Silent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU())
+        self.stage1 = nn.Sequential(Residual(4, 4), Residual(4, 4))
+        self.stage2 = nn.Sequential(Residual(4, 8), Residual(8, 8))
+        self.fc = nn.Linear(8, 2, bias=False)
+
+
+RESNET = """
+    {0}stem.0+{0}stem.1  {0}stem.0,{0}stem.1   116
+    {0}stage1.0          {0}stage1.0           312
+    {0}stage1.1          {0}stage1.1           312
+    {0}stage2.0          {0}stage2.0           912
+    {0}stage2.1          {0}stage2.1          1232
+"""
+
+
+def test_a_resnet_of_nested_sequentials_is_its_residual_blocks() -> None:
+    assert units(ResNet()) == drawn(RESNET.format("") + "    fc  fc  16")
+
+
+def test_a_network_in_stages_inside_one_sequential_is_its_blocks_too() -> None:
+    stages = nn.Sequential(*ResNet().children())
+    names = [name for name, _, _ in units(nn.Sequential(stages, nn.Linear(8, 2)))]
+    assert names == ["0.0", "0.1.0", "0.1.1", "0.2.0", "0.2.1", "0.3+1"]
+
+
+class Lookalike(Silent):
+    """The shape of a Hugging Face causal language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Silent()
+        self.model.embed_tokens = nn.Embedding(32, 8)
+        self.model.layers = nn.ModuleList(self.layer() for _ in range(2))
+        self.model.norm = nn.LayerNorm(8, bias=False)
+        self.lm_head = nn.Linear(8, 32, bias=False)
+
+    @staticmethod
+    def layer() -> nn.Module:
+        layer = Silent()
+        layer.self_attn = Silent()
+        layer.self_attn.projections = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
+        layer.mlp = nn.Sequential(nn.Linear(8, 32, bias=False), nn.SiLU(), nn.Linear(32, 8, bias=False))
+        return layer
+
+
+def test_a_stack_of_blocks_is_found_inside_a_child() -> None:
+    assert units(Lookalike()) == drawn("""
+        model.embed_tokens  model.embed_tokens    256
+        model.layers.0      model.layers.0        768
+        model.layers.1      model.layers.1        768
+        model.norm+lm_head  model.norm,lm_head    264
+    """)
+
+
+class WithOwn(Silent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(5))
+        self.scales = nn.ParameterList(nn.Parameter(torch.zeros(2)) for _ in range(2))
+        self.gains = nn.ParameterDict({"a": nn.Parameter(torch.zeros(3))})
+        self.body = ResNet()
+
+
+def test_parameters_of_the_root_itself_and_of_lists_without_a_forward_span_the_root() -> None:
+    assert units(WithOwn()) == drawn("(root)  .  12" + RESNET.format("body.") + "    body.fc  body.fc  16")
+
+
+class Mixture(Silent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(4, 2, bias=False)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+
+
+def test_experts_chosen_by_data_are_not_separated_from_their_block() -> None:
+    assert units(nn.ModuleDict({"blocks": nn.ModuleList(Mixture() for _ in range(2))})) == drawn("""
+        blocks.0  blocks.0  88
+        blocks.1  blocks.1  88
+    """)
+
+
+def test_one_module_under_two_names_is_one_unit_and_named_once() -> None:
+    block = Residual(4, 4)
+    assert units(nn.Sequential(block, nn.ReLU(), block)) == drawn("0  0  312")
+
+
+def test_a_parameter_shared_by_two_blocks_belongs_to_the_first_and_lists_both() -> None:
+    first, second = Residual(4, 4), Residual(4, 4)
+    second.first.weight = first.first.weight
+    assert units(nn.Sequential(first, second)) == drawn("""
+        0  0,1  312
+        1  1    168
+    """)
+
+
+def test_a_choice_of_units_overrides_the_rules() -> None:
+    assert units(tiny_gpt(), select=("blocks.2.mlp*", ("positions", "norm"))) == drawn("""
+        embedding                 embedding                  512
+        positions+norm            positions,norm             144
+        blocks.0                  blocks.0                  3104
+        blocks.1                  blocks.1                  3104
+        blocks.2.attention_norm+blocks.2.attention  blocks.2.attention_norm,blocks.2.attention  1040
+        blocks.2.mlp_norm         blocks.2.mlp_norm           16
+        blocks.2.mlp              blocks.2.mlp              2048
+        head                      head                       512
+    """)
+
+
+def test_the_whole_model_can_be_chosen_as_one_unit() -> None:
+    model = tiny_gpt()
+    assert units(model, select=("",)) == [["(root)", ".", str(parameter_table(model).numel)]]
+
+
+def test_a_pattern_that_names_nothing_lists_near_misses() -> None:
+    with pytest.raises(ValueError, match=r"'block\.\*' matches no module with parameters; did you mean .*'blocks\.\d'"):
+        units(tiny_gpt(), select=("block.*",))
+
+
+def test_a_module_chosen_inside_another_chosen_one_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'blocks.0.mlp' lies inside 'blocks.0'"):
+        units(tiny_gpt(), select=("blocks.*", "blocks.0.mlp"))
