@@ -1,0 +1,97 @@
+"""The command `meshwise`: which command it is, and what status it ends with.
+
+0     all is well
+1     the run failed; a failed rank is reported once, with its own traceback
+2     the job, the plan or the command line cannot work; one message, no traceback
+130   Ctrl-C
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from meshwise.cli import train
+from meshwise.comm.mailbox import RankLostError
+from meshwise.nonfinite import NonFiniteError
+from meshwise.plan import PlanError
+from meshwise.train.job import JobError
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: one line for the overview, and the function that gets the words after its name."""
+
+    summary: str
+    main: Callable[[Sequence[str]], int]
+
+
+COMMANDS: Mapping[str, Command] = {
+    "train": Command("train a job on local ranks, or under torchrun", train.main),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `meshwise` with these words (by default the process's own) and return the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help"):
+        print(_overview())
+        return 0 if words else 2
+    name, *rest = words
+    if name == "--version":
+        print(f"meshwise {version('meshwise')}")
+        return 0
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
+        return _say(f"meshwise: unknown command {name!r}; {hint}", status=2)
+    return _guarded(name, rest)
+
+
+def _guarded(name: str, words: Sequence[str]) -> int:
+    """The command's status, whatever it raises."""
+    try:
+        return COMMANDS[name].main(words)
+    except (JobError, PlanError) as error:
+        return _say(f"meshwise {name}: {error}", status=2, once=True)
+    except KeyboardInterrupt:
+        return _say(f"meshwise {name}: stopped by Ctrl-C", status=130, once=True)
+    except (NonFiniteError, RankLostError) as error:
+        return _say(f"meshwise {name} failed: {error}", status=1)
+    except Exception as error:  # noqa: BLE001 - the report of whatever the user's own code raised
+        # An error from a rank that was started here brings that rank's traceback as its note.
+        told = getattr(error, "__notes__", None) or traceback.format_exception(error)
+        return _say(f"meshwise {name} failed: {type(error).__name__}: {error}\n\n{''.join(told).rstrip()}", status=1)
+
+
+def _say(message: str, *, status: int, once: bool = False) -> int:
+    """Print to stderr and return the status. `once`: every rank under torchrun has the same to say, rank 0 says it."""
+    rank = os.environ.get("RANK", "0")
+    if not once or rank == "0":
+        print(message if "RANK" not in os.environ else f"[rank {rank}] {message}", file=sys.stderr, flush=True)
+    return status
+
+
+def _overview() -> str:
+    rows = [f"  {name:<10}{command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: meshwise COMMAND [JOB.toml] [OPTIONS]",
+            "",
+            "Train one plain PyTorch model on many devices, and prove that the split model is the same model.",
+            "",
+            *rows,
+            "",
+            "  --version  print the version",
+            "  --help     print this; meshwise COMMAND --help tells the options of a command",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

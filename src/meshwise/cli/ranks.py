@@ -1,0 +1,27 @@
+"""How many ranks a command runs on."""
+
+from __future__ import annotations
+
+import math
+import os
+
+from meshwise.plan import AXES
+from meshwise.train.job import Job
+
+MOST_BY_DEFAULT = 4
+"""Local ranks that `dp=auto` fills when nobody says how many; more than a laptop's cores would only slow it down."""
+
+
+def local_ranks(job: Job) -> int:
+    """The ranks of this job: torchrun's, or those asked for, or what the plan needs.
+
+    A plan with `dp=auto` gets a rank for each core, at most four, rounded down to what its other axes allow.
+    """
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    if job.ranks is not None:
+        return job.ranks
+    needed: int = math.prod(getattr(job.plan, axis) or 1 for axis in AXES)
+    if job.plan.dp is not None:
+        return needed
+    return needed * max(1, min(MOST_BY_DEFAULT, os.cpu_count() or 1) // needed)

@@ -1,0 +1,30 @@
+"""`meshwise train`: a job on the ranks of this machine, or on those that torchrun has started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from meshwise.cli.ranks import local_ranks
+from meshwise.comm.launch import run, torchrun_line
+from meshwise.comm.world import World
+from meshwise.train.config import read_job
+from meshwise.train.job import Job
+from meshwise.train.loop import train
+from meshwise.train.prepare import prepare
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Train the job that the arguments describe. Raises JobError or PlanError before any rank is started."""
+    job = read_job(arguments, prog="meshwise train", kind=Job)
+    size = local_ranks(job)
+    prepare(job, ranks=size)
+    if "RANK" not in os.environ:
+        print(f"starting {size} local rank{'s' * (size > 1)}; the same with torchrun:")
+        print(f"  {torchrun_line(size, ['-m', 'meshwise', 'train', *arguments])}", flush=True)
+    run(size, _rank, args=(job,))
+    return 0
+
+
+def _rank(world: World, job: Job) -> None:
+    train(world, job=job)

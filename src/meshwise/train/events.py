@@ -1,0 +1,132 @@
+"""What happens in a run, as one stream of typed values.
+
+A loop that prints here, logs there and writes metrics somewhere else tells each of them something different. Here the
+loop emits events, and sinks write them: `terminal` for people, `records` for files. Rank 0 has the sinks; on the other
+ranks the same stream goes nowhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol, TypeAlias
+
+
+@dataclass(frozen=True)
+class Start:
+    """The run begins. Memory is bytes of model state on rank 0, by kind."""
+
+    plan: str
+    mesh: str
+    device: str
+    parameters: int
+    data: str
+    steps: int
+    batch: int
+    memory: dict[str, int]
+    output: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step is over.
+
+    step        1 … steps
+    loss        mean over the global batch
+    grad_norm   of all parameters, before clipping
+    lr          the learning rate of this step
+    tokens      what the loss counted, over the whole global batch
+    rate        tokens per second of this step, all ranks together
+    memory      bytes rank 0 has used at most so far: of its GPU, or resident in its process
+    eta         seconds to the last step, at the mean pace so far
+    skipped     whether the update was left out
+    """
+
+    step: int
+    steps: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    rate: float
+    memory: int
+    eta: float
+    skipped: bool
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """A loss or gradient was not finite; `problem` names the parameters, the ranks and the micro-batches."""
+
+    step: int
+    problem: str
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The loss over the validation data (or `validate_batches` of it)."""
+
+    step: int
+    loss: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Text that the model wrote after `prompt`."""
+
+    step: int
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
+class End:
+    """The run is over: what it came to, what is where, and the next command to try."""
+
+    steps: int
+    seconds: float
+    loss: float
+    outputs: dict[str, str]
+    following: str
+
+
+Event: TypeAlias = Start | Step | NonFinite | Validation | Sample | End
+
+
+class Sink(Protocol):
+    """Somewhere events are written."""
+
+    def write(self, event: Event) -> None:
+        """Write one event; what is written survives the process."""
+
+    def close(self) -> None:
+        """Nothing more will come, whether the run ended well or not."""
+
+
+class Events:
+    """The stream of one run; a context manager that closes the sinks."""
+
+    def __init__(self, sinks: Sequence[Sink] = ()) -> None:
+        self._sinks = tuple(sinks)
+
+    def emit(self, event: Event) -> None:
+        """Hand an event to every sink."""
+        for sink in self._sinks:
+            sink.write(event)
+
+    def __enter__(self) -> Events:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+
+def record(event: Event) -> dict[str, Any]:
+    """The event as a plain mapping, its kind under `event`: the line of metrics.jsonl."""
+    return {"event": type(event).__name__.lower(), **dataclasses.asdict(event)}

@@ -1,0 +1,67 @@
+"""Full parameters to a safetensors file, one at a time.
+
+The library's own writer takes all tensors at once, which is the whole model in the memory of one rank. The format is a
+length, a JSON table of offsets and the bytes (https://huggingface.co/docs/safetensors), and the parameter table knows
+every shape and type beforehand; so the header is written first and each parameter goes to the file as it arrives. The
+writing rank holds one full parameter (under zero=3: one unit, while it is gathered) besides its own state.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from meshwise.trainer import Trainer
+
+_TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def write_parameters(trainer: Trainer, *, path: Path | None, metadata: Mapping[str, str]) -> None:
+    """Write every parameter under its own name; a tied parameter once, under its first name.
+
+    Every rank calls it, those that do not write with no path. The file is renamed into place when complete; `metadata`
+    is kept in its header. Raises OSError.
+    """
+    if path is None:
+        for _ in trainer.full_parameters():
+            pass
+        return
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(_header(trainer, metadata))
+        rows = iter(trainer.table.rows)
+        for name, tensor in trainer.full_parameters():
+            row = next(rows)
+            assert (row.name, row.shape, row.dtype) == (name, tuple(tensor.shape), tensor.dtype)
+            file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _header(trainer: Trainer, metadata: Mapping[str, str]) -> bytes:
+    """The length and the table, padded with spaces to a multiple of 8 bytes."""
+    table: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    offset = 0
+    for row in trainer.table.rows:
+        end = offset + row.numel * row.dtype.itemsize
+        table[row.name] = {"dtype": _TYPES[row.dtype], "shape": list(row.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(table).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

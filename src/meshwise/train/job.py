@@ -1,0 +1,227 @@
+"""The job: everything a training run is told, as one typed tree of frozen values.
+
+Settings that live in several files and flags contradict each other, and an unbounded bag of keys takes a misspelled
+one in silence. A job is declared once, here: the type of every field, its default, what it means. The TOML file, the
+command line, the help text and the job written beside a run are all read from this declaration (`config`).
+
+A field that may be None defaults to None, so that a TOML file, which has no null, can say everything a job can.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeAlias
+
+from tyro.constructors import PrimitiveConstructorSpec
+
+from meshwise.nonfinite import SkipPolicy
+from meshwise.plan import Plan
+
+
+class JobError(ValueError):
+    """A job that cannot be run as it is written; the message names the key, its value and what to change."""
+
+
+def _least(key: str, value: int, least: int) -> None:
+    if value < least:
+        raise JobError(f"{key} = {value} has to be at least {least}")
+
+
+def _parse_arguments(words: Sequence[str]) -> dict[str, Any]:
+    """`layers=4 widths=[64,64] position=rotary`: each value as in TOML, a bare word being a string."""
+    arguments: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key:
+            raise ValueError(f"{word!r} is not KEY=VALUE; write it as in layers=4")
+        try:
+            arguments[key] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            arguments[key] = value
+    return arguments
+
+
+Arguments: TypeAlias = Annotated[
+    Mapping[str, Any],
+    PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="KEY=VALUE",
+        instance_from_str=_parse_arguments,
+        is_instance=lambda value: isinstance(value, Mapping),
+        str_from_instance=lambda value: [f"{key}={item}" for key, item in value.items()],
+    ),
+]
+"""Arguments by keyword for something named in the job."""
+
+PlanLine: TypeAlias = Annotated[
+    Plan,
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PLAN",
+        instance_from_str=lambda words: Plan.parse(words[0]),
+        is_instance=lambda value: isinstance(value, Plan),
+        str_from_instance=lambda value: [str(value)],
+    ),
+]
+"""A plan written as one line of text."""
+
+
+@dataclass(frozen=True)
+class ModelJob:
+    """The model: one of the reference models, or your own."""
+
+    name: str = "gpt"
+    """`gpt`, `mlp`, or where your own function (or nn.Module class) is that builds the model: `package.module:function`
+    or `path/to/file.py:function`."""
+    arguments: Arguments = field(default_factory=dict)
+    """Arguments of that function by keyword, as in `layers=4 heads=4`. For `gpt`, the vocabulary (256) and the context
+    (`data.context`) are filled in when absent."""
+
+
+@dataclass(frozen=True)
+class DataJob:
+    """The data: text read as bytes, or a dataset of your own."""
+
+    files: tuple[str, ...] = ("python-stdlib",)
+    """Text files, folders (all files below) and globs, read as bytes, one token each. `python-stdlib` stands for the
+    source text of Python's own standard library, which is on every machine that has Python."""
+    dataset: str | None = None
+    """In place of `files`: `package.module:function` or `path/to/file.py:function` that returns a map-style
+    torch Dataset, or a pair of them, (training, validation)."""
+    arguments: Arguments = field(default_factory=dict)
+    """Arguments of the `dataset` function, by keyword."""
+    context: int = 256
+    """Tokens of text in one sample."""
+    validation: float = 0.05
+    """Fraction of the data kept for validation: the last bytes of text, samples drawn by seed from a dataset."""
+    workers: int = 0
+    """Processes per rank that read ahead; 0 reads in the rank itself, which is right for text."""
+    cache: str | None = None
+    """Folder where text is kept as one memory-mapped file of tokens. Default: `meshwise` in $XDG_CACHE_HOME or in
+    ~/.cache."""
+
+    def __post_init__(self) -> None:
+        _least("data.context", self.context, 1)
+        _least("data.workers", self.workers, 0)
+        if not 0 <= self.validation < 1:
+            raise JobError(f"data.validation = {self.validation} is a fraction of the data: from 0 up to below 1")
+        if not self.files and self.dataset is None:
+            raise JobError("data.files is empty: name at least one file, folder or glob, or python-stdlib")
+
+
+@dataclass(frozen=True)
+class OptimizerJob:
+    """The optimizer: any class of torch.optim."""
+
+    name: str = "AdamW"
+    """Name of the class in torch.optim."""
+    lr: float = 1e-3
+    """Peak learning rate; the schedule scales it."""
+    weight_decay: float | None = None
+    """Weight decay of parameters with two or more dims; the others get none. Default: the class's own."""
+    betas: tuple[float, float] | None = None
+    """Decay rates of the running averages, for the Adam family. Default: the class's own."""
+    arguments: Arguments = field(default_factory=dict)
+    """Other arguments of the class, as in `momentum=0.9`."""
+
+
+@dataclass(frozen=True)
+class ScheduleJob:
+    """How the learning rate moves over the steps of the run."""
+
+    shape: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """After the warm-up: constant; a straight line or half a cosine down to the floor; or wsd (warm-up, stable, decay):
+    constant, then a straight line down to the floor."""
+    warmup: int = 0
+    """Steps over which the rate rises from 0 in a straight line."""
+    floor: float = 0.1
+    """Where the rate ends, as a fraction of the peak."""
+    decay: float = 0.2
+    """For wsd: the fraction of all steps that the decay takes, at the end."""
+
+    def __post_init__(self) -> None:
+        _least("schedule.warmup", self.warmup, 0)
+        for key in ("floor", "decay"):
+            if not 0 <= (value := getattr(self, key)) <= 1:
+                raise JobError(f"schedule.{key} = {value} is a fraction: from 0 to 1")
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """The loop."""
+
+    steps: int = 1000
+    """Steps of the run, each with one global batch."""
+    batch: int = 32
+    """Samples in the global batch, whatever the plan."""
+    seed: int = 0
+    """Seed of the parameters and of the order of samples."""
+    clip_norm: float | None = None
+    """Scale gradients down to this norm (over all parameters). Default: never."""
+    nonfinite: str = "raise"
+    """When a gradient is not finite: `raise` ends the run, `skip:N` skips the step, at most N in a row."""
+    dtype: Literal["float32", "float64"] | None = None
+    """Element type of the parameters and of floating-point data. Default: as the model and the data come."""
+    log_every: int = 10
+    """Steps between progress lines on a terminal that is not interactive; metrics.jsonl has every step."""
+    validate_every: int = 0
+    """Steps between validations; 0 validates at the end only."""
+    validate_batches: int | None = None
+    """Global batches of a validation. Default: all the validation data."""
+    output: str = "runs/train"
+    """Folder of the run. One that exists is left alone: `-2`, `-3` … is appended to the name."""
+    tensorboard: bool = False
+    """Write TensorBoard files too; needs the extra `tensorboard`."""
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "batch", "log_every"):
+            _least(f"train.{key}", getattr(self, key), 1)
+        _least("train.validate_every", self.validate_every, 0)
+        if self.validate_batches is not None:
+            _least("train.validate_batches", self.validate_batches, 1)
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise JobError(f"train.clip_norm = {self.clip_norm} has to be above 0; leave it out for no clipping")
+        SkipPolicy.parse(self.nonfinite)
+
+
+@dataclass(frozen=True)
+class SampleJob:
+    """The text a model of bytes writes at the end of the run."""
+
+    length: int = 0
+    """Bytes to generate; 0 for none."""
+    temperature: float = 0.8
+    """Divides the logits before sampling; 0 takes the likeliest byte each time."""
+    prompt: str = ""
+    """What the text begins with. Empty: the start of a file."""
+
+    def __post_init__(self) -> None:
+        _least("sample.length", self.length, 0)
+        if self.temperature < 0:
+            raise JobError(f"sample.temperature = {self.temperature} has to be 0 or above")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job, from a TOML file and dotted flags (a flag wins)."""
+
+    model: ModelJob = ModelJob()
+    data: DataJob = DataJob()
+    optimizer: OptimizerJob = OptimizerJob()
+    schedule: ScheduleJob = ScheduleJob()
+    train: TrainJob = TrainJob()
+    sample: SampleJob = SampleJob()
+    plan: PlanLine = Plan(dp=None)  # noqa: RUF009 -- a frozen value
+    """How the model is split over the ranks, as in "dp=2 zero=1"; `dp=auto` fills the ranks there are."""
+    loss: str = "cross-entropy"
+    """`cross-entropy`, `mse`, or where your own function is (`package.module:function`, `path/to/file.py:function`):
+    loss(output, batch) returns the sum of the losses and how many it summed."""
+    ranks: int | None = None
+    """Local processes to start when not under torchrun. Default: what the plan needs; with `dp=auto`, the cores of this
+    machine, at most 4."""
+
+    def __post_init__(self) -> None:
+        if self.ranks is not None:
+            _least("ranks", self.ranks, 1)

@@ -1,0 +1,80 @@
+"""From a job to what the loop needs, with everything that can be wrong about it said before the first step.
+
+The command line does this once before it starts any rank, so that a bad job is one message and status 2; each rank then
+does it again for itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwise.model.forward import Loss
+from meshwise.train.data import Data, load_data
+from meshwise.train.job import Job, JobError
+from meshwise.train.named import loss_function, model_function, optimizer
+from meshwise.train.tokens import STDLIB
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job that fits its ranks, and the things it names.
+
+    job     with its plan resolved and its paths absolute, so that it can be run again as it is
+    """
+
+    job: Job
+    model: Callable[[], nn.Module]
+    loss: Loss
+    optimizer: type[torch.optim.Optimizer]
+    optimizer_arguments: dict[str, Any]
+    data: Data
+
+
+def prepare(job: Job, *, ranks: int) -> Prepared:
+    """What a job names, for a world of so many ranks.
+
+    Raises JobError or PlanError for what cannot work; what the user's own modules raise while they are imported passes
+    through.
+    """
+    plan = job.plan.resolve(ranks)
+    replicas = plan.mesh().degree("dp")
+    if job.train.batch < replicas:
+        raise JobError(
+            f"train.batch = {job.train.batch} samples cannot be shared by the {replicas} replicas of '{plan}'; "
+            f"use train.batch = {replicas} or more, or at most dp={job.train.batch}"
+        )
+    kind, arguments = optimizer(job.optimizer)
+    model, loss, data = model_function(job), loss_function(job), load_data(job.data)
+    if job.sample.length and not data.text:
+        raise JobError(f"sample.length = {job.sample.length}: only a model of text (data.files) writes a sample; use 0")
+    return Prepared(_absolute(dataclasses.replace(job, plan=plan, ranks=None)), model, loss, kind, arguments, data)
+
+
+def _absolute(job: Job) -> Job:
+    """The job with paths that lead to the same places from any folder."""
+    data = dataclasses.replace(
+        job.data,
+        files=tuple(name if name == STDLIB else str(Path(name).absolute()) for name in job.data.files),
+        dataset=None if job.data.dataset is None else _absolute_name(job.data.dataset),
+        cache=None if job.data.cache is None else str(Path(job.data.cache).absolute()),
+    )
+    return dataclasses.replace(
+        job,
+        model=dataclasses.replace(job.model, name=_absolute_name(job.model.name)),
+        loss=_absolute_name(job.loss),
+        data=data,
+        train=dataclasses.replace(job.train, output=str(Path(job.train.output).absolute())),
+    )
+
+
+def _absolute_name(name: str) -> str:
+    """`path/to/file.py:function` from the root; every other name as it is."""
+    where, _, what = name.rpartition(":")
+    return f"{Path(where).absolute()}:{what}" if where.endswith(".py") else name

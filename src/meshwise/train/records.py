@@ -1,0 +1,59 @@
+"""Sinks that write files: metrics.jsonl, and TensorBoard's."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from meshwise.train.events import Event, Step, Validation, record
+from meshwise.train.job import JobError
+
+
+class JsonLines:
+    """One JSON object a line, flushed line by line, so that a run that is killed leaves all it had done.
+
+    A number that is not finite, which JSON cannot say, is written as the string `nan`, `inf` or `-inf`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", encoding="utf-8")
+
+    def write(self, event: Event) -> None:
+        """Append the event."""
+        self._file.write(json.dumps({key: _plain(value) for key, value in record(event).items()}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """The numbers of steps and validations as TensorBoard scalars. Raises JobError when the extra is not installed."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an optional extra
+        except ImportError as error:
+            raise JobError(
+                "train.tensorboard = true needs the extra `tensorboard`: pip install 'meshwise[tensorboard]'"
+            ) from error
+        self._writer: Any = SummaryWriter(str(folder))
+
+    def write(self, event: Event) -> None:
+        """Add the numbers of a step or a validation; other events have none."""
+        if isinstance(event, Step):
+            for name in ("loss", "grad_norm", "lr", "rate", "memory"):
+                self._writer.add_scalar(f"train/{name}", getattr(event, name), event.step)
+        elif isinstance(event, Validation):
+            self._writer.add_scalar("validation/loss", event.loss, event.step)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._writer.close()
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

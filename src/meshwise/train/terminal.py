@@ -1,0 +1,140 @@
+"""Sinks for people: a live progress line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.rule import Rule
+from rich.text import Text
+
+from meshwise.train.events import End, Event, NonFinite, Sample, Sink, Start, Step, Validation
+
+
+def terminal(console: Console, *, every: int) -> Sink:
+    """The sink that suits the console: live on a terminal, else a plain line every `every` steps."""
+    return LiveTerminal(console) if console.is_terminal else PlainTerminal(console, every=every)
+
+
+class PlainTerminal:
+    """One line for each event, and for every n-th step."""
+
+    def __init__(self, console: Console, *, every: int) -> None:
+        self._console = console
+        self._every = every
+
+    def write(self, event: Event) -> None:
+        """Print the event."""
+        if not isinstance(event, Step) or event.step % self._every == 0 or event.step in (1, event.steps):
+            self._print(_told(event))
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class LiveTerminal:
+    """A progress line that is redrawn, below everything else that was said."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=16),
+            TextColumn("{task.fields[numbers]}"),
+            console=console,
+        )
+        self._task = self._progress.add_task("train", total=1, numbers="", visible=False)
+
+    def write(self, event: Event) -> None:
+        """Redraw the line for a step; print anything else above it."""
+        if isinstance(event, Step):
+            self._progress.start()
+            self._progress.update(
+                self._task, completed=event.step, total=event.steps, numbers=_numbers(event), visible=True
+            )
+            if event.step == event.steps:
+                self._progress.refresh()
+            return
+        if isinstance(event, Sample | End):
+            self._progress.stop()
+        console = self._progress.console
+        if isinstance(event, Sample):
+            console.print(Rule("the model writes", style="dim"))
+            console.print(Padding(Text(event.prompt, style="bold").append(event.text, style="not bold"), (0, 2)))
+            console.print(Rule(style="dim"))
+        else:
+            style = {NonFinite: "bold red", Validation: "green"}.get(type(event), "")
+            console.print(Text(_told(event), style=style), soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the last line as it is."""
+        self._progress.stop()
+
+
+def _told(event: Event) -> str:
+    """The event in words."""
+    match event:
+        case Start():
+            return "\n".join(
+                [
+                    f"plan     {event.plan}   (on {event.device})",
+                    *_indented(event.mesh),
+                    f"model    {event.parameters:,} parameters; on rank 0: {_memory(event.memory)}",
+                    f"data     {event.data}",
+                    f"run      {event.steps:,} steps of {event.batch:,} samples, into {event.output}",
+                ]
+            )
+        case Step():
+            return f"step {event.step}/{event.steps}  {_numbers(event)}"
+        case NonFinite():
+            return f"NOT FINITE at step {event.step}: {event.problem}"
+        case Validation():
+            return f"validation after step {event.step}: loss {event.loss:.4f} over {event.tokens:,} tokens"
+        case Sample():
+            lines = (event.prompt + event.text).split("\n")
+            return "\n".join(["the model writes:", *(f"  | {line}" for line in lines)])
+        case End():
+            rows = [f"  {name:<12} {path}" for name, path in event.outputs.items()]
+            head = f"done: {event.steps:,} steps in {_time(event.seconds)}, loss {event.loss:.4f}"
+            return "\n".join([head, *rows, f"next: {event.following}"])
+
+
+def _numbers(step: Step) -> str:
+    return (
+        f"loss {step.loss:.4f}  grad {step.grad_norm:.3f}  lr {step.lr:.2e}  {_short(step.rate)} tok/s  "
+        f"{_bytes(step.memory)}  ETA {_time(step.eta)}" + ("  SKIPPED" if step.skipped else "")
+    )
+
+
+def _indented(picture: str) -> list[str]:
+    return [f"         {line}" for line in picture.splitlines()]
+
+
+def _memory(memory: Mapping[str, int]) -> str:
+    return ", ".join(f"{kind.replace('_', ' ')} {_bytes(size)}" for kind, size in memory.items())
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
+
+
+def _short(number: float) -> str:
+    for unit in ("", "k", "M"):
+        if number < 1000:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g}G"
+
+
+def _time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
