@@ -41,7 +41,7 @@ _Take: TypeAlias = Callable[[Meeting], None]
 def run_threads(
     size: int, main: Callable[..., Result], *, args: Sequence[Any] = (), timeout: float | None = 60
 ) -> list[Result]:
-    """Run `main(world, *args)` on `size` ranks, each a thread, and return the results in the order of the ranks.
+    """Run `main(world, *args)` on `size` ranks, each a thread, over the mesh `rank=size`; the results, by rank.
 
     timeout: seconds a rank may wait in one collective while others compute; None waits for ever.
 
@@ -55,7 +55,7 @@ def run_threads(
 
     def rank_main(rank: int) -> None:
         try:
-            results[rank] = main(ThreadWorld(hub, rank=rank, mesh=Mesh.of(world=size)), *args)
+            results[rank] = main(ThreadWorld(hub, rank=rank, mesh=Mesh.of(rank=size)), *args)
             hub.finish(rank)
         except Ended:
             pass
@@ -128,7 +128,9 @@ class ThreadWorld(World):
         """The same ranks seen over another mesh of the same size. Raises ValueError when the sizes differ."""
         if mesh.size != self.size:
             raise ValueError(f"the mesh {mesh} has {mesh.size} ranks, this world has {self.size}")
-        return ThreadWorld(self.hub, rank=self.rank, mesh=mesh, journal=self.journal)
+        view = ThreadWorld(self.hub, rank=self.rank, mesh=mesh, journal=self.journal)
+        view.check = self.check
+        return view
 
     def _broadcast(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
         if group.index == source:

@@ -209,13 +209,13 @@ class World(abc.ABC):
 
     def send(self, x: Tensor, *, axis: str, to: int) -> Work:
         """Send to group index `to` along one axis; messages between two ranks arrive in the order they were sent."""
-        group = self.group(axis)
+        group = _line(self.group(axis), to)
         stamp = self._stamp("send", group, x, how=f"to {to}")
         return self._send(stamp, group, flat(x), to)
 
     def recv(self, x: Tensor, *, axis: str, source: int) -> Work:
         """Receive into `x` from group index `source` along one axis."""
-        group = self.group(axis)
+        group = _line(self.group(axis), source)
         stamp = self._stamp("recv", group, x, how=f"from {source}")
         return self._recv(stamp, group, flat(x), source)
 
@@ -302,11 +302,9 @@ def flat(x: Tensor) -> Tensor:
 def split(x: Parts, size: int) -> list[Tensor]:
     """`x` as `size` flat parts: equal slices (views) of one tensor, or the given parts. Raises ValueError otherwise."""
     if isinstance(x, Tensor):
-        part, rest = divmod(x.numel(), size)
-        if rest:
+        if x.numel() % size:
             raise ValueError(f"{x.numel()} elements do not divide into {size} equal parts; pass a list of parts")
-        whole = flat(x)
-        return [whole[index * part : (index + 1) * part] for index in range(size)]
+        return list(flat(x).tensor_split(size))
     if len(x) != size:
         raise ValueError(f"{len(x)} parts for a group of {size} ranks")
     return [flat(part) for part in x]
@@ -318,6 +316,13 @@ def fit(x: Tensor, part: Tensor) -> None:
         raise ValueError(
             f"this rank's tensor has {x.numel()} elements of {x.dtype}, its part {part.numel()} of {part.dtype}"
         )
+
+
+def _line(group: Group, other: int) -> Group:
+    """The group, if this rank can exchange messages with `other` in it. Raises ValueError otherwise."""
+    if other == group.index or not 0 <= other < group.size:
+        raise ValueError(f"index {group.index} of {group.size} along {group.axes[0]} has no message with index {other}")
+    return group
 
 
 def _copy(x: Parts, into: Parts) -> Work:

@@ -1,0 +1,116 @@
+"""One rank of a world of any size that moves nothing and records everything.
+
+What a plan costs in communication is a property of its calls, and a single rank knows its own: run the step of one
+rank here and read the stamps. Kinds, axes, bytes and order are those of the real thing, for 8 ranks or 65,536, on meta
+tensors without any memory.
+
+    with world.record() as stamps:
+        trainer.step(batch)
+
+On real tensors every other rank is taken to give zeros: a sum is this rank's own term, a gather fills only its own
+part, and what is received, broadcast or scattered by another rank is zero. `exchange` returns this rank's value for
+all of them.
+"""
+# ruff: noqa: ARG002 — it answers calls without looking at all they say
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.comm.journal import Journal, Stamp
+from meshwise.comm.reduction import require_op
+from meshwise.comm.world import Axes, Group, Work, World
+from meshwise.mesh import Mesh
+
+
+class TraceWorld(World):
+    """Rank `rank` of `mesh`, alone. Its `device` is where buffers are made: meta unless told otherwise."""
+
+    def __init__(
+        self, *, rank: int, mesh: Mesh, device: torch.device | str = "meta", journal: Journal | None = None
+    ) -> None:
+        if not 0 <= rank < mesh.size:
+            raise ValueError(f"no rank {rank} in the mesh {mesh}; its ranks are 0 to {mesh.size - 1}")
+        super().__init__(rank=rank, mesh=mesh, device=torch.device(device), journal=journal)
+
+    def over(self, mesh: Mesh) -> TraceWorld:
+        """The same rank over another mesh of the same size. Raises ValueError when the sizes differ."""
+        if mesh.size != self.size:
+            raise ValueError(f"the mesh {mesh} has {mesh.size} ranks, the world {self.size}")
+        view = TraceWorld(rank=self.rank, mesh=mesh, device=self.device, journal=self.journal)
+        view.check = self.check
+        return view
+
+    def exchange(self, value: Any, *, axes: Axes | None = None) -> list[Any]:
+        """This rank's value, as if every rank of the group had the same. Records nothing."""
+        return [value] * self.group(self.mesh.names if axes is None else axes).size
+
+    def _broadcast(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
+        if group.index != source:
+            x.zero_()
+        return Work()
+
+    def _reduce(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
+        return self._all_reduce(stamp, group, x, how[1])
+
+    def _all_reduce(self, stamp: Stamp, group: Group, x: Tensor, op: str) -> Work:
+        _with_zeros(x, op)
+        return Work()
+
+    def _all_gather(self, stamp: Stamp, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
+        _only(group.index, x, parts)
+        return Work()
+
+    def _reduce_scatter(self, stamp: Stamp, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
+        into, op = how
+        into.copy_(parts[group.index])
+        _with_zeros(into, op)
+        return Work()
+
+    def _all_to_all(self, stamp: Stamp, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
+        _only(group.index, parts[group.index], into)
+        return Work()
+
+    def _gather(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
+        _only(group.index, x, how[0] or [])
+        return Work()
+
+    def _scatter(self, stamp: Stamp, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
+        if how[0] is None:
+            into.zero_()
+        else:
+            into.copy_(how[0][group.index])
+        return Work()
+
+    def _send(self, stamp: Stamp, group: Group, x: Tensor, to: int) -> Work:
+        return Work()
+
+    def _recv(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
+        x.zero_()
+        return Work()
+
+    def _barrier(self, stamp: Stamp, group: Group) -> None:
+        return
+
+
+def _only(index: int, x: Tensor, parts: list[Tensor]) -> None:
+    """Fill `parts` with zeros but for this rank's own; on meta there is nothing to fill, for however many ranks."""
+    if x.is_meta:
+        return
+    for other, part in enumerate(parts):
+        if other == index:
+            part.copy_(x)
+        else:
+            part.zero_()
+
+
+def _with_zeros(x: Tensor, op: str) -> None:
+    """Reduce `x` with the zeros of the other ranks."""
+    require_op(op)
+    if op == "max":
+        x.copy_(torch.maximum(x, torch.zeros_like(x)))
+    elif op == "min":
+        x.copy_(torch.minimum(x, torch.zeros_like(x)))
