@@ -3,20 +3,35 @@
 - `run`: a function on N ranks, as threads or as warm processes
 - `agree`: two outcomes are the same, up to a bound
 - `count`: the collectives of a block, against a formula
+- `outcome`, `alone`: what training came to, under a plan and on one process (`Single`, in plain torch)
 
 As one test:
 
     def main(world):
-        trainer = mw.parallelize(build, "dp=4 zero=3", loss=loss, world=world)
-        return outcome(trainer, batches)
+        trainer = parallelize(build, "dp=4 zero=3", loss=loss, world=world, lr=1e-3)
+        return outcome(trainer, batches=batches)
 
-    agree(run(4, main)[0], alone(build, loss, batches), bound=1e-9)
+    agree(run(4, main)[0], alone(build, loss=loss, batches=batches, lr=1e-3), bound=1e-9)
 """
 
 from meshwise.testing.agree import Disagreement, agree
 from meshwise.testing.count import Counts, count
 from meshwise.testing.difference import Difference, difference
+from meshwise.testing.outcome import alone, outcome
 from meshwise.testing.processes import Processes
 from meshwise.testing.run import run
+from meshwise.testing.single import Single
 
-__all__ = ["Counts", "Difference", "Disagreement", "Processes", "agree", "count", "difference", "run"]
+__all__ = [
+    "Counts",
+    "Difference",
+    "Disagreement",
+    "Processes",
+    "Single",
+    "agree",
+    "alone",
+    "count",
+    "difference",
+    "outcome",
+    "run",
+]

@@ -6,7 +6,7 @@ An outcome is what there is to compare, by name: mappings and sequences, nested 
 
 Two outcomes agree when they hold the same names and every pair of tensors has a relative difference (see
 `difference`) of at most the bound. The tensors of one mapping or sequence are a family: the largest of them says what
-is too small to be told from rounding.
+is too small to be told from rounding. A number is compared by itself.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _leaves(outcome: Outcome, path: tuple[str, ...] = ()) -> Iterator[tuple[str,
     if isinstance(outcome, Tensor):
         yield " · ".join(path), (" · ".join(path[:-1]), outcome)
     elif isinstance(outcome, bool | int | float):
-        yield " · ".join(path), (" · ".join(path[:-1]), torch.tensor(float(outcome), dtype=torch.float64))
+        yield " · ".join(path), (" · ".join(path), torch.tensor(float(outcome), dtype=torch.float64))
     elif isinstance(outcome, Mapping):
         for name, part in outcome.items():
             yield from _leaves(part, (*path, str(name)))

@@ -1,0 +1,104 @@
+"""The oracle: the same training on one process, in plain torch.
+
+Not the engine on one rank, which would share the engine's mistakes, but the loop that one would write by hand:
+
+    output = model(batch)
+    total, count = loss(output, batch)          # over the whole global batch
+    (total / count).backward()
+    norm = clip_grad_norm_(parameters, …)       # torch's own
+    optimizer.step()                            # torch's own, over the whole tensors
+
+Two things are the engine's by contract and are repeated here: a parameter that the loss did not reach has the gradient
+zero (torch's optimizers would skip it, and with it its weight decay), and a parameter narrower than fp32 is updated in
+fp32 and rounded.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.model.birth import born, install
+from meshwise.model.forward import Loss, call_loss, default_forward
+from meshwise.model.table import matrices_decay, parameter_table
+from meshwise.parallelize import Options
+
+
+class Single:
+    """One process that trains a whole model. Arguments as those of `parallelize`.
+
+    A model given as a function has the parameters that it has under every plan with the same seed; a module is copied.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        *,
+        loss: Loss,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+        options: Options | None = None,
+        **optimizer_arguments: Any,
+    ) -> None:
+        self._options = options or Options()
+        self._loss = loss
+        self.model = whole(model, seed=self._options.seed)
+        rule = self._options.parameter_options or matrices_decay
+        self._trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._updated = {name: _wide(parameter) for name, parameter in self._trained.items()}
+        groups = [{"params": [p], **rule(name, self._trained[name])} for name, p in self._updated.items()]
+        self._optimizer = optimizer(groups, **optimizer_arguments)
+
+    def backward(self, batch: Any) -> tuple[float, float]:
+        """Forward and backward of a global batch: the loss divided by its count, and the count.
+
+        Raises ValueError when `loss` does not return (sum, count), or counts nothing.
+        """
+        self.model.zero_grad()
+        total, count = call_loss(self.model, batch, forward=self._options.forward or default_forward, loss=self._loss)
+        counted = float(count)
+        if not counted:
+            raise ValueError("the loss counted nothing in this batch: it returned a count of 0")
+        (total / counted).backward()
+        for name, parameter in self._trained.items():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            self._updated[name].grad = gradient.to(self._updated[name].dtype)
+        return float(total.detach()) / counted, counted
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, gradient) of the trained parameters: before `update` as computed, after it clipped."""
+        for name, parameter in self._updated.items():
+            assert parameter.grad is not None
+            yield name, parameter.grad
+
+    def update(self) -> float:
+        """Clip and step: the norm of the gradient before clipping."""
+        clip = self._options.clip_norm
+        norm = nn.utils.clip_grad_norm_(self._updated.values(), float("inf") if clip is None else clip)
+        self._optimizer.step()
+        with torch.no_grad():
+            for name, parameter in self._trained.items():
+                parameter.copy_(self._updated[name])
+        return float(norm)
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, value) of every parameter, frozen ones too, under its first name."""
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach()
+
+
+def whole(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> nn.Module:
+    """The model with all its parameters and buffers on the CPU, as it is born under every plan; a copy of a module."""
+    source = born(copy.deepcopy(model) if isinstance(model, nn.Module) else model, seed=seed)
+    source.buffers()
+    for row in parameter_table(source.module).rows:
+        install(source.module, row=row, tensor=source.full(row.name).detach().clone())
+    return source.module
+
+
+def _wide(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter itself, or a copy in fp32 of one that is narrower."""
+    return parameter if parameter.dtype.itemsize >= 4 else nn.Parameter(parameter.detach().float())

@@ -1,0 +1,96 @@
+"""The numbers bar: every plan is the same training as one process.
+
+Three steps of AdamW with clipping, float64: loss, gradient norm, every gradient and every parameter of every step to
+1e-9, on every rank, over the whole grid
+
+    zero 0 1 2 3  ×  dp 1 2 3 4  ×  micro-batches 1 3  ×  untied, tied  ×  all trained, some frozen
+
+with the batches of every run as uneven as they come:
+
+    step 0    12 rows, which every plan of the grid divides
+    step 1     7 rows, which most do not; some targets do not count, and one row has no other
+    step 2     2 rows, fewer than some plans have ranks, and more micro-batches than any rank has rows
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meshwise.comm.world import World
+from meshwise.parallelize import Options, parallelize
+from meshwise.reference import GPT, GPTConfig, next_token_loss
+from meshwise.reference.loss import IGNORED
+from meshwise.testing import Processes, agree, alone, outcome, run
+
+BOUND = 1e-9
+VOCABULARY, CONTEXT = 16, 4
+ROWS = (12, 7, 2)
+TRAINING: Mapping[str, Any] = {
+    "loss": next_token_loss,
+    "options": Options(clip_norm=0.5),
+    "lr": 1e-2,
+    "weight_decay": 0.1,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A GPT; picklable, so that it can go to a process."""
+
+    tied: bool = False
+    frozen: bool = False
+
+    def build(self) -> nn.Module:
+        shape = GPTConfig(
+            vocabulary=VOCABULARY, context=CONTEXT, layers=2, heads=2, width=8, mlp_ratio=2, tied=self.tied, bias=True
+        )
+        model = GPT(shape).double()
+        if self.frozen:
+            model.get_submodule("positions").requires_grad_(False)
+            model.get_submodule("blocks.0.mlp").requires_grad_(False)
+        return model
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    drawn = []
+    for rows in ROWS:
+        tokens = torch.randint(VOCABULARY, (rows, CONTEXT + 1), generator=generator)
+        targets = tokens[:, 1:].clone()
+        if rows == 7:
+            targets[0, : CONTEXT - 1] = IGNORED
+            targets[5] = IGNORED
+        drawn.append((tokens[:, :-1], targets))
+    return drawn
+
+
+@functools.cache
+def expected(case: Case) -> Any:
+    return alone(case.build, batches=batches(), **TRAINING)
+
+
+def parallel(world: World, plan: str, case: Case) -> Any:
+    trainer = parallelize(case.build, plan, world=world, **TRAINING)
+    steps = outcome(trainer, batches=batches())
+    trainer.close()
+    return steps
+
+
+def check(size: int, plan: str, case: Case, on: Any = "threads") -> None:
+    for steps in run(size, parallel, on=on, args=(plan, case)):
+        agree(steps, expected(case), bound=BOUND)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("dp", [1, 2, 3, 4])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_plan_is_one_process(zero: int, dp: int, microbatches: int, tied: bool, frozen: bool) -> None:
+    check(dp, f"dp={dp} zero={zero} microbatches={microbatches}", Case(tied, frozen))
