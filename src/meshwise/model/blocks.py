@@ -47,8 +47,7 @@ Patterns: TypeAlias = Sequence[str | Sequence[str]]
 
 MERGE_LIMIT = 1.25
 OPAQUE: dict[type[nn.Module], str] = {
-    nn.MultiheadAttention: "computes with out_proj's weight itself and never calls it",
-    nn.TransformerEncoderLayer: "its fast path in evaluation hands all its children's weights to one kernel",
+    nn.MultiheadAttention: "computes with the weight of its out_proj itself and never calls it",
 }
 
 
