@@ -63,10 +63,13 @@ class _Traits:
 
 def _with_generator(func: Any) -> Any:
     """The overload of a random operation that takes a generator. Raises ValueError where torch has none."""
-    wanted = {argument.name for argument in func._schema.arguments} | {"generator"}
+    taken = {argument.name: str(argument.type) for argument in func._schema.arguments}
+    if "generator" in taken:
+        return func
     packet = func.overloadpacket
     for overload in (getattr(packet, name) for name in packet.overloads()):
-        if {argument.name for argument in overload._schema.arguments} == wanted:
+        offered = {argument.name: str(argument.type) for argument in overload._schema.arguments}
+        if offered.pop("generator", None) and offered == taken:
             return overload
     raise ValueError(
         f"the model's constructor draws random numbers with {func}, which takes no generator, so ranks could not agree "
@@ -89,8 +92,7 @@ class _Recorder(TorchDispatchMode):
         traits = self._traits[func]
         with torch._C.DisableTorchFunction(), torch.no_grad():
             args, kwargs = map_tensors(self._on_meta, (tuple(args), dict(kwargs or {})))
-            kwargs.pop("generator", None)
-            kwargs.pop("pin_memory", None)
+            kwargs |= dict.fromkeys(kwargs.keys() & {"generator", "pin_memory"})
             if traits.reads_values:
                 return func(*_values(self._record, args), **_values(self._record, kwargs))
             return self._run(func, args, kwargs)

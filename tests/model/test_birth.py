@@ -1,0 +1,332 @@
+"""What a model born sharded promises: the same values everywhere, all of them initialised, never the whole model."""
+
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwise.model.birth import Source, born, install
+from meshwise.model.table import parameter_table
+from meshwise.reference import GPT, GPTConfig
+
+
+def gpt() -> nn.Module:
+    return GPT(GPTConfig(vocabulary=32, context=8, layers=2, heads=2, width=16, tied=True, positions="rotary"))
+
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+
+
+class Initialisers(nn.Module):
+    """One parameter for every initialiser of torch.nn.init that draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("normal_", "uniform_", "trunc_normal_", "xavier_normal_", "xavier_uniform_"):
+            self.new(name)
+        for name in ("kaiming_normal_", "kaiming_uniform_", "orthogonal_"):
+            self.new(name)
+        nn.init.sparse_(self.new("sparse"), 0.5)
+        nn.init.trunc_normal_(self.new("tail"), std=0.1, a=0.2, b=0.4)
+        nn.init.trunc_normal_(self.new("part")[:, :3], std=0.1)
+        nn.init.zeros_(self.get_parameter("part")[:, 3:])
+
+    def new(self, name: str) -> nn.Parameter:
+        parameter = nn.Parameter(torch.empty(12, 10))
+        self.register_parameter(name.rstrip("_"), parameter)
+        if name.endswith("_"):
+            getattr(nn.init, name)(parameter)
+        return parameter
+
+
+class Factories(nn.Module):
+    """One buffer for every factory and in-place operation that draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        base = torch.full((40,), 0.5)
+        generator = torch.Generator()
+        generator.seed()
+        made = {
+            "rand": torch.rand(40),
+            "randn": torch.randn(40, generator=generator),
+            "randint": torch.randint(1000, (40,)),
+            "randint_low": torch.randint(10, 1000, (40,)),
+            "randperm": torch.randperm(40),
+            "rand_like": torch.rand_like(base),
+            "randn_like": torch.randn_like(base),
+            "randint_like": torch.randint_like(base, 1000),
+            "normal": torch.normal(base, 1.0),
+            "normal_float": torch.normal(0.0, 1.0, (40,)),
+            "bernoulli": torch.bernoulli(base),
+            "multinomial": torch.multinomial(torch.rand(40), 20),
+            "poisson": torch.poisson(base * 20),
+            "dropout": nn.functional.dropout(base, 0.5),
+            "gamma": torch.distributions.Gamma(base, base).sample(),
+        }
+        for name in ("normal_", "uniform_", "random_", "exponential_", "cauchy_", "log_normal_"):
+            made[name] = getattr(torch.empty(40), name)()
+        made["bernoulli_"] = torch.empty(40).bernoulli_(0.5)
+        made["geometric_"] = torch.empty(40).geometric_(0.1)
+        for name, value in made.items():
+            self.register_buffer(name, value)
+        self.weight = nn.Parameter(torch.zeros(1))
+
+
+ZOO: dict[str, Callable[[], nn.Module]] = {
+    "gpt": gpt,
+    "encoder": encoder,
+    "initialisers": Initialisers,
+    "factories": Factories,
+    "recurrent": lambda: nn.LSTM(3, 4, num_layers=2),
+    "convolutional": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3).half()),
+}
+
+
+def values(source: Source, *, backwards: bool = False) -> dict[str, Tensor]:
+    names = [name for name, _ in source.module.named_parameters(remove_duplicate=False)]
+    names += [name for name, _ in source.module.named_buffers(remove_duplicate=False)]
+    return {name: source.full(name) for name in (reversed(names) if backwards else names)}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("build", ZOO.values(), ids=ZOO)
+def test_a_seed_gives_the_same_values_in_whatever_order_they_are_asked_for(build: Callable[[], nn.Module]) -> None:
+    source = born(build, seed=7)
+    assert source.deferred
+    assert all(parameter.is_meta for parameter in source.module.parameters())
+    assert same(values(source), values(source, backwards=True))
+    assert same(values(source), values(born(build, seed=7), backwards=True))
+
+
+@pytest.mark.parametrize("build", ZOO.values(), ids=ZOO)
+def test_another_seed_gives_other_values_to_everything_random(build: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    one, two = (build().state_dict() for _ in range(2))
+    ours, theirs = values(born(build, seed=7)), values(born(build, seed=8))
+    for name, value in ours.items():
+        if name in one:
+            assert torch.equal(value, theirs[name]) == torch.equal(one[name], two[name]), name
+
+
+@pytest.mark.parametrize("build", ZOO.values(), ids=ZOO)
+def test_ranks_as_threads_get_the_same_values_at_the_same_time(build: Callable[[], nn.Module]) -> None:
+    expected = values(born(build, seed=7))
+    shared = born(build, seed=7)
+    agreed: list[bool] = []
+
+    def rank(index: int) -> None:
+        own = values(born(build, seed=7), backwards=index % 2 == 1)
+        agreed.append(same(expected, own) and same(expected, values(shared, backwards=index % 2 == 0)))
+
+    threads = [threading.Thread(target=rank, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert agreed == [True] * 4
+
+
+@pytest.mark.parametrize("build", ZOO.values(), ids=ZOO)
+def test_no_global_generator_is_touched(build: Callable[[], nn.Module]) -> None:
+    before = torch.get_rng_state()
+    values(born(build, seed=7))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("build", ZOO.values(), ids=ZOO)
+def test_shapes_types_and_ties_are_those_of_the_model_itself(build: Callable[[], nn.Module]) -> None:
+    source, real = born(build, seed=7), build()
+    source.buffers()
+    for row in parameter_table(source.module).rows:
+        install(source.module, row=row, tensor=source.full(row.name))
+    assert parameter_table(source.module) == parameter_table(real)
+    ours, theirs = source.module.state_dict(), real.state_dict()
+    assert {k: (v.shape, v.dtype, v.device) for k, v in ours.items()} == {
+        k: (v.shape, v.dtype, v.device) for k, v in theirs.items()
+    }
+
+
+SCRIPT = """
+import hashlib, torch
+from meshwise.model.birth import born
+from meshwise.reference import GPT, GPTConfig
+def gpt():
+    return GPT(GPTConfig(vocabulary=32, context=8, layers=2, heads=2, width=16, tied=True, positions="rotary"))
+torch.randn(3)
+source = born(gpt, seed=7)
+data = b"".join(source.full(name).numpy().tobytes() for name, _ in source.module.named_parameters())
+print(hashlib.sha256(data).hexdigest())
+"""
+
+
+def test_another_process_gets_the_same_values() -> None:
+    source = born(gpt, seed=7)
+    data = b"".join(source.full(name).numpy().tobytes() for name, _ in source.module.named_parameters())
+    environment = {**os.environ, "PYTHONHASHSEED": "12345"}
+    printed = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True
+    )
+    assert printed.stdout.strip() == hashlib.sha256(data).hexdigest()
+
+
+def test_a_parameters_values_do_not_depend_on_the_rest_of_the_model() -> None:
+    alone = born(lambda: nn.ModuleDict({"m": Initialisers()}), seed=7)
+    among = born(lambda: nn.ModuleDict({"before": Initialisers(), "m": Initialisers(), "after": gpt()}), seed=7)
+    for name, _ in alone.module.named_parameters():
+        assert torch.equal(alone.full(name), among.full(name)), name
+        assert not torch.equal(among.full(name), among.full(name.replace("m.", "before."))), "each its own"
+
+
+def test_random_numbers_have_the_distribution_asked_for() -> None:
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.normal = nn.Parameter(torch.empty(500, 400).normal_(3.0, 2.0))
+            self.truncated = nn.Parameter(nn.init.trunc_normal_(torch.empty(500, 400), std=1.0, a=-1.0, b=1.0))
+            self.orthogonal = nn.Parameter(nn.init.orthogonal_(torch.empty(40, 30)))
+            self.permutation = nn.Buffer(torch.randperm(1000))
+
+    source = born(Large, seed=0)
+    normal, truncated, orthogonal = (source.full(name) for name in ("normal", "truncated", "orthogonal"))
+    assert (normal.mean().item(), normal.std().item()) == pytest.approx((3.0, 2.0), rel=0.01)
+    assert truncated.abs().max() <= 1.0
+    assert truncated.std().item() == pytest.approx(0.5396, rel=0.01)
+    torch.testing.assert_close(orthogonal.T @ orthogonal, torch.eye(30), atol=1e-5, rtol=0)
+    assert torch.equal(source.full("permutation").sort().values, torch.arange(1000))
+
+
+MEMORY = """
+from pathlib import Path
+import torch
+from torch import nn
+from meshwise.model.birth import born, install
+from meshwise.model.table import parameter_table
+torch.set_num_threads(1)
+
+def peak():
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+class Truncated(nn.Linear):
+    def reset_parameters(self):
+        nn.init.trunc_normal_(self.weight, std=0.02)
+        self.weight.data.mul_(0.5)
+
+def build(width, layers):
+    return nn.Sequential(*([nn.Linear(width, width, bias=False) for _ in range(layers - 2)] +
+        [Truncated(width, width, bias=False) for _ in range(2)]))
+
+for name, _ in (small := born(lambda: build(64, 3), seed=0)).module.named_parameters():
+    small.full(name)
+start = peak()
+source = born(lambda: build(2048, 24), seed=0)
+built = peak()
+for name, _ in source.module.named_parameters():
+    source.full(name)
+print(built - start, peak() - start)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of memory from Linux's /proc")
+def test_no_more_than_one_parameter_and_its_inputs_is_ever_in_memory() -> None:
+    one, whole = 2048 * 2048 * 4, 24 * 2048 * 2048 * 4
+    result = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
+    built, replayed = map(int, result.stdout.split())
+    assert built < one < whole
+    assert replayed < 4 * one  # truncated normals hold the candidate, the accepted and a mask
+
+
+def test_elements_that_are_never_initialised_are_found_and_named() -> None:
+    class Careless(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(4, 5))
+            self.weight.data[1:].zero_()
+            self.register_buffer("counts", torch.empty(6, dtype=torch.int32))
+            self.register_buffer("mask", torch.empty(3, dtype=torch.bool), persistent=False)
+            self.register_buffer("scaled", torch.empty(4).mul(2.0))
+
+    source = born(lambda: nn.ModuleDict({"part": Careless()}), seed=0)
+    for name, unwritten, total in [("weight", 5, 20), ("counts", 6, 6), ("mask", 3, 3), ("scaled", 4, 4)]:
+        with pytest.raises(ValueError, match=rf"part\.{name}: {unwritten} of {total} elements are never initialised"):
+            source.full(f"part.{name}")
+    with pytest.raises(ValueError, match="never initialised"):
+        source.buffers()
+
+
+def test_values_that_only_look_like_poison_are_accepted() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nan = nn.Parameter(torch.empty(3).fill_(float("nan")))
+            self.register_buffer("largest", torch.empty(3, dtype=torch.int64).fill_(torch.iinfo(torch.int64).max))
+            self.register_buffer("true", torch.empty(3, dtype=torch.bool).fill_(True))
+
+    source = born(Odd, seed=0)
+    assert source.full("nan").isnan().all()
+    assert (source.full("largest") == torch.iinfo(torch.int64).max).all()
+    assert source.full("true").all()
+
+
+def test_a_model_with_its_values_is_accepted_as_it_is() -> None:
+    model = gpt()
+    source = born(model, seed=7)
+    assert not source.deferred
+    assert source.module is model
+    source.buffers()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        assert source.full(name).data_ptr() == tensor.data_ptr()
+
+
+def test_a_model_on_the_meta_device_is_refused_with_the_way_out() -> None:
+    with torch.device("meta"):
+        model = gpt()
+    with pytest.raises(
+        ValueError, match=r"embedding\.weight is on the meta device .* pass the function that builds GPT"
+    ):
+        born(model, seed=0)
+    with pytest.raises(ValueError, match="embedding.weight is on the meta device".replace(".", r"\.")):
+        born(lambda: model, seed=0)
+
+
+def test_a_function_that_returns_no_module_is_refused() -> None:
+    with pytest.raises(ValueError, match="the model function returned Tensor"):
+        born(lambda: torch.zeros(3), seed=0)  # type: ignore[arg-type,return-value]
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="LSTM has no parameter or buffer 'weight'"):
+        born(lambda: nn.LSTM(2, 2), seed=0).full("weight")
+
+
+def test_install_replaces_a_parameter_under_all_its_names() -> None:
+    source = born(gpt, seed=7)
+    source.module.get_parameter("embedding.weight").requires_grad_(False).label = "mine"  # type: ignore[attr-defined]
+    row = parameter_table(source.module).row("embedding.weight")
+    data = source.full(row.name)
+    new = install(source.module, row=row, tensor=data)
+    assert new is source.module.get_parameter("embedding.weight")
+    assert new is source.module.get_parameter("head.weight")
+    assert new.data_ptr() == data.data_ptr()
+    assert (new.requires_grad, vars(new)) == (False, {"label": "mine"})
+    with pytest.raises(ValueError, match=r"embedding.weight has the shape \(32, 16\), not \(3,\)"):
+        install(source.module, row=row, tensor=torch.zeros(3))
+
+
+def test_a_recurrent_network_runs_after_its_parameters_were_installed() -> None:
+    source = born(lambda: nn.LSTM(3, 4), seed=7)
+    for row in parameter_table(source.module).rows:
+        install(source.module, row=row, tensor=source.full(row.name))
+    assert source.module(torch.zeros(5, 3))[0].shape == (5, 4)
