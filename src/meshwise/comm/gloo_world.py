@@ -33,13 +33,15 @@ from meshwise.comm.carrier import Carrier
 from meshwise.comm.journal import Journal, RanksDisagree, Stamp, disagreement
 from meshwise.comm.mailbox import Mailbox, Messages
 from meshwise.comm.reduction import reduce_in_order, require_op
+from meshwise.comm.scratch import Scratch
 from meshwise.comm.world import Group, Work, World
 from meshwise.mesh import Mesh
 
 Steps: TypeAlias = Iterator[Messages]
 Program: TypeAlias = Callable[[list[Tensor], list[Tensor]], Steps]
 
-_ONE_PHASE_BYTES = 32 << 10
+# Up to here a second round of messages costs more than sending the whole tensor to everyone.
+_ONE_PHASE_BYTES = 256 << 10
 _STAMP_BYTES = 4096
 _STAMP_SITE = 1000
 
@@ -49,6 +51,7 @@ class Transport:
 
     def __init__(self, mailbox: Mailbox) -> None:
         self.mailbox = mailbox
+        self.scratch = Scratch()
         self.unfinished: set[Work] = set()
         self._carriers: dict[str, Carrier] = {}
 
@@ -267,7 +270,9 @@ class GlooWorld(World):
     def _reduced(self, call: _Call, parts: list[Tensor], into: Tensor, op: str) -> Steps:
         """The reduction of everyone's part for this rank."""
         own = call.group.index
-        received = {index: torch.empty_like(parts[own]) for index, _ in call.peers}
+        assert self._transport is not None
+        scratch = self._transport.scratch
+        received = {index: scratch.borrow(like=parts[own]) for index, _ in call.peers}
         yield self._post(
             call,
             sends=[(rank, parts[index]) for index, rank in call.peers],
@@ -275,6 +280,8 @@ class GlooWorld(World):
         )
         ordered = [received.get(index, parts[own]) for index in range(call.group.size)]
         reduce_in_order(ordered, into=into, scratch=received[1 if own == 0 else 0], op=op)
+        for part in received.values():
+            scratch.give_back(part)
 
     # ---- how they are carried out ------------------------------------------------------------------------------
 

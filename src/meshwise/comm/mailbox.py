@@ -93,7 +93,7 @@ def _lost(peer: int, about: object, error: RuntimeError) -> RankLostError:
 def _gloo(store: c10d.Store, rank: int, size: int) -> c10d.ProcessGroup:
     """A gloo process group of our own: torch's default group stays free for the user."""
     if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
-        options = c10d.ProcessGroupGloo._Options()
+        options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined] # not in torch's stubs
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._threads = 1
         options._timeout = _FOREVER

@@ -27,7 +27,11 @@ from meshwise.mesh import Mesh
 Backend: TypeAlias = Callable[[c10d.Store, int, int], c10d.ProcessGroup]
 
 FOREVER = timedelta(days=30)
-_OPS = {"sum": c10d.ReduceOp.SUM, "max": c10d.ReduceOp.MAX, "min": c10d.ReduceOp.MIN}
+_OPS = {
+    "sum": c10d.ReduceOp(c10d.ReduceOp.SUM),
+    "max": c10d.ReduceOp(c10d.ReduceOp.MAX),
+    "min": c10d.ReduceOp(c10d.ReduceOp.MIN),
+}
 _STAMP_BYTES = 4096
 
 

@@ -15,16 +15,24 @@ from torch import Tensor
 
 _OPS: dict[str, Callable[..., Any]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _NARROW = (torch.float16, torch.bfloat16)
+# Elements that stay in the cache of a core between one part and the next.
+_BLOCK = 32 << 10
 
 
 def reduce_in_order(parts: Sequence[Tensor], *, into: Tensor, scratch: Tensor, op: str) -> None:
-    """Reduce `parts`, two or more of equal size and dtype, into `into`. op: sum, max or min.
+    """Reduce `parts`, two or more in one dim of equal size and dtype, into `into`. op: sum, max or min.
 
     `into` may be one of the parts. `scratch`, of their size and dtype, takes what is reduced so far: a tensor of its
     own, or one of the first two parts when that may be overwritten. Half-precision values are summed in float32 and
     rounded once. Raises ValueError for an unknown op.
     """
     require_op(op)
+    for start in range(0, into.numel(), _BLOCK):
+        block = slice(start, start + _BLOCK)
+        _reduce([part[block] for part in parts], into[block], scratch[block], op)
+
+
+def _reduce(parts: Sequence[Tensor], into: Tensor, scratch: Tensor, op: str) -> None:
     if op == "sum" and into.dtype in _NARROW:
         total = parts[0].float()
         for part in parts[1:]:

@@ -1,0 +1,39 @@
+"""Memory for what is in transit.
+
+A fresh buffer of some megabytes comes from the operating system page by page, each zeroed when first touched: for a
+received part that costs about as much as adding it up. So buffers are used again, and there are never more of them
+than were once in use together.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+
+class Scratch:
+    """CPU buffers to borrow and give back, from any thread."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+        self._lent: dict[int, Tensor] = {}
+        self._lock = threading.Lock()
+
+    def borrow(self, *, like: Tensor) -> Tensor:
+        """A tensor of that size and dtype with unspecified contents."""
+        size = like.numel() * like.element_size()
+        with self._lock:
+            fitting = [buffer for buffer in self._free if buffer.numel() >= size]
+            buffer = min(fitting or self._free, key=Tensor.numel, default=None)
+            self._free = [kept for kept in self._free if kept is not buffer]
+            if buffer is None or buffer.numel() < size:
+                buffer = torch.empty(max(size, 1), dtype=torch.uint8)
+            self._lent[buffer.data_ptr()] = buffer
+        return buffer[:size].view(like.dtype)
+
+    def give_back(self, tensor: Tensor) -> None:
+        """Return what `borrow` gave; it must not be used any more."""
+        with self._lock:
+            self._free.append(self._lent.pop(tensor.data_ptr()))
