@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+import threading
 import time
 import zlib
 from collections import deque
@@ -21,7 +22,7 @@ from types import FrameType
 import torch
 
 _NOT_CALLERS = (f"{Path(__file__).parent}/", f"{Path(torch.__file__).parent}/")
-_KEPT = 16
+_KEPT = 1024
 _SIZES_MAY_DIFFER = ("all_to_all", "gather", "scatter")
 
 
@@ -65,8 +66,28 @@ class Stamp:
 
 
 @dataclass(frozen=True)
+class Line:
+    """Ranks whose calls come in one order: those of a group, or the source and the target of messages."""
+
+    ranks: tuple[int, ...]
+    point_to_point: bool = False
+
+
+@dataclass(frozen=True)
+class Call:
+    """A stamp with its place: call number `ordinal` of its line. Ranks meet in equal ordinals of one line."""
+
+    stamp: Stamp
+    line: Line
+    ordinal: int
+
+
+@dataclass(frozen=True)
 class Position:
-    """Where a rank is: the collective it waits for and since when, or (waiting_since None) the last one it called."""
+    """Where a rank is: the collective it waits for and since when, or (waiting_since None) the last one it called.
+
+    `waiting_since` is a time of `time.monotonic`.
+    """
 
     stamp: Stamp | None = None
     waiting_since: float | None = None
@@ -77,20 +98,29 @@ class RanksDisagree(RuntimeError):
 
 
 class Journal:
-    """The calls of one rank: their number, the last few, a digest per group, and the position now."""
+    """The calls of one rank: how many (in all, and on each line), the last ones, a digest per group, the position.
+
+    `thread` is the identifier of the thread that made the last call.
+    """
 
     def __init__(self) -> None:
         self.calls = 0
-        self.recent: deque[Stamp] = deque(maxlen=_KEPT)
+        self.counts: dict[Line, int] = {}
+        self.recent: deque[Call] = deque(maxlen=_KEPT)
         self.position = Position()
+        self.thread = threading.get_ident()
         self.digests: dict[tuple[int, ...], int] = {}
         self._recordings: list[list[Stamp]] = []
 
     def write(self, stamp: Stamp, *, ranks: tuple[int, ...]) -> None:
-        """Keep a call that is about to be made among `ranks`."""
+        """Keep a call that is about to be made among `ranks` (of a message: its source and target)."""
+        line = Line(ranks, stamp.point_to_point)
+        ordinal = self.counts.get(line, 0)
         self.calls += 1
-        self.recent.append(stamp)
+        self.counts[line] = ordinal + 1
+        self.recent.append(Call(stamp, line, ordinal))
         self.position = Position(stamp)
+        self.thread = threading.get_ident()
         if not stamp.point_to_point:
             self.digests[ranks] = zlib.crc32(stamp.agreed.encode(), self.digests.get(ranks, 0))
         for recording in self._recordings:
@@ -103,7 +133,7 @@ class Journal:
         try:
             yield
         finally:
-            self.position = Position(self.recent[-1])
+            self.position = Position(self.recent[-1].stamp)
 
     @contextlib.contextmanager
     def record(self) -> Iterator[list[Stamp]]:

@@ -180,7 +180,7 @@ class Hub:
             else:
                 lines.append(f"  rank {rank} waits for {ranks_text(meeting.missing())} in {meeting.stamps[rank]}")
             lines.append(stack_of(self.threads[rank].ident))
-        return "\n".join(lines)
+        return "\n".join(filter(None, lines))
 
 
 def _left(ends: float | None) -> float | None:

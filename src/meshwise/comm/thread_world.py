@@ -31,7 +31,7 @@ from torch import Tensor
 
 from meshwise.comm.journal import Journal, Stamp
 from meshwise.comm.meeting import Ended, Hub, Meeting
-from meshwise.comm.world import Group, Work, World
+from meshwise.comm.world import Group, Work, World, line
 from meshwise.mesh import Mesh
 
 Result = TypeVar("Result")
@@ -179,11 +179,11 @@ class ThreadWorld(World):
         return self._meet(stamp, group, give=parts or [], fill=[into], take=take)
 
     def _send(self, stamp: Stamp, group: Group, x: Tensor, to: int) -> Work:
-        return self._meet(stamp, _line(group, group.index, to), give=[x], take=_nothing)
+        return self._meet(stamp, line(group, group.index, to), give=[x], take=_nothing)
 
     def _recv(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
-        line = _line(group, source, group.index)
-        return self._meet(stamp, line, fill=[x], take=lambda met: met.place(x, index=0))
+        ends = line(group, source, group.index)
+        return self._meet(stamp, ends, fill=[x], take=lambda met: met.place(x, index=0))
 
     def _barrier(self, stamp: Stamp, group: Group) -> None:
         self._meet(stamp, group, take=_nothing).wait()
@@ -196,11 +196,6 @@ class ThreadWorld(World):
         held = _Held(inputs=list(zip(give, copies, strict=True)), outputs=fill)
         meeting = self.hub.meet(self.rank, group.ranks, stamp, copies)
         return _ThreadWork(self, stamp, (meeting, held, take))
-
-
-def _line(group: Group, source: int, target: int) -> Group:
-    """The two ends of a message as a group of their own."""
-    return Group(group.axes, (group.ranks[source], group.ranks[target]), int(group.index == target))
 
 
 def _nothing(met: Meeting) -> None:

@@ -209,14 +209,14 @@ class World(abc.ABC):
 
     def send(self, x: Tensor, *, axis: str, to: int) -> Work:
         """Send to group index `to` along one axis; messages between two ranks arrive in the order they were sent."""
-        group = _line(self.group(axis), to)
-        stamp = self._stamp("send", group, x, how=f"to {to}")
+        group = self.group(axis)
+        stamp = self._stamp("send", line(group, group.index, to), x, how=f"to {to}")
         return self._send(stamp, group, flat(x), to)
 
     def recv(self, x: Tensor, *, axis: str, source: int) -> Work:
         """Receive into `x` from group index `source` along one axis."""
-        group = _line(self.group(axis), source)
-        stamp = self._stamp("recv", group, x, how=f"from {source}")
+        group = self.group(axis)
+        stamp = self._stamp("recv", line(group, source, group.index), x, how=f"from {source}")
         return self._recv(stamp, group, flat(x), source)
 
     def barrier(self, *, axes: Axes | None = None) -> None:
@@ -318,11 +318,13 @@ def fit(x: Tensor, part: Tensor) -> None:
         )
 
 
-def _line(group: Group, other: int) -> Group:
-    """The group, if this rank can exchange messages with `other` in it. Raises ValueError otherwise."""
-    if other == group.index or not 0 <= other < group.size:
-        raise ValueError(f"index {group.index} of {group.size} along {group.axes[0]} has no message with index {other}")
-    return group
+def line(group: Group, source: int, target: int) -> Group:
+    """The two ends of a message as a group of their own. Raises ValueError when they are not two ranks of the group."""
+    if source == target or not (0 <= source < group.size and 0 <= target < group.size):
+        raise ValueError(
+            f"no message from index {source} to {target} along {group.axes[0]}, which has {group.size} ranks"
+        )
+    return Group(group.axes, (group.ranks[source], group.ranks[target]), int(group.index == target))
 
 
 def _copy(x: Parts, into: Parts) -> Work:
