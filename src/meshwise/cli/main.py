@@ -11,16 +11,19 @@ from __future__ import annotations
 import difflib
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from meshwise.cli import train
+from meshwise.cli import bench, doctor, train
 from meshwise.comm.mailbox import RankLostError
 from meshwise.nonfinite import NonFiniteError
 from meshwise.plan import PlanError
 from meshwise.train.job import JobError
+
+_RANK_0_SECONDS = 5
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Command:
 
 COMMANDS: Mapping[str, Command] = {
     "train": Command("train a job on local ranks, or under torchrun", train.main),
+    "bench": Command("measure the collectives of this machine", bench.main),
+    "doctor": Command("examine this machine, and whether ranks can talk", doctor.main),
 }
 
 
@@ -66,14 +71,19 @@ def _guarded(name: str, words: Sequence[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the report of whatever the user's own code raised
         # An error from a rank that was started here brings that rank's traceback as its note.
         told = getattr(error, "__notes__", None) or traceback.format_exception(error)
-        return _say(f"meshwise {name} failed: {type(error).__name__}: {error}\n\n{''.join(told).rstrip()}", status=1)
+        return _say(f"{''.join(told).rstrip()}\n\nmeshwise {name} failed: {type(error).__name__}: {error}", status=1)
 
 
 def _say(message: str, *, status: int, once: bool = False) -> int:
-    """Print to stderr and return the status. `once`: every rank under torchrun has the same to say, rank 0 says it."""
-    rank = os.environ.get("RANK", "0")
-    if not once or rank == "0":
-        print(message if "RANK" not in os.environ else f"[rank {rank}] {message}", file=sys.stderr, flush=True)
+    """Print to stderr and return the status.
+
+    `once`: every rank under torchrun has the same to say. Rank 0 says it and ends, whereupon torchrun ends the others;
+    if it does not, they say it after all.
+    """
+    rank = os.environ.get("RANK")
+    if once and rank not in (None, "0"):
+        time.sleep(_RANK_0_SECONDS)
+    print(message if rank is None else f"[rank {rank}] {message}", file=sys.stderr, flush=True)
     return status
 
 

@@ -1,0 +1,170 @@
+"""Time every collective of a World over sizes and group sizes.
+
+Sizes and collectives take turns within a round, so that a machine that slows down slows them all; a copy within each
+rank's memory takes its turn among them as the best the machine could do at that moment. A sample is a few calls back
+to back after a barrier, timed on each rank; the slowest rank's time counts, and the median and minimum over rounds are
+given. A group of n ranks is measured alone, while the others wait.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from meshwise.bench.bandwidth import BUS_FACTORS, COPY, Measurement
+from meshwise.comm import Work, World
+from meshwise.mesh import Mesh
+
+_AXIS = "ring"
+_CALLS_BYTES = 1 << 20
+_CALLS_MOST = 20
+
+_Call: TypeAlias = Callable[[World, Tensor, Tensor], Sequence[Work]]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What to measure: which collectives, of how many bytes, in groups of how many ranks, and how often."""
+
+    kinds: tuple[str, ...]
+    sizes: tuple[int, ...]
+    groups: tuple[int, ...]
+    rounds: int = 5
+    warmup: int = 1
+
+    def check(self, *, world_size: int) -> None:
+        """Raises ValueError for what cannot be measured in a world of this size, with what can."""
+        if unknown := set(self.kinds) - BUS_FACTORS.keys():
+            raise ValueError(f"no collective {', '.join(sorted(unknown))}; there are {', '.join(BUS_FACTORS)}")
+        possible = group_sizes(world_size)
+        if wrong := [n for n in self.groups if n not in possible]:
+            listed = ", ".join(map(str, possible)) or "no"
+            raise ValueError(f"{world_size} ranks have no groups of {wrong[0]}; groups may have {listed} ranks")
+        if not self.kinds or not self.sizes or not self.groups or self.rounds < 1:
+            raise ValueError("nothing to measure: name a collective, a size and a group, and at least one round")
+
+
+def group_sizes(world_size: int) -> tuple[int, ...]:
+    """The sizes of equal groups that a world divides into, from 2 up."""
+    return tuple(n for n in range(2, world_size + 1) if world_size % n == 0)
+
+
+def _part(world: World, x: Tensor) -> Tensor:
+    """One rank's share of the whole side `x`."""
+    return x.view(world.mesh.degree(_AXIS), -1)[world.group(_AXIS).index]
+
+
+def _on_root(world: World, x: Tensor) -> Tensor | None:
+    return x if world.group(_AXIS).index == 0 else None
+
+
+def _send_recv(world: World, x: Tensor, y: Tensor) -> list[Work]:
+    """A message to the next rank of a ring and one from the previous."""
+    group = world.group(_AXIS)
+    return [
+        world.send(x, axis=_AXIS, to=(group.index + 1) % group.size),
+        world.recv(y, axis=_AXIS, source=(group.index - 1) % group.size),
+    ]
+
+
+def _copy(_: World, x: Tensor, y: Tensor) -> list[Work]:
+    y.copy_(x)
+    return []
+
+
+_CALLS: Mapping[str, _Call] = MappingProxyType(
+    {
+        "all_reduce": lambda world, x, _: [world.all_reduce(x, axes=_AXIS)],
+        "reduce_scatter": lambda world, x, y: [world.reduce_scatter(x, into=_part(world, y), axes=_AXIS)],
+        "all_gather": lambda world, x, y: [world.all_gather(_part(world, x), into=y, axes=_AXIS)],
+        "all_to_all": lambda world, x, y: [world.all_to_all(x, into=y, axes=_AXIS)],
+        "broadcast": lambda world, x, _: [world.broadcast(x, axes=_AXIS)],
+        "reduce": lambda world, x, _: [world.reduce(x, axes=_AXIS)],
+        "gather": lambda world, x, y: [world.gather(_part(world, x), into=_on_root(world, y), axes=_AXIS)],
+        "scatter": lambda world, x, y: [world.scatter(_on_root(world, x), into=_part(world, y), axes=_AXIS)],
+        "send_recv": _send_recv,
+        COPY: _copy,
+    }
+)
+
+
+def measure(world: World, sweep: Sweep) -> list[Measurement]:
+    """Run the sweep; every rank calls it and gets the measurements of the groups it was in, rank 0 those of all.
+
+    A copy is measured beside every size. Sizes are rounded down to whole numbers of floats per rank, at least one.
+
+    Raises ValueError as `Sweep.check` does.
+    """
+    sweep.check(world_size=world.size)
+    measurements = []
+    for n in sweep.groups:
+        group = world.over(Mesh.of(rest=world.size // n, ring=n))
+        measurements += _measure_group(group, sweep) if world.rank < n else _wait(group, sweep)
+    return measurements
+
+
+def _wait(world: World, sweep: Sweep) -> list[Measurement]:
+    """The part of a rank outside the group: it meets the others once a round, so that nobody takes it for lost."""
+    for _ in range(sweep.warmup + sweep.rounds):
+        world.barrier()
+    return []
+
+
+def _measure_group(world: World, sweep: Sweep) -> list[Measurement]:
+    n = world.mesh.degree(_AXIS)
+    elements = sorted({max(1, size // (4 * n)) * n for size in sweep.sizes})
+    kinds = [*(kind for kind in sweep.kinds if kind != COPY), COPY]
+    buffers = {count: _buffers(count, world.device) for count in elements}
+    samples: dict[tuple[str, int], list[float]] = {(kind, count): [] for kind in kinds for count in elements}
+    for turn in range(sweep.warmup + sweep.rounds):
+        for (kind, count), seconds in samples.items():
+            sample = _sample(world, _CALLS[kind], buffers[count])
+            if turn >= sweep.warmup:
+                seconds.append(sample)
+        world.barrier()
+    slowest = torch.tensor(list(samples.values()), dtype=torch.float64, device=world.device)
+    world.all_reduce(slowest, axes=_AXIS, op="max").wait()
+    return [
+        Measurement(kind, n, 4 * count, statistics.median(seconds), min(seconds))
+        for (kind, count), seconds in zip(samples, slowest.tolist(), strict=True)
+    ]
+
+
+def _buffers(elements: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Zeros (sums stay finite), written so that every page is the rank's own."""
+    return tuple(torch.empty(elements, device=device).fill_(0.0) for _ in range(2))  # type: ignore[return-value]
+
+
+def _sample(world: World, call: _Call, buffers: tuple[Tensor, Tensor]) -> float:
+    """Seconds per call on this rank."""
+    calls = max(1, min(_CALLS_MOST, _CALLS_BYTES // (4 * buffers[0].numel())))
+    world.barrier(axes=_AXIS)
+    if world.device.type == "cuda":
+        return _seconds_on_stream(lambda: _call(world, call, buffers, calls)) / calls
+    start = time.perf_counter()
+    _call(world, call, buffers, calls)
+    return (time.perf_counter() - start) / calls
+
+
+def _call(world: World, call: _Call, buffers: tuple[Tensor, Tensor], calls: int) -> None:
+    for _ in range(calls):
+        for work in call(world, *buffers):
+            work.wait()
+
+
+def _seconds_on_stream(run: Callable[[], None]) -> float:
+    """Time between two events around what `run` puts on the current stream."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3

@@ -1,0 +1,27 @@
+"""What an examination finds: facts, and when something is wrong, what it is and what to do, in one sentence each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Level = Literal["ok", "note", "problem"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`ok`: works. `note`: works here and may not elsewhere. `problem`: ranks cannot train until it is remedied."""
+
+    level: Level
+    what: str
+    remedy: str = ""
+
+
+def problem(what: str, *, remedy: str) -> Finding:
+    """Something that has to change before ranks can train."""
+    return Finding("problem", what, remedy)
+
+
+def note(what: str, *, remedy: str) -> Finding:
+    """Something to know."""
+    return Finding("note", what, remedy)

@@ -1,0 +1,23 @@
+"""Sizes in bytes as people write them: 4K, 64M, 1.5G, in powers of 1024."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"": 0, "K": 1, "M": 2, "G": 3}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `4096`, `4K`, `4KB` or `4KiB` (all the same). Raises ValueError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"{text!r} is not a size; write bytes, or a number with K, M or G: 4K, 64M")
+    return int(float(match[1]) * 1024 ** _UNITS[match[2].upper()])
+
+
+def size_text(size: float) -> str:
+    """`4 KiB` for 4096: the largest unit that leaves at least 1, with three digits at most."""
+    power = 0
+    while size >= 1024 and power < 3:
+        size, power = size / 1024, power + 1
+    return f"{size:.3g} {['B', 'KiB', 'MiB', 'GiB'][power]}"

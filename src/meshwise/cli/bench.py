@@ -1,0 +1,133 @@
+"""`meshwise bench collectives`: what the links of this machine or job could do, and what the collectives do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from rich.console import Console
+
+from meshwise.bench.bandwidth import BUS_FACTORS, COPY, Measurement
+from meshwise.bench.collectives import Sweep, group_sizes, measure
+from meshwise.bench.machine import Interface, link_text, network_interfaces
+from meshwise.bench.plot import plot, require_matplotlib
+from meshwise.bench.sizes import parse_size
+from meshwise.bench.tables import as_csv, as_json, as_table
+from meshwise.cli.ranks import MOST_BY_DEFAULT
+from meshwise.comm import World, run, torchrun_line
+from meshwise.train.flags import parse_flags
+from meshwise.train.job import JobError
+
+_WIDTH = 110
+"""Of the table where the output is not a terminal."""
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """Time every collective over sizes and group sizes, beside a copy in memory."""
+
+    ranks: int | None = None
+    """Local ranks to start; by default one per GPU, or one per core, at most 4. Under torchrun its ranks are used."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the tensors are; auto takes the GPUs when there are any."""
+
+    collectives: tuple[str, ...] = tuple(kind for kind in BUS_FACTORS if kind != COPY)
+    """Which collectives."""
+
+    sizes: tuple[str, ...] = ("4K", "64K", "1M", "4M", "16M", "64M")
+    """Bytes of the tensor: 4K, 64M; of its whole side where one side is larger."""
+
+    groups: tuple[int, ...] = ()
+    """Sizes of the groups; by default all that divide the number of ranks."""
+
+    rounds: int = 5
+    """Times that everything takes its turn."""
+
+    csv: Path | None = None
+    """Write the measurements here, times in seconds and bandwidths in bytes per second."""
+
+    json: Path | None = None
+    """The same as JSON."""
+
+    png: Path | None = None
+    """Draw bus bandwidth over size; needs the extra `plot`."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the benchmark that the words name. Raises JobError before any rank is started."""
+    if not words or words[0] != "collectives":
+        given = f"no benchmark {words[0]!r}" if words and not words[0].startswith("-") else "name a benchmark"
+        raise JobError(f"{given}; there is: meshwise bench collectives")
+    flags = parse_flags(words[1:], prog="meshwise bench collectives", default=Collectives())
+    size = _ranks(flags)
+    sweep = _sweep(flags, size)
+    console = Console() if Console().is_terminal else Console(width=_WIDTH)
+    if "RANK" not in os.environ:
+        line = torchrun_line(size, ["-m", "meshwise", "bench", *words])
+        console.print(
+            f"starting {size} local ranks; the same with torchrun:\n  {line}", highlight=False, soft_wrap=True
+        )
+    device = None if flags.device == "auto" else flags.device
+    measurements = run(size, _rank, args=(sweep,), device=device)[0]
+    if os.environ.get("RANK", "0") == "0":
+        _tell(console, flags, measurements)
+    return 0
+
+
+def _rank(world: World, sweep: Sweep) -> list[Measurement]:
+    return measure(world, sweep)
+
+
+def _ranks(flags: Collectives) -> int:
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    gpus = torch.cuda.device_count() if flags.device != "cpu" else 0
+    return flags.ranks or gpus or max(2, min(MOST_BY_DEFAULT, os.cpu_count() or 1))
+
+
+def _sweep(flags: Collectives, size: int) -> Sweep:
+    try:
+        sweep = Sweep(
+            kinds=flags.collectives,
+            sizes=tuple(parse_size(text) for text in flags.sizes),
+            groups=flags.groups or group_sizes(size),
+            rounds=flags.rounds,
+        )
+        sweep.check(world_size=size)
+        if flags.png is not None:
+            require_matplotlib()
+    except ValueError as error:
+        raise JobError(str(error)) from error
+    if flags.device == "cuda" and not torch.cuda.is_available():
+        raise JobError("--device cuda, and torch sees no GPU here; try --device cpu, or ask `meshwise doctor`")
+    return sweep
+
+
+def _tell(console: Console, flags: Collectives, measurements: Sequence[Measurement]) -> None:
+    links = [link_text(interface) for interface in network_interfaces() if _is_link(interface)]
+    caption = (
+        "Time of the slowest rank. Bus bandwidth as nccl-tests defines it. Copy: all ranks of the group copy as much "
+        "in their own memory, at the same time."
+    )
+    if links:
+        caption += f" Links of this machine to others: {', '.join(links)}."
+    console.print(as_table(measurements, caption=caption))
+    for path, text in ((flags.csv, as_csv), (flags.json, as_json)):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text(measurements))
+            console.print(f"wrote {path}", highlight=False)
+    if flags.png is not None:
+        flags.png.parent.mkdir(parents=True, exist_ok=True)
+        plot(measurements, path=flags.png)
+        console.print(f"wrote {flags.png}", highlight=False)
+
+
+def _is_link(interface: Interface) -> bool:
+    """Whether its rate is known and it leads to other machines."""
+    return interface.up and interface.speed > 0

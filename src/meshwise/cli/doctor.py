@@ -1,0 +1,73 @@
+"""`meshwise doctor`: the examination told, with status 0 when all is well and 1 otherwise."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.markup import escape
+
+from meshwise.bench.doctor import Report, consult_job, consult_local
+from meshwise.bench.machine import table
+from meshwise.bench.talk import Talk
+from meshwise.train.flags import parse_flags
+
+_MARKS = {"ok": "[green]ok     [/]", "note": "[yellow]note   [/]", "problem": "[red]problem[/]"}
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Examine this machine and whether ranks can talk: local ones, or under torchrun those of the job."""
+
+    ranks: int | None = None
+    """Local ranks to start; by default one per GPU or core, 2 to 4."""
+
+    seconds: float = 10.0
+    """How long to wait for ranks that do not come."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Examine and tell. Raises JobError for bad flags."""
+    flags = parse_flags(words, prog="meshwise doctor", default=Doctor())
+    console = Console(soft_wrap=True, highlight=False)
+    if "RANK" in os.environ:
+        report = consult_job(seconds=flags.seconds)
+        if os.environ["RANK"] == "0":
+            _tell(console, report)
+        elif not report.healthy:
+            _tell_problems(console, report, prefix=f"rank {os.environ['RANK']}: ")
+    else:
+        report = consult_local(ranks=flags.ranks, seconds=3 * flags.seconds)
+        _tell(console, report)
+    return 0 if report.healthy else 1
+
+
+def _tell(console: Console, report: Report) -> None:
+    for name, text in table(report.machine):
+        console.print(f"{name:14} {escape(text)}")
+    if report.machine.topology:
+        console.print(escape(report.machine.topology))
+    for held in report.talks:
+        console.print(f"{_MARKS['ok']} {_talked(held)}")
+    _tell_problems(console, report)
+    console.print("all is well" if report.healthy else "[red]ranks cannot train here until this is remedied[/]")
+
+
+def _tell_problems(console: Console, report: Report, *, prefix: str = "") -> None:
+    for finding in report.findings:
+        console.print(f"{_MARKS[finding.level]} {escape(prefix + finding.what)}")
+        console.print(f"        {escape(finding.remedy)}")
+
+
+def _talked(held: Talk) -> str:
+    """One line about a conversation."""
+    pairs = len(held.links)
+    latency = statistics.median(link.latency for link in held.links)
+    bandwidth = statistics.median(link.bandwidth for link in held.links)
+    return (
+        f"{held.size} ranks on {held.device} talked: {pairs} pair{'s' * (pairs > 1)}, median latency "
+        f"{latency * 1e6:.0f} µs, bandwidth {bandwidth / 1e9:.2f} GB/s; all-reduce adds up"
+    )
