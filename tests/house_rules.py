@@ -60,7 +60,7 @@ FLOORS = (
     ("train", "testing", "bench"),
     ("verify",),
     ("view",),
-    ("cli",),
+    ("cli", "__main__"),
 )
 """From the ground up. A part imports lower floors and itself, never a sibling."""
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -57,7 +58,9 @@ class _Traits:
         self.moves_only = torch.Tag.inplace_view in func.tags and schema.name != "aten::resize_"
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         self.overwrites = schema.name in _OVERWRITING
-        self.uninitialised = schema.name.removeprefix("aten::").removeprefix("new_").startswith("empty")
+        name = schema.name.removeprefix("aten::")
+        self.shapes_only = "device" in self.names and (name.startswith("new_") or name.endswith("_like"))
+        self.uninitialised = name.removeprefix("new_").startswith("empty")
         self.run = _with_generator(func) if self.random else func
 
 
@@ -81,7 +84,7 @@ class _Recorder(TorchDispatchMode):
     """Runs every operation on meta tensors and records it."""
 
     def __init__(self, record: Record) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._record = record
         self._traits: dict[Any, _Traits] = {}
         self._shadows: dict[int, Tensor] = {}
@@ -101,8 +104,8 @@ class _Recorder(TorchDispatchMode):
         """The meta tensor that stands for `t`: itself, or for a real tensor the same view of a constant."""
         if t.is_meta and not self._record.knows(t):
             raise ValueError(
-                f"the model's constructor uses a meta tensor of shape {tuple(t.shape)} that was made outside of it, so "
-                "its values are unknown; build the whole model inside the function"
+                f"the model's constructor uses a meta tensor of shape {tuple(t.shape)}, whose values are unknown; build "
+                "the whole model inside the function, and leave the meta device to meshwise"
             )
         if t.is_meta:
             return t
@@ -119,7 +122,7 @@ class _Recorder(TorchDispatchMode):
         traits = self._traits[func]
         given = list(tensors((args, kwargs)))
         on_cpu = dict(kwargs)
-        if "device" in traits.names and (not given or kwargs.get("device") is not None):
+        if "device" in traits.names and (not given or traits.shapes_only or kwargs.get("device") is not None):
             kwargs["device"], on_cpu["device"] = META, CPU
         args_then, kwargs_then = map_tensors(Tensor.detach, (args, on_cpu))  # the operation may move the view itself
         try:
@@ -138,7 +141,7 @@ class _Recorder(TorchDispatchMode):
             return result
         if "dtype" in traits.names and not given and kwargs_then.get("dtype") is None:
             kwargs_then["dtype"] = outputs[0].dtype  # torch's default dtype may be another one at replay
-        used = [storage(t) for t in tensors((args_then, kwargs_then))]
+        used = [] if traits.shapes_only else [storage(t) for t in tensors((args_then, kwargs_then))]
         anew = traits.overwrites and _fills(written[0]) and used.count(storage(written[0])) == 1
         self._record.add(
             Operation(
@@ -150,6 +153,7 @@ class _Recorder(TorchDispatchMode):
                 reads=tuple(set(used) - ({storage(written[0])} if anew else set())),
                 random=traits.random,
                 uninitialised=traits.uninitialised,
+                shapes_only=traits.shapes_only,
             )
         )
         return result
@@ -174,6 +178,15 @@ def _fills(t: Tensor) -> bool:
     return t.is_contiguous() and t.numel() * t.element_size() == t.untyped_storage().nbytes()
 
 
+def _index(index: Any) -> Any:
+    """An index with its lists and arrays as tensors, which would lose their values on the meta device."""
+    if isinstance(index, tuple):
+        return tuple(_index(item) for item in index)
+    if isinstance(index, np.ndarray | range) or (isinstance(index, list) and all(isinstance(i, int) for i in index)):
+        return torch.tensor(index if isinstance(index, list) else np.asarray(index))
+    return index
+
+
 class _Pretence(TorchFunctionMode):
     """Answers for meta tensors as if they were real tensors on the CPU."""
 
@@ -195,6 +208,11 @@ class _Pretence(TorchFunctionMode):
             real = _values(self._record, args[0].detach())
             with _disable_current_modes():
                 return func(real, *args[1:], **kwargs)
+        if func is Tensor.new_tensor and self._record.knows(args[0]):
+            data, kwargs = args[1], {"dtype": args[0].dtype, **kwargs, "device": CPU}
+            return torch.tensor(data, **kwargs)  # on the meta device the data would be lost
+        if func in {Tensor.__getitem__, Tensor.__setitem__}:
+            args = (args[0], _index(args[1]), *args[2:])
         if func is Tensor.__deepcopy__ and self._record.knows(args[0]):
             memo = args[1]
             return memo.setdefault(id(args[0]), args[0].detach().clone().requires_grad_(args[0].requires_grad))
