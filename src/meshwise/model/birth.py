@@ -55,7 +55,7 @@ class Source:
         if self._record is None or not wanted.is_meta:
             return wanted
         values = self._record.values([wanted])[0]
-        if unwritten := self._record.unwritten(wanted, values):
+        if unwritten := self._record.unwritten(wanted, values=values):
             raise ValueError(
                 f"{name}: {unwritten} of {values.numel()} elements are never initialised; write all of them in the "
                 f"constructor of {type(self.module).__name__}, for example with an initialiser of torch.nn.init"

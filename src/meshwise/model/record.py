@@ -104,15 +104,15 @@ class _Recorder(TorchDispatchMode):
         """The meta tensor that stands for `t`: itself, or for a real tensor the same view of a constant."""
         if t.is_meta and not self._record.knows(t):
             raise ValueError(
-                f"the model's constructor uses a meta tensor of shape {tuple(t.shape)}, whose values are unknown; build "
-                "the whole model inside the function, and leave the meta device to meshwise"
+                f"the model's constructor uses a meta tensor of shape {tuple(t.shape)}, whose values are unknown; "
+                "build the whole model inside the function, and leave the meta device to meshwise"
             )
         if t.is_meta:
             return t
         memory = t.untyped_storage()
         if memory._cdata not in self._shadows:
             shadow = torch.empty(memory.nbytes(), dtype=torch.uint8, device=META)
-            self._record.learn_constant(shadow, torch.empty(0, dtype=torch.uint8, device=t.device).set_(memory))
+            self._record.learn_constant(shadow, real=torch.empty(0, dtype=torch.uint8, device=t.device).set_(memory))
             self._shadows[memory._cdata] = shadow
         view = torch.empty(0, dtype=t.dtype, device=META)
         source = self._shadows[memory._cdata].untyped_storage()

@@ -61,6 +61,9 @@ class Operation:
     uninitialised: bool = False
     """Whether its results are memory that was never written (`torch.empty`)."""
 
+    shapes_only: bool = False
+    """Whether it needs no values of its tensors (`torch.zeros_like`): they stay meta tensors."""
+
 
 def storage(t: Tensor) -> int:
     """The identity of the memory a tensor looks at."""
@@ -89,7 +92,7 @@ class Record:
         self._known.setdefault(storage(t), t.untyped_storage())
         return storage(t)
 
-    def learn_constant(self, t: Tensor, real: Tensor) -> None:
+    def learn_constant(self, t: Tensor, *, real: Tensor) -> None:
         """Make a meta tensor's memory known as standing for the bytes of a real one."""
         self._constants[self.learn(t)] = real
 
@@ -125,7 +128,7 @@ class Record:
                         del memory[key]
             return [_view(t, memory) for t in wanted]
 
-    def unwritten(self, t: Tensor, values: Tensor) -> int:
+    def unwritten(self, t: Tensor, *, values: Tensor) -> int:
         """How many elements of `values`, which are those of `t`, depend on memory that was never written.
 
         NaN spreads through arithmetic, so floating-point values without NaN are free of it. Otherwise the values are
@@ -169,7 +172,9 @@ class Record:
 
     def _run(self, index: int, memory: dict[int, torch.UntypedStorage], *, poison: bool) -> None:
         operation = self._operations[index]
-        args, kwargs = map_tensors(lambda t: _view(t, memory), (operation.args, dict(operation.kwargs)))
+        args, kwargs = operation.args, dict(operation.kwargs)
+        if not operation.shapes_only:
+            args, kwargs = map_tensors(lambda t: _view(t, memory), (args, kwargs))
         if operation.random:
             kwargs["generator"] = self._generator(self._streams[index])
         results = list(tensors(operation.run(*args, **kwargs)))
@@ -196,7 +201,8 @@ def _view(t: Tensor, memory: Mapping[int, torch.UntypedStorage]) -> Tensor:
     source = memory[storage(t)]
     real = torch.empty(0, dtype=t.dtype, device=source.device)
     real = real.set_(source, t.storage_offset(), t.size(), t.stride())
-    return real.conj() if t.is_conj() else real
+    real = real.conj() if t.is_conj() else real
+    return torch._neg_view(real) if t.is_neg() else real
 
 
 def _as_laid_out(was: Tensor, got: Tensor) -> Tensor:
