@@ -104,13 +104,19 @@ def run(size: int, main: Callable[..., Any], *, args: Sequence[Any] = (), device
             shutdown_timeout=_SHUTDOWN_SECONDS,
             logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
         )
+        ended: BaseException | signal.Signals
         try:
             elastic_launch(config, _rank_main)(folder, os.getpid(), main, tuple(args), device)
-        except ChildFailedError as failed:
-            error = _first_error(folder, size, failed.failures)
-        else:
             return [_result(folder, rank) for rank in range(size)]
-    raise error
+        except ChildFailedError as failed:
+            ended = _first_error(folder, size, failed.failures)
+        except SignalException as received:
+            ended = received.sigval
+    if isinstance(ended, BaseException):
+        raise ended
+    # The signal came to torch's handler. Now that all ranks have ended, it does what it does without one.
+    signal.raise_signal(ended)
+    raise SystemExit(128 + ended)
 
 
 def torchrun_line(size: int, argv: Sequence[str]) -> str:
@@ -125,10 +131,10 @@ def _start_method(main: Callable[..., Any]) -> str:
     """How torch's launcher should start the processes: afresh, or as copies when `main` only lives in a notebook."""
     script = sys.modules["__main__"]
     if sys.modules.get("__mp_main__", script) is not script:
-        raise RuntimeError(
+        raise SystemExit(
             'a rank came to run() while it imported the script: put the call under `if __name__ == "__main__":`'
         )
-    if main.__module__ != "__main__" or getattr(script, "__file__", None):
+    if main.__module__ != "__main__" or Path(getattr(script, "__file__", "")).is_file():
         if "<" in main.__qualname__:
             raise ValueError(
                 f"{main.__qualname__} cannot travel to another process: define it at the top of a module or script"
@@ -155,11 +161,8 @@ def _as_launcher(size: int) -> Iterator[None]:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // size)))
     for logger in silenced:
         logger.disabled = True
-    received = None
     try:
         yield
-    except SignalException as error:
-        received = error.sigval
     finally:
         for number, handler in kept_handlers.items():
             signal.signal(number, handler)
@@ -170,9 +173,6 @@ def _as_launcher(size: int) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-    if received is not None:
-        signal.raise_signal(received)
-        raise SystemExit(128 + received)
 
 
 def _cores() -> int:

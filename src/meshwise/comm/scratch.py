@@ -24,16 +24,19 @@ class Scratch:
     def borrow(self, *, like: Tensor) -> Tensor:
         """A tensor of that size and dtype with unspecified contents."""
         size = like.numel() * like.element_size()
+        if size == 0:
+            return torch.empty_like(like)
         with self._lock:
             fitting = [buffer for buffer in self._free if buffer.numel() >= size]
             buffer = min(fitting or self._free, key=Tensor.numel, default=None)
             self._free = [kept for kept in self._free if kept is not buffer]
             if buffer is None or buffer.numel() < size:
-                buffer = torch.empty(max(size, 1), dtype=torch.uint8)
+                buffer = torch.empty(size, dtype=torch.uint8)
             self._lent[buffer.data_ptr()] = buffer
         return buffer[:size].view(like.dtype)
 
     def give_back(self, tensor: Tensor) -> None:
         """Return what `borrow` gave; it must not be used any more."""
-        with self._lock:
-            self._free.append(self._lent.pop(tensor.data_ptr()))
+        if tensor.numel():
+            with self._lock:
+                self._free.append(self._lent.pop(tensor.data_ptr()))

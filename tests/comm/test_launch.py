@@ -1,0 +1,209 @@
+"""Starting ranks: what they return, what they raise, and that none is left whatever happens to whom."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwise.comm import RankLostError, World, connect, run, torchrun_line
+
+pytestmark = pytest.mark.processes
+
+SIZE = 2
+START_SECONDS = 30.0
+END_SECONDS = 10.0
+STARTING = """
+from pathlib import Path
+import os, sys, time
+import torch
+from meshwise.comm import connect, run
+
+def main(world, folder):
+    (Path(folder) / f"{world.rank}.pid").write_text(str(os.getpid()))
+    x = torch.ones(1)
+    world.all_reduce(x, axes="rank").wait()
+    return x.item()
+"""
+
+# One rank blocks inside gloo, the other in Python.
+BLOCKED = """
+def blocked(world, folder):
+    main(world, folder)
+    world.barrier() if world.rank else time.sleep(100)
+
+if __name__ == "__main__":
+    run({size}, blocked, args=("{folder}",))
+"""
+
+
+def total(world: World, offset: float) -> tuple[float, torch.Tensor, int]:
+    x = torch.tensor(world.rank + offset)
+    world.all_reduce(x, axes="rank").wait()
+    return x.item(), torch.full((2,), world.rank), torch.get_num_threads()
+
+
+def raises_on_the_last(world: World) -> None:
+    if world.rank == world.size - 1:
+        raise ZeroDivisionError("this rank only")
+    world.barrier()
+
+
+def dies_on_the_last(world: World) -> None:
+    if world.rank == world.size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.barrier()
+
+
+def script(folder: Path, body: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(STARTING + body)
+    return path
+
+
+def start(*command: str | Path, folder: Path, **options: Any) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+        cwd=folder,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        **options,
+    )
+
+
+def ranks_of(folder: Path, process: subprocess.Popen[str]) -> list[int]:
+    """The process ids of all ranks, once they have met."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        found = [file.read_text() for file in folder.glob("*.pid")]
+        if len(found) == SIZE and all(found):
+            return [int(text) for text in found]
+        time.sleep(0.05)
+    process.kill()
+    pytest.fail(f"the ranks did not start\n{process.communicate()[1]}")
+
+
+def gone(pid: int) -> bool:
+    """Whether the process has ended (one that nobody has waited for yet counts)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def all_gone(pids: list[int]) -> bool:
+    deadline = time.monotonic() + END_SECONDS
+    while time.monotonic() < deadline:
+        if all(gone(pid) for pid in pids):
+            return True
+        time.sleep(0.05)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    return False
+
+
+def test_run_returns_what_main_returned_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    handler, environment = signal.getsignal(signal.SIGINT), dict(os.environ)
+    results = run(SIZE, total, args=(0.5,))
+    assert [result[0] for result in results] == [2.0, 2.0]
+    assert [result[1].tolist() for result in results] == [[0, 0], [1, 1]]
+    assert [result[2] for result in results] == [max(1, len(os.sched_getaffinity(0)) // SIZE)] * SIZE
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert dict(os.environ) == environment
+
+
+def test_the_error_of_the_rank_that_failed_is_raised_with_its_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ZeroDivisionError, match="this rank only") as caught:
+        run(SIZE, raises_on_the_last)
+    [note] = caught.value.__notes__
+    assert "rank 1 of 2" in note
+    assert "in raises_on_the_last" in note
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_rank_that_ends_without_a_word_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RankLostError, match="rank 1 of 2 ended without an exception, killed by SIGKILL") as caught:
+        run(SIZE, dies_on_the_last)
+    [note] = caught.value.__notes__
+    assert "rank 0 then met: rank 1 was lost in #0 barrier[rank]" in note
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_cannot_be_started_is_refused_at_once() -> None:
+    def inside(world: World) -> None: ...
+
+    with pytest.raises(ValueError, match="inside cannot travel to another process"):
+        run(SIZE, inside)
+    with pytest.raises(ValueError, match="cannot run on 0 ranks"):
+        run(0, total, args=(0.0,))
+
+
+def test_a_script_without_the_main_guard_says_so(tmp_path: Path) -> None:
+    process = start(script(tmp_path, f"run({SIZE}, main, args=('{tmp_path}',))"), folder=tmp_path)
+    _, errors = process.communicate(timeout=START_SECONDS)
+    assert process.returncode != 0
+    assert errors.count('put the call under `if __name__ == "__main__":`') >= 1
+
+
+def test_functions_of_a_notebook_run_too(tmp_path: Path) -> None:
+    process = start("-", folder=tmp_path, stdin=subprocess.PIPE)
+    body = f"print(run({SIZE}, main, args=('{tmp_path}',)), run({SIZE}, lambda world: world.rank))"
+    output, errors = process.communicate(STARTING + body, timeout=START_SECONDS)
+    assert (output, errors) == ("[2.0, 2.0] [0, 1]\n", "")
+
+
+@pytest.mark.parametrize(
+    "end, send", [("SIGINT", os.killpg), ("SIGTERM", os.kill), ("SIGKILL", os.kill)], ids=["Ctrl-C", "TERM", "KILL"]
+)
+def test_no_rank_outlives_its_launcher(end: str, send: Callable[[int, int], None], tmp_path: Path) -> None:
+    process = start(script(tmp_path, BLOCKED.format(size=SIZE, folder=tmp_path)), folder=tmp_path)
+    ranks = ranks_of(tmp_path, process)
+    time.sleep(0.3)
+    send(process.pid, signal.Signals[end])
+    _, errors = process.communicate(timeout=END_SECONDS)
+    assert process.returncode == -signal.Signals[end]
+    assert all_gone(ranks)
+    assert errors.count("Traceback") == errors.count("KeyboardInterrupt") == (end == "SIGINT"), errors
+
+
+def test_under_torchrun_the_same_script_connects(tmp_path: Path) -> None:
+    body = f"if __name__ == '__main__':\n    print(run({SIZE}, main, args=('{tmp_path}',)))"
+    line = torchrun_line(SIZE, [str(script(tmp_path, body))]).split()
+    assert line[0] == "torchrun"
+    process = start("-m", "torch.distributed.run", *line[1:], folder=tmp_path)
+    output, errors = process.communicate(timeout=2 * START_SECONDS)
+    assert process.returncode == 0, errors
+    assert output.count("[2.0, 2.0]") == SIZE
+
+
+def test_another_size_than_torchruns_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match=r"run\(4, …\) in a job of 1 ranks; start torchrun with 4 processes"):
+        run(4, total, args=(0.0,))
+
+
+def test_without_torchrun_the_world_is_this_process() -> None:
+    threads = threading.active_count()
+    world = connect(device="cpu")
+    assert (world.rank, world.size, str(world.mesh)) == (0, 1, "rank=1")
+    assert connect(device="cpu") is world
+    x = torch.ones(3)
+    world.all_reduce(x, axes="rank").wait()
+    world.barrier()
+    assert world.exchange("a") == ["a"]
+    assert x.tolist() == [1, 1, 1]
+    assert threading.active_count() == threads

@@ -1,0 +1,54 @@
+"""What a rank leaves behind, also when its exception or its result does not survive pickle."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from meshwise.comm.mailbox import RankLostError
+from meshwise.comm.outcome import Outcome
+
+
+class Refused(Exception):
+    """Cannot be made again from its arguments alone, as pickle does."""
+
+    def __init__(self, value: int, *, reason: str) -> None:
+        super().__init__(f"{value}: {reason}")
+
+
+def raised(error: BaseException) -> Outcome:
+    try:
+        raise error
+    except type(error) as caught:
+        return Outcome.of(caught)
+
+
+def test_a_result_comes_back(tmp_path: Path) -> None:
+    Outcome({"loss": 2.5}).save(tmp_path, rank=3)
+    assert Outcome.load(tmp_path, rank=3) == Outcome({"loss": 2.5})
+    assert Outcome.load(tmp_path, rank=0) is None
+
+
+def test_an_exception_comes_back_as_itself_with_its_traceback(tmp_path: Path) -> None:
+    raised(ZeroDivisionError("here")).save(tmp_path, rank=0)
+    outcome = Outcome.load(tmp_path, rank=0)
+    assert outcome is not None
+    assert type(outcome.error) is ZeroDivisionError
+    assert "in raised" in outcome.trace
+    assert not outcome.is_consequence
+    assert raised(RankLostError("rank 1 was lost")).is_consequence
+
+
+def test_an_exception_that_cannot_travel_keeps_its_words(tmp_path: Path) -> None:
+    raised(Refused(4, reason="no")).save(tmp_path, rank=0)
+    outcome = Outcome.load(tmp_path, rank=0)
+    assert outcome is not None
+    assert repr(outcome.error) == "RuntimeError('Refused: 4: no')"
+
+
+def test_a_result_that_cannot_travel_is_an_error_of_the_rank(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="cannot pickle"):
+        Outcome(threading.Lock()).save(tmp_path, rank=0)
+    assert Outcome.load(tmp_path, rank=0) is None
