@@ -81,6 +81,11 @@ PICTURES = {
         dp 0 │ 0  1
         dp 1 │ 2  3
     """,
+    "dp=2 depth=2": """
+        depth │ 0  1
+         dp 0 │ 0  1
+         dp 1 │ 2  3
+    """,
     "pp=2 dp=3 cp=1 tp=2": """
         pp=0
           tp │  0   1

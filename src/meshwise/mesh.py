@@ -153,7 +153,7 @@ class Mesh:
         body = [[label, *row] for label, row in zip(labels, rows, strict=True)]
         head = [[*across, *map(str, range(len(rows[0])))]] if across else []
         table = [line[:1] + _elide(line[1:], _WIDEST_GRID, "…") for line in head + _elide(body, _TALLEST_GRID, ["…"])]
-        left, width = len(labels[-1]), len(str(self.size - 1))
+        left, width = max(len(line[0]) for line in table), len(str(self.size - 1))
         return [
             f"{label:>{left}} │ {'  '.join(f'{cell:>{width}}' for cell in cells)}".rstrip() for label, *cells in table
         ]
