@@ -14,7 +14,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -163,7 +163,7 @@ def disagreement(stamps: Mapping[int, Stamp]) -> str | None:
     return "\n".join(lines)
 
 
-def ranks_text(ranks: list[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
     """`rank 3`, `ranks 0,1,4`, and for many `ranks 0,1,2,3,4,5,6,7 and 56 more`."""
     shown = ",".join(map(str, ranks[:8]))
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
