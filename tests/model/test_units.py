@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.model.blocks import OPAQUE
 from meshwise.model.table import parameter_table
 from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig
 
@@ -80,23 +79,38 @@ def test_layers_of_torchs_transformer_encoder_are_blocks() -> None:
     """)
 
 
-def test_attention_that_computes_with_its_childs_weight_stays_whole() -> None:
-    assert units(nn.MultiheadAttention(8, 2)) == drawn("(root)  .  288")
+class TiedByUse(nn.Module):
+    """Computes its logits with the embedding's weight, in a method of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 4)
+        self.body = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.logits(self.body(self.embedding(tokens)))
+
+    def logits(self, x: Tensor) -> Tensor:
+        return x @ self.embedding.weight.T
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.body.get_parameter("0.weight"))
+
+
+def test_a_childs_weight_that_the_forward_reads_itself_spans_the_forward() -> None:
+    assert units(TiedByUse()) == drawn("""
+        (root)         .,embedding        16
+        body.0         body.0             16
+        body.1         body.1             16
+    """)
+
+
+def test_torchs_attention_owns_the_projection_that_it_never_calls() -> None:
+    assert units(nn.MultiheadAttention(8, 2)) == drawn("(root)  .,out_proj  288")
     assert units(nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "head": nn.Linear(8, 20)})) == drawn("""
         attention  attention  288
         head       head       180
     """)
-
-
-@pytest.mark.parametrize("kind", OPAQUE, ids=lambda kind: kind.__name__)
-def test_the_modules_kept_whole_do_not_call_their_children(kind: type[nn.Module]) -> None:
-    module = kind(8, 2)
-    called = []
-    for child in module.children():
-        child.register_forward_pre_hook(lambda child, _: called.append(child))
-    x = torch.zeros(2, 3, 8)
-    module(x, x, x)
-    assert not called, "torch calls the child now: the entry in OPAQUE can go"
 
 
 class Residual(Silent):

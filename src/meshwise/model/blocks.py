@@ -21,34 +21,31 @@ the right modules; here the model's own structure says which they are:
    experts of a mixture are chosen by data, so only the block as a whole runs at a known time. (An entry that is itself
    a container with a stack of blocks is opened: a network in stages.)
 3. Every other module with parameters is a *piece* as a whole.
-4. Parameters that an opened module owns directly, or through children that have no forward (`ParameterList`), are a
-   unit that spans that module's whole forward.
+4. Parameters that an opened module owns directly, or through children that have no forward (`ParameterList`), or that
+   its forward reads from a child without calling it (`reads`), are a unit that spans that module's whole forward.
 5. Pieces next to each other that are not blocks are merged while the unit stays within 1.25 times the largest piece
    or block, so that small ones (a final norm, a position embedding) join their neighbour.
 6. A tied parameter belongs to the first piece that uses it; the modules of all that use it are the unit's.
 
 Modules are taken in the order in which they were registered, which is the order they run in for nearly all models;
-where it is not, only the prefetch suffers. `select` overrides rules 1 to 3 for the modules it names: needed where a
-module's forward reads a parameter of a child without calling the child, which cannot be seen from outside. torch's own
-modules that do are in `OPAQUE`.
+where it is not, only the prefetch suffers. `units` overrides rules 1 to 3 for the modules it names.
 """
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from torch import nn
 
+from meshwise.model.reads import read_from_children
+
 Patterns: TypeAlias = Sequence[str | Sequence[str]]
 
 MERGE_LIMIT = 1.25
-OPAQUE: dict[type[nn.Module], str] = {
-    nn.MultiheadAttention: "computes with the weight of its out_proj itself and never calls it",
-}
 
 
 @dataclass(frozen=True)
@@ -130,7 +127,8 @@ class _Walk:
             owner = name
             self._found[owner] = Piece(owner, (), spans=True)
         names = self._direct.setdefault(owner, [])
-        names += [n for n in self._names(module.parameters(recurse=False)) if n not in names]
+        own = (*module.parameters(recurse=False), *read_from_children(module))
+        names += [n for n in self._names(own) if n not in names]
         for child_name, child in module.named_children():
             below = f"{name}.{child_name}" if name else child_name
             self.visit(below, child, entry=_is_container(module), owner=owner)
@@ -139,15 +137,13 @@ class _Walk:
         below = f"{name}." if name else ""
         if any(chosen.startswith(below) for chosen in self.chosen):
             return True
-        if isinstance(module, tuple(OPAQUE)) or not _is_composite(module):
-            return not _has_forward(module) and name != ""
         if name == "" or not _has_forward(module):
-            return True
+            return name != "" or _is_composite(module)
         if _is_container(module):
             return not entry or _holds_stack(module)
         return not entry and _holds_stack(module)
 
-    def _names(self, parameters: Iterator[nn.Parameter]) -> tuple[str, ...]:
+    def _names(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
         return tuple(self._first[id(p)] for p in parameters)
 
 

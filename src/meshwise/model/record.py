@@ -33,10 +33,13 @@ from meshwise.tree import map_tensors, tensors
 
 META = torch.device("meta")
 
-_OVERWRITING = {
-    *("aten::zero_", "aten::fill_", "aten::copy_", "aten::normal_", "aten::uniform_", "aten::bernoulli_"),
-    *("aten::random_", "aten::exponential_", "aten::geometric_", "aten::cauchy_", "aten::log_normal_"),
-}
+_OVERWRITING = frozenset(
+    f"aten::{name}_"
+    for name in (
+        *("zero", "fill", "copy", "normal", "uniform", "bernoulli"),
+        *("random", "exponential", "geometric", "cauchy", "log_normal"),
+    )
+)
 
 
 @contextlib.contextmanager

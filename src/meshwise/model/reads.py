@@ -1,0 +1,76 @@
+"""Which parameters a module's forward reads from its children, without calling them.
+
+A unit is gathered when one of its modules is called. But a forward can also reach into a child for its weight,
+
+    return functional.linear(x, self.embedding.weight)          # a head tied by use, not by registration
+
+and the call that would gather it never happens; torch's own MultiheadAttention does this with its `out_proj`. No hook
+sees an attribute being read, and parameters must stay plain parameters. So the source of `forward`, and of the methods
+it calls on itself, is searched for dotted names that lead from `self` to a child's parameter. What cannot be seen this
+way (a child kept under another name, a source that is not there) is for the user's choice of units.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+
+def read_from_children(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of descendants that `module.forward` names, in the order of their names."""
+    found: dict[nn.Parameter, str] = {}
+    for path in sorted(_dotted_names(type(module))):
+        *children, last = path
+        owner: nn.Module | None = module
+        for child in children:
+            owner = owner._modules.get(child) if owner is not None else None
+        parameter = owner._parameters.get(last) if owner is not None else None
+        if children and parameter is not None:
+            found.setdefault(parameter, ".".join(path))
+    return list(found)
+
+
+def _dotted_names(kind: type[nn.Module]) -> set[tuple[str, ...]]:
+    """All names `self.a.b` in `forward` and in the methods it mentions, as ("a", "b")."""
+    found: set[tuple[str, ...]] = set()
+    seen: set[str] = set()
+    waiting = ["forward"]
+    while waiting:
+        method = waiting.pop()
+        if method not in seen:
+            seen.add(method)
+            names = {name for function in _definitions(kind, method) for name in _names_in(function)}
+            waiting += [name[0] for name in names if len(name) == 1]
+            found |= names
+    return found
+
+
+def _definitions(kind: type[nn.Module], method: str) -> Iterator[Any]:
+    """The method as the class and its bases below nn.Module define it, since one may call the other."""
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        function = inspect.unwrap(vars(base)[method]) if callable(vars(base).get(method)) else None
+        if inspect.isfunction(function):
+            yield function
+
+
+def _names_in(function: Any) -> Iterator[tuple[str, ...]]:
+    try:
+        definition = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    except (OSError, SyntaxError):  # made at run time, or by a lambda inside an expression
+        return
+    if not isinstance(definition, ast.FunctionDef) or not definition.args.args:
+        return
+    itself = definition.args.args[0].arg
+    for node in ast.walk(definition):
+        path: list[str] = []
+        part: ast.AST = node
+        while isinstance(part, ast.Attribute):
+            path.append(part.attr)
+            part = part.value
+        if path and isinstance(part, ast.Name) and part.id == itself:
+            yield tuple(reversed(path))
