@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 import threading
 import traceback
 from pathlib import Path
 from types import FrameType
 
+import torch
+
 _MOST_FRAMES = 12
 _INDENT = "      "
-_LEFT_OUT = (f"{Path(__file__).parent}/", threading.__file__)
+# Waiting in here, and what starts processes and threads: no part of the answer.
+_LEFT_OUT = (
+    f"{Path(__file__).parent}/",
+    f"{Path(multiprocessing.__file__).parent}/",
+    f"{Path(torch.__file__).parent}/multiprocessing/",
+    f"{Path(torch.__file__).parent}/distributed/",
+    threading.__file__,
+    "<",
+)
 
 
 def stack(frame: FrameType | None) -> str:
-    """The innermost frames of `frame`, outermost first, indented; the frames of this package's waiting are left out."""
+    """The innermost frames of `frame`, outermost first, indented."""
     entries = [entry for entry in traceback.extract_stack(frame) if not entry.filename.startswith(_LEFT_OUT)]
     lines = [] if len(entries) <= _MOST_FRAMES else [f"… {len(entries) - _MOST_FRAMES} outer frames"]
     for entry in entries[-_MOST_FRAMES:]:

@@ -159,7 +159,7 @@ class Survey:
             return f"  rank {rank} ({answer.process}) is busy{last}"
         missed = [other for waiting, other in self._waits if waiting == rank]
         whom = f" for {ranks_text(missed)}" if missed else ""
-        return f"  rank {rank} ({answer.process}) waits{whom} since {answer.waited:.1f} s in {answer.waiting.stamp}"
+        return f"  rank {rank} ({answer.process}) has waited {answer.waited:.1f} s{whom} in {answer.waiting.stamp}"
 
 
 def _verb(ranks: Sequence[int], one: str, many: str) -> str:

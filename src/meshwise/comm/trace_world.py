@@ -110,6 +110,8 @@ def _only(index: int, x: Tensor, parts: list[Tensor]) -> None:
 def _with_zeros(x: Tensor, op: str) -> None:
     """Reduce `x` with the zeros of the other ranks."""
     require_op(op)
+    if x.is_meta:
+        return
     if op == "max":
         x.copy_(torch.maximum(x, torch.zeros_like(x)))
     elif op == "min":
