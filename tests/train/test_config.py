@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshwise.plan import Plan, PlanError
-from meshwise.train.config import from_toml, read_job, to_toml
+from meshwise.train.config import read_job, to_toml
 from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, SampleJob, TrainJob
 
 
@@ -68,7 +68,7 @@ def test_a_plan_is_a_line_or_a_table(plan: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words, message",
     [
         (["--train.stepz", "3"], "unknown key train.stepz; did you mean train.steps?"),
         (["--train.lr=3"], "unknown key train.lr; did you mean optimizer.lr?"),
@@ -99,7 +99,7 @@ def test_a_wrong_flag_gets_one_message_that_says_what_to_change(words: list[str]
 def test_every_wrong_key_of_a_file_is_named_with_the_file(tmp_path: Path) -> None:
     path = write(
         tmp_path,
-        'plan = "dp=2 zro=1"\nsedd = 1\n[trian]\nsteps = 3\n[train]\nsteps = "ten"\nbatch = 0\n[model.arguments]\nx = 1\n',
+        'plan = "dp=2 zro=1"\nsedd = 1\n[trian]\nsteps = 3\n[train]\nsteps = "ten"\nbatch = 0\n',
     )
 
     with pytest.raises(JobError) as error:
@@ -141,7 +141,7 @@ def test_help_shows_the_values_of_the_file(tmp_path: Path, capsys: pytest.Captur
     assert "4321" in capsys.readouterr().out
 
 
-def sections() -> list[type]:
+def sections() -> list[Any]:
     hints = typing.get_type_hints(Job)
     return [Job, *(hint for hint in hints.values() if dataclasses.is_dataclass(hint) and hint is not Plan)]
 

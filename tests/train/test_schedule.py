@@ -19,7 +19,7 @@ def drawn(steps: int, **schedule: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "expected"),
+    "schedule, expected",
     [
         ({"shape": "constant"}, "10 10 10 10 10 10 10 10 10 10 10"),
         ({"shape": "constant", "warmup": 4}, "2.5 5 7.5 10 10 10 10 10 10 10 10"),

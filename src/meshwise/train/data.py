@@ -100,7 +100,7 @@ def length(dataset: Dataset[Any]) -> int:
 
 
 def read(
-    dataset: Dataset[Any], numbers: range, *, share: Share, order: Order | None = None, workers: int = 0
+    dataset: Dataset[Any], *, numbers: range, share: Share, order: Order | None = None, workers: int = 0
 ) -> Iterator[Any]:
     """This rank's rows of one global batch after the other, collated by torch.
 
@@ -168,7 +168,7 @@ def _load_text(job: DataJob) -> Data:
 
 def _load_dataset(job: DataJob) -> Data:
     assert job.dataset is not None
-    made = bind(locate(job.dataset, key="data.dataset"), job.arguments, key="data.arguments")()
+    made = bind(locate(job.dataset, key="data.dataset"), arguments=job.arguments, key="data.arguments")()
     train, validation = made if isinstance(made, tuple) else (made, None)
     for part in (train, *([] if validation is None else [validation])):
         if not isinstance(part, Dataset) or isinstance(part, IterableDataset):

@@ -17,7 +17,7 @@ import torch
 
 from meshwise.trainer import Trainer
 
-_TYPES = {
+_TYPES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",

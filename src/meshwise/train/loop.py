@@ -165,7 +165,7 @@ class _Run:
         self._emit(Validation(step, result.loss, result.tokens))
 
     def _read(self, dataset: Dataset[Any], numbers: range, order: Order) -> Iterator[Any]:
-        rows = read(dataset, numbers, share=self._trainer.share, order=order, workers=self._job.data.workers)
+        rows = read(dataset, numbers=numbers, share=self._trainer.share, order=order, workers=self._job.data.workers)
         if self._job.train.dtype is None:
             return rows
         dtype = getattr(torch, self._job.train.dtype)

@@ -34,7 +34,7 @@ def model_function(job: Job) -> Callable[[], nn.Module]:
     elif job.model.name == "mlp":
         build = partial(MLP, _configure(job, MLPConfig()))
     elif ":" in job.model.name:
-        build = bind(locate(job.model.name, key="model.name"), job.model.arguments, key="model.arguments")
+        build = bind(locate(job.model.name, key="model.name"), arguments=job.model.arguments, key="model.arguments")
     else:
         raise JobError(f"model.name = {job.model.name!r} is neither 'gpt', 'mlp' nor a 'module:function' of your own")
     return build if job.train.dtype is None else partial(_build_as, build, getattr(torch, job.train.dtype))
@@ -61,7 +61,7 @@ def optimizer(job: OptimizerJob) -> tuple[type[torch.optim.Optimizer], dict[str,
     given = {"weight_decay": job.weight_decay, "betas": job.betas}
     arguments = {"lr": job.lr, **{key: value for key, value in given.items() if value is not None}, **job.arguments}
     kind = kinds[job.name]
-    bind(partial(kind, []), arguments, key="optimizer")
+    bind(partial(kind, []), arguments=arguments, key="optimizer")
     try:
         kind([nn.Parameter(torch.zeros(1, 1))], **arguments)
     except (TypeError, ValueError) as error:
@@ -94,7 +94,7 @@ def locate(name: str, *, key: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def bind(function: Callable[..., Any], arguments: Mapping[str, Any], *, key: str) -> Callable[[], Any]:
+def bind(function: Callable[..., Any], *, arguments: Mapping[str, Any], key: str) -> Callable[[], Any]:
     """The call of `function` with these arguments. Raises JobError when it does not take them."""
     signature = inspect.signature(function)
     unknown = [name for name in arguments if name not in signature.parameters]

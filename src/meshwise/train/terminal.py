@@ -115,7 +115,7 @@ def _indented(picture: str) -> list[str]:
 
 
 def _memory(memory: Mapping[str, int]) -> str:
-    return ", ".join(f"{kind.replace('_', ' ')} {_bytes(size)}" for kind, size in memory.items())
+    return ", ".join(f"{kind.replace('_', ' ')} {_bytes(size)}" for kind, size in memory.items() if size)
 
 
 def _bytes(size: float) -> str:

@@ -26,7 +26,7 @@ from meshwise.train.job import JobError
 STDLIB = "python-stdlib"
 START = 0
 """The token before every file."""
-_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
 def token_file(names: Sequence[str], *, cache: Path) -> Path:
@@ -39,7 +39,7 @@ def token_file(names: Sequence[str], *, cache: Path) -> Path:
         files = [path for name in names for path in _files(name)]
         stats = [(path, path.stat()) for path in files]
         if not any(stat.st_size for _, stat in stats):
-            raise JobError(f"data.files = {list(names)}: {len(files)} files, all of them empty")
+            raise JobError(f"data.files = {list(names)}: no file of {len(files)} has any text in it")
         inputs = "\n".join(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats)
         target = cache / f"bytes-{hashlib.sha256(inputs.encode()).hexdigest()[:32]}.bin"
         if not target.exists():

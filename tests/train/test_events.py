@@ -1,0 +1,167 @@
+"""Where events go: lines, a live terminal, JSON, TensorBoard."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from meshwise.train.events import End, Event, Events, NonFinite, Sample, Start, Step, Validation, record
+from meshwise.train.job import JobError
+from meshwise.train.records import JsonLines, TensorBoard
+from meshwise.train.terminal import LiveTerminal, PlainTerminal, terminal
+
+
+def step(number: int, *, skipped: bool = False) -> Step:
+    return Step(
+        step=number,
+        steps=4,
+        loss=2.5 / number,
+        grad_norm=1.25,
+        lr=3e-4,
+        tokens=4096,
+        rate=12_345.0,
+        memory=3 * 2**20,
+        eta=75.0,
+        skipped=skipped,
+    )
+
+
+RUN: list[Event] = [
+    Start(
+        "dp=2 zero=1",
+        "dp | 0 1\nrank | 0 1",
+        "CPU",
+        1234,
+        "12 MB",
+        4,
+        8,
+        {"parameters": 2048, "optimizer": 0},
+        "runs/a",
+    ),
+    step(1),
+    step(2, skipped=True),
+    NonFinite(2, "the loss is nan; rank 1: head.weight"),
+    step(3),
+    Validation(3, 1.5, 512),
+    step(4),
+    Sample(4, "def ", "f(x):\n    return [bold]x[/bold]"),
+    End(
+        4, 65.2, 0.625, {"job": "runs/a/job.toml", "metrics": "runs/a/metrics.jsonl"}, "meshwise verify runs/a/job.toml"
+    ),
+]
+
+PLAIN = """\
+plan     dp=2 zero=1   (on CPU)
+         dp | 0 1
+         rank | 0 1
+model    1,234 parameters; on rank 0: parameters 2 KiB
+data     12 MB
+run      4 steps of 8 samples, into runs/a
+step 1/4  loss 2.5000  grad 1.250  lr 3.00e-04  12.3k tok/s  3 MiB  ETA 1:15
+step 2/4  loss 1.2500  grad 1.250  lr 3.00e-04  12.3k tok/s  3 MiB  ETA 1:15  SKIPPED
+NOT FINITE at step 2: the loss is nan; rank 1: head.weight
+validation after step 3: loss 1.5000 over 512 tokens
+step 4/4  loss 0.6250  grad 1.250  lr 3.00e-04  12.3k tok/s  3 MiB  ETA 1:15
+the model writes:
+  | def f(x):
+  |     return [bold]x[/bold]
+done: 4 steps in 1:05, loss 0.6250
+  job          runs/a/job.toml
+  metrics      runs/a/metrics.jsonl
+next: meshwise verify runs/a/job.toml
+"""
+
+
+def test_away_from_a_terminal_every_event_is_a_plain_line() -> None:
+    out = io.StringIO()
+    sink = terminal(Console(file=out, width=40), every=2)
+    with Events([sink]) as events:
+        for event in RUN:
+            events.emit(event)
+
+    assert isinstance(sink, PlainTerminal)
+    assert out.getvalue() == PLAIN
+
+
+def test_on_a_terminal_the_steps_are_one_line_that_is_redrawn() -> None:
+    out = io.StringIO()
+    sink = terminal(Console(file=out, width=140, force_terminal=True, color_system=None), every=2)
+    with Events([sink]) as events:
+        for event in RUN:
+            events.emit(event)
+
+    assert isinstance(sink, LiveTerminal)
+    shown = out.getvalue()
+    assert "step 4/4" in shown
+    assert "loss 0.6250  grad 1.250  lr 3.00e-04  12.3k tok/s  3 MiB  ETA 1:15" in shown
+    assert "NOT FINITE at step 2: the loss is nan; rank 1: head.weight" in shown
+    assert "return [bold]x[/bold]" in shown
+    assert "next: meshwise verify runs/a/job.toml" in shown
+    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") > 0, "the cursor is shown again"
+
+
+def test_every_event_is_a_line_of_json_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonLines(path)
+    for number, event in enumerate(RUN, start=1):
+        sink.write(event)
+        assert len(path.read_text().splitlines()) == number, "what was written survives a kill"
+    sink.close()
+
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines == [record(event) for event in RUN]
+    assert [line["event"] for line in lines] == (
+        ["start", "step", "step", "nonfinite", "step", "validation", "step", "sample", "end"]
+    )
+
+
+def test_json_says_what_is_not_finite_in_words(tmp_path: Path) -> None:
+    sink = JsonLines(tmp_path / "metrics.jsonl")
+    sink.write(Validation(1, float("nan"), 0))
+    sink.close()
+
+    assert json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)["loss"] == "nan"
+
+
+def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="the extra `tensorboard` is not installed"
+    )
+    sink = TensorBoard(tmp_path)
+    for event in RUN:
+        sink.write(event)
+    sink.close()
+
+    read = accumulator.EventAccumulator(str(tmp_path))
+    read.Reload()
+    assert [(point.step, point.value) for point in read.Scalars("train/grad_norm")] == [(n, 1.25) for n in (1, 2, 3, 4)]
+    assert [(point.step, point.value) for point in read.Scalars("validation/loss")] == [(3, 1.5)]
+
+
+def test_tensorboard_that_is_not_installed_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+
+    with pytest.raises(JobError, match=r"pip install 'meshwise\[tensorboard\]'"):
+        TensorBoard(tmp_path)
+
+
+def test_the_sinks_are_closed_when_the_run_fails() -> None:
+    class Closing:
+        closed = False
+
+        def write(self, event: Event) -> None:
+            raise RuntimeError(f"no room for {event}")
+
+        def close(self) -> None:
+            self.closed = True
+
+    sink = Closing()
+    with pytest.raises(RuntimeError, match="no room"), Events([sink]) as events:
+        events.emit(step(1))
+
+    assert sink.closed

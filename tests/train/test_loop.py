@@ -1,0 +1,216 @@
+"""A whole run of a small job: the same numbers under every plan, and what it leaves behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors import safe_open
+from torch import Tensor
+
+from meshwise.comm.thread_world import run_threads
+from meshwise.comm.world import World
+from meshwise.nonfinite import NonFiniteError
+from meshwise.plan import Plan, PlanError
+from meshwise.reference import GPT, GPTConfig
+from meshwise.train.config import from_toml
+from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, SampleJob, ScheduleJob, TrainJob
+from meshwise.train.loop import Summary, train
+from meshwise.train.order import Order
+
+SHAPE = {"layers": 1, "width": 16, "heads": 2, "tied": True}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """A run of a few seconds over a short text."""
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    return Job(
+        model=ModelJob("gpt", SHAPE),
+        data=DataJob(files=(str(text),), context=16, validation=0.2, cache=str(tmp_path / "cache")),
+        optimizer=OptimizerJob(lr=1e-2),
+        schedule=ScheduleJob("linear", warmup=2, floor=0.0),
+        train=TrainJob(steps=6, batch=5, clip_norm=1.0, dtype="float64", output=str(tmp_path / "run")),
+        sample=SampleJob(length=4),
+        plan=Plan(dp=None),
+    )
+
+
+def change(job: Job, section: str, **changes: Any) -> Job:
+    return dataclasses.replace(job, **{section: dataclasses.replace(getattr(job, section), **changes)})
+
+
+def run(job: Job, *, ranks: int) -> tuple[Summary, str]:
+    """What rank 0 returned, and what it said."""
+    out = io.StringIO()
+
+    def main(world: World) -> Summary:
+        return train(world, job=job, console=Console(file=out, width=200))
+
+    return run_threads(ranks, main)[0], out.getvalue()
+
+
+def events(summary: Summary, kind: str) -> list[Mapping[str, Any]]:
+    assert summary.folder is not None
+    lines = (Path(summary.folder) / "metrics.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def parameters(summary: Summary) -> dict[str, Tensor]:
+    assert summary.folder is not None
+    with safe_open(f"{summary.folder}/parameters.safetensors", framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+
+
+@pytest.mark.parametrize(
+    "plan, ranks", [("dp=2", 2), ("dp=3 zero=1", 3), ("dp=2 zero=2 microbatches=2", 2), ("dp=3 zero=3", 3)]
+)
+def test_every_plan_is_the_same_run(plan: str, ranks: int, job: Job) -> None:
+    alone, _ = run(dataclasses.replace(job, plan=Plan(dp=1)), ranks=1)
+    split, _ = run(dataclasses.replace(job, plan=Plan.parse(plan)), ranks=ranks)
+
+    numbers = ("loss", "grad_norm", "lr", "tokens")
+    for one, other in zip(events(alone, "step"), events(split, "step"), strict=True):
+        assert [other[key] for key in numbers] == pytest.approx([one[key] for key in numbers], rel=1e-9)
+    assert split.validation == pytest.approx(alone.validation, rel=1e-9)
+    assert [event["text"] for event in events(split, "sample")] == [event["text"] for event in events(alone, "sample")]
+    for name, value in parameters(alone).items():
+        torch.testing.assert_close(parameters(split)[name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_a_run_leaves_its_job_its_metrics_and_its_parameters(job: Job) -> None:
+    summary, said = run(job, ranks=2)
+
+    assert summary.folder is not None
+    folder = Path(summary.folder)
+    assert {path.name for path in folder.iterdir()} == {"job.toml", "metrics.jsonl", "parameters.safetensors"}
+    assert [event["step"] for event in events(summary, "step")] == [1, 2, 3, 4, 5, 6]
+    assert [event["tokens"] for event in events(summary, "step")] == [5 * 16] * 6
+    assert [event["lr"] for event in events(summary, "step")] == pytest.approx(
+        [0.005, 0.01, 0.01, 0.02 / 3, 0.01 / 3, 0]
+    )
+    assert "plan     dp=2" in said
+    assert "validation after step 6" in said
+    assert f"next: meshwise verify {folder}/job.toml" in said
+
+    model = GPT(GPTConfig(context=16, **SHAPE)).double()  # type: ignore[arg-type]
+    missing = model.load_state_dict(parameters(summary), strict=False)
+    assert missing == (["head.weight"], []), "the head is tied to the embedding, and written once"
+
+
+def test_the_written_job_runs_again_to_the_same_numbers(job: Job, monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    relative = change(change(job, "data", files=("text.txt",), cache="cache"), "train", output="run")
+    first, _ = run(relative, ranks=2)
+    monkeypatch.chdir("/")
+    second, _ = run(from_toml(Path(str(first.folder)) / "job.toml", kind=Job), ranks=2)
+
+    assert second.folder == f"{tmp_path}/run-2", "a folder that is there is left alone"
+    assert events(second, "step")[-1]["loss"] == events(first, "step")[-1]["loss"]
+
+
+def test_the_loss_falls(job: Job) -> None:
+    job = change(change(job, "train", steps=40, batch=16, validate_every=10), "optimizer", lr=3e-2)
+
+    summary, _ = run(job, ranks=1)
+
+    losses = [event["loss"] for event in events(summary, "validation")]
+    assert [event["step"] for event in events(summary, "validation")] == [10, 20, 30, 40]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 2.5 < math.log(256) < 1.1 * events(summary, "step")[0]["loss"]
+
+
+def test_validation_is_exact_when_batches_do_not_divide(job: Job) -> None:
+    tokens = {
+        (batch, ranks): events(run(change(job, "train", batch=batch, steps=1), ranks=ranks)[0], "validation")[0][
+            "tokens"
+        ]
+        for batch, ranks in [(5, 1), (5, 2), (7, 3)]
+    }
+
+    windows = (int(1801 * 0.2) - 1) // 16
+    assert set(tokens.values()) == {windows * 16}, "every sample once, none twice"
+
+
+OWN = """
+import math
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def model():
+    return nn.Linear(1, 1)
+
+def data(bad):
+    x = torch.arange(48.0).unsqueeze(1)
+    x[bad] = math.nan
+    return TensorDataset(x, 2 * x)
+"""
+
+
+def of_numbers(folder: Path, job: Job, *, policy: str) -> Job:
+    """A job of 6 batches of 8 samples, one of which in the third batch is not finite."""
+    path = folder / f"{folder.name}.py"
+    path.write_text(OWN)
+    bad = Order(48, seed=0).indices(20, stop=21)
+    return dataclasses.replace(
+        job,
+        model=ModelJob(f"{path}:model"),
+        data=DataJob(dataset=f"{path}:data", arguments={"bad": bad}, validation=0.0),
+        loss="mse",
+        train=dataclasses.replace(job.train, batch=8, nonfinite=policy),
+        sample=SampleJob(),
+    )
+
+
+def test_a_skipped_step_is_said_loudly_and_does_not_move_the_learning_rate(job: Job, tmp_path: Path) -> None:
+    summary, said = run(of_numbers(tmp_path, job, policy="skip:1"), ranks=2)
+
+    steps = events(summary, "step")
+    assert [event["skipped"] for event in steps] == [False, False, True, False, False, False]
+    assert steps[2]["lr"] == steps[3]["lr"] > steps[4]["lr"]
+    assert "NOT FINITE at step 3" in said
+    problem = events(summary, "nonfinite")[0]["problem"]
+    assert "rank 1: " in problem, "number 20 is the fifth row of its batch, and ranks 0 and 1 have four each"
+    assert "weight" in problem
+
+
+def test_by_default_a_gradient_that_is_not_finite_ends_the_run(job: Job, tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError, match=r"rank 1: .*weight"):
+        run(of_numbers(tmp_path, job, policy="raise"), ranks=2)
+
+    lines = (Path(job.train.output) / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["event"] for line in lines] == ["start", "step", "step", "nonfinite"]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"batch": 2}, "train.batch = 2 samples cannot be shared by the 3 replicas of 'dp=3'; use train.batch = 3"),
+        ({"output": "/dev/null/run"}, "train.output = '/dev/null/run': "),
+    ],
+)
+def test_a_job_that_does_not_fit_is_refused(changes: dict[str, Any], message: str, job: Job) -> None:
+    with pytest.raises(JobError, match=message):
+        run(change(job, "train", **changes), ranks=3)
+
+
+def test_a_plan_for_another_world_is_refused(job: Job) -> None:
+    with pytest.raises(PlanError, match="needs 4 ranks, but the world has 3"):
+        run(dataclasses.replace(job, plan=Plan(dp=4)), ranks=3)
+
+
+def test_only_a_model_of_text_writes_a_sample(job: Job, tmp_path: Path) -> None:
+    numbers = dataclasses.replace(of_numbers(tmp_path, job, policy="raise"), sample=SampleJob(length=3))
+
+    with pytest.raises(JobError, match=r"sample.length = 3: only a model of text"):
+        run(numbers, ranks=1)
