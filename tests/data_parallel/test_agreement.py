@@ -13,20 +13,19 @@ with the batches of every run as uneven as they come:
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from meshwise.comm.world import World
 from meshwise.parallelize import Options, parallelize
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.reference.loss import IGNORED
-from meshwise.testing import Processes, agree, alone, outcome, run
+from meshwise.testing import agree, alone, outcome, run
 
 BOUND = 1e-9
 VOCABULARY, CONTEXT = 16, 4

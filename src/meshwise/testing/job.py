@@ -68,7 +68,12 @@ class Answer:
         try:
             return cls(result=pickle.dumps(call()))
         except Exception as error:  # noqa: BLE001 - whatever a job raises is its answer
-            return cls(error=_pickled(error), traceback="".join(format_exception(error)))
+            return cls.of(error)
+
+    @classmethod
+    def of(cls, error: Exception) -> Answer:
+        """What there is to tell of an error."""
+        return cls(error=_pickled(error), traceback="".join(format_exception(error)))
 
     def exception(self) -> Exception:
         """The error of a failed job, in the type it was raised with whenever that type can travel."""

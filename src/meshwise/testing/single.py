@@ -58,15 +58,24 @@ class Single:
         Raises ValueError when `loss` does not return (sum, count), or counts nothing.
         """
         self.model.zero_grad()
-        total, count = call_loss(self.model, batch, forward=self._options.forward or default_forward, loss=self._loss)
-        counted = float(count)
-        if not counted:
-            raise ValueError("the loss counted nothing in this batch: it returned a count of 0")
+        total, counted = self._run(batch)
         (total / counted).backward()
         for name, parameter in self._trained.items():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             self._updated[name].grad = gradient.to(self._updated[name].dtype)
         return float(total.detach()) / counted, counted
+
+    def evaluate(self, batch: Any) -> float:
+        """The loss of a global batch, without training. Raises as `backward` does."""
+        with torch.no_grad():
+            total, counted = self._run(batch)
+        return float(total) / counted
+
+    def _run(self, batch: Any) -> tuple[Tensor, float]:
+        total, count = call_loss(self.model, batch, forward=self._options.forward or default_forward, loss=self._loss)
+        if not float(count):
+            raise ValueError("the loss counted nothing in this batch: it returned a count of 0")
+        return total, float(count)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """(name, gradient) of the trained parameters: before `update` as computed, after it clipped."""

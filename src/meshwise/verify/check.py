@@ -1,0 +1,86 @@
+"""`verify`: whether the split model is the same model.
+
+Every way of splitting a model can go wrong by a factor, a rank or a micro-batch, and still train: the loss falls, only
+less well. So before a run that costs something, a few steps of the user's own model, loss and batches are taken under
+the plan and on one process, and compared figure by figure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwise.comm.launch import connect
+from meshwise.comm.thread_world import run_threads
+from meshwise.comm.world import World
+from meshwise.model.forward import Loss
+from meshwise.parallelize import parallelize
+from meshwise.plan import Plan
+from meshwise.verify.compare import Comparison, Oracle, on_first
+from meshwise.verify.precision import Judge, Trial
+from meshwise.verify.report import Report
+from meshwise.verify.subject import Subject
+
+
+def verify(
+    model: nn.Module | Callable[[], nn.Module],
+    loss: Loss,
+    batches: Iterable[Any],
+    plan: Plan | str,
+    *,
+    world: World | None = None,
+    dtype: torch.dtype | None = torch.float64,
+    **training: Any,
+) -> Report:
+    """Train a model for a few steps under a plan and on one process, and compare everything.
+
+    `model`, `loss`, `plan` and `training` (the optimizer, its arguments, the options) are those of `parallelize`;
+    `batches` are global batches, the same on every rank, one for each step. Model and batches are converted to `dtype`
+    (None: they stay as they are). Every rank of `world` calls it and gets the report. Without a world it is
+    `connect()`'s; when that has one rank and the plan needs more, they are threads of this process.
+
+    A model that draws random numbers while it trains, as dropout does, draws others under every plan; it is compared in
+    eval mode, and the report says so.
+
+    Raises PlanError when the plan does not fit the world; ValueError when there is no batch, when the loss does not
+    return (sum, count), and when one batch gives two different losses; and whatever model and loss raise.
+    """
+    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    subject = Subject(model, loss, list(batches), dtype, training)
+    if not subject.batches:
+        raise ValueError("batches is empty; give one global batch for each step to compare")
+    world = world or connect()
+    needed = 1 if plan.dp is None else plan.mesh().size
+    if world.size == 1 < needed:
+        return run_threads(needed, _verify, args=(subject, plan), timeout=None)[0]
+    return _verify(world, subject, plan)
+
+
+def _verify(world: World, subject: Subject, plan: Plan) -> Report:
+    trial: Trial = world.exchange(on_first(world, call=subject.try_out))[0]
+    subject = dataclasses.replace(subject, evaluating=trial.random)
+    judge = Judge(trial.precision)
+    outputs = subject.listener()
+    trainer = parallelize(subject.prepared(), plan, world=world, **subject.arguments(outputs))
+    outputs.listen(trainer.model)
+    oracle = on_first(world, call=lambda: Oracle(subject, judge=judge))
+    comparison = Comparison(trainer, outputs=outputs, judge=judge, oracle=oracle)
+    comparison.start()
+    for number, batch in enumerate(subject.converted(), start=1):
+        comparison.step(number, batch=batch)
+    trainer.close()
+    many = "s" * (len(subject.batches) > 1)
+    report = Report(
+        plan=str(trainer.plan),
+        setting=f"{world.size} x {world.device.type}, {len(subject.batches)} step{many}, {judge}",
+        notes=tuple(subject.notes(trial)),
+        steps=tuple(comparison.steps),
+        parameters=tuple(comparison.parameters()),
+        first=comparison.first,
+    )
+    shared: Report = world.exchange(report if world.rank == 0 else None)[0]
+    return shared

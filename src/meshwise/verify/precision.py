@@ -1,0 +1,132 @@
+"""How far apart two runs of the same model may come: 1e-9 in float64, and otherwise what rounding explains.
+
+In a narrower precision no constant will do: how much a rounding error grows depends on the model, and an optimizer that
+divides by the size of the gradient, as Adam does, turns the noise of a vanishing gradient into a whole step. So the
+growth is measured. A second process trains the same model from parameters each moved by one unit in the last place;
+backward error analysis (Higham, Accuracy and Stability of Numerical Algorithms, ch. 1) says that reordered sums are
+exact results for such neighbours. Where the two part, rounding explains it, and the plan may differ as much:
+
+    bound = max(64 eps, 16 · the difference of the two)        eps of the narrowest dtype that the forward computes in
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwise.testing.difference import difference, floor
+from meshwise.testing.single import Single, whole
+from meshwise.tree import tensors
+
+EXACT = 1e-9
+_ROUNDINGS, _MARGIN = 64, 16
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a forward pass on one process showed before anything was compared.
+
+    precision   the narrowest floating dtype that it computed in, and `where`, the operation that first gave it
+    random      whether the same batch gave two losses
+    """
+
+    precision: torch.dtype
+    where: str
+    random: bool
+
+
+def try_out(single: Single, *, batch: Any) -> Trial:
+    """Run a batch forward twice; the buffers are put back. Raises what the model and the loss raise."""
+    kept = {name: buffer.detach().clone() for name, buffer in single.model.named_buffers()}
+    with _Narrowest() as seen:
+        first = single.evaluate(batch)
+    second = single.evaluate(batch)
+    for name, buffer in single.model.named_buffers():
+        buffer.data.copy_(kept[name])
+    eps = torch.finfo(seen.dtype).eps
+    return Trial(seen.dtype, seen.where, abs(first - second) > _ROUNDINGS * eps * abs(first))
+
+
+class _Narrowest(TorchDispatchMode):
+    """Sees every operation below autograd, and keeps the narrowest floating dtype among the results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtype = torch.float64
+        self.where = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors(result):
+            if tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > torch.finfo(self.dtype).eps:
+                self.dtype, self.where = tensor.dtype, str(func)
+        return result
+
+
+def neighbour(model: nn.Module | Callable[[], nn.Module], *, seed: int, precision: torch.dtype) -> nn.Module:
+    """The whole model with every floating parameter moved by one unit in the last place, up or down by seed."""
+    module = whole(model, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            sign = torch.randint(0, 2, parameter.shape, generator=generator).mul_(2).sub_(1)
+            parameter.mul_(1 + torch.finfo(precision).eps * sign.to(parameter.dtype))
+    return module
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured relative difference, and the largest that is allowed; which step it is from, counted from 1."""
+
+    difference: float
+    bound: float
+    step: int
+
+    @property
+    def over(self) -> bool:
+        """Whether it is more than is allowed."""
+        return self.difference > self.bound
+
+    @property
+    def excess(self) -> float:
+        """The difference as a multiple of what is allowed."""
+        return self.difference / self.bound if self.bound else math.inf if self.difference else 0.0
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Measures differences and says what is allowed, in a precision."""
+
+    precision: torch.dtype
+
+    @property
+    def exact(self) -> bool:
+        """Whether the bound is a constant; otherwise a neighbour is needed, to measure it by."""
+        return self.precision == torch.float64
+
+    def floor(self, largest: float) -> float:
+        """What is too small to be told from rounding beside a tensor whose largest element is `largest`."""
+        return floor(largest, bound=EXACT, dtype=self.precision) if self.exact else 0.0
+
+    def measure(
+        self, value: Tensor, *, expected: Tensor, neighbours: Sequence[Tensor], least: float, step: int
+    ) -> Figure:
+        """The relative difference of `value`; its bound is by the largest of those of the neighbours, if any."""
+        found = difference(value, expected, floor=least).relative
+        if self.exact:
+            return Figure(found, EXACT, step)
+        spread = max(difference(neighbour, expected, floor=least).relative for neighbour in neighbours)
+        return Figure(found, max(_ROUNDINGS * torch.finfo(self.precision).eps, _MARGIN * spread), step)
+
+    def __str__(self) -> str:
+        if self.exact:
+            return f"bound {EXACT:g}"
+        eps = torch.finfo(self.precision).eps
+        name = str(self.precision).removeprefix("torch.")
+        return f"bound max({_ROUNDINGS} eps, {_MARGIN} x what one eps in the parameters does), eps {eps:.1e} of {name}"

@@ -1,0 +1,95 @@
+"""What is verified: the user's model, loss and batches, made fit to be compared."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwise.model.forward import Loss, default_forward
+from meshwise.parallelize import Options
+from meshwise.testing.single import Single
+from meshwise.tree import map_tensors
+from meshwise.verify.outputs import Outputs
+from meshwise.verify.precision import Trial, try_out
+
+Model = nn.Module | Callable[[], nn.Module]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and its training, as `verify` got them.
+
+    dtype        what model and batches are converted to; None leaves them as they are
+    evaluating   whether the model is compared in eval mode
+    training     keywords of `parallelize`: the optimizer, its arguments, the options
+    """
+
+    model: Model
+    loss: Loss
+    batches: Sequence[Any]
+    dtype: torch.dtype | None
+    training: Mapping[str, Any]
+    evaluating: bool = False
+
+    @property
+    def options(self) -> Options:
+        """The options of the training; a step that is not finite is an error, never skipped."""
+        return dataclasses.replace(self.training.get("options") or Options(), nonfinite="raise")
+
+    def prepared(self) -> Model:
+        """The model in the dtype and mode to compare in; a module is copied, since training would change it."""
+
+        def build() -> nn.Module:
+            module = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self.model()
+            if self.evaluating:
+                module.eval()
+            return module if self.dtype is None else module.to(self.dtype)
+
+        return build() if isinstance(self.model, nn.Module) else build
+
+    def converted(self) -> Iterator[Any]:
+        """The batches, their floating tensors in the dtype to compare in."""
+        dtype = self.dtype
+        for batch in self.batches:
+            yield map_tensors(lambda x: x.to(dtype) if dtype and x.is_floating_point() else x, batch)
+
+    def arguments(self, outputs: Outputs) -> dict[str, Any]:
+        """The keywords of `parallelize` and of `Single`, with a forward that `outputs` listens to."""
+        options = dataclasses.replace(self.options, forward=outputs.forward)
+        return {**self.training, "loss": self.loss, "options": options}
+
+    def listener(self) -> Outputs:
+        """An `Outputs` for this model's forward."""
+        return Outputs(self.options.forward or default_forward)
+
+    def try_out(self) -> Trial:
+        """Run the first batch forward on one process. Raises ValueError when it gives two losses in eval mode too, and
+        what the model and the loss raise.
+        """
+        single = Single(self.prepared(), **self.arguments(self.listener()))
+        trial = try_out(single, batch=next(self.converted()))
+        if not trial.random:
+            return trial
+        if self.evaluating:
+            raise ValueError(
+                "the same batch gives two different losses, in eval mode too; to be compared, forward and loss have to "
+                "be functions of the parameters and the batch: take random numbers out, or seed them from the batch"
+            )
+        return dataclasses.replace(dataclasses.replace(self, evaluating=True).try_out(), random=True)
+
+    def notes(self, trial: Trial) -> Iterator[str]:
+        """What a reader of the report has to know about the comparison."""
+        if self.evaluating:
+            yield (
+                "note: the model draws random numbers while it trains (dropout?), and today every rank draws its own, "
+                "so that plans differ in them; it was compared in eval mode, without them"
+            )
+        if self.dtype is not None and trial.precision != self.dtype:
+            name = str(trial.precision).removeprefix("torch.")
+            yield f"note: the forward computes in {name} (first in {trial.where}), which sets the bound"

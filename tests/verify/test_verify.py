@@ -1,0 +1,198 @@
+"""A sound plan passes, and the report says so; what cannot be compared is refused in words."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwise.comm.world import World
+from meshwise.parallelize import Options
+from meshwise.plan import PlanError
+from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig, next_token_loss
+from meshwise.testing import Processes, run
+from meshwise.verify import Report, verify
+
+TRAINING: dict[str, Any] = {"lr": 1e-2, "options": Options(clip_norm=0.5)}
+
+
+def gpt(**changes: Any) -> GPT:
+    shape: dict[str, Any] = {"vocabulary": 16, "context": 4, "layers": 2, "heads": 2, "width": 8, "mlp_ratio": 2}
+    return GPT(GPTConfig(**shape | changes))
+
+
+def tokens(*sizes: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    drawn = [torch.randint(16, (size, 5), generator=generator) for size in sizes]
+    return [(text[:, :-1], text[:, 1:]) for text in drawn]
+
+
+def squares(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
+    return output.square().sum(), len(batch)
+
+
+def check(model: Any = gpt, plan: str = "dp=2 zero=1", **changes: Any) -> Report:
+    return verify(model, next_token_loss, tokens(5, 3), plan, **TRAINING | changes)
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2", "dp=3 zero=1 microbatches=2", "dp=2 zero=2", "dp=4 zero=3"])
+def test_a_sound_plan_is_the_same_model(plan: str) -> None:
+    report = check(plan=plan)
+    assert report.ok, str(report)
+    assert report.first is None
+    assert len(report.steps) == 2
+    assert "is the same model as one process" in str(report)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_a_narrower_dtype_a_sound_plan_stays_within_what_rounding_explains(dtype: torch.dtype) -> None:
+    report = check(plan="dp=4 zero=2", dtype=dtype)
+    assert report.ok, str(report)
+    assert max(line.value.difference for line in report.parameters) > 1e-9
+    assert str(dtype).removeprefix("torch.") in report.setting
+
+
+def test_the_report_has_a_line_for_every_step_and_parameter() -> None:
+    report = check(lambda: gpt(tied=True, bias=True))
+    names = [name for name, _ in gpt(tied=True, bias=True).named_parameters()]
+    assert sorted(line.name for line in report.parameters) == sorted(names)
+    assert [step.loss_apart.step for step in report.steps] == [1, 2]
+    assert all(f"\n{name} " in str(report) for name in names)
+
+
+def test_a_module_is_compared_as_it_is_and_left_as_it_was() -> None:
+    model = gpt()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert verify(model, next_token_loss, tokens(3), "dp=2 zero=3", **TRAINING).ok
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.training
+    assert next(model.parameters()).dtype == torch.float32
+
+
+def test_frozen_parameters_are_compared_by_value() -> None:
+    def build() -> GPT:
+        model = gpt()
+        model.get_submodule("positions").requires_grad_(False)
+        return model
+
+    report = check(build)
+    assert report.ok
+    assert {line.name for line in report.parameters if line.gradient is None} == {"positions.weight"}
+
+
+def test_other_optimizers_and_options_are_those_of_parallelize() -> None:
+    def decay(name: str, parameter: Tensor) -> dict[str, float]:
+        return {"weight_decay": 0.3 if "head" in name else 0.0}
+
+    options = Options(parameter_options=decay)
+    assert verify(gpt, next_token_loss, tokens(5), "dp=2", optimizer=torch.optim.SGD, lr=0.1, options=options).ok
+
+
+def test_dropout_is_compared_in_eval_mode_and_the_report_says_so() -> None:
+    report = check(lambda: gpt(dropout=0.5))
+    assert report.ok
+    assert "dropout" in report.notes[0]
+    assert "compared in eval mode" in str(report)
+    assert check().notes == ()
+
+
+def test_a_cast_to_float32_inside_the_model_sets_the_bound_and_the_report_says_so() -> None:
+    class Narrow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.layer(x).float().double()
+
+    batch = torch.randn(6, 3)
+    report = verify(Narrow, squares, [batch], "dp=3", lr=1e-2)
+    assert report.ok, str(report)
+    assert "note: the forward computes in float32" in str(report)
+    assert "float32" in report.setting
+
+
+def test_a_buffer_that_sees_only_a_ranks_own_rows_is_a_difference() -> None:
+    class Centred(nn.Module):
+        mean: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+            self.register_buffer("mean", torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Any:
+            self.mean.lerp_(x.detach().mean(0), 0.5)
+            return self.layer(x)
+
+    report = verify(Centred, squares, [torch.randn(6, 3)], "dp=3", lr=1e-2)
+    assert report.first is not None
+    assert report.first.what.startswith("the value of mean")
+
+
+def test_a_module_that_mixes_rows_is_named_though_the_gradients_of_others_differ_as_well() -> None:
+    class Mix(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x - x.mean(0)
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Mix(), nn.Linear(3, 3))
+    report = verify(model, squares, [torch.randn(6, 3)], "dp=2", lr=1e-2)
+    assert report.first is not None
+    assert (report.first.what, report.first.step, report.first.module) == ("the loss", 1, "2")
+
+
+def main_of_a_rank(world: World, plan: str) -> Report:
+    return check(plan=plan, world=world)
+
+
+@pytest.mark.processes
+def test_real_processes_all_get_the_report(processes: Processes) -> None:
+    reports = run(4, main_of_a_rank, on=processes, args=("dp=4 zero=3 microbatches=2",))
+    assert all(report.ok for report in reports)
+    assert len(set(map(str, reports))) == 1
+
+
+# ---- what cannot be compared ---------------------------------------------------------------------------------------
+
+
+def test_a_plan_that_does_not_fit_the_world_is_refused() -> None:
+    with pytest.raises(PlanError):
+        run(2, main_of_a_rank, args=("dp=3",))
+
+
+def test_no_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="batches is empty"):
+        verify(gpt, next_token_loss, [], "dp=2")
+
+
+def test_a_loss_that_returns_a_mean_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"loss returned a float64 tensor of shape \(\); it must return \(sum, count\)"
+    ):
+        verify(nn.Linear(2, 1), lambda output, _: output.mean(), [torch.randn(4, 2)], "dp=2")
+
+
+def test_a_loss_that_counts_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="counted nothing"):
+        verify(nn.Linear(2, 1), lambda output, _: (output.sum(), 0), [torch.randn(4, 2)], "dp=2")
+
+
+def test_a_loss_that_is_no_function_of_the_batch_is_refused() -> None:
+    def noisy(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
+        return (output + torch.rand(()).double()).sum(), len(batch)
+
+    with pytest.raises(ValueError, match="the same batch gives two different losses"):
+        verify(nn.Linear(2, 1), noisy, [torch.randn(4, 2)], "dp=2")
+
+
+def test_an_error_of_the_model_is_raised_as_it_is() -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        verify(nn.Linear(2, 1), squares, [torch.randn(4, 3)], "dp=2")
+
+
+def test_an_mlp_with_a_scalar_output_passes_in_many_seeds_in_float32() -> None:
+    for seed in range(5):
+        batch = torch.randn(7, 3, generator=torch.Generator().manual_seed(seed))
+        model = MLP(MLPConfig(widths=(3, 5, 1)))
+        report = verify(model, squares, [batch] * 3, "dp=2 microbatches=2", dtype=torch.float32, lr=1e-2)
+        assert report.ok, str(report)
