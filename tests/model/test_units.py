@@ -86,12 +86,13 @@ class TiedByUse(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(4, 4)
         self.body = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        self.head = nn.Linear(4, 4, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.logits(self.body(self.embedding(tokens)))
 
     def logits(self, x: Tensor) -> Tensor:
-        return x @ self.embedding.weight.T
+        return x.to(self.head.weight.dtype).view(-1, self.head.weight.size(1)) @ self.embedding.weight.T
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.body.get_parameter("0.weight"))
@@ -102,6 +103,7 @@ def test_a_childs_weight_that_the_forward_reads_itself_spans_the_forward() -> No
         (root)         .,embedding        16
         body.0         body.0             16
         body.1         body.1             16
+        head           head               16
     """)
 
 

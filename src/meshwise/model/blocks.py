@@ -19,7 +19,8 @@ the right modules; here the model's own structure says which they are:
    more entries that have parameters in their own children.
 2. A *block* is an entry of a container that has children with parameters. It is not opened, whatever it holds: the
    experts of a mixture are chosen by data, so only the block as a whole runs at a known time. (An entry that is itself
-   a container with a stack of blocks is opened: a network in stages.)
+   a container with a stack of blocks is opened: a network in stages. Stages with a forward of their own look like
+   mixtures from outside; name their blocks in `units`.)
 3. Every other module with parameters is a *piece* as a whole.
 4. Parameters that an opened module owns directly, or through children that have no forward (`ParameterList`), or that
    its forward reads from a child without calling it (`reads`), are a unit that spans that module's whole forward.

@@ -20,23 +20,26 @@ from typing import Any
 
 from torch import nn
 
+_NOT_VALUES = frozenset({"dtype", "device", "shape", "ndim", "size", "dim", "numel", "requires_grad"})
+
 
 def read_from_children(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of descendants that `module.forward` names, in the order of their names."""
-    found: dict[nn.Parameter, str] = {}
+    """The parameters of descendants whose values `module.forward` names, in the order of their names."""
+    found: dict[nn.Parameter, None] = {}
     for path in sorted(_dotted_names(type(module))):
-        *children, last = path
         owner: nn.Module | None = module
-        for child in children:
-            owner = owner._modules.get(child) if owner is not None else None
-        parameter = owner._parameters.get(last) if owner is not None else None
-        if children and parameter is not None:
-            found.setdefault(parameter, ".".join(path))
+        for depth, name in enumerate(path):
+            if owner is None:
+                break
+            parameter = owner._parameters.get(name)
+            if parameter is not None and depth > 0 and not _NOT_VALUES.intersection(path[depth + 1 : depth + 2]):
+                found[parameter] = None
+            owner = owner._modules.get(name)
     return list(found)
 
 
 def _dotted_names(kind: type[nn.Module]) -> set[tuple[str, ...]]:
-    """All names `self.a.b` in `forward` and in the methods it mentions, as ("a", "b")."""
+    """All names `self.a.b` in `forward` and in the methods it mentions, as ("a", "b"), each as long as it goes."""
     found: set[tuple[str, ...]] = set()
     seen: set[str] = set()
     waiting = ["forward"]
@@ -66,7 +69,10 @@ def _names_in(function: Any) -> Iterator[tuple[str, ...]]:
     if not isinstance(definition, ast.FunctionDef) or not definition.args.args:
         return
     itself = definition.args.args[0].arg
+    inner = {id(node.value) for node in ast.walk(definition) if isinstance(node, ast.Attribute)}
     for node in ast.walk(definition):
+        if id(node) in inner:
+            continue
         path: list[str] = []
         part: ast.AST = node
         while isinstance(part, ast.Attribute):

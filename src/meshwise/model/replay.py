@@ -32,7 +32,7 @@ from torch import Tensor
 from meshwise.tree import map_tensors, tensors
 
 CPU = torch.device("cpu")
-_CHUNK = 1 << 20
+_CHUNK = 1 << 16
 CONSTRUCTION = "(construction)"
 """The stream of random numbers that the constructor looked at before they had become part of a named tensor."""
 
