@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from meshwise.comm.journal import Journal, Position, Stamp, call_site
+from meshwise.comm.reduction import require_op
 from meshwise.mesh import Mesh
 
 Axes: TypeAlias = str | Sequence[str]
@@ -124,7 +125,7 @@ class World(abc.ABC):
 
     def broadcast(self, x: Tensor, *, axes: Axes, source: int = 0) -> Work:
         """Overwrite `x` everywhere with the source's `x`."""
-        group = self.group(axes)
+        group = _rooted(self.group(axes), source)
         if group.size == 1:
             return Work()
         stamp = self._stamp("broadcast", group, x, how=f"from {source}")
@@ -132,7 +133,8 @@ class World(abc.ABC):
 
     def reduce(self, x: Tensor, *, axes: Axes, target: int = 0, op: str = "sum") -> Work:
         """Reduce into the target's `x`; the other ranks' `x` is unspecified afterwards. op: sum, max or min."""
-        group = self.group(axes)
+        require_op(op)
+        group = _rooted(self.group(axes), target)
         if group.size == 1:
             return Work()
         stamp = self._stamp("reduce", group, x, how=f"{op} to {target}")
@@ -140,6 +142,7 @@ class World(abc.ABC):
 
     def all_reduce(self, x: Tensor, *, axes: Axes, op: str = "sum") -> Work:
         """Reduce in place on every rank, bit-identical on all of them. op: sum, max or min."""
+        require_op(op)
         group = self.group(axes)
         if group.size == 1:
             return Work()
@@ -161,6 +164,7 @@ class World(abc.ABC):
 
     def reduce_scatter(self, x: Parts, *, into: Tensor, axes: Axes, op: str = "sum") -> Work:
         """Reduce the parts of `x` and keep this rank's. `into` may be the very slice of `x` where it belongs."""
+        require_op(op)
         group = self.group(axes)
         if group.size == 1:
             return _copy(x, into)
@@ -181,7 +185,7 @@ class World(abc.ABC):
 
     def gather(self, x: Tensor, *, into: Parts | None, axes: Axes, target: int = 0) -> Work:
         """Every rank's `x` on the target; `into` is None elsewhere."""
-        group = self.group(axes)
+        group = _rooted(self.group(axes), target)
         if group.size == 1:
             assert into is not None
             return _copy(x, into)
@@ -195,7 +199,7 @@ class World(abc.ABC):
 
     def scatter(self, x: Parts | None, *, into: Tensor, axes: Axes, source: int = 0) -> Work:
         """The source's parts, one to each rank; `x` is None elsewhere."""
-        group = self.group(axes)
+        group = _rooted(self.group(axes), source)
         if group.size == 1:
             assert x is not None
             return _copy(x, into)
@@ -316,6 +320,13 @@ def fit(x: Tensor, part: Tensor) -> None:
         raise ValueError(
             f"this rank's tensor has {x.numel()} elements of {x.dtype}, its part {part.numel()} of {part.dtype}"
         )
+
+
+def _rooted(group: Group, index: int) -> Group:
+    """The group, which has a rank of this index. Raises ValueError otherwise."""
+    if not 0 <= index < group.size:
+        raise ValueError(f"no index {index} along {'·'.join(group.axes)}, which has {group.size} ranks")
+    return group
 
 
 def line(group: Group, source: int, target: int) -> Group:

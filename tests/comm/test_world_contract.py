@@ -1,0 +1,328 @@
+"""What every World promises, checked on threads and on real processes by the same functions.
+
+    mesh  dp=2 one=1 tp=2         groups along dp: 0 2 | 1 3      tp: 0 1 | 2 3      dp and tp: 0 1 2 3      one: itself
+
+Rank r holds whole numbers that a formula gives for any rank, small enough to be exact in every dtype. So each rank
+computes what it has to find from the formula alone, and compares exactly.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwise.comm.world import Group, Work, World
+from meshwise.mesh import Mesh
+from meshwise.testing import Processes, run
+
+MESH = Mesh.of(dp=2, one=1, tp=2)
+AXES: tuple[str | tuple[str, ...], ...] = ("dp", "tp", "one", ("tp", "dp"), ("dp", "one"))
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+WHOLE = (torch.int64, torch.int32, torch.uint8)
+DTYPES = (*FLOATS, *WHOLE, torch.bool)
+REDUCTIONS = (
+    *((dtype, "sum") for dtype in (*FLOATS, *WHOLE)),
+    (FLOATS[0], "max"),
+    (FLOATS[2], "min"),
+    (WHOLE[0], "max"),
+)
+LENGTHS = (0, 1, 5, 40_000)
+
+
+def values(rank: int, length: int, dtype: torch.dtype = torch.float32, *, salt: int = 0) -> Tensor:
+    """What rank `rank` holds."""
+    numbers = (torch.arange(length) * 7 + rank * 3 + salt) % 11
+    return (numbers % 2 == 0) if dtype == torch.bool else numbers.to(dtype)
+
+
+def reduced(group: Group, length: int, dtype: torch.dtype, op: str) -> Tensor:
+    """The reduction of the group's values."""
+    stacked = torch.stack([values(rank, length, dtype) for rank in group.ranks])
+    if op == "sum":
+        return stacked.sum(0).to(dtype)
+    return stacked.amax(0) if op == "max" else stacked.amin(0)
+
+
+def uneven(size: int) -> list[int]:
+    """As many unequal lengths, one of them zero."""
+    return [(3 * index) % 7 for index in range(size)]
+
+
+def equal(found: Tensor, expected: Tensor) -> None:
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected), f"{found} is not {expected}"
+
+
+def everywhere(world: World) -> Iterator[tuple[World, str | tuple[str, ...], Group]]:
+    view = world.over(MESH)
+    for axes in AXES:
+        yield view, axes, view.group(axes)
+
+
+# ---- the mains: each runs on all four ranks ------------------------------------------------------------------------
+
+
+def groups(world: World) -> None:
+    for view, axes, group in everywhere(world):
+        names = {axes} if isinstance(axes, str) else set(axes)
+        assert group.axes == tuple(name for name in MESH.names if name in names)
+        assert group.ranks == MESH.group(world.rank, axes=group.axes)
+        assert group.ranks[group.index] == world.rank
+        assert view.size == 4
+
+
+def broadcast(world: World) -> None:
+    for view, axes, group in everywhere(world):
+        for source in range(group.size):
+            for dtype in DTYPES:
+                x = values(world.rank, 5, dtype)
+                view.broadcast(x, axes=axes, source=source).wait()
+                equal(x, values(group.ranks[source], 5, dtype))
+
+
+def all_reduce(world: World) -> None:
+    for view, axes, group in everywhere(world):
+        for dtype, op in REDUCTIONS:
+            for length in LENGTHS:
+                x = values(world.rank, length, dtype)
+                view.all_reduce(x, axes=axes, op=op).wait()
+                equal(x, reduced(group, length, dtype, op))
+        found = values(world.rank, 5, torch.bool)
+        view.all_reduce(found, axes=axes, op="max").wait()
+        equal(found, reduced(group, 5, torch.bool, "max"))
+
+
+def all_reduce_is_bit_identical(world: World) -> None:
+    for view, axes, _ in everywhere(world):
+        for length in (7, 40_000):
+            x = torch.randn(length, generator=torch.Generator().manual_seed(world.rank))
+            view.all_reduce(x, axes=axes).wait()
+            for other in view.exchange(x.sum(dtype=torch.float64).item(), axes=axes):
+                assert other == x.sum(dtype=torch.float64).item()
+
+
+def reduce(world: World) -> None:
+    for view, axes, group in everywhere(world):
+        for target in range(group.size):
+            for op in ("sum", "max", "min"):
+                for length in LENGTHS:
+                    x = values(world.rank, length, torch.float64)
+                    view.reduce(x, axes=axes, target=target, op=op).wait()
+                    if group.index == target:
+                        equal(x, reduced(group, length, torch.float64, op))
+
+
+def all_gather(world: World) -> None:
+    for view, axes, group in everywhere(world):
+        for dtype in DTYPES:
+            for length in LENGTHS:
+                expected = torch.cat([values(rank, length, dtype) for rank in group.ranks])
+                whole = torch.zeros_like(expected)
+                view.all_gather(values(world.rank, length, dtype), into=whole, axes=axes).wait()
+                equal(whole, expected)
+                whole = torch.zeros_like(expected)
+                own = whole[group.index * length : (group.index + 1) * length]
+                own.copy_(values(world.rank, length, dtype))
+                view.all_gather(own, into=whole, axes=axes).wait()
+                equal(whole, expected)
+
+
+def all_gather_of_unequal_parts(world: World) -> None:
+    for view, axes, group in everywhere(world):
+        for dtype in DTYPES:
+            lengths = uneven(group.size)
+            parts = [torch.zeros(length, dtype=dtype) for length in lengths]
+            view.all_gather(values(world.rank, lengths[group.index], dtype), into=parts, axes=axes).wait()
+            for part, rank, length in zip(parts, group.ranks, lengths, strict=True):
+                equal(part, values(rank, length, dtype))
+
+
+def reduce_scatter(world: World) -> None:
+    for view, axes, group in everywhere(world):
+        for dtype, op in REDUCTIONS:
+            for length in LENGTHS:
+                start, stop = group.index * length, (group.index + 1) * length
+                expected = reduced(group, length * group.size, dtype, op)[start:stop]
+                x = values(world.rank, length * group.size, dtype)
+                into = torch.zeros(length, dtype=dtype)
+                view.reduce_scatter(x, into=into, axes=axes, op=op).wait()
+                equal(into, expected)
+                equal(x, values(world.rank, length * group.size, dtype))
+                view.reduce_scatter(x, into=x[start:stop], axes=axes, op=op).wait()
+                equal(x[start:stop], expected)
+
+
+def reduce_scatter_of_unequal_parts(world: World) -> None:
+    for view, axes, group in everywhere(world):
+        lengths = uneven(group.size)
+        whole = values(world.rank, sum(lengths), torch.float64)
+        into = torch.zeros(lengths[group.index], dtype=torch.float64)
+        view.reduce_scatter(list(whole.split(lengths)), into=into, axes=axes).wait()
+        equal(into, reduced(group, sum(lengths), torch.float64, "sum").split(lengths)[group.index])
+
+
+def all_to_all(world: World) -> None:
+    for view, axes, group in everywhere(world):
+        for dtype in DTYPES:
+            for length in (0, 3, 10_000):
+                x = torch.cat([values(world.rank, length, dtype, salt=other) for other in group.ranks])
+                into = torch.zeros_like(x)
+                view.all_to_all(x, into=into, axes=axes).wait()
+                equal(into, torch.cat([values(other, length, dtype, salt=world.rank) for other in group.ranks]))
+
+
+def all_to_all_of_unequal_parts(world: World) -> None:
+    def length(source: int, target: int) -> int:
+        return (source * 5 + target * 3) % 4
+
+    for view, axes, group in everywhere(world):
+        me = world.rank
+        x = [values(me, length(me, other), salt=other) for other in group.ranks]
+        into = [torch.zeros(length(other, me)) for other in group.ranks]
+        view.all_to_all(x, into=into, axes=axes).wait()
+        for part, other in zip(into, group.ranks, strict=True):
+            equal(part, values(other, length(other, me), salt=me))
+
+
+def gather_and_scatter(world: World) -> None:
+    for view, axes, group in everywhere(world):
+        for root in range(group.size):
+            lengths = uneven(group.size)
+            here = group.index == root
+            parts = [torch.zeros(length, dtype=torch.int64) for length in lengths] if here else None
+            own = values(world.rank, lengths[group.index], torch.int64)
+            view.gather(own, into=parts, axes=axes, target=root).wait()
+            for part, rank, length in zip(parts or [], group.ranks, lengths, strict=False):
+                equal(part, values(rank, length, torch.int64))
+            back = torch.zeros_like(own)
+            view.scatter(parts, into=back, axes=axes, source=root).wait()
+            equal(back, own)
+            whole = torch.zeros(2 * group.size) if here else None
+            view.gather(values(world.rank, 2), into=whole, axes=axes, target=root).wait()
+            if whole is not None:
+                equal(whole, torch.cat([values(rank, 2) for rank in group.ranks]))
+
+
+def messages_arrive_in_order(world: World) -> None:
+    ring = world.over(Mesh.of(ring=4))
+    after, before = (world.rank + 1) % 4, (world.rank - 1) % 4
+    received = [torch.zeros(length) for length in (3, 3, 10_000)]
+    works = [ring.send(values(world.rank, len(x), salt=at), axis="ring", to=after) for at, x in enumerate(received)]
+    works += [ring.recv(x, axis="ring", source=before) for x in received]
+    for work in works:
+        work.wait()
+    for at, x in enumerate(received):
+        equal(x, values(before, len(x), salt=at))
+
+
+def many_are_in_flight_and_waited_for_in_any_order(world: World) -> None:
+    view = world.over(MESH)
+    pending: list[tuple[Work, Tensor, Tensor]] = []
+    for step in range(6):
+        for axes in ("dp", "tp", ("dp", "tp")):
+            group = view.group(axes)
+            x = values(world.rank, 9_000 + step, torch.float64)
+            pending.append((view.all_reduce(x, axes=axes), x, reduced(group, len(x), torch.float64, "sum")))
+            into = torch.zeros(3 * group.size)
+            expected = torch.cat([values(rank, 3, salt=step) for rank in group.ranks])
+            pending.append((view.all_gather(values(world.rank, 3, salt=step), into=into, axes=axes), into, expected))
+    for work, found, expected in reversed(pending):
+        work.wait()
+        work.wait()
+        equal(found, expected)
+
+
+def values_are_exchanged(world: World) -> None:
+    for view, axes, group in everywhere(world):
+        everyone = view.exchange({"rank": world.rank, "text": "x" * world.rank}, axes=axes)
+        assert everyone == [{"rank": rank, "text": "x" * rank} for rank in group.ranks]
+    assert world.exchange(world.rank) == [0, 1, 2, 3]
+
+
+def barriers(world: World) -> None:
+    for view, axes, _ in everywhere(world):
+        view.barrier(axes=axes)
+    world.barrier()
+
+
+def parameters_are_no_matter_for_autograd(world: World) -> None:
+    view = world.over(MESH)
+    for axes in AXES:
+        weight = torch.nn.Parameter(torch.ones(4))
+        loss = (weight**2).sum()
+        view.broadcast(weight, axes=axes).wait()
+        view.all_gather(torch.ones(4 // view.group(axes).size), into=weight, axes=axes).wait()
+        loss.backward()  # autograd would refuse a saved tensor that was changed in place
+
+
+def digests_agree_and_the_stamps_say_what_was_called(world: World) -> None:
+    view = world.over(MESH)
+    with view.record() as stamps:
+        view.all_reduce(torch.ones(2, 3), axes="dp").wait()
+        view.all_gather(torch.ones(3, dtype=torch.bfloat16), into=torch.ones(6, dtype=torch.bfloat16), axes="tp").wait()
+        view.all_reduce(torch.ones(2), axes="one").wait()
+    assert [str(stamp).split(" ", 1)[1].split(" at ")[0] for stamp in stamps] == [
+        "all_reduce[dp] sum 2x3 float32",
+        "all_gather[tp] 6 bfloat16",
+    ]
+    assert [stamp.bytes for stamp in stamps] == [24, 12]
+    assert all("test_world_contract.py" in stamp.site for stamp in stamps)
+    for axes in ("dp", "tp"):
+        assert len(set(view.exchange(view.digest(axes), axes=("dp", "tp")))) in (1, 2)
+        assert len(set(view.exchange(view.digest(axes), axes=axes))) == 1
+
+
+def bad_calls_are_refused_before_anything_moves(world: World) -> None:
+    view = world.over(MESH)
+    x, whole = torch.ones(4), torch.ones(8)
+    refused: Sequence[tuple[str, Callable[[], object]]] = (
+        ("no axis", lambda: view.all_reduce(x, axes="pp")),
+        ("no reduction 'mean'", lambda: view.all_reduce(x, axes="dp", op="mean")),
+        ("5 elements do not divide into 2", lambda: view.reduce_scatter(torch.ones(5), into=x, axes="dp")),
+        ("3 parts for a group of 2", lambda: view.all_to_all([x] * 3, into=[x] * 3, axes="dp")),
+        ("this rank's tensor has 3 elements", lambda: view.all_gather(x[:3], into=whole, axes="dp")),
+        ("torch.float64", lambda: view.all_gather(x.double(), into=whole, axes="dp")),
+        ("contiguous", lambda: view.all_reduce(torch.ones(2, 2).t(), axes="dp")),
+        ("no message", lambda: view.send(x, axis="dp", to=view.group("dp").index)),
+        ("no message", lambda: view.recv(x, axis="dp", source=2)),
+        ("index 2", lambda: view.broadcast(x, axes="dp", source=2)),
+    )
+    for message, call in refused:
+        with pytest.raises(ValueError, match=message):
+            call()
+    view.barrier()
+
+
+MAINS = (
+    groups,
+    broadcast,
+    all_reduce,
+    all_reduce_is_bit_identical,
+    reduce,
+    all_gather,
+    all_gather_of_unequal_parts,
+    reduce_scatter,
+    reduce_scatter_of_unequal_parts,
+    all_to_all,
+    all_to_all_of_unequal_parts,
+    gather_and_scatter,
+    messages_arrive_in_order,
+    many_are_in_flight_and_waited_for_in_any_order,
+    values_are_exchanged,
+    barriers,
+    parameters_are_no_matter_for_autograd,
+    digests_agree_and_the_stamps_say_what_was_called,
+    bad_calls_are_refused_before_anything_moves,
+)
+
+
+@pytest.mark.parametrize("main", MAINS, ids=lambda main: main.__name__)
+def test_on_threads(main: Callable[[World], None]) -> None:
+    run(4, main)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("main", MAINS, ids=lambda main: main.__name__)
+def test_on_processes(main: Callable[[World], None], processes: Processes) -> None:
+    run(4, main, on=processes)
