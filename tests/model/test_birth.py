@@ -64,6 +64,7 @@ class Factories(nn.Module):
             "rand_like": torch.rand_like(base),
             "randn_like": torch.randn_like(base),
             "randint_like": torch.randint_like(base, 1000),
+            "randint_like_tensor": torch.randint_like(base, torch.tensor(1000)),
             "normal": torch.normal(base, 1.0),
             "normal_float": torch.normal(0.0, 1.0, (40,)),
             "bernoulli": torch.bernoulli(base),
@@ -71,6 +72,8 @@ class Factories(nn.Module):
             "poisson": torch.poisson(base * 20),
             "dropout": nn.functional.dropout(base, 0.5),
             "gamma": torch.distributions.Gamma(base, base).sample(),
+            "dirichlet": torch.distributions.Dirichlet(base).sample(),
+            "binomial": torch.binomial(base * 20, base),
         }
         for name in ("normal_", "uniform_", "random_", "exponential_", "cauchy_", "log_normal_"):
             made[name] = getattr(torch.empty(40), name)()

@@ -124,6 +124,7 @@ class _Recorder(TorchDispatchMode):
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         traits = self._traits[func]
         given = list(tensors((args, kwargs)))
+        shapes_only = traits.shapes_only and len(given) == 1
         on_cpu = dict(kwargs)
         if "device" in traits.names and (not given or traits.shapes_only or kwargs.get("device") is not None):
             kwargs["device"], on_cpu["device"] = META, CPU
@@ -144,7 +145,7 @@ class _Recorder(TorchDispatchMode):
             return result
         if "dtype" in traits.names and not given and kwargs_then.get("dtype") is None:
             kwargs_then["dtype"] = outputs[0].dtype  # torch's default dtype may be another one at replay
-        used = [] if traits.shapes_only else [storage(t) for t in tensors((args_then, kwargs_then))]
+        used = [] if shapes_only else [storage(t) for t in tensors((args_then, kwargs_then))]
         anew = traits.overwrites and _fills(written[0]) and used.count(storage(written[0])) == 1
         self._record.add(
             Operation(
@@ -156,16 +157,16 @@ class _Recorder(TorchDispatchMode):
                 reads=tuple(set(used) - ({storage(written[0])} if anew else set())),
                 random=traits.random,
                 uninitialised=traits.uninitialised,
-                shapes_only=traits.shapes_only,
+                shapes_only=shapes_only,
             )
         )
         return result
 
     def _shells(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Meta tensors of the shapes that the operation gives with real values."""
-        if self._traits[func].random:
-            raise ValueError(f"the model's constructor calls {func}, which torch cannot run on meta tensors")
-        result = func(*_values(self._record, args), **_values(self._record, kwargs))
+        traits = self._traits[func]
+        kwargs = _values(self._record, kwargs) | ({"generator": torch.Generator()} if traits.random else {})
+        result = traits.run(*_values(self._record, args), **kwargs)
         return map_tensors(lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=META), result)
 
 
