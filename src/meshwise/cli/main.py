@@ -17,11 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from meshwise.cli import bench, doctor, train
+from meshwise.cli import bench, doctor, train, verify
 from meshwise.comm.mailbox import RankLostError
 from meshwise.nonfinite import NonFiniteError
 from meshwise.plan import PlanError
 from meshwise.train.job import JobError
+from meshwise.trainer import DisagreementError
 
 _RANK_0_SECONDS = 5
 
@@ -36,6 +37,7 @@ class Command:
 
 COMMANDS: Mapping[str, Command] = {
     "train": Command("train a job on local ranks, or under torchrun", train.main),
+    "verify": Command("prove that a plan is the same model, on a few steps of a job", verify.main),
     "bench": Command("measure the collectives of this machine", bench.main),
     "doctor": Command("examine this machine, and whether ranks can talk", doctor.main),
 }
@@ -66,7 +68,7 @@ def _guarded(name: str, words: Sequence[str]) -> int:
         return _say(f"meshwise {name}: {error}", status=2, once=True)
     except KeyboardInterrupt:
         return _say(f"meshwise {name}: stopped by Ctrl-C", status=130, once=True)
-    except (NonFiniteError, RankLostError) as error:
+    except (NonFiniteError, RankLostError, DisagreementError) as error:
         return _say(f"meshwise {name} failed: {error}", status=1)
     except Exception as error:  # noqa: BLE001 - the report of whatever the user's own code raised
         # An error from a rank that was started here brings that rank's traceback as its note.

@@ -33,6 +33,11 @@ class ParameterFigures:
         """Whether either is over its bound."""
         return self.value.over or (self.gradient is not None and self.gradient.over)
 
+    @property
+    def excess(self) -> float:
+        """The worse of the two as a multiple of what is allowed."""
+        return max(self.value.excess, 0.0 if self.gradient is None else self.gradient.excess)
+
 
 @dataclass(frozen=True)
 class Divergence:

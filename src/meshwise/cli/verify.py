@@ -1,0 +1,115 @@
+"""`meshwise verify`: whether a plan is the same model, for the model, data and optimizer of a training job.
+
+The status is 0 when it is, 1 when it is not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from meshwise.cli.ranks import local_ranks
+from meshwise.comm.launch import run, torchrun_line
+from meshwise.comm.thread_world import run_threads
+from meshwise.comm.world import World
+from meshwise.parallelize import Options
+from meshwise.train.config import read_job
+from meshwise.train.data import length, read
+from meshwise.train.job import Job, JobError
+from meshwise.train.order import Order
+from meshwise.train.prepare import Prepared, prepare
+from meshwise.verify import Report, verify
+
+_MOST_ROWS = 40
+_PATIENCE_SECONDS = "3600"
+
+
+@dataclass(frozen=True)
+class VerifyJob(Job):
+    """A training job, some steps of which are taken under the plan and on one process, and compared."""
+
+    steps: int = 3
+    """Optimizer steps to compare, on the first batches of the job, at its peak learning rate."""
+    dtype: Literal["float64", "float32", "bfloat16"] = "float64"
+    """Element type of the parameters, in place of train.dtype. In float64 the two may differ by 1e-9, relatively;
+    otherwise by what rounding explains, which is measured."""
+    comm: Literal["processes", "threads"] = "processes"
+    """What the ranks are when not under torchrun: processes as in training, or threads, which start faster."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps < 1:
+            raise JobError(f"steps = {self.steps} has to be at least 1")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Verify the job that the arguments describe. Raises JobError or PlanError before any rank is started."""
+    job = read_job(arguments, prog="meshwise verify", kind=VerifyJob)
+    size = local_ranks(job)
+    prepare(job, ranks=size)
+    # The ranks wait while the first one takes a whole step alone, which is no hang.
+    os.environ.setdefault("MESHWISE_STALL_SECONDS", _PATIENCE_SECONDS)
+    if "RANK" in os.environ or job.comm == "processes":
+        if "RANK" not in os.environ:
+            print(f"starting {size} local rank{'s' * (size > 1)}; the same with torchrun:")
+            print(f"  {torchrun_line(size, ['-m', 'meshwise', 'verify', *arguments])}", flush=True)
+        report: Report = run(size, _rank, args=(job,))[0]
+    else:
+        report = run_threads(size, _rank, args=(job,), timeout=None)[0]
+    if os.environ.get("RANK", "0") == "0":
+        show(report, console=Console())
+    return 0 if report.ok else 1
+
+
+def show(report: Report, *, console: Console) -> None:
+    """Print a report: the verdict, the steps, and the parameters that are furthest from their bounds."""
+    console.print(report.verdict, style="bold green" if report.ok else "bold red", soft_wrap=True, highlight=False)
+    told = [report.setting, *report.notes, *([] if report.first is None else [str(report.first)])]
+    console.print("\n".join(told), soft_wrap=True, highlight=False, markup=False, end="\n\n")
+    console.print(_table(report.step_rows()), end="\n\n")
+    worst = sorted(report.parameters, key=lambda line: -line.excess)[:_MOST_ROWS]
+    shown = [line for line in report.parameters if line in worst]
+    console.print(_table(report.parameter_rows(shown)))
+    if rest := len(report.parameters) - len(shown):
+        console.print(f"and {rest} more, further from their bounds than these", highlight=False)
+
+
+def _rank(world: World, job: VerifyJob) -> Report:
+    prepared = prepare(job, ranks=world.size)
+    return verify(
+        prepared.model,
+        prepared.loss,
+        _batches(prepared, job),
+        prepared.job.plan,
+        world=world,
+        dtype=getattr(torch, job.dtype),
+        optimizer=prepared.optimizer,
+        options=Options(clip_norm=job.train.clip_norm, seed=job.train.seed),
+        **prepared.optimizer_arguments,
+    )
+
+
+def _batches(prepared: Prepared, job: VerifyJob) -> Iterator[Any]:
+    """The first global batches of the job, whole on every rank."""
+    dataset = prepared.data.train
+    numbers = range(0, job.steps * job.train.batch, job.train.batch)
+    return read(dataset, numbers=numbers, share=_everything, order=Order(length(dataset), seed=job.train.seed))
+
+
+def _everything(size: int) -> tuple[int, int]:
+    return 0, size
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for number, title in enumerate(rows[0]):
+        table.add_column(title, justify="right" if number else "left", no_wrap=True, overflow="fold")
+    for row in rows[1:]:
+        table.add_row(*row, style="red" if any(cell.endswith("!") for cell in row) else None)
+    return table
