@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from rich.console import Console
+
 from meshwise.cli.ranks import local_ranks
 from meshwise.comm.launch import run, torchrun_line
 from meshwise.comm.world import World
@@ -22,7 +24,10 @@ def main(arguments: Sequence[str]) -> int:
     if "RANK" not in os.environ:
         print(f"starting {size} local rank{'s' * (size > 1)}; the same with torchrun:")
         print(f"  {torchrun_line(size, ['-m', 'meshwise', 'train', *arguments])}", flush=True)
-    run(size, _rank, args=(job,))
+    try:
+        run(size, _rank, args=(job,))
+    finally:
+        Console().show_cursor()  # A rank that is ended while it draws its progress line leaves the cursor hidden.
     return 0
 
 

@@ -102,8 +102,19 @@ def _likeness(one: str, other: str) -> float:
 
 
 def _unboxed(text: str) -> str:
-    """The words of a message that tyro drew into a box, without the frame, the rules and the pointer to --help."""
-    lines = [line.strip("│ ").rstrip() for line in text.splitlines() if not re.match(r"[╭╰]", line)]
-    sections = [" ".join(part.split()) for part in re.split(r"─{3,}", "\n".join(lines))]
-    kept = [part for part in sections if part and not part.startswith(("For full help", "Argument help"))]
-    return re.sub(r"\[/?bold\]", "", "\n  ".join(kept))
+    """The words of a message that tyro drew into a box, without its title, its frame and the pointer to --help.
+
+    ╭─ title ─────╮        title
+    │ words       │        ---------------
+    │ ─────────── │ or     words
+    │ more words  │        ---------------
+    ╰─────────────╯        more words           where stdout takes no such characters
+    """
+    lines = [line.strip("│ ") for line in text.splitlines()]
+    rule = re.compile(r"╭.*|[-─╰╯]{3,}")
+    sections = [""]
+    for line in lines:
+        sections = [*sections, ""] if rule.fullmatch(line) else [*sections[:-1], f"{sections[-1]} {line}"]
+    told = [" ".join(section.split()) for section in sections[1:]]
+    kept = [part for part in told if part and not part.startswith(("For full help", "Argument help"))]
+    return "\n  ".join(kept).partition(" Got errors: ")[0]

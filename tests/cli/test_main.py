@@ -1,0 +1,105 @@
+"""The command `meshwise`: what it answers, and with which status."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from meshwise.cli.main import COMMANDS, main
+from meshwise.cli.ranks import local_ranks
+from meshwise.plan import Plan
+from meshwise.train.job import Job
+
+
+def test_without_a_command_it_tells_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    alone = capsys.readouterr().out
+    assert main(["--help"]) == 0
+    assert capsys.readouterr().out == alone
+    assert set(COMMANDS) <= set(alone.split())
+
+
+def test_it_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"meshwise \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_an_unknown_command_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian"]) == 2
+    assert capsys.readouterr().err == "meshwise: unknown command 'trian'; did you mean train?\n"
+
+
+def test_help_of_a_command_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--help"])
+
+    assert end.value.code == 0
+    assert "meshwise train [JOB.toml]" in capsys.readouterr().out
+
+
+BAD_JOBS = {
+    "unknown key": (["--train.stepz=3"], "unknown key train.stepz; did you mean train.steps?"),
+    "wrong type": (["--train.steps=many"], "--train.steps: invalid literal for int"),
+    "missing job": (["nowhere.toml"], "cannot read the job nowhere.toml: No such file or directory"),
+    "wrong degree": (["--plan=dp=3", "--ranks=4"], "the plan 'dp=3' needs 3 ranks, but the world has 4"),
+    "plan not built": (["--plan=tp=2"], "tensor parallelism is not built yet"),
+    "unknown plan key": (["--plan=db=2"], "unknown plan key 'db'; did you mean dp?"),
+    "missing file": (["--data.files", "nowhere.txt"], "data.files: 'nowhere.txt' is no file"),
+    "empty data": (["--data.files", "blank.txt"], "no file of 1 has any text in it"),
+    "too little data": (["--data.files", "short.txt"], "hold 6 bytes, but a sample takes data.context + 1 = 257"),
+    "small batch": (["--train.batch=3", "--plan=dp=4"], "3 samples cannot be shared by the 4 replicas of 'dp=4'"),
+    "unknown model": (["--model.name=gtp"], "model.name = 'gtp' is neither 'gpt', 'mlp'"),
+    "wrong shape": (["--model.arguments", "heads=3"], "width=128 must be a multiple of heads=3"),
+    "unknown optimizer": (["--optimizer.name=Adan"], "optimizer.name = 'Adan' is no class of torch.optim"),
+}
+
+
+@pytest.mark.parametrize("words, message", BAD_JOBS.values(), ids=BAD_JOBS.keys())
+def test_a_bad_job_is_one_message_and_status_2(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "blank.txt").touch()
+    (tmp_path / "short.txt").write_text("short")
+    files = [] if "--data.files" in words else ["--data.files", "text.txt"]
+    (tmp_path / "text.txt").write_text("text " * 500)
+
+    status = main(["train", *words, *files, "--data.cache=cache", "--train.output=run"])
+
+    said = capsys.readouterr()
+    assert status == 2
+    assert message in said.err
+    assert len(said.err.splitlines()) == 1
+    assert said.err.startswith("meshwise train: ")
+    assert said.out == ""
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "plan, asked, cores, expected",
+    [
+        ("dp=3", None, 8, 3),
+        ("dp=auto", None, 8, 4),
+        ("dp=auto", None, 2, 2),
+        ("dp=auto", 7, 2, 7),
+        ("dp=2", 5, 8, 5),
+    ],
+)
+def test_the_ranks_are_those_asked_for_or_what_the_plan_needs(
+    plan: str, asked: int | None, cores: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+
+    assert local_ranks(Job(plan=Plan.parse(plan), ranks=asked)) == expected
+
+
+def test_under_torchrun_the_ranks_are_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "6")
+
+    assert local_ranks(Job(plan=Plan(dp=2), ranks=3)) == 6

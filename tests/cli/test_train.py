@@ -1,0 +1,159 @@
+"""`meshwise train` as a user starts it: what it says, with which status it ends, and that no process is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
+SHORT = [
+    "--train.steps=3",
+    "--train.validate-batches=1",
+    "--sample.length=8",
+    "--model.arguments",
+    "layers=1",
+    "width=32",
+]
+END_SECONDS = 20.0
+
+OWN = """
+import os, signal, time
+from torch import nn
+
+class Own(nn.Module):
+    '''Predicts the next byte from this one, and misbehaves on rank 1 in its third step.'''
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.calls = how, 0
+        self.embedding, self.head = nn.Embedding(256, 8), nn.Linear(8, 256)
+
+    def forward(self, tokens):
+        self.calls += 1
+        if self.calls == 3 and os.environ["RANK"] == "1":
+            if self.how == "raise":
+                raise ArithmeticError("this model cannot count to three")
+            if self.how == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+        return self.head(self.embedding(tokens))
+"""
+
+
+class Command:
+    """`meshwise` in a session of its own, so that what it leaves behind can be found."""
+
+    def __init__(self, *words: str, folder: Path) -> None:
+        self.process = subprocess.Popen(
+            words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+
+    def until(self, text: str) -> None:
+        """Read its lines up to the one that begins with `text`."""
+        assert self.process.stdout is not None
+        assert any(line.startswith(text) for line in self.process.stdout), f"it ended without {text!r}"
+
+    def end(self) -> tuple[int, str, str]:
+        """Its status, and the rest of what it said on stdout and stderr."""
+        out, err = self.process.communicate(timeout=100)
+        return self.process.returncode, out, err
+
+    def left(self) -> list[str]:
+        """The processes of its session that do not end by themselves within seconds."""
+        stop = time.monotonic() + END_SECONDS
+        while (running := self._running()) and time.monotonic() < stop:
+            time.sleep(0.1)
+        return running
+
+    def _running(self) -> list[str]:
+        rows = subprocess.run(["ps", "-eo", "sess=,stat=,args="], capture_output=True, text=True, check=True).stdout
+        split = [row.split(maxsplit=2) for row in rows.splitlines()]
+        return [row[2] for row in split if row[0] == str(self.process.pid) and not row[1].startswith("Z")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "own.py").write_text(OWN)
+    yield tmp_path
+
+
+def meshwise(*words: str, folder: Path) -> Command:
+    return Command(sys.executable, "-m", "meshwise", *words, "--data.cache=cache", "--train.output=run", folder=folder)
+
+
+def own(how: str, *words: str, folder: Path) -> Command:
+    """Training a model of the user's own on two ranks."""
+    model = ["--model.name=own.py:Own", "--model.arguments", f"how={how}"]
+    data = ["--data.context=16", "--data.validation=0", "--train.batch=4", "--plan=dp=2 zero=2"]
+    return meshwise("train", *model, *data, "--train.log-every=1", *words, folder=folder)
+
+
+def steps(folder: Path) -> list[tuple[int, float]]:
+    events: list[dict[str, Any]] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(event["step"], event["loss"]) for event in events if event["event"] == "step"]
+
+
+def test_the_demo_trains_and_the_torchrun_line_it_prints_does_the_same(folder: Path) -> None:
+    local = meshwise("train", str(DEMO), *SHORT, folder=folder)
+    status, out, err = local.end()
+
+    assert (status, err) == (0, "")
+    assert not local.left()
+    assert "starting 4 local ranks" in out
+    assert "dp │ 0  1  2  3" in out
+    assert "the model writes:" in out
+    assert f"next: meshwise verify {folder}/run/job.toml" in out
+    assert {path.name for path in (folder / "run").iterdir()} == {"job.toml", "metrics.jsonl", "parameters.safetensors"}
+
+    printed = next(line for line in out.splitlines() if line.strip().startswith("torchrun"))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *shlex.split(printed)[1:]]
+    status, _, err = Command(*torchrun, folder=folder).end()
+
+    assert status == 0, err
+    assert steps(folder / "run-2") == steps(folder / "run")
+    assert [step for step, _ in steps(folder / "run")] == [1, 2, 3]
+
+
+def test_a_model_that_raises_on_one_rank_is_reported_once_with_its_traceback(folder: Path) -> None:
+    command = own("raise", folder=folder)
+    status, _, err = command.end()
+
+    assert status == 1
+    assert err.splitlines()[-1] == "meshwise train failed: ArithmeticError: this model cannot count to three"
+    assert err.count("Traceback") == 1
+    assert 'own.py", line' in err
+    assert "rank 1" in err
+    assert not command.left()
+    assert [step for step, _ in steps(folder / "run")] == [1, 2], "what was done before is on disk"
+
+
+def test_a_rank_that_is_killed_is_named(folder: Path) -> None:
+    command = own("die", folder=folder)
+    status, _, err = command.end()
+
+    assert status == 1
+    assert err == "meshwise train failed: rank 1 of 2 ended without an exception, killed by SIGKILL\n"
+    assert not command.left()
+
+
+def test_ctrl_c_ends_every_rank_with_status_130(folder: Path) -> None:
+    command = own("nothing", "--train.steps=1000000", folder=folder)
+    command.until("step 2/")
+
+    os.killpg(command.process.pid, signal.SIGINT)
+    status, _, err = command.end()
+
+    assert (status, err) == (130, "meshwise train: stopped by Ctrl-C\n")
+    assert not command.left()
+    assert len(steps(folder / "run")) >= 2
