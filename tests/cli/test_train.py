@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,8 @@ import pytest
 pytestmark = pytest.mark.processes
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
-SHORT = [
-    "--train.steps=3",
-    "--train.validate-batches=1",
-    "--sample.length=8",
-    "--model.arguments",
-    "layers=1",
-    "width=32",
-]
+SMALL = ["--model.arguments", "layers=1", "width=32"]
+SHORT = ["--train.steps=3", "--train.validate-batches=1", "--sample.length=8", *SMALL]
 END_SECONDS = 20.0
 
 OWN = """
@@ -72,20 +65,21 @@ class Command:
     def left(self) -> list[str]:
         """The processes of its session that do not end by themselves within seconds."""
         stop = time.monotonic() + END_SECONDS
-        while (running := self._running()) and time.monotonic() < stop:
+        while (running := self.running()) and time.monotonic() < stop:
             time.sleep(0.1)
         return running
 
-    def _running(self) -> list[str]:
+    def running(self) -> list[str]:
+        """The processes of its session."""
         rows = subprocess.run(["ps", "-eo", "sess=,stat=,args="], capture_output=True, text=True, check=True).stdout
         split = [row.split(maxsplit=2) for row in rows.splitlines()]
         return [row[2] for row in split if row[0] == str(self.process.pid) and not row[1].startswith("Z")]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
+def folder(tmp_path: Path) -> Path:
     (tmp_path / "own.py").write_text(OWN)
-    yield tmp_path
+    return tmp_path
 
 
 def meshwise(*words: str, folder: Path) -> Command:
@@ -150,6 +144,7 @@ def test_a_rank_that_is_killed_is_named(folder: Path) -> None:
 def test_ctrl_c_ends_every_rank_with_status_130(folder: Path) -> None:
     command = own("nothing", "--train.steps=1000000", folder=folder)
     command.until("step 2/")
+    assert len(command.running()) >= 3, "the ranks are in the session that is searched for what is left"
 
     os.killpg(command.process.pid, signal.SIGINT)
     status, _, err = command.end()
