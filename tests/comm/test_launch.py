@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwise.comm import RankLostError, World, connect, run, torchrun_line
+from meshwise.comm import RankLostError, RanksDisagree, World, connect, run, torchrun_line
 
 pytestmark = pytest.mark.processes
 
@@ -62,6 +62,11 @@ def dies_on_the_last(world: World) -> None:
     if world.rank == world.size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     world.barrier()
+
+
+def calls_alone(world: World) -> None:
+    if world.rank == 0:
+        world.barrier()
 
 
 def script(folder: Path, body: str) -> Path:
@@ -140,6 +145,16 @@ def test_a_rank_that_ends_without_a_word_is_named(capfd: pytest.CaptureFixture[s
         run(SIZE, dies_on_the_last)
     [note] = caught.value.__notes__
     assert "rank 0 then met: rank 1 was lost in #0 barrier[rank]" in note
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_report_of_the_watch_is_what_is_raised(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MESHWISE_STALL_SECONDS", "2")
+    with pytest.raises(RanksDisagree, match=r"barrier\[rank\]") as caught:
+        run(SIZE, calls_alone)
+    assert "rank 1" in str(caught.value)
     assert capfd.readouterr() == ("", "")
 
 

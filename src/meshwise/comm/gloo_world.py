@@ -114,8 +114,15 @@ class GlooWorld(World):
         return view
 
     def close(self) -> None:
-        """Wait for everything under way, end the threads and close the connections."""
-        if self._transport is not None:
+        """When all ranks have called it: wait for what is under way, end the threads and close the connections.
+
+        A collective of its own, so that a rank which leaves while others still count on it shows up as a disagreement.
+        """
+        if self._transport is not None and not self._transport.mailbox.closed:
+            group = self.group(self.mesh.names)
+            stamp = self._stamp("close", group, ())
+            with self.journal.waiting(stamp):
+                self._barrier(stamp, group)
             self._transport.close()
 
     # ---- one phase ---------------------------------------------------------------------------------------------
@@ -342,7 +349,7 @@ class _Started(Work):
     """A collective under way. The transport keeps it until somebody has waited, so its messages always get through."""
 
     def __init__(self, world: World, stamp: Stamp, transport: Transport, finish: Callable[[], None]) -> None:
-        super().__init__(world, stamp)
+        super().__init__(world, stamp=stamp)
         self._transport = transport
         self._rest = finish
         transport.unfinished.add(self)

@@ -4,10 +4,10 @@
 the ranks of one machine itself, through the elastic launcher that torchrun uses, and under torchrun it only connects.
 So the same file works both ways.
 
-What torch's launcher leaves open is closed here. A rank that blocks in a collective cannot answer Ctrl-C: it dies of it
-at once. A rank whose launcher was killed ends itself. A rank that worked cannot fail at interpreter exit, where threads
-of torch may abort the process. And the error raised is the one that came first, with its traceback, not one of those
-that it caused in the other ranks.
+What torch's launcher leaves open is closed here. A rank that blocks in a collective cannot answer Ctrl-C, nor the
+signal that its launcher is gone: it dies of both at once. A rank that worked cannot fail at interpreter exit, where
+threads of torch may abort the process. And the error raised is the one that came first, with its traceback, not one of
+those that it caused in the other ranks.
 """
 
 from __future__ import annotations
@@ -30,41 +30,64 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from meshwise.comm.journal import RanksDisagree
 from meshwise.comm.mailbox import RankLostError
 from meshwise.comm.outcome import Outcome
-from meshwise.comm.torch_world import default_device, torch_world
+from meshwise.comm.torch_world import default_device, meeting_place, torch_world
+from meshwise.comm.watch import Tell, Watch, tell_stderr
 from meshwise.comm.world import World
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _LOUD = ("torch.distributed.elastic", "torch.multiprocessing")
 _SHUTDOWN_SECONDS = 5
 _POLL_SECONDS = 0.1
-_GUARD_SECONDS = 0.5
 # Longer than the launcher takes to notice the rank that ended first.
 _CONSEQUENCE_SECONDS = 10 * _POLL_SECONDS
 
 
-def connect(*, device: torch.device | str | None = None) -> World:
+def connect(*, device: torch.device | str | None = None, stall_seconds: float | None = None) -> World:
     """The world of this process, over the mesh `rank=N` of all its ranks. Every rank of the job calls it.
 
     `device`: where this rank's tensors are; by default the GPU with its local number, or the CPU. The same device gives
-    the same world again. It is closed at exit at the latest; once closed it stays closed. Raises ValueError when some
-    ranks are on CPU and others on CUDA, and torch's DistError when ranks stay away for ten minutes.
+    the same world again. It is watched (see `watch`, also for `stall_seconds`) and closed at exit at the latest; once
+    closed it stays closed. Raises ValueError when some ranks are on CPU and others on CUDA, and torch's DistError when
+    ranks stay away for ten minutes.
     """
+    return _connect(device, stall_seconds, tell_stderr)
+
+
+def _connect(device: torch.device | str | None, stall_seconds: float | None, tell: Tell) -> World:
     wanted = default_device() if device is None else torch.device(device)
     if wanted.type == "cuda":
         wanted = torch.device("cuda", default_device().index if wanted.index is None else wanted.index)
         torch.cuda.set_device(wanted)
-    return _joined(wanted)
+    worlds = _worlds()
+    if wanted not in worlds:
+        worlds[wanted] = _join(wanted, stall_seconds, tell)
+    return worlds[wanted]
 
 
 @functools.cache
-def _joined(device: torch.device) -> World:
-    world = torch_world(device)
+def _worlds() -> dict[torch.device, World]:
+    """The worlds this process has joined. A process is one rank, whoever in it asks."""
+    return {}
+
+
+def _join(device: torch.device, stall_seconds: float | None, tell: Tell) -> World:
+    store = meeting_place()
+    world = torch_world(device, store=store)
+    if store is not None:
+        launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        own = c10d.PrefixStore(device.type, store)
+        watch = Watch(own, world, stall_seconds=stall_seconds, tell=tell, launcher=launcher)
+        watch.start()
+        atexit.register(watch.stop)
+    # Runs before the watch stops: what is still under way is waited for, and watched.
     atexit.register(world.close)
     return world
 
@@ -193,7 +216,8 @@ def _first_error(folder: Path, size: int, failures: dict[int, ProcessFailure]) -
     if not silent or any(not outcome.is_consequence for outcome in raised.values()):
         rank, first = min(raised.items(), key=lambda item: (item[1].is_consequence, item[1].seconds))
         assert first.error is not None
-        first.error.add_note(f"raised on rank {rank} of {size}, whose traceback is:\n{first.trace}")
+        if first.trace:
+            first.error.add_note(f"raised on rank {rank} of {size}, whose traceback is:\n{first.trace}")
         return first.error
     rank = silent[0]
     status = failures[rank].exitcode
@@ -212,28 +236,29 @@ def _rank_main(
 ) -> None:
     """One rank from start to end. What it leaves is an `Outcome`."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    threading.Thread(target=_guard, args=(launcher,), daemon=True).start()
+    if os.getppid() != launcher:
+        _leave(1)
+    atexit.register(_leave, 0)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
     rank = int(os.environ["RANK"])
+
+    def tell(report: str, *, final: bool) -> None:
+        if final:
+            Outcome(error=RanksDisagree(report), seconds=time.time()).save(folder, rank=rank)
+        else:
+            tell_stderr(report, final=final)
+
     try:
-        world = connect(device=device)
-        outcome = Outcome(main(world, *args))
+        world = _connect(device, None, tell)
+        result = main(world, *args)
         world.close()
-        outcome.save(folder, rank=rank)
+        Outcome(result).save(folder, rank=rank)
     except BaseException as error:  # noqa: BLE001 - whatever ended this rank is for the launcher to tell
         outcome = Outcome.of(error)
         outcome.save(folder, rank=rank)
         if outcome.is_consequence:
             time.sleep(_CONSEQUENCE_SECONDS)
         _leave(1)
-    atexit.register(_leave, 0)
-
-
-def _guard(launcher: int) -> None:
-    """End this rank when the process that started it is gone."""
-    while os.getppid() == launcher:
-        time.sleep(_GUARD_SECONDS)
-    _leave(1)
 
 
 def _leave(status: int) -> None:

@@ -52,6 +52,11 @@ class Mailbox:
     def __init__(self, store: c10d.Store, *, rank: int, size: int) -> None:
         self._group: c10d.ProcessGroup | None = _gloo(store, rank, size)
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._group is None
+
     def post(
         self,
         *,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TypeAlias
 
@@ -27,7 +27,7 @@ from meshwise.mesh import Mesh
 Backend: TypeAlias = Callable[[c10d.Store, int, int], c10d.ProcessGroup]
 
 FOREVER = timedelta(days=30)
-_OPS = {
+_OPS: Mapping[str, c10d.ReduceOp] = {
     "sum": c10d.ReduceOp(c10d.ReduceOp.SUM),
     "max": c10d.ReduceOp(c10d.ReduceOp.MAX),
     "min": c10d.ReduceOp(c10d.ReduceOp.MIN),
@@ -49,13 +49,15 @@ def nccl(store: c10d.Store, rank: int, size: int) -> c10d.ProcessGroup:
 class Communicators:
     """The process groups of one rank, made when first used. Only their members take part in making one."""
 
-    def __init__(self, store: c10d.Store, backend: Backend) -> None:
+    def __init__(self, store: c10d.Store, *, backend: Backend) -> None:
         self._store = store
         self._backend = backend
         self._made: dict[tuple[str, tuple[int, ...]], c10d.ProcessGroup] = {}
+        self.closed = False
 
     def of(self, ranks: tuple[int, ...], *, rank: int, lane: str = "") -> c10d.ProcessGroup:
         """The process group of `ranks`, among which `rank` is this one."""
+        assert not self.closed, "the world was closed"
         if (lane, ranks) not in self._made:
             store = c10d.PrefixStore(f"{lane}{'-'.join(map(str, ranks))}", self._store)
             self._made[lane, ranks] = self._backend(store, ranks.index(rank), len(ranks))
@@ -63,6 +65,7 @@ class Communicators:
 
     def close(self) -> None:
         """Finish and release all of them."""
+        self.closed = True
         for group in self._made.values():
             group.shutdown()
         self._made.clear()
@@ -98,8 +101,13 @@ class NcclWorld(World):
         return view
 
     def close(self) -> None:
-        """Finish what is under way and release the communicators."""
-        self._communicators.close()
+        """When all ranks have called it: finish what is under way and release the communicators."""
+        if not self._communicators.closed:
+            group = self.group(self.mesh.names)
+            stamp = self._stamp("close", group, ())
+            with self.journal.waiting(stamp):
+                self._barrier(stamp, group)
+            self._communicators.close()
 
     def _broadcast(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
         options = c10d.BroadcastOptions()
@@ -202,7 +210,7 @@ class _Started(Work):
         tensors: list[Tensor],
         then: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(world, stamp)
+        super().__init__(world, stamp=stamp)
         self._pending = pending
         self._tensors = tensors
         self._then = then

@@ -26,22 +26,34 @@ from meshwise.mesh import Mesh
 _MEETING_TIME = timedelta(minutes=10)
 
 
-def torch_world(device: torch.device) -> World:
+def meeting_place() -> c10d.Store | None:
+    """The store that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT name; None without them, or for a world of one.
+
+    Raises torch's DistError when it cannot be reached for ten minutes.
+    """
+    rank, size = _numbers()
+    if size == 1:
+        return None
+    store: c10d.Store = next(rendezvous("env://", rank, size, timeout=_MEETING_TIME))[0]
+    return store
+
+
+def torch_world(device: torch.device, *, store: c10d.Store | None = None) -> World:
     """The world of all ranks of this job, over the mesh `rank=N`. Every rank calls it, once for each device type.
 
-    The ranks meet at the store that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT name; without RANK it is a world of
-    one. Raises ValueError when some ranks are on CPU and others on CUDA, and torch's DistError when ranks stay away.
+    `store`: where the ranks meet, by default the `meeting_place`. Raises ValueError when some ranks are on CPU and
+    others on CUDA, and torch's DistError when ranks stay away for ten minutes.
     """
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, size = _numbers()
     mesh = Mesh.of(rank=size)
-    if size == 1:
+    found = store or meeting_place()
+    if found is None:
         return GlooWorld(rank=rank, mesh=mesh, device=device, transport=None)
-    found, _, _ = next(rendezvous("env://", rank, size, timeout=_MEETING_TIME))
-    store = c10d.PrefixStore(f"meshwise/{device.type}", found)
-    devices = _devices(store, rank, size, device)
+    own = c10d.PrefixStore(f"meshwise/{device.type}", found)
+    devices = _devices(own, rank, size, device)
     if device.type == "cuda" and len(set(devices)) == size:
-        return NcclWorld(rank=rank, mesh=mesh, device=device, communicators=Communicators(store, nccl))
-    mailbox = Mailbox(c10d.PrefixStore("gloo", store), rank=rank, size=size)
+        return NcclWorld(rank=rank, mesh=mesh, device=device, communicators=Communicators(own, backend=nccl))
+    mailbox = Mailbox(c10d.PrefixStore("gloo", own), rank=rank, size=size)
     return GlooWorld(rank=rank, mesh=mesh, device=device, transport=Transport(mailbox))
 
 
@@ -50,6 +62,11 @@ def default_device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def _numbers() -> tuple[int, int]:
+    """This process's rank and the size of its world."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _devices(store: c10d.Store, rank: int, size: int, device: torch.device) -> list[str]:

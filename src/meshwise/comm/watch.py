@@ -24,11 +24,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from torch.distributed import distributed_c10d as c10d
 
@@ -61,7 +60,14 @@ class _Pace:
         return cls(beat, max(3 * beat, min(10.0, stall / 5)), max(6 * beat, min(30.0, stall / 3)), stall)
 
 
-def tell_stderr(report: str) -> None:
+class Tell(Protocol):
+    """What to do with a report; `final` when it is the one the job ends with, not a warning."""
+
+    def __call__(self, report: str, *, final: bool) -> None:
+        """Take a report."""
+
+
+def tell_stderr(report: str, *, final: bool) -> None:  # noqa: ARG001 - both are for the terminal
     """Print a report."""
     sys.stderr.write(f"{report}\n")
 
@@ -80,7 +86,7 @@ class Watch:
         world: World,
         *,
         stall_seconds: float | None = None,
-        tell: Callable[[str], None] = tell_stderr,
+        tell: Tell = tell_stderr,
         launcher: int | None = None,
     ) -> None:
         stall = float(os.environ.get(_VARIABLE, STALL_SECONDS)) if stall_seconds is None else stall_seconds
@@ -172,17 +178,26 @@ class Watch:
             self._asked = time.monotonic()
 
     def _suspects(self) -> bool:
-        position, now = self._world.position, time.monotonic()
-        since = position.waiting_since
-        return since is not None and now - since >= self._pace.suspect and now - self._asked >= self._pace.suspect
+        rested = time.monotonic() - self._asked
+        return self._waited() >= self._pace.suspect and rested >= self._pace.suspect
+
+    def _waited(self) -> float:
+        """How many seconds this rank has been waiting, or (on a GPU, where waiting does not block) may have been."""
+        journal = self._world.journal
+        since = journal.position.waiting_since
+        if since is None and self._world.device.type == "cuda" and journal.calls:
+            since = journal.called_at
+        return 0.0 if since is None else time.monotonic() - since
 
     def _answer(self) -> Answer:
         journal = self._world.journal
         position, recent = journal.position, journal.recent.copy()
-        waited = 0.0 if position.waiting_since is None else time.monotonic() - position.waiting_since
+        waited = self._waited()
+        if waited < self._pace.suspect / 2:
+            waited = 0.0  # it may well be over: two ranks do not answer at the same moment
         stacks = [stack_of(thread) for thread in dict.fromkeys((self._main, journal.thread))]
         waiting: Call | None = None
-        if waited >= self._pace.suspect / 2:
+        if waited and position.waiting_since is not None:
             waiting = next((call for call in recent if call.stamp is position.stamp), None)
         return Answer(
             rank=self._world.rank,
@@ -209,7 +224,9 @@ class Watch:
             self._declare(min(survey.answers), report)
         if longest >= self._pace.stall / 2 and self._store.add("warned", 1) == 1:
             left = self._pace.stall - longest
-            self._tell(f"{report}\n  the job goes on for {left:.0f} s more ({_VARIABLE}={self._pace.stall:g})")
+            self._tell(
+                f"{report}\n  the job goes on for {left:.0f} s more ({_VARIABLE}={self._pace.stall:g})", final=False
+            )
 
     def _survey(self, number: int) -> Survey | None:
         """Everyone's answer; None when this rank finishes meanwhile.
@@ -264,7 +281,7 @@ class Watch:
         """End as declared: with the report on one rank, silently once it is told on the others."""
         teller, report = pickle.loads(self._store.get("end"))
         if teller == self._world.rank:
-            self._tell(report)
+            self._tell(report, final=True)
             self._store.set("told", "")
         else:
             with contextlib.suppress(RuntimeError):  # whoever should have told it died: then it stays untold here
@@ -290,7 +307,7 @@ class Watch:
     def _leave(self, report: str | None = None) -> NoReturn:
         """End this process, whatever its other threads do. Flushing must not hold it up: a pipe may be full."""
         if report is not None:
-            self._tell(report)
+            self._tell(report, final=True)
         flushing = threading.Thread(target=_flush, daemon=True)
         flushing.start()
         flushing.join(_FLUSH_SECONDS)
