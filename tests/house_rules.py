@@ -60,7 +60,8 @@ FLOORS = (
     ("train", "testing", "bench"),
     ("verify",),
     ("view",),
-    ("cli", "__main__"),
+    ("cli",),
+    ("__main__",),
 )
 """From the ground up. A part imports lower floors and itself, never a sibling."""
 
@@ -131,6 +132,7 @@ MAKERS = """
     ContextVar local Lock RLock Condition Event Queue SimpleQueue count Generator
 """
 READ_ONLY = ("Mapping", "Sequence", "Collection", "Set", "AbstractSet", "Iterable")
+MEANT_TO_BE_SET = ("sys.excepthook",)
 OWN_OF_A_TENSOR = frozenset({"data", "grad", "requires_grad"})
 
 
@@ -196,6 +198,8 @@ def nothing_patched(source: Source) -> Iterator[str]:
                 for alias in node.names:
                     foreign[alias.asname or alias.name.split(".")[0]] = getattr(node, "module", None) or alias.name
         for node, owner, attribute in assigned_attributes(module.tree):
+            if f"{ast.unparse(owner)}.{attribute}" in MEANT_TO_BE_SET:
+                continue
             root = owner
             while isinstance(root, ast.Attribute):
                 root = root.value
@@ -210,7 +214,7 @@ SAYS_NOTHING = frozenset({"utils", "util", "common", "helpers", "helper", "misc"
 POSITIONS: Mapping[str, int] = {
     # The verbs a user writes: what, and by which plan or on how many ranks.
     "meshwise.parallelize.parallelize": 2,
-    "meshwise.verify.verify": 4,
+    "meshwise.verify.check.verify": 4,
     "meshwise.comm.launch.run": 2,
     "meshwise.comm.thread_world.run_threads": 2,
     "meshwise.testing.run.run": 2,
@@ -220,7 +224,14 @@ POSITIONS: Mapping[str, int] = {
     "meshwise.testing.agree.agree": 2,
     "meshwise.testing.difference.difference": 2,
     "meshwise.tree.map_tensors": 2,
-    # What the engine calls: loss(output, batch), forward(model, batch), parameter_options(name, parameter).
+    "meshwise.comm.launch.torchrun_line": 2,
+    "meshwise.comm.world.split": 2,
+    # What is called back: loss(output, batch), forward(model, batch), parameter_options(name, parameter),
+    # arrival(row, gradient), backend(store, rank, size).
+    "meshwise.comm.nccl_world.nccl": 3,
+    "meshwise.data_parallel.engine.throw_away": 2,
+    "meshwise.model.forward.call_loss": 2,
+    "meshwise.verify.outputs.Outputs.forward": 2,
     "meshwise.model.forward.default_forward": 2,
     "meshwise.model.table.matrices_decay": 2,
     "meshwise.reference.loss.next_token_loss": 2,

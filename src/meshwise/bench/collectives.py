@@ -95,7 +95,7 @@ _CALLS: Mapping[str, _Call] = MappingProxyType(
 )
 
 
-def measure(world: World, sweep: Sweep) -> list[Measurement]:
+def measure(sweep: Sweep, *, world: World) -> list[Measurement]:
     """Run the sweep; every rank calls it and gets the measurements of the groups it was in, rank 0 those of all.
 
     A copy is measured beside every size. Sizes are rounded down to whole numbers of floats per rank, at least one.

@@ -18,7 +18,7 @@ _OLDEST_TORCH = (2, 11)
 _SHARED_MEMORY = 1 << 30
 _OPEN_FILES = 4096
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-_COMPARED = {
+_COMPARED: Mapping[str, str] = {
     "meshwise": "install the same version everywhere",
     "torch": "install the same version everywhere",
     "python": "use the same Python everywhere: pickles and seeds may differ",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
-_UNITS = {"": 0, "K": 1, "M": 2, "G": 3}
+_UNITS: Mapping[str, int] = {"": 0, "K": 1, "M": 2, "G": 3}
 
 
 def parse_size(text: str) -> int:

@@ -80,7 +80,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _rank(world: World, sweep: Sweep) -> list[Measurement]:
-    return measure(world, sweep)
+    return measure(sweep, world=world)
 
 
 def _ranks(flags: Collectives) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -15,7 +15,7 @@ from meshwise.bench.machine import table
 from meshwise.bench.talk import Talk
 from meshwise.train.flags import parse_flags
 
-_MARKS = {"ok": "[green]ok     [/]", "note": "[yellow]note   [/]", "problem": "[red]problem[/]"}
+_MARKS: Mapping[str, str] = {"ok": "[green]ok     [/]", "note": "[yellow]note   [/]", "problem": "[red]problem[/]"}
 
 
 @dataclass(frozen=True)

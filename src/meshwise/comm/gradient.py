@@ -43,7 +43,7 @@ Sizes: TypeAlias = Sequence[int] | None
 class Arriving:
     """The result of a collective under way."""
 
-    def __init__(self, passage: _Passage, token: Tensor) -> None:
+    def __init__(self, passage: _Passage, *, token: Tensor) -> None:
         self._passage = passage
         self._token = token
         self._result: Tensor | None = None
@@ -335,4 +335,4 @@ class _Arrive(torch.autograd.Function):
 
 def _start(x: Tensor, collective: _Map) -> Arriving:
     passage = _Passage(collective)
-    return Arriving(passage, _Depart.apply(x, passage))
+    return Arriving(passage, token=_Depart.apply(x, passage))

@@ -27,7 +27,7 @@ class Meeting:
         self._reduced: Tensor | None = None
         self._reducing = threading.Lock()
 
-    def arrive(self, rank: int, stamp: Stamp, deposit: list[Tensor]) -> None:
+    def arrive(self, rank: int, *, stamp: Stamp, deposit: list[Tensor]) -> None:
         """Note a rank's call and keep what it leaves for the others."""
         self.stamps[rank] = stamp
         self._deposits[rank] = deposit
@@ -75,7 +75,7 @@ class Meeting:
 class Hub:
     """All meetings of a run, guarded by one condition that is notified at every change."""
 
-    def __init__(self, size: int, timeout: float | None) -> None:
+    def __init__(self, size: int, *, timeout: float | None) -> None:
         self.size = size
         self.timeout = timeout
         self.threads: list[threading.Thread] = []
@@ -86,7 +86,7 @@ class Hub:
         self._waiting: dict[int, Meeting] = {}
         self._finished: set[int] = set()
 
-    def meet(self, rank: int, ranks: tuple[int, ...], stamp: Stamp, deposit: list[Tensor]) -> Meeting:
+    def meet(self, rank: int, *, ranks: tuple[int, ...], stamp: Stamp, deposit: list[Tensor]) -> Meeting:
         """The meeting that this rank's calls among `ranks` have come to, with its call noted.
 
         For a message, `ranks` are its source and target; both count the messages of that line.
@@ -97,7 +97,7 @@ class Hub:
             ordinal = self._calls.get((rank, line, ranks), 0)
             self._calls[rank, line, ranks] = ordinal + 1
             meeting = self._meetings.setdefault((line, ranks, ordinal), Meeting(ranks))
-            meeting.arrive(rank, stamp, deposit)
+            meeting.arrive(rank, stamp=stamp, deposit=deposit)
             if table := disagreement(meeting.stamps):
                 self._fail(RanksDisagree(f"the ranks called different collectives:\n{table}"))
                 raise Ended
@@ -106,7 +106,7 @@ class Hub:
                 self._changed.notify_all()
             return meeting
 
-    def wait(self, rank: int, meeting: Meeting) -> None:
+    def wait(self, meeting: Meeting, *, rank: int) -> None:
         """Block until the meeting is complete."""
         ends = None if self.timeout is None else time.monotonic() + self.timeout
         with self._changed:
@@ -127,7 +127,7 @@ class Hub:
             self._changed.notify_all()
             self._look_for_the_impossible()
 
-    def fail(self, error: BaseException, rank: int) -> None:
+    def fail(self, error: BaseException, *, rank: int) -> None:
         """End the run with this rank's error, unless it is ending with an earlier one."""
         with self._changed:
             if self.failure is None:

@@ -7,13 +7,13 @@ the same values give the same bits, on every rank and in every run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_OPS: dict[str, Callable[..., Any]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_OPS: Mapping[str, Callable[..., Any]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _NARROW = (torch.float16, torch.bfloat16)
 # Elements that stay in the cache of a core between one part and the next.
 _BLOCK = 32 << 10

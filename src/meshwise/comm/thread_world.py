@@ -50,7 +50,7 @@ def run_threads(
     together. A rank that calls no collective cannot be ended: `timeout` seconds after a failure it is left running
     as a daemon thread.
     """
-    hub = Hub(size, timeout)
+    hub = Hub(size, timeout=timeout)
     results: dict[int, Result] = {}
 
     def rank_main(rank: int) -> None:
@@ -60,7 +60,7 @@ def run_threads(
         except Ended:
             pass
         except BaseException as error:  # noqa: BLE001 — whatever ends one rank ends the run, and is raised below
-            hub.fail(error, rank)
+            hub.fail(error, rank=rank)
 
     hub.threads = [
         threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)
@@ -103,7 +103,7 @@ class _ThreadWork(Work):
     """A rank's part in a meeting: `take` fetches the results once all have arrived."""
 
     def __init__(self, world: ThreadWorld, stamp: Stamp, part: tuple[Meeting, _Held, _Take]) -> None:
-        super().__init__(world, stamp)
+        super().__init__(world, stamp=stamp)
         self._hub = world.hub
         self._rank = world.rank
         self._part: tuple[Meeting, _Held, _Take] | None = part
@@ -112,7 +112,7 @@ class _ThreadWork(Work):
         assert self._part is not None
         meeting, held, take = self._part
         held.check(self._stamp)
-        self._hub.wait(self._rank, meeting)
+        self._hub.wait(meeting, rank=self._rank)
         take(meeting)
         self._part = None
 
@@ -179,10 +179,10 @@ class ThreadWorld(World):
         return self._meet(stamp, group, give=parts or [], fill=[into], take=take)
 
     def _send(self, stamp: Stamp, group: Group, x: Tensor, to: int) -> Work:
-        return self._meet(stamp, line(group, group.index, to), give=[x], take=_nothing)
+        return self._meet(stamp, line(group, source=group.index, target=to), give=[x], take=_nothing)
 
     def _recv(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
-        ends = line(group, source, group.index)
+        ends = line(group, source=source, target=group.index)
         return self._meet(stamp, ends, fill=[x], take=lambda met: met.place(x, index=0))
 
     def _barrier(self, stamp: Stamp, group: Group) -> None:
@@ -194,7 +194,7 @@ class ThreadWorld(World):
         """Leave copies of `give` and go on; at `wait`, `take` brings the results into `fill`."""
         copies = [x.clone() for x in give]
         held = _Held(inputs=list(zip(give, copies, strict=True)), outputs=fill)
-        meeting = self.hub.meet(self.rank, group.ranks, stamp, copies)
+        meeting = self.hub.meet(self.rank, ranks=group.ranks, stamp=stamp, deposit=copies)
         return _ThreadWork(self, stamp, (meeting, held, take))
 
 

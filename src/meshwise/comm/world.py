@@ -46,7 +46,7 @@ class Group:
 class Work:
     """A collective under way. Its tensors belong to it until `wait` returns; `wait` may be called more than once."""
 
-    def __init__(self, world: World | None = None, stamp: Stamp | None = None) -> None:
+    def __init__(self, world: World | None = None, *, stamp: Stamp | None = None) -> None:
         self._world = world
         self._stamp = stamp
         self._done = world is None
@@ -159,7 +159,7 @@ class World(abc.ABC):
             return _copy(x, into)
         stamp = self._stamp("all_gather", group, into)
         parts = split(into, group.size)
-        fit(x, parts[group.index])
+        fit(x, part=parts[group.index])
         return self._all_gather(stamp, group, flat(x), parts)
 
     def reduce_scatter(self, x: Parts, *, into: Tensor, axes: Axes, op: str = "sum") -> Work:
@@ -170,7 +170,7 @@ class World(abc.ABC):
             return _copy(x, into)
         stamp = self._stamp("reduce_scatter", group, x, how=op)
         parts = split(x, group.size)
-        fit(into, parts[group.index])
+        fit(into, part=parts[group.index])
         return self._reduce_scatter(stamp, group, parts, (flat(into), op))
 
     def all_to_all(self, x: Parts, *, into: Parts, axes: Axes) -> Work:
@@ -180,7 +180,7 @@ class World(abc.ABC):
             return _copy(x, into)
         stamp = self._stamp("all_to_all", group, x)
         parts, targets = split(x, group.size), split(into, group.size)
-        fit(parts[group.index], targets[group.index])
+        fit(parts[group.index], part=targets[group.index])
         return self._all_to_all(stamp, group, parts, targets)
 
     def gather(self, x: Tensor, *, into: Parts | None, axes: Axes, target: int = 0) -> Work:
@@ -194,7 +194,7 @@ class World(abc.ABC):
         if group.index == target:
             assert into is not None, "the target of a gather passes `into`"
             parts = split(into, group.size)
-            fit(x, parts[target])
+            fit(x, part=parts[target])
         return self._gather(stamp, group, flat(x), (parts, target))
 
     def scatter(self, x: Parts | None, *, into: Tensor, axes: Axes, source: int = 0) -> Work:
@@ -208,19 +208,19 @@ class World(abc.ABC):
         if group.index == source:
             assert x is not None, "the source of a scatter passes `x`"
             parts = split(x, group.size)
-            fit(into, parts[source])
+            fit(into, part=parts[source])
         return self._scatter(stamp, group, (parts, source), flat(into))
 
     def send(self, x: Tensor, *, axis: str, to: int) -> Work:
         """Send to group index `to` along one axis; messages between two ranks arrive in the order they were sent."""
         group = self.group(axis)
-        stamp = self._stamp("send", line(group, group.index, to), x, how=f"to {to}")
+        stamp = self._stamp("send", line(group, source=group.index, target=to), x, how=f"to {to}")
         return self._send(stamp, group, flat(x), to)
 
     def recv(self, x: Tensor, *, axis: str, source: int) -> Work:
         """Receive into `x` from group index `source` along one axis."""
         group = self.group(axis)
-        stamp = self._stamp("recv", line(group, source, group.index), x, how=f"from {source}")
+        stamp = self._stamp("recv", line(group, source=source, target=group.index), x, how=f"from {source}")
         return self._recv(stamp, group, flat(x), source)
 
     def barrier(self, *, axes: Axes | None = None) -> None:
@@ -314,7 +314,7 @@ def split(x: Parts, size: int) -> list[Tensor]:
     return [flat(part) for part in x]
 
 
-def fit(x: Tensor, part: Tensor) -> None:
+def fit(x: Tensor, *, part: Tensor) -> None:
     """Raise ValueError unless this rank's tensor has the elements and the dtype of its part."""
     if x.numel() != part.numel() or x.dtype != part.dtype:
         raise ValueError(
@@ -329,7 +329,7 @@ def _rooted(group: Group, index: int) -> Group:
     return group
 
 
-def line(group: Group, source: int, target: int) -> Group:
+def line(group: Group, *, source: int, target: int) -> Group:
     """The two ends of a message as a group of their own. Raises ValueError when they are not two ranks of the group."""
     if source == target or not (0 <= source < group.size and 0 <= target < group.size):
         raise ValueError(
@@ -341,7 +341,7 @@ def line(group: Group, source: int, target: int) -> Group:
 def _copy(x: Parts, into: Parts) -> Work:
     """The collective of a group of one."""
     [source], [target] = split(x, 1), split(into, 1)
-    fit(source, target)
+    fit(source, part=target)
     if source.data_ptr() != target.data_ptr():
         target.copy_(source)
     return Work()

@@ -29,7 +29,7 @@ class Job:
     arguments: bytes
 
     @classmethod
-    def of(cls, main: Callable[..., Any], args: tuple[Any, ...]) -> Job:
+    def of(cls, main: Callable[..., Any], *, args: tuple[Any, ...]) -> Job:
         """The call `main(world, *args)`.
 
         Raises ValueError when another process could not import `main`, and what pickle raises for the arguments.

@@ -49,7 +49,7 @@ class Processes:
         when a rank ended; TimeoutError, with the Python stack of every rank that had not answered. ValueError when
         `main` cannot be imported by another process.
         """
-        job = Job.of(main, args)
+        job = Job.of(main, args=args)
         crew = self._crews.get(size) or self._crews.setdefault(size, _Crew(size))
         try:
             return crew.run(job, self.timeout)
