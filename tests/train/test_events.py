@@ -105,6 +105,16 @@ def test_on_a_terminal_the_steps_are_one_line_that_is_redrawn() -> None:
     assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") > 0, "the cursor is shown again"
 
 
+@pytest.mark.parametrize("live", [False, True])
+def test_what_a_model_writes_does_not_steer_the_terminal(live: bool) -> None:
+    out = io.StringIO()
+    terminal(Console(file=out, force_terminal=live, color_system=None), every=1).write(
+        Sample(1, "", "a\x1b[2Jb\r\x07c")
+    )
+
+    assert "a\N{REPLACEMENT CHARACTER}[2Jb\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}c" in out.getvalue()
+
+
 def test_every_event_is_a_line_of_json_at_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     sink = JsonLines(path)

@@ -9,6 +9,7 @@ Every rank runs it; what is printed and written comes from rank 0.
 from __future__ import annotations
 
 import resource
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -177,7 +178,7 @@ class _Run:
         folder = self._folder
         write_parameters(self._trainer, path=None if folder is None else folder.parameters, metadata=metadata)
         if folder is not None:
-            following = f'meshwise verify {folder.job} --plan "dp=2 zero=3"'
+            following = shlex.join(["meshwise", "verify", str(folder.job)])
             self._emit(End(job.train.steps, seconds, result.loss, folder.outputs(), following))
 
 

@@ -46,6 +46,7 @@ class LiveTerminal:
             BarColumn(bar_width=16),
             TextColumn("{task.fields[numbers]}"),
             console=console,
+            refresh_per_second=4,
         )
         self._task = self._progress.add_task("train", total=1, numbers="", visible=False)
 
@@ -64,7 +65,8 @@ class LiveTerminal:
         console = self._progress.console
         if isinstance(event, Sample):
             console.print(Rule("the model writes", style="dim"))
-            console.print(Padding(Text(event.prompt, style="bold").append(event.text, style="not bold"), (0, 2)))
+            text = Text(_printable(event.prompt), style="bold").append(_printable(event.text), style="not bold")
+            console.print(Padding(text, (0, 2)))
             console.print(Rule(style="dim"))
         else:
             style = {NonFinite: "bold red", Validation: "green"}.get(type(event), "")
@@ -95,12 +97,19 @@ def _told(event: Event) -> str:
         case Validation():
             return f"validation after step {event.step}: loss {event.loss:.4f} over {event.tokens:,} tokens"
         case Sample():
-            lines = (event.prompt + event.text).split("\n")
+            lines = _printable(event.prompt + event.text).split("\n")
             return "\n".join(["the model writes:", *(f"  | {line}" for line in lines)])
         case End():
             rows = [f"  {name:<12} {path}" for name, path in event.outputs.items()]
             head = f"done: {event.steps:,} steps in {_time(event.seconds)}, loss {event.loss:.4f}"
             return "\n".join([head, *rows, f"next: {event.following}"])
+
+
+def _printable(text: str) -> str:
+    """The text without what would steer the terminal: a model that has learnt little writes any byte."""
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )
 
 
 def _numbers(step: Step) -> str:
