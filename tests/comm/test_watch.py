@@ -120,15 +120,16 @@ def run_rank(given: dict[str, Any]) -> None:
     }
     world = torch_world(torch.device("cpu"))
     store = TCPStore("127.0.0.1", given["PORT"], is_master=False)
-    watch = Watch(store, world, stall_seconds=given["STALL_SECONDS"])
+    watch = Watch(world, store=store, stall_seconds=given["STALL_SECONDS"])
     watch.start()
     try:
         SCENARIOS[given["SCENARIO"]](world)
+        world.close()
     except Exception:
         sys.excepthook(*sys.exc_info())  # what the interpreter does with an exception that nobody catches
         raise
-    world.close()
-    watch.stop()
+    finally:
+        watch.stop()
 
 
 SCENARIOS: dict[str, Callable[[World], None]] = {}
@@ -192,14 +193,29 @@ def test_another_collective_is_told_with_both_parties(start: Callable[..., Ranks
 
 
 @scenario
-def one_finishes_early(world: World) -> None:
+def one_closes_early(world: World) -> None:
     reduce(world)
     if world.rank != 1:
         reduce(world)
 
 
-def test_a_rank_that_finished_early_is_told(start: Callable[..., Ranks]) -> None:
-    ranks = start("one_finishes_early")
+def test_a_rank_that_closes_early_is_told(start: Callable[..., Ranks]) -> None:
+    ranks = start("one_closes_early")
+    assert ranks.ended() == [1, 1, 1]
+    assert re.search(r"ranks 0,2 +#1 all_reduce\[rank\] sum 3", ranks.report())
+    assert re.search(r"rank 1 +#1 close\[rank\]", ranks.report())
+
+
+@scenario
+def one_leaves_early(world: World) -> None:
+    reduce(world)
+    if world.rank == 1:
+        raise SystemExit
+    reduce(world)
+
+
+def test_a_rank_that_left_early_is_told(start: Callable[..., Ranks]) -> None:
+    ranks = start("one_leaves_early")
     assert ranks.ended() == [1, 0, 1]
     assert "rank 1 has finished while others wait" in ranks.report()
     assert re.search(r"rank 2 \(process _\).*#1 all_reduce\[rank\]", ranks.report())
@@ -264,8 +280,8 @@ def test_a_slow_rank_is_warned_about_and_then_ended_with_its_stack(start: Callab
     for report in reports:
         assert re.match(r"others have waited \d+ s for rank 1\n", report)
         assert "time.sleep(100)" in report
-    assert "the job goes on" in reports[0]
-    assert "MESHWISE_STALL_SECONDS" in reports[0]
+    [warning] = [report for report in reports if "the job goes on" in report]
+    assert "MESHWISE_STALL_SECONDS" in warning
 
 
 @scenario
@@ -309,7 +325,7 @@ def the_launcher_dies(world: World) -> None:
         time.sleep(0.5)
         os._exit(0)
     print(f"rank is process {os.getpid()}", flush=True)
-    Watch(store, world, stall_seconds=STALL, launcher=launcher).start()
+    Watch(world, store=store, stall_seconds=STALL, launcher=launcher).start()
     time.sleep(1000)
 
 

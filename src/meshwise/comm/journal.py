@@ -100,7 +100,7 @@ class RanksDisagree(RuntimeError):
 class Journal:
     """The calls of one rank: how many (in all, and on each line), the last ones, a digest per group, the position.
 
-    `thread` is the identifier of the thread that made the last call.
+    `thread` is the identifier of the thread that made the last call, `called_at` its time by `time.monotonic`.
     """
 
     def __init__(self) -> None:
@@ -109,6 +109,7 @@ class Journal:
         self.recent: deque[Call] = deque(maxlen=_KEPT)
         self.position = Position()
         self.thread = threading.get_ident()
+        self.called_at = time.monotonic()
         self.digests: dict[tuple[int, ...], int] = {}
         self._recordings: list[list[Stamp]] = []
 
@@ -121,6 +122,7 @@ class Journal:
         self.recent.append(Call(stamp, line, ordinal))
         self.position = Position(stamp)
         self.thread = threading.get_ident()
+        self.called_at = time.monotonic()
         if not stamp.point_to_point:
             self.digests[ranks] = zlib.crc32(stamp.agreed.encode(), self.digests.get(ranks, 0))
         for recording in self._recordings:

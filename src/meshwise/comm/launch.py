@@ -84,7 +84,7 @@ def _join(device: torch.device, stall_seconds: float | None, tell: Tell) -> Worl
     if store is not None:
         launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         own = c10d.PrefixStore(device.type, store)
-        watch = Watch(own, world, stall_seconds=stall_seconds, tell=tell, launcher=launcher)
+        watch = Watch(world, store=own, stall_seconds=stall_seconds, tell=tell, launcher=launcher)
         watch.start()
         atexit.register(watch.stop)
     # Runs before the watch stops: what is still under way is waited for, and watched.

@@ -26,7 +26,11 @@ _MOST_STACKS = 4
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank says about itself. `waiting` is set when it has waited for that call for `waited` seconds."""
+    """What a rank says about itself.
+
+    `waiting`: the call in which it is blocked, for `waited` seconds. On a GPU, where waiting does not block, None, and
+    `waited` is the time since its last call: any of its recent calls may be the one that does not end.
+    """
 
     rank: int
     process: str
@@ -36,6 +40,12 @@ class Answer:
     counts: Mapping[Line, int]
     stack: str
     lost: str = ""
+
+    def pending(self) -> Sequence[Call]:
+        """The calls that this rank may be waiting in."""
+        if self.waiting is not None:
+            return [self.waiting]
+        return self.recent if self.waited else []
 
 
 @dataclass(frozen=True)
@@ -100,7 +110,7 @@ class Survey:
         if missed:
             return Finding(f"{ranks_text(missed)} {_verb(missed, 'does', 'do')} not answer", (), certain=True)
         if told and not self.absent:
-            return Finding(f"ranks have lost each other though all are alive: {told[0]}", (), certain=True)
+            return Finding(f"ranks have lost each other though all are alive: {told[0]}", (), certain=False)
         return None
 
     def _finished(self) -> Finding | None:
@@ -114,7 +124,8 @@ class Survey:
         return Finding(headline, others, certain=True)
 
     def _circle(self) -> Finding | None:
-        waits = self._waits
+        blocked = {rank for rank, answer in self.answers.items() if answer.waiting}
+        waits = [(waiting, rank) for waiting, rank in self._waits if waiting in blocked]
         stuck = {waiting for waiting, _ in waits}
         while free := {waiting for waiting, rank in waits if waiting in stuck and rank not in stuck}:
             stuck -= free
@@ -123,30 +134,27 @@ class Survey:
         return Finding("ranks wait for each other, and none of them can go on", tuple(sorted(stuck)), certain=True)
 
     def _slow(self) -> Finding | None:
-        waiting = [answer for answer in self.answers.values() if answer.waiting]
-        if not waiting:
-            return None
-        missed = sorted({rank for _, rank in self._waits}.difference(answer.rank for answer in waiting))
-        longest = max(answer.waited for answer in waiting)
-        if not missed:
-            headline = (
-                f"{ranks_text(sorted(answer.rank for answer in waiting))} have called the same for {longest:.0f} s"
-            )
-            return Finding(f"{headline}, and it does not end", tuple(answer.rank for answer in waiting), certain=False)
-        headline = f"others have waited {longest:.0f} s for {ranks_text(missed)}"
-        return Finding(headline, tuple(missed), certain=False)
+        blocked = sorted(rank for rank, answer in self.answers.items() if answer.waiting)
+        missed = sorted({rank for _, rank in self._waits}.difference(blocked))
+        if missed:
+            longest = max(self.answers[waiting].waited for waiting, _ in self._waits)
+            return Finding(f"others have waited {longest:.0f} s for {ranks_text(missed)}", tuple(missed), certain=False)
+        if blocked:
+            headline = f"what {ranks_text(blocked)} {_verb(blocked, 'has', 'have')} called does not end"
+            return Finding(headline, tuple(blocked), certain=False)
+        return None
 
     @cached_property
     def _waits(self) -> list[tuple[int, int]]:
         """(who waits, for whom) for every rank that has not come to the place where another waits."""
-        waits = []
+        waits: dict[tuple[int, int], None] = {}
         for rank, answer in sorted(self.answers.items()):
-            if answer.waiting is not None:
-                for other in answer.waiting.line.ranks:
+            for call in answer.pending():
+                for other in call.line.ranks:
                     told = self.answers.get(other) or self.absent[other]
-                    if other != rank and told.counts.get(answer.waiting.line, 0) <= answer.waiting.ordinal:
-                        waits.append((rank, other))
-        return waits
+                    if other != rank and told.counts.get(call.line, 0) <= call.ordinal:
+                        waits[rank, other] = None
+        return list(waits)
 
     def _place(self, rank: int) -> str:
         if rank in self.absent:
@@ -154,11 +162,12 @@ class Survey:
         answer = self.answers[rank]
         if answer.lost:
             return f"  rank {rank} ({answer.process}): {answer.lost}"
-        if answer.waiting is None:
-            last = f"; its last call was {answer.recent[-1].stamp}" if answer.recent else ""
-            return f"  rank {rank} ({answer.process}) is busy{last}"
         missed = [other for waiting, other in self._waits if waiting == rank]
         whom = f" for {ranks_text(missed)}" if missed else ""
+        if answer.waiting is None:
+            last = f"; its last call was {answer.recent[-1].stamp}" if answer.recent else ""
+            state = f"has called nothing for {answer.waited:.1f} s and may wait{whom}" if missed else "is busy"
+            return f"  rank {rank} ({answer.process}) {state}{last}"
         return f"  rank {rank} ({answer.process}) has waited {answer.waited:.1f} s{whom} in {answer.waiting.stamp}"
 
 

@@ -82,9 +82,9 @@ class Watch:
 
     def __init__(
         self,
-        store: c10d.Store,
         world: World,
         *,
+        store: c10d.Store,
         stall_seconds: float | None = None,
         tell: Tell = tell_stderr,
         launcher: int | None = None,
