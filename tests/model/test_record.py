@@ -80,6 +80,7 @@ def copies() -> nn.Module:
     nn.init.eye_(b.weight)
     a.weight.data[0].copy_(b.weight.data[1])
     b.weight.data.copy_(b.weight.data.flip(0) * 2)
+    b.weight.data.copy_(b.weight.data.view(3, 3))
     a.bias.data = torch.ones(3)
     b.bias = nn.Parameter(a.bias.detach().clone() + 1)
     return nn.Sequential(a, b, copy.deepcopy(a), copy.deepcopy(holder(x=count(2))))

@@ -58,7 +58,6 @@ class _Traits:
         self.names = [argument.name for argument in schema.arguments]
         self.written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
         self.reads_values = torch.Tag.data_dependent_output in func.tags
-        self.moves_only = torch.Tag.inplace_view in func.tags and schema.name != "aten::resize_"
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         self.overwrites = schema.name in _OVERWRITING
         name = schema.name.removeprefix("aten::")
@@ -141,7 +140,7 @@ class _Recorder(TorchDispatchMode):
             if name in traits.written
             for t in tensors(value)
         ]
-        if traits.moves_only or not (written or any(t is not None for t in created)):
+        if not written and all(t is None for t in created):
             return result
         if "dtype" in traits.names and not given and kwargs_then.get("dtype") is None:
             kwargs_then["dtype"] = outputs[0].dtype  # torch's default dtype may be another one at replay
