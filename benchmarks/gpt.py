@@ -55,8 +55,8 @@ class Block(nn.Module):
         q, k, v = (part.view(batch, time, self.heads, width // self.heads).transpose(1, 2) for part in parts)
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.project(y.transpose(1, 2).reshape(batch, time, width))
-        x = x + self.down(functional.gelu(self.up(self.norm_mlp(x))))
-        return x
+        out: Tensor = x + self.down(functional.gelu(self.up(self.norm_mlp(x))))
+        return out
 
 
 class GPT(nn.Module):

@@ -16,7 +16,7 @@ from typing import IO, Any
 from contestants import Contestant
 from gpt import Shape
 
-_ANSWER_SECONDS = 600.0
+_ANSWER_SECONDS = 300.0
 
 
 class ContestantFailed(RuntimeError):
@@ -118,14 +118,19 @@ class Team:
         return self._read()
 
     def _read(self) -> list[dict[str, Any]]:
-        answers = []
-        for rank, stream in enumerate(self._answers):
-            ready, _, _ = select.select([stream], [], [], _ANSWER_SECONDS)
-            line = stream.readline() if ready else ""
-            if not line:
-                raise ContestantFailed(f"{self.contestant.name}: rank {rank} did not answer\n{self._last_words()}")
-            answers.append(json.loads(line))
-        return answers
+        """One answer of each rank. A rank that ends is noticed at once, though the others may wait for it for ever."""
+        answers: dict[int, dict[str, Any]] = {}
+        while len(answers) < len(self._answers):
+            waiting = {stream: rank for rank, stream in enumerate(self._answers) if rank not in answers}
+            ready, _, _ = select.select(list(waiting), [], [], _ANSWER_SECONDS)
+            for stream in ready:
+                if line := stream.readline():
+                    answers[waiting[stream]] = json.loads(line)
+                    continue
+                raise ContestantFailed(f"{self.contestant.name}: rank {waiting[stream]} ended\n{self._last_words()}")
+            if not ready:
+                raise ContestantFailed(f"{self.contestant.name}: no answer within {_ANSWER_SECONDS:g} s")
+        return [answers[rank] for rank in sorted(answers)]
 
     def _last_words(self) -> str:
         self._stderr.flush()

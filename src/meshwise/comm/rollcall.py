@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without declaring it
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 3.0
@@ -34,7 +35,7 @@ class RollCall:
     """The entries of everyone who came in time, in the order of the ranks. It keeps rank 0's store open."""
 
     entries: tuple[Entry, ...]
-    store: dist.Store
+    store: Store
 
 
 def roll_call(facts: Mapping[str, str], *, seconds: float = 10.0) -> RollCall:
@@ -45,7 +46,7 @@ def roll_call(facts: Mapping[str, str], *, seconds: float = 10.0) -> RollCall:
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     opened_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store: dist.Store = dist.TCPStore(
+    store: Store = TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=rank == 0 and not opened_by_launcher,
@@ -53,7 +54,7 @@ def roll_call(facts: Mapping[str, str], *, seconds: float = 10.0) -> RollCall:
         wait_for_workers=False,
         multi_tenant=True,
     )
-    roll = dist.PrefixStore(f"meshwise/roll call/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    roll = PrefixStore(f"meshwise/roll call/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     roll.set(f"entry/{roll.add('count', 1)}", json.dumps(asdict(Entry(rank, size, dict(facts)))))
     if rank == 0:
         entries = _await_all(roll, size, until=time.monotonic() + seconds)
@@ -66,7 +67,7 @@ def roll_call(facts: Mapping[str, str], *, seconds: float = 10.0) -> RollCall:
     return RollCall(tuple(sorted(entries, key=lambda entry: entry.rank)), store)
 
 
-def _await_all(roll: dist.Store, size: int, *, until: float) -> list[Entry]:
+def _await_all(roll: Store, size: int, *, until: float) -> list[Entry]:
     """Rank 0's part: the entries of as many ranks as anyone expects, or of those that came in time."""
 
     def complete() -> bool:
@@ -77,14 +78,14 @@ def _await_all(roll: dist.Store, size: int, *, until: float) -> list[Entry]:
     return _present(roll)
 
 
-def _await_list(roll: dist.Store, *, until: float) -> list[Entry]:
+def _await_list(roll: Store, *, until: float) -> list[Entry]:
     """The other ranks' part: rank 0's list, or without rank 0 what there is."""
     if _await(lambda: roll.check(["all"]), until=until):
         return [Entry(**entry) for entry in json.loads(roll.get("all"))]
     return _present(roll)
 
 
-def _present(roll: dist.Store) -> list[Entry]:
+def _present(roll: Store) -> list[Entry]:
     keys = [f"entry/{ticket}" for ticket in range(1, roll.add("count", 0) + 1)]
     return [Entry(**json.loads(roll.get(key))) for key in keys if roll.check([key])]
 

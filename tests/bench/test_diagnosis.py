@@ -1,0 +1,146 @@
+"""What is wrong, in one sentence, with what to do about it."""
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from unittest import mock
+
+import pytest
+
+from meshwise.bench.diagnosis import check_interfaces, examine_machine, examine_roll, own_facts
+from meshwise.bench.finding import Finding
+from meshwise.bench.machine import Gpu, Machine, examine, interface_names, table
+from meshwise.comm.rollcall import Entry
+
+GPU = Gpu("a GPU", 80 << 30, "9.0")
+GOOD = Machine(
+    software=(("meshwise", "1"), ("torch", "2.13.0"), ("python", "3.11.7"), ("gloo", "yes"), ("nccl", "no")),
+    processor="a processor",
+    cores=8,
+    memory=32 << 30,
+    shared_memory=16 << 30,
+    gpus=(),
+    gpus_of_driver=0,
+    topology="",
+    interfaces=(),
+    host="here",
+    host_addresses=("10.0.0.1",),
+    open_files=65536,
+    locked_memory=-1,
+)
+FACTS = own_facts(GOOD, device="cpu") | {"loopback": "no"}
+
+
+def told(findings: list[Finding]) -> list[tuple[str, str]]:
+    return [(finding.level, finding.what) for finding in findings]
+
+
+def test_this_machine_can_be_looked_at() -> None:
+    machine = examine()
+
+    assert machine.cores >= 1
+    assert machine.memory > 1 << 28
+    assert dict(machine.software)["gloo"] == "yes"
+    assert all(text for _, text in table(machine))
+
+
+def test_a_good_machine_has_no_findings() -> None:
+    with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
+        assert examine_machine(GOOD, ranks=4) == []
+
+
+@pytest.mark.parametrize(
+    "change, level, what, remedy",
+    [
+        ({"gpus_of_driver": 8}, "problem", "the driver has 8 GPUs and torch .* sees none", "CUDA build of torch"),
+        ({"software": (("gloo", "no"),)}, "problem", "built without gloo", "install torch"),
+        ({"shared_memory": 64 << 20}, "note", "/dev/shm has 64 MiB", "--shm-size"),
+        ({"open_files": 1024}, "note", "1024 open files", "ulimit -n"),
+        ({"host_addresses": ()}, "note", "the host name here does not resolve", "/etc/hosts"),
+        ({"cores": 2}, "note", "4 ranks of 1 threads share 2 cores", "at most 2 ranks"),
+    ],
+)
+def test_what_hinders_training_on_a_machine_is_told_with_its_remedy(
+    change: Mapping[str, object], level: str, what: str, remedy: str
+) -> None:
+    with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
+        [finding] = examine_machine(dataclasses.replace(GOOD, **change), ranks=4)  # type: ignore[arg-type]
+
+    assert finding.level == level
+    assert re.search(what, finding.what)
+    assert remedy in finding.remedy
+
+
+def test_threads_are_no_matter_where_gpus_do_the_work() -> None:
+    machine = dataclasses.replace(GOOD, cores=1, gpus=(GPU,), gpus_of_driver=1)
+    assert examine_machine(machine, ranks=4) == []
+
+
+@pytest.mark.parametrize(
+    "variable, value, wrong",
+    [
+        ("GLOO_SOCKET_IFNAME", "nope0", "nope0"),
+        ("GLOO_SOCKET_IFNAME", "{first}", None),
+        ("GLOO_SOCKET_IFNAME", "{first},nope0", "nope0"),
+        ("NCCL_SOCKET_IFNAME", "{prefix}", None),
+        ("NCCL_SOCKET_IFNAME", "={prefix}", "{prefix}"),
+        ("NCCL_SOCKET_IFNAME", "^nope0", None),
+    ],
+)
+def test_an_interface_that_does_not_exist_is_named_with_those_that_do(
+    variable: str, value: str, wrong: str | None
+) -> None:
+    first = interface_names()[0]
+    names = {"first": first, "prefix": first[:-1]}
+
+    found = check_interfaces({variable: value.format(**names)})
+
+    if wrong is None:
+        assert found == []
+    else:
+        [finding] = found
+        assert f"{variable} names {wrong.format(**names)}, which" in finding.what
+        assert first in finding.remedy
+
+
+# ---- the roll call -----------------------------------------------------------------------------------------------
+
+
+def entry(rank: int, *, size: int = 4, **facts: str) -> Entry:
+    return Entry(rank, size, FACTS | facts)
+
+
+ALL = [entry(rank) for rank in range(4)]
+
+
+@pytest.mark.parametrize(
+    "entries, what",
+    [
+        (ALL, None),
+        (ALL[:2], "ranks 2,3 of 4 did not come within 10 s"),
+        ([*ALL[:3], entry(2)], "rank 3 of 4 did not come within 10 s"),
+        ([*ALL, entry(1)], "rank 1 came more than once"),
+        (
+            [*ALL[:3], entry(3, size=8)],
+            "the ranks differ about the size of the world: 4 on ranks 0,1,2 and 8 on rank 3",
+        ),
+        ([*ALL[:3], entry(3, torch="2.11.0")], "the ranks differ in torch: 2.13.0 on ranks 0,1,2 and 2.11.0 on rank 3"),
+        ([*ALL[:3], entry(3, meshwise="2")], "the ranks differ in meshwise: 1 on ranks 0,1,2 and 2 on rank 3"),
+        ([*ALL[:3], entry(3, python="3.12.1")], "the ranks differ in python: 3.11 on ranks 0,1,2 and 3.12 on rank 3"),
+        ([*ALL[:3], entry(3, python="3.11.9")], None),
+        ([*ALL[:3], entry(3, nccl="2.27.3")], "the ranks differ in nccl: no on ranks 0,1,2 and 2.27.3 on rank 3"),
+        ([*ALL[:3], entry(3, device="cuda")], "the ranks differ in device: cpu on ranks 0,1,2 and cuda on rank 3"),
+        ([*ALL[:3], entry(3, host="there")], None),
+        (
+            [*ALL[:2], entry(2, host="there", loopback="yes"), entry(3, host="there", loopback="yes")],
+            "ranks 2,3 can only be found from their own machine: their address is the loopback's",
+        ),
+        ([entry(rank, loopback="yes") for rank in range(4)], None),
+    ],
+)
+def test_what_differs_between_ranks_is_one_sentence(entries: list[Entry], what: str | None) -> None:
+    found = examine_roll(entries, size=4, seconds=10)
+
+    assert ("problem", what) in told(found) if what else found == []
+    assert all(finding.remedy for finding in found)

@@ -1,0 +1,177 @@
+"""The doctor's visit, with everything that can be made to go wrong on one machine."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from unittest import mock
+
+import pytest
+
+from meshwise.bench.doctor import Report, consult_job
+from meshwise.bench.finding import Finding
+from meshwise.bench.reach import can_open, check_environment, reach
+from meshwise.cli.main import main
+from meshwise.comm import World
+from meshwise.comm.rollcall import roll_call
+from meshwise.testing import Processes
+
+JOB = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+
+
+@pytest.fixture
+def port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        number: int = probe.getsockname()[1]
+        return number
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port that another program has."""
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        yield other.getsockname()[1]
+
+
+def problems(findings: tuple[Finding, ...] | list[Finding]) -> list[str]:
+    return [finding.what for finding in findings if finding.level == "problem"]
+
+
+def visit(environment: Mapping[str, str], *, seconds: float = 0.5) -> Report:
+    with mock.patch.dict(os.environ, {**JOB, **environment}):
+        return consult_job(seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    "environment, said",
+    [
+        ({"RANK": "0"}, "RANK is set, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ({**JOB, "MASTER_PORT": "x"}, "not a whole number: MASTER_PORT=x"),
+        ({**JOB, "MASTER_PORT": "1", "RANK": "2"}, "RANK=2 in a world of WORLD_SIZE=2"),
+    ],
+)
+def test_an_environment_that_no_launcher_makes_is_told(environment: dict[str, str], said: str) -> None:
+    assert problems(check_environment(environment)) == [said]
+
+
+def test_a_name_that_does_not_resolve() -> None:
+    [finding] = reach("no-such-host.invalid", port=1, seconds=0.1)
+    assert "MASTER_ADDR=no-such-host.invalid, does not resolve" in finding.what
+    assert "/etc/hosts" in finding.remedy
+
+
+def test_a_port_that_nobody_listens_on(port: int) -> None:
+    report = visit({"RANK": "1", "MASTER_PORT": str(port)})
+    assert problems(report.findings) == [f"nothing listens at 127.0.0.1:{port} (refused for 0.5 s)"]
+    assert not report.healthy
+
+
+def test_a_machine_that_does_not_answer() -> None:
+    with mock.patch("socket.create_connection", side_effect=TimeoutError("timed out")):
+        [finding] = reach("127.0.0.1", port=29500, seconds=0.1)
+    assert "does not answer within 0.1 s" in finding.what
+    assert "firewall" in finding.remedy
+
+
+def test_a_meeting_place_that_opens_late_is_waited_for(taken: int) -> None:
+    assert reach("127.0.0.1", port=taken, seconds=0.1) == []
+
+
+def test_a_port_that_another_program_has(taken: int) -> None:
+    [finding] = can_open(taken)
+    assert finding.what == f"rank 0 cannot open port {taken}: address already in use"
+    assert problems(visit({"MASTER_PORT": str(taken)}).findings) == [finding.what]
+
+
+def test_a_rank_that_does_not_come(port: int) -> None:
+    report = visit({"MASTER_PORT": str(port)})
+    assert problems(report.findings) == ["rank 1 of 2 did not come within 0.5 s"]
+
+
+def test_an_interface_that_does_not_exist_stops_before_anyone_waits(port: int) -> None:
+    report = visit({"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "nope0"})
+    assert "GLOO_SOCKET_IFNAME names nope0, which this machine does not have" in problems(report.findings)
+
+
+# ---- a roll call among processes ---------------------------------------------------------------------------------
+
+
+def roll_call_at(world: World, port: int, sizes: list[int], ranks: list[int]) -> list[tuple[int, int, str]]:
+    environment = {
+        "RANK": str(ranks[world.rank]),
+        "WORLD_SIZE": str(sizes[world.rank]),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "",
+    }
+    with mock.patch.dict(os.environ, environment):
+        roll = roll_call({"torch": "2.13" if world.rank else "2.11"}, seconds=1.0)
+    world.barrier()
+    return [(entry.rank, entry.size, entry.facts["torch"]) for entry in roll.entries]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "sizes, ranks, heard",
+    [
+        ([2, 2], [0, 1], [(0, 2, "2.11"), (1, 2, "2.13")]),
+        ([2, 3], [0, 1], [(0, 2, "2.11"), (1, 3, "2.13")]),
+        ([3, 3], [0, 1], [(0, 3, "2.11"), (1, 3, "2.13")]),
+        ([3, 3], [0, 2], [(0, 3, "2.11"), (2, 3, "2.13")]),
+    ],
+)
+def test_all_ranks_hear_the_same_of_everyone_who_came(
+    processes: Processes, port: int, sizes: list[int], ranks: list[int], heard: list[tuple[int, int, str]]
+) -> None:
+    assert processes.run(2, roll_call_at, args=(port, sizes, ranks)) == [heard, heard]
+
+
+# ---- the command -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_local_ranks_that_can_talk_end_with_status_0(capfd: pytest.CaptureFixture[str]) -> None:
+    status = main(["doctor", "--ranks", "2"])
+
+    text = capfd.readouterr().out
+    assert "2 ranks on cpu talked: 1 pair, median latency" in text
+    assert (status, "all is well" in text) == (0, True)
+
+
+def test_a_problem_ends_with_status_1_and_its_remedy(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.dict(os.environ, {**JOB, "RANK": "1", "MASTER_PORT": str(port)}):
+        status = main(["doctor", "--seconds", "0.3"])
+
+    text = capsys.readouterr().out
+    assert status == 1
+    assert f"rank 1: nothing listens at 127.0.0.1:{port}" in text
+    assert "start rank 0 on that machine first" in text
+
+
+def test_a_bad_flag_ends_with_status_2() -> None:
+    assert main(["doctor", "--second", "1"]) == 2
+
+
+SILENT_RANK = """
+import time
+from meshwise.bench.doctor import _talk_in_time
+from meshwise.comm.thread_world import run_threads
+
+def main(world):
+    time.sleep(60) if world.rank else _talk_in_time(world, 0.5)
+
+run_threads(2, main)
+"""
+
+
+def test_a_conversation_that_stands_still_is_ended_and_says_where() -> None:
+    ended = subprocess.run([sys.executable, "-c", SILENT_RANK], capture_output=True, text=True, timeout=60, check=False)
+
+    assert ended.returncode == 1
+    assert "rank 0 stood still for 0.5 s while talking at #0 all_reduce[rank] sum 1000 float32" in ended.stderr
+    assert "GLOO_SOCKET_IFNAME" in ended.stderr

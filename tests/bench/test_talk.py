@@ -1,0 +1,78 @@
+"""Whether the ranks can talk."""
+
+import itertools
+
+import pytest
+from torch import Tensor
+
+from meshwise.bench.talk import Link, Talk, rounds, slow_links, talk
+from meshwise.comm import Group, Stamp, Work, World
+from meshwise.comm.thread_world import ThreadWorld, run_threads
+from meshwise.testing import Processes
+
+
+@pytest.mark.parametrize("size", range(2, 10))
+def test_every_pair_meets_once_and_nobody_has_two_partners_at_a_time(size: int) -> None:
+    plan = rounds(size)
+
+    assert sorted(itertools.chain(*plan)) == list(itertools.combinations(range(size), 2))
+    assert all(len(set(itertools.chain(*pairs))) == 2 * len(pairs) for pairs in plan)
+    assert len(plan) == size - 1 + size % 2
+
+
+def test_ranks_that_can_talk_find_nothing_and_agree_about_every_link() -> None:
+    first, *others = run_threads(3, talk)
+
+    assert first.findings == ()
+    assert [link.ranks for link in first.links] == [(0, 1), (0, 2), (1, 2)]
+    assert all(link.latency > 0 and link.bandwidth > 0 for link in first.links)
+    assert all(other.findings == () and [link.ranks for link in other.links] for other in others)
+
+
+@pytest.mark.processes
+def test_real_processes_can_talk(processes: Processes) -> None:
+    held = processes.run(2, talk)[0]
+    assert isinstance(held, Talk)
+    assert held.findings == ()
+    assert 1e-7 < held.links[0].latency < 1
+    assert 1e6 < held.links[0].bandwidth < 1e12
+
+
+class _Adds(ThreadWorld):
+    """Counts rank 0 twice."""
+
+    def _all_reduce(self, stamp: Stamp, group: Group, x: Tensor, op: str) -> Work:
+        if group.index == 0:
+            x.mul_(2)
+        return super()._all_reduce(stamp, group, x, op)
+
+
+class _Garbles(ThreadWorld):
+    """Rank 1 sends something else."""
+
+    def _send(self, stamp: Stamp, group: Group, x: Tensor, to: int) -> Work:
+        return super()._send(stamp, group, x + 1 if group.index == 1 else x, to)
+
+
+@pytest.mark.parametrize(
+    "kind, said",
+    [
+        (_Adds, "rank 0: an all-reduce of 3 ranks gave 7 instead of 6"),
+        (_Garbles, "a message from rank 1 to rank 2 did not arrive as it was sent"),
+    ],
+)
+def test_what_arrives_wrong_is_named_on_every_rank(kind: type[ThreadWorld], said: str) -> None:
+    def main(world: World) -> Talk:
+        assert isinstance(world, ThreadWorld)
+        return talk(kind(world.hub, rank=world.rank, mesh=world.mesh, journal=world.journal))
+
+    for held in run_threads(3, main):
+        assert said in [finding.what for finding in held.findings]
+
+
+def test_a_link_far_below_the_others_is_found() -> None:
+    links = [Link((0, rank), 1e-5, 10e9) for rank in range(1, 5)]
+    assert slow_links(links) == []
+    slow = Link((0, 5), 1e-5, 2e9)
+    assert slow_links([*links, slow]) == [slow]
+    assert slow_links([slow]) == [], "one link alone is not slower than others"
