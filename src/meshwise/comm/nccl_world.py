@@ -1,10 +1,12 @@
 """NCCL's collectives as a World: one GPU for each rank.
 
-Every group of ranks has a communicator of its own, made by its members when they first use it; messages have one for
-each direction between two ranks, so that two ranks that both send first do not wait for each other. NCCL runs on
-streams of its own: starting an operation orders it behind the current stream, waiting orders the current stream behind
-it, and neither blocks the host. Parts of equal size that lie one after the other use NCCL's own all-gather and
-reduce-scatter; anything else is one exchange of parts, which NCCL makes of grouped sends and receives of any sizes.
+Every group of ranks has a communicator of its own, made by its members when they first use it. NCCL runs on streams of
+its own: starting an operation orders it behind the current stream, waiting orders the current stream behind it, and
+neither blocks the host. Parts of equal size that lie one after the other use NCCL's own all-gather and reduce-scatter;
+anything else is one exchange of parts, which NCCL makes of grouped sends and receives of any sizes.
+
+Messages have a communicator for each direction between two ranks, and a thread that posts them: it takes both ends to
+make a communicator, so ranks that all send first would wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -13,18 +15,20 @@ import itertools
 import pickle
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from meshwise.comm.carrier import Carrier
 from meshwise.comm.journal import Journal, RanksDisagree, Stamp, disagreement
 from meshwise.comm.reduction import reduce_in_order, require_op
 from meshwise.comm.world import Group, Work, World
 from meshwise.mesh import Mesh
 
 Backend: TypeAlias = Callable[[c10d.Store, int, int], c10d.ProcessGroup]
+Post: TypeAlias = Callable[[c10d.ProcessGroup], c10d.Work]
 
 FOREVER = timedelta(days=30)
 _OPS: Mapping[str, c10d.ReduceOp] = {
@@ -53,6 +57,7 @@ class Communicators:
         self._store = store
         self._backend = backend
         self._made: dict[tuple[str, tuple[int, ...]], c10d.ProcessGroup] = {}
+        self._carriers: dict[tuple[int, int], Carrier] = {}
         self.closed = False
 
     def of(self, ranks: tuple[int, ...], *, rank: int, lane: str = "") -> c10d.ProcessGroup:
@@ -63,8 +68,16 @@ class Communicators:
             self._made[lane, ranks] = self._backend(store, ranks.index(rank), len(ranks))
         return self._made[lane, ranks]
 
+    def carrier(self, ends: tuple[int, int]) -> Carrier:
+        """The thread that posts the messages from one rank to another."""
+        if ends not in self._carriers:
+            self._carriers[ends] = Carrier(f"meshwise messages from {ends[0]} to {ends[1]}")
+        return self._carriers[ends]
+
     def close(self) -> None:
         """Finish and release all of them."""
+        for carrier in self._carriers.values():
+            carrier.close()
         self.closed = True
         for group in self._made.values():
             group.shutdown()
@@ -112,26 +125,26 @@ class NcclWorld(World):
     def _broadcast(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
         options = c10d.BroadcastOptions()
         options.rootRank = source
-        return _Started(self, stamp, self._together(stamp, group).broadcast([x], options), [x])
+        return _Started(self, stamp, self._together(stamp, group).broadcast([x], options).wait, [x])
 
     def _reduce(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
         target, op = how
         require_op(op)
         options = c10d.ReduceOptions()
         options.rootRank, options.reduceOp = target, _OPS[op]
-        return _Started(self, stamp, self._together(stamp, group).reduce([x], options), [x])
+        return _Started(self, stamp, self._together(stamp, group).reduce([x], options).wait, [x])
 
     def _all_reduce(self, stamp: Stamp, group: Group, x: Tensor, op: str) -> Work:
         require_op(op)
         options = c10d.AllreduceOptions()
         options.reduceOp = _OPS[op]
-        return _Started(self, stamp, self._together(stamp, group).allreduce([x], options), [x])
+        return _Started(self, stamp, self._together(stamp, group).allreduce([x], options).wait, [x])
 
     def _all_gather(self, stamp: Stamp, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
         whole = _joined(parts)
         if whole is None:
             return self._all_to_all(stamp, group, [x] * group.size, parts)
-        return _Started(self, stamp, self._together(stamp, group)._allgather_base(whole, x), [x, whole])
+        return _Started(self, stamp, self._together(stamp, group)._allgather_base(whole, x).wait, [x, whole])
 
     def _reduce_scatter(self, stamp: Stamp, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
         into, op = how
@@ -141,19 +154,18 @@ class NcclWorld(World):
             options = c10d.ReduceScatterOptions()
             options.reduceOp = _OPS[op]
             work = self._together(stamp, group)._reduce_scatter_base(into, whole, options)
-            return _Started(self, stamp, work, [into, whole])
+            return _Started(self, stamp, work.wait, [into, whole])
         received = [torch.empty_like(parts[group.index]) for _ in parts]
         work = self._together(stamp, group).alltoall(received, parts)
-        return _Started(
-            self,
-            stamp,
-            work,
-            [*parts, *received],
-            then=lambda: reduce_in_order(received, into=into, scratch=received[0], op=op),
-        )
+
+        def finish() -> None:
+            work.wait()
+            reduce_in_order(received, into=into, scratch=received[0], op=op)
+
+        return _Started(self, stamp, finish, [*parts, *received, into])
 
     def _all_to_all(self, stamp: Stamp, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
-        return _Started(self, stamp, self._together(stamp, group).alltoall(into, parts), [*parts, *into])
+        return _Started(self, stamp, self._together(stamp, group).alltoall(into, parts).wait, [*parts, *into])
 
     def _gather(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
         parts, target = how
@@ -168,12 +180,35 @@ class NcclWorld(World):
         return self._all_to_all(stamp, group, parts or [nothing] * group.size, receives)
 
     def _send(self, stamp: Stamp, group: Group, x: Tensor, to: int) -> Work:
-        between = self._communicators.of((self.rank, group.ranks[to]), rank=self.rank, lane="from ")
-        return _Started(self, stamp, between.send([x], 1, 0), [x])
+        ends = (self.rank, group.ranks[to])
+        return self._message(stamp, ends, x, lambda between: between.send([x], 1, 0))
 
     def _recv(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
-        between = self._communicators.of((group.ranks[source], self.rank), rank=self.rank, lane="from ")
-        return _Started(self, stamp, between.recv([x], 0, 0), [x])
+        ends = (group.ranks[source], self.rank)
+        return self._message(stamp, ends, x, lambda between: between.recv([x], 0, 0))
+
+    def _message(self, stamp: Stamp, ends: tuple[int, int], x: Tensor, post: Post) -> Work:
+        """Let the thread of this direction post a message behind what the current stream does now."""
+        behind = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
+        posted: list[c10d.Work] = []
+
+        def job() -> None:
+            between = self._communicators.of(ends, rank=self.rank, lane="from ")
+            if behind is None:
+                posted.append(post(between))
+                return
+            with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.Stream()) as stream:
+                assert stream is not None
+                stream.wait_event(behind)
+                posted.append(post(between))
+
+        ticket = self._communicators.carrier(ends).carry(job)
+
+        def finish() -> None:
+            ticket.wait()
+            posted[0].wait()
+
+        return _Started(self, stamp, finish, [x])
 
     def _barrier(self, stamp: Stamp, group: Group) -> None:
         token = torch.zeros(1, device=self.device)
@@ -202,24 +237,19 @@ class NcclWorld(World):
 class _Started(Work):
     """An operation on a stream of NCCL's, with the tensors it reads and writes."""
 
-    def __init__(
-        self,
-        world: World,
-        stamp: Stamp,
-        pending: c10d.Work,
-        tensors: list[Tensor],
-        then: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, world: World, stamp: Stamp, finish: Callable[[], Any], tensors: list[Tensor]) -> None:
         super().__init__(world, stamp=stamp)
-        self._pending = pending
+        self._complete = finish
         self._tensors = tensors
-        self._then = then
+        self._stream = torch.cuda.current_stream() if world.device.type == "cuda" else None
 
     def _finish(self) -> None:
-        self._pending.wait()
-        if self._then is not None:
-            self._then()
-        self._tensors, self._then = [], None
+        self._complete()
+        if self._stream is not None and self._stream != torch.cuda.current_stream():
+            # Their memory belongs to the stream they were made on, which has not been ordered behind the operation.
+            for x in self._tensors:
+                x.record_stream(torch.cuda.current_stream())
+        self._tensors = []
 
 
 def _joined(parts: list[Tensor]) -> Tensor | None:

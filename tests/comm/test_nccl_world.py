@@ -1,0 +1,121 @@
+"""The world over c10d's own collectives, on CPU: gloo's process groups stand in for NCCL's.
+
+What NCCL alone can do (parts of unequal size, in one grouped exchange) is tested where there are GPUs.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from meshwise.comm import RanksDisagree, World
+from meshwise.comm.nccl_world import Communicators, NcclWorld
+from meshwise.comm.torch_world import meeting_place
+from meshwise.mesh import Mesh
+from meshwise.testing import Processes, run
+
+pytestmark = pytest.mark.processes
+
+SIZE = 4
+
+
+def gloo(store: c10d.Store, rank: int, size: int) -> c10d.ProcessGroup:
+    backend = c10d.ProcessGroupGloo(store, rank, size, timedelta(minutes=1))
+    group = c10d.ProcessGroup(store, rank, size)
+    group._set_default_backend(c10d.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
+def over_c10d(world: World, name: str) -> NcclWorld:
+    found = meeting_place()
+    assert found is not None
+    communicators = Communicators(c10d.PrefixStore(name, found), backend=gloo)
+    return NcclWorld(rank=world.rank, mesh=world.mesh, device=torch.device("cpu"), communicators=communicators)
+
+
+def collectives(world: World, name: str) -> None:
+    world = over_c10d(world, name)
+    everyone = range(SIZE)
+    for op, expected in (("sum", 1 + 2 + 3 + 4), ("max", 4), ("min", 1)):
+        x = torch.full((5,), world.rank + 1.0)
+        world.all_reduce(x, axes="rank", op=op).wait()
+        assert x.tolist() == [expected] * 5
+        x = torch.full((5,), world.rank + 1.0)
+        world.reduce(x, axes="rank", target=2, op=op).wait()
+        assert world.rank != 2 or x.tolist() == [expected] * 5
+    x = torch.full((2,), float(world.rank))
+    world.broadcast(x, axes="rank", source=3).wait()
+    assert x.tolist() == [3.0, 3.0]
+
+    whole = torch.zeros(2 * SIZE)
+    own = whole[2 * world.rank : 2 * world.rank + 2].fill_(world.rank)
+    world.all_gather(own, into=whole, axes="rank").wait()
+    assert whole.tolist() == [float(rank) for rank in everyone for _ in range(2)]
+    part = torch.empty(2)
+    world.reduce_scatter(whole, into=part, axes="rank").wait()
+    assert part.tolist() == [4.0 * world.rank] * 2
+    world.barrier()
+    assert world.exchange(world.rank**2) == [0, 1, 4, 9]
+    world.close()
+    world.close()
+
+
+def along_axes(world: World, name: str) -> list[float]:
+    """Rank r counts 10^r, so a sum shows who took part."""
+    mesh = over_c10d(world, name).over(Mesh.of(a=2, b=2))
+    sums = []
+    for axes in ("a", "b", ("b", "a")):
+        x = torch.tensor([10.0**world.rank])
+        mesh.all_reduce(x, axes=axes).wait()
+        sums.append(x.item())
+    mesh.close()
+    return sums
+
+
+def both_send_first(world: World, name: str) -> None:
+    world = over_c10d(world, name)
+    to, source = (world.rank + 1) % SIZE, (world.rank - 1) % SIZE
+    x, received = torch.full((3,), float(world.rank)), [torch.empty(3), torch.empty(3)]
+    works = [
+        world.send(x, axis="rank", to=to),
+        world.send(x + 10, axis="rank", to=to),
+        *[world.recv(y, axis="rank", source=source) for y in received],
+    ]
+    for work in works:
+        work.wait()
+    assert [y[0].item() for y in received] == [source, source + 10]
+    world.close()
+
+
+def disagreeing(world: World, name: str) -> str:
+    checked = over_c10d(world, name)
+    checked.check = True
+    with pytest.raises(RanksDisagree) as caught:
+        checked.all_reduce(torch.zeros(7 if world.rank == 2 else 8), axes="rank")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("main", [collectives, both_send_first])
+def test_every_result_is_that_of_the_definition(main: Callable[[World, str], None], processes: Processes) -> None:
+    run(SIZE, main, on=processes, args=(uuid.uuid4().hex,))
+
+
+def test_a_group_is_the_ranks_along_its_axes(processes: Processes) -> None:
+    assert run(SIZE, along_axes, on=processes, args=(uuid.uuid4().hex,)) == [
+        [101.0, 11.0, 1111.0],
+        [1010.0, 11.0, 1111.0],
+        [101.0, 1100.0, 1111.0],
+        [1010.0, 1100.0, 1111.0],
+    ]
+
+
+def test_check_mode_names_who_differs_before_anything_hangs(processes: Processes) -> None:
+    for report in run(SIZE, disagreeing, on=processes, args=(uuid.uuid4().hex,)):
+        assert "all_reduce[rank] sum 7 float32" in report
+        assert "rank 2 " in report
