@@ -10,10 +10,13 @@ with the batches of every run as uneven as they come:
     step 0    12 rows, which every plan of the grid divides
     step 1     7 rows, which most do not; some targets do not count, and one row has no other
     step 2     2 rows, fewer than some plans have ranks, and more micro-batches than any rank has rows
+
+A model that is all trained is born under the plan; one with frozen parts is handed over as a module with its values.
 """
 
+import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +26,10 @@ from torch import Tensor, nn
 
 from meshwise.comm.world import World
 from meshwise.parallelize import Options, parallelize
+from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.reference.loss import IGNORED
-from meshwise.testing import agree, alone, outcome, run
+from meshwise.testing import Processes, agree, alone, outcome, run
 
 BOUND = 1e-9
 VOCABULARY, CONTEXT = 16, 4
@@ -44,6 +48,9 @@ class Case:
 
     tied: bool = False
     frozen: bool = False
+
+    def model(self) -> nn.Module | Callable[[], nn.Module]:
+        return copy.deepcopy(existing(self)) if self.frozen else self.build
 
     def build(self) -> nn.Module:
         shape = GPTConfig(
@@ -70,20 +77,28 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 @functools.cache
+def existing(case: Case) -> nn.Module:
+    torch.manual_seed(5)
+    return case.build()
+
+
+@functools.cache
 def expected(case: Case) -> Any:
-    return alone(case.build, batches=batches(), **TRAINING)
+    return alone(case.model(), batches=batches(), **TRAINING)
 
 
 def parallel(world: World, plan: str, case: Case) -> Any:
-    trainer = parallelize(case.build, plan, world=world, **TRAINING)
+    trainer = parallelize(case.model(), plan, world=world, **TRAINING)
     steps = outcome(trainer, batches=batches())
     trainer.close()
     return steps
 
 
-def check(size: int, plan: str, case: Case, on: Any = "threads") -> None:
+def check(plan: str, case: Case, on: Any = "threads") -> None:
+    whole = expected(case)
+    size = Plan.parse(plan).mesh().size
     for steps in run(size, parallel, on=on, args=(plan, case)):
-        agree(steps, expected(case), bound=BOUND)
+        agree(steps, whole, bound=BOUND)
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
@@ -92,4 +107,26 @@ def check(size: int, plan: str, case: Case, on: Any = "threads") -> None:
 @pytest.mark.parametrize("dp", [1, 2, 3, 4])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_plan_is_one_process(zero: int, dp: int, microbatches: int, tied: bool, frozen: bool) -> None:
-    check(dp, f"dp={dp} zero={zero} microbatches={microbatches}", Case(tied, frozen))
+    check(f"dp={dp} zero={zero} microbatches={microbatches}", Case(tied, frozen))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "plan, case",
+    [
+        ("dp=4", Case()),
+        ("dp=4 microbatches=3", Case(tied=True)),
+        ("dp=4 microbatches=3", Case(frozen=True)),
+        ("dp=4 zero=1", Case(tied=True)),
+        ("dp=4 zero=1 microbatches=3", Case()),
+        ("dp=4 zero=1", Case(tied=True, frozen=True)),
+        ("dp=4 zero=2", Case()),
+        ("dp=4 zero=2 microbatches=3", Case(tied=True)),
+        ("dp=4 zero=2 microbatches=3", Case(frozen=True)),
+        ("dp=4 zero=3", Case(tied=True)),
+        ("dp=4 zero=3 microbatches=3", Case()),
+        ("dp=4 zero=3 microbatches=3", Case(tied=True, frozen=True)),
+    ],
+)
+def test_real_processes_are_one_process(plan: str, case: Case, processes: Processes) -> None:
+    check(plan, case, processes)
