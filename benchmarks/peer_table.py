@@ -17,19 +17,25 @@ _BEGIN, _END = "<!-- peers: begin -->", "<!-- peers: end -->"
 
 @dataclass(frozen=True)
 class Pair:
-    """Two neighbouring turns, ours and one peer's: wall seconds per step and worst rank's peak memory so far (MB)."""
+    """Two neighbouring turns, ours and one peer's, per step: wall seconds, processor seconds of all ranks together, and
+    the worst rank's peak memory so far (MB).
+    """
 
     peer: str
     round_number: int
     ours_seconds: float
     peer_seconds: float
+    ours_processor: float
+    peer_processor: float
     ours_megabytes: float
     peer_megabytes: float
 
 
 @dataclass(frozen=True)
 class Line:
-    """One peer against ours. `quartiles`: of the paired ratios ours/peer, lower, median, upper."""
+    """One peer against ours. `quartiles`: of the paired ratios of wall time ours/peer, lower, median, upper.
+    `processor`: the median paired ratio of processor time.
+    """
 
     peer: str
     stage: int
@@ -37,6 +43,7 @@ class Line:
     ours_seconds: float
     peer_seconds: float
     quartiles: tuple[float, float, float]
+    processor: float
     ours_megabytes: float
     peer_megabytes: float
 
@@ -61,23 +68,29 @@ def _line(peer: Contestant, played: Sequence[Pair]) -> Line:
         ours_seconds=statistics.median(pair.ours_seconds for pair in played),
         peer_seconds=statistics.median(pair.peer_seconds for pair in played),
         quartiles=(lower, median, upper),
+        processor=statistics.median(_ratio(pair.ours_processor, pair.peer_processor) for pair in played),
         ours_megabytes=max(pair.ours_megabytes for pair in played),
         peer_megabytes=max(pair.peer_megabytes for pair in played),
     )
+
+
+def _ratio(ours: float, peer: float) -> float:
+    """Not a number where the system does not tell processor times."""
+    return ours / peer if peer else float("nan")
 
 
 def markdown(lines: Sequence[Line], *, remarks: Sequence[str]) -> str:
     """The table, and under it what has to be said about it."""
     what = {peer.name: peer.what for peer in PEERS}
     rows = [
-        "| ours | peer | its setting | our step, s | its step, s | ratio (quartiles) | our peak, MB | its peak, MB |",
-        "|---|---|---|---|---|---|---|---|",
+        "| ours | peer | its setting | our step, s | its step, s | ratio (quartiles) | processor | our MB | its MB |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for line in lines:
         lower, median, upper = line.quartiles
         rows.append(
             f"| `zero={line.stage}` | {line.peer} | {what[line.peer]} | {line.ours_seconds:.3f} | "
-            f"{line.peer_seconds:.3f} | **{median:.3f}** ({lower:.3f}–{upper:.3f}) | "
+            f"{line.peer_seconds:.3f} | **{median:.3f}** ({lower:.3f}–{upper:.3f}) | {line.processor:.3f} | "
             f"{line.ours_megabytes:.0f} | {line.peer_megabytes:.0f} |"
         )
     return "\n".join([*rows, "", *(f"- {remark}" for remark in remarks)]) + "\n"

@@ -96,6 +96,8 @@ def play(
                 round_number=round_number,
                 ours_seconds=turns[ours].seconds,
                 peer_seconds=turns[peer].seconds,
+                ours_processor=turns[ours].processor_seconds,
+                peer_processor=turns[peer].processor_seconds,
                 ours_megabytes=turns[ours].peak_megabytes,
                 peer_megabytes=turns[peer].peak_megabytes,
             )
@@ -129,7 +131,8 @@ def tournament(match: Match, *, peers: Sequence[Contestant], pythons: Mapping[st
             line = summarise(pairs)[0]
             print(
                 f"round {round_number + 1}/{rounds}  zero={peer.stage}  {peer.name:22} ours {line.ours_seconds:.3f} s  "
-                f"its {line.peer_seconds:.3f} s  ratio {line.quartiles[1]:.3f}",
+                f"its {line.peer_seconds:.3f} s  ratio {line.quartiles[1]:.3f}  processor {line.processor:.3f}  "
+                f"peak {line.ours_megabytes:.0f} and {line.peer_megabytes:.0f} MB",
                 flush=True,
             )
     return result
@@ -143,7 +146,8 @@ def remarks(arguments: argparse.Namespace, *, match: Match, result: Result, abse
         f"Model: {shape}, fp32, fused AdamW, one parameter group, no clipping.",
         f"{arguments.rounds} rounds of {match.pairs} pairs of turns of {match.steps} steps. Seconds: median per step.",
         "Ratio: median of ours/peer over the pairs (lower and upper quartile).",
-        "Peak: high-water mark of resident memory of the worst rank during the timed steps, libraries included.",
+        "Processor: the same ratio of the processor time of all ranks.",
+        "MB: high-water mark of resident memory of the worst rank in the timed steps, libraries too.",
         f"The waiting side used at most {result.idle_share:.3f} cores of the machine during the other's turns.",
         f"Made by `{command(arguments)}`.",
     ]

@@ -25,9 +25,12 @@ class ContestantFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Turn:
-    """Consecutive steps of one contestant. Seconds are wall time per step; the peak is the worst rank's, 10^6 bytes."""
+    """Consecutive steps of one contestant: wall seconds per step, processor seconds of all ranks together per step, and
+    the worst rank's peak memory in 10^6 bytes.
+    """
 
     seconds: float
+    processor_seconds: float
     losses: tuple[float, ...]
     peak_megabytes: float
 
@@ -94,11 +97,14 @@ class Team:
 
     def turn(self, *, steps: int) -> Turn:
         """Train `steps` steps on all ranks while everyone else is idle."""
+        before = self.cpu_seconds()
         answers = self._order({"do": "steps", "steps": steps})
+        processor_seconds = self.cpu_seconds() - before
         seconds = max(answer["end"] for answer in answers) - min(answer["start"] for answer in answers)
         by_step = zip(*(answer["losses"] for answer in answers), strict=True)
         return Turn(
             seconds=seconds / steps,
+            processor_seconds=processor_seconds / steps,
             losses=tuple(sum(losses) / len(losses) for losses in by_step),
             peak_megabytes=max(answer["peak"] for answer in answers),
         )
