@@ -10,6 +10,7 @@ import uuid
 import pytest
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.comm import World, run
@@ -139,7 +140,7 @@ def test_ranks_with_a_gpu_each_are_joined_by_nccl() -> None:
 
 def test_nccl_on_a_group_of_one() -> None:
     """A world answers a group of one without communication, so the hooks are called past it."""
-    store = c10d.HashStore()
+    store = HashStore()
     communicators = Communicators(c10d.PrefixStore(uuid.uuid4().hex, store), backend=nccl)
     world = NcclWorld(rank=0, mesh=Mesh.of(rank=1), device=torch.device("cuda", 0), communicators=communicators)
     group = world.group("rank")
