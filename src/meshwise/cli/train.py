@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+import torch
 from rich.console import Console
 
 from meshwise.cli.ranks import local_ranks
@@ -32,4 +33,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _rank(world: World, job: Job) -> None:
+    # What a model draws as it runs (dropout) comes from the generator of the process: another stream on every rank.
+    torch.manual_seed(job.train.seed * world.size + world.rank)
     train(world, job=job)

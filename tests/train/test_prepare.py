@@ -1,0 +1,75 @@
+"""A job made ready: its plan resolved, its paths absolute, refused while nothing has been started."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwise.plan import Plan, PlanError
+from meshwise.train.job import DataJob, Job, JobError, ModelJob, SampleJob, TrainJob
+from meshwise.train.prepare import prepare
+from meshwise.train.tokens import STDLIB
+
+OWN = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def model():
+    return nn.Linear(1, 1)
+
+def data():
+    return TensorDataset(torch.ones(9, 1), torch.ones(9, 1))
+
+def loss(output, batch):
+    return output.sum(), output.numel()
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    """A job of the user's own functions in a file named relative to where it is run."""
+    monkeypatch.chdir(tmp_path)
+    name = f"{tmp_path.name}.py"
+    (tmp_path / name).write_text(OWN)
+    return Job(
+        model=ModelJob(f"{name}:model"),
+        data=DataJob(files=("text.txt", STDLIB, "more/*.txt"), dataset=f"{name}:data", cache="cache"),
+        loss=f"{name}:loss",
+        train=TrainJob(batch=3, output="runs/own"),
+        plan=Plan(dp=None, zero=1),
+        ranks=3,
+    )
+
+
+def test_what_is_prepared_can_be_run_again_from_anywhere(job: Job, tmp_path: Path) -> None:
+    prepared = prepare(job, ranks=3).job
+
+    assert (str(prepared.plan), prepared.ranks) == ("dp=3 zero=1", None)
+    assert prepared.data.files == (f"{tmp_path}/text.txt", STDLIB, f"{tmp_path}/more/*.txt")
+    assert prepared.data.cache == f"{tmp_path}/cache"
+    assert prepared.train.output == f"{tmp_path}/runs/own"
+    names = [prepared.model.name, prepared.data.dataset, prepared.loss]
+    assert names == [f"{tmp_path}/{tmp_path.name}.py:{what}" for what in ("model", "data", "loss")]
+    assert prepare(prepared, ranks=3).job == prepared
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"train": TrainJob(batch=2)}, "train.batch = 2 samples cannot be shared by the 3 replicas of 'dp=3 zero=1'"),
+        ({"sample": SampleJob(length=1)}, "sample.length = 1: only a model of text"),
+        ({"loss": "none.py:loss"}, "loss = 'none.py:loss': there is no file none.py"),
+    ],
+)
+def test_a_job_that_cannot_work_is_refused(changes: dict[str, Any], message: str, job: Job) -> None:
+    with pytest.raises(JobError, match=message):
+        prepare(dataclasses.replace(job, **changes), ranks=3)
+
+
+def test_a_plan_for_other_ranks_is_refused(job: Job) -> None:
+    with pytest.raises(PlanError, match="needs 2 ranks, but the world has 3"):
+        prepare(dataclasses.replace(job, plan=Plan(dp=2)), ranks=3)
