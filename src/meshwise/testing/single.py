@@ -26,10 +26,11 @@ from meshwise.model.birth import born, install
 from meshwise.model.forward import Loss, call_loss, default_forward
 from meshwise.model.table import matrices_decay, parameter_table
 from meshwise.parallelize import Options
+from meshwise.tree import map_tensors
 
 
 class Single:
-    """One process that trains a whole model. Arguments as those of `parallelize`.
+    """One process that trains a whole model, on the CPU or on `device`. Other arguments as those of `parallelize`.
 
     A model given as a function has the parameters that it has under every plan with the same seed; a module is copied.
     """
@@ -41,11 +42,13 @@ class Single:
         loss: Loss,
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
         options: Options | None = None,
+        device: torch.device | None = None,
         **optimizer_arguments: Any,
     ) -> None:
         self._options = options or Options()
         self._loss = loss
-        self.model = whole(model, seed=self._options.seed)
+        self._device = torch.device("cpu") if device is None else device
+        self.model = whole(model, seed=self._options.seed).to(self._device)
         rule = self._options.parameter_options or matrices_decay
         self._trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self._updated = {name: _wide(parameter) for name, parameter in self._trained.items()}
@@ -72,6 +75,7 @@ class Single:
         return float(total) / counted
 
     def _run(self, batch: Any) -> tuple[Tensor, float]:
+        batch = map_tensors(lambda tensor: tensor.to(self._device), batch)
         total, count = call_loss(self.model, batch, forward=self._options.forward or default_forward, loss=self._loss)
         if not float(count):
             raise ValueError("the loss counted nothing in this batch: it returned a count of 0")

@@ -61,13 +61,13 @@ def verify(
 
 
 def _verify(world: World, subject: Subject, plan: Plan) -> Report:
-    trial: Trial = world.exchange(on_first(world, call=subject.try_out))[0]
+    trial: Trial = world.exchange(on_first(world, call=lambda: subject.try_out(world.device)))[0]
     subject = dataclasses.replace(subject, evaluating=trial.random)
     judge = Judge(trial.precision)
     outputs = subject.listener()
     trainer = parallelize(subject.prepared(), plan, world=world, **subject.arguments(outputs))
     outputs.listen(trainer.model)
-    oracle = on_first(world, call=lambda: Oracle(subject, judge=judge))
+    oracle = on_first(world, call=lambda: Oracle(subject, judge=judge, device=world.device))
     comparison = Comparison(trainer, outputs=outputs, judge=judge, oracle=oracle)
     comparison.start()
     for number, batch in enumerate(subject.converted(), start=1):

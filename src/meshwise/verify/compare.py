@@ -44,12 +44,14 @@ _BITS: Mapping[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int3
 class Oracle:
     """One process's training, and its neighbour's where bounds are to be measured. The first is the one to trust."""
 
-    def __init__(self, subject: Subject, *, judge: Judge) -> None:
+    def __init__(self, subject: Subject, *, judge: Judge, device: torch.device) -> None:
         models = [subject.prepared()]
         if not judge.exact:
             models.append(neighbour(models[0], seed=subject.options.seed, precision=judge.precision))
         self.outputs = [subject.listener() for _ in models]
-        self.singles = [Single(m, **subject.arguments(o)) for m, o in zip(models, self.outputs, strict=True)]
+        self.singles = [
+            Single(m, device=device, **subject.arguments(o)) for m, o in zip(models, self.outputs, strict=True)
+        ]
         for single, outputs in zip(self.singles, self.outputs, strict=True):
             outputs.listen(single.model)
 

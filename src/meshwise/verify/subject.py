@@ -68,11 +68,12 @@ class Subject:
         """An `Outputs` for this model's forward."""
         return Outputs(self.options.forward or default_forward)
 
-    def try_out(self) -> Trial:
-        """Run the first batch forward on one process. Raises ValueError when it gives two losses in eval mode too, and
-        what the model and the loss raise.
+    def try_out(self, device: torch.device) -> Trial:
+        """Run the first batch forward on one process, on `device`.
+
+        Raises ValueError when it gives two losses, in eval mode too, and what the model and the loss raise.
         """
-        single = Single(self.prepared(), **self.arguments(self.listener()))
+        single = Single(self.prepared(), device=device, **self.arguments(self.listener()))
         trial = try_out(single, batch=next(self.converted()))
         if not trial.random:
             return trial
@@ -81,7 +82,7 @@ class Subject:
                 "the same batch gives two different losses, in eval mode too; to be compared, forward and loss have to "
                 "be functions of the parameters and the batch: take random numbers out, or seed them from the batch"
             )
-        return dataclasses.replace(dataclasses.replace(self, evaluating=True).try_out(), random=True)
+        return dataclasses.replace(dataclasses.replace(self, evaluating=True).try_out(device), random=True)
 
     def notes(self, trial: Trial) -> Iterator[str]:
         """What a reader of the report has to know about the comparison."""
