@@ -149,7 +149,7 @@ def reduce(world: World, *, elements: int = 3) -> None:
 
 @scenario
 def one_is_slow_for_a_while(world: World) -> None:
-    for step in range(3):
+    for step in range(2):
         reduce(world)
         if world.rank == step:
             time.sleep(1.2)  # longer than what is surveyed, shorter than what is warned about

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import threading
 import time
@@ -179,5 +180,5 @@ def call_site() -> str:
         frame = frame.f_back
     if frame is None:
         return "?"
-    path = Path(frame.f_code.co_filename)
-    return f"{path.parent.name}/{path.name}:{frame.f_lineno} {frame.f_code.co_name}"
+    tail = "/".join(frame.f_code.co_filename.rsplit(os.sep, 2)[-2:])
+    return f"{tail}:{frame.f_lineno} {frame.f_code.co_name}"
