@@ -121,6 +121,8 @@ class _Run:
                 result = self._trainer.step(batch, local=True)
             except NonFiniteError as error:
                 self._emit(NonFinite(step, str(error)))
+                # Every rank raises here; none may end before rank 0 has said why.
+                self._trainer.world.barrier()
                 raise
             now = time.monotonic()
             self._emit(
