@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from meshwise.train.events import End, Event, Events, NonFinite, Sample, Start, Step, Validation, record
-from meshwise.train.job import JobError
 from meshwise.train.records import JsonLines, TensorBoard
 from meshwise.train.terminal import LiveTerminal, PlainTerminal, terminal
 
@@ -151,13 +149,6 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
     read.Reload()
     assert [(point.step, point.value) for point in read.Scalars("train/grad_norm")] == [(n, 1.25) for n in (1, 2, 3, 4)]
     assert [(point.step, point.value) for point in read.Scalars("validation/loss")] == [(3, 1.5)]
-
-
-def test_tensorboard_that_is_not_installed_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-
-    with pytest.raises(JobError, match=r"pip install 'meshwise\[tensorboard\]'"):
-        TensorBoard(tmp_path)
 
 
 def test_the_sinks_are_closed_when_the_run_fails() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,13 @@ def test_what_is_prepared_can_be_run_again_from_anywhere(job: Job, tmp_path: Pat
 def test_a_job_that_cannot_work_is_refused(changes: dict[str, Any], message: str, job: Job) -> None:
     with pytest.raises(JobError, match=message):
         prepare(dataclasses.replace(job, **changes), ranks=3)
+
+
+def test_tensorboard_that_is_not_installed_names_the_extra(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+
+    with pytest.raises(JobError, match=r"pip install 'meshwise\[tensorboard\]'"):
+        prepare(dataclasses.replace(job, train=TrainJob(tensorboard=True)), ranks=1)
 
 
 def test_a_plan_for_other_ranks_is_refused(job: Job) -> None:

@@ -19,6 +19,7 @@ from meshwise.model.forward import Loss
 from meshwise.train.data import Data, load_data
 from meshwise.train.job import Job, JobError
 from meshwise.train.named import loss_function, model_function, optimizer
+from meshwise.train.records import summary_writer
 from meshwise.train.tokens import STDLIB
 
 
@@ -52,6 +53,8 @@ def prepare(job: Job, *, ranks: int) -> Prepared:
         )
     kind, arguments = optimizer(job.optimizer)
     model, loss, data = model_function(job), loss_function(job), load_data(job.data)
+    if job.train.tensorboard:
+        summary_writer()
     if job.sample.length and not data.text:
         raise JobError(f"sample.length = {job.sample.length}: only a model of text (data.files) writes a sample; use 0")
     return Prepared(_absolute(dataclasses.replace(job, plan=plan, ranks=None)), model, loss, kind, arguments, data)

@@ -34,13 +34,7 @@ class TensorBoard:
     """The numbers of steps and validations as TensorBoard scalars. Raises JobError when the extra is not installed."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an optional extra
-        except ImportError as error:
-            raise JobError(
-                "train.tensorboard = true needs the extra `tensorboard`: pip install 'meshwise[tensorboard]'"
-            ) from error
-        self._writer: Any = SummaryWriter(str(folder))
+        self._writer = summary_writer()(str(folder))
 
     def write(self, event: Event) -> None:
         """Add the numbers of a step or a validation; other events have none."""
@@ -53,6 +47,17 @@ class TensorBoard:
     def close(self) -> None:
         """Close the files."""
         self._writer.close()
+
+
+def summary_writer() -> Any:
+    """Torch's writer of TensorBoard files. Raises JobError when the extra is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an optional extra
+    except ImportError as error:
+        raise JobError(
+            "train.tensorboard = true needs the extra `tensorboard`: pip install 'meshwise[tensorboard]'"
+        ) from error
+    return SummaryWriter
 
 
 def _plain(value: Any) -> Any:
