@@ -63,7 +63,8 @@ class Stamp:
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape)) or "scalar"
         how = f" {self.how}" if self.how else ""
-        return f"#{self.sequence} {self.kind}[{'·'.join(self.axes)}]{how} {shape} {self.dtype} at {self.site}"
+        payload = f" {shape} {self.dtype}" if self.dtype else ""
+        return f"#{self.sequence} {self.kind}[{'·'.join(self.axes)}]{how}{payload} at {self.site}"
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,6 @@ def call_site() -> str:
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_CALLERS):
         frame = frame.f_back
     if frame is None:
-        return "?"
+        return "interpreter exit"
     tail = "/".join(frame.f_code.co_filename.rsplit(os.sep, 2)[-2:])
     return f"{tail}:{frame.f_lineno} {frame.f_code.co_name}"

@@ -85,7 +85,7 @@ class Survey:
             waiting = {rank for rank, answer in self.answers.items() if answer.waiting}
             ranks = sorted(ranks, key=lambda rank: rank in waiting)[:_MOST_LINES]
         more = [f"  … and {self.size - len(ranks)} more ranks"] if len(ranks) < self.size else []
-        told = [self.answers[rank] for rank in finding.ranks if rank in self.answers]
+        told = [self.answers[rank] for rank in finding.ranks if rank in self.answers and self.answers[rank].stack]
         stacks = [f"  rank {answer.rank} is here:\n{answer.stack}" for answer in told[:_MOST_STACKS]]
         return "\n".join([f"meshwise: {finding.headline}", *map(self._place, ranks), *more, *stacks])
 
