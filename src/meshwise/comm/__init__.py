@@ -3,6 +3,8 @@
 from meshwise.comm.journal import Position, RanksDisagree, Stamp
 from meshwise.comm.launch import connect, run, torchrun_line
 from meshwise.comm.mailbox import RankLostError
+from meshwise.comm.thread_world import run_threads
+from meshwise.comm.trace_world import TraceWorld
 from meshwise.comm.world import Group, Work, World
 
 __all__ = [
@@ -11,9 +13,11 @@ __all__ = [
     "RankLostError",
     "RanksDisagree",
     "Stamp",
+    "TraceWorld",
     "Work",
     "World",
     "connect",
     "run",
+    "run_threads",
     "torchrun_line",
 ]
