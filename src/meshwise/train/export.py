@@ -3,7 +3,7 @@
 The library's own writer takes all tensors at once, which is the whole model in the memory of one rank. The format is a
 length, a JSON table of offsets and the bytes (https://huggingface.co/docs/safetensors), and the parameter table knows
 every shape and type beforehand; so the header is written first and each parameter goes to the file as it arrives. The
-writing rank holds one full parameter (under zero=3: one unit, while it is gathered) besides its own state.
+writing rank holds one full parameter and its copy (under zero=3: one gathered unit) besides its own state.
 """
 
 from __future__ import annotations
@@ -48,10 +48,18 @@ def write_parameters(trainer: Trainer, *, path: Path | None, metadata: Mapping[s
         for name, tensor in trainer.full_parameters():
             row = next(rows)
             assert (row.name, row.shape, row.dtype) == (name, tuple(tensor.shape), tensor.dtype)
-            file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            file.write(_bytes(tensor))
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """The elements in order. Of a copy: memory that numpy has seen can no longer be resized, and under zero=3 the
+    parameter's own memory is.
+    """
+    copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return copy.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _header(trainer: Trainer, metadata: Mapping[str, str]) -> bytes:
