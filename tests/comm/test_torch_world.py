@@ -19,8 +19,8 @@ from meshwise.testing import Processes, run
 pytestmark = pytest.mark.processes
 
 SIZE = 4
-# One phase, one element, two phases (above 256 KB), and one that no number of ranks divides.
-LENGTHS = (1, 6, 1 << 18, (1 << 17) + 3)
+# One phase; two phases (above 256 KB), with a length that no number of ranks divides; large messages (1 MB and more).
+LENGTHS = (1, 6, (1 << 17) + 3, 1 << 20)
 
 
 def held(rank: int, length: int, dtype: torch.dtype = torch.float64) -> Tensor:

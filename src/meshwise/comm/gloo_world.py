@@ -7,9 +7,10 @@ arrived.
     all-gather       send x to everyone, receive N-1 parts              yield
     all-reduce       a reduce-scatter of slices                         yield    an all-gather of the sums    yield
 
-The first messages leave before the call returns. What has one phase is completed by whoever waits for it. What has
-two would stand still between them until then, so a thread carries it on: one for each group, in the order of the calls.
-Messages go straight between every two ranks, which suits the few ranks of one machine.
+The first messages leave before the call returns. What goes on by itself from there is completed by whoever waits for
+it. What would stand still until then, because it has a second phase or reads the senders' memory, is carried on by a
+thread: one for each group (or direction of messages), in the order of the calls. Messages go straight between every
+two ranks, which suits the few ranks of one machine.
 
 Tensors on CUDA go through pinned copies. The calling thread only records an event behind the copy out; the carrier
 waits for it and exchanges, and `wait` puts the copy back on the current stream. Pinned memory comes from the caching
@@ -310,8 +311,9 @@ class GlooWorld(World):
             finish = _staged(program, reads, writes, self._transport.carrier(lane))
         else:
             steps = program(reads, writes)
-            rest = partial(_complete, itertools.chain([next(steps)], steps))
-            finish = self._transport.carrier(lane).carry(rest).wait if carried else rest
+            first = next(steps)
+            rest = partial(_complete, itertools.chain([first], steps))
+            finish = self._transport.carrier(lane).carry(rest).wait if carried or first.direct else rest
         return _Started(self, call.stamp, self._transport, finish)
 
     def _post(

@@ -1,9 +1,14 @@
-"""Messages between the processes of a job, over gloo.
+"""Messages between the processes of a job.
 
-gloo's own collectives copy more than they need (an all-gather of 64 MB among 4 processes takes 116 to 142 ms, the same
-bytes as plain messages 38 ms), queue behind each other on two threads, sum in an order that depends on the size, and
-end the process (SIGABRT) when two ranks disagree about a size. Its sends and receives have none of this: they are under
-way when the call returns, any number at once, straight from and into the tensors.
+gloo's own collectives copy more than they need, queue behind each other on two threads, sum in an order that depends on
+the size, and end the process (SIGABRT) when two ranks disagree about a size. Its sends and receives have none of this:
+they are under way when the call returns, any number at once, straight from and into the tensors. Large ones between
+processes of one machine only carry an address, and the receiver reads the sender's memory (see `direct`).
+
+    64 MB, 4 processes, CPU ms a rank     all-reduce   reduce-scatter   all-gather   broadcast
+    gloo's collectives                    58 to 81     114 to 135       77 to 99     27 to 43
+    messages through sockets              55 to 74     32 to 40         30           48
+    messages read from memory             29           20               15           10
 
 Every message carries a tag made of what the rank believes it is calling (ranks, kind, operation, phase, size, dtype).
 Ranks that disagree therefore never take each other's bytes: they wait, and the hang report finds out who differs.
@@ -14,16 +19,20 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from meshwise.comm.direct import Memory
+
 _FOREVER = timedelta(days=30)
 _TAG_BITS = 0x7FFFFFFF
+DIRECT_BYTES = 1 << 20
 
 
 class RankLostError(RuntimeError):
@@ -31,25 +40,44 @@ class RankLostError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Messages:
-    """Sends and receives under way, each with the rank at the other end. They keep their tensors alive."""
+class _Pending:
+    """One send or receive under way. It keeps its tensor alive."""
 
-    pending: Sequence[tuple[c10d.Work, int]]
+    peer: int
+    tensor: Tensor
+    complete: Callable[[], Any]
+    direct: bool = False
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Sends and receives under way."""
+
+    pending: Sequence[_Pending]
     about: object
+
+    @property
+    def direct(self) -> bool:
+        """Whether some are read straight from the sender's memory, which only goes on while the receiver waits."""
+        return any(message.direct for message in self.pending)
 
     def wait(self) -> None:
         """Block until all of them are complete. Raises RankLostError."""
-        for work, peer in self.pending:
+        for message in self.pending:
             try:
-                work.wait()
-            except RuntimeError as error:
-                raise _lost(peer, self.about, error) from error
+                message.complete()
+            except (RuntimeError, OSError) as error:
+                raise _lost(message.peer, self.about, error) from error
 
 
 class Mailbox:
-    """One process's end of the messages. Every process of the job makes one, over the same store."""
+    """One process's end of the messages. Every process of the job makes one, over the same store.
 
-    def __init__(self, store: c10d.Store, *, rank: int, size: int) -> None:
+    `memory`: who can read whose, if large messages may be read straight from the sender's memory.
+    """
+
+    def __init__(self, store: c10d.Store, *, rank: int, size: int, memory: Memory | None = None) -> None:
+        self._memory = memory
         self._group: c10d.ProcessGroup | None = _gloo(store, rank, size)
 
     @property
@@ -70,13 +98,12 @@ class Mailbox:
         A receive takes the first message from that rank with the same label, size and dtype that no earlier receive
         took. `about` is what an error names. Raises RankLostError.
         """
-        assert self._group is not None, "the world was closed"
         pending = []
-        for start, messages in ((self._group.recv, receives), (self._group.send, sends)):
+        for start, messages in ((self._receive, receives), (self._send, sends)):
             for peer, tensor in messages:
                 if tensor.numel():
                     try:
-                        pending.append((start([tensor], peer, _tag(label, tensor)), peer))
+                        pending.append(start(peer, tensor, label))
                     except RuntimeError as error:
                         raise _lost(peer, about, error) from error
         return Messages(pending, about)
@@ -85,12 +112,46 @@ class Mailbox:
         """Close the connections. Messages still under way fail."""
         self._group = None
 
+    def _send(self, peer: int, tensor: Tensor, label: str) -> _Pending:
+        assert self._group is not None, "the world was closed"
+        tag = _tag(label, tensor)
+        if not (self._memory and self._memory.read_by(peer) and _is_large(tensor)):
+            return _Pending(peer, tensor, self._group.send([tensor], peer, tag).wait)
+        sent = self._group.send([torch.tensor([tensor.data_ptr()])], peer, tag)
+        taken = self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _tag(f"{label} taken", tensor))
+
+        def complete() -> None:
+            sent.wait()
+            taken.wait()
+
+        return _Pending(peer, tensor, complete, direct=True)
+
+    def _receive(self, peer: int, tensor: Tensor, label: str) -> _Pending:
+        assert self._group is not None, "the world was closed"
+        group, memory, tag = self._group, self._memory, _tag(label, tensor)
+        if not (memory and memory.readable(peer) and _is_large(tensor)):
+            return _Pending(peer, tensor, group.recv([tensor], peer, tag).wait)
+        address = torch.empty(1, dtype=torch.int64)
+        announced = group.recv([address], peer, tag)
+
+        def complete() -> None:
+            announced.wait()
+            memory.read(peer, address=int(address), into=tensor)
+            group.send([torch.ones(1, dtype=torch.uint8)], peer, _tag(f"{label} taken", tensor)).wait()
+
+        return _Pending(peer, tensor, complete, direct=True)
+
+
+def _is_large(tensor: Tensor) -> bool:
+    """Whether reading it from the sender's memory pays for the two small messages around that."""
+    return tensor.numel() * tensor.element_size() >= DIRECT_BYTES
+
 
 def _tag(label: str, tensor: Tensor) -> int:
     return zlib.crc32(f"{label} {tensor.numel()} {tensor.dtype}".encode()) & _TAG_BITS
 
 
-def _lost(peer: int, about: object, error: RuntimeError) -> RankLostError:
+def _lost(peer: int, about: object, error: Exception) -> RankLostError:
     what = re.sub(r"^\[.*?\] | This is typically.*$", "", str(error), flags=re.DOTALL)
     return RankLostError(f"rank {peer} was lost in {about} ({what.rstrip('.')})")
 

@@ -17,6 +17,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
+from meshwise.comm.direct import Memory
 from meshwise.comm.gloo_world import GlooWorld, Transport
 from meshwise.comm.mailbox import Mailbox
 from meshwise.comm.nccl_world import Communicators, NcclWorld, nccl
@@ -53,7 +54,9 @@ def torch_world(device: torch.device, *, store: c10d.Store | None = None) -> Wor
     devices = _devices(own, rank, size, device)
     if device.type == "cuda" and len(set(devices)) == size:
         return NcclWorld(rank=rank, mesh=mesh, device=device, communicators=Communicators(own, backend=nccl))
-    mailbox = Mailbox(c10d.PrefixStore("gloo", own), rank=rank, size=size)
+    # Pinned memory is mapped by the driver, and other processes may not read it.
+    memory = Memory(c10d.PrefixStore("memory", own), rank=rank, size=size) if device.type == "cpu" else None
+    mailbox = Mailbox(c10d.PrefixStore("gloo", own), rank=rank, size=size, memory=memory)
     return GlooWorld(rank=rank, mesh=mesh, device=device, transport=Transport(mailbox))
 
 

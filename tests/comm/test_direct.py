@@ -1,0 +1,91 @@
+"""Reading another process's memory: what is there, what is not, and the same results without it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import uuid
+
+import pytest
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from meshwise.comm import World
+from meshwise.comm.direct import Memory
+from meshwise.comm.gloo_world import GlooWorld, Transport
+from meshwise.comm.mailbox import DIRECT_BYTES, Mailbox
+from meshwise.comm.torch_world import meeting_place
+from meshwise.testing import Processes, run
+
+SIZE = 2
+
+
+def own_memory_readable() -> bool:
+    """Whether this system lets a process be read at all (some containers forbid the call)."""
+    if sys.platform != "linux":
+        return False
+    x = ctypes.c_int64(7)
+    span = (ctypes.c_size_t * 2)(ctypes.addressof(x), 8)
+    return bool(ctypes.CDLL(None).process_vm_readv(os.getpid(), span, 1, span, 1, 0) == 8)
+
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(not own_memory_readable(), reason="this system lets no process read another's memory"),
+]
+
+
+def store_of(name: str) -> c10d.Store:
+    found = meeting_place()
+    assert found is not None
+    return c10d.PrefixStore(name, found)
+
+
+def read_each_other(world: World, name: str) -> None:
+    memory = Memory(store_of(name), rank=world.rank, size=world.size)
+    other = 1 - world.rank
+    assert memory.readable(other)
+    assert memory.read_by(other)
+    assert not memory.readable(world.rank)
+    x = torch.arange(1000) * (world.rank + 1)
+    [first, second] = world.exchange(x.data_ptr())
+    found = torch.empty(1000, dtype=torch.int64)
+    memory.read(other, address=second if other else first, into=found)
+    assert found.equal(torch.arange(1000) * (other + 1))
+    with pytest.raises(OSError, match=r"cannot read the memory of process .*: Bad address"):
+        memory.read(other, address=8, into=found)
+    world.barrier()
+
+
+def through(world: World, name: str, direct: bool) -> list[torch.Tensor]:
+    """Results of collectives on large messages, read from memory or sent through sockets."""
+    store = store_of(name)
+    memory = Memory(c10d.PrefixStore("memory", store), rank=world.rank, size=world.size) if direct else None
+    mailbox = Mailbox(c10d.PrefixStore("gloo", store), rank=world.rank, size=world.size, memory=memory)
+    view = GlooWorld(rank=world.rank, mesh=world.mesh, device=world.device, transport=Transport(mailbox))
+    x = torch.randn(world.size * DIRECT_BYTES // 4, generator=torch.Generator().manual_seed(world.rank))
+    part, whole, other = torch.empty(len(x) // world.size), torch.empty_like(x), torch.empty_like(x)
+    works = [
+        view.reduce_scatter(x, into=part, axes="rank"),
+        view.send(x, axis="rank", to=1 - world.rank),
+        view.recv(other, axis="rank", source=1 - world.rank),
+        view.all_to_all(x, into=whole, axes="rank"),
+    ]
+    for work in reversed(works):
+        work.wait()
+    view.all_reduce(x, axes="rank").wait()
+    view.close()
+    return [x, part, whole, other]
+
+
+def test_ranks_of_one_machine_read_each_others_memory(processes: Processes) -> None:
+    run(SIZE, read_each_other, on=processes, args=(uuid.uuid4().hex,))
+
+
+def test_large_messages_arrive_alike_from_memory_and_through_sockets(processes: Processes) -> None:
+    direct = run(SIZE, through, on=processes, args=(uuid.uuid4().hex, True))
+    sockets = run(SIZE, through, on=processes, args=(uuid.uuid4().hex, False))
+    for ours, theirs in zip(direct, sockets, strict=True):
+        for x, y in zip(ours, theirs, strict=True):
+            assert x.equal(y)
