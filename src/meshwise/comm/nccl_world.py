@@ -64,7 +64,10 @@ class Communicators:
         """The process group of `ranks`, among which `rank` is this one."""
         assert not self.closed, "the world was closed"
         if (lane, ranks) not in self._made:
-            store = c10d.PrefixStore(f"{lane}{'-'.join(map(str, ranks))}", self._store)
+            # A connection of its own: one that waits for a key is locked, and two carriers that wait for each other's
+            # ranks through the same connection would wait forever.
+            own = self._store.clone()  # type: ignore[attr-defined]
+            store = c10d.PrefixStore(f"{lane}{'-'.join(map(str, ranks))}", own)
             self._made[lane, ranks] = self._backend(store, ranks.index(rank), len(ranks))
         return self._made[lane, ranks]
 
