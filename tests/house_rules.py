@@ -235,7 +235,6 @@ POSITIONS: Mapping[str, int] = {
     "meshwise.model.forward.default_forward": 2,
     "meshwise.model.table.matrices_decay": 2,
     "meshwise.reference.loss.next_token_loss": 2,
-    "meshwise.train.loss.cross_entropy": 2,
     "meshwise.train.loss.mean_squared_error": 2,
 }
 """How many arguments a public function may take by position, where it is more than one, and why."""

@@ -25,6 +25,13 @@ def test_test_files_and_programs_are_bounded_as_well() -> None:
     assert not broken, "\n".join(broken)
 
 
+def test_every_exception_to_named_arguments_is_still_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = house_rules.POSITIONS
+    monkeypatch.setattr(house_rules, "POSITIONS", {})
+    broken = list(house_rules.parameters_are_named(house_rules.read(ROOT / "src")))
+    assert len(broken) == len(allowed), "\n".join([*broken, *allowed])
+
+
 def test_importing_the_package_stays_light() -> None:
     heavy = {"matplotlib", "tensorboard", "tyro", "rich", "IPython"}
     code = f"import sys, meshwise; print(sorted({heavy} & set(sys.modules)))"
