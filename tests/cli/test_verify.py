@@ -46,7 +46,7 @@ def test_a_sound_plan_has_status_0_and_a_table(capsys: pytest.CaptureFixture[str
 
 def test_steps_and_dtype_are_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "job.toml", "--comm=threads", "--steps=1", "--dtype=float32"]) == 0
-    assert "2 x cpu, 1 step, bound max(64 eps" in capsys.readouterr().out
+    assert "2 x cpu, 1 step, bound max(16 eps" in capsys.readouterr().out
 
 
 def test_a_loss_that_is_a_mean_of_means_has_status_1_and_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,7 +107,7 @@ class Stale(Faulty):
     def all_gather(self, x: Tensor, *, into: Parts, axes: Axes) -> Work:
         before = into.clone() if isinstance(into, Tensor) else None
         super().all_gather(x, into=into, axes=axes).wait()
-        if self.rank == 1 and before is not None and before.dtype == torch.float64 and has_embedding(before):
+        if self.rank == 1 and before is not None and before.is_floating_point() and has_embedding(before):
             assert isinstance(into, Tensor)
             into.copy_(before)
         return Work()
@@ -141,10 +141,12 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return drawn
 
 
-def check(world: type[Faulty] | None, plan: str, loss: Any = next_token_loss) -> Report:
+def check(
+    world: type[Faulty] | None, plan: str, loss: Any = next_token_loss, dtype: torch.dtype = torch.float64
+) -> Report:
     def main(threads: World) -> Report:
         inner = threads if world is None else world(threads)
-        return verify(Tied, loss, batches(), plan, world=inner, lr=1e-2, options=Options(clip_norm=0.01))
+        return verify(Tied, loss, batches(), plan, world=inner, dtype=dtype, lr=1e-2, options=Options(clip_norm=0.01))
 
     report: Report = run(2, main)[0]
     return report
@@ -196,6 +198,22 @@ def test_a_parameter_that_is_stale_on_one_rank() -> None:
     found = first(check(Stale, "dp=2 zero=1"))
     assert (found.what, found.step) == ("the value of embedding.weight on rank 1", 1)
     assert found.module == "embedding"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "world, plan, what",
+    [
+        (ReducedTwice, "dp=2", "the gradient of embedding.weight"),
+        (RankSkipped, "dp=2", "the gradient of layers.1.weight"),
+        (NormCountedTwice, "dp=2", "the gradient norm"),
+        (Stale, "dp=2 zero=1", "the value of embedding.weight on rank 1"),
+    ],
+)
+def test_what_rounding_explains_does_not_hide_a_fault(
+    world: type[Faulty], plan: str, what: str, dtype: torch.dtype
+) -> None:
+    assert first(check(world, plan, dtype=dtype)).what == what
 
 
 def mean_and_one(output: Tensor, batch: Any) -> tuple[Tensor, int]:

@@ -48,7 +48,7 @@ def test_a_sound_plan_is_the_same_model(plan: str) -> None:
 def test_in_a_narrower_dtype_a_sound_plan_stays_within_what_rounding_explains(dtype: torch.dtype) -> None:
     report = check(plan="dp=4 zero=2", dtype=dtype)
     assert report.ok, str(report)
-    assert max(line.value.difference for line in report.parameters) > 1e-9
+    assert max(line.gradient.difference for line in report.parameters if line.gradient is not None) > 1e-9
     assert str(dtype).removeprefix("torch.") in report.setting
 
 

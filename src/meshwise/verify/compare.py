@@ -31,7 +31,7 @@ from meshwise.testing.job import Answer
 from meshwise.testing.single import Single
 from meshwise.trainer import Trainer
 from meshwise.verify.outputs import Outputs, passes_with_data
-from meshwise.verify.precision import Figure, Judge, neighbour
+from meshwise.verify.precision import Figure, Judge, neighbours
 from meshwise.verify.report import Divergence, ParameterFigures, StepFigures
 from meshwise.verify.subject import Subject
 
@@ -42,24 +42,38 @@ _BITS: Mapping[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int3
 
 
 class Oracle:
-    """One process's training, and its neighbour's where bounds are to be measured. The first is the one to trust."""
+    """One process's training, and its neighbours' where bounds are to be measured. The first is the one to trust."""
 
     def __init__(self, subject: Subject, *, judge: Judge, device: torch.device) -> None:
         models = [subject.prepared()]
         if not judge.exact:
-            models.append(neighbour(models[0], seed=subject.options.seed, precision=judge.precision))
+            models += neighbours(models[0], seed=subject.options.seed, precision=judge.precision)
         self.outputs = [subject.listener() for _ in models]
         self.singles = [
             Single(m, device=device, **subject.arguments(o)) for m, o in zip(models, self.outputs, strict=True)
         ]
         for single, outputs in zip(self.singles, self.outputs, strict=True):
             outputs.listen(single.model)
+        self._judge = judge
+        self._vague: dict[str, Tensor] = {}
 
     def backward(self, batch: Any) -> list[tuple[float, float]]:
         """(loss, count) of each."""
         for outputs in self.outputs:
             outputs.begin()
-        return [single.backward(batch) for single in self.singles]
+        losses = [single.backward(batch) for single in self.singles]
+        for name, gradient, *others in _together(self.gradients()):
+            vague = self._judge.vague(gradient, neighbours=others)
+            if vague is not None:
+                self._vague[name] = vague | self._vague.get(name, False)
+        return losses
+
+    def comparable(self, name: str, *, value: Tensor) -> Tensor:
+        """A parameter's value where it can be compared, and the expected one where rounding decided an update."""
+        if name not in self._vague:
+            return value
+        expected = self.singles[0].model.get_parameter(name).detach()
+        return torch.where(self._vague[name], expected, value.to(expected.device))
 
     def update(self) -> list[float]:
         """The gradient norm of each."""
@@ -180,6 +194,9 @@ class Comparison:
         least = self._judge.floor(max((size(tensor) for tensor in theirs[0].values()), default=0.0))
         for name, value in ours:
             expected, *neighbours = (side[name] for side in theirs)
+            if kind == _VALUE:
+                value = self._oracle.comparable(name, value=value)
+                neighbours = [self._oracle.comparable(name, value=other) for other in neighbours]
             figures[name] = self._judge.measure(value, expected=expected, neighbours=neighbours, least=least, step=step)
             if figures[name].over:
                 self._factors[f"{kind} {name}"] = _factor(value, expected)
@@ -239,6 +256,11 @@ def _factor(value: Tensor, expected: Tensor) -> float | None:
     factor = float(ours @ theirs) / square if 0 < square < math.inf else math.nan
     remainder = size(ours - factor * theirs)
     return factor if remainder <= _COLLINEAR * size(theirs) else None
+
+
+def _together(sides: Sequence[Mapping[str, Tensor]]) -> Iterator[tuple[Any, ...]]:
+    """(name, tensor of each side) for every name."""
+    return ((name, *(side[name] for side in sides)) for name in sides[0])
 
 
 def _digested(values: Iterator[tuple[str, Tensor]], digests: dict[str, int]) -> Iterator[tuple[str, Tensor]]:

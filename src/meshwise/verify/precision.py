@@ -2,17 +2,21 @@
 
 In a narrower precision no constant will do: how much a rounding error grows depends on the model, and an optimizer that
 divides by the size of the gradient, as Adam does, turns the noise of a vanishing gradient into a whole step. So the
-growth is measured. A second process trains the same model from parameters each moved by one unit in the last place;
-backward error analysis (Higham, Accuracy and Stability of Numerical Algorithms, ch. 1) says that reordered sums are
-exact results for such neighbours. Where the two part, rounding explains it, and the plan may differ as much:
+growth is measured. Two neighbours train the same model on one process from parameters that are each moved by one unit
+in the last place; backward error analysis (Higham, Accuracy and Stability of Numerical Algorithms, ch. 1) says that
+reordered sums are exact results for such neighbours. Where they part from the first process, rounding explains it, and
+the plan may differ as much:
 
-    bound = max(64 eps, 16 · the difference of the two)        eps of the narrowest dtype that the forward computes in
+    bound = max(16 eps, 16 · the larger difference)        eps of the narrowest dtype that the forward computes in
+
+An element of a parameter is compared as long as no gradient of it was smaller than 16 times that difference: rounding
+may have chosen its direction.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwise.testing.difference import difference, floor
+from meshwise.testing.difference import difference, floor, size
 from meshwise.testing.single import Single, whole
 from meshwise.tree import tensors
 
 EXACT = 1e-9
-_ROUNDINGS, _MARGIN = 64, 16
+_ROUNDINGS, _MARGIN, _NEIGHBOURS = 16, 16, 2
 
 
 @dataclass(frozen=True)
@@ -69,15 +73,16 @@ class _Narrowest(TorchDispatchMode):
         return result
 
 
-def neighbour(model: nn.Module | Callable[[], nn.Module], *, seed: int, precision: torch.dtype) -> nn.Module:
-    """The whole model with every floating parameter moved by one unit in the last place, up or down by seed."""
-    module = whole(model, seed=seed)
+def neighbours(model: nn.Module | Callable[[], nn.Module], *, seed: int, precision: torch.dtype) -> Iterator[nn.Module]:
+    """The whole model, twice, with every element of its parameters moved by one unit in the last place, up or down."""
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            sign = torch.randint(0, 2, parameter.shape, generator=generator).mul_(2).sub_(1)
-            parameter.mul_(1 + torch.finfo(precision).eps * sign.to(parameter.dtype))
-    return module
+    for _ in range(_NEIGHBOURS):
+        module = whole(model, seed=seed)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                sign = torch.randint(0, 2, parameter.shape, generator=generator).mul_(2).sub_(1)
+                parameter.mul_(1 + torch.finfo(precision).eps * sign.to(parameter.dtype))
+        yield module
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,7 @@ class Judge:
 
     @property
     def exact(self) -> bool:
-        """Whether the bound is a constant; otherwise a neighbour is needed, to measure it by."""
+        """Whether the bound is a constant; otherwise neighbours are needed, to measure it by."""
         return self.precision == torch.float64
 
     def floor(self, largest: float) -> float:
@@ -123,6 +128,17 @@ class Judge:
             return Figure(found, EXACT, step)
         spread = max(difference(neighbour, expected, floor=least).relative for neighbour in neighbours)
         return Figure(found, max(_ROUNDINGS * torch.finfo(self.precision).eps, _MARGIN * spread), step)
+
+    def vague(self, gradient: Tensor, *, neighbours: Sequence[Tensor]) -> Tensor | None:
+        """Where a gradient is so small that rounding may decide its sign, and with it the update (None: nowhere).
+
+        An optimizer that divides by the size of the gradient makes the same step of the smallest one. Those elements
+        of the parameter cannot be compared from then on.
+        """
+        if self.exact:
+            return None
+        spread = max(size(neighbour - gradient) for neighbour in neighbours)
+        return gradient.abs() < _MARGIN * spread
 
     def __str__(self) -> str:
         if self.exact:
