@@ -120,7 +120,7 @@ def only_comm_imports_torch_distributed(source: Source) -> Iterator[str]:
             if within(name, "torch.distributed"):
                 yield module.at(node, f"{name} is imported outside comm")
         for used in ast.walk(module.tree):
-            if isinstance(used, ast.Attribute) and ast.unparse(used) == "torch.distributed":
+            if isinstance(used, ast.Attribute) and used.attr == "distributed" and ast.unparse(used.value) == "torch":
                 yield module.at(used, "torch.distributed is used outside comm")
 
 

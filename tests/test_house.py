@@ -13,9 +13,14 @@ from house_rules import RULES, Module, Rule, Source
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.fixture(scope="module")
+def house() -> Source:
+    return house_rules.read(ROOT / "src")
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_the_house_keeps(rule: Rule) -> None:
-    broken = list(rule(house_rules.read(ROOT / "src")))
+def test_the_house_keeps(rule: Rule, house: Source) -> None:
+    broken = list(rule(house))
     assert not broken, "\n".join(broken)
 
 
@@ -25,10 +30,10 @@ def test_test_files_and_programs_are_bounded_as_well() -> None:
     assert not broken, "\n".join(broken)
 
 
-def test_every_exception_to_named_arguments_is_still_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_exception_to_named_arguments_is_still_needed(monkeypatch: pytest.MonkeyPatch, house: Source) -> None:
     allowed = house_rules.POSITIONS
     monkeypatch.setattr(house_rules, "POSITIONS", {})
-    broken = list(house_rules.parameters_are_named(house_rules.read(ROOT / "src")))
+    broken = list(house_rules.parameters_are_named(house))
     assert len(broken) == len(allowed), "\n".join([*broken, *allowed])
 
 
