@@ -72,7 +72,8 @@ def show(report: Report, *, console: Console) -> None:
     console.print(report.verdict, style="bold green" if report.ok else "bold red", soft_wrap=True, highlight=False)
     told = [report.setting, *report.notes, *([] if report.first is None else [str(report.first)])]
     console.print("\n".join(told), soft_wrap=True, highlight=False, markup=False, end="\n\n")
-    console.print(_table(report.step_rows()), end="\n\n")
+    console.print(_table(report.step_rows()))
+    console.print()
     worst = sorted(report.parameters, key=lambda line: -line.excess)[:_MOST_ROWS]
     shown = [line for line in report.parameters if line in worst]
     console.print(_table(report.parameter_rows(shown)))
