@@ -26,6 +26,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _LOUD = ("torch.distributed.elastic", "torch.multiprocessing")
 _SHUTDOWN_SECONDS = 5
 _POLL_SECONDS = 0.1
+_LEAVING_TIME = timedelta(seconds=5)
 # Longer than the launcher takes to notice the rank that ended first.
 _CONSEQUENCE_SECONDS = 10 * _POLL_SECONDS
 
@@ -86,10 +88,20 @@ def _join(device: torch.device, stall_seconds: float | None, tell: Tell) -> Worl
         own = c10d.PrefixStore(device.type, store)
         watch = Watch(world, store=own, stall_seconds=stall_seconds, tell=tell, launcher=launcher)
         watch.start()
+        atexit.register(_leave_store, own, rank=world.rank, size=world.size)
         atexit.register(watch.stop)
     # Runs before the watch stops: what is still under way is waited for, and watched.
     atexit.register(world.close)
     return world
+
+
+def _leave_store(store: c10d.Store, *, rank: int, size: int) -> None:
+    """Without a launcher's store rank 0's process holds it: it goes last, or the others' last words fail loudly."""
+    with contextlib.suppress(RuntimeError):
+        if store.add("left", 1) == size:
+            store.set("all left", "")
+        if rank == 0:
+            store.wait(["all left"], _LEAVING_TIME)
 
 
 def run(size: int, main: Callable[..., Any], *, args: Sequence[Any] = (), device: str | None = None) -> list[Any]:
