@@ -1,0 +1,87 @@
+"""The collectives of a step are those of the formula at the top of `data_parallel.engine`, call by call, byte by byte.
+
+P and F are the bytes of trained and frozen parameters, each unit padded to equal shards of whole cache lines; u is how
+many units have any. The all-reduce that a step ends with (loss, count, norm, digest) is 4 numbers of 8 bytes.
+"""
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import nn
+
+from meshwise.comm.world import World
+from meshwise.model.table import ParameterTable, Row
+from meshwise.parallelize import parallelize
+from meshwise.plan import Plan
+from meshwise.reference import GPT, GPTConfig, next_token_loss
+from meshwise.testing import Counts, count, run
+
+LINE = 16
+TOTALS = (1, 4 * 8)
+
+
+def build() -> nn.Module:
+    return GPT(GPTConfig(vocabulary=16, context=4, layers=3, heads=2, width=8, mlp_ratio=2, bias=True))
+
+
+def with_frozen() -> nn.Module:
+    model = build()
+    model.get_submodule("blocks.1.attention").requires_grad_(False)
+    return model
+
+
+def padded(rows: Iterable[Row], *, ranks: int) -> int:
+    """Bytes in fp32 of parameters that lie one after the other, in equal shards of whole lines."""
+    elements = sum(row.numel for row in rows)
+    return -(-elements // (ranks * LINE)) * ranks * LINE * 4
+
+
+def sizes(table: ParameterTable, *, trained: bool, ranks: int) -> list[int]:
+    """The bytes of each unit that has trained (or frozen) parameters, in the order of the table."""
+    units = [[row for row in unit.rows if row.trainable == trained] for unit in table.units]
+    return [padded(rows, ranks=ranks) for rows in units if rows]
+
+
+def counted(world: World, plan: str, frozen: bool) -> tuple[Counts, ParameterTable]:
+    trainer = parallelize(with_frozen if frozen else build, plan, world=world, loss=next_token_loss, lr=1e-3)
+    tokens = torch.randint(16, (12, 5), generator=torch.Generator().manual_seed(1))
+    batch = tokens[:, :-1], tokens[:, 1:]
+    trainer.step(batch)
+    with world.record() as stamps:
+        trainer.step(batch)
+    return count(stamps), trainer.table
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("m", [1, 3])
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_step_calls_what_the_formula_says(zero: int, n: int, m: int, frozen: bool) -> None:
+    plan = Plan(dp=n, zero=zero, microbatches=m)
+    counts, table = run(n, counted, args=(plan, frozen))[0]
+    trained, others = (sizes(table, trained=which, ranks=n) for which in (True, False))
+    p, u = sum(trained), len(trained)
+    f, v = sum(others), len(others)
+    last = trained[-1]
+    expected = {
+        0: {"all_reduce[dp]": (u + 1, p + 32)},
+        1: {"all_reduce[dp]": TOTALS, "reduce_scatter[dp]": (u, p), "all_gather[dp]": (u, p)},
+        2: {"all_reduce[dp]": TOTALS, "reduce_scatter[dp]": (m * u, m * p), "all_gather[dp]": (u, p)},
+        3: {
+            "all_reduce[dp]": TOTALS,
+            "reduce_scatter[dp]": (m * u, m * p),
+            "all_gather[dp]": (m * (2 * (u + v) - 1), m * (2 * (p + f) - last)),
+        },
+    }
+    counts.check(expected[zero])
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_one_rank_calls_nothing(zero: int) -> None:
+    assert run(1, counted, args=(Plan(zero=zero, microbatches=3), False))[0][0] == {}
+
+
+def test_every_rank_calls_the_same() -> None:
+    results = run(4, counted, args=(Plan(dp=4, zero=3, microbatches=3), True))
+    assert len({repr(counts) for counts, _ in results}) == 1
