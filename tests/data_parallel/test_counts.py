@@ -44,7 +44,7 @@ def sizes(table: ParameterTable, *, trained: bool, ranks: int) -> list[int]:
 
 
 def counted(world: World, plan: str, frozen: bool) -> tuple[Counts, ParameterTable]:
-    trainer = parallelize(with_frozen if frozen else build, plan, world=world, loss=next_token_loss, lr=1e-3)
+    trainer = parallelize(with_frozen() if frozen else build(), plan, world=world, loss=next_token_loss, lr=1e-3)
     tokens = torch.randint(16, (12, 5), generator=torch.Generator().manual_seed(1))
     batch = tokens[:, :-1], tokens[:, 1:]
     trainer.step(batch)

@@ -1,5 +1,6 @@
 """The numbers bar for models, batches and optimizers of other kinds than the grid's: still one process, to 1e-9."""
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -35,15 +36,13 @@ def vectors(width: int = 4) -> list[Tensor]:
 
 
 def check(plan: str, build: Callable[[], nn.Module], *, batches: list[Any] | None = None, **training: Any) -> None:
-    def double() -> nn.Module:
-        return build().double()
-
     def main(world: World) -> Any:
-        return outcome(parallelize(double, plan, world=world, **settings), batches=given)
+        return outcome(parallelize(copy.deepcopy(model), plan, world=world, **settings), batches=given)
 
+    model = build().double()
     given = vectors() if batches is None else batches
     settings = {"loss": squares, "lr": 1e-2, "options": Options(clip_norm=0.5), **training}
-    expected = alone(double, batches=given, **settings)
+    expected = alone(model, batches=given, **settings)
     for steps in run(Plan.parse(plan).mesh().size, main):
         agree(steps, expected, bound=1e-9)
 
