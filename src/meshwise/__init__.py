@@ -1,12 +1,31 @@
 """Train one plain PyTorch model on many devices, and prove that the split model is the same model."""
 
+from meshwise.comm import RankLostError, RanksDisagree, World, connect, run
 from meshwise.layout import Layout
 from meshwise.mesh import Mesh
+from meshwise.nonfinite import NonFiniteError
+from meshwise.parallelize import Options, parallelize
 from meshwise.plan import Plan, PlanError
+from meshwise.trainer import DisagreementError, EvalResult, StepResult, Trainer
+from meshwise.verify import Report, verify
 
 __all__ = [
+    "DisagreementError",
+    "EvalResult",
     "Layout",
     "Mesh",
+    "NonFiniteError",
+    "Options",
     "Plan",
     "PlanError",
+    "RankLostError",
+    "RanksDisagree",
+    "Report",
+    "StepResult",
+    "Trainer",
+    "World",
+    "connect",
+    "parallelize",
+    "run",
+    "verify",
 ]
