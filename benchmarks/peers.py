@@ -161,7 +161,7 @@ def command(arguments: argparse.Namespace) -> str:
     words = ["python benchmarks/peers.py", f"--rounds {arguments.rounds}", f"--pairs {arguments.pairs}"]
     words += [f"--steps {arguments.steps}", f"--ranks {arguments.ranks}"]
     words += [f"--only {shlex.quote(only)}" for only in arguments.only]
-    words += [f"--python {package}=PYTHON" for package in arguments.python]
+    words += [f"--python {word.partition('=')[0]}=PYTHON" for word in arguments.python]
     words += [f"--shape {size}" for size in arguments.shape]
     return " ".join(words)
 
