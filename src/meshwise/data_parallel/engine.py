@@ -1,0 +1,238 @@
+"""Data parallel training of one model: gradients summed over the ranks that share its parameters, ZeRO stages 0 to 3.
+
+Collectives of one step over N > 1 ranks, with m micro-batches and P bytes of trainable parameters (padded to N equal
+shards a bucket; F bytes more when some are frozen), besides one all-reduce of four fp64 numbers for the loss, the
+count, the norm and the digest:
+
+    zero=0    all-reduce P
+    zero=1    reduce-scatter P, all-gather P
+    zero=2    m reduce-scatters of P, all-gather P
+    zero=3    m reduce-scatters of P; m all-gathers of P + F forward, and m of P + F less the last unit backward
+
+Reductions start in one fixed order, the reverse of the parameter table, as soon as the units before are complete on
+this rank; the end of the last backward starts those that are left. The order never depends on which hooks fired, so
+ranks that took other branches of the model, or had no data, still agree.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from meshwise.data_parallel.bucket import Bucket, Replication
+from meshwise.data_parallel.gather import Gatherer
+from meshwise.data_parallel.graph import reached
+from meshwise.data_parallel.place import Options
+from meshwise.data_parallel.unit import LiveUnit
+from meshwise.model.birth import Source, install
+from meshwise.model.table import ParameterTable, Row
+
+IN_FLIGHT = 1
+"""Reductions under way before the next one waits, where a gradient buffer lives only until it is reduced (ZeRO-2, 3):
+one unit is being reduced while the next accumulates."""
+
+Arrival = Callable[[Row, Tensor], None]
+
+
+class DataParallel:
+    """The replicas of one module over `replication.axes`."""
+
+    def __init__(self, source: Source, *, table: ParameterTable, replication: Replication) -> None:
+        self.module = source.module
+        self.table = table
+        self.replication = replication
+        self.units = [LiveUnit(unit, replication=replication) for unit in table.units]
+        for unit in self.units:
+            unit.load(source, place=self._install if source.deferred else self._replace)
+        self.gatherer = Gatherer(self.module, units=self.units)
+        self._order = [unit for unit in reversed(self.units) if any(True for _ in unit.trainable())]
+        self._handles: list[RemovableHandle] = []
+        self._waiting: dict[int, set[int]] = {}
+        self._started = 0
+        self._in_flight: list[LiveUnit] = []
+        self._reducing = False
+        self._arrival: Arrival | None = None
+        self._incomplete = True
+        for unit in self._order:
+            for bucket, index, parameter in unit.trainable():
+                self._watch(unit, bucket, index, parameter)
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets that have gradients, in table order."""
+        return [bucket for unit in self.units for bucket in unit.buckets if bucket.trainable]
+
+    def slices(self) -> dict[Options, list[nn.Parameter]]:
+        """What an optimizer updates on this rank, by options: the same options in the same order on every rank."""
+        groups: dict[Options, list[nn.Parameter]] = {}
+        for bucket in self.buckets:
+            for run in bucket.place.runs:
+                groups.setdefault(run.options, [])
+            for options, parameter in bucket.slices:
+                groups[options].append(parameter)
+        return groups
+
+    def check_trainable(self) -> None:
+        """Raise ValueError when `requires_grad` of a parameter is not what it was when the plan was applied."""
+        for unit in self.units:
+            for row, parameter in zip(unit.rows, itertools.chain(*unit.parameters), strict=True):
+                if parameter.requires_grad != row.trainable:
+                    raise ValueError(
+                        f"requires_grad of {row.name!r} was {row.trainable} when the model was parallelized and is "
+                        f"{parameter.requires_grad} now; call parallelize again after freezing or unfreezing"
+                    )
+
+    # ---- a step ------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Forget the gradients of the last step."""
+        for bucket in self.buckets:
+            bucket.begin_step()
+
+    def backward(self, loss: Tensor | None, *, last: bool, keep: bool = True) -> None:
+        """Run one micro-batch's backward (None: this rank has none) and reduce what its stage reduces then.
+
+        `last`: no micro-batch follows in this step. `keep=False` runs the backward for its collectives only and
+        throws the gradients away.
+        """
+        self._reducing = last or self.replication.zero >= 2
+        self._started = 0
+        if loss is not None and loss.requires_grad:
+            absent = self._expect(reached(loss) if self._incomplete else None)
+            self._arrival = None if keep else throw_away
+            self.gatherer.begin(backward=True)
+            loss.backward()
+            self.gatherer.rest()
+            self._incomplete = absent or any(self._waiting.values())
+        else:
+            self.gatherer.rest()
+        self._waiting = {}
+        if self._reducing:
+            self._start(all_of_them=True)
+            self._settle(0)
+        self._reducing = False
+
+    def inspect(self, loss: Tensor, *, arrival: Arrival) -> None:
+        """Run a backward that shows every gradient of this rank to `arrival` and keeps none."""
+        self._arrival = arrival
+        self._reducing = False
+        self._expect(None)
+        self.gatherer.begin(backward=True)
+        loss.backward()
+        self.gatherer.rest()
+        self._waiting = {}
+
+    def squared_norm(self) -> Tensor:
+        """This rank's share of the squared norm of the summed gradient, fp64: shards counted once, ties once."""
+        total = torch.zeros((), dtype=torch.float64, device=self.replication.world.device)
+        for bucket in self.buckets:
+            total += torch.linalg.vector_norm(bucket.counted()).double().square()
+        return total
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the owned gradients."""
+        if factor != 1.0:
+            torch._foreach_mul_([bucket.reduced for bucket in self.buckets if bucket.reduced is not None], factor)
+
+    def publish(self) -> None:
+        """Bring the parameters that this rank updated to the ranks that use them."""
+        for work in [bucket.publish() for bucket in self.buckets]:
+            work.wait()
+
+    def close(self) -> None:
+        """Remove the hooks from the model."""
+        self.gatherer.close()
+        for handle in self._handles:
+            handle.remove()
+
+    def _install(self, row: Row, value: Tensor) -> nn.Parameter:
+        return install(self.module, row=row, tensor=value)
+
+    def _replace(self, row: Row, value: Tensor) -> nn.Parameter:
+        parameter = self.module.get_parameter(row.name)
+        parameter.data = value
+        return parameter
+
+    # ---- arrivals and reductions -------------------------------------------------------------------------------
+
+    def _watch(self, unit: LiveUnit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
+        row = bucket.place.pieces[index].row
+
+        def arrived(parameter: Tensor) -> None:
+            waiting = self._waiting.get(id(unit))
+            if waiting is None:
+                return
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            if self._arrival is None:
+                bucket.deposit(index, gradient=gradient)
+            else:
+                self._arrival(row, gradient)
+            waiting.discard(id(parameter))
+            if self._reducing and not waiting:
+                self._start(all_of_them=False)
+
+        self._handles.append(parameter.register_post_accumulate_grad_hook(arrived))
+
+    def _expect(self, leaves: set[int] | None) -> bool:
+        """Wait for all parameters, or for those among `leaves`; True when that leaves some out."""
+        absent = False
+        for unit in self._order:
+            expected = {id(parameter) for _, _, parameter in unit.trainable()}
+            self._waiting[id(unit)] = expected if leaves is None else expected & leaves
+            absent = absent or len(self._waiting[id(unit)]) < len(expected)
+        return absent
+
+    def _start(self, *, all_of_them: bool) -> None:
+        """Start the reductions whose turn it is."""
+        while self._started < len(self._order):
+            unit = self._order[self._started]
+            if not all_of_them and self._waiting[id(unit)]:
+                return
+            if self.replication.zero >= 2:
+                self._settle(IN_FLIGHT - 1)
+            self._started += 1
+            self._in_flight.append(unit)
+            for bucket in unit.buckets:
+                if bucket.trainable:
+                    bucket.start_reduce()
+
+    def _settle(self, left: int) -> None:
+        while len(self._in_flight) > left:
+            for bucket in self._in_flight.pop(0).buckets:
+                bucket.settle()
+
+    # ---- the whole of things -----------------------------------------------------------------------------------
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor) in table order, on every rank; the tensor is valid until the next one is asked for."""
+        for unit in self.units:
+            unit.ready()
+            values = {
+                row.name: parameter.detach()
+                for row, parameter in zip(unit.rows, itertools.chain(*unit.parameters), strict=True)
+            }
+            for row in unit.spec.rows:
+                yield row.name, values[row.name]
+            unit.free()
+
+    def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, full reduced gradient) of the trainable parameters in table order, on every rank."""
+        for unit in self.units:
+            values: dict[str, Tensor] = {}
+            for bucket in unit.buckets:
+                if bucket.trainable:
+                    whole = bucket.full_gradient()
+                    for piece in bucket.place.pieces:
+                        values[piece.row.name] = whole[piece.start : piece.stop].view(piece.row.shape)
+            for row in unit.spec.rows:
+                if row.trainable:
+                    yield row.name, values[row.name]
+
+
+def throw_away(_row: Row, _gradient: Tensor) -> None:
+    """An arrival that keeps nothing."""

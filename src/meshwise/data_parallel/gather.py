@@ -1,0 +1,171 @@
+"""ZeRO-3 gathers: parameters become whole just before a module needs them, and rest right after.
+
+A unit is needed in the forward of its modules and in the backward of what those modules returned. It is not freed when
+its module returns but when the next unit is needed, so a unit with two modules in a row, or the last unit of a forward
+that is the first of the backward, is gathered once. The backward of a single autograd thread runs the nodes in the
+reverse order of their creation, so when it reaches the output of another unit the last one is through.
+
+    forward     need A | need B: free A, start C | need C: free B, start D | ...
+    backward    need D | need C: start B | need B: free D ...
+
+What comes next is what came next in the last pass: a wrong guess costs a gather, never a result. Ranks guess alike,
+because all of them saw the same passes.
+
+A unit whose module encloses another unit's (a parameter owned by the root, say) stays whole until the pass ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from meshwise.data_parallel.unit import LiveUnit
+from meshwise.tree import tensors
+
+
+class Gatherer:
+    """Keeps the right units of a model whole, by hooks on the modules that the parameter table names."""
+
+    def __init__(self, module: nn.Module, *, units: Sequence[LiveUnit]) -> None:
+        self._units = [unit for unit in units if unit.at_rest]
+        self._owners = {id(p): unit for unit in self._units for group in unit.parameters for p in group}
+        self._whole: list[LiveUnit] = []
+        self._open: list[LiveUnit] = []
+        self._backward = False
+        self._passes: dict[bool, list[LiveUnit]] = {False: [], True: []}
+        self._seen: list[LiveUnit] = []
+        self.peak = 0
+        self._handles: list[RemovableHandle] = []
+        modules = dict(module.named_modules(remove_duplicate=False))
+        for unit in self._units:
+            for name in unit.spec.modules:
+                self._watch(modules[name], unit)
+        if self._units:
+            self._handles.append(module.register_forward_hook(self._after_model, always_call=True))
+            self._handles.append(module.register_state_dict_pre_hook(_refuse_state_dict))
+
+    @property
+    def guard(self) -> TorchFunctionMode:
+        """Inside it, a parameter used outside the modules of its unit is gathered on the spot."""
+        return _Guard(self._owners, self._need_now)
+
+    def begin(self, *, backward: bool) -> None:
+        """A pass over the model starts."""
+        self._finish_pass()
+        self._backward = backward
+        if not backward:
+            self.rest()
+
+    def rest(self) -> None:
+        """The passes are over: put every unit to rest."""
+        self._finish_pass()
+        self._open = []
+        for unit in self._whole:
+            unit.free()
+        self._whole = []
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _watch(self, module: nn.Module, unit: LiveUnit) -> None:
+        def before(_module: nn.Module, _args: Any) -> None:
+            for outer in self._open:
+                if outer is not unit:
+                    outer.encloses = True
+            self._open.append(unit)
+            self._need(unit)
+
+        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            if unit in self._open:
+                self._open.remove(unit)
+            if torch.is_grad_enabled():
+                for tensor in tensors(output):
+                    if tensor.requires_grad:
+                        tensor.register_hook(lambda _gradient: self._need(unit))
+
+        self._handles.append(module.register_forward_pre_hook(before))
+        self._handles.append(module.register_forward_hook(after))
+
+    def _after_model(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        if not torch.is_grad_enabled():
+            self.rest()
+
+    def _need(self, unit: LiveUnit) -> None:
+        again = bool(self._seen) and self._seen[-1] is unit
+        if not (again or unit.encloses):  # a second module of the same unit: what is on its way stays
+            self._free_all_but(unit)
+        if not again:
+            self._seen.append(unit)
+        self._make_whole(unit)
+        if (follower := self._next()) is not None and follower not in self._whole:
+            follower.start_gather()
+            self._whole.append(follower)
+        self.peak = max(self.peak, sum(bucket.bytes()["gathered"] for u in self._whole for bucket in u.buckets))
+
+    def _need_now(self, unit: LiveUnit) -> None:
+        if not unit.whole:
+            unit.encloses = True
+            self._make_whole(unit)
+
+    def _make_whole(self, unit: LiveUnit) -> None:
+        unit.ready()
+        if unit not in self._whole:
+            self._whole.append(unit)
+
+    def _free_all_but(self, unit: LiveUnit) -> None:
+        for other in list(self._whole):
+            if other is not unit and other not in self._open and not other.encloses:
+                other.free()
+                self._whole.remove(other)
+
+    def _next(self) -> LiveUnit | None:
+        here, last = len(self._seen) - 1, self._passes[self._backward]
+        if here + 1 < len(last) and last[here] is self._seen[here]:
+            return last[here + 1]
+        return None
+
+    def _finish_pass(self) -> None:
+        if self._seen:
+            self._passes[self._backward] = self._seen
+        self._seen = []
+
+
+class _Guard(TorchFunctionMode):
+    """Looks at the arguments of every torch function for a parameter at rest."""
+
+    def __init__(self, owners: dict[int, LiveUnit], need: Callable[[LiveUnit], None]) -> None:
+        super().__init__()
+        self._owners = owners
+        self._need = need
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") not in ("__get__", "__set__"):
+            self._look(args)
+            if kwargs:
+                self._look(kwargs.values())
+        return func(*args, **(kwargs or {}))
+
+    def _look(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, nn.Parameter):
+                unit = self._owners.get(id(value))
+                if unit is not None and not unit.whole:
+                    self._need(unit)
+            elif isinstance(value, list | tuple):
+                self._look(value)
+
+
+def _refuse_state_dict(_module: nn.Module, prefix: str, _keep_vars: bool) -> None:  # noqa: FBT001 (torch calls it)
+    raise RuntimeError(
+        f"the parameters of {prefix or 'this model'} are spread over the ranks (zero=3), so state_dict() would hold "
+        "none of them; iterate over trainer.full_parameters() on every rank instead"
+    )

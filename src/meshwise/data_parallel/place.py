@@ -1,0 +1,85 @@
+"""Where the parameters of a unit lie in one flat buffer, and which slice of it each rank owns. Arithmetic only.
+
+    | a.weight        | b.weight | b.bias | c.scale | pad |      pieces, sorted by optimizer options
+    |<---- run: decay ----------->|<- run: no decay ----->|      a run: neighbours with the same optimizer options
+    |   rank 0    |   rank 1    |   rank 2    |  rank 3   |      shards: equal, so a gather is one collective
+
+A shard cuts pieces wherever it falls. Sorting by options makes the elements of a rank that share a learning rate and a
+weight decay one contiguous slice, so an elementwise optimizer sees at most one tensor for each group and unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from meshwise.model.table import Row
+
+ALIGNMENT = 16
+"""Shards are a multiple of this many elements: 64 bytes in fp32, one cache line and one vector register."""
+
+Options = tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One parameter's elements: [start, stop) of the flat buffer."""
+
+    row: Row
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """A contiguous slice whose elements share optimizer options."""
+
+    options: Options
+    start: int
+    stop: int
+
+    def within(self, start: int, *, stop: int) -> Run | None:
+        """The part of the run inside [start, stop), or None."""
+        low, high = max(self.start, start), min(self.stop, stop)
+        return Run(self.options, low, high) if low < high else None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Pieces in order, runs that cover [0, size) with the padding in the last one, and equal shards."""
+
+    pieces: tuple[Piece, ...]
+    runs: tuple[Run, ...]
+    size: int
+    parts: int
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], *, parts: int) -> Place:
+        """Lay `rows` one after the other, padded to `parts` equal aligned shards."""
+        ordered = sorted(rows, key=lambda row: repr(row.options))
+        pieces: list[Piece] = []
+        stop = 0
+        for row in ordered:
+            pieces.append(Piece(row, stop, stop + row.numel))
+            stop += row.numel
+        unit = parts * ALIGNMENT
+        size = max(1, -(-stop // unit)) * unit
+        grouped = [list(group) for _, group in groupby(pieces, key=lambda piece: piece.row.options)]
+        stops = [group[-1].stop for group in grouped[:-1]] + [size]
+        starts = [0, *stops[:-1]]
+        runs = tuple(
+            Run(group[0].row.options, low, high) for group, low, high in zip(grouped, starts, stops, strict=True)
+        )
+        return cls(tuple(pieces), runs, size, parts)
+
+    @property
+    def padding(self) -> tuple[int, int]:
+        """The slice that belongs to no parameter."""
+        return self.pieces[-1].stop, self.size
+
+    def shard(self, index: int) -> tuple[int, int]:
+        """[start, stop) of the part that `index` owns."""
+        width = self.size // self.parts
+        return index * width, (index + 1) * width

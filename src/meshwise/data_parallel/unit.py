@@ -1,0 +1,100 @@
+"""A unit at work: the buckets that are gathered, freed and reduced together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.comm.world import Work
+from meshwise.data_parallel.bucket import Bucket, Replication
+from meshwise.model.birth import Source
+from meshwise.model.table import Row, Unit
+
+
+class LiveUnit:
+    """One unit of the parameter table on this rank.
+
+    While its parameters are at rest (ZeRO-3, between uses) the model's parameters hold NaN in the right shape, so
+    that a use nobody foresaw cannot pass for a result.
+    """
+
+    def __init__(self, spec: Unit, *, replication: Replication) -> None:
+        self.spec = spec
+        rows = sorted(spec.rows, key=_kind)
+        self.buckets = [Bucket(list(group), replication=replication) for _, group in groupby(rows, key=_kind)]
+        self.parameters: list[list[nn.Parameter]] = []
+        self.whole = True
+        self.encloses = False
+        self._gathering: list[Work] = []
+
+    @property
+    def rows(self) -> list[Row]:
+        """Its parameters in the order of `parameters`: bucket by bucket."""
+        return [piece.row for bucket in self.buckets for piece in bucket.place.pieces]
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether parameters exist as shards between uses."""
+        return any(bucket.at_rest for bucket in self.buckets)
+
+    def load(self, source: Source, *, place: Callable[[Row, Tensor], nn.Parameter]) -> None:
+        """Fill the buckets from the source, and put this rank's parameters into the model with `place`."""
+        for bucket in self.buckets:
+            names = [piece.row.name for piece in bucket.place.pieces]
+            bucket.fill((source.full(name) for name in names), broadcast=not source.deferred)
+            values = self._resting(bucket) if bucket.at_rest else bucket.views()
+            pieces = bucket.place.pieces
+            self.parameters.append([place(piece.row, value) for piece, value in zip(pieces, values, strict=True)])
+        self.whole = not self.at_rest
+
+    def start_gather(self) -> None:
+        """Start to make the parameters whole; does nothing when they are, or are about to be."""
+        if self.whole or self._gathering:
+            return
+        self._gathering = [bucket.gather() for bucket in self.buckets]
+
+    def ready(self) -> None:
+        """Return when the parameters are whole and the model sees them."""
+        if self.whole:
+            return
+        self.start_gather()
+        for work in self._gathering:
+            work.wait()
+        self._gathering = []
+        self.whole = True
+        self._show([bucket.views() for bucket in self.buckets])
+
+    def free(self) -> None:
+        """Put the parameters to rest."""
+        if not self.at_rest or not (self.whole or self._gathering):
+            return
+        self.ready()
+        self.whole = False
+        self._show([self._resting(bucket) for bucket in self.buckets])
+        for bucket in self.buckets:
+            bucket.free()
+
+    def trainable(self) -> Iterator[tuple[Bucket, int, nn.Parameter]]:
+        """(bucket, index in the bucket, parameter) for every parameter that has a gradient."""
+        for bucket, parameters in zip(self.buckets, self.parameters, strict=True):
+            if bucket.trainable:
+                for index, parameter in enumerate(parameters):
+                    yield bucket, index, parameter
+
+    def _show(self, values: list[list[Tensor]]) -> None:
+        for parameters, tensors in zip(self.parameters, values, strict=True):
+            for parameter, tensor in zip(parameters, tensors, strict=True):
+                parameter.data = tensor
+
+    @staticmethod
+    def _resting(bucket: Bucket) -> list[Tensor]:
+        value = float("nan") if bucket.dtype.is_floating_point or bucket.dtype.is_complex else 0
+        nothing = torch.full((), value, dtype=bucket.dtype, device=bucket.device)
+        return [nothing.expand(piece.row.shape) for piece in bucket.place.pieces]
+
+
+def _kind(row: Row) -> tuple[str, bool]:
+    return str(row.dtype), not row.trainable

@@ -1,0 +1,72 @@
+"""From a batch to the sum and the count of its loss.
+
+An engine that receives the mean of a loss has to guess what it was the mean of, and micro-batches, padding and ranks of
+unequal shares all make the guess wrong. So a loss here returns its sum and what it counted (tokens, samples), and the
+division is done once, over the whole global batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+Forward: TypeAlias = Callable[[nn.Module, Any], Any]
+Loss: TypeAlias = Callable[[Any, Any], tuple[Tensor, Tensor | float]]
+
+
+def default_forward(model: nn.Module, batch: Any) -> Any:
+    """Call the model on its part of a batch.
+
+    A tensor is the input; the first item of a tuple or list is the input and the rest is for the loss; of a mapping,
+    the entries named like parameters of `model.forward` are passed by keyword (all, when it takes `**kwargs`).
+
+    Raises ValueError for a mapping none of whose keys `forward` takes.
+    """
+    if isinstance(batch, Mapping):
+        parameters = inspect.signature(model.forward).parameters
+        takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+        taken = {key: value for key, value in batch.items() if takes_all or key in parameters}
+        if not taken:
+            raise ValueError(
+                f"none of the batch's keys {sorted(batch)} is a parameter of {type(model).__name__}.forward "
+                f"({', '.join(parameters)}); rename them or pass Options(forward=...)"
+            )
+        return model(**taken)
+    if isinstance(batch, tuple | list):
+        return model(batch[0])
+    return model(batch)
+
+
+def call_loss(model: nn.Module, batch: Any, *, forward: Forward, loss: Loss) -> tuple[Tensor, Tensor]:
+    """Run forward and loss: (sum of the loss, count), two scalar tensors, the count in fp64.
+
+    Raises ValueError when `loss` does not return a scalar sum and a count of at least 0.
+    """
+    returned = loss(forward(model, batch), batch)
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise ValueError(
+            f"loss returned {_kind(returned)}; it must return (sum, count): the loss summed over the batch, and how "
+            "many tokens or samples it is the sum of. A mean m over n samples is (m * n, n)"
+        )
+    total, count = returned
+    if not isinstance(total, Tensor) or total.numel() != 1 or not total.dtype.is_floating_point:
+        raise ValueError(f"the sum that loss returned is {_kind(total)}; it must be a scalar floating-point tensor")
+    if isinstance(count, Tensor):
+        if count.numel() != 1:
+            raise ValueError(f"the count that loss returned is {_kind(count)}; it must be one number")
+        counted = count.detach().reshape(()).to(device=total.device, dtype=torch.float64)
+    elif isinstance(count, int | float) and count >= 0:
+        counted = torch.tensor(float(count), dtype=torch.float64, device=total.device)
+    else:
+        raise ValueError(f"the count that loss returned is {count!r}; it must be a number of at least 0")
+    return total.reshape(()), counted
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, tuple) else type(value).__name__

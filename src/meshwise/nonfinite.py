@@ -1,0 +1,77 @@
+"""What happens when a loss or a gradient is not finite: who brought it, and whether training goes on.
+
+The gradient is known to be bad only after it was summed over the ranks, when one NaN is everywhere. Checking every
+gradient of every rank before the sum would cost a pass over memory in every step; so the culprit is looked for only
+when there is one, by running the step's forward and backward once more and looking at each gradient as it arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwise.data_parallel.engine import DataParallel
+from meshwise.model.table import Row
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or the gradient of a step was not finite; the update was not applied."""
+
+
+@dataclass(frozen=True)
+class SkipPolicy:
+    """How many steps in a row may be skipped before NonFiniteError: 0 for `raise`, n for `skip:n`."""
+
+    most: int
+
+    @classmethod
+    def parse(cls, text: str) -> SkipPolicy:
+        """Read `raise` or `skip:<n>`. Raises ValueError."""
+        word, _, number = text.partition(":")
+        if word == "raise" and not number:
+            return cls(0)
+        if word == "skip" and number.isdigit() and int(number) > 0:
+            return cls(int(number))
+        raise ValueError(f"nonfinite={text!r}; write 'raise', or 'skip:3' to skip at most 3 such steps in a row")
+
+    @property
+    def advice(self) -> str:
+        """What a user can do about it."""
+        if self.most:
+            return f"; {self.most} such steps in a row were skipped already"
+        return (
+            "; the update was not applied. Lower the learning rate, clip, look at the batch, or use nonfinite='skip:3'"
+        )
+
+
+def culprits(engine: DataParallel, *, run: Callable[[Callable[[int, Row, Tensor], None]], None]) -> str:
+    """Name the first parameters, ranks and micro-batches whose own gradient is not finite (a collective).
+
+    `run(arrival)` repeats this rank's forward and backward and calls `arrival(micro_batch, row, gradient)`.
+    """
+    own: list[tuple[int, str]] = []
+
+    def look(micro_batch: int, row: Row, gradient: Tensor) -> None:
+        if not bool(torch.isfinite(gradient).all()):
+            own.append((micro_batch, row.name))
+
+    run(look)
+    order = {row.name: number for number, row in enumerate(engine.table.rows)}
+    world, axes = engine.replication.world, engine.replication.axes
+    own.sort(key=lambda found: (found[0], -order[found[1]]))
+    found = world.exchange((world.rank, len(own), own[:3]), axes=axes)
+    told = [
+        f"rank {rank}: {', '.join(f'{name} (micro-batch {micro})' for micro, name in first)}"
+        + (f" and {number - len(first)} more" if number > len(first) else "")
+        for rank, number, first in found
+        if number
+    ]
+    if not told:
+        return (
+            "; every rank's own gradients are finite when the step is run again, so their sum overflowed or the model "
+            "is not deterministic"
+        )
+    return f"; gradients that are not finite, nearest to the loss first: {'; '.join(told)}"

@@ -1,0 +1,1 @@
+"""Optimizers over the flat slices that a rank owns."""

@@ -1,0 +1,112 @@
+"""The one place where the parts meet, in one fixed order.
+
+plan -> world over the plan's mesh -> model (born or as it is) -> parameter table -> units and their buckets
+-> buffers -> optimizer over the owned slices -> trainer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwise.comm.launch import connect
+from meshwise.comm.world import World
+from meshwise.data_parallel.bucket import Replication
+from meshwise.data_parallel.engine import DataParallel
+from meshwise.model.birth import Source, born
+from meshwise.model.forward import Forward, Loss, default_forward
+from meshwise.model.table import ParameterOptions, parameter_table
+from meshwise.nonfinite import SkipPolicy
+from meshwise.optim.flat import OptimizerClass, flat_optimizer
+from meshwise.plan import Plan
+from meshwise.trainer import Recipe, Trainer
+
+DATA_AXES = ("dp",)
+"""The axes whose ranks hold the same parameters and other rows of the batch."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run may choose besides its plan. None of it depends on the number of ranks."""
+
+    clip_norm: float | None = None
+    """Scale the gradient down to this 2-norm when it is larger. None: never."""
+
+    seed: int = 0
+    """Seed of a model that is born here (one given as a function)."""
+
+    nonfinite: str = "raise"
+    """When the loss or the gradient is not finite: `raise`, or `skip:n` to skip at most n such steps in a row."""
+
+    forward: Forward | None = None
+    """`forward(model, batch) -> output`; by default `meshwise.model.forward.default_forward`."""
+
+    parameter_options: ParameterOptions | None = None
+    """`(name, parameter) -> optimizer options`; by default vectors (biases, norms) have no weight decay."""
+
+
+def parallelize(
+    model: nn.Module | Callable[[], nn.Module],
+    plan: Plan | str,
+    *,
+    loss: Loss,
+    optimizer: OptimizerClass = torch.optim.AdamW,
+    world: World | None = None,
+    options: Options | None = None,
+    **optimizer_arguments: Any,
+) -> Trainer:
+    """Put a plain model under a plan, on the ranks of `world` (by default the ones that torchrun started, or one).
+
+    `model` is a module, taken as it is (the first rank's values count), or a function that builds one: then no rank
+    holds more of the model than its plan says, and the same seed is the same model under every plan.
+    `loss(output, batch)` returns (sum, count). The optimizer's own arguments follow by keyword: `lr=3e-4`.
+
+    Raises PlanError when the plan does not fit the world, ValueError for a model, optimizer or option that cannot work.
+    """
+    options = options or Options()
+    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    world = world or connect()
+    plan = plan.resolve(world.size)
+    world = world.over(plan.mesh())
+    if options.clip_norm is not None and not options.clip_norm > 0:
+        raise ValueError(f"clip_norm={options.clip_norm}; give a norm above 0, or None to leave gradients as they are")
+    skip = SkipPolicy.parse(options.nonfinite)
+
+    source = born(model, seed=options.seed)
+    table = parameter_table(source.module, options=options.parameter_options)
+    _refuse_batch_norm(source.module, parts=world.group(DATA_AXES).size * plan.microbatches)
+    replication = Replication(world, DATA_AXES, plan.zero)
+    engine = DataParallel(source, table=table, replication=replication)
+    _place_buffers(source, replication)
+    if not engine.buckets:
+        raise ValueError("every parameter is frozen; set requires_grad=True on those that should train")
+    recipe = Recipe(options.forward or default_forward, loss, options.clip_norm, skip)
+    update = flat_optimizer(optimizer, groups=engine.slices(), **optimizer_arguments)
+    return Trainer(engine, plan=plan, recipe=recipe, optimizer=update)
+
+
+def _place_buffers(source: Source, replication: Replication) -> None:
+    """Buffers are whole everywhere, on the device, and the first rank's values count for a model taken as it is."""
+    source.buffers()
+    world = replication.world
+    for module in source.module.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            placed = buffer.to(world.device).contiguous()
+            if not source.deferred:
+                world.broadcast(placed, axes=replication.axes).wait()
+            setattr(module, name, placed)
+
+
+def _refuse_batch_norm(module: nn.Module, *, parts: int) -> None:
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    for name, part in module.named_modules():
+        if parts > 1 and isinstance(part, kinds) and part.training:
+            raise ValueError(
+                f"{name or type(part).__name__} ({type(part).__name__}) would take its statistics over 1/{parts} of "
+                "each batch, so the split model would not be the same model; use GroupNorm or LayerNorm, put it into "
+                "eval mode, or train with dp=1 microbatches=1"
+            )

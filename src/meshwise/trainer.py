@@ -1,0 +1,304 @@
+"""The Trainer: one step of a parallelized model, and what can be asked of it afterwards.
+
+A step takes a batch, runs forward and backward of this rank's micro-batches, and exchanges four numbers with the other
+ranks once: the sum of the loss, its count, the squared norm of the gradient, and a digest of the collectives called.
+With them every rank divides, clips, updates and refuses alike, and gradients of ranks that disagreed are never applied.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from meshwise import tree
+from meshwise.comm.journal import Stamp, disagreement
+from meshwise.comm.world import World
+from meshwise.data_parallel.engine import DataParallel, throw_away
+from meshwise.layout.geometry import even_split
+from meshwise.microbatch import MicroBatch, micro_batches
+from meshwise.model.forward import Forward, Loss, call_loss
+from meshwise.model.table import ParameterTable, Row
+from meshwise.nonfinite import NonFiniteError, SkipPolicy, culprits
+from meshwise.optim.flat import state_bytes
+from meshwise.plan import Plan
+
+Sums: TypeAlias = tuple[Tensor, Tensor]
+"""The sum of a loss and its count: two fp64 scalars on the device."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step came to, the same on every rank.
+
+    loss        sum of the loss over the global batch, divided by its count
+    grad_norm   2-norm of the gradient of that loss over all logical parameters, before clipping
+    tokens      the count that `loss` returned, summed over the global batch
+    seconds     wall time of this rank's step
+    skipped     True when the update was not applied, with the reason in `problem`
+    """
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    seconds: float
+    skipped: bool = False
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """The loss over all batches of an evaluation (sum of sums over sum of counts), the same on every rank."""
+
+    loss: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over the global batch: of the loss, of what it counted, and of the squares of the summed gradient."""
+
+    loss: float
+    count: float
+    squared: float
+
+    @property
+    def mean(self) -> float:
+        """The loss per count."""
+        return self.loss / self.count if self.count else math.nan
+
+    @property
+    def norm(self) -> float:
+        """The 2-norm of the averaged gradient."""
+        return math.sqrt(self.squared) / self.count if self.count and self.squared >= 0 else math.nan
+
+    @property
+    def problem(self) -> str | None:
+        """Why these numbers must not be applied; None when they may."""
+        if not self.count:
+            return "the loss counted nothing in this step: every rank returned a count of 0"
+        if math.isfinite(self.mean) and math.isfinite(self.norm):
+            return None
+        return f"the loss is {self.mean} and the gradient norm {self.norm}"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the numbers of a step are made from a model and a batch."""
+
+    forward: Forward
+    loss: Loss
+    clip_norm: float | None
+    nonfinite: SkipPolicy
+
+
+class DisagreementError(RuntimeError):
+    """The ranks did not call the same collectives in a step; its gradients were not applied."""
+
+
+class Trainer:
+    """A model under a plan. `parallelize` makes it."""
+
+    def __init__(self, engine: DataParallel, *, plan: Plan, recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
+        self.plan = plan
+        self.optimizer = optimizer
+        self._engine = engine
+        self._recipe = recipe
+        self._axes = engine.replication.axes
+        self._skips = 0
+        self._clipped = 1.0
+        self._lockstep = any(unit.at_rest for unit in engine.units)
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's module; under zero=3 its parameters are whole only while it runs."""
+        module: nn.Module = self._engine.module
+        return module
+
+    @property
+    def table(self) -> ParameterTable:
+        """One row for each logical parameter."""
+        return self._engine.table
+
+    @property
+    def world(self) -> World:
+        """What joins the ranks."""
+        return self._engine.replication.world
+
+    # ---- training ----------------------------------------------------------------------------------------------
+
+    def share(self, size: int) -> tuple[int, int]:
+        """[start, stop) of the rows that this rank takes of a global batch of `size` rows."""
+        group = self.world.group(self._axes)
+        return even_split(size, group.size)[group.index]
+
+    def step(self, batch: Any, *, local: bool = False) -> StepResult:
+        """One optimizer step on a batch: a tree of tensors whose dim 0 counts the samples.
+
+        `batch` is the global batch, the same on every rank, of which each rank takes its share; with `local=True` it
+        is this rank's part already, and may have no rows. Rows that do not divide evenly are fine.
+
+        Raises NonFiniteError when the loss or the gradient is not finite and the policy says so, DisagreementError
+        when the ranks called different collectives, ValueError when `loss` does not return (sum, count).
+        """
+        started = time.perf_counter()
+        self._engine.check_trainable()
+        parts = self._micro_batches(batch, local=local, parts=self.plan.microbatches)
+        random_state = torch.get_rng_state()
+        with self.world.record() as called:
+            self._engine.begin_step()
+            totals = self._exchange(self._accumulate(parts), called)
+        problem = totals.problem
+        if problem is None:
+            self._skips = 0
+            self._update(totals)
+        else:
+            torch.set_rng_state(random_state)
+            problem += culprits(self._engine, run=lambda arrival: self._inspect(parts, arrival))
+            self._skips += 1
+            if self._skips > self._recipe.nonfinite.most:
+                raise NonFiniteError(problem + self._recipe.nonfinite.advice)
+        seconds = time.perf_counter() - started
+        return StepResult(totals.mean, totals.norm, int(totals.count), seconds, problem is not None, problem)
+
+    def evaluate(self, batches: Iterable[Any], *, local: bool = False) -> EvalResult:
+        """The loss over `batches` without training, the model in eval mode. Every rank passes as many batches."""
+        modes = {module: module.training for module in self.model.modules()}
+        self.model.eval()
+        total, tokens = self._zeros()
+        try:
+            with torch.no_grad():
+                for batch in batches:
+                    loss, count = self._forward(self._micro_batches(batch, local=local, parts=1))
+                    total += loss
+                    tokens += count
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        sums = torch.stack([total, tokens])
+        self.world.all_reduce(sums, axes=self._axes).wait()
+        loss_sum, count_sum = sums.tolist()
+        return EvalResult(loss_sum / count_sum if count_sum else math.nan, int(count_sum))
+
+    def _update(self, totals: Totals) -> None:
+        clip = self._recipe.clip_norm
+        self._clipped = 1.0 if clip is None else min(1.0, clip / (totals.norm + 1e-6))
+        self._engine.scale_gradients(self._clipped / totals.count)
+        for bucket in self._engine.buckets:
+            bucket.lend_gradients()
+        self.optimizer.step()
+        self._engine.publish()
+
+    # ---- micro-batches -----------------------------------------------------------------------------------------
+
+    def _micro_batches(self, batch: Any, *, local: bool, parts: int) -> list[MicroBatch]:
+        size = tree.rows(batch)
+        share = (0, size) if local else self.share(size)
+        return micro_batches(batch, share=share, parts=parts, lockstep=self._lockstep)
+
+    def _accumulate(self, parts: Sequence[MicroBatch]) -> Sums:
+        """Forward and backward of every micro-batch; the loss and the count of this rank."""
+        total, tokens = self._zeros()
+        for number, part in enumerate(parts, start=1):
+            last = number == len(parts)
+            if part.rows is None:
+                self._engine.backward(None, last=last)
+                continue
+            loss, count = self._run(part.rows)
+            self._engine.backward(loss, last=last, keep=part.counts)
+            if part.counts:
+                total += loss.detach().double()
+                tokens += count
+        return total, tokens
+
+    def _forward(self, parts: Sequence[MicroBatch]) -> Sums:
+        """Forward of every micro-batch; the loss and the count of this rank."""
+        total, tokens = self._zeros()
+        for part in parts:
+            if part.rows is not None:
+                loss, count = self._run(part.rows)
+                if part.counts:
+                    total += loss.double()
+                    tokens += count
+        return total, tokens
+
+    def _inspect(self, parts: Sequence[MicroBatch], arrival: Callable[[int, Row, Tensor], None]) -> None:
+        """Forward and backward of every micro-batch again, for its gradients to be looked at."""
+        for number, part in enumerate(parts):
+            if part.rows is not None:
+                loss, _ = self._run(part.rows)
+                see = functools.partial(arrival, number) if part.counts else throw_away
+                self._engine.inspect(loss, arrival=see)
+
+    def _run(self, rows: Any) -> Sums:
+        """Forward and loss of one micro-batch: (sum, count), scalars on the device."""
+        rows = tree.map_tensors(lambda tensor: tensor.to(self.world.device, non_blocking=True), rows)
+        gatherer = self._engine.gatherer
+        gatherer.begin(backward=False)
+        with gatherer.guard:
+            return call_loss(self.model, rows, forward=self._recipe.forward, loss=self._recipe.loss)
+
+    def _exchange(self, sums: Sums, called: list[Stamp]) -> Totals:
+        """Sum loss, count and squared norm over the ranks, and make sure that they called the same collectives."""
+        world = self.world
+        digest = world.digest(self._axes)
+        before = list(called)
+        own = torch.tensor(float(digest), dtype=torch.float64, device=world.device)
+        numbers = torch.stack([*sums, self._engine.squared_norm(), own])
+        world.all_reduce(numbers, axes=self._axes).wait()
+        loss, count, squared, digests = numbers.tolist()
+        if digests != float(digest) * self._engine.replication.size:
+            raise DisagreementError(_first_disagreement(dict(world.exchange((world.rank, before), axes=self._axes))))
+        return Totals(loss, count, squared)
+
+    def _zeros(self) -> Sums:
+        loss, count = torch.zeros(2, dtype=torch.float64, device=self.world.device).unbind()
+        return loss, count
+
+    # ---- the whole of things -----------------------------------------------------------------------------------
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor) of every parameter, in table order. Every rank must iterate to the end.
+
+        The tensor is the caller's only until the next one: copy what is to be kept.
+        """
+        return self._engine.full_parameters()
+
+    def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, full gradient) of the last applied step, averaged, before clipping. Every rank iterates to the end."""
+        for name, gradient in self._engine.full_gradients():
+            yield name, gradient / self._clipped
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of model state on this rank.
+
+        `parameters` (with fp32 masters), `gradients`, `optimizer` state, and `gathered_peak`, the most parameters that
+        were gathered for use at one time.
+        """
+        held = [bucket.bytes() for unit in self._engine.units for bucket in unit.buckets]
+        return {
+            "parameters": sum(row["parameters"] for row in held),
+            "gradients": sum(row["gradients"] for row in held),
+            "optimizer": state_bytes(self.optimizer),
+            "gathered_peak": self._engine.gatherer.peak,
+        }
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        self._engine.close()
+
+
+def _first_disagreement(called: Mapping[int, Sequence[Stamp]]) -> str:
+    for number in range(max(len(stamps) for stamps in called.values())):
+        present = {rank: stamps[number] for rank, stamps in called.items() if number < len(stamps)}
+        missing = sorted(set(called) - set(present))
+        if (table := disagreement(present)) or missing:
+            calls = "" if not missing else f"\n  ranks {missing} called no more than {number} collectives in this step"
+            return f"the ranks called different collectives in this step:\n{table or ''}{calls}"
+    return "the ranks called different collectives before this step"
