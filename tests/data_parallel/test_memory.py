@@ -1,0 +1,107 @@
+"""Memory falls as ZeRO says (Rajbhandari et al., arXiv 1910.02054, section 5; in fp32: 4 + 4 + 8 bytes a parameter)."""
+
+import ctypes
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from meshwise.comm import World, run_threads
+from meshwise.parallelize import parallelize
+from meshwise.testing import run
+
+WIDTH, DEPTH, RANKS = 1024, 8, 4
+PARAMETERS = DEPTH * (WIDTH * WIDTH + WIDTH)
+UNIT = 8 * (WIDTH * WIDTH + WIDTH)  # bytes of one unit: its fp32 parameters and its gradients
+
+# bytes per parameter: parameters, gradients, optimizer state (AdamW: two moments)
+FORMULA = {
+    0: (4, 4, 8),
+    1: (4, 4, 8 / RANKS),
+    2: (4, 4 / RANKS, 8 / RANKS),
+    3: (4 / RANKS, 4 / RANKS, 8 / RANKS),
+}
+
+
+def build() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)])
+
+
+def build_deep() -> nn.Module:
+    return nn.Sequential(*[build() for _ in range(4)])
+
+
+def squares(output, batch):
+    return output.square().sum(), len(batch)
+
+
+def train(world: World, plan: str):
+    torch.set_num_threads(1)
+    batch = torch.randn(RANKS, WIDTH, generator=torch.Generator().manual_seed(0))
+    trainer = parallelize(build, plan, loss=squares, world=world, lr=1e-3)
+    for _ in range(2):
+        trainer.step(batch)
+    return trainer
+
+
+def accounted(world: World, plan: str) -> dict[str, int]:
+    return train(world, plan).memory()
+
+
+def resident(world: World, plan: str) -> int:
+    """Bytes by which training made this process larger, memory that is free but not given back put aside."""
+    train(world, "dp=4 zero=3").close()  # what any run needs once: threads, kernels, buffers of the collectives
+    gc.collect()
+    before = _resident()
+    trainer = train(world, plan)
+    gc.collect()
+    grown = _resident() - before
+    trainer.close()
+    return grown
+
+
+def _resident() -> int:
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_model_state_is_the_formula(zero):
+    parameters, gradients, optimizer = (PARAMETERS * size for size in FORMULA[zero])
+    for memory in run_threads(RANKS, accounted, args=(f"dp={RANKS} zero={zero}",)):
+        assert parameters <= memory["parameters"] <= 1.05 * parameters
+        assert gradients <= memory["gradients"] <= 1.05 * gradients
+        assert optimizer <= memory["optimizer"] <= 1.05 * optimizer
+        assert memory["gathered_peak"] <= UNIT  # two units' parameters, without gradients
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_processes_are_no_larger_than_the_formula_and_two_units(zero, processes):
+    formula = sum(FORMULA[zero]) * PARAMETERS
+    grown = run(RANKS, resident, on=processes, args=(f"dp={RANKS} zero={zero}",))
+    assert 0.9 * formula <= max(grown) <= 1.05 * formula + 2 * UNIT, [round(size / formula, 2) for size in grown]
+
+
+def born(world: World) -> int:
+    """Bytes that this process grew by at its largest while a model was born under zero=3."""
+    torch.set_num_threads(1)
+    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: what is freed from 1 MB up goes back at once
+    parallelize(build_deep, "dp=4 zero=3", loss=squares, world=world).close()
+    gc.collect()
+    before = _resident()
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+    trainer = parallelize(build_deep, "dp=4 zero=3", loss=squares, world=world)
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    trainer.close()
+    return int(peak.split()[1]) * 1024 - before
+
+
+@pytest.mark.processes
+def test_no_rank_ever_holds_the_whole_model_while_it_is_born(processes):
+    whole = 4 * 4 * PARAMETERS  # of the deep model, in fp32
+    state = whole // RANKS * 2  # this rank's shards of the parameters and of the gradients
+    peak = max(run(RANKS, born, on=processes))
+    assert state <= peak <= 1.05 * state + 3 * UNIT < whole, peak / whole
