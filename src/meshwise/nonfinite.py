@@ -33,7 +33,7 @@ class SkipPolicy:
         word, _, number = text.partition(":")
         if word == "raise" and not number:
             return cls(0)
-        if word == "skip" and number.isdigit() and int(number) > 0:
+        if word == "skip" and number.isdecimal() and int(number) > 0:
             return cls(int(number))
         raise ValueError(f"nonfinite={text!r}; write 'raise', or 'skip:3' to skip at most 3 such steps in a row")
 

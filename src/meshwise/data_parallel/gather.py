@@ -91,7 +91,8 @@ class Gatherer:
                         tensor.register_hook(lambda _gradient: self._need(unit))
 
         self._handles.append(module.register_forward_pre_hook(before))
-        self._handles.append(module.register_forward_hook(after))
+        # Always: activation checkpointing ends the forward it repeats, once it has what it needs, by an exception.
+        self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def _after_model(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         if not torch.is_grad_enabled():
@@ -110,7 +111,8 @@ class Gatherer:
         self.peak = max(self.peak, sum(bucket.bytes()["gathered"] for u in self._whole for bucket in u.buckets))
 
     def _need_now(self, unit: LiveUnit) -> None:
-        if not unit.whole:
+        # Also when it happens to be whole: nothing tells when the backward of this use comes, so it has to stay.
+        if unit not in self._open:
             unit.encloses = True
             self._make_whole(unit)
 
@@ -138,7 +140,7 @@ class Gatherer:
 
 
 class _Guard(TorchFunctionMode):
-    """Looks at the arguments of every torch function for a parameter at rest."""
+    """Looks at the arguments of every torch function for a parameter of a unit that is gathered."""
 
     def __init__(self, owners: dict[int, LiveUnit], need: Callable[[LiveUnit], None]) -> None:
         super().__init__()
@@ -158,7 +160,7 @@ class _Guard(TorchFunctionMode):
         for value in values:
             if isinstance(value, nn.Parameter):
                 unit = self._owners.get(id(value))
-                if unit is not None and not unit.whole:
+                if unit is not None:
                     self._need(unit)
             elif isinstance(value, list | tuple):
                 self._look(value)
