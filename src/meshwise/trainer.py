@@ -160,7 +160,8 @@ class Trainer:
             self._update(totals)
         else:
             torch.set_rng_state(random_state)
-            problem += culprits(self._engine, run=lambda arrival: self._inspect(parts, arrival))
+            if totals.count:
+                problem += culprits(self._engine, run=lambda arrival: self._inspect(parts, arrival))
             self._skips += 1
             if self._skips > self._recipe.nonfinite.most:
                 raise NonFiniteError(problem + self._recipe.nonfinite.advice)
@@ -234,7 +235,9 @@ class Trainer:
             if part.rows is not None:
                 loss, _ = self._run(part.rows)
                 see = functools.partial(arrival, number) if part.counts else throw_away
-                self._engine.inspect(loss, arrival=see)
+                if loss.requires_grad:
+                    self._engine.inspect(loss, arrival=see)
+        self._engine.gatherer.rest()
 
     def _run(self, rows: Any) -> Sums:
         """Forward and loss of one micro-batch: (sum, count), scalars on the device."""
