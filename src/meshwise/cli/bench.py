@@ -60,6 +60,9 @@ class Collectives:
 
 def main(words: Sequence[str]) -> int:
     """Run the benchmark that the words name. Raises JobError before any rank is started."""
+    if words and words[0] in ("-h", "--help"):
+        print("usage: meshwise bench collectives [OPTIONS]; meshwise bench collectives --help tells the options")
+        return 0
     if not words or words[0] != "collectives":
         given = f"no benchmark {words[0]!r}" if words and not words[0].startswith("-") else "name a benchmark"
         raise JobError(f"{given}; there is: meshwise bench collectives")
