@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.comm.mailbox import RankLostError
+from meshwise.comm.lost import RankLostError
 from meshwise.comm.outcome import Outcome
 
 

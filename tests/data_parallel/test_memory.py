@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwise.comm import World, run_threads
 from meshwise.parallelize import parallelize
-from meshwise.testing import run
+from meshwise.testing import Processes, run
+from meshwise.trainer import Trainer
 
 WIDTH, DEPTH, RANKS = 1024, 8, 4
 PARAMETERS = DEPTH * (WIDTH * WIDTH + WIDTH)
@@ -33,11 +34,11 @@ def build_deep() -> nn.Module:
     return nn.Sequential(*[build() for _ in range(4)])
 
 
-def squares(output, batch):
+def squares(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
     return output.square().sum(), len(batch)
 
 
-def train(world: World, plan: str):
+def train(world: World, plan: str) -> Trainer:
     torch.set_num_threads(1)
     batch = torch.randn(RANKS, WIDTH, generator=torch.Generator().manual_seed(0))
     trainer = parallelize(build, plan, loss=squares, world=world, lr=1e-3)
@@ -68,7 +69,7 @@ def _resident() -> int:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_model_state_is_the_formula(zero):
+def test_model_state_is_the_formula(zero: int) -> None:
     parameters, gradients, optimizer = (PARAMETERS * size for size in FORMULA[zero])
     for memory in run_threads(RANKS, accounted, args=(f"dp={RANKS} zero={zero}",)):
         assert parameters <= memory["parameters"] <= 1.05 * parameters
@@ -79,7 +80,7 @@ def test_model_state_is_the_formula(zero):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_processes_are_no_larger_than_the_formula_and_two_units(zero, processes):
+def test_processes_are_no_larger_than_the_formula_and_two_units(zero: int, processes: Processes) -> None:
     formula = sum(FORMULA[zero]) * PARAMETERS
     grown = run(RANKS, resident, on=processes, args=(f"dp={RANKS} zero={zero}",))
     assert 0.9 * formula <= max(grown) <= 1.05 * formula + 2 * UNIT, [round(size / formula, 2) for size in grown]
@@ -100,7 +101,7 @@ def born(world: World) -> int:
 
 
 @pytest.mark.processes
-def test_no_rank_ever_holds_the_whole_model_while_it_is_born(processes):
+def test_no_rank_ever_holds_the_whole_model_while_it_is_born(processes: Processes) -> None:
     whole = 4 * 4 * PARAMETERS  # of the deep model, in fp32
     state = whole // RANKS * 2  # this rank's shards of the parameters and of the gradients
     peak = max(run(RANKS, born, on=processes))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from meshwise.cli import bench, doctor, train, verify
-from meshwise.comm.mailbox import RankLostError
+from meshwise.comm.lost import RankLostError
 from meshwise.nonfinite import NonFiniteError
 from meshwise.plan import PlanError
 from meshwise.train.job import JobError

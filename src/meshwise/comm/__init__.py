@@ -2,7 +2,7 @@
 
 from meshwise.comm.journal import Position, RanksDisagree, Stamp
 from meshwise.comm.launch import connect, run, torchrun_line
-from meshwise.comm.mailbox import RankLostError
+from meshwise.comm.lost import RankLostError
 from meshwise.comm.thread_world import run_threads
 from meshwise.comm.trace_world import TraceWorld
 from meshwise.comm.world import Group, Work, World

@@ -35,13 +35,14 @@ from meshwise.comm.journal import Journal, RanksDisagree, Stamp, disagreement
 from meshwise.comm.mailbox import Mailbox, Messages
 from meshwise.comm.reduction import reduce_in_order, require_op
 from meshwise.comm.scratch import Scratch
+from meshwise.comm.window import reduce_through
 from meshwise.comm.world import Group, Work, World
 from meshwise.mesh import Mesh
 
 Steps: TypeAlias = Iterator[Messages]
 Program: TypeAlias = Callable[[list[Tensor], list[Tensor]], Steps]
 
-# Up to here a second round of messages costs more than sending the whole tensor to everyone.
+# Up to here a second round of messages costs more than sending everything to everyone.
 _ONE_PHASE_BYTES = 256 << 10
 _STAMP_BYTES = 4096
 _STAMP_SITE = 1000
@@ -279,13 +280,17 @@ class GlooWorld(World):
         """The reduction of everyone's part for this rank."""
         own = call.group.index
         assert self._transport is not None
-        scratch = self._transport.scratch
+        scratch, peers = self._transport.scratch, dict(call.peers)
+        windows = self._transport.mailbox.windows(peers, like=parts[own], label=call.label, about=call.stamp)
+        outgoing = [(rank, parts[index]) for index, rank in peers.items()]
+        if windows is not None:
+            sent = self._post(call, sends=outgoing)
+            yield Messages.openings(windows.values(), about=call.stamp)
+            reduce_through(windows, own=parts[own], into=into, op=op, about=call.stamp)
+            yield sent
+            return
         received = {index: scratch.borrow(like=parts[own]) for index, _ in call.peers}
-        yield self._post(
-            call,
-            sends=[(rank, parts[index]) for index, rank in call.peers],
-            receives=[(rank, received[index]) for index, rank in reversed(call.peers)],
-        )
+        yield self._post(call, sends=outgoing, receives=[(rank, received[at]) for at, rank in reversed(call.peers)])
         ordered = [received.get(index, parts[own]) for index in range(call.group.size)]
         reduce_in_order(ordered, into=into, scratch=received[1 if own == 0 else 0], op=op)
         for part in received.values():

@@ -37,7 +37,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from meshwise.comm.journal import RanksDisagree
-from meshwise.comm.mailbox import RankLostError
+from meshwise.comm.lost import RankLostError
 from meshwise.comm.outcome import Outcome
 from meshwise.comm.torch_world import default_device, meeting_place, torch_world
 from meshwise.comm.watch import Tell, Watch, tell_stderr

@@ -17,9 +17,7 @@ Ranks that disagree therefore never take each other's bytes: they wait, and the 
 from __future__ import annotations
 
 import os
-import re
-import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -29,14 +27,11 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.comm.direct import Memory
+from meshwise.comm.lost import lost
+from meshwise.comm.window import Window, tag
 
 _FOREVER = timedelta(days=30)
-_TAG_BITS = 0x7FFFFFFF
 DIRECT_BYTES = 1 << 20
-
-
-class RankLostError(RuntimeError):
-    """Another rank ended, or its connection broke, while this one was in a collective."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +51,11 @@ class Messages:
     pending: Sequence[_Pending]
     about: object
 
+    @classmethod
+    def openings(cls, windows: Iterable[Window], *, about: object) -> Messages:
+        """The messages after which the windows can be read."""
+        return cls([_Pending(window.peer, window.address, window.open, direct=True) for window in windows], about)
+
     @property
     def direct(self) -> bool:
         """Whether some are read straight from the sender's memory, which only goes on while the receiver waits."""
@@ -67,7 +67,7 @@ class Messages:
             try:
                 message.complete()
             except (RuntimeError, OSError) as error:
-                raise _lost(message.peer, self.about, error) from error
+                raise lost(message.peer, about=self.about, error=error) from error
 
 
 class Mailbox:
@@ -105,8 +105,31 @@ class Mailbox:
                     try:
                         pending.append(start(peer, tensor, label))
                     except RuntimeError as error:
-                        raise _lost(peer, about, error) from error
+                        raise lost(peer, about=about, error=error) from error
         return Messages(pending, about)
+
+    def windows(self, peers: Mapping[int, int], *, like: Tensor, label: str, about: object) -> dict[int, Window] | None:
+        """By the same keys, windows on what each of `peers` sends under `label`, of the size and dtype of `like`.
+
+        None where some of it has to be received: it is small, or not to be read from memory. Raises RankLostError.
+        """
+        if not all(self._can_read(peer, like) for peer in peers.values()):
+            return None
+        windows = {}
+        for key, peer in peers.items():
+            try:
+                windows[key] = self._window(peer, like, label)
+            except RuntimeError as error:
+                raise lost(peer, about=about, error=error) from error
+        return windows
+
+    def _can_read(self, peer: int, tensor: Tensor) -> bool:
+        return self._memory is not None and self._memory.readable(peer) and _is_large(tensor)
+
+    def _window(self, peer: int, like: Tensor, label: str) -> Window:
+        assert self._group is not None, "the world was closed"
+        assert self._memory is not None
+        return Window(self._group, memory=self._memory, peer=peer, like=like, label=label)
 
     def close(self) -> None:
         """Close the connections. Messages still under way fail."""
@@ -114,11 +137,11 @@ class Mailbox:
 
     def _send(self, peer: int, tensor: Tensor, label: str) -> _Pending:
         assert self._group is not None, "the world was closed"
-        tag = _tag(label, tensor)
+        number = tag(label, tensor=tensor)
         if not (self._memory and self._memory.read_by(peer) and _is_large(tensor)):
-            return _Pending(peer, tensor, self._group.send([tensor], peer, tag).wait)
-        sent = self._group.send([torch.tensor([tensor.data_ptr()])], peer, tag)
-        taken = self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _tag(f"{label} taken", tensor))
+            return _Pending(peer, tensor, self._group.send([tensor], peer, number).wait)
+        sent = self._group.send([torch.tensor([tensor.data_ptr()])], peer, number)
+        taken = self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, tag(f"{label} taken", tensor=tensor))
 
         def complete() -> None:
             sent.wait()
@@ -128,16 +151,14 @@ class Mailbox:
 
     def _receive(self, peer: int, tensor: Tensor, label: str) -> _Pending:
         assert self._group is not None, "the world was closed"
-        group, memory, tag = self._group, self._memory, _tag(label, tensor)
-        if not (memory and memory.readable(peer) and _is_large(tensor)):
-            return _Pending(peer, tensor, group.recv([tensor], peer, tag).wait)
-        address = torch.empty(1, dtype=torch.int64)
-        announced = group.recv([address], peer, tag)
+        if not self._can_read(peer, tensor):
+            return _Pending(peer, tensor, self._group.recv([tensor], peer, tag(label, tensor=tensor)).wait)
+        window = self._window(peer, tensor, label)
 
         def complete() -> None:
-            announced.wait()
-            memory.read(peer, address=int(address), into=tensor)
-            group.send([torch.ones(1, dtype=torch.uint8)], peer, _tag(f"{label} taken", tensor)).wait()
+            window.open()
+            window.read(0, into=tensor)
+            window.close()
 
         return _Pending(peer, tensor, complete, direct=True)
 
@@ -145,15 +166,6 @@ class Mailbox:
 def _is_large(tensor: Tensor) -> bool:
     """Whether reading it from the sender's memory pays for the two small messages around that."""
     return tensor.numel() * tensor.element_size() >= DIRECT_BYTES
-
-
-def _tag(label: str, tensor: Tensor) -> int:
-    return zlib.crc32(f"{label} {tensor.numel()} {tensor.dtype}".encode()) & _TAG_BITS
-
-
-def _lost(peer: int, about: object, error: Exception) -> RankLostError:
-    what = re.sub(r"^\[.*?\] | This is typically.*$", "", str(error), flags=re.DOTALL)
-    return RankLostError(f"rank {peer} was lost in {about} ({what.rstrip('.')})")
 
 
 def _gloo(store: c10d.Store, rank: int, size: int) -> c10d.ProcessGroup:

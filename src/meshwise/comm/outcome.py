@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwise.comm.mailbox import RankLostError
+from meshwise.comm.lost import RankLostError
 
 
 @dataclass(frozen=True)

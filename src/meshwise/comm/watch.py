@@ -32,7 +32,7 @@ from typing import NoReturn, Protocol
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.comm.journal import Call
-from meshwise.comm.mailbox import RankLostError
+from meshwise.comm.lost import RankLostError
 from meshwise.comm.stacks import stack_of
 from meshwise.comm.survey import Absent, Answer, Survey
 from meshwise.comm.world import World

@@ -89,7 +89,12 @@ class DataParallel:
     # ---- a step ------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Forget the gradients of the last step."""
+        """Forget the gradients of the last step, of one that an exception ended and of backwards that were no step."""
+        self._settle(0)
+        self._waiting = {}
+        for unit in self._order:
+            for _, _, parameter in unit.trainable():
+                parameter.grad = None
         for bucket in self.buckets:
             bucket.begin_step()
 
@@ -99,19 +104,22 @@ class DataParallel:
         `last`: no micro-batch follows in this step. `keep=False` runs the backward for its collectives only and
         throws the gradients away.
         """
-        self._reducing = last or self.replication.zero >= 2
+        reduces = last or self.replication.zero >= 2
         self._started = 0
         if loss is not None and loss.requires_grad:
-            absent = self._expect(reached(loss) if self._incomplete else None)
+            leaves = reached(loss) if self._incomplete else None
+            absent = self._expect(leaves)
+            hidden = self._incomplete and leaves is None
+            self._reducing = reduces and not hidden
             self._arrival = None if keep else throw_away
             self.gatherer.begin(backward=True)
             loss.backward()
             self.gatherer.rest()
-            self._incomplete = absent or any(self._waiting.values())
+            self._incomplete = absent or hidden or any(self._waiting.values())
         else:
             self.gatherer.rest()
         self._waiting = {}
-        if self._reducing:
+        if reduces:
             self._start(all_of_them=True)
             self._settle(0)
         self._reducing = False
@@ -168,6 +176,11 @@ class DataParallel:
                 return
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
+            if self._reducing and id(parameter) not in waiting:
+                raise RuntimeError(
+                    f"{row.name} got a gradient that the graph of the loss did not announce, when its reduction may "
+                    "have begun: an autograd function of the model runs a backward of its own"
+                )
             if self._arrival is None:
                 bucket.deposit(index, gradient=gradient)
             else:

@@ -65,7 +65,7 @@ class Gatherer:
         """The passes are over: put every unit to rest."""
         self._finish_pass()
         self._open = []
-        for unit in self._whole:
+        for unit in self._units:
             unit.free()
         self._whole = []
 

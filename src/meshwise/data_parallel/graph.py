@@ -10,8 +10,12 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def reached(loss: Tensor) -> set[int]:
-    """The ids of the leaf tensors whose gradient `loss.backward()` accumulates."""
+def reached(loss: Tensor) -> set[int] | None:
+    """The ids of the leaf tensors whose gradient `loss.backward()` accumulates.
+
+    None when the graph does not say: a reentrant checkpoint runs backwards of its own inside this one, in which
+    parameters arrive unannounced, and those that are used elsewhere as well arrive more than once.
+    """
     leaves: set[int] = set()
     seen = set()
     stack = [] if loss.grad_fn is None else [loss.grad_fn]
@@ -20,6 +24,8 @@ def reached(loss: Tensor) -> set[int]:
         if node in seen:
             continue
         seen.add(node)
+        if type(node).__name__ == "CheckpointFunctionBackward":
+            return None
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor):
             leaves.add(id(variable))

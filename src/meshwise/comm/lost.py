@@ -1,0 +1,15 @@
+"""A rank that is no longer there."""
+
+from __future__ import annotations
+
+import re
+
+
+class RankLostError(RuntimeError):
+    """Another rank ended, or its connection broke, while this one was in a collective."""
+
+
+def lost(peer: int, *, about: object, error: Exception) -> RankLostError:
+    """The error of a call that failed because of what became of `peer`."""
+    what = re.sub(r"^\[.*?\] | This is typically.*$", "", str(error), flags=re.DOTALL)
+    return RankLostError(f"rank {peer} was lost in {about} ({what.rstrip('.')})")
