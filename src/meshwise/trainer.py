@@ -274,7 +274,14 @@ class Trainer:
         return self._engine.full_parameters()
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full gradient) of the last applied step, averaged, before clipping. Every rank iterates to the end."""
+        """(name, full gradient) of the last step, averaged, before clipping. Every rank iterates to the end.
+
+        Raises RuntimeError when the last step was skipped: what its gradients hold is not finite.
+        """
+        if self._skips:
+            raise RuntimeError(
+                "the last step was skipped, so there are no gradients to look at; see StepResult.problem"
+            )
         for name, gradient in self._engine.full_gradients():
             yield name, gradient / self._clipped
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 _OPS: Mapping[str, Callable[..., Any]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _NARROW = (torch.float16, torch.bfloat16)
-BLOCK = 32 << 10
-"""Elements that stay in the cache of a core between one part and the next."""
+# Elements that stay in the cache of a core between one part and the next.
+_BLOCK = 32 << 10
 
 
 def reduce_in_order(parts: Sequence[Tensor], *, into: Tensor, scratch: Tensor, op: str) -> None:
@@ -27,8 +27,8 @@ def reduce_in_order(parts: Sequence[Tensor], *, into: Tensor, scratch: Tensor, o
     rounded once. Raises ValueError for an unknown op.
     """
     require_op(op)
-    for start in range(0, into.numel(), BLOCK):
-        block = slice(start, start + BLOCK)
+    for start in range(0, into.numel(), _BLOCK):
+        block = slice(start, start + _BLOCK)
         _reduce([part[block] for part in parts], into[block], scratch[block], op)
 
 

@@ -15,9 +15,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from meshwise.comm.direct import Memory
 from meshwise.comm.lost import lost
-from meshwise.comm.reduction import BLOCK, reduce_in_order
+from meshwise.comm.reduction import reduce_in_order
 
 _TAG_BITS = 0x7FFFFFFF
+# Elements read at a time: enough to pay for a call into the kernel, few enough to be still in a cache when added.
+_SHOWN = 128 << 10
 
 
 def tag(label: str, *, tensor: Tensor) -> int:
@@ -58,9 +60,9 @@ def reduce_through(windows: Mapping[int, Window], *, own: Tensor, into: Tensor, 
     `into` may be `own`. Closes the windows. Raises RankLostError, naming `about`.
     """
     here = next(index for index in range(len(windows) + 1) if index not in windows)
-    blocks = {index: own.new_empty(min(BLOCK, own.numel())) for index in windows}
-    for start in range(0, own.numel(), BLOCK):
-        size = min(BLOCK, own.numel() - start)
+    blocks = {index: own.new_empty(min(_SHOWN, own.numel())) for index in windows}
+    for start in range(0, own.numel(), _SHOWN):
+        size = min(_SHOWN, own.numel() - start)
         for index, window in windows.items():
             try:
                 window.read(start, into=blocks[index][:size])

@@ -46,7 +46,8 @@ def flat_optimizer(
         raise ValueError(
             f"{optimizer.__name__} takes no {', '.join(unknown)}; it takes {', '.join(list(accepted)[1:])}"
         )
-    if "fused" in accepted and not {"fused", "foreach", "capturable", "differentiable"} & set(arguments):
+    plain = not any(parameter.is_complex() for owned in groups.values() for parameter in owned)
+    if plain and "fused" in accepted and not {"fused", "foreach", "capturable", "differentiable"} & set(arguments):
         arguments["fused"] = True
     return optimizer([{"params": list(owned), **dict(options)} for options, owned in groups.items()], **arguments)
 
