@@ -8,6 +8,7 @@ count, the norm and the digest:
     zero=1    reduce-scatter P, all-gather P
     zero=2    m reduce-scatters of P, all-gather P
     zero=3    m reduce-scatters of P; m all-gathers of P + F forward, and m of P + F less the last unit backward
+              (a unit that a tied weight brings back in a pass is gathered again there)
 
 Reductions start in one fixed order, the reverse of the parameter table, as soon as the units before are complete on
 this rank; the end of the last backward starts those that are left. The order never depends on which hooks fired, so
