@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise import Layout, Mesh
+from meshwise.layout import Cut
 
 AXES = ("dp", "row", "col", "tp")
 
@@ -104,3 +105,37 @@ def test_a_layout_and_a_shape_have_the_same_dims() -> None:
 def test_the_mesh_has_every_axis_of_the_layout(text: str) -> None:
     with pytest.raises(ValueError, match="no axis tp in the mesh 'dp=2'"):
         Layout.parse(text).local((4,), mesh=Mesh.of(dp=2), rank=0)
+
+
+@st.composite
+def cut_matrices(draw: st.DrawFn) -> tuple[Layout, tuple[int, int]]:
+    """A matrix whose rows have sections in whole grains, split by two axes, and its columns by a third."""
+    grain = draw(st.integers(1, 3))
+    sections = tuple(grain * count for count in draw(st.lists(st.integers(0, 4), min_size=1, max_size=3)))
+    layout = Layout((("row", "tp"), ("col",)), cuts=(Cut(sections, grain), Cut()))
+    return layout, (sum(sections), draw(st.integers(0, 5)))
+
+
+@given(drawn=cut_matrices(), mesh=meshes)
+def test_the_sections_of_a_dim_are_split_each_by_itself(drawn: tuple[Layout, tuple[int, int]], mesh: Mesh) -> None:
+    layout, shape = drawn
+    assert Layout.parse(str(layout)) == layout
+    held = torch.zeros(shape, dtype=torch.int64)
+    starts = [sum(layout.cuts[0].sections[:number]) for number in range(len(layout.cuts[0].sections))]
+    for rank in range(mesh.size):
+        pieces = layout.pieces(shape, mesh=mesh, rank=rank)
+        for piece, start, size in zip(pieces, starts, layout.cuts[0].sections, strict=True):
+            assert start <= piece.offsets[0] <= piece.offsets[0] + piece.sizes[0] <= start + size
+            assert piece.offsets[0] % layout.cuts[0].grain == piece.sizes[0] % layout.cuts[0].grain == 0
+            held[piece.slices] += 1
+        together = torch.cat([held[piece.slices] for piece in pieces], dim=layout.side)
+        assert layout.local_shape(shape, mesh=mesh, rank=rank) == tuple(together.shape)
+    assert torch.equal(held, torch.full(shape, mesh.degree("dp"), dtype=torch.int64))
+
+
+def test_a_dim_that_does_not_fit_its_cut_is_refused() -> None:
+    mesh = Mesh.of(tp=2)
+    with pytest.raises(ValueError, match=re.escape("a dim of 10 cannot be cut as '[:4]'")):
+        Layout.parse("tp[:4],-").local((10, 2), mesh=mesh, rank=0)
+    with pytest.raises(ValueError, match=re.escape("two dims have sections")):
+        Layout.parse("tp[1|1],-[2|2]")

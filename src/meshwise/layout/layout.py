@@ -7,13 +7,58 @@ page of layouts instead of a module that slices and communicates.
 
 from __future__ import annotations
 
-import math
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwise.layout.geometry import Rectangle, even_split
 from meshwise.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a dim may be cut.
+
+    sections   sizes of parts that are each split by themselves, such as the q, k and v of a fused projection; () is one
+    grain      elements that stay together, such as the features of an attention head
+
+    Prints as `[64|64|64:16]`, and as nothing when the dim may be cut anywhere.
+    """
+
+    sections: tuple[int, ...] = ()
+    grain: int = 1
+
+    def __str__(self) -> str:
+        grain = f":{self.grain}" if self.grain > 1 else ""
+        return f"[{'|'.join(map(str, self.sections))}{grain}]" if self.sections or grain else ""
+
+    @classmethod
+    def parse(cls, text: str) -> Cut:
+        """The cut that prints as `text`."""
+        sections, _, grain = text.strip("[]").partition(":")
+        return cls(tuple(int(size) for size in sections.split("|") if size), int(grain or 1))
+
+    def parts(self, size: int, *, parts: int) -> list[list[tuple[int, int]]]:
+        """For each of `parts` ranks, the (start, stop) it holds in every section.
+
+        Raises ValueError when the sections do not add up to `size` or are no multiples of the grain.
+        """
+        sections = self.sections or (size,)
+        if sum(sections) != size or any(section % self.grain for section in sections):
+            raise ValueError(f"a dim of {size} cannot be cut as '{self}': sections add up to it, in whole grains")
+        starts = [0, *itertools.accumulate(sections)]
+        return [
+            [
+                (start + low * self.grain, start + high * self.grain)
+                for start, section in zip(starts, sections, strict=False)
+                for low, high in even_split(section // self.grain, parts)[index : index + 1]
+            ]
+            for index in range(parts)
+        ]
+
+
+ANYWHERE = Cut()
 
 
 @dataclass(frozen=True)
@@ -22,21 +67,30 @@ class Layout:
 
     splits    per dim, the axes that split it, outermost first; () leaves the dim whole
     partial   the axes over which the true tensor is the sum of the ranks' tensors
+    cuts      per dim, how it may be cut; () lets every dim be cut anywhere
 
     Prints short and parses back:
 
         dp,-         a matrix: dp splits its rows
         row.dep,col  row, and within it dep, splits dim 0; col splits dim 1
         -,- +tp      whole matrices, to be summed over tp
+        tp[8|8:4],-  tp splits the first 8 rows, and the next 8, four rows at a time
         ()           a scalar
 
-    Raises ValueError when an axis appears twice.
+    Raises ValueError when an axis appears twice, and when more than one dim has sections.
     """
 
     splits: tuple[tuple[str, ...], ...]
     partial: tuple[str, ...] = ()
+    cuts: tuple[Cut, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.cuts and len(self.cuts) != len(self.splits):
+            raise ValueError(f"{len(self.cuts)} cuts for {len(self.splits)} dims")
+        if all(cut == ANYWHERE for cut in self.cuts):
+            object.__setattr__(self, "cuts", ())
+        if sum(bool(cut.sections) for cut in self.cuts) > 1:
+            raise ValueError(f"two dims have sections in the layout '{self}'; one at most can be put together again")
         axes = [axis for split in self.splits for axis in split] + list(self.partial)
         if repeated := sorted({axis for axis in axes if axes.count(axis) > 1}):
             raise ValueError(f"axis {' '.join(repeated)} appears twice in the layout '{self}'; an axis plays one part")
@@ -49,35 +103,72 @@ class Layout:
     @classmethod
     def parse(cls, text: str) -> Layout:
         """The layout that prints as `text`, such as `dp,- +tp`. Raises ValueError for anything else."""
-        dim = r"(?:-|\w+(?:\.\w+)*)"
+        dim = r"(?:-|\w+(?:\.\w+)*)(?:\[\d*(?:\|\d+)*(?::\d+)?\])?"
         match = re.fullmatch(rf"\s*(\(\)|{dim}(?:,{dim})*)((?:\s*\+\w+)*)\s*", text)
         if match is None:
             raise ValueError(f"{text!r} is not a layout; write the axes of each dim, as in 'dp,-', and '+tp' for a sum")
         dims = [] if match[1] == "()" else match[1].split(",")
-        splits = tuple(() if axes == "-" else tuple(axes.split(".")) for axes in dims)
-        return cls(splits, tuple(re.findall(r"\w+", match[2])))
+        words = [dim.partition("[") for dim in dims]
+        splits = tuple(() if axes == "-" else tuple(axes.split(".")) for axes, _, _ in words)
+        return cls(splits, tuple(re.findall(r"\w+", match[2])), tuple(Cut.parse(cut) for _, _, cut in words))
 
     def __str__(self) -> str:
-        dims = ",".join(".".join(axes) or "-" for axes in self.splits) or "()"
-        return " ".join([dims, *(f"+{axis}" for axis in self.partial)])
+        words = [f"{'.'.join(axes) or '-'}{cut}" for axes, cut in zip(self.splits, self._cuts, strict=True)]
+        return " ".join([",".join(words) or "()", *(f"+{axis}" for axis in self.partial)])
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that split it, dim by dim."""
+        return tuple(axis for axes in self.splits for axis in axes)
 
     def local(self, shape: Sequence[int], *, mesh: Mesh, rank: int) -> Rectangle:
-        """The part of a tensor of full shape `shape` that `rank` holds.
+        """The part of a tensor of full shape `shape` that `rank` holds, where that is one rectangle.
 
-        A dim is split evenly, the first parts larger by one when it does not divide; a part is empty when the axes
-        have more ranks than the dim has elements. Raises ValueError when the number of dims differs or the mesh lacks
-        an axis of the layout.
+        Raises ValueError as `pieces` does, and for a layout with sections.
         """
+        [part] = self.pieces(shape, mesh=mesh, rank=rank)
+        return part
+
+    def pieces(self, shape: Sequence[int], *, mesh: Mesh, rank: int) -> tuple[Rectangle, ...]:
+        """The parts of a tensor of full shape `shape` that `rank` holds, side by side along the dim with sections.
+
+        A dim is split evenly in grains, the first parts larger by one when it does not divide; a part is empty when
+        the axes have more ranks than the dim has grains. Raises ValueError when the number of dims differs, the mesh
+        lacks an axis of the layout, or a dim does not fit its cut.
+        """
+        bounds = self._bounds(shape, mesh=mesh, coordinate=mesh.coordinate(rank))
+        return tuple(
+            Rectangle(tuple(start for start, _ in corner), tuple(stop - start for start, stop in corner))
+            for corner in itertools.product(*bounds)
+        )
+
+    def local_shape(self, shape: Sequence[int], *, mesh: Mesh, rank: int) -> tuple[int, ...]:
+        """The shape of what `rank` holds of a tensor of full shape `shape`. Raises ValueError as `pieces` does."""
+        bounds = self._bounds(shape, mesh=mesh, coordinate=mesh.coordinate(rank))
+        return tuple(sum(stop - start for start, stop in spans) for spans in bounds)
+
+    @property
+    def side(self) -> int:
+        """The dim along which the pieces lie side by side."""
+        return next((dim for dim, cut in enumerate(self.cuts) if cut.sections), 0)
+
+    @property
+    def _cuts(self) -> tuple[Cut, ...]:
+        return self.cuts or (ANYWHERE,) * len(self.splits)
+
+    def _bounds(
+        self, shape: Sequence[int], *, mesh: Mesh, coordinate: Mapping[str, int]
+    ) -> list[list[tuple[int, int]]]:
+        """Per dim, the (start, stop) of every section."""
         if len(shape) != len(self.splits):
             raise ValueError(f"the layout '{self}' has {len(self.splits)} dims, the shape {tuple(shape)} {len(shape)}")
         for axis in self.partial:
             mesh.degree(axis)
-        coordinate = mesh.coordinate(rank)
         bounds = []
-        for size, axes in zip(shape, self.splits, strict=True):
-            degrees = [mesh.degree(axis) for axis in axes]
-            index = 0
-            for axis, degree in zip(axes, degrees, strict=True):
-                index = index * degree + coordinate[axis]
-            bounds.append(even_split(size, math.prod(degrees))[index])
-        return Rectangle(tuple(start for start, _ in bounds), tuple(stop - start for start, stop in bounds))
+        for size, axes, cut in zip(shape, self.splits, self._cuts, strict=True):
+            index, degree = 0, 1
+            for axis in axes:
+                index = index * mesh.degree(axis) + coordinate[axis]
+                degree *= mesh.degree(axis)
+            bounds.append(cut.parts(size, parts=degree)[index])
+        return bounds
