@@ -55,6 +55,21 @@ def test_a_plan_has_a_mesh_of_all_five_axes() -> None:
         Plan(dp=None).mesh()
 
 
+@pytest.mark.usefixtures("all_axes")
+def test_tp_is_a_grid_of_axes() -> None:
+    grids = {
+        "tp=4": {"tp": 4},
+        "tp=4 tp_mode=2d": {"row": 2, "col": 2},
+        "tp=8 tp_mode=2.5d tp_depth=2": {"depth": 2, "row": 2, "col": 2},
+        "tp=8 tp_mode=3d": {"i": 2, "j": 2, "l": 2},
+    }
+    for text, grid in grids.items():
+        plan = Plan.parse(f"dp=3 {text}")
+        assert plan.mesh() == Mesh.of(pp=1, dp=3, cp=1, ep=1, **grid)
+        assert plan.tensor_axes == tuple(grid)
+    assert Plan.parse("tp=8 tp_mode=3d").data_axes == ("dp", "i", "j")
+
+
 def test_auto_fills_the_world() -> None:
     assert Plan.parse("dp=auto zero=3").resolve(4) == Plan(dp=4, zero=3)
     assert Plan(dp=4).resolve(4) == Plan(dp=4)
@@ -76,6 +91,10 @@ REFUSED_TEXT = [
     ("zero=auto", "zero=auto: zero is a whole number, 0 to 3; write it as in 'zero=0'"),
     ("zero=4", "zero=4: zero is 0 to 3. Nearest that works: 'zero=3'"),
     ("zero=-1", "zero=-1: zero is 0 to 3. Nearest that works: 'zero=0'"),
+    ("tp_mode=2", "tp_mode=2: tp_mode is one of 1d 2d 2.5d 3d. Nearest that works: 'tp_mode=2d'"),
+    ("tp=8 tp_mode=2d", "row col of tp_mode=2d needs a square number of ranks. Nearest that works: 'tp=9'"),
+    ("tp=8 tp_mode=2.5d tp_depth=3", "ranks with tp_depth=3. Nearest that works: 'tp=12'"),
+    ("tp=4 tp_mode=3d", "i j l of tp_mode=3d needs a cubic number of ranks. Nearest that works: 'tp=8'"),
     ("microbatches=0", "microbatches=0: microbatches is 1 and up. Nearest that works: 'microbatches=1'"),
 ]  # fmt: skip
 
@@ -92,11 +111,19 @@ def test_a_toml_value_of_another_type_is_refused() -> None:
             Plan.from_toml({"zero": value})
 
 
+def meeting(key: str, sign: str, bound: str) -> str:
+    """A value that meets a condition of the compatibility table."""
+    if sign == "!=":
+        return next(word for word in ("2d", "1d") if word != bound)
+    return bound if sign == "=" else str(int(bound) + (sign == ">"))
+
+
 @pytest.mark.parametrize("row", plan.COMPATIBILITY, ids=lambda row: row.when)
 def test_every_row_of_the_table_refuses_and_its_way_out_works(row: plan.Refusal) -> None:
-    assert re.fullmatch(r"[a-z]+>=?\d+( [a-z]+>=?\d+)*", row.when)
-    words = [re.split(r"(>=?)", condition) for condition in row.when.split()]
-    text = " ".join(f"{key}={int(bound) + (sign == '>')}" for key, sign, bound in words)
+    words = [re.fullmatch(r"([a-z_]+)(>=|!=|>|=)([\w.]+)", condition) for condition in row.when.split()]
+    text = " ".join(
+        f"{key}={meeting(key, sign, bound)}" for key, sign, bound in (word.groups() for word in words if word)
+    )
     with pytest.raises(PlanError, match=re.escape(f"{row.reason} ({row.when})")) as refusal:
         Plan.parse(text)
     nearest = re.search(r"Nearest that works: '(.*)'", str(refusal.value))

@@ -8,13 +8,14 @@ together; the check, the documentation (`plans_page`) and the tests all read it,
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from operator import ge, gt
+from operator import eq, ge, gt, ne
 from typing import Any
 
 from meshwise.mesh import Mesh
@@ -29,25 +30,32 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Key:
-    """What a plan key means, and the least and greatest value it takes."""
+    """What a plan key means, and the values it takes: whole numbers between two, or one of a few words."""
 
     meaning: str
     least: int
     most: int | None = None
+    words: tuple[str, ...] = ()
 
 
 def _key(default: int, meaning: str, *, least: int = 1, most: int | None = None) -> Any:
     return field(default=default, metadata={"key": Key(meaning, least, most)})
 
 
+def _word(words: str, meaning: str) -> Any:
+    """A key that takes one of `words`, the first by default."""
+    choices = tuple(words.split())
+    return field(default=choices[0], metadata={"key": Key(meaning, 0, words=choices)})
+
+
 @dataclass(frozen=True)
 class Refusal:
     """A row of the compatibility table, all in the notation of plans.
 
-    when     conditions that hold together, as in `tp>1` or `pp>1 zero>=2`
+    when     conditions that hold together, as in `tp>1`, `pp>1 zero>=2` or `tp_mode=3d`
     reason   why that cannot work
-    instead  the changes that lead to the nearest plan that works; a value is a product of numbers and keys,
-             as in `tp=1 dp=dp*tp`
+    instead  the changes that lead to the nearest plan that works; a value is a word, or a product of numbers and keys,
+             as in `tp_mode=1d` or `tp=1 dp=dp*tp`
     """
 
     when: str
@@ -56,19 +64,22 @@ class Refusal:
 
     def applies(self, plan: Plan) -> bool:
         """Whether every condition holds for `plan`. A degree that is not known yet (`auto`) meets none."""
-        comparisons: Mapping[str, Callable[[int, int], bool]] = {">": gt, ">=": ge}
+        comparisons: Mapping[str, Callable[[Any, Any], bool]] = {">": gt, ">=": ge, "=": eq, "!=": ne}
         for condition in self.when.split():
-            key, sign, bound = re.split(r"(>=?)", condition)
+            key, sign, bound = re.split(r"(>=|!=|>|=)", condition)
             value = getattr(plan, key)
-            if value is None or not comparisons[sign](value, int(bound)):
+            if value is None or not comparisons[sign](value, bound if _KEYS[key].words else int(bound)):
                 return False
         return True
 
-    def changes(self, plan: Plan) -> dict[str, int | None]:
+    def changes(self, plan: Plan) -> dict[str, int | str | None]:
         """The values that `instead` gives the keys it names."""
-        changed: dict[str, int | None] = {}
+        changed: dict[str, int | str | None] = {}
         for change in self.instead.split():
             key, product = change.split("=")
+            if _KEYS[key].words:
+                changed[key] = product
+                continue
             factors = [int(name) if name.isdigit() else getattr(plan, name) for name in product.split("*")]
             changed[key] = None if None in factors else math.prod(factors)
         return changed
@@ -76,11 +87,36 @@ class Refusal:
 
 COMPATIBILITY = (
     Refusal(when="tp>1", reason="tensor parallelism is not built yet", instead="tp=1 dp=dp*tp"),
+    Refusal(
+        when="tp_mode!=1d sequence_parallel>0",
+        reason="2d, 2.5d and 3d split every activation already",
+        instead="sequence_parallel=0",
+    ),
+    Refusal(when="tp_mode!=2.5d tp_depth>1", reason="only 2.5d has a depth", instead="tp_depth=1"),
     Refusal(when="pp>1", reason="pipeline parallelism is not built yet", instead="pp=1 dp=dp*pp"),
     Refusal(when="cp>1", reason="context parallelism is not built yet", instead="cp=1 dp=dp*cp"),
     Refusal(when="ep>1", reason="expert parallelism is not built yet", instead="ep=1 dp=dp*ep"),
 )
 """What cannot work together. A part that lands deletes its row; a part that meets a limit adds one."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The shape of tp's ranks: axes of one side each (`depth` aside), of which some split the rows of the batch."""
+
+    axes: str
+    power: int
+    needs: str
+    rows: tuple[str, ...]
+
+
+GRIDS = {
+    "1d": Grid("tp", 1, "any number of", ()),
+    "2d": Grid("row col", 2, "a square number of", ("row",)),
+    "2.5d": Grid("depth row col", 2, "tp_depth times a square number of", ("depth", "row")),
+    "3d": Grid("i j l", 3, "a cubic number of", ("i", "j")),
+}
+"""What each `tp_mode` makes of the axis tp."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +136,19 @@ class Plan:
         0, "what the replicas share out: 1 optimizer state, 2 and gradients, 3 and parameters", most=3, least=0
     )
     microbatches: int = _key(1, "parts that each rank cuts its share of a step's batch into, one after the other")
+    tp_mode: str = _word(
+        "1d 2d 2.5d 3d", "how tp splits a matrix: over a row, a q x q grid, d such grids, a p x p x p cube"
+    )
+    tp_depth: int = _key(1, "grids behind each other under `tp_mode=2.5d`")
+    sequence_parallel: int = _key(0, "1: between matrices, tp splits the tokens of a sequence", least=0, most=1)
+    random: str = _word(
+        "global local", "dropout masks: the same under every plan, or the fast stream of each rank's own generator"
+    )
+    schedule: str = _word(
+        "1f1b naive gpipe interleaved looped zb-h1 zb-h2 zb-v dualpipev", "order of a pipeline's forwards and backwards"
+    )
+    virtual_stages: int = _key(1, "stages that each rank of a pipeline holds")
+    partition: str = _word("time params memory", "what a pipeline's stages are balanced by")
 
     def __post_init__(self) -> None:
         self.check()
@@ -141,6 +190,7 @@ class Plan:
         """Raise PlanError when a value is out of range or the compatibility table refuses the combination."""
         for key, value in self._items():
             _check_value(key, value)
+        self._grid()
         reasons = []
         nearest = self
         while refusal := next((row for row in COMPATIBILITY if row.applies(nearest)), None):
@@ -169,10 +219,36 @@ class Plan:
         )
 
     def mesh(self) -> Mesh:
-        """The mesh with the axes `pp dp cp ep tp`, all five of them. Raises ValueError while dp is auto."""
+        """The mesh with the axes `pp dp cp ep` and those of tp's grid. Raises ValueError while dp is auto.
+
+        tp_mode    1d: tp    2d: row col    2.5d: depth row col    3d: i j l
+        """
         if self.dp is None:
             raise ValueError(f"the plan '{self}' has no mesh yet: resolve(world_size) fills in dp=auto")
-        return Mesh(tuple((axis, getattr(self, axis)) for axis in AXES))
+        return Mesh((*((axis, getattr(self, axis)) for axis in AXES[:-1]), *self._grid()))
+
+    @property
+    def tensor_axes(self) -> tuple[str, ...]:
+        """The axes of tp's grid."""
+        return tuple(axis for axis, _ in self._grid())
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes whose ranks hold other rows of the batch."""
+        return ("dp", *GRIDS[self.tp_mode].rows)
+
+    def _grid(self) -> tuple[tuple[str, int], ...]:
+        """The axes of tp's grid with their degrees. Raises PlanError when tp ranks do not form it."""
+        grid = GRIDS[self.tp_mode]
+        depth = self.tp_depth if "depth" in grid.axes else 1
+        side = max(1, round((self.tp / depth) ** (1 / grid.power)))
+        filled = side**grid.power * depth
+        if filled != self.tp:
+            raise PlanError(
+                f"tp={self.tp}: {grid.axes} of tp_mode={self.tp_mode} needs {grid.needs} ranks"
+                f"{f' with tp_depth={depth}' if depth > 1 else ''}. Nearest that works: 'tp={filled}'"
+            )
+        return tuple((axis, depth if axis == "depth" else side) for axis in grid.axes.split())
 
     def _items(self) -> Iterator[tuple[str, Any]]:
         return ((key, getattr(self, key)) for key in _KEYS)
@@ -181,7 +257,7 @@ class Plan:
         """The degree of each axis, 1 for one that is not known yet."""
         return {axis: getattr(self, axis) or 1 for axis in AXES}
 
-    def _unchecked(self, changes: Mapping[str, int | None]) -> Plan:
+    def _unchecked(self, changes: Mapping[str, int | str | None]) -> Plan:
         """This plan with changes, before anyone knows whether it works."""
         plan = object.__new__(type(self))
         for key, value in (dict(self._items()) | dict(changes)).items():
@@ -197,7 +273,8 @@ class Plan:
             if any(changes[axis] > 1 and degrees[axis] == 1 for axis in AXES if axis != "dp"):
                 continue
             plan = self._unchecked(changes)
-            if not any(row.applies(plan) for row in COMPATIBILITY):
+            with contextlib.suppress(PlanError):
+                plan.check()
                 plans.append(plan)
         return sorted(plans, key=lambda plan: _distance(plan._degrees(), degrees))[:2]
 
@@ -216,6 +293,8 @@ def plans_page() -> str:
 
 
 def _range(key: str) -> str:
+    if _KEYS[key].words:
+        return ", ".join(f"`{word}`" for word in _KEYS[key].words)
     most = _KEYS[key].most
     auto = ", or `auto` (None in Python)" if key == "dp" else ""
     return (f"{_KEYS[key].least} and up" if most is None else f"{_KEYS[key].least} to {most}") + auto
@@ -225,7 +304,12 @@ def _check_value(key: str, value: Any) -> None:
     """Raise PlanError when a key has a value of the wrong kind or out of its range."""
     if key == "dp" and value is None:
         return
-    least, most = _KEYS[key].least, _KEYS[key].most
+    least, most, words = _KEYS[key].least, _KEYS[key].most, _KEYS[key].words
+    if words:
+        if value not in words:
+            near = difflib.get_close_matches(str(value), words, n=1, cutoff=0.3) or words[:1]
+            raise PlanError(f"{key}={value}: {key} is one of {' '.join(words)}. Nearest that works: '{key}={near[0]}'")
+        return
     if type(value) is not int:
         given = "auto" if value is None else repr(value)
         raise PlanError(f"{key}={given}: {key} is a whole number, {_range(key)}; write it as in '{key}={least}'")
@@ -264,7 +348,8 @@ meshwise.Plan.parse("dp=2 zero=1") == meshwise.Plan(dp=2, zero=1)
 ```
 
 The degrees of `pp dp cp ep tp` multiply to the number of ranks, and lie in that order on the mesh: `tp` joins
-neighbouring ranks. This page is made from `src/meshwise/plan.py` by `make docs`.
+neighbouring ranks, and is itself a grid under `tp_mode=2d`, `2.5d` and `3d`.
+This page is made from `src/meshwise/plan.py` by `make docs`.
 
 | key | default | values | meaning |
 |---|---|---|---|"""
