@@ -36,7 +36,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from meshwise.comm.attempt import Attempt
 from meshwise.comm.journal import RanksDisagree
+from meshwise.comm.loopback import BACKEND, LOOPBACK, make_known
 from meshwise.comm.lost import RankLostError
 from meshwise.comm.outcome import Outcome
 from meshwise.comm.torch_world import default_device, meeting_place, torch_world
@@ -104,13 +106,18 @@ def _leave_store(store: c10d.Store, *, rank: int, size: int) -> None:
             store.wait(["all left"], _LEAVING_TIME)
 
 
-def run(size: int, main: Callable[..., Any], *, args: Sequence[Any] = (), device: str | None = None) -> list[Any]:
+def run(
+    size: int, main: Callable[..., Any], *, args: Sequence[Any] = (), device: str | None = None, restarts: int = 0
+) -> list[Any]:
     """Call `main(world, *args)` on `size` ranks and return what it returned on each, by rank.
 
     Starts `size` processes on this machine and ends them again; under torchrun, whose ranks already are processes, it
     connects this one instead. `main`, `args` and the results travel by pickle: `main` is a function at the top of a
     module or script, called under `if __name__ == "__main__":`; in a notebook any function will do. A rank gets
     its part of the machine's cores as threads unless OMP_NUM_THREADS says otherwise.
+
+    restarts: how many times all ranks are ended and started again when one fails, and `main` called anew; what it
+    should not do twice it has to keep somewhere (see `Attempt` for which start it is).
 
     Raises what `main` raised first on any rank, with a note of the rank and its traceback; RankLostError when a
     rank ended without an exception; KeyboardInterrupt on Ctrl-C, after all ranks have ended.
@@ -125,15 +132,16 @@ def run(size: int, main: Callable[..., Any], *, args: Sequence[Any] = (), device
     start_method = _start_method(main)
     with tempfile.TemporaryDirectory(prefix="meshwise-") as name, _as_launcher(size):
         folder = Path(name)
+        make_known()
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=size,
             run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
-            local_addr="127.0.0.1",
-            max_restarts=0,
+            rdzv_backend=BACKEND,
+            rdzv_endpoint=LOOPBACK,
+            local_addr=LOOPBACK,
+            max_restarts=restarts,
             monitor_interval=_POLL_SECONDS,
             start_method=start_method,
             shutdown_timeout=_SHUTDOWN_SECONDS,
@@ -142,9 +150,9 @@ def run(size: int, main: Callable[..., Any], *, args: Sequence[Any] = (), device
         ended: BaseException | signal.Signals
         try:
             elastic_launch(config, _rank_main)(folder, os.getpid(), main, tuple(args), device)
-            return [_result(folder, rank) for rank in range(size)]
+            return [_result(_last_start(folder), rank) for rank in range(size)]
         except ChildFailedError as failed:
-            ended = _first_error(folder, size, failed.failures)
+            ended = _first_error(_last_start(folder), size, failed.failures)
         except SignalException as received:
             ended = received.sigval
     if isinstance(ended, BaseException):
@@ -154,9 +162,10 @@ def run(size: int, main: Callable[..., Any], *, args: Sequence[Any] = (), device
     raise SystemExit(128 + ended)
 
 
-def torchrun_line(size: int, argv: Sequence[str]) -> str:
+def torchrun_line(size: int, argv: Sequence[str], *, restarts: int = 0) -> str:
     """The command that starts the same ranks with torchrun: `argv` is a script or `-m module`, and its arguments."""
-    return shlex.join(["torchrun", "--standalone", f"--nproc-per-node={size}", *argv])
+    again = [f"--max-restarts={restarts}"] if restarts else []
+    return shlex.join(["torchrun", "--standalone", f"--nproc-per-node={size}", *again, *argv])
 
 
 # ---- in the process that starts the ranks --------------------------------------------------------------------------
@@ -214,6 +223,15 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
+def _start_folder(folder: Path, number: int) -> Path:
+    """Where the ranks of one start leave their outcomes."""
+    return folder / f"start-{number}"
+
+
+def _last_start(folder: Path) -> Path:
+    return max(folder.glob("start-*"), key=lambda path: int(path.name.rpartition("-")[2]), default=folder)
+
+
 def _result(folder: Path, rank: int) -> Any:
     outcome = Outcome.load(folder, rank=rank)
     assert outcome is not None, f"rank {rank} succeeded and left no result"
@@ -253,6 +271,12 @@ def _rank_main(
     atexit.register(_leave, 0)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
     rank = int(os.environ["RANK"])
+    attempt = Attempt.current()
+    assert attempt is not None, "torch's launcher names the start"
+    if rank == 0 and attempt.number:
+        _tell_restart(folder, attempt)
+    folder = _start_folder(folder, attempt.number)
+    folder.mkdir(exist_ok=True)
 
     def tell(report: str, *, final: bool) -> None:
         if final:
@@ -271,6 +295,18 @@ def _rank_main(
         if outcome.is_consequence:
             time.sleep(_CONSEQUENCE_SECONDS)
         _leave(1)
+
+
+def _tell_restart(folder: Path, attempt: Attempt) -> None:
+    """Say why the ranks are started again, from what those of the last start have left."""
+    previous = _start_folder(folder, attempt.number - 1)
+    outcomes = [
+        Outcome.load(previous, rank=int(path.name)) for path in previous.glob("[0-9]*") if path.name.isdecimal()
+    ]
+    raised = [outcome for outcome in outcomes if outcome is not None and outcome.error is not None]
+    first = min(raised, key=lambda outcome: (outcome.is_consequence, outcome.seconds), default=None)
+    why = "ranks ended without a word" if first is None else f"{type(first.error).__name__}: {first.error}"
+    tell_stderr(f"meshwise: restart {attempt.number} of {attempt.most}, because {why}", final=False)
 
 
 def _leave(status: int) -> None:

@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without declaring it
 from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from meshwise.comm.loopback import is_opened_by_launcher, store_of
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 3.0
@@ -45,14 +46,11 @@ def roll_call(facts: Mapping[str, str], *, seconds: float = 10.0) -> RollCall:
     reached (or, on rank 0 without torchrun, opened).
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    opened_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store: Store = TCPStore(
+    store = store_of(
         os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=rank == 0 and not opened_by_launcher,
+        port=int(os.environ["MASTER_PORT"]),
+        opens=rank == 0 and not is_opened_by_launcher(),
         timeout=timedelta(seconds=seconds + _GRACE_SECONDS),
-        wait_for_workers=False,
-        multi_tenant=True,
     )
     roll = PrefixStore(f"meshwise/roll call/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     roll.set(f"entry/{roll.add('count', 1)}", json.dumps(asdict(Entry(rank, size, dict(facts)))))

@@ -11,32 +11,33 @@ It leaves torch's default process group alone: a job can use meshwise and its ow
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 
 import torch
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.rendezvous import rendezvous
 
+from meshwise.comm.attempt import fresh
 from meshwise.comm.direct import Memory
 from meshwise.comm.gloo_world import GlooWorld, Transport
+from meshwise.comm.loopback import is_opened_by_launcher, store_of
 from meshwise.comm.mailbox import Mailbox
 from meshwise.comm.nccl_world import Communicators, NcclWorld, nccl
 from meshwise.comm.world import World
 from meshwise.mesh import Mesh
 
-_MEETING_TIME = timedelta(minutes=10)
-
 
 def meeting_place() -> c10d.Store | None:
     """The store that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT name; None without them, or for a world of one.
 
-    Raises torch's DistError when it cannot be reached for ten minutes.
+    Every rank calls it, and gets a part of the store that no earlier start of the job has used. The store listens on
+    the loopback interface alone when MASTER_ADDR leads there. Raises torch's DistError when it cannot be reached for ten
+    minutes.
     """
     rank, size = _numbers()
     if size == 1:
         return None
-    store: c10d.Store = next(rendezvous("env://", rank, size, timeout=_MEETING_TIME))[0]
-    return store
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    opens = rank == 0 and not is_opened_by_launcher()
+    return fresh(store_of(host, port=port, opens=opens), rank=rank, size=size)
 
 
 def torch_world(device: torch.device, *, store: c10d.Store | None = None) -> World:

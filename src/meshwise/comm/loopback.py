@@ -1,0 +1,124 @@
+"""Meeting on one machine where no other machine can listen in.
+
+torch's stores listen on every interface of a machine, and whoever reaches one can write into it. A job whose ranks are
+all here needs none of that: its stores are given a socket that is bound to the loopback interface already. A store
+that other machines have to reach is one whose host somebody has named, and stays torch's.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without declaring it
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo, rendezvous_handler_registry
+
+LOOPBACK = "127.0.0.1"
+BACKEND = "meshwise-loopback"
+_TIME = timedelta(minutes=10)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this name or address leads to this machine and never leaves it."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def loopback_store(port: int = 0, *, timeout: timedelta = _TIME) -> TCPStore:
+    """A store of this process on the loopback interface; port 0 takes a free one. Raises OSError when it is taken."""
+    with socket.socket() as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((LOOPBACK, port))
+        listening.listen(socket.SOMAXCONN)
+        number = listening.getsockname()[1]
+        return TCPStore(
+            LOOPBACK,
+            number,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=listening.detach(),
+        )
+
+
+def store_of(host: str, *, port: int, opens: bool, timeout: timedelta = _TIME) -> TCPStore:
+    """The store at this place; `opens`: this process opens it, unless it has done so before.
+
+    Raises torch's DistError when it cannot be reached, OSError when it cannot be opened.
+    """
+    if opens and is_loopback(host):
+        try:
+            return loopback_store(port, timeout=timeout)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            opens = False
+    return TCPStore(host, port, is_master=opens, wait_for_workers=False, timeout=timeout, multi_tenant=True)
+
+
+class LoopbackRendezvous(RendezvousHandler):
+    """The rendezvous of torch's launcher on one machine: a new store in every round, so that what ranks of an earlier
+    round left behind is out of the way of those that are started anew.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._store: TCPStore | None = None
+        self._closed = False
+
+    def get_backend(self) -> str:
+        """Its name in torch's registry."""
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The ranks meet at the launcher's store."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """This launcher is alone, so everyone is here."""
+        self._store = loopback_store()
+        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._store.port))
+
+    def is_closed(self) -> bool:
+        """Whether there will be no further round."""
+        return self._closed
+
+    def set_closed(self) -> None:
+        """There will be none."""
+        self._closed = True
+
+    def num_nodes_waiting(self) -> int:
+        """Nobody else can come."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """The name of the job, in the ranks TORCHELASTIC_RUN_ID."""
+        return self._run
+
+    def shutdown(self) -> bool:
+        """Close the store."""
+        self._store = None
+        return True
+
+
+def make_known() -> None:
+    """Enter it in torch's registry, from which the launcher takes its rendezvous by name. Safe to call again."""
+    rendezvous_handler_registry.register(BACKEND, _create)
+
+
+def _create(parameters: RendezvousParameters) -> RendezvousHandler:
+    return LoopbackRendezvous(parameters.run_id)
+
+
+def is_opened_by_launcher() -> bool:
+    """Whether the launcher holds the store that MASTER_ADDR and MASTER_PORT name; else rank 0 opens it."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
