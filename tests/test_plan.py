@@ -168,7 +168,7 @@ def test_the_nearest_plans_fill_the_world(degrees: tuple[int, ...], world: int) 
     assume(math.prod(degrees) != world)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "COMPATIBILITY", ())
-        asked = Plan(**dict(zip(AXES, degrees, strict=True)))
+        asked = Plan.from_toml(dict(zip(AXES, degrees, strict=True)))
         with pytest.raises(PlanError) as refusal:
             asked.resolve(world)
         nearest = re.findall(r"'([^']*)'", str(refusal.value))[1:]

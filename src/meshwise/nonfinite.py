@@ -60,9 +60,9 @@ def culprits(engine: DataParallel, *, run: Callable[[Callable[[int, Row, Tensor]
 
     run(look)
     order = {row.name: number for number, row in enumerate(engine.table.rows)}
-    world, axes = engine.replication.world, engine.replication.axes
+    world = engine.world
     own.sort(key=lambda found: (found[0], -order[found[1]]))
-    found = world.exchange((world.rank, len(own), own[:3]), axes=axes)
+    found = world.exchange((world.rank, len(own), own[:3]))
     told = [
         f"rank {rank}: {', '.join(f'{name} (micro-batch {micro})' for micro, name in first)}"
         + (f" and {number - len(first)} more" if number > len(first) else "")

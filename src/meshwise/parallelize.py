@@ -15,7 +15,6 @@ from torch import nn
 
 from meshwise.comm.launch import connect
 from meshwise.comm.world import World
-from meshwise.data_parallel.bucket import Replication
 from meshwise.data_parallel.engine import DataParallel
 from meshwise.model.birth import Source, born
 from meshwise.model.forward import Forward, Loss, default_forward
@@ -24,9 +23,6 @@ from meshwise.nonfinite import SkipPolicy
 from meshwise.optim.flat import OptimizerClass, flat_optimizer
 from meshwise.plan import Plan
 from meshwise.trainer import Recipe, Trainer
-
-DATA_AXES = ("dp",)
-"""The axes whose ranks hold the same parameters and other rows of the batch."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +74,9 @@ def parallelize(
 
     source = born(model, seed=options.seed)
     table = parameter_table(source.module, options=options.parameter_options)
-    _refuse_batch_norm(source.module, parts=world.group(DATA_AXES).size * plan.microbatches)
-    replication = Replication(world, DATA_AXES, plan.zero)
-    engine = DataParallel(source, table=table, replication=replication)
-    _place_buffers(source, replication)
+    _refuse_batch_norm(source.module, parts=world.group(plan.data_axes).size * plan.microbatches)
+    engine = DataParallel(source, table=table, world=world, zero=plan.zero)
+    _place_buffers(source, world)
     if not engine.buckets:
         raise ValueError("every parameter is frozen; set requires_grad=True on those that should train")
     recipe = Recipe(options.forward or default_forward, loss, options.clip_norm, skip)
@@ -89,15 +84,14 @@ def parallelize(
     return Trainer(engine, plan=plan, recipe=recipe, optimizer=update)
 
 
-def _place_buffers(source: Source, replication: Replication) -> None:
+def _place_buffers(source: Source, world: World) -> None:
     """Buffers are whole everywhere, on the device, and the first rank's values count for a model taken as it is."""
     source.buffers()
-    world = replication.world
     for module in source.module.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             placed = buffer.to(world.device).contiguous()
             if not source.deferred:
-                world.broadcast(placed, axes=replication.axes).wait()
+                world.broadcast(placed, axes=world.mesh.names).wait()
             setattr(module, name, placed)
 
 

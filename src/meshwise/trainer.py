@@ -22,6 +22,7 @@ from meshwise.comm.journal import Stamp, disagreement
 from meshwise.comm.world import World
 from meshwise.data_parallel.engine import DataParallel, throw_away
 from meshwise.layout.geometry import even_split
+from meshwise.mesh import Mesh
 from meshwise.microbatch import MicroBatch, micro_batches
 from meshwise.model.forward import Forward, Loss, call_loss
 from meshwise.model.table import ParameterTable, Row
@@ -110,10 +111,11 @@ class Trainer:
         self.optimizer = optimizer
         self._engine = engine
         self._recipe = recipe
-        self._axes = engine.replication.axes
+        self._axes = plan.data_axes
         self._skips = 0
         self._clipped = 1.0
-        self._lockstep = any(unit.at_rest for unit in engine.units)
+        rows = engine.world.group(plan.data_axes).size > engine.world.group("dp").size
+        self._lockstep = rows or any(unit.at_rest for unit in engine.units)
 
     @property
     def model(self) -> nn.Module:
@@ -129,7 +131,7 @@ class Trainer:
     @property
     def world(self) -> World:
         """What joins the ranks."""
-        return self._engine.replication.world
+        return self._engine.world
 
     # ---- training ----------------------------------------------------------------------------------------------
 
@@ -248,16 +250,19 @@ class Trainer:
             return call_loss(self.model, rows, forward=self._recipe.forward, loss=self._recipe.loss)
 
     def _exchange(self, sums: Sums, called: list[Stamp]) -> Totals:
-        """Sum loss, count and squared norm over the ranks, and make sure that they called the same collectives."""
-        world = self.world
-        digest = world.digest(self._axes)
-        before = list(called)
-        own = torch.tensor(float(digest), dtype=torch.float64, device=world.device)
-        numbers = torch.stack([*sums, self._engine.squared_norm(), own])
-        world.all_reduce(numbers, axes=self._axes).wait()
-        loss, count, squared, digests = numbers.tolist()
-        if digests != float(digest) * self._engine.replication.size:
-            raise DisagreementError(_first_disagreement(dict(world.exchange((world.rank, before), axes=self._axes))))
+        """Sum loss, count and squared norm over the ranks, and make sure that they called the same collectives.
+
+        Ranks with the same rows of the batch have the same loss; the first of them speaks for all.
+        """
+        world, before = self.world, list(called)
+        others = [axis for axis in world.mesh.names if axis not in self._axes]
+        speaks = float(world.group(others).index == 0)
+        own = torch.tensor(float(world.dissent), dtype=torch.float64, device=world.device)
+        numbers = torch.stack([*(speaks * number for number in sums), self._engine.squared_norm(), own])
+        world.all_reduce(numbers, axes=world.mesh.names).wait()
+        loss, count, squared, dissent = numbers.tolist()
+        if dissent:
+            raise DisagreementError(_first_disagreement(world.mesh, dict(world.exchange((world.rank, before)))))
         return Totals(loss, count, squared)
 
     def _zeros(self) -> Sums:
@@ -304,11 +309,14 @@ class Trainer:
         self._engine.close()
 
 
-def _first_disagreement(called: Mapping[int, Sequence[Stamp]]) -> str:
-    for number in range(max(len(stamps) for stamps in called.values())):
-        present = {rank: stamps[number] for rank, stamps in called.items() if number < len(stamps)}
-        missing = sorted(set(called) - set(present))
-        if (table := disagreement(present)) or missing:
-            calls = "" if not missing else f"\n  ranks {missing} called no more than {number} collectives in this step"
-            return f"the ranks called different collectives in this step:\n{table or ''}{calls}"
+def _first_disagreement(mesh: Mesh, called: Mapping[int, Sequence[Stamp]]) -> str:
+    meetings = dict.fromkeys(stamp.axes for stamps in called.values() for stamp in stamps if not stamp.point_to_point)
+    for axes, ranks in [(met, ranks) for met in meetings for ranks in mesh.groups(met)]:
+        calls = {rank: [stamp for stamp in called[rank] if stamp.axes == axes] for rank in ranks}
+        for number in range(max(len(stamps) for stamps in calls.values())):
+            present = {rank: stamps[number] for rank, stamps in calls.items() if number < len(stamps)}
+            missing = sorted(set(calls) - set(present))
+            if (table := disagreement(present)) or missing:
+                less = "" if not missing else f"\n  ranks {missing} called no more than {number} of them in this step"
+                return f"the ranks called different collectives in this step:\n{table or ''}{less}"
     return "the ranks called different collectives before this step"

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.data_parallel.place import ALIGNMENT, Options, Place, Run
+from meshwise.layout import Layout
 from meshwise.model.table import Row
 
 DECAY: Options = ()
@@ -14,7 +15,12 @@ SLOW: Options = (("lr", 1e-4),)
 
 
 def row(name: str, shape: tuple[int, ...], options: Options = DECAY) -> Row:
-    return Row(name, shape, torch.float32, trainable=True, aliases=(), unit="u", options=options)
+    layout = Layout.replicated(len(shape))
+    return Row(name, shape, torch.float32, True, (), "u", options, layout, ("dp",))
+
+
+def laid(rows: list[Row], *, parts: int) -> Place:
+    return Place.of(rows, shapes={row.name: row.shape for row in rows}, parts=parts)
 
 
 def line(place: Place, spans: list[tuple[str, int, int]]) -> str:
@@ -26,7 +32,7 @@ def line(place: Place, spans: list[tuple[str, int, int]]) -> str:
 
 
 def test_a_layout_drawn() -> None:
-    place = Place.of([row("a", (4, 6)), row("b", (8,), NO_DECAY), row("c", (12,)), row("d", (4,), NO_DECAY)], parts=3)
+    place = laid([row("a", (4, 6)), row("b", (8,), NO_DECAY), row("c", (12,)), row("d", (4,), NO_DECAY)], parts=3)
     pieces = line(place, [(piece.row.name, piece.start, piece.stop) for piece in place.pieces])
     runs = line(place, [("-" if run.options else "+", run.start, run.stop) for run in place.runs])
     shards = line(place, [(str(index), *place.shard(index)) for index in range(3)])
@@ -39,14 +45,14 @@ def test_a_layout_drawn() -> None:
 
 
 def test_what_does_not_fill_equal_aligned_shards_is_padded() -> None:
-    place = Place.of([row("a", (33,))], parts=2)
+    place = laid([row("a", (33,))], parts=2)
     assert place.size == 64
     assert place.padding == (33, 64)
     assert place.shard(1) == (32, 64)
 
 
 def test_parameters_without_elements_still_give_every_rank_a_shard() -> None:
-    place = Place.of([row("a", (0, 3))], parts=4)
+    place = laid([row("a", (0, 3))], parts=4)
     assert [place.shard(index) for index in range(4)] == [(0, 16), (16, 32), (32, 48), (48, 64)]
     assert place.runs == (Run(DECAY, 0, 64),)
 
@@ -62,7 +68,7 @@ def test_the_part_of_a_run_inside_a_slice(start: int, stop: int, part: tuple[int
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 parameters = st.lists(st.tuples(shapes, st.sampled_from([DECAY, NO_DECAY, SLOW])), min_size=1, max_size=8)
 places = st.builds(
-    lambda drawn, parts: Place.of([row(f"p{n}", *each) for n, each in enumerate(drawn)], parts=parts),
+    lambda drawn, parts: laid([row(f"p{n}", *each) for n, each in enumerate(drawn)], parts=parts),
     parameters,
     st.integers(1, 7),
 )

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshwise.layout import Layout
 from meshwise.model.table import Row, parameter_table
 from meshwise.reference import GPT, GPTConfig
 
@@ -23,6 +24,8 @@ def test_a_row_says_all_there_is_to_know_about_a_parameter() -> None:
         aliases=("head.weight",),
         unit="embedding+positions+norm",
         options=(),
+        layout=Layout.parse("-,-"),
+        summed=("dp",),
     )
     assert table.row("norm.bias") == Row(
         name="norm.bias",
@@ -32,6 +35,8 @@ def test_a_row_says_all_there_is_to_know_about_a_parameter() -> None:
         aliases=(),
         unit="embedding+positions+norm",
         options=(("weight_decay", 0.0),),
+        layout=Layout.parse("-"),
+        summed=("dp",),
     )
 
 

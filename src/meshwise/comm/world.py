@@ -103,14 +103,18 @@ class World(abc.ABC):
         """Release what joins the ranks. Only the world that `connect` returned needs it; safe to call twice."""
 
     def group(self, axes: Axes) -> Group:
-        """This rank's group along `axes` (in mesh order whatever order they are given in)."""
+        """This rank's group along `axes`, in mesh order whatever order they are given in.
+
+        Its own `axes` are those that have more than one rank.
+        """
         wanted = {axes} if isinstance(axes, str) else set(axes)
         key = tuple(name for name in self.mesh.names if name in wanted)
         if missing := wanted - set(key):
             raise ValueError(f"no axis {sorted(missing)} in the mesh {self.mesh}")
         if key not in self._groups:
             ranks = self.mesh.group(self.rank, axes=key)
-            self._groups[key] = Group(key, ranks, ranks.index(self.rank))
+            shared = tuple(name for name in key if self.mesh.degree(name) > 1)
+            self._groups[key] = Group(shared or key, ranks, ranks.index(self.rank))
         return self._groups[key]
 
     def record(self) -> AbstractContextManager[list[Stamp]]:
@@ -120,6 +124,13 @@ class World(abc.ABC):
     def digest(self, axes: Axes) -> int:
         """A 32-bit digest of all collectives this rank's group along `axes` has called: equal on all its ranks."""
         return self.journal.digests.get(self.group(axes).ranks, 0)
+
+    @property
+    def dissent(self) -> int:
+        """A number whose sum over all ranks is 0 when every group has called the same collectives on all its ranks."""
+        return sum(
+            digest * (len(ranks) - 1 if ranks[0] == self.rank else -1) for ranks, digest in self.journal.digests.items()
+        )
 
     # ---- collectives -------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ A whole buffer of a stage that keeps only a shard exists while a unit needs it, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,7 +45,7 @@ class Replication:
 
 
 class Bucket:
-    """The parameters of one unit that share dtype and trainability.
+    """The parameters of one unit that share dtype, trainability and the axes over which they are replicated.
 
     `whole` is the buffer that the model's parameters view: its storage is empty while a ZeRO-3 unit is at rest.
     `owned` is the slice [start, stop) this rank updates; `master` holds it in at least fp32 and is `owned` itself
@@ -54,10 +54,13 @@ class Bucket:
 
     def __init__(self, rows: Sequence[Row], *, replication: Replication) -> None:
         self.replication = replication
-        self.place = Place.of(rows, parts=replication.size)
+        world = replication.world
+        shapes = {row.name: row.layout.local_shape(row.shape, mesh=world.mesh, rank=world.rank) for row in rows}
+        self.place = Place.of(rows, shapes=shapes, parts=replication.size)
         self.dtype = rows[0].dtype
         self.trainable = rows[0].trainable
-        self.device = replication.world.device
+        self.device = world.device
+        self.counts = all(world.group(axis).index == 0 for axis in rows[0].copies(world.mesh))
         self.at_rest = replication.zero == 3 and replication.size > 1
         self.shard = self.place.shard(replication.index)
         self.owned = (0, self.place.size) if replication.zero == 0 else self.shard
@@ -76,28 +79,16 @@ class Bucket:
 
     # ---- parameters --------------------------------------------------------------------------------------------
 
-    def fill(self, values: Iterator[Tensor] | Sequence[Tensor], *, broadcast: bool) -> None:
-        """Take the full parameters in piece order, one at a time; keep what this rank stores.
-
-        `broadcast`: the values of the group's first rank count (models initialised rank by rank may differ).
-        """
-        if self.at_rest and not broadcast:
-            start, stop = self.shard
-            self.kept.zero_()
-            for piece, value in zip(self.place.pieces, values, strict=True):
-                low, high = max(piece.start, start), min(piece.stop, stop)
-                if low < high:
-                    part = value.detach().reshape(-1)[low - piece.start : high - piece.start]
-                    self.kept[low - start : high - start].copy_(part)
-        else:
-            target = torch.empty(self.place.size, dtype=self.dtype, device=self.device) if self.at_rest else self.whole
-            target[slice(*self.place.padding)].zero_()
-            for piece, value in zip(self.place.pieces, values, strict=True):
-                target[piece.start : piece.stop].copy_(value.detach().reshape(-1))
-            if broadcast:
-                self.replication.world.broadcast(target, axes=self.replication.axes).wait()
-            if self.at_rest:
-                self.kept.copy_(target[slice(*self.shard)])
+    def fill(self, values: Iterable[Tensor]) -> None:
+        """Take the full parameters in piece order, one at a time; keep what this rank stores."""
+        mesh, rank = self.replication.world.mesh, self.replication.world.rank
+        start, stop = self.shard if self.at_rest else (0, self.place.size)
+        self.kept.zero_()
+        for piece, value in zip(self.place.pieces, values, strict=True):
+            low, high = max(piece.start, start), min(piece.stop, stop)
+            if low < high:
+                part = piece.row.part(value.detach(), mesh=mesh, rank=rank).reshape(-1)
+                self.kept[low - start : high - start].copy_(part[low - piece.start : high - piece.start])
         if self.trainable:
             self._make_master()
 
@@ -113,7 +104,7 @@ class Bucket:
 
     def views(self) -> list[Tensor]:
         """The full parameters, in piece order, as views of `whole`."""
-        return [self.whole[piece.start : piece.stop].view(piece.row.shape) for piece in self.place.pieces]
+        return [self.whole[piece.start : piece.stop].view(piece.shape) for piece in self.place.pieces]
 
     def gather(self) -> Work:
         """Make `whole` whole again from the shards."""
@@ -145,7 +136,7 @@ class Bucket:
     def deposit(self, index: int, *, gradient: Tensor) -> None:
         """Add one parameter's gradient to what this step has accumulated."""
         piece = self.place.pieces[index]
-        view = self._buffer()[piece.start : piece.stop].view(piece.row.shape)
+        view = self._buffer()[piece.start : piece.stop].view(piece.shape)
         value = gradient if gradient.layout == torch.strided else gradient.to_dense()
         if index in self._filled:
             view.add_(value)
@@ -194,9 +185,10 @@ class Bucket:
             self.gradient = None
 
     def counted(self) -> Tensor:
-        """The reduced gradient of this rank's shard: over all ranks, every element of the bucket once."""
+        """The part of the reduced gradient that this rank counts: over all ranks, every logical element once."""
         assert self.reduced is not None
-        return self.reduced[slice(*self.shard)] if self.replication.zero == 0 else self.reduced
+        shard = self.reduced[slice(*self.shard)] if self.replication.zero == 0 else self.reduced
+        return shard if self.counts else shard[:0]
 
     def lend_gradients(self) -> None:
         """Let the optimizer's slices see their parts of the reduced gradient."""

@@ -1,5 +1,8 @@
 """Data parallel training of one model: gradients summed over the ranks that share its parameters, ZeRO stages 0 to 3.
 
+What a rank stores of a parameter, and over which axes its gradients are parts of a sum, is the row's to say: a model
+that tensor parallelism has split is trained by the same buckets.
+
 Collectives of one step over N > 1 ranks, with m micro-batches and P bytes of trainable parameters (padded to N equal
 shards a bucket; F bytes more when some are frozen), besides one all-reduce of four fp64 numbers for the loss, the
 count, the norm and the digest:
@@ -24,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from meshwise.comm.world import World
 from meshwise.data_parallel.bucket import Bucket, Replication
 from meshwise.data_parallel.gather import Gatherer
 from meshwise.data_parallel.graph import reached
@@ -40,12 +44,14 @@ Arrival = Callable[[Row, Tensor], None]
 
 
 class DataParallel:
-    """The replicas of one module over `replication.axes`."""
+    """One module whose parameters are shared out over `world` as the rows of `table` say."""
 
-    def __init__(self, source: Source, *, table: ParameterTable, replication: Replication) -> None:
+    def __init__(self, source: Source, *, table: ParameterTable, world: World, zero: int) -> None:
         self.module = source.module
         self.table = table
-        self.replication = replication
+        self.world = world
+        self.zero = zero
+        replication = Replication(world, ("dp",), zero)
         self.units = [LiveUnit(unit, replication=replication) for unit in table.units]
         for unit in self.units:
             unit.load(source, place=self._install if source.deferred else self._replace)
@@ -105,7 +111,7 @@ class DataParallel:
         `last`: no micro-batch follows in this step. `keep=False` runs the backward for its collectives only and
         throws the gradients away.
         """
-        reduces = last or self.replication.zero >= 2
+        reduces = last or self.zero >= 2
         self._started = 0
         if loss is not None and loss.requires_grad:
             leaves = reached(loss) if self._incomplete else None
@@ -137,7 +143,7 @@ class DataParallel:
 
     def squared_norm(self) -> Tensor:
         """This rank's share of the squared norm of the summed gradient, fp64: shards counted once, ties once."""
-        total = torch.zeros((), dtype=torch.float64, device=self.replication.world.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for bucket in self.buckets:
             total += torch.linalg.vector_norm(bucket.counted()).double().square()
         return total
@@ -207,7 +213,7 @@ class DataParallel:
             unit = self._order[self._started]
             if not all_of_them and self._waiting[id(unit)]:
                 return
-            if self.replication.zero >= 2:
+            if self.zero >= 2:
                 self._settle(IN_FLIGHT - 1)
             self._started += 1
             self._in_flight.append(unit)
@@ -231,7 +237,7 @@ class DataParallel:
                 for row, parameter in zip(unit.rows, itertools.chain(*unit.parameters), strict=True)
             }
             for row in unit.spec.rows:
-                yield row.name, values[row.name]
+                yield row.name, self._together(row, values[row.name])
             unit.free()
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -242,10 +248,23 @@ class DataParallel:
                 if bucket.trainable:
                     whole = bucket.full_gradient()
                     for piece in bucket.place.pieces:
-                        values[piece.row.name] = whole[piece.start : piece.stop].view(piece.row.shape)
+                        values[piece.row.name] = whole[piece.start : piece.stop].view(piece.shape)
             for row in unit.spec.rows:
                 if row.trainable:
-                    yield row.name, values[row.name]
+                    yield row.name, self._together(row, values[row.name])
+
+    def _together(self, row: Row, part: Tensor) -> Tensor:
+        """The full tensor of which this rank and the others along the layout's axes store parts (a collective)."""
+        mesh, group = self.world.mesh, self.world.group(row.layout.axes)
+        if group.size == 1:
+            return part
+        shapes = [row.layout.local_shape(row.shape, mesh=mesh, rank=rank) for rank in group.ranks]
+        parts = [part.new_empty(shape) for shape in shapes]
+        self.world.all_gather(part.contiguous(), into=parts, axes=group.axes).wait()
+        full = part.new_empty(row.shape)
+        for rank, values in zip(group.ranks, parts, strict=True):
+            row.put(values, into=full, mesh=mesh, rank=rank)
+        return full
 
 
 def throw_away(_row: Row, _gradient: Tensor) -> None:

@@ -10,7 +10,8 @@ weight decay one contiguous slice, so an elementwise optimizer sees at most one 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -25,9 +26,10 @@ Options = tuple[tuple[str, Any], ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """One parameter's elements: [start, stop) of the flat buffer."""
+    """One parameter's elements on this rank: [start, stop) of the flat buffer, of this shape."""
 
     row: Row
+    shape: tuple[int, ...]
     start: int
     stop: int
 
@@ -56,14 +58,14 @@ class Place:
     parts: int
 
     @classmethod
-    def of(cls, rows: Sequence[Row], *, parts: int) -> Place:
-        """Lay `rows` one after the other, padded to `parts` equal aligned shards."""
+    def of(cls, rows: Sequence[Row], *, shapes: Mapping[str, tuple[int, ...]], parts: int) -> Place:
+        """Lay `rows`, of these shapes by name, one after the other, padded to `parts` equal aligned shards."""
         ordered = sorted(rows, key=lambda row: repr(row.options))
         pieces: list[Piece] = []
         stop = 0
         for row in ordered:
-            pieces.append(Piece(row, stop, stop + row.numel))
-            stop += row.numel
+            pieces.append(Piece(row, shapes[row.name], stop, stop + math.prod(shapes[row.name])))
+            stop = pieces[-1].stop
         unit = parts * ALIGNMENT
         size = max(1, -(-stop // unit)) * unit
         grouped = [list(group) for _, group in groupby(pieces, key=lambda piece: piece.row.options)]

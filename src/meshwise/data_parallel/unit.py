@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from meshwise.comm.world import Work
 from meshwise.data_parallel.bucket import Bucket, Replication
+from meshwise.mesh import Mesh
 from meshwise.model.birth import Source
 from meshwise.model.table import Row, Unit
 
@@ -23,8 +26,9 @@ class LiveUnit:
 
     def __init__(self, spec: Unit, *, replication: Replication) -> None:
         self.spec = spec
-        rows = sorted(spec.rows, key=_kind)
-        self.buckets = [Bucket(list(group), replication=replication) for _, group in groupby(rows, key=_kind)]
+        kind = partial(_kind, mesh=replication.world.mesh)
+        alike = [list(group) for _, group in groupby(sorted(spec.rows, key=kind), key=kind)]
+        self.buckets = [Bucket(rows, replication=replace(replication, axes=rows[0].summed)) for rows in alike]
         self.parameters: list[list[nn.Parameter]] = []
         self.whole = True
         self.encloses = False
@@ -43,12 +47,20 @@ class LiveUnit:
     def load(self, source: Source, *, place: Callable[[Row, Tensor], nn.Parameter]) -> None:
         """Fill the buckets from the source, and put this rank's parameters into the model with `place`."""
         for bucket in self.buckets:
-            names = [piece.row.name for piece in bucket.place.pieces]
-            bucket.fill((source.full(name) for name in names), broadcast=not source.deferred)
+            bucket.fill(self._agreed(source, row=piece.row) for piece in bucket.place.pieces)
             values = self._resting(bucket) if bucket.at_rest else bucket.views()
             pieces = bucket.place.pieces
             self.parameters.append([place(piece.row, value) for piece, value in zip(pieces, values, strict=True)])
         self.whole = not self.at_rest
+
+    def _agreed(self, source: Source, *, row: Row) -> Tensor:
+        """The full values, those of the first rank where every rank has a model of its own."""
+        value = source.full(row.name)
+        world = self.buckets[0].replication.world
+        if not source.deferred and world.size > 1:
+            value = value.detach().to(world.device).clone(memory_format=torch.contiguous_format)
+            world.broadcast(value, axes=world.mesh.names).wait()
+        return value
 
     def start_gather(self) -> None:
         """Start to make the parameters whole; does nothing when they are, or are about to be."""
@@ -93,8 +105,8 @@ class LiveUnit:
     def _resting(bucket: Bucket) -> list[Tensor]:
         value = float("nan") if bucket.dtype.is_floating_point or bucket.dtype.is_complex else 0
         nothing = torch.full((), value, dtype=bucket.dtype, device=bucket.device)
-        return [nothing.expand(piece.row.shape) for piece in bucket.place.pieces]
+        return [nothing.expand(piece.shape) for piece in bucket.place.pieces]
 
 
-def _kind(row: Row) -> tuple[str, bool]:
-    return str(row.dtype), not row.trainable
+def _kind(row: Row, mesh: Mesh) -> tuple[str, bool, tuple[str, ...], tuple[str, ...]]:
+    return str(row.dtype), not row.trainable, row.summed, row.copies(mesh)

@@ -12,15 +12,29 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from meshwise.layout import Layout
+from meshwise.mesh import Mesh
 from meshwise.model.blocks import Patterns, Piece, partition
 
 ParameterOptions: TypeAlias = Callable[[str, Tensor], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one parameter is stored, and over which axes the gradients of its copies are to be summed.
+
+    On axes that are in neither, all copies are identical and get identical gradients.
+    """
+
+    layout: Layout
+    summed: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -48,10 +62,33 @@ class Row:
     options: tuple[tuple[str, Any], ...]
     """Optimizer options that differ from the optimizer's own, sorted by key."""
 
+    layout: Layout
+    """Which part of it a rank stores; over the ranks of `summed`, ZeRO may cut that further."""
+
+    summed: tuple[str, ...]
+    """The mesh axes over which its gradients are parts of a sum: those of the ranks with other rows of the batch."""
+
     @property
     def numel(self) -> int:
         """Number of elements."""
         return torch.Size(self.shape).numel()
+
+    def copies(self, mesh: Mesh) -> tuple[str, ...]:
+        """The axes over which both the parameter and its gradient are the same on every rank."""
+        return tuple(axis for axis in mesh.names if axis not in (*self.layout.axes, *self.summed))
+
+    def part(self, full: Tensor, *, mesh: Mesh, rank: int) -> Tensor:
+        """What `rank` stores of the full tensor: a view where that is one rectangle."""
+        pieces = [full[piece.slices] for piece in self.layout.pieces(self.shape, mesh=mesh, rank=rank)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=self.layout.side)
+
+    def put(self, part: Tensor, *, into: Tensor, mesh: Mesh, rank: int) -> None:
+        """Write what `rank` stores into its place in the full tensor."""
+        pieces = self.layout.pieces(self.shape, mesh=mesh, rank=rank)
+        sizes = [piece.sizes[self.layout.side] for piece in pieces] if self.shape else []
+        parts = part.split(sizes, dim=self.layout.side) if len(pieces) > 1 else [part]
+        for piece, values in zip(pieces, parts, strict=True):
+            into[piece.slices] = values
 
 
 @dataclass(frozen=True)
@@ -109,12 +146,17 @@ def matrices_decay(name: str, parameter: Tensor) -> Mapping[str, Any]:  # noqa: 
 
 
 def parameter_table(
-    module: nn.Module, *, options: ParameterOptions | None = None, units: Patterns = ()
+    module: nn.Module,
+    *,
+    options: ParameterOptions | None = None,
+    units: Patterns = (),
+    placements: Mapping[str, Placement] = MappingProxyType({}),
 ) -> ParameterTable:
     """Read a model, on any device, meta included.
 
     `options(name, parameter)` gives optimizer options for a parameter (default `matrices_decay`). `units` overrides how
-    the model is divided; see `meshwise.model.blocks.partition`.
+    the model is divided; see `meshwise.model.blocks.partition`. `placements` says, by first name, where parameters are
+    stored; one that it leaves out is whole on every rank and its gradients are summed over `dp`.
 
     Raises ValueError for a model without parameters, with a lazy parameter, with two parameters that are not the same
     object but share memory, and for a pattern in `units` that names nothing.
@@ -143,6 +185,8 @@ def parameter_table(
             aliases=tuple(aliases),
             unit=unit_of[owner[first]],
             options=tuple(sorted(rule(first, parameter).items())),
+            layout=placements[first].layout if first in placements else Layout.replicated(parameter.ndim),
+            summed=placements[first].summed if first in placements else ("dp",),
         )
     users: dict[str, list[str]] = {}
     for pieces in divided:

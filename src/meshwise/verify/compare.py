@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.comm.world import World
-from meshwise.parallelize import DATA_AXES
 from meshwise.testing.difference import size
 from meshwise.testing.job import Answer
 from meshwise.testing.single import Single
@@ -168,8 +167,8 @@ class Comparison:
         figures = self._compare(_VALUE, _digested(values, digests), step)
         world = self._trainer.world
         own = torch.tensor(list(digests.values()), dtype=torch.int64, device=world.device)
-        everyone = own.new_empty(world.group(DATA_AXES).size, own.numel())
-        world.all_gather(own, into=everyone, axes=DATA_AXES).wait()
+        everyone = own.new_empty(world.size, own.numel())
+        world.all_gather(own, into=everyone, axes=world.mesh.names).wait()
         others = [
             Divergence(
                 f"{_VALUE} {name} on rank {rank}",

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from meshwise.comm.world import World
 from meshwise.layout.geometry import even_split
 from meshwise.model.forward import Forward
-from meshwise.parallelize import DATA_AXES
 from meshwise.trainer import Trainer
 from meshwise.tree import rows, tensors
 
@@ -66,7 +65,7 @@ class Outputs:
                 sums[number, 0] = self._squares[name]
                 sums[number, 1] = self._elements[name]
         if world is not None:
-            world.all_reduce(sums, axes=DATA_AXES).wait()
+            world.all_reduce(sums, axes=world.mesh.names).wait()
         return {
             name: square / elements for name, (square, elements) in zip(names, sums.tolist(), strict=True) if elements
         }
