@@ -53,8 +53,8 @@ FLOORS = (
     ("plan", "layout"),
     ("comm",),
     ("model",),
-    ("data_parallel", "optim"),
-    ("nonfinite", "microbatch"),
+    ("data_parallel", "tensor", "pipeline", "optim"),
+    ("nonfinite", "microbatch", "checkpoint"),
     ("trainer",),
     ("parallelize",),
     ("train", "testing", "bench"),
@@ -65,7 +65,7 @@ FLOORS = (
 )
 """From the ground up. A part imports lower floors and itself, never a sibling."""
 
-EXTRAS = ("matplotlib", "tensorboard", "torch.utils.tensorboard")
+EXTRAS = ("matplotlib", "tensorboard", "torch.utils.tensorboard", "transformers")
 """What an optional extra installs: imported where it is used, so that the package works without it."""
 
 
