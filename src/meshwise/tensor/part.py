@@ -1,0 +1,118 @@
+"""What a module is to tensor parallelism: the part it plays.
+
+A scheme knows parts, not models: which linear opens a pair, which closes it, which embedding is the vocabulary's. Who
+looks at a model (by rules, or by its structure) says it in these words, and who splits it needs no others.
+
+    stream ── norm ── first ── inner ── second ── + stream        a pair: attention or MLP
+
+The *stream* is what runs from block to block, the *inner* activations are those between the two linears of a pair:
+the features of attention heads, or of an MLP's hidden layer.
+
+    role        is                                                            input    output
+    first       a linear that opens a pair                                    stream   inner
+    second      a linear that closes it                                       inner    stream
+    single      a linear by itself                                            stream   stream
+    head        the linear that gives logits                                  stream   logits, split over the vocabulary
+    embedding   an embedding over the vocabulary                              numbers  stream
+    positions   an embedding that is added (positions, token types)           numbers  stream
+    patches     a convolution whose output channels become features           input    stream
+    norm        a LayerNorm or RMSNorm over the stream's features             stream   stream
+    vector      parameters whose last dim is the stream's features, used element by element
+    inner       parameters, or an embedding, whose last dim is counted by heads: one number for each
+    each_head   a module that treats every head alike (a norm of queries and keys): kept whole
+    attention   the module around a pair, whose attributes count heads
+    pair        the module around a pair, without attributes that count
+    block       a repeated block: with sequence parallelism the tokens are split from the first to the last of them
+    whole       computed whole, on the whole features: a classifier, a pooler
+
+A part belongs to a module, or (`first`, `second`, `vector`, `inner`) to a parameter that a module holds itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from meshwise.layout.layout import Cut
+
+ROLES = (
+    "first",
+    "second",
+    "single",
+    "head",
+    "embedding",
+    "positions",
+    "patches",
+    "norm",
+    "vector",
+    "inner",
+    "each_head",
+    "attention",
+    "pair",
+    "block",
+    "whole",
+)
+"""The names of the parts."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """How a norm normalises."""
+
+    centred: bool
+    """LayerNorm subtracts the mean; RMSNorm does not."""
+
+    epsilon: float | None
+    """Added to the variance; None is the smallest step of the dtype at 1, as torch's RMSNorm has it."""
+
+    statistics: torch.dtype | None = None
+    """The dtype the input is converted to for its statistics; None leaves it (half precision: float32)."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part. Fields that the role does not use stay as they are."""
+
+    role: str
+
+    sections: tuple[int, ...] = ()
+    """first, inner: the sizes of what is fused along the inner dim, such as q, k and v; () is one."""
+
+    grain: int = 1
+    """first, second, inner: inner features that stay together: the width of a head (of all heads that share a key)."""
+
+    transposed: bool = False
+    """first, second, single, head: the weight is stored (in, out), not (out, in)."""
+
+    gathered: bool = False
+    """first: the enclosing attention or pair has `gathers`, so that the input is there already."""
+
+    gathers: bool = False
+    """attention, pair: gather the stream once, at its entry, for all linears that open it."""
+
+    whole_tokens: bool = False
+    """first: inside a block, but its input comes from outside of the blocks (an encoder's output)."""
+
+    counts: tuple[tuple[str, int], ...] = ()
+    """attention: attributes (a number, or a tuple of them) that count inner things, each with how many of those stay
+    together: ("num_heads", 1), ("split_size", head width)."""
+
+    becomes: type[nn.Module] | None = None
+    """attention: the class that takes over, as a base in front of the module's own; it finds its `Context` and its
+    projections as `self.sharding`."""
+
+    norm: Norm | None = None
+    """norm: how it normalises."""
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise ValueError(f"{self.role!r} is not a part; there are {' '.join(ROLES)}")
+        if self.role == "norm" and self.norm is None:
+            raise ValueError("the part 'norm' says how it normalises: Part('norm', norm=Norm(...))")
+
+    @property
+    def cut(self) -> Cut:
+        """How the inner dim may be cut."""
+        return Cut(self.sections, self.grain)

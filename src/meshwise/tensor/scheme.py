@@ -1,0 +1,84 @@
+"""A scheme of tensor parallelism as data.
+
+For `Y[T,N] = X[T,K] · W[K,N]` every scheme in the field is a choice of three sets of axes: X is gathered over A, W
+over B, Y is reduced over C; the backward of a gather is a reduce-scatter and the reverse. So a `Product` states A, B, C
+and where W is stored; a `Scheme` states the products of each part. One matmul carries all of them out, and nothing is
+written per scheme but its page in `schemes/`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Axes = tuple[str, ...]
+
+DIMS = {"rows": 0, "tokens": -2, "features": -1}
+"""The dims of an activation that a move names."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """A collective on one operand, and its conjugate in the backward.
+
+    axes   over which; () moves nothing
+    dim    which dim it gathers or scatters: `rows` (dim 0), `tokens` (dim -2), `features` (dim -1) of an activation,
+           `out` or `in` of a weight. `alike`: none is split. Every rank has the same X (and the backward sums its
+           gradients), or all get the whole sum Y (and the backward passes its gradient on)
+    """
+
+    axes: Axes = ()
+    dim: str = "alike"
+
+
+NOTHING = Move()
+
+
+@dataclass(frozen=True)
+class Product:
+    """Y = X·W: what is gathered and reduced, and where W (out, in) is stored.
+
+    out, within   the axes that split W's output and input features, outermost first
+    x, w, y       gather X, gather W, reduce Y
+    rows          the axes over which ranks hold other rows (or tokens) of Y: over them the bias's gradients are summed
+    """
+
+    out: Axes
+    within: Axes
+    x: Move = NOTHING
+    w: Move = NOTHING
+    y: Move = NOTHING
+    rows: Axes = ()
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """An embedding: a product whose X selects rows of W (vocabulary, features), stored like the head's weight.
+
+    `w` gathers W's features (dim `in` of the head's weight); a rank looks up the part of the vocabulary it has, and
+    `y` adds the parts up.
+    """
+
+    vocabulary: Axes
+    features: Axes
+    w: Move
+    y: Move
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """The products of each part, and which axes split the activations.
+
+    stream, inner      the axes that split the features of the stream, and of what lies within a pair
+    rows, inner_rows   the axes that split the rows of the batch there, `dp` aside
+    tokens             the axes that split the tokens of the stream
+    """
+
+    first: Product
+    second: Product
+    head: Product
+    embedding: Lookup
+    stream: Axes
+    inner: Axes
+    rows: Axes = ()
+    inner_rows: Axes = ()
+    tokens: Axes = ()

@@ -1,0 +1,17 @@
+"""The schemes, a page of layouts each."""
+
+from meshwise.plan import Plan
+from meshwise.tensor.scheme import Scheme
+from meshwise.tensor.schemes.one_d import one_d
+from meshwise.tensor.schemes.three_d import three_d
+from meshwise.tensor.schemes.two_and_a_half_d import two_and_a_half_d
+from meshwise.tensor.schemes.two_d import two_d
+
+__all__ = ["one_d", "scheme", "three_d", "two_and_a_half_d", "two_d"]
+
+
+def scheme(plan: Plan, *, blocks: bool) -> Scheme:
+    """The scheme that a plan names; `blocks`: inside the repeated blocks, where sequence parallelism splits tokens."""
+    if plan.tp_mode == "1d":
+        return one_d(sequence=blocks and plan.sequence_parallel == 1)
+    return {"2d": two_d, "2.5d": two_and_a_half_d, "3d": three_d}[plan.tp_mode]()

@@ -1,0 +1,34 @@
+"""1D: each matrix split over tp, in pairs (Shoeybi et al., "Megatron-LM", arXiv 1909.08053).
+
+The first linear of a pair is split by columns, the second by rows; only the end of a pair needs the other ranks:
+
+    X alike ── first W/out ── inner/features ── second W/in ── sum over tp ── alike
+
+Communication of a block of two pairs, b·s tokens of h features: 2 all-reduces of b·s·h elements in the forward and 2 in
+the backward. With `sequence` the stream is split over the tokens (Korthikanti et al., arXiv 2205.05198): each of those
+all-reduces becomes a reduce-scatter and an all-gather of b·s·h, the same traffic, and what lies between pairs takes
+1/tp of the memory; the backward gathers X once more for the gradient of W unless it is kept.
+
+Outside of the pairs: the embedding and the head split the vocabulary; one all-reduce of b·s·h each, the embedding's in
+the forward and the head's in the backward.
+"""
+
+from __future__ import annotations
+
+from meshwise.tensor.scheme import Lookup, Move, Product, Scheme
+
+_TP = ("tp",)
+
+
+def one_d(*, sequence: bool) -> Scheme:
+    """`sequence`: the tokens of the stream are split over tp."""
+    stream = Move(_TP, "tokens" if sequence else "alike")
+    return Scheme(
+        first=Product(out=_TP, within=(), x=stream),
+        second=Product(out=(), within=_TP, y=stream, rows=_TP if sequence else ()),
+        head=Product(out=_TP, within=(), x=Move(_TP, "alike")),
+        embedding=Lookup(vocabulary=_TP, features=(), w=Move(), y=Move(_TP, "alike")),
+        stream=(),
+        inner=_TP,
+        tokens=_TP if sequence else (),
+    )

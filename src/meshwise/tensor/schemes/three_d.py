@@ -1,0 +1,54 @@
+"""3D: each matrix on a p x p x p cube (Bian et al., "Maximizing Parallelism", arXiv 2105.14450; Agarwal et al., 1995).
+
+Every operand is split p³ ways, and every linear gathers, or reduces, only p² ways split ones. The two linears of a pair
+exchange the roles of j and l:
+
+    first    X  T/(i·j), K/l     W  K/(l·i), N/j     gather X over j, W over i; reduce Y over l, scattered on T
+             Y  T/(i·l), N/j     as the second's X
+    second   X  T/(i·l), K/j     W  K/j, N/(l·i)     gather X over l, W over i; reduce Y over j, scattered on T
+             Y  T/(i·j), N/l     as the first's X
+
+    forward of one linear   (T·K + K·N + T·N) / p²          backward   the same, kept; X, W twice, free
+    of a block              (16 b·s·h + 12 h²) / p²         7 b·s·h of inputs, 9 of outputs
+
+W is stored over i along the stream's features in both, so that heads are never cut. Within a pair the rows of the
+batch are those of (i, l): what else has a batch dim there (an attention mask) has to be moved.
+
+The head is the 2D product with (i·j) for row and l for col: its rows stay those of the stream, so labels fit them, and
+its logits, the largest tensor of all, are never a partial sum. Its W gathers h·v/p elements, where the cube's form
+would reduce b·s·v/p². The embedding is stored like it and is that product backwards.
+"""
+
+from __future__ import annotations
+
+from meshwise.tensor.scheme import Lookup, Move, Product, Scheme
+
+
+def three_d() -> Scheme:
+    """The only form it has."""
+    return Scheme(
+        first=Product(
+            out=("j",),
+            within=("l", "i"),
+            x=Move(("j",), "rows"),
+            w=Move(("i",), "in"),
+            y=Move(("l",), "rows"),
+            rows=("i", "l"),
+        ),
+        second=Product(
+            out=("l", "i"),
+            within=("j",),
+            x=Move(("l",), "rows"),
+            w=Move(("i",), "out"),
+            y=Move(("j",), "rows"),
+            rows=("i", "j"),
+        ),
+        head=Product(
+            out=("l",), within=("i", "j"), x=Move(("l",), "features"), w=Move(("i", "j"), "in"), rows=("i", "j")
+        ),
+        embedding=Lookup(vocabulary=("l",), features=("i", "j"), w=Move(("i", "j"), "in"), y=Move(("l",), "features")),
+        stream=("l",),
+        inner=("j",),
+        rows=("i", "j"),
+        inner_rows=("i", "l"),
+    )
