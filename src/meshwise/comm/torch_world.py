@@ -29,7 +29,7 @@ def meeting_place() -> c10d.Store | None:
     """The store that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT name; None without them, or for a world of one.
 
     Every rank calls it, and gets a part of the store that no earlier start of the job has used. The store listens on
-    the loopback interface alone when MASTER_ADDR leads there. Raises torch's DistError when it cannot be reached for ten
+    the loopback interface alone when MASTER_ADDR leads there. Raises torch's DistError when it cannot be reached in ten
     minutes.
     """
     rank, size = _numbers()
