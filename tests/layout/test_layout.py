@@ -133,6 +133,15 @@ def test_the_sections_of_a_dim_are_split_each_by_itself(drawn: tuple[Layout, tup
     assert torch.equal(held, torch.full(shape, mesh.degree("dp"), dtype=torch.int64))
 
 
+@given(size=st.integers(0, 20), mesh=meshes)
+def test_a_second_axis_splits_what_the_first_one_gives(size: int, mesh: Mesh) -> None:
+    outer, both = Layout((("row",),)), Layout((("row", "tp"),))
+    for rank in range(mesh.size):
+        parts = [both.local((size,), mesh=mesh, rank=other) for other in mesh.group(rank, axes=["tp"])]
+        assert parts[0].offsets == outer.local((size,), mesh=mesh, rank=rank).offsets
+        assert sum(part.numel for part in parts) == outer.local((size,), mesh=mesh, rank=rank).numel
+
+
 def test_a_dim_that_does_not_fit_its_cut_is_refused() -> None:
     mesh = Mesh.of(tp=2)
     with pytest.raises(ValueError, match=re.escape("a dim of 10 cannot be cut as '[:4]'")):

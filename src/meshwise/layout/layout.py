@@ -39,23 +39,22 @@ class Cut:
         sections, _, grain = text.strip("[]").partition(":")
         return cls(tuple(int(size) for size in sections.split("|") if size), int(grain or 1))
 
-    def parts(self, size: int, *, parts: int) -> list[list[tuple[int, int]]]:
-        """For each of `parts` ranks, the (start, stop) it holds in every section.
+    def spans(self, size: int, *, places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The (start, stop) of every section that is left after a cut for each (index, degree) in turn.
 
         Raises ValueError when the sections do not add up to `size` or are no multiples of the grain.
         """
         sections = self.sections or (size,)
         if sum(sections) != size or any(section % self.grain for section in sections):
             raise ValueError(f"a dim of {size} cannot be cut as '{self}': sections add up to it, in whole grains")
-        starts = [0, *itertools.accumulate(sections)]
-        return [
-            [
+        spans = list(itertools.pairwise([0, *itertools.accumulate(sections)]))
+        for index, degree in places:
+            cuts = [even_split((stop - start) // self.grain, degree)[index] for start, stop in spans]
+            spans = [
                 (start + low * self.grain, start + high * self.grain)
-                for start, section in zip(starts, sections, strict=False)
-                for low, high in even_split(section // self.grain, parts)[index : index + 1]
+                for (start, _), (low, high) in zip(spans, cuts, strict=True)
             ]
-            for index in range(parts)
-        ]
+        return spans
 
 
 ANYWHERE = Cut()
@@ -132,9 +131,10 @@ class Layout:
     def pieces(self, shape: Sequence[int], *, mesh: Mesh, rank: int) -> tuple[Rectangle, ...]:
         """The parts of a tensor of full shape `shape` that `rank` holds, side by side along the dim with sections.
 
-        A dim is split evenly in grains, the first parts larger by one when it does not divide; a part is empty when
-        the axes have more ranks than the dim has grains. Raises ValueError when the number of dims differs, the mesh
-        lacks an axis of the layout, or a dim does not fit its cut.
+        A dim is split evenly in grains, the first parts larger by one when it does not divide, by one axis after the
+        other: what two axes split is what the first of them splits, cut further. A part is empty when there are more
+        ranks than grains. Raises ValueError when the number of dims differs, the mesh lacks an axis of the layout, or a
+        dim does not fit its cut.
         """
         bounds = self._bounds(shape, mesh=mesh, coordinate=mesh.coordinate(rank))
         return tuple(
@@ -166,9 +166,6 @@ class Layout:
             mesh.degree(axis)
         bounds = []
         for size, axes, cut in zip(shape, self.splits, self._cuts, strict=True):
-            index, degree = 0, 1
-            for axis in axes:
-                index = index * mesh.degree(axis) + coordinate[axis]
-                degree *= mesh.degree(axis)
-            bounds.append(cut.parts(size, parts=degree)[index])
+            degrees = [mesh.degree(axis) for axis in axes]
+            bounds.append(cut.spans(size, places=[(coordinate[a], d) for a, d in zip(axes, degrees, strict=True)]))
         return bounds
