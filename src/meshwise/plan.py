@@ -110,7 +110,7 @@ class Grid:
     rows: tuple[str, ...]
 
 
-GRIDS = {
+GRIDS: Mapping[str, Grid] = {
     "1d": Grid("tp", 1, "any number of", ()),
     "2d": Grid("row col", 2, "a square number of", ("row",)),
     "2.5d": Grid("depth row col", 2, "tp_depth times a square number of", ("depth", "row")),

@@ -214,7 +214,8 @@ class Trainer:
                 self._engine.backward(None, last=last)
                 continue
             loss, count = self._run(part.rows)
-            self._engine.backward(loss, last=last, keep=part.counts)
+            # Where the ranks share out the rows of one product, what a spare row gives would reach the others.
+            self._engine.backward(loss if part.counts else loss * 0, last=last, keep=part.counts)
             if part.counts:
                 total += loss.detach().double()
                 tokens += count
@@ -256,9 +257,10 @@ class Trainer:
         """
         world, before = self.world, list(called)
         others = [axis for axis in world.mesh.names if axis not in self._axes]
-        speaks = float(world.group(others).index == 0)
+        if world.group(others).index > 0:
+            sums = self._zeros()
         own = torch.tensor(float(world.dissent), dtype=torch.float64, device=world.device)
-        numbers = torch.stack([*(speaks * number for number in sums), self._engine.squared_norm(), own])
+        numbers = torch.stack([*sums, self._engine.squared_norm(), own])
         world.all_reduce(numbers, axes=world.mesh.names).wait()
         loss, count, squared, dissent = numbers.tolist()
         if dissent:
