@@ -59,7 +59,7 @@ def test_a_norm_to_clip_to_is_above_zero(clip: float) -> None:
         on_ranks(1, linear, options=Options(clip_norm=clip))
 
 
-@pytest.mark.parametrize("text", ["", "ignore", "raise:1", "skip", "skip:", "skip:0", "skip:-1", "skip:x", "skip:²"])
+@pytest.mark.parametrize("text", ["", "ignore", "raise:", "raise:1", "skip", "skip:", "skip:0", "skip:-1", "skip:²"])
 def test_a_policy_that_does_not_exist_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="write 'raise', or 'skip:3' to skip at most 3 such steps in a row"):
         on_ranks(1, linear, options=Options(nonfinite=text))
@@ -84,6 +84,13 @@ def test_a_model_that_is_frozen_as_a_whole_is_refused(plan: str) -> None:
 def test_an_optimizer_that_must_see_whole_tensors_is_refused(plan: str, optimizer: str, reason: str) -> None:
     with pytest.raises(ValueError, match=rf"{optimizer} cannot run on slices of parameters: .*{reason}.*AdamW"):
         on_ranks(int(plan[3]), linear, plan, optimizer=getattr(torch.optim, optimizer))
+
+
+def test_an_optimizer_derived_from_one_that_must_see_whole_tensors_is_refused() -> None:
+    class Mine(torch.optim.Muon): ...
+
+    with pytest.raises(ValueError, match=r"Mine, as a kind of Muon, cannot run on slices of parameters: it orth"):
+        on_ranks(1, linear, optimizer=Mine)
 
 
 def test_an_argument_the_optimizer_does_not_take_is_named_with_those_it_does() -> None:

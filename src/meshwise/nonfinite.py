@@ -30,9 +30,9 @@ class SkipPolicy:
     @classmethod
     def parse(cls, text: str) -> SkipPolicy:
         """Read `raise` or `skip:<n>`. Raises ValueError."""
-        word, _, number = text.partition(":")
-        if word == "raise" and not number:
+        if text == "raise":
             return cls(0)
+        word, _, number = text.partition(":")
         if word == "skip" and number.isdecimal() and int(number) > 0:
             return cls(int(number))
         raise ValueError(f"nonfinite={text!r}; write 'raise', or 'skip:3' to skip at most 3 such steps in a row")

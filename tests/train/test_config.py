@@ -107,10 +107,10 @@ def test_every_wrong_key_of_a_file_is_named_with_the_file(tmp_path: Path) -> Non
 
     assert str(error.value).splitlines() == [
         f"{path}: plan: unknown plan key 'zro'; did you mean zero?",
-        f"{path}: sedd: unknown key sedd; did you mean train.seed?",
-        f"{path}: trian.steps: unknown key trian.steps; did you mean train.steps?",
+        f"{path}: unknown key sedd; did you mean train.seed?",
+        f"{path}: unknown key trian.steps; did you mean train.steps?",
         f"{path}: train.steps: invalid literal for int() with base 10: 'ten'",
-        f"{path}: train.batch: train.batch = 0 has to be at least 1",
+        f"{path}: train.batch = 0 has to be at least 1",
     ]
 
 

@@ -35,10 +35,11 @@ def flat_optimizer(
 
     Raises ValueError for an optimizer that must see whole tensors, and for arguments the class does not take.
     """
-    if reason := WHOLE_TENSORS.get(optimizer.__name__):
+    if base := next((base.__name__ for base in optimizer.__mro__ if base.__name__ in WHOLE_TENSORS), None):
+        derived = "" if base == optimizer.__name__ else f", as a kind of {base},"
         raise ValueError(
-            f"{optimizer.__name__} cannot run on slices of parameters: {reason}; use an elementwise optimizer such as "
-            "AdamW, Adam, SGD, RMSprop, Adagrad, NAdam, RAdam or Lion-like ones"
+            f"{optimizer.__name__}{derived} cannot run on slices of parameters: {WHOLE_TENSORS[base]}; use an "
+            "elementwise optimizer such as AdamW, Adam, SGD, RMSprop, Adagrad, NAdam, RAdam or Lion-like ones"
         )
     accepted = inspect.signature(optimizer).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())

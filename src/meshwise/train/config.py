@@ -84,7 +84,9 @@ def _problems(flags: Mapping[Key, list[str]], kind: type[Job]) -> list[str]:
         try:
             parse_flags(words, prog="job", default=kind())
         except JobError as error:
-            problems.append(f"{'.'.join(key)}: {reason(error)}")
+            name, told = ".".join(key), reason(error)
+            # The message may begin with the key itself.
+            problems.append(told if told.startswith((f"unknown key {name};", f"{name} = ")) else f"{name}: {told}")
     return problems
 
 
