@@ -93,6 +93,17 @@ def all_reduce(world: World) -> None:
         equal(found, reduced(group, 5, torch.bool, "max"))
 
 
+def half_precision_is_rounded_once(world: World) -> None:
+    """1, 2^-8, 2^-8, 2^-8 in bfloat16: each addition by itself would round away, their sum does not."""
+    expected = torch.full((3,), 1.0 + 3 * 2**-8).to(torch.bfloat16)
+    x = torch.full((3,), 1.0 if world.rank == 0 else 2**-8, dtype=torch.bfloat16)
+    part, whole = torch.empty(3, dtype=torch.bfloat16), x.repeat(world.size)
+    world.reduce_scatter(whole, into=part, axes="rank").wait()
+    world.all_reduce(x, axes="rank").wait()
+    equal(x, expected)
+    equal(part, expected)
+
+
 def all_reduce_is_bit_identical(world: World) -> None:
     for view, axes, _ in everywhere(world):
         for length in (7, 40_000):
@@ -299,6 +310,7 @@ MAINS = (
     broadcast,
     all_reduce,
     all_reduce_is_bit_identical,
+    half_precision_is_rounded_once,
     reduce,
     all_gather,
     all_gather_of_unequal_parts,
