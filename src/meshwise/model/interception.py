@@ -1,0 +1,186 @@
+"""Every random operation of a running model, taken out of torch's hands.
+
+Two modes, because neither alone will do. `Interception` sees the functions that Python code calls, at a microsecond
+each, but not what they call inside; `_Below` sees every operation below autograd, at five. So the first lets everything
+pass but the functions that may draw, and runs those inside the second, which replaces the draws themselves. That way
+there is one answer to `bernoulli_`, whether dropout of any kind asks, attention, or a model's own stochastic depth.
+
+Two functions are rewritten on the way. Attention with dropout goes through torch's plain implementation, since the
+fused kernels draw inside; and `F.dropout`, the common case, keeps its mask as booleans.
+
+A draw with a generator of its own (`generator=`) is the caller's affair and left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwise.model.bits import Kind, Part, draw, exponential, kept, normal, uniform
+
+_NAMES = """
+    dropout dropout_ dropout1d dropout2d dropout3d feature_dropout feature_dropout_ native_dropout
+    alpha_dropout alpha_dropout_ feature_alpha_dropout feature_alpha_dropout_
+    scaled_dot_product_attention multi_head_attention_forward lstm gru rnn_tanh rnn_relu
+    bernoulli bernoulli_ rand rand_like randn randn_like uniform_ normal normal_ exponential_ gumbel_softmax
+    cauchy_ geometric_ log_normal_ random_ randint randint_like randperm multinomial poisson binomial
+    rrelu rrelu_ fractional_max_pool2d fractional_max_pool3d trunc_normal_
+"""
+MAY_DRAW = frozenset(_NAMES.split())
+"""Names of the functions and methods that may draw."""
+
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+class Source(Protocol):
+    """Who knows where in the model, and for which samples, it is being drawn; see `draws.Draws`."""
+
+    local: bool
+
+    def key(self) -> int:
+        """A key for the next draw."""
+
+    def part(self, shape: Sequence[int], *, scores: bool) -> tuple[Part, bool]:
+        """Which part of the whole draw a tensor is, and whether its first two dims stand the other way round."""
+
+    def reseed(self, device: torch.device) -> None:
+        """Seed torch's generator for the next draw."""
+
+    def no_answer(self, operation: str) -> None:
+        """An operation drew from torch's own generator."""
+
+
+class Interception(TorchFunctionMode):
+    """Answers for the functions that draw."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self._source = source
+        self._below = _Below(source)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name not in MAY_DRAW or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        if self._source.local:
+            device = next((a.device for a in args if isinstance(a, Tensor)), torch.get_default_device())
+            self._source.reseed(device)
+            return func(*args, **kwargs)
+        if func is functional.dropout:
+            return self._dropout(*args, **kwargs)
+        self._below.scores = False
+        if name == "scaled_dot_product_attention":
+            return self._attention(func, args, kwargs)
+        if name == "multi_head_attention_forward":
+            return self._multi_head_attention(func, args, kwargs)
+        with self._below:
+            return func(*args, **kwargs)
+
+    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002, FBT001, FBT002 (F.dropout's own)
+        if not training or not 0.0 < p < 1.0 or not input.numel():
+            return functional.dropout(input, p, training, inplace)
+        self._below.scores = False
+        with torch._C.DisableTorchFunction():
+            keep = self._below.draw(input.shape, kept(1.0 - p), input.device)
+        return (input.mul_(keep) if inplace else input * keep).mul_(1.0 / (1.0 - p))
+
+    def _attention(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = dict(zip(_ATTENTION, args, strict=False)) | kwargs
+        if not given.get("dropout_p"):
+            return func(*args, **kwargs)
+        self._below.scores = True
+        with self._below:
+            return torch._scaled_dot_product_attention_math(**given)[0]
+
+    def _multi_head_attention(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = inspect.signature(func).bind(*args, **kwargs)
+        given.apply_defaults()
+        arguments = given.arguments
+        if not arguments["training"] or not arguments["dropout_p"]:
+            return func(*args, **kwargs)
+        wanted, arguments["need_weights"] = arguments["need_weights"], True
+        self._below.scores = True
+        with self._below:
+            output, weights = func(*given.args, **given.kwargs)
+        return output, weights if wanted else None
+
+
+class _Below(TorchDispatchMode):
+    """Answers for the operations that draw, below autograd. `scores`: what is drawn now drops attention scores."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self._source = source
+        self.scores = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        schema = func._schema
+        given = {argument.name: argument.default_value for argument in schema.arguments}
+        given |= dict(zip(given, args, strict=False)) | kwargs
+        with torch._C.DisableTorchFunction():
+            answer = self._answer(schema.name.removeprefix("aten::"), given)
+        if answer is None:
+            self._source.no_answer(str(func))
+            return func(*args, **kwargs)
+        return answer
+
+    def draw(self, shape: Sequence[int], kind: Kind, device: torch.device) -> Tensor:
+        """A draw for a tensor of this shape."""
+        part, turned = self._source.part(shape, scores=self.scores)
+        drawn = draw(part, key=self._source.key(), kind=kind, device=device)
+        return drawn.view(shape[1], shape[0], *shape[2:]).transpose(0, 1) if turned else drawn.view(shape)
+
+    def _answer(self, name: str, given: Mapping[str, Any]) -> Any:
+        """What an operation on these arguments returns; None when it is not one of those that are replaced."""
+        match name, given:
+            case "native_dropout", {"input": Tensor() as input, "p": p, "train": train}:
+                keep = self.draw(input.shape, kept(1.0 - p if train else 1.0), input.device)
+                return input * keep * (1.0 / (1.0 - p) if train and p < 1.0 else 1.0), keep
+            case "bernoulli_", {"self": Tensor() as target, "p": Tensor() as p}:
+                return target.copy_(self._bernoulli(p.expand_as(target)))
+            case "bernoulli_", {"self": Tensor() as target, "p": p}:
+                return target.copy_(self.draw(target.shape, kept(p), target.device))
+            case "bernoulli", {"self": Tensor() as like, "p": p}:
+                return self.draw(like.shape, kept(p), like.device).to(like.dtype)
+            case "bernoulli", {"self": Tensor() as p}:
+                return self._bernoulli(p).to(p.dtype)
+            case "uniform_", {"self": Tensor() as target, "from": low, "to": high}:
+                return target.copy_(self._like(target, uniform)).mul_(high - low).add_(low)
+            case "normal_", {"self": Tensor() as target, "mean": mean, "std": std}:
+                return target.copy_(self._like(target, normal)).mul_(std).add_(mean)
+            case "exponential_", {"self": Tensor() as target, "lambd": rate}:
+                return target.copy_(self._like(target, exponential)).div_(rate)
+            case "rand" | "randn", {"size": size, "dtype": dtype, "device": device}:
+                target = torch.empty(size, dtype=dtype, device=device)
+                return target.copy_(self._like(target, uniform if name == "rand" else normal))
+            case "rand_like" | "randn_like", {"self": Tensor() as like, "dtype": dtype, "device": device}:
+                target = torch.empty_like(like, dtype=dtype, device=device)
+                return target.copy_(self._like(target, uniform if name == "rand_like" else normal))
+            case "normal", {"mean": mean, "std": std} if isinstance(mean, Tensor) or isinstance(std, Tensor):
+                target = torch.zeros_like(mean + std)
+                return target.copy_(self._like(target, normal)).mul_(std).add_(mean)
+        return None
+
+    def _like(self, tensor: Tensor, convert: Callable[..., Tensor]) -> Tensor:
+        kind = Kind(tensor.dtype, functools.partial(convert, dtype=tensor.dtype))
+        return self.draw(tensor.shape, kind, tensor.device)
+
+    def _bernoulli(self, probability: Tensor) -> Tensor:
+        wide = torch.promote_types(probability.dtype, torch.float32)
+        kind = Kind(wide, functools.partial(uniform, dtype=wide))
+        return self.draw(probability.shape, kind, probability.device) < probability
