@@ -99,6 +99,13 @@ class World(abc.ABC):
         Raises ValueError when the sizes differ.
         """
 
+    def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
+        """A tensor in one dim for what collectives move again and again: where the ranks reach it soonest.
+
+        Anything else may be given to a collective too. Contents are unspecified.
+        """
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
     def close(self) -> None:  # noqa: B027 — most worlds hold nothing to release
         """Release what joins the ranks. Only the world that `connect` returned needs it; safe to call twice."""
 
