@@ -17,6 +17,7 @@ from meshwise.comm.launch import connect
 from meshwise.comm.world import World
 from meshwise.data_parallel.engine import DataParallel
 from meshwise.model.birth import Source, born
+from meshwise.model.draws import Draws
 from meshwise.model.forward import Forward, Loss, default_forward
 from meshwise.model.table import ParameterOptions, parameter_table
 from meshwise.nonfinite import SkipPolicy
@@ -33,7 +34,7 @@ class Options:
     """Scale the gradient down to this 2-norm when it is larger. None: never."""
 
     seed: int = 0
-    """Seed of a model that is born here (one given as a function)."""
+    """Seed of a model that is born here (one given as a function), and of what a model draws as it trains: dropout."""
 
     nonfinite: str = "raise"
     """When the loss or the gradient is not finite: `raise`, or `skip:n` to skip at most n such steps in a row."""
@@ -79,7 +80,8 @@ def parallelize(
     _place_buffers(source, world)
     if not engine.buckets:
         raise ValueError("every parameter is frozen; set requires_grad=True on those that should train")
-    recipe = Recipe(options.forward or default_forward, loss, options.clip_norm, skip)
+    draws = Draws(source.module, seed=options.seed, local=plan.random == "local")
+    recipe = Recipe(options.forward or default_forward, loss, options.clip_norm, skip, draws)
     update = flat_optimizer(optimizer, groups=engine.slices(), **optimizer_arguments)
     return Trainer(engine, plan=plan, recipe=recipe, optimizer=update)
 

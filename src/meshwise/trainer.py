@@ -27,6 +27,7 @@ from meshwise.microbatch import MicroBatch, micro_batches
 from meshwise.model.forward import Forward, Loss, call_loss
 from meshwise.model.table import ParameterTable, Row
 from meshwise.nonfinite import NonFiniteError, SkipPolicy, culprits
+from meshwise.model.draws import Draws
 from meshwise.optim.flat import state_bytes
 from meshwise.plan import Plan
 
@@ -100,6 +101,7 @@ class Recipe:
 
 
 class DisagreementError(RuntimeError):
+    draws: Draws
     """The ranks did not call the same collectives in a step; its gradients were not applied."""
 
 
@@ -116,6 +118,8 @@ class Trainer:
         self._clipped = 1.0
         rows = engine.world.group(plan.data_axes).size > engine.world.group("dp").size
         self._lockstep = rows or any(unit.at_rest for unit in engine.units)
+        self._draws = recipe.draws
+        self._steps = 0
 
     @property
     def model(self) -> nn.Module:
@@ -140,22 +144,29 @@ class Trainer:
         group = self.world.group(self._axes)
         return even_split(size, group.size)[group.index]
 
-    def step(self, batch: Any, *, local: bool = False) -> StepResult:
+    def step(self, batch: Any, *, local: bool = False, first: int | None = None) -> StepResult:
         """One optimizer step on a batch: a tree of tensors whose dim 0 counts the samples.
 
         `batch` is the global batch, the same on every rank, of which each rank takes its share; with `local=True` it
-        is this rank's part already, and may have no rows. Rows that do not divide evenly are fine.
+        is this rank's part already, and may have no rows. Rows that do not divide evenly are fine. `first` says which
+        row of the global batch a local part begins with, which dropout goes by; by default all parts are as long.
 
         Raises NonFiniteError when the loss or the gradient is not finite and the policy says so, DisagreementError
         when the ranks called different collectives, ValueError when `loss` does not return (sum, count).
         """
         started = time.perf_counter()
         self._engine.check_trainable()
-        parts = self._micro_batches(batch, local=local, parts=self.plan.microbatches)
+        if local and first is None:
+            first = self.world.group(self._axes).index * tree.rows(batch)
+        parts = self._micro_batches(batch, local=local, parts=self.plan.microbatches, first=first or 0)
+        self._draws.begin(self._steps)
+        self._steps += 1
         random_state = torch.get_rng_state()
         with self.world.record() as called:
             self._engine.begin_step()
-            totals = self._exchange(self._accumulate(parts), called)
+            sums = self._accumulate(parts)
+            self._draws.finish()
+            totals = self._exchange(sums, called)
         problem = totals.problem
         if problem is None:
             self._skips = 0
@@ -200,10 +211,10 @@ class Trainer:
 
     # ---- micro-batches -----------------------------------------------------------------------------------------
 
-    def _micro_batches(self, batch: Any, *, local: bool, parts: int) -> list[MicroBatch]:
+    def _micro_batches(self, batch: Any, *, local: bool, parts: int, first: int = 0) -> list[MicroBatch]:
         size = tree.rows(batch)
         share = (0, size) if local else self.share(size)
-        return micro_batches(batch, share=share, parts=parts, lockstep=self._lockstep)
+        return micro_batches(batch, share=share, parts=parts, lockstep=self._lockstep, first=first)
 
     def _accumulate(self, parts: Sequence[MicroBatch]) -> Sums:
         """Forward and backward of every micro-batch; the loss and the count of this rank."""
@@ -213,9 +224,11 @@ class Trainer:
             if part.rows is None:
                 self._engine.backward(None, last=last)
                 continue
-            loss, count = self._run(part.rows)
+            with self._draws.running(part.samples):
+                loss, count = self._run(part.rows)
             # Where the ranks share out the rows of one product, what a spare row gives would reach the others.
-            self._engine.backward(loss if part.counts else loss * 0, last=last, keep=part.counts)
+            with self._draws.running(part.samples, again=True):
+                self._engine.backward(loss if part.counts else loss * 0, last=last, keep=part.counts)
             if part.counts:
                 total += loss.detach().double()
                 tokens += count
@@ -236,10 +249,12 @@ class Trainer:
         """Forward and backward of every micro-batch again, for its gradients to be looked at."""
         for number, part in enumerate(parts):
             if part.rows is not None:
-                loss, _ = self._run(part.rows)
+                with self._draws.running(part.samples):
+                    loss, _ = self._run(part.rows)
                 see = functools.partial(arrival, number) if part.counts else throw_away
                 if loss.requires_grad:
-                    self._engine.inspect(loss, arrival=see)
+                    with self._draws.running(part.samples, again=True):
+                        self._engine.inspect(loss, arrival=see)
         self._engine.gatherer.rest()
 
     def _run(self, rows: Any) -> Sums:
@@ -322,3 +337,4 @@ def _first_disagreement(mesh: Mesh, called: Mapping[int, Sequence[Stamp]]) -> st
                 less = "" if not missing else f"\n  ranks {missing} called no more than {number} of them in this step"
                 return f"the ranks called different collectives in this step:\n{table or ''}{less}"
     return "the ranks called different collectives before this step"
+        self._draws.close()

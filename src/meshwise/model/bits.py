@@ -15,6 +15,7 @@ masks and noise, not for cryptography.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -91,7 +92,7 @@ def uniform(word: Tensor, *, dtype: torch.dtype) -> Tensor:
 def normal(word: Tensor, *, dtype: torch.dtype) -> Tensor:
     """Standard normal numbers: the inverse of their distribution at the middle of each of 2^32 intervals."""
     middle = word.double().add_(0.5).mul_(2.0**-31)  # in (-1, 1)
-    return middle.erfinv_().mul_(2**0.5).to(dtype)
+    return middle.erfinv_().mul_(math.sqrt(2)).to(dtype)
 
 
 def exponential(word: Tensor, *, dtype: torch.dtype) -> Tensor:

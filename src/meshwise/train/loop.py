@@ -118,7 +118,8 @@ class _Run:
         for step, batch in enumerate(self._batches(), start=1):
             lr = self._trainer.optimizer.param_groups[0]["lr"]
             try:
-                result = self._trainer.step(batch, local=True)
+                result = self._trainer.step(batch, local=True, first=first)
+        first, _ = self._trainer.share(job.batch)
             except NonFiniteError as error:
                 self._emit(NonFinite(step, str(error)))
                 # Every rank raises here; none may end before rank 0 has said why.
