@@ -1,0 +1,1 @@
+"""Reading a model's structure: matrices, the pairs they form, heads, norms."""

@@ -1,0 +1,136 @@
+"""Which matrices of a block form a pair.
+
+A transformer block adds branches to a stream of features of one width:
+
+    stream (width) ──┬── first ──┬── (heads, activation: between the two nothing mixes features) ── second ──┬── +
+                     └── first ──┘                                                                           │
+    stream ──────────────────────────────────────────────────────────────────────────────────────────────────┘
+
+The first matrices of a branch read the stream, its second writes it, and between them every feature (or every head) is
+by itself: that is what lets ranks share the features out and talk only at the end. Sizes tell most matrices: one that
+reads the width and writes another size is a first, the reverse is a second. A square one can be either (the queries
+and the output of an attention usually are), and then the order of registration tells: a branch is closed by
+
+    a second that sizes tell                        expansion 8x32, projection 32x8
+    a square after a first that sizes tell          qkv 8x24, output 8x8
+    the fourth of four squares, in attention        q, k, v, output
+    the second of two squares, elsewhere            an MLP whose hidden size is the width
+
+at the end of the module that holds them (q, k and v may live in one module and the output in the next), or where
+another branch begins. What someone declares, the user or the model, goes before all that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from meshwise.tensor.families.heads import counts_heads
+from meshwise.tensor.families.matrix import Matrix, as_matrix, matrices
+
+_SQUARES_OF_ATTENTION = 4
+_SQUARES_OF_MLP = 2
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Matrices that read the stream, and the one that writes it."""
+
+    firsts: tuple[Matrix, ...]
+    second: Matrix
+
+
+def stream_width(blocks: Iterable[nn.Module]) -> int | None:
+    """The size that most matrices of the blocks read or write, among those that are both read and written; None when
+    there is none.
+    """
+    uses: Counter[int] = Counter()
+    read, written = set(), set()
+    for block in blocks:
+        for matrix in matrices(block, name=""):
+            uses.update({matrix.inputs, matrix.outputs})
+            read.add(matrix.inputs)
+            written.add(matrix.outputs)
+        for module in block.modules():
+            if isinstance(module, nn.MultiheadAttention):
+                uses[module.embed_dim] += 2
+                read.add(module.embed_dim)
+                written.add(module.embed_dim)
+    return max(read & written, key=lambda size: uses[size], default=None)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a block is read."""
+
+    width: int
+
+    declared: Mapping[str, str]
+    """By name of a matrix: "first", "second", or any other word for one that is no part of a branch."""
+
+    def branches(self, block: nn.Module, *, name: str) -> tuple[list[Branch], list[Matrix]]:
+        """The branches of a block called `name`, and the matrices that belong to none."""
+        found: list[Branch] = []
+        left = self._walk(block, name, found)
+        return found, [item.matrix for item in left]
+
+    def _walk(self, module: nn.Module, name: str, found: list[Branch]) -> list[_Item]:
+        """Find the branches that end inside a module, and return the matrices of the one that does not."""
+        left: list[_Item] = []
+        own_heads = counts_heads(module)
+        for child_name, child in module.named_children():
+            below = f"{name}.{child_name}" if name else child_name
+            if isinstance(child, nn.MultiheadAttention):
+                continue  # a branch by itself
+            matrix = as_matrix(child, name=below)
+            if matrix is None:
+                items = self._walk(child, below, found)
+            else:
+                role = self._role(matrix)
+                items = [_Item(matrix, role, own_heads)] if role in ("first", "second", "") else []
+            for item in items:
+                if item.role == "first" and _ends(left):
+                    found.append(_branch(left))
+                    left = []
+                left.append(item)
+                if item.role == "second" and len(left) > 1:
+                    found.append(_branch(left))
+                    left = []
+        if _ends(left):
+            found.append(_branch(left))
+            left = []
+        return left
+
+    def _role(self, matrix: Matrix) -> str:
+        if matrix.name in self.declared:
+            return self.declared[matrix.name]
+        if matrix.inputs == matrix.outputs == self.width:
+            return ""
+        return "second" if matrix.outputs == self.width else "first"
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A matrix, its role as far as it is known, and whether the module that holds it counts heads."""
+
+    matrix: Matrix
+    role: str
+    in_attention: bool
+
+
+def _ends(items: Sequence[_Item]) -> bool:
+    """Whether the last of these matrices can only be a second."""
+    if not items or items[-1].role:
+        return False
+    if any(item.role == "first" for item in items):
+        return True
+    attention = any(item.in_attention for item in items)
+    return len(items) == (_SQUARES_OF_ATTENTION if attention else _SQUARES_OF_MLP)
+
+
+def _branch(items: Sequence[_Item]) -> Branch:
+    *firsts, second = (item.matrix for item in items)
+    return Branch(tuple(firsts), second)

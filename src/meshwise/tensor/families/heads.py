@@ -1,0 +1,185 @@
+"""The heads of an attention: how many there are, how wide, and where the module keeps count of them.
+
+Ranks share out whole heads. So for every matrix of an attention it has to be known how many features stay together,
+for a fused one in which order q, k and v lie, and which numbers the forward uses that are counts of heads: after the
+split, a forward that says `q.view(batch, -1, self.num_heads, self.head_width)` means the heads of its rank.
+
+    queries      heads x width, cut so that the queries of one key head stay together
+    keys, values key_heads x width
+    output       as the queries
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from meshwise.tensor.families.known import (
+    CONFIGURATIONS,
+    FEATURES,
+    HEAD_WIDTHS,
+    HEADS,
+    INTERLEAVED,
+    KEY_HEADS,
+    full_name,
+)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of one attention."""
+
+    count: int
+    key_count: int
+    width: int
+
+    @property
+    def features(self) -> int:
+        """Features of all heads: what the output matrix reads."""
+        return self.count * self.width
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.count // self.key_count
+
+
+def counts_heads(module: nn.Module) -> bool:
+    """Whether the module itself keeps a count of heads."""
+    return any(_is_count(vars(module).get(name)) for name in HEADS)
+
+
+def find_heads(
+    homes: Sequence[nn.Module], *, around: Sequence[nn.Module], firsts: Sequence[int], features: int
+) -> Heads | None:
+    """The heads of a branch whose first matrices write `firsts` features and whose second reads `features`, told by
+    the first that counts them of `homes`, the modules that hold the matrices, and of the modules `around` those; None
+    when the sizes are not those of an attention with these heads.
+    """
+    for module in (*homes, *around):
+        own = vars(module)
+        sources = [own, *(_fields(own.get(name)) for name in CONFIGURATIONS)]
+        for source in sources:
+            count = _count(source, HEADS)
+            if not count or features % count:
+                continue
+            width = next((found for each in (source, *sources) if (found := _count(each, HEAD_WIDTHS))), 0)
+            keys = next((found for each in (source, *sources) if (found := _key_count(each))), count)
+            for key_count in dict.fromkeys((keys, count)):
+                if count % key_count == 0:
+                    heads = Heads(count, key_count, width or features // count)
+                    if heads.features == features and _fits(heads, firsts, sure=source is own and module in homes):
+                        return heads
+    return None
+
+
+def order_of_fused(owner: nn.Module, *, child: str, sizes: Sequence[int], width: int) -> str | None:
+    """How the features of a fused matrix lie: "sections" (all of q, then all of k, all of v), "interleaved" (head by
+    head), or None when the module does not tell.
+
+    A module tells by being of a known class, by keeping the sizes of the sections (in features or in heads) as a
+    tuple, or by splitting what the matrix returns in one expression: `self.qkv(x).split(...)`, `.chunk(3, ...)`.
+    """
+    for kind in type(owner).__mro__:
+        if INTERLEAVED.get(full_name(kind)) == child:
+            return "interleaved"
+    kept = [tuple(value) for value in vars(owner).values() if isinstance(value, tuple | list)]
+    if tuple(sizes) in kept or tuple(size // width for size in sizes) in kept:
+        return "sections"
+    return "sections" if child in set(_split_at_once(type(owner))) else None
+
+
+def counted(module: nn.Module, *, heads: Heads) -> tuple[tuple[str, int], ...]:
+    """The attributes of a module that count heads or their features, each with how many of those stay together."""
+    found = []
+    for name, value in vars(module).items():
+        numbers = value if isinstance(value, tuple) else (value,)
+        grains = [_grain(name, number, heads) for number in numbers]
+        if grains and all(grains):
+            found.append((name, min(grains)))
+    return tuple(found)
+
+
+def _grain(name: str, number: Any, heads: Heads) -> int:
+    """How many of the things that a number counts stay together; 0 when it counts something else."""
+    if type(number) is not int:
+        return 0
+    if name in HEADS and number == heads.count:
+        return heads.group
+    if name in (*HEADS, *KEY_HEADS) and number == heads.key_count:
+        return 1
+    return heads.group * heads.width if name in FEATURES and number == heads.features else 0
+
+
+def _fields(configuration: Any) -> Mapping[str, Any]:
+    """What a configuration holds by name, whether it is a mapping or an object."""
+    if isinstance(configuration, Mapping):
+        return configuration
+    return vars(configuration) if isinstance(getattr(configuration, "__dict__", None), dict) else {}
+
+
+def _is_count(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return bool(value) and all(_is_count(entry) for entry in value)
+    return type(value) is int and value > 0
+
+
+def _count(source: Mapping[str, Any], names: Sequence[str]) -> int:
+    """The first count under one of the names; of a tuple, such as (heads, key_heads, key_heads), its first."""
+    for name in names:
+        value = source.get(name)
+        if isinstance(value, tuple | int) and _is_count(value):
+            return int(value[0] if isinstance(value, tuple) else value)
+    return 0
+
+
+def _key_count(source: Mapping[str, Any]) -> int:
+    for name in HEADS:
+        value = source.get(name)
+        if isinstance(value, tuple) and _is_count(value):
+            return int(value[-1])
+    return _count(source, KEY_HEADS)
+
+
+def _fits(heads: Heads, firsts: Sequence[int], *, sure: bool) -> bool:
+    """Whether matrices of these sizes are the q, k and v of these heads. Two matrices of an MLP (a gate and what it
+    gates) may add up to the same; so less than three matrices must come to the usual three, or heads be `sure`.
+    """
+    adds_up = sum(firsts) == heads.features + 2 * heads.key_count * heads.width
+    return adds_up and (sure or len(firsts) >= 3 or sum(firsts) == 3 * heads.features)
+
+
+def _split_at_once(kind: type[nn.Module]) -> Iterator[str]:
+    """Names of children whose output is split or chunked: in the same expression, or under the name it is given."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    except (OSError, SyntaxError, TypeError):
+        return
+    given: dict[str, str | None] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            given[node.id] = None if node.id in given else ""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(name := node.targets[0], ast.Name) and given[name.id] == "":
+            given[name.id] = _called_child(node.value)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("split", "chunk"):
+            source = node.func.value
+            child = given.get(source.id) if isinstance(source, ast.Name) else _called_child(source)
+            if child:
+                yield child
+
+
+def _called_child(node: ast.expr) -> str | None:
+    """NAME of an expression `self.NAME(...)`."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        owner = node.func.value
+        if isinstance(owner, ast.Name) and owner.id == "self":
+            return node.func.attr
+    return None

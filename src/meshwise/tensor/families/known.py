@@ -1,0 +1,71 @@
+"""What cannot be read off shapes: the names models give to their counts of heads, and the few classes that need a word.
+
+Data only. A name here is a convention that several libraries share; a class is here because its forward arranges a
+fused matrix in a way that no attribute tells. Classes are named by their full name, so that a library that is not
+installed needs no import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_attn_heads")
+"""Names of the number of attention heads, on a module or on its configuration."""
+
+KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
+"""Names of the number of key and value heads, where it is smaller."""
+
+HEAD_WIDTHS = ("head_dim", "head_size", "head_width", "attention_head_size", "key_value_proj_dim", "d_kv", "d_head")
+"""Names of the features of one head."""
+
+FEATURES = (
+    *(
+        "embed_dim",
+        "n_embd",
+        "embed_size",
+        "emb_dim",
+        "d_model",
+        "model_dim",
+        "dim",
+        "width",
+        "hidden_size",
+        "hidden_dim",
+    ),
+    *("split_size", "all_head_size", "inner_dim", "attn_dim"),
+)
+"""Names under which an attention keeps the features of all its heads together."""
+
+CONFIGURATIONS = ("config", "cfg", "args")
+"""Names under which modules keep what they were built from."""
+
+STORED_AS_INPUTS_BY_OUTPUTS = ("transformers.pytorch_utils.Conv1D",)
+"""Matrices whose weight is (inputs, outputs), and that are otherwise linear layers."""
+
+INTERLEAVED: Mapping[str, str] = {
+    "transformers.models.bloom.modeling_bloom.BloomAttention": "query_key_value",
+    "transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXAttention": "query_key_value",
+}
+"""Attention whose fused matrix goes head by head, q, k and v of each side by side, and which matrix that is. Any other
+fused matrix is all of q, then all of k, then all of v, when the module says so (see `heads`)."""
+
+FAST_PATHS: Mapping[str, tuple[str, object]] = {
+    "torch.nn.modules.transformer.TransformerEncoderLayer": ("activation_relu_or_gelu", 0),
+    "torch.nn.modules.transformer.TransformerEncoder": ("use_nested_tensor", False),
+}
+"""Modules that, in evaluation, may hand their children's weights to one fused kernel, and the attribute that keeps
+them from it: such a kernel would read split weights as if they were whole."""
+
+DECLARED: Mapping[str, str] = {
+    "colwise": "first",
+    "packed_colwise": "first",
+    "rowwise": "second",
+    "colwise_gather_output": "head",
+    "embedding_rowwise": "embedding",
+    "replicated_with_grad_allreduce": "each_head",
+}
+"""The words of a plan that a transformers model declares, and the parts they are here."""
+
+
+def full_name(kind: type) -> str:
+    """The name of a class with that of its module."""
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,42 @@
+"""Which modules are matrices: they multiply the last dim of what they are given, and do nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from meshwise.tensor.families.known import STORED_AS_INPUTS_BY_OUTPUTS, full_name
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A module that maps (..., inputs) to (..., outputs)."""
+
+    name: str
+    inputs: int
+    outputs: int
+
+    flipped: bool = False
+    """Whether its weight is (inputs, outputs), where a linear layer's is (outputs, inputs)."""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.inputs} -> {self.outputs})"
+
+
+def as_matrix(module: nn.Module, *, name: str) -> Matrix | None:
+    """The module as a matrix, or None when it is something else."""
+    if any(full_name(kind) in STORED_AS_INPUTS_BY_OUTPUTS for kind in type(module).__mro__):
+        inputs, outputs = module.get_parameter("weight").shape
+        return Matrix(name, inputs, outputs, flipped=True)
+    if isinstance(module, nn.Linear):
+        return Matrix(name, module.in_features, module.out_features)
+    return None
+
+
+def matrices(module: nn.Module, *, name: str) -> Iterator[Matrix]:
+    """The matrices inside a module called `name`, in the order in which they were registered."""
+    for inner, child in module.named_modules(prefix=name):
+        if matrix := as_matrix(child, name=inner):
+            yield matrix

@@ -1,0 +1,85 @@
+"""Which modules normalise over the features, and by which formula.
+
+A split norm has to be computed by parts, so its formula must be known. Every library has a class of its own for the
+same two formulas, and a class's name is no proof of what it computes. So the module itself is asked: a copy of it, with
+random gains, is given random numbers, and is what it agrees with:
+
+    (x - mean) / sqrt(variance + epsilon) · gain + bias        LayerNorm, Ba et al., 2016
+    x / sqrt(mean of squares + epsilon) · gain                  RMSNorm, Zhang & Sennrich, 2019
+
+in float64, or less exactly: then its statistics are taken in float32.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.tensor.part import Norm
+
+_ROWS = 3
+_EXACT, _NEAR = 1e-12, 1e-5
+
+
+def as_norm(module: nn.Module) -> tuple[int, Norm] | None:
+    """The features that a module normalises over, and how; None when it agrees with none of the formulas.
+
+    Looks at modules without children whose parameters are vectors of one size, and at torch's own without parameters.
+    """
+    width = _width(module)
+    if width is None:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    asked = _with_random_parameters(module, generator=generator)
+    # Small enough that epsilon is no smaller than what it is added to.
+    x_RW = (torch.randn(_ROWS, width, generator=generator, dtype=torch.float64) + 1) * 1e-3
+    try:
+        with torch.no_grad():
+            answer = asked(x_RW)
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+        return None  # it does not take (..., width)
+    if not isinstance(answer, Tensor) or answer.shape != x_RW.shape:
+        return None
+    for norm in _candidates(module):
+        expected = _compute(norm, x_RW, asked._parameters)
+        for precision, statistics in ((_EXACT, None), (_NEAR, torch.float32)):
+            if torch.allclose(expected, answer.double(), rtol=precision, atol=precision):
+                return width, Norm(norm.centred, norm.epsilon, statistics)
+    return None
+
+
+def _width(module: nn.Module) -> int | None:
+    if any(True for _ in module.children()):
+        return None
+    shapes = {tuple(parameter.shape) for parameter in module.parameters(recurse=False)}
+    if not shapes and isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        shapes = {tuple(module.normalized_shape)}
+    [shape] = shapes if len(shapes) == 1 else [()]
+    return shape[0] if len(shape) == 1 else None
+
+
+def _with_random_parameters(module: nn.Module, *, generator: torch.Generator) -> nn.Module:
+    asked = copy.deepcopy(module)
+    for name, parameter in list(asked.named_parameters(recurse=False)):
+        values = torch.rand(parameter.shape, generator=generator, dtype=torch.float64) + 0.5
+        asked._parameters[name] = nn.Parameter(values, requires_grad=False)
+    return asked
+
+
+def _candidates(module: nn.Module) -> list[Norm]:
+    """Both formulas with every small positive number that the module keeps."""
+    kept: list[float | None] = [value for value in vars(module).values() if type(value) is float and 0 < value < 1]
+    return [Norm(centred, epsilon) for epsilon in dict.fromkeys([*kept, None]) for centred in (True, False)]
+
+
+def _compute(norm: Norm, x: Tensor, parameters: Mapping[str, Tensor | None]) -> Tensor:
+    epsilon = torch.finfo(x.dtype).eps if norm.epsilon is None else norm.epsilon
+    if norm.centred:
+        x = x - x.mean(-1, keepdim=True)
+    gain, bias = parameters.get("weight"), parameters.get("bias")
+    normal = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
+    scaled = normal if gain is None else normal * gain
+    return scaled if bias is None else scaled + bias

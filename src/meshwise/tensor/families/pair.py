@@ -1,0 +1,211 @@
+"""The parts of a pair: its matrices, the heads between them, and what else lies there.
+
+    attention   q, k, v (or one fused matrix) ── heads ── output        whole heads to a rank
+    mlp         up (and gate, or both in one) ── hidden ── down         any features to a rank
+
+Between the two, what a module holds has one number for each head, or treats every head alike.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from meshwise.tensor.families.branch import Branch
+from meshwise.tensor.families.heads import Heads, counted, find_heads, order_of_fused
+from meshwise.tensor.families.matrix import Matrix
+from meshwise.tensor.families.norm import as_norm
+from meshwise.tensor.multihead import ShardedMultiheadAttention
+from meshwise.tensor.part import Part
+
+_OF_QUERY_OR_KEY = re.compile(r"(^|_)(q|k|query|key)(_|$)")
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention that was found, by the name of the module that holds its first matrices."""
+
+    name: str
+    heads: Heads
+
+    even: bool
+    """Whether every rank has to get as many key heads: q and k are cut by one rule that knows no groups."""
+
+
+class Pairs:
+    """The parts of all pairs of a model.
+
+    modules    the model's, by name
+    options    the numbers that rules give, by name of a module
+    reasons    filled with why a module gets no part, by its name
+    """
+
+    def __init__(
+        self, modules: Mapping[str, nn.Module], *, options: Mapping[str, Mapping[str, int]], reasons: dict[str, str]
+    ) -> None:
+        self.attentions: list[Attention] = []
+        self._modules = modules
+        self._options = options
+        self._reasons = reasons
+
+    def parts(self, branches: Iterable[Branch], *, block: str) -> dict[str, Part]:
+        """The parts of a block's branches. Of two attentions, the second reads what comes from outside of the blocks:
+        an encoder's output.
+        """
+        found: dict[str, Part] = {}
+        before = 0
+        for branch in branches:
+            heads = self._heads(branch, block=block)
+            if heads is not None:
+                found |= self._attention(branch, heads, cross=before > 0)
+                before += 1
+            elif _looks_like_attention(branch):
+                home = _home(branch.firsts[0])
+                reason = f"attention, it seems, but {home!r} counts no heads that fit; rule: 'attention heads=number'"
+                self._reasons |= dict.fromkeys((m.name for m in (*branch.firsts, branch.second)), reason)
+            else:
+                found |= self._mlp(branch)
+        return found
+
+    def _heads(self, branch: Branch, *, block: str) -> Heads | None:
+        homes = list(dict.fromkeys(_home(matrix) for matrix in (*branch.firsts, branch.second)))
+        around = [name for name in _above(homes[0]) if name == block or name.startswith(f"{block}.") or not block]
+        features = branch.second.inputs
+        for name in (*homes, *around):
+            given = self._options.get(name, {})
+            if "heads" in given:
+                count, keys = given["heads"], given.get("kv_heads", given["heads"])
+                if features % count or count % keys:
+                    raise ValueError(
+                        f"{name}: heads={count} kv_heads={keys}, but {branch.second} reads {features} features; heads "
+                        "has to divide them, and kv_heads the heads"
+                    )
+                return Heads(count, keys, features // count)
+        modules = [self._modules[name] for name in homes]
+        firsts = [matrix.outputs for matrix in branch.firsts]
+        return find_heads(modules, around=[self._modules[n] for n in around], firsts=firsts, features=features)
+
+    def _attention(self, branch: Branch, heads: Heads, *, cross: bool) -> dict[str, Part]:
+        home = _home(branch.firsts[0])
+        owner = self._modules[home]
+        counts = counted(owner, heads=heads)
+        alike = len(branch.firsts) < 3 or any(isinstance(vars(owner)[name], tuple) for name, _ in counts)
+        grain = heads.width if alike else heads.group * heads.width
+        self.attentions.append(Attention(home, heads, even=alike and heads.group > 1))
+        found = {home: Part("attention", counts=counts)}
+        for matrix in branch.firsts:
+            whole = cross and "q" not in _child(matrix).lower()
+            own = grain if matrix.outputs == heads.features else heads.width
+            if cut := self._cut(matrix, _sections(matrix, heads), grain=own, heads=heads):
+                found[matrix.name] = Part(
+                    "first", sections=cut[0], grain=cut[1], transposed=matrix.flipped, whole_tokens=whole
+                )
+        found[branch.second.name] = Part("second", grain=grain, transposed=branch.second.flipped)
+        return found | self._between(home, heads, grain=grain)
+
+    def _mlp(self, branch: Branch) -> dict[str, Part]:
+        hidden = branch.second.inputs
+        found = {branch.second.name: Part("second", transposed=branch.second.flipped)}
+        for matrix in branch.firsts:
+            if matrix.outputs % hidden:
+                self._reasons[matrix.name] = f"{matrix} does not fit {branch.second}"
+            elif cut := self._cut(matrix, (hidden,) * (matrix.outputs // hidden), grain=1, heads=None):
+                found[matrix.name] = Part("first", sections=cut[0], transposed=matrix.flipped)
+        return found
+
+    def _cut(
+        self, matrix: Matrix, sections: tuple[int, ...], *, grain: int, heads: Heads | None
+    ) -> tuple[tuple[int, ...], int] | None:
+        """The sections and the grain of a first matrix; None, with the reason noted, when its order is not known."""
+        given = self._options.get(matrix.name, {})
+        if "sections" in given or "grain" in given:
+            return by_rule(matrix, sections, given, default=grain)
+        if len(sections) == 1:
+            return (), grain
+        width = heads.width if heads else 1
+        order = order_of_fused(self._modules[_home(matrix)], child=_child(matrix), sizes=sections, width=width)
+        if order == "sections":
+            return sections, width
+        if order == "interleaved" and heads:
+            return (), matrix.outputs // heads.key_count
+        self._reasons[matrix.name] = (
+            f"{matrix} looks fused of {len(sections)}, in an order that its module does not tell; "
+            f"rule: 'first sections={len(sections)}' when they lie one after the other"
+        )
+        return None
+
+    def _between(self, home: str, heads: Heads, *, grain: int) -> dict[str, Part]:
+        """What lies between the matrices of an attention, in the module that holds the first of them."""
+        found: dict[str, Part] = {}
+        for name, module in self._modules[home].named_modules(prefix=home):
+            if isinstance(module, nn.Embedding) and module.embedding_dim == heads.count:
+                found[name] = Part("inner", grain=grain // heads.width)
+            elif norm := as_norm(module):
+                if norm[0] == heads.width:
+                    found[name] = Part("each_head")
+                elif norm[0] >= heads.key_count * heads.width and _OF_QUERY_OR_KEY.search(name.rpartition(".")[2]):
+                    self._reasons[name] = "it normalises over all heads, of which a rank has a part"
+        for name, parameter in self._modules[home].named_parameters(recurse=False, prefix=home):
+            if parameter.shape[-1:] == (heads.count,):
+                found[name] = Part("inner", grain=grain // heads.width)
+        return found
+
+    def torch_attention(self, module: nn.MultiheadAttention, *, name: str) -> dict[str, Part]:
+        """The parts of torch's own attention, whose matrices are parameters that it holds itself."""
+        width = module.head_dim
+        self.attentions.append(Attention(name, Heads(module.num_heads, module.num_heads, width), even=False))
+        fused = (module.embed_dim,) * 3
+        found = {
+            name: Part("attention", counts=(("num_heads", 1),), becomes=ShardedMultiheadAttention),
+            f"{name}.in_proj_weight": Part("first", sections=fused, grain=width),
+            f"{name}.in_proj_bias": Part("inner", sections=fused, grain=width),
+            f"{name}.out_proj": Part("second", grain=width),
+        }
+        found |= {f"{name}.{which}_proj_weight": Part("first", grain=width) for which in "qkv"}
+        found |= {f"{name}.bias_{which}": Part("inner", grain=width) for which in "kv"}
+        held = dict(module.named_parameters(prefix=name, recurse=False))
+        return {key: part for key, part in found.items() if key in held or key in (name, f"{name}.out_proj")}
+
+
+def _sections(matrix: Matrix, heads: Heads) -> tuple[int, ...]:
+    """The sizes of what an attention's first matrix writes, when they lie one after the other."""
+    keys = heads.key_count * heads.width
+    fused = {heads.features + 2 * keys: (heads.features, keys, keys), heads.features: (heads.features,), keys: (keys,)}
+    return fused.get(matrix.outputs, (keys,) * (matrix.outputs // keys))
+
+
+def by_rule(
+    matrix: Matrix, sections: tuple[int, ...], given: Mapping[str, int], *, default: int
+) -> tuple[tuple[int, ...], int]:
+    """The cut that a rule's numbers ask for. Raises ValueError when they do not fit the matrix."""
+    number, grain = given.get("sections", 1), given.get("grain", default)
+    sizes = sections if len(sections) == number else (matrix.outputs // number,) * number
+    if sum(sizes) != matrix.outputs or any(size % grain for size in sizes):
+        raise ValueError(
+            f"{matrix}: a rule cuts it into sections={number} with grain={grain}, which does not divide it"
+        )
+    return (sizes if number > 1 else ()), grain
+
+
+def _looks_like_attention(branch: Branch) -> bool:
+    """Whether the sizes are those of attention and of nothing else that is usual."""
+    writes = [matrix.outputs for matrix in branch.firsts]
+    return len(writes) >= 3 or (len(writes) == 1 and writes[0] == 3 * branch.second.inputs)
+
+
+def _home(matrix: Matrix) -> str:
+    """The module that holds a matrix."""
+    return matrix.name.rpartition(".")[0]
+
+
+def _child(matrix: Matrix) -> str:
+    return matrix.name.rpartition(".")[2]
+
+
+def _above(name: str) -> list[str]:
+    """The names of the modules that hold a module, innermost first."""
+    words = name.split(".")
+    return [".".join(words[:depth]) for depth in range(len(words) - 1, -1, -1)]

@@ -1,0 +1,185 @@
+"""The parts of a model as its structure tells them.
+
+GPT
+├── embedding            an embedding as wide as the stream, the first of them: the vocabulary's
+├── positions            another: positions
+├── blocks               a list of modules with pairs
+│   └── 0                block: its branches are read by `branch`, its heads by `heads`
+│       ├── norm         agrees with a norm's formula, over the stream: norm
+│       └── …
+├── norm                 the same, outside of the blocks
+└── head                 as many outputs as the vocabulary has numbers: head; another linear: single or whole
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from meshwise.tensor.families.branch import Reading, stream_width
+from meshwise.tensor.families.matrix import as_matrix, matrices
+from meshwise.tensor.families.norm import as_norm
+from meshwise.tensor.families.pair import Attention, Pairs, by_rule
+from meshwise.tensor.part import Part
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class Structure:
+    """A model, read for its parts.
+
+    stated    the roles that someone else gave, by name of a module or parameter
+    options   the numbers that were given with them
+    """
+
+    def __init__(
+        self, module: nn.Module, *, stated: Mapping[str, str], options: Mapping[str, Mapping[str, int]]
+    ) -> None:
+        self.modules = dict(module.named_modules())
+        self.blocks = dict(_blocks(module, name=""))
+        self._stated = stated
+        self._options = options
+        self._reasons: dict[str, str] = {}
+        self._pairs = Pairs(self.modules, options=options, reasons=self._reasons)
+        self._regions = self.blocks or {"": module}
+        self.width = stream_width(self._regions.values())
+        self._vocabulary = self._find_vocabulary()
+        self._parts: dict[str, Part] = {}
+        for name, block in self._regions.items():
+            self._read_block(block, name)
+        for name, inner in self.modules.items():
+            if name not in self._parts and name not in self._reasons and not self._is_kept_whole(name):
+                self._read_module(inner, name)
+        for name, role in stated.items():
+            self._state(name, role)
+
+    @property
+    def parts(self) -> Mapping[str, Part]:
+        """The part of every module, and parameter held by a module itself, that has one."""
+        return self._parts
+
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """The attentions that were found, with their heads."""
+        return tuple(self._pairs.attentions)
+
+    def reason(self, name: str) -> str:
+        """Why a parameter has no part, in brackets, where that is known."""
+        return next((f"  ({self._reasons[holder]})" for holder in _holders(name) if holder in self._reasons), "")
+
+    def _read_block(self, block: nn.Module, name: str) -> None:
+        if self.width is None:
+            return
+        roles = {n: role for n, role in self._stated.items() if role != "head"}  # no logits inside a block
+        reading = Reading(self.width, roles)
+        branches, left = reading.branches(block, name=name)
+        if name:
+            self._reasons |= {matrix.name: f"{matrix} forms no pair with a second" for matrix in left}
+            self._parts[name] = Part("block")
+        for inner, module in block.named_modules(prefix=name):
+            if isinstance(module, nn.MultiheadAttention) and not self._is_kept_whole(inner):
+                self._parts |= self._pairs.torch_attention(module, name=inner)
+        self._parts |= self._pairs.parts(branches, block=name)
+
+    def _read_module(self, module: nn.Module, name: str) -> None:
+        """Give a part to a module that is in no pair, when what it is and where it is tell."""
+        held = dict(module.named_parameters(recurse=False))
+        norm = as_norm(module)
+        if norm is not None and norm[0] == self.width:
+            self._parts[name] = Part("norm", norm=norm[1])
+        elif not held:
+            return
+        elif not self._in_block(name) and (role := self._role_outside(module, name)):
+            matrix = as_matrix(module, name=name)
+            self._parts[name] = Part(role, transposed=matrix is not None and matrix.flipped)
+        elif any(True for _ in module.children()) or type(module).__module__.partition(".")[0] != "torch":
+            for key, parameter in held.items():
+                if parameter.shape[-1:] == (self.width,):
+                    self._parts[f"{name}.{key}" if name else key] = Part("vector")
+
+    def _role_outside(self, module: nn.Module, name: str) -> str | None:
+        """The part of a module outside of the blocks, as far as torch's own layers go."""
+        if matrix := as_matrix(module, name=name):
+            if self._vocabulary is not None and matrix.inputs == self.width:
+                tied = module._parameters["weight"] is self._vocabulary.weight
+                if tied or self.width != matrix.outputs == self._vocabulary.num_embeddings:
+                    return "head"
+            return "single" if matrix.inputs == matrix.outputs == self.width else "whole"
+        if isinstance(module, nn.Embedding):
+            if module.embedding_dim != self.width:
+                return "whole"
+            shared = self._vocabulary is not None and module.weight is self._vocabulary.weight
+            return "embedding" if shared else "positions"
+        if isinstance(module, _CONVOLUTIONS):
+            return "patches" if module.out_channels == self.width else "whole"
+        return "whole" if as_norm(module) else None
+
+    def _find_vocabulary(self) -> nn.Embedding | None:
+        """Of the embeddings as wide as the stream, the one that shares its matrix with a linear outside of the blocks,
+        or, being the largest, its size; or else the first.
+        """
+        found = [
+            module
+            for name, module in self.modules.items()
+            if isinstance(module, nn.Embedding) and module.embedding_dim == self.width and not self._in_block(name)
+        ]
+        outside = [module for name, module in self.modules.items() if not self._in_block(name)]
+        linears = [module for module in outside if isinstance(module, nn.Linear)]
+        sizes = {linear.out_features for linear in linears} - {self.width}
+        tied = [e for e in found if any(linear.weight is e.weight for linear in linears)]
+        largest = max((e.num_embeddings for e in found), default=0)
+        sized = [e for e in found if e.num_embeddings in sizes and e.num_embeddings == largest]
+        return next(iter([*tied, *sized, *found]), None)
+
+    def _state(self, name: str, role: str) -> None:
+        """What was stated goes before what was found."""
+        module = self.modules.get(name)
+        matrix = as_matrix(module, name=name) if module is not None else None
+        given = self._options.get(name, {})
+        if role == "attention":
+            if name not in self._parts:
+                raise ValueError(f"{name!r} is to be attention, but no pair of matrices was found in it")
+        elif role in ("first", "second"):
+            if name in self._parts or name in self._reasons:
+                return  # in a pair, with its heads; or in none, and then that is said
+            cut = by_rule(matrix, (matrix.outputs,), given, default=1) if matrix and role == "first" else ()
+            sections, grain = cut or ((), given.get("grain", 1))
+            self._parts[name] = Part(role, sections=sections, grain=grain, transposed=bool(matrix and matrix.flipped))
+        elif role == "norm":
+            norm = as_norm(module) if module is not None else None
+            if norm is None:
+                raise ValueError(f"{name!r} is to be a norm, but it computes neither LayerNorm nor RMSNorm")
+            self._parts[name] = Part("norm", norm=norm[1])
+        elif role != "head" or not self._in_block(name):
+            self._parts[name] = Part(role, grain=given.get("grain", 1), transposed=bool(matrix and matrix.flipped))
+
+    def _in_block(self, name: str) -> bool:
+        return any(holder in self.blocks for holder in _holders(name))
+
+    def _is_kept_whole(self, name: str) -> bool:
+        return any(self._stated.get(holder) == "whole" for holder in _holders(name))
+
+
+def _holders(name: str) -> list[str]:
+    """A name, and those of all modules around it, innermost first."""
+    words = name.split(".")
+    return [".".join(words[:depth]) for depth in range(len(words), 0, -1)]
+
+
+def _blocks(module: nn.Module, *, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """The entries of lists that hold pairs, the outermost ones."""
+    for child_name, child in module.named_children():
+        below = f"{name}.{child_name}" if name else child_name
+        entry = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        container = isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        if entry and not container and _holds_pair(child):
+            yield below, child
+        else:
+            yield from _blocks(child, name=below)
+
+
+def _holds_pair(module: nn.Module) -> bool:
+    if isinstance(module, nn.MultiheadAttention) or any(isinstance(m, nn.MultiheadAttention) for m in module.modules()):
+        return True
+    return sum(1 for _ in matrices(module, name="")) >= 2

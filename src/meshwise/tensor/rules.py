@@ -1,0 +1,178 @@
+"""Which module of a plain model plays which part.
+
+A model is not written for tensor parallelism and never learns of it. So from outside it has to be found which linears
+form a pair, where heads are counted, which embedding is the vocabulary's. Three sources say so, the first that speaks
+about a module counts:
+
+    1. rules        {"blocks.*.up": "first", "blocks.*.down": "second"}        what the user states
+    2. declared     the plan that a transformers model carries for its matrices
+    3. structure    sizes, names of counts, the order of registration (`families`)
+
+Whatever the source, nothing is passed over: a rule that matches nothing and a parameter that got no part are errors
+that list what comes near.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import nn
+
+from meshwise.plan import Plan
+from meshwise.tensor.families.fitting import refuse_misfits
+from meshwise.tensor.families.known import DECLARED
+from meshwise.tensor.families.structure import Structure
+from meshwise.tensor.part import Part
+
+Rules: TypeAlias = Mapping[str, str]
+"""A part for every module, or parameter, whose name a pattern matches; `*` stands for one word of a dotted name.
+
+    {"blocks.*.attention": "attention heads=8 kv_heads=2",     how many heads, when the module does not say
+     "blocks.*.attention.qkv": "first sections=3",             a fused matrix: all of q, all of k, all of v
+     "blocks.*.mlp.up": "first",
+     "blocks.*.mlp.down": "second",
+     "classifier": "whole"}
+"""
+
+_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "attention": ("heads", "kv_heads"),
+    "first": ("sections", "grain"),
+    "second": ("grain",),
+    "inner": ("grain",),
+}
+"""The options that a rule may give with a part."""
+
+_BY_HAND = ("first", "second", "single", "head", "embedding", "positions", "patches", "vector", "inner", "each_head")
+_ALLOWED = (*_BY_HAND, "norm", "attention", "whole")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule's right side, such as `first sections=3`."""
+
+    role: str
+    options: Mapping[str, int]
+
+    @classmethod
+    def parse(cls, text: str, *, pattern: str) -> Rule:
+        """Raises ValueError for a word that is no part, and for an option that the part does not take."""
+        role, *words = text.split() or [""]
+        if role not in _ALLOWED:
+            near = difflib.get_close_matches(role, _ALLOWED, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"rule {pattern!r}: {role!r} is not a part; {hint}the parts are {' '.join(_ALLOWED)}")
+        options = {}
+        for word in words:
+            match = re.fullmatch(r"(\w+)=([1-9]\d*)", word)
+            taken = _OPTIONS.get(role, ())
+            if match is None or match[1] not in taken:
+                takes = f"takes {' and '.join(f'{name}=number' for name in taken)}" if taken else "takes no options"
+                raise ValueError(f"rule {pattern!r}: {word!r} in {text!r}; the part {role!r} {takes}")
+            options[match[1]] = int(match[2])
+        return cls(role, options)
+
+
+def find_parts(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -> Mapping[str, Part]:
+    """The part that each module, or parameter held by a module itself, plays under a plan; see `meshwise.tensor.part`.
+
+    The module is only looked at; it may be on the meta device. Raises ValueError for a rule that matches nothing or
+    contradicts the sizes, and for parameters that no source gives a part; PlanError, with the nearest degrees that
+    work, when the plan asks for more ranks than there are heads, or for a scheme that a part does not have.
+    """
+    given = _matched(module, rules or {})
+    stated = {name: rule.role for name, rule in given.items()}
+    declared = _declared(module)
+    structure = Structure(module, stated={**declared, **stated}, options={n: r.options for n, r in given.items()})
+    parts = structure.parts
+    _refuse_unplaced(module, parts, structure=structure)
+    refuse_misfits(structure.attentions, plan=plan)
+    return parts
+
+
+def _matched(module: nn.Module, rules: Rules) -> dict[str, Rule]:
+    """The rule of every module or parameter that one matches; of several, the last."""
+    modules = [name for name, _ in module.named_modules(remove_duplicate=False)]
+    parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    matched: dict[str, Rule] = {}
+    for pattern, text in rules.items():
+        rule = Rule.parse(text, pattern=pattern)
+        names = [name for name in (*modules, *parameters) if matches(name, pattern=pattern)]
+        if not names:
+            raise ValueError(f"rule {pattern!r} matches no module and no parameter; {_near(pattern, modules[1:])}")
+        matched |= dict.fromkeys(names, rule)
+    return matched
+
+
+def matches(name: str, *, pattern: str) -> bool:
+    """Whether a dotted name has as many words as the pattern, each matching."""
+    words, wanted = name.split("."), pattern.split(".")
+    return len(words) == len(wanted) and all(map(fnmatch.fnmatchcase, words, wanted))
+
+
+def _near(pattern: str, names: Sequence[str]) -> str:
+    general = list(dict.fromkeys(_general(name) for name in names))
+    near = difflib.get_close_matches(_general(pattern), general, n=3, cutoff=0.5)
+    return f"near names: {' '.join(near)}" if near else f"there are {' '.join(general[:8])} and more"
+
+
+def _general(name: str) -> str:
+    """The name with `*` for every number: the same for all blocks."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def _declared(module: nn.Module) -> dict[str, str]:
+    """The parts of the matrices that a transformers model declares, by name. Raises ValueError for a word among them
+    that has no part here.
+    """
+    found: dict[str, str] = {}
+    names = [name for name, _ in module.named_modules(remove_duplicate=False)]
+    for owner_name, owner in module.named_modules():
+        plan = getattr(owner, "_tp_plan", None)
+        if not isinstance(plan, Mapping):
+            continue
+        for pattern, word in plan.items():
+            below = f"{owner_name}.{pattern}" if owner_name else pattern
+            matched = [name for name in names if matches(name, pattern=below)]
+            if matched and word not in DECLARED:
+                raise ValueError(
+                    f"{type(owner).__name__} declares {below!r} as {word!r} for tensor parallelism, which has no part "
+                    f"here; state one in the rules ({' '.join(_ALLOWED)})"
+                )
+            found |= dict.fromkeys(matched, DECLARED.get(word, ""))
+    return found
+
+
+def _refuse_unplaced(module: nn.Module, parts: Mapping[str, Part], *, structure: Structure) -> None:
+    placed = {id(p) for name, p in module.named_parameters(remove_duplicate=False) if _places(parts, name)}
+    left = [name for name, p in module.named_parameters() if id(p) not in placed]
+    if not left:
+        return
+    general = _first_of_each(left)
+    lines = [f"  {name}  {tuple(module.get_parameter(name).shape)}{structure.reason(name)}" for name in general[:12]]
+    more = [f"  and {len(general) - 12} more"] if len(general) > 12 else []
+    example = _general(general[0].rpartition(".")[0] or general[0])
+    raise ValueError(
+        "tensor parallelism found no part for these parameters:\n"
+        + "\n".join([*lines, *more])
+        + f'\nState one in the rules, as in {{"{example}": "first"}}; the parts are {" ".join(_ALLOWED)}'
+    )
+
+
+def _places(parts: Mapping[str, Part], name: str) -> bool:
+    """Whether a parameter has a part, by itself or through the module that holds it."""
+    words = name.split(".")
+    around = [parts.get(".".join(words[:depth])) for depth in range(len(words))]
+    if any(part is not None and part.role == "whole" for part in around):
+        return True
+    holder = around[-1]
+    return name in parts or (holder is not None and holder.role not in ("attention", "pair", "block"))
+
+
+def _first_of_each(names: Iterable[str]) -> list[str]:
+    """One name of those that differ in numbers only."""
+    return list({_general(name): name for name in reversed(list(names))}.values())[::-1]
