@@ -63,7 +63,7 @@ def _definitions(kind: type[nn.Module], method: str) -> Iterator[Any]:
 
 def _names_in(function: Any) -> Iterator[tuple[str, ...]]:
     try:
-        definition = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+        definition = _parsed(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, SyntaxError):  # made at run time, or by a lambda inside an expression
         return
     if not isinstance(definition, ast.FunctionDef) or not definition.args.args:
@@ -80,3 +80,15 @@ def _names_in(function: Any) -> Iterator[tuple[str, ...]]:
             part = part.value
         if path and isinstance(part, ast.Name) and part.id == itself:
             yield tuple(reversed(path))
+
+
+def _parsed(text: str) -> ast.Module:
+    """The syntax tree. CPython 3.11 counts the depth of all threads' trees in one place, so that two that are built at
+    the same time can fail for no reason of their own (python/cpython issue 106905); then again.
+    """
+    while True:
+        try:
+            return ast.parse(text)
+        except SystemError as error:
+            if "recursion depth mismatch" not in str(error):
+                raise
