@@ -9,6 +9,7 @@ import pytest
 
 from meshwise.cli.main import COMMANDS, main
 from meshwise.cli.ranks import local_ranks
+from meshwise.comm.thread_world import run_threads
 from meshwise.plan import Plan
 from meshwise.train.job import Job
 
@@ -79,6 +80,22 @@ def test_a_bad_job_is_one_message_and_status_2(
     assert said.err.startswith("meshwise train: ")
     assert said.out == ""
     assert not (tmp_path / "run").exists()
+
+
+def test_a_loss_that_returns_no_count_is_one_message_and_status_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("meshwise.cli.train.run", run_threads)
+    (tmp_path / "text.txt").write_text("text " * 500)
+    (tmp_path / "own.py").write_text("def mean(output, batch):\n    return output.mean()\n")
+    model = ["--model.arguments", "layers=1", "width=32", "--data.context=16", "--data.files", "text.txt"]
+
+    status = main(["train", *model, "--loss=own.py:mean", "--plan=dp=2", "--data.cache=cache", "--train.output=run"])
+
+    [line] = capsys.readouterr().err.splitlines()
+    assert status == 2
+    assert line.startswith("meshwise train: loss returned a float32 tensor of shape (); it must return (sum, count)")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """The command `meshwise`: which command it is, and what status it ends with.
 
 0     all is well
-1     the run failed; a failed rank is reported once, with its own traceback
-2     the job, the plan or the command line cannot work; one message, no traceback
+1     the run failed; one message, which names the file with the traceback of the rank that did
+2     the job, the plan, the loss or the command line cannot work; one message, no traceback
 130   Ctrl-C
 """
 
@@ -12,15 +12,17 @@ import difflib
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
 from meshwise.cli import bench, doctor, train, verify
+from meshwise.comm.journal import RanksDisagree
 from meshwise.comm.lost import RankLostError
+from meshwise.model.forward import LossError
 from meshwise.nonfinite import NonFiniteError
 from meshwise.plan import PlanError
+from meshwise.train.failure import leave_traceback, notes
 from meshwise.train.job import JobError
 from meshwise.trainer import DisagreementError
 
@@ -64,16 +66,16 @@ def _guarded(name: str, words: Sequence[str]) -> int:
     """The command's status, whatever it raises."""
     try:
         return COMMANDS[name].main(words)
-    except (JobError, PlanError) as error:
+    except (JobError, PlanError, LossError) as error:
         return _say(f"meshwise {name}: {error}", status=2, once=True)
     except KeyboardInterrupt:
         return _say(f"meshwise {name}: stopped by Ctrl-C", status=130, once=True)
-    except (NonFiniteError, RankLostError, DisagreementError) as error:
+    except (NonFiniteError, RankLostError, RanksDisagree, DisagreementError) as error:
         return _say(f"meshwise {name} failed: {error}", status=1)
     except Exception as error:  # noqa: BLE001 - the report of whatever the user's own code raised
-        # An error from a rank that was started here brings that rank's traceback as its note.
-        told = getattr(error, "__notes__", None) or traceback.format_exception(error)
-        return _say(f"{''.join(told).rstrip()}\n\nmeshwise {name} failed: {type(error).__name__}: {error}", status=1)
+        leave_traceback(error)
+        told = "\n  ".join([f"{type(error).__name__}: {error}", *notes(error)])
+        return _say(f"meshwise {name} failed: {told}", status=1)
 
 
 def _say(message: str, *, status: int, once: bool = False) -> int:

@@ -12,6 +12,7 @@ from meshwise.cli.ranks import local_ranks
 from meshwise.comm.launch import run, torchrun_line
 from meshwise.comm.world import World
 from meshwise.train.config import read_job
+from meshwise.train.failure import leave_traceback
 from meshwise.train.job import Job
 from meshwise.train.loop import train
 from meshwise.train.prepare import prepare
@@ -35,4 +36,8 @@ def main(arguments: Sequence[str]) -> int:
 def _rank(world: World, job: Job) -> None:
     # What a model draws as it runs (dropout) comes from the generator of the process: another stream on every rank.
     torch.manual_seed(job.train.seed * world.size + world.rank)
-    train(world, job=job)
+    try:
+        train(world, job=job)
+    except Exception as error:
+        leave_traceback(error, world=world)
+        raise

@@ -21,6 +21,7 @@ from meshwise.comm.world import World
 from meshwise.parallelize import Options
 from meshwise.train.config import read_job
 from meshwise.train.data import length, read
+from meshwise.train.failure import leave_traceback
 from meshwise.train.job import Job, JobError
 from meshwise.train.order import Order
 from meshwise.train.prepare import Prepared, prepare
@@ -83,17 +84,21 @@ def show(report: Report, *, console: Console) -> None:
 
 def _rank(world: World, job: VerifyJob) -> Report:
     prepared = prepare(job, ranks=world.size)
-    return verify(
-        prepared.model,
-        prepared.loss,
-        _batches(prepared, job),
-        prepared.job.plan,
-        world=world,
-        dtype=getattr(torch, job.dtype),
-        optimizer=prepared.optimizer,
-        options=Options(clip_norm=job.train.clip_norm, seed=job.train.seed),
-        **prepared.optimizer_arguments,
-    )
+    try:
+        return verify(
+            prepared.model,
+            prepared.loss,
+            _batches(prepared, job),
+            prepared.job.plan,
+            world=world,
+            dtype=getattr(torch, job.dtype),
+            optimizer=prepared.optimizer,
+            options=Options(clip_norm=job.train.clip_norm, seed=job.train.seed),
+            **prepared.optimizer_arguments,
+        )
+    except Exception as error:
+        leave_traceback(error, world=world)
+        raise
 
 
 def _batches(prepared: Prepared, job: VerifyJob) -> Iterator[Any]:

@@ -57,5 +57,10 @@ def _picklable(error: BaseException) -> BaseException:
     try:
         copy = pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 - whatever its class does when it is pickled
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error if isinstance(copy, type(error)) else RuntimeError(f"{type(error).__name__}: {error}")
+        copy = None
+    if isinstance(copy, type(error)):
+        return error
+    told = RuntimeError(f"{type(error).__name__}: {error}")
+    for note in getattr(error, "__notes__", []):
+        told.add_note(note)
+    return told

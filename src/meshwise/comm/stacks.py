@@ -13,12 +13,13 @@ import torch
 
 _MOST_FRAMES = 12
 _INDENT = "      "
+_TORCH = f"{Path(torch.__file__).parent}/"
 # Waiting in here, and what starts processes and threads: no part of the answer.
 _LEFT_OUT = (
     f"{Path(__file__).parent}/",
     f"{Path(multiprocessing.__file__).parent}/",
-    f"{Path(torch.__file__).parent}/multiprocessing/",
-    f"{Path(torch.__file__).parent}/distributed/",
+    f"{_TORCH}multiprocessing/",
+    f"{_TORCH}distributed/",
     threading.__file__,
     "<",
 )
@@ -33,6 +34,13 @@ def stack(frame: FrameType | None) -> str:
         if entry.line:
             lines.append(f"    {entry.line}")
     return "\n".join(_INDENT + line for line in lines)
+
+
+def raised_at(error: BaseException) -> str:
+    """`file:line function`: the innermost line of the traceback outside torch, where there is one."""
+    entries = traceback.extract_tb(error.__traceback__)
+    entry = next((entry for entry in reversed(entries) if not entry.filename.startswith(_TORCH)), entries[-1])
+    return f"{entry.filename}:{entry.lineno} {entry.name}"
 
 
 def stack_of(thread: int | None) -> str:

@@ -18,6 +18,10 @@ Forward: TypeAlias = Callable[[nn.Module, Any], Any]
 Loss: TypeAlias = Callable[[Any, Any], tuple[Tensor, Tensor | float]]
 
 
+class LossError(ValueError):
+    """A loss did not return the sum of what it measured and the count of what it summed."""
+
+
 def default_forward(model: nn.Module, batch: Any) -> Any:
     """Call the model on its part of a batch.
 
@@ -44,25 +48,25 @@ def default_forward(model: nn.Module, batch: Any) -> Any:
 def call_loss(model: nn.Module, batch: Any, *, forward: Forward, loss: Loss) -> tuple[Tensor, Tensor]:
     """Run forward and loss: (sum of the loss, count), two scalar tensors, the count in fp64.
 
-    Raises ValueError when `loss` does not return a scalar sum and a count of at least 0.
+    Raises LossError when `loss` does not return a scalar sum and a count of at least 0.
     """
     returned = loss(forward(model, batch), batch)
     if not isinstance(returned, tuple) or len(returned) != 2:
-        raise ValueError(
+        raise LossError(
             f"loss returned {_kind(returned)}; it must return (sum, count): the loss summed over the batch, and how "
             "many tokens or samples it is the sum of. A mean m over n samples is (m * n, n)"
         )
     total, count = returned
     if not isinstance(total, Tensor) or total.numel() != 1 or not total.dtype.is_floating_point:
-        raise ValueError(f"the sum that loss returned is {_kind(total)}; it must be a scalar floating-point tensor")
+        raise LossError(f"the sum that loss returned is {_kind(total)}; it must be a scalar floating-point tensor")
     if isinstance(count, Tensor):
         if count.numel() != 1:
-            raise ValueError(f"the count that loss returned is {_kind(count)}; it must be one number")
+            raise LossError(f"the count that loss returned is {_kind(count)}; it must be one number")
         counted = count.detach().reshape(()).to(device=total.device, dtype=torch.float64)
     elif isinstance(count, int | float) and count >= 0:
         counted = torch.tensor(float(count), dtype=torch.float64, device=total.device)
     else:
-        raise ValueError(f"the count that loss returned is {count!r}; it must be a number of at least 0")
+        raise LossError(f"the count that loss returned is {count!r}; it must be a number of at least 0")
     return total.reshape(()), counted
 
 

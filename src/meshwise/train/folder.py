@@ -4,6 +4,7 @@ runs/demo/job.toml                  the resolved job; `meshwise train runs/demo/
 runs/demo/metrics.jsonl             every event, one a line
 runs/demo/tensorboard/              with train.tensorboard
 runs/demo/parameters.safetensors    the full parameters at the end
+runs/demo/failure-rank-1.txt        the traceback of a rank that failed
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from meshwise.parallelize import Options, parallelize
 from meshwise.train.data import length, read
 from meshwise.train.events import End, Events, NonFinite, Sample, Start, Step, Validation
 from meshwise.train.export import write_parameters
+from meshwise.train.failure import leave_traceback
 from meshwise.train.folder import RunFolder
 from meshwise.train.job import Job
 from meshwise.train.order import Order
@@ -64,9 +65,13 @@ def train(world: World, *, job: Job, console: Console | None = None) -> Summary:
         **prepared.optimizer_arguments,
     )
     folder = RunFolder(job) if world.rank == 0 else None
+    place = world.exchange(None if folder is None else folder.path)[0]
     try:
         with Events(() if folder is None else folder.sinks(console or Console())) as events:
             return _Run(trainer, prepared, folder, events).run()
+    except Exception as error:
+        leave_traceback(error, world=world, folder=place)
+        raise
     finally:
         trainer.close()
 
@@ -114,12 +119,12 @@ class _Run:
     def _steps(self) -> StepResult:
         job = self._job.train
         began = last = time.monotonic()
+        first, _ = self._trainer.share(job.batch)
         result = None
         for step, batch in enumerate(self._batches(), start=1):
             lr = self._trainer.optimizer.param_groups[0]["lr"]
             try:
                 result = self._trainer.step(batch, local=True, first=first)
-        first, _ = self._trainer.share(job.batch)
             except NonFiniteError as error:
                 self._emit(NonFinite(step, str(error)))
                 # Every rank raises here; none may end before rank 0 has said why.

@@ -1,0 +1,42 @@
+"""What is left of an error: a line that says where it was raised, and a file with the rest.
+
+A traceback through a launcher, a loop, an engine and torch is forty lines of which the user wrote two. The last of
+those two belongs into the message, all forty into a file that the message names.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import traceback
+from pathlib import Path
+
+from meshwise.comm.journal import RanksDisagree
+from meshwise.comm.lost import RankLostError
+from meshwise.comm.stacks import raised_at
+from meshwise.comm.world import World
+from meshwise.model.forward import LossError
+from meshwise.nonfinite import NonFiniteError
+
+SAY_ALL = (LossError, NonFiniteError, RankLostError, RanksDisagree)
+"""Errors whose message tells everything: a traceback would only show where that was noticed."""
+
+_FILE = "; the whole traceback is in "
+
+
+def leave_traceback(error: Exception, *, world: World | None = None, folder: Path | None = None) -> None:
+    """Write the traceback into `folder` (by default, that of temporary files), and a note of the error that says so.
+
+    An error whose message tells everything is left as it is, and so is one that has such a note.
+    """
+    if isinstance(error, SAY_ALL) or any(_FILE in note for note in notes(error)):
+        return
+    where = "" if world is None or world.size == 1 else f" on rank {world.rank} of {world.size}"
+    name = "failure.txt" if world is None else f"failure-rank-{world.rank}.txt"
+    file = Path(tempfile.mkdtemp(prefix="meshwise-") if folder is None else folder) / name
+    file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+    error.add_note(f"raised{where} at {raised_at(error)}{_FILE}{file}")
+
+
+def notes(error: Exception) -> list[str]:
+    """The notes of one line. A rank that was started here adds its traceback as one of many."""
+    return [note for note in getattr(error, "__notes__", []) if "\n" not in note]
