@@ -63,7 +63,7 @@ def _definitions(kind: type[nn.Module], method: str) -> Iterator[Any]:
 
 def _names_in(function: Any) -> Iterator[tuple[str, ...]]:
     try:
-        definition = _parsed(textwrap.dedent(inspect.getsource(function))).body[0]
+        definition = source_of(function).body[0]
     except (OSError, SyntaxError):  # made at run time, or by a lambda inside an expression
         return
     if not isinstance(definition, ast.FunctionDef) or not definition.args.args:
@@ -82,10 +82,14 @@ def _names_in(function: Any) -> Iterator[tuple[str, ...]]:
             yield tuple(reversed(path))
 
 
-def _parsed(text: str) -> ast.Module:
-    """The syntax tree. CPython 3.11 counts the depth of all threads' trees in one place, so that two that are built at
+def source_of(thing: Any) -> ast.Module:
+    """The syntax tree of a function's or a class's source. Raises OSError when it has none, SyntaxError when it is part
+    of a larger expression.
+
+    CPython 3.11 counts the depth of all threads' trees in one place, so that two that are built at
     the same time can fail for no reason of their own (python/cpython issue 106905); then again.
     """
+    text = textwrap.dedent(inspect.getsource(thing))
     while True:
         try:
             return ast.parse(text)

@@ -9,11 +9,12 @@ projections, with the same arguments, masks and results:
 L and S are the lengths of queries and keys, N the rows, E this rank's features, H its heads, D the width of a head.
 """
 
-# ruff: noqa: FBT001, FBT002 (the signature is torch's)
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from meshwise.comm import gradient
 from meshwise.layout.layout import Layout
 from meshwise.tensor.context import Context
 from meshwise.tensor.linear import Projection
+from meshwise.tensor.region import to_inner_rows
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,24 @@ class Sharding:
 
     context: Context
     projections: Mapping[str, Projection]
+
+
+_SIGNATURE = inspect.signature(nn.MultiheadAttention.forward)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of torch's forward."""
+
+    self: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_padding_mask: Tensor | None = None
+    need_weights: bool = True
+    attn_mask: Tensor | None = None
+    average_attn_weights: bool = True
+    is_causal: bool = False
 
 
 class ShardedMultiheadAttention(nn.MultiheadAttention):
@@ -43,45 +63,39 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         """What torch's encoder layer asks before it hands all its weights to a fused kernel, which must not happen."""
         return False
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """As torch's, on the features that this rank has."""
-        if is_causal and attn_mask is None:
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """As torch's, with its arguments, on the features that this rank has."""
+        call = _Call(**_SIGNATURE.bind(self, *args, **kwargs).arguments)
+        if call.is_causal and call.attn_mask is None:
             raise ValueError("is_causal=True is a hint about attn_mask, which is missing; give the mask as well")
-        batched = query.dim() == 3
-        q, k, v = self._project(query, key, value)
+        batched = call.query.dim() == 3
+        q, k, v = self._project(call.query, call.key, call.value)
         if not batched:
             q, k, v = (x.unsqueeze(0) for x in (q, k, v))
         elif not self.batch_first:
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         k, v, appended = self._appended(k, v)
         q_NHLD, k_NHSD, v_NHSD = (x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in (q, k, v))
-        mask = self._mask(attn_mask, key_padding_mask, like=q_NHLD, appended=appended)
+        mask = self._mask(call, like=q_NHLD, appended=appended)
         dropout = self.dropout if self.training else 0.0
-        if need_weights:
+        weights = None
+        if call.need_weights:
             mixed, weights = _attend(q_NHLD, k_NHSD, v_NHSD, mask=mask, dropout=dropout)
         else:
-            causal = is_causal and key_padding_mask is None and not appended
+            causal = call.is_causal and call.key_padding_mask is None and not appended
             mixed = functional.scaled_dot_product_attention(
                 q_NHLD, k_NHSD, v_NHSD, attn_mask=None if causal else mask, is_causal=causal, dropout_p=dropout
             )
-            weights = None
         y = mixed.transpose(1, 2).flatten(2)
-        y = y if self.batch_first and batched else y.transpose(0, 1) if batched else y.squeeze(0)
+        if not batched:
+            y = y.squeeze(0)
+        elif not self.batch_first:
+            y = y.transpose(0, 1)
         output = self.out_proj(y)
-        if weights is None:
-            return output, None
-        weights = self._of_all_heads(weights, average=average_attn_weights)
-        return output, weights if batched else weights.squeeze(0)
+        if weights is not None:
+            weights = self._of_all_heads(weights, average=call.average_attn_weights)
+            weights = weights if batched else weights.squeeze(0)
+        return output, weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's features of q, k and v."""
@@ -109,37 +123,39 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
             k, v = (functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
         return k, v, k.size(1) - length
 
-    def _mask(
-        self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, *, like: Tensor, appended: int
-    ) -> Tensor | None:
+    def _mask(self, call: _Call, *, like: Tensor, appended: int) -> Tensor | None:
         """Both masks as one that is added to the scores, (N or 1, H or 1, L or 1, S); None when there is none."""
-        rows = like.size(0)
         masks = []
-        if attn_mask is not None:
-            if attn_mask.dim() == 3:  # (N * all heads, L, S)
-                attn_mask = attn_mask.unflatten(0, (rows, -1))
-                attn_mask = attn_mask[:, self._heads_of_rank(attn_mask.size(1))]
-            masks.append(attn_mask if attn_mask.dim() == 4 else attn_mask[None, None])
-        if key_padding_mask is not None:
-            masks.append(key_padding_mask.view(-1, 1, 1, key_padding_mask.size(-1)))
+        if (mask := call.attn_mask) is not None and mask.dim() == 3:  # (N * all heads, L, S)
+            mask_NHLS = to_inner_rows(mask.unflatten(0, (-1, self._heads)), context=self.sharding.context)
+            masks.append(mask_NHLS[:, self._heads_of_rank()])
+        elif mask is not None:
+            masks.append(mask[None, None])
+        if (mask := call.key_padding_mask) is not None:
+            mask_NS = to_inner_rows(mask.view(-1, mask.size(-1)), context=self.sharding.context)
+            masks.append(mask_NS[:, None, None])
         added = [_added(mask, dtype=like.dtype) for mask in masks]
         whole = sum(added[1:], added[0]) if added else None
         return functional.pad(whole, (0, appended)) if whole is not None and appended else whole
 
-    def _heads_of_rank(self, heads: int) -> slice:
+    @property
+    def _heads(self) -> int:
+        """How many heads all ranks have together."""
+        return int(self.embed_dim // self.head_dim)
+
+    def _heads_of_rank(self) -> slice:
         context = self.sharding.context
         layout = Layout((context.scheme.inner,))
-        return layout.local((heads,), mesh=context.world.mesh, rank=context.world.rank).slices[0]
+        return layout.local((self._heads,), mesh=context.world.mesh, rank=context.world.rank).slices[0]
 
     def _of_all_heads(self, weights: Tensor, *, average: bool) -> Tensor:
         """The attention weights of all ranks' heads, (N, heads, L, S), or their average, (N, L, S)."""
         context = self.sharding.context
         world, axes = context.world, context.scheme.inner
-        heads = self.embed_dim // self.head_dim
         if average:
             total: Tensor = gradient.all_reduce(weights.sum(1), world=world, axes=axes).wait()
-            return total / heads
-        sizes = context.sizes(Layout((axes,)), heads, axes=axes)
+            return total / self._heads
+        sizes = context.sizes(Layout((axes,)), self._heads, axes=axes)
         whole: Tensor = gradient.replicate(weights, world=world, axes=axes, dim=1, sizes=sizes).wait()
         return whole
 

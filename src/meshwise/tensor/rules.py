@@ -87,7 +87,12 @@ def find_parts(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -> 
     given = _matched(module, rules or {})
     stated = {name: rule.role for name, rule in given.items()}
     declared = _declared(module)
-    structure = Structure(module, stated={**declared, **stated}, options={n: r.options for n, r in given.items()})
+    structure = Structure(
+        module,
+        stated={**declared, **stated},
+        options={name: rule.options for name, rule in given.items()},
+        entry=plan.tp_mode != "3d",  # there, the rows of what is gathered are not those of what comes out
+    )
     parts = structure.parts
     _refuse_unplaced(module, parts, structure=structure)
     refuse_misfits(structure.attentions, plan=plan)

@@ -11,13 +11,20 @@ from meshwise.tensor.schemes import scheme
 
 
 def refuse_misfits(attentions: Iterable[Attention], *, plan: Plan) -> None:
-    """Raise PlanError when an attention has not a head for every rank that splits them, or cannot share them out."""
+    """Raise PlanError when an attention has no head for some of the ranks that split them, cannot share them out, or
+    would take the number of its tokens from a part of them.
+    """
     degree = inner_degree(plan)
     for attention in attentions:
-        if fits(attention, degree):
+        if plan.sequence_parallel and not attention.enters_whole:
+            raise PlanError(
+                f"{attention.name} reads its input in a way that does not show which sizes it takes from it, and "
+                f"'{plan}' gives it a part of the tokens. Nearest that works: sequence_parallel=0"
+            )
+        if fits(attention, degree=degree):
             continue
         heads = attention.heads
-        works = [other for other in range(1, max(heads.count, degree) + 1) if fits(attention, other)]
+        works = [other for other in range(1, max(heads.count, degree) + 1) if fits(attention, degree=other)]
         near = sorted(sorted(works, key=lambda other: abs(math.log(other / degree)))[:2])
         plans = " or ".join(f"tp={_ranks(plan, other)}" for other in near)
         why = "they cannot be shared out evenly" if heads.key_count >= degree else "they are fewer"
@@ -27,7 +34,7 @@ def refuse_misfits(attentions: Iterable[Attention], *, plan: Plan) -> None:
         )
 
 
-def fits(attention: Attention, degree: int) -> bool:
+def fits(attention: Attention, *, degree: int) -> bool:
     """Whether `degree` ranks can share out the heads, each getting whole groups of queries with their key."""
     keys = attention.heads.key_count
     return keys % degree == 0 if attention.even else keys >= degree

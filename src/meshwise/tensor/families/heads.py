@@ -12,14 +12,13 @@ split, a forward that says `q.view(batch, -1, self.num_heads, self.head_width)` 
 from __future__ import annotations
 
 import ast
-import inspect
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from meshwise.model.reads import source_of
 from meshwise.tensor.families.known import (
     CONFIGURATIONS,
     FEATURES,
@@ -158,7 +157,7 @@ def _fits(heads: Heads, firsts: Sequence[int], *, sure: bool) -> bool:
 def _split_at_once(kind: type[nn.Module]) -> Iterator[str]:
     """Names of children whose output is split or chunked: in the same expression, or under the name it is given."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+        tree = source_of(kind)
     except (OSError, SyntaxError, TypeError):
         return
     given: dict[str, str | None] = {}

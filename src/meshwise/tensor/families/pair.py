@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from meshwise.tensor.families.branch import Branch
+from meshwise.tensor.families.entry import only_read_by, sizes_unused
 from meshwise.tensor.families.heads import Heads, counted, find_heads, order_of_fused
 from meshwise.tensor.families.matrix import Matrix
 from meshwise.tensor.families.norm import as_norm
@@ -34,22 +35,32 @@ class Attention:
     even: bool
     """Whether every rank has to get as many key heads: q and k are cut by one rule that knows no groups."""
 
+    enters_whole: bool
+    """Whether its forward sees its input as its first matrices read it, so that sizes it takes from there are right."""
+
 
 class Pairs:
     """The parts of all pairs of a model.
 
     modules    the model's, by name
     options    the numbers that rules give, by name of a module
+    entry      whether a module may gather its input for all its first matrices
     reasons    filled with why a module gets no part, by its name
     """
 
     def __init__(
-        self, modules: Mapping[str, nn.Module], *, options: Mapping[str, Mapping[str, int]], reasons: dict[str, str]
+        self,
+        modules: Mapping[str, nn.Module],
+        *,
+        options: Mapping[str, Mapping[str, int]],
+        reasons: dict[str, str],
+        entry: bool,
     ) -> None:
         self.attentions: list[Attention] = []
         self._modules = modules
         self._options = options
         self._reasons = reasons
+        self._entry = entry
 
     def parts(self, branches: Iterable[Branch], *, block: str) -> dict[str, Part]:
         """The parts of a block's branches. Of two attentions, the second reads what comes from outside of the blocks:
@@ -94,14 +105,22 @@ class Pairs:
         counts = counted(owner, heads=heads)
         alike = len(branch.firsts) < 3 or any(isinstance(vars(owner)[name], tuple) for name, _ in counts)
         grain = heads.width if alike else heads.group * heads.width
-        self.attentions.append(Attention(home, heads, even=alike and heads.group > 1))
-        found = {home: Part("attention", counts=counts)}
+        gathers = not cross and self._share_input(branch)
+        self.attentions.append(
+            Attention(home, heads, even=alike and heads.group > 1, enters_whole=gathers or sizes_unused(owner))
+        )
+        found = {home: Part("attention", counts=counts, gathers=gathers)}
         for matrix in branch.firsts:
             whole = cross and "q" not in _child(matrix).lower()
             own = grain if matrix.outputs == heads.features else heads.width
             if cut := self._cut(matrix, _sections(matrix, heads), grain=own, heads=heads):
                 found[matrix.name] = Part(
-                    "first", sections=cut[0], grain=cut[1], transposed=matrix.flipped, whole_tokens=whole
+                    "first",
+                    sections=cut[0],
+                    grain=cut[1],
+                    transposed=matrix.flipped,
+                    whole_tokens=whole,
+                    gathered=gathers,
                 )
         found[branch.second.name] = Part("second", grain=grain, transposed=branch.second.flipped)
         return found | self._between(home, heads, grain=grain)
@@ -109,12 +128,21 @@ class Pairs:
     def _mlp(self, branch: Branch) -> dict[str, Part]:
         hidden = branch.second.inputs
         found = {branch.second.name: Part("second", transposed=branch.second.flipped)}
+        gathers = len(branch.firsts) > 1 and self._share_input(branch)
+        if gathers:
+            found[_home(branch.firsts[0])] = Part("pair", gathers=True)
         for matrix in branch.firsts:
             if matrix.outputs % hidden:
                 self._reasons[matrix.name] = f"{matrix} does not fit {branch.second}"
             elif cut := self._cut(matrix, (hidden,) * (matrix.outputs // hidden), grain=1, heads=None):
-                found[matrix.name] = Part("first", sections=cut[0], transposed=matrix.flipped)
+                found[matrix.name] = Part("first", sections=cut[0], transposed=matrix.flipped, gathered=gathers)
         return found
+
+    def _share_input(self, branch: Branch) -> bool:
+        """Whether the first matrices read one and the same tensor, the input of the module that holds them."""
+        homes = {_home(matrix) for matrix in branch.firsts}
+        children = [_child(matrix) for matrix in branch.firsts]
+        return self._entry and len(homes) == 1 and only_read_by(self._modules[homes.pop()], children=children)
 
     def _cut(
         self, matrix: Matrix, sections: tuple[int, ...], *, grain: int, heads: Heads | None
@@ -122,7 +150,7 @@ class Pairs:
         """The sections and the grain of a first matrix; None, with the reason noted, when its order is not known."""
         given = self._options.get(matrix.name, {})
         if "sections" in given or "grain" in given:
-            return by_rule(matrix, sections, given, default=grain)
+            return by_rule(matrix, sections=sections, given=given, default=grain)
         if len(sections) == 1:
             return (), grain
         width = heads.width if heads else 1
@@ -156,7 +184,9 @@ class Pairs:
     def torch_attention(self, module: nn.MultiheadAttention, *, name: str) -> dict[str, Part]:
         """The parts of torch's own attention, whose matrices are parameters that it holds itself."""
         width = module.head_dim
-        self.attentions.append(Attention(name, Heads(module.num_heads, module.num_heads, width), even=False))
+        self.attentions.append(
+            Attention(name, Heads(module.num_heads, module.num_heads, width), even=False, enters_whole=True)
+        )
         fused = (module.embed_dim,) * 3
         found = {
             name: Part("attention", counts=(("num_heads", 1),), becomes=ShardedMultiheadAttention),
@@ -178,7 +208,7 @@ def _sections(matrix: Matrix, heads: Heads) -> tuple[int, ...]:
 
 
 def by_rule(
-    matrix: Matrix, sections: tuple[int, ...], given: Mapping[str, int], *, default: int
+    matrix: Matrix, *, sections: tuple[int, ...], given: Mapping[str, int], default: int
 ) -> tuple[tuple[int, ...], int]:
     """The cut that a rule's numbers ask for. Raises ValueError when they do not fit the matrix."""
     number, grain = given.get("sections", 1), given.get("grain", default)

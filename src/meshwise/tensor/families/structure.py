@@ -31,17 +31,18 @@ class Structure:
 
     stated    the roles that someone else gave, by name of a module or parameter
     options   the numbers that were given with them
+    entry     whether a module may gather its input for all its first matrices
     """
 
     def __init__(
-        self, module: nn.Module, *, stated: Mapping[str, str], options: Mapping[str, Mapping[str, int]]
+        self, module: nn.Module, *, stated: Mapping[str, str], options: Mapping[str, Mapping[str, int]], entry: bool
     ) -> None:
         self.modules = dict(module.named_modules())
         self.blocks = dict(_blocks(module, name=""))
         self._stated = stated
         self._options = options
         self._reasons: dict[str, str] = {}
-        self._pairs = Pairs(self.modules, options=options, reasons=self._reasons)
+        self._pairs = Pairs(self.modules, options=options, reasons=self._reasons, entry=entry)
         self._regions = self.blocks or {"": module}
         self.width = stream_width(self._regions.values())
         self._vocabulary = self._find_vocabulary()
@@ -143,7 +144,11 @@ class Structure:
         elif role in ("first", "second"):
             if name in self._parts or name in self._reasons:
                 return  # in a pair, with its heads; or in none, and then that is said
-            cut = by_rule(matrix, (matrix.outputs,), given, default=1) if matrix and role == "first" else ()
+            cut = (
+                by_rule(matrix, sections=(matrix.outputs,), given=given, default=1)
+                if matrix and role == "first"
+                else ()
+            )
             sections, grain = cut or ((), given.get("grain", 1))
             self._parts[name] = Part(role, sections=sections, grain=grain, transposed=bool(matrix and matrix.flipped))
         elif role == "norm":
