@@ -11,23 +11,26 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from meshwise import tree
+from meshwise.checkpoint.save import Saving
+from meshwise.checkpoint.training import Restored, TrainingState
 from meshwise.comm.journal import Stamp, disagreement
 from meshwise.comm.world import World
 from meshwise.data_parallel.engine import DataParallel, throw_away
 from meshwise.layout.geometry import even_split
 from meshwise.mesh import Mesh
 from meshwise.microbatch import MicroBatch, micro_batches
+from meshwise.model.draws import Draws
 from meshwise.model.forward import Forward, Loss, call_loss
 from meshwise.model.table import ParameterTable, Row
 from meshwise.nonfinite import NonFiniteError, SkipPolicy, culprits
-from meshwise.model.draws import Draws
 from meshwise.optim.flat import state_bytes
 from meshwise.plan import Plan
 
@@ -98,10 +101,10 @@ class Recipe:
     loss: Loss
     clip_norm: float | None
     nonfinite: SkipPolicy
+    draws: Draws
 
 
 class DisagreementError(RuntimeError):
-    draws: Draws
     """The ranks did not call the same collectives in a step; its gradients were not applied."""
 
 
@@ -113,13 +116,14 @@ class Trainer:
         self.optimizer = optimizer
         self._engine = engine
         self._recipe = recipe
+        self._state = TrainingState(engine, optimizer=optimizer, plan=plan)
         self._axes = plan.data_axes
+        self._draws = recipe.draws
+        self._steps = 0
         self._skips = 0
         self._clipped = 1.0
         rows = engine.world.group(plan.data_axes).size > engine.world.group("dp").size
         self._lockstep = rows or any(unit.at_rest for unit in engine.units)
-        self._draws = recipe.draws
-        self._steps = 0
 
     @property
     def model(self) -> nn.Module:
@@ -321,9 +325,54 @@ class Trainer:
             "gathered_peak": self._engine.gatherer.peak,
         }
 
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        wait: bool = True,
+        keep_last: int | None = None,
+    ) -> Saving:
+        """Save all that the next step depends on, and `extra` (JSON values, the first rank's). Every rank calls it.
+
+        With `wait=False` training may go on at once; only the next update waits, until what it changes has been read.
+        `keep_last` removes the checkpoints beside it that are older than so many valid ones. Raises SaveError on every
+        rank when this save (with `wait`), or the one before, came to nothing; what was saved earlier is as it was.
+        """
+        kept = {"steps": self._steps, "skips": self._skips, "user": dict(extra or {})}
+        saving = self._state.save(Path(folder), extra=kept, keep_last=keep_last)
+        if wait:
+            saving.wait()
+        return saving
+
+    def load(self, folder: str | Path) -> Mapping[str, Any]:
+        """Take up a checkpoint that any plan has saved, and return its `extra`. Every rank calls it.
+
+        Raises DamageError on every rank when it is torn or altered; only another load then makes this a model again.
+        ValueError, with nothing changed, when it is of another model or optimizer.
+        """
+        return self._took_up(self._state.load(Path(folder)))
+
+    def restore(self, root: str | Path) -> Restored | None:
+        """Load the newest valid checkpoint of a folder of checkpoints; None when there is none. Every rank calls it.
+
+        Raises DamageError when there are some and not one is valid.
+        """
+        restored = self._state.restore(Path(root))
+        return restored and replace(restored, extra=self._took_up(restored.extra))
+
+    def _took_up(self, kept: Mapping[str, Any]) -> Mapping[str, Any]:
+        self._steps, self._skips = int(kept["steps"]), int(kept["skips"])
+        extra: Mapping[str, Any] = kept["user"]
+        return extra
+
     def close(self) -> None:
         """Take the hooks off the model."""
+        self._state.close()
         self._engine.close()
+        self._draws.close()
 
 
 def _first_disagreement(mesh: Mesh, called: Mapping[int, Sequence[Stamp]]) -> str:
@@ -337,4 +386,3 @@ def _first_disagreement(mesh: Mesh, called: Mapping[int, Sequence[Stamp]]) -> st
                 less = "" if not missing else f"\n  ranks {missing} called no more than {number} of them in this step"
                 return f"the ranks called different collectives in this step:\n{table or ''}{less}"
     return "the ranks called different collectives before this step"
-        self._draws.close()

@@ -16,19 +16,46 @@ What every rank calls, together:
                                                     and written while training goes on
         Saving.staged()                             this rank: returns when live tensors may change again
         Saving.wait() -> Path                       all ranks: published, or SaveError on every rank alike
-    load(folder, needed=, world=) -> Index          fills the tensors of `needed(index)`; DamageError on every rank alike
+    load(folder, needed=, world=) -> Index          fills the tensors of `needed(index)`; or DamageError on every rank
 
 What one process calls:
 
-    newest_valid(root) -> Search                    Search.path (None: no valid one), Search.damaged: what was passed over
+    newest_valid(root) -> Search                    its path (None: there is none), and what is wrong with newer ones
     read_index(folder) -> Index                     checked against its own checksum and the sizes of the files
     damages(folder) -> Iterator[Damage]             every byte against its checksum: file, tensor, expected, found
     prune(root, keep_last=) -> list[Path]           removes older checkpoints, and what failed saves have left
 
-A trainer has all of it in two methods:
+A trainer has all of it in three methods, which every rank calls and which end alike on every rank:
 
-    trainer.save(folder, extra=None, wait=True) -> Saving     extra: JSON values, the same on every rank
-    trainer.load(folder) -> Mapping[str, Any]                 the extra; DamageError, SaveError, ValueError on all ranks alike
-    trainer.restore(root) -> Restored | None                  the newest valid one, passing over damaged ones
-                                                              Restored.path .extra .damaged; None: there is none at all
+    trainer.save(folder, extra=None, wait=True, keep_last=None) -> Saving
+    trainer.load(folder) -> Mapping[str, Any]       the `extra` it was saved with: JSON values
+    trainer.restore(root) -> Restored | None        the newest valid one, passing over damaged ones, with its `extra`
 """
+
+from meshwise.checkpoint.check import damages, differences
+from meshwise.checkpoint.damage import Damage, DamageError, SaveError
+from meshwise.checkpoint.folder import newest_valid
+from meshwise.checkpoint.index import Index, read_index
+from meshwise.checkpoint.load import Reader, load
+from meshwise.checkpoint.prune import prune
+from meshwise.checkpoint.save import Content, Saving, save
+from meshwise.checkpoint.training import Restored, TrainingState
+
+__all__ = [
+    "Content",
+    "Damage",
+    "DamageError",
+    "Index",
+    "Reader",
+    "Restored",
+    "SaveError",
+    "Saving",
+    "TrainingState",
+    "damages",
+    "differences",
+    "load",
+    "newest_valid",
+    "prune",
+    "read_index",
+    "save",
+]

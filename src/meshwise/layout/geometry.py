@@ -30,6 +30,17 @@ class Rectangle:
         """The index that takes it out of the full tensor: `full[rectangle.slices]`."""
         return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
 
+    def overlap(self, other: Rectangle) -> Rectangle | None:
+        """What two parts of one tensor have in common, or None."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        ends = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        sizes = tuple(min(a + m, b + n) - start for (a, m, b, n), start in zip(ends, starts, strict=True))
+        return Rectangle(starts, sizes) if min(sizes, default=1) > 0 else None
+
+    def seen_from(self, origin: Sequence[int]) -> Rectangle:
+        """The same part with its offsets counted from `origin`."""
+        return Rectangle(tuple(start - zero for start, zero in zip(self.offsets, origin, strict=True)), self.sizes)
+
 
 def even_split(size: int, parts: int) -> list[tuple[int, int]]:
     """The (start, stop) of `parts` contiguous parts of `size` things, the first ones larger by one when uneven.

@@ -1,0 +1,40 @@
+"""What is wrong with a checkpoint, in the words of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One thing that is not as it was written: in which file, whose tensors, what was expected and what is there."""
+
+    file: str
+    expected: str
+    found: str
+    tensors: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.tensors[:_SHOWN]) + (f" and {len(self.tensors) - _SHOWN} more" * self._more)
+        return f"{self.file}{f' ({shown})' if shown else ''}: expected {self.expected}, found {self.found}"
+
+    @property
+    def _more(self) -> bool:
+        return len(self.tensors) > _SHOWN
+
+
+_SHOWN = 3
+
+
+class DamageError(RuntimeError):
+    """A checkpoint that is torn, altered or not a checkpoint; `damages` says what is wrong with it."""
+
+    def __init__(self, damages: Sequence[Damage]) -> None:
+        self.damages = tuple(damages)
+        rest = f"\n  and {len(damages) - _SHOWN} more" if len(damages) > _SHOWN else ""
+        super().__init__("damaged checkpoint:\n  " + "\n  ".join(map(str, self.damages[:_SHOWN])) + rest)
+
+
+class SaveError(RuntimeError):
+    """A checkpoint was not written; what there was before is as it was. The message says which ranks failed and why."""

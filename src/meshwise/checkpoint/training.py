@@ -1,0 +1,171 @@
+"""The state of a training, to a checkpoint and back: all that the next step depends on, less the batch.
+
+parameter, optimizer, scalar, number, buffer     logical tensors (data_parallel.holdings)
+rank/3/random                                    the generators of rank 3: taken up again by as many ranks under
+                                                 the same plan, and by no others
+extra                                            the plan, the optimizer's hyperparameters by parameter, and what
+                                                 the caller adds: steps, samples, the job
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.checkpoint.damage import Damage, DamageError
+from meshwise.checkpoint.folder import Search, newest_valid
+from meshwise.checkpoint.index import Index
+from meshwise.checkpoint.load import load, together
+from meshwise.checkpoint.save import Content, Saving, save
+from meshwise.data_parallel.engine import DataParallel
+from meshwise.data_parallel.holdings import Holding, owned
+from meshwise.data_parallel.refill import Refill, Slot
+from meshwise.optim.groups import describe_groups, restore_groups
+from meshwise.plan import Plan
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was restored: from which checkpoint, its `extra`, and the newer ones that were passed over as damaged."""
+
+    path: Path
+    extra: Mapping[str, Any]
+    damaged: tuple[Damage, ...]
+
+
+class TrainingState:
+    """An engine and its optimizer, as something that is saved and loaded. One save is under way at a time."""
+
+    def __init__(self, engine: DataParallel, *, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+        self._engine = engine
+        self._optimizer = optimizer
+        self._plan = str(plan)
+        self._saving: Saving | None = None
+        self._hook = optimizer.register_step_pre_hook(lambda *_: self.staged())
+
+    def staged(self) -> None:
+        """Return when a save under way, if any, has read what it needs: the live tensors may change."""
+        if self._saving is not None:
+            self._saving.staged()
+
+    def save(self, folder: Path, *, extra: Mapping[str, Any], keep_last: int | None = None) -> Saving:
+        """Begin to save, when the save before has ended. Every rank calls it. Raises SaveError, also for that one."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            saving.wait()
+        engine = self._engine
+        own = {
+            "plan": self._plan,
+            "ranks": engine.world.size,
+            "groups": describe_groups(self._optimizer, names=self._groups()),
+            **extra,
+        }
+        aliases = {alias: row.name for row in engine.table.rows for alias in row.aliases}
+        content = Content(self._holdings(), aliases, own)
+        self._saving = save(folder, content=content, world=engine.world, keep_last=keep_last)
+        return self._saving
+
+    def load(self, folder: Path) -> Mapping[str, Any]:
+        """Take up the state of a checkpoint and return its `extra`. Every rank calls it.
+
+        Raises DamageError on every rank when it is damaged: this state is then part old, part new, and only another
+        load mends that. ValueError when it is of another model or optimizer, before anything has changed.
+        """
+        self.staged()
+        engine = self._engine
+        refills: list[Refill] = []
+        generators = self._generators()
+
+        def needed(index: Index) -> Iterator[Holding]:
+            refill = Refill(engine, optimizer=self._optimizer, slots=_slots(index, engine))
+            refills.append(refill)
+            yield from refill.needed()
+            if (index.extra.get("plan"), index.extra.get("ranks")) == (self._plan, engine.world.size):
+                yield from (held for held in generators if held.key in index.tensors)
+
+        index = load(folder, needed=needed, world=engine.world)
+        together(lambda: self._take_up(index, refills[0], generators), world=engine.world)
+        engine.publish()
+        return index.extra
+
+    def restore(self, root: Path) -> Restored | None:
+        """Load the newest valid checkpoint of a root; None when there is none at all. Every rank calls it.
+
+        One that turns out to be damaged while it is loaded is passed over for the one before. Raises DamageError when
+        there are checkpoints and not one is valid.
+        """
+        passed: list[Damage] = []
+        tried: set[Path] = set()
+        while True:
+            search = self._search(root, tried)
+            damaged = [damage for _, damages in search.damaged for damage in damages]
+            if search.path is None:
+                if found := list(dict.fromkeys([*passed, *damaged])):
+                    raise DamageError(found)
+                return None
+            try:
+                extra = self.load(search.path)
+            except DamageError as error:
+                passed += error.damages
+                tried.add(search.path)
+                continue
+            return Restored(search.path, extra, tuple(dict.fromkeys([*passed, *damaged])))
+
+    def _search(self, root: Path, tried: set[Path]) -> Search:
+        """What the first rank finds, on every rank."""
+        world = self._engine.world
+        found = together(lambda: newest_valid(root, but=tried) if world.rank == 0 else None, world=world)
+        search = world.exchange(found)[0]
+        assert isinstance(search, Search)
+        return search
+
+    def close(self) -> None:
+        """Let go of the optimizer."""
+        self._hook.remove()
+
+    def _holdings(self) -> Iterator[Holding]:
+        yield from owned(self._engine, optimizer=self._optimizer)
+        yield from self._generators()
+
+    def _groups(self) -> list[list[str]]:
+        """The names of the parameters in each group of the optimizer."""
+        rows = self._engine.table.rows
+        return [
+            [row.name for row in rows if row.trainable and row.options == options] for options in self._engine.slices()
+        ]
+
+    def _generators(self) -> list[Holding]:
+        """The states of this rank's random generators, as copies."""
+        world = self._engine.world
+        states: dict[str, Tensor] = {"random": torch.get_rng_state()}
+        if world.device.type == "cuda":
+            states["random.cuda"] = torch.cuda.get_rng_state(world.device)
+        return [Holding.whole(state, name=name, slot=f"rank/{world.rank}") for name, state in states.items()]
+
+    def _take_up(self, index: Index, refill: Refill, generators: list[Holding]) -> None:
+        refill.finish()
+        restore_groups(self._optimizer, names=self._groups(), saved=index.extra.get("groups", []))
+        random, *others = generators
+        torch.set_rng_state(random.tensor)
+        for state in others:
+            torch.cuda.set_rng_state(state.tensor, self._engine.world.device)
+
+
+def _slots(index: Index, engine: DataParallel) -> dict[str, dict[str, Slot]]:
+    """What there is to load, by the names that parameters have in this model, whatever they were tied to when saved."""
+    found: dict[str, dict[str, Slot]] = {}
+    for key, stored in index.tensors.items():
+        kind, _, rest = key.partition("/")
+        if kind in ("optimizer", "scalar", "number"):
+            key, _, rest = rest.partition("/")
+            found.setdefault(rest, {})[f"{kind}/{key}"] = Slot(stored.dtype, stored.shape)
+        elif kind == "parameter":
+            found.setdefault(rest, {})[kind] = Slot(stored.dtype, stored.shape)
+    first = {row.name: index.aliases.get(row.name, row.name) for row in engine.table.rows}
+    here = {name: found[other] for name, other in first.items() if other in found}
+    return here | {name: slots for name, slots in found.items() if name not in first.values()}

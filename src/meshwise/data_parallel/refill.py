@@ -1,0 +1,171 @@
+"""What a rank has to fill when a checkpoint is loaded into it, and what follows when it is full.
+
+The parameters are there already; the optimizer's state is not, before its first step. It is made here from what the
+checkpoint says there is to load, slice by slice, so that a rank never holds more of it than its plan says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.data_parallel.bucket import Bucket
+from meshwise.data_parallel.engine import DataParallel
+from meshwise.data_parallel.holdings import Holding, Slice, buffers, stored, updated
+from meshwise.data_parallel.place import Piece
+from meshwise.model.table import Row
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What there is to load for one slot of one parameter."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+Slots = Mapping[str, Slot]
+"""By the slot's name: `parameter`, `optimizer/exp_avg`, `scalar/step`."""
+
+
+@dataclass(frozen=True)
+class _Number:
+    """A number of a parameter, to be put into the state of the slice that holds the parameter."""
+
+    name: str
+    slot: str
+    state: dict[str, Any]
+    device: torch.device
+    tensor: Tensor
+
+
+class Refill:
+    """A load under way: `needed` says what to fill, `finish` makes it the state that the next step starts from.
+
+    `slots` says what there is to load, by the name of the parameter. Raises ValueError for a parameter that is not
+    there or has another shape, and for optimizer state that is there for some of a slice's parameters only. Nothing is
+    changed before the tensors of `needed` are.
+    """
+
+    def __init__(self, engine: DataParallel, *, optimizer: torch.optim.Optimizer, slots: Mapping[str, Slots]) -> None:
+        self._engine = engine
+        self._optimizer = optimizer
+        self._slots = slots
+        self._numbers: list[_Number] = []
+        self._states: list[tuple[nn.Parameter, dict[str, Any]]] = []
+        rows = {row.name for row in engine.table.rows}
+        if unknown := sorted(slots.keys() - rows):
+            raise ValueError(f"the checkpoint has parameters that the model has not: {', '.join(unknown[:5])}")
+        for row in engine.table.rows:
+            _check(row, slots.get(row.name, {}))
+        for bucket in self._buckets():
+            for part, _ in updated(bucket):
+                self._keys(part)
+
+    def needed(self) -> Iterator[Holding]:
+        """Everything that this rank keeps between steps: some of it more than once over all ranks, as the plan says."""
+        for bucket in self._buckets():
+            here = stored(bucket)
+            for piece in bucket.place.pieces:
+                yield from here.holdings(piece, slot="parameter", within=(here.start, here.stop))
+            for part, parameter in updated(bucket):
+                yield from self._state(part, parameter)
+        yield from buffers(self._engine.module)
+
+    def finish(self) -> None:
+        """Give the optimizer its state.
+
+        Raises ValueError when the parameters of one slice were saved with different numbers.
+        """
+        first: dict[tuple[int, str], _Number] = {}
+        for number in self._numbers:
+            kind, _, key = number.slot.partition("/")
+            known = first.setdefault((id(number.state), key), number)
+            if not torch.equal(known.tensor, number.tensor):
+                raise ValueError(
+                    f"the optimizer's {key!r} is {known.tensor.item()} for {known.name} and {number.tensor.item()} for "
+                    f"{number.name}; parameters that are updated together need the same"
+                )
+            number.state[key] = number.tensor.item() if kind == "number" else known.tensor.to(number.device)
+        for parameter, state in self._states:
+            self._optimizer.state.pop(parameter, None)
+            if state:
+                self._optimizer.state[parameter] = state
+        self._numbers, self._states = [], []
+
+    def _buckets(self) -> Iterator[Bucket]:
+        for unit in self._engine.units:
+            yield from unit.buckets
+
+    def _keys(self, part: Slice) -> Slots:
+        """The slots of optimizer state of a slice, the same for all parameters in it. Raises ValueError otherwise."""
+        found = [(row, self._optimizer_slots(row)) for row in (piece.row for piece in _inside(part))]
+        for row, slots in found[1:]:
+            if slots.keys() != found[0][1].keys():
+                raise ValueError(
+                    f"the checkpoint has {sorted(found[0][1]) or 'no optimizer state'} for {found[0][0].name} and "
+                    f"{sorted(slots) or 'no optimizer state'} for {row.name}, which are updated together; was one of "
+                    "them frozen when it was saved?"
+                )
+        return found[0][1]
+
+    def _optimizer_slots(self, row: Row) -> dict[str, Slot]:
+        return {slot: what for slot, what in self._slots[row.name].items() if "/" in slot}
+
+    def _state(self, part: Slice, parameter: nn.Parameter) -> Iterator[Holding]:
+        """Make the optimizer's state of a slice, and say what to fill it with."""
+        old = self._optimizer.state.get(parameter, {})
+        new: dict[str, Any] = {}
+        for slot in self._keys(part):
+            kind, _, key = slot.partition("/")
+            if kind == "optimizer":
+                pieces = _inside(part)
+                new[key] = _like(parameter, self._slots[pieces[0].row.name], slot=slot, old=old.get(key))
+                for piece in pieces:
+                    values = Slice(part.bucket, part.start, new[key])
+                    yield from values.holdings(piece, slot=slot, within=(part.start, part.stop))
+            else:
+                device = self._number_device(parameter)
+                for piece in _inside(part):
+                    number = torch.zeros((), dtype=self._slots[piece.row.name][slot].dtype)
+                    self._numbers.append(_Number(piece.row.name, slot, new, device, number))
+                    yield Holding.whole(number, name=piece.row.name, slot=slot)
+        self._states.append((parameter, new))
+
+    def _number_device(self, parameter: nn.Parameter) -> torch.device:
+        """Where torch's optimizers keep the numbers of a parameter: beside it when a kernel reads them."""
+        for group in self._optimizer.param_groups:
+            if any(parameter is member for member in group["params"]):
+                return parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
+        raise AssertionError("the optimizer does not have the slice")
+
+
+def _inside(part: Slice) -> list[Piece]:
+    """The parameters that have elements in a slice; the last one, whose padding it is, for one without any."""
+    pieces = part.bucket.place.pieces
+    return [piece for piece in pieces if max(piece.start, part.start) < min(piece.stop, part.stop)] or [pieces[-1]]
+
+
+def _like(parameter: nn.Parameter, slots: Slots, *, slot: str, old: object) -> Tensor:
+    """A tensor for state of a slice: what is there already, where it is of the kind needed.
+
+    State that was saved in the dtype of its parameter follows the parameter to the dtype it has now.
+    """
+    follows = slots[slot] == slots["parameter"]
+    dtype = parameter.dtype if follows else slots[slot].dtype
+    if isinstance(old, Tensor) and old.shape == parameter.shape and old.dtype == dtype:
+        return old
+    return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+
+
+def _check(row: Row, slots: Slots) -> None:
+    """Raise ValueError unless there is a parameter of the right shape to load."""
+    if "parameter" not in slots:
+        raise ValueError(f"the checkpoint has no parameter {row.name!r}, which the model has")
+    found, wanted = slots["parameter"].shape, (*row.shape, *((2,) if row.dtype.is_complex else ()))
+    if found != wanted:
+        raise ValueError(f"{row.name} has the shape {found} in the checkpoint and {wanted} in the model")

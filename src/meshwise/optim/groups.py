@@ -1,0 +1,59 @@
+"""The hyperparameters of an optimizer, by the parameters they are for.
+
+torch's own `state_dict` numbers parameters and groups, so it fits one plan and one division into groups. Names fit all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def describe_groups(optimizer: torch.optim.Optimizer, *, names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """What JSON can say of the groups of an optimizer; `names` are those of the parameters of each.
+
+    Raises ValueError for a hyperparameter that JSON has no value for.
+    """
+    described = []
+    for group, members in zip(optimizer.param_groups, names, strict=True):
+        values = {key: _plain(key, value) for key, value in group.items() if key != "params"}
+        described.append({"names": list(members), "values": values})
+    return described
+
+
+def restore_groups(
+    optimizer: torch.optim.Optimizer, *, names: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]
+) -> None:
+    """Give every group the hyperparameters that its parameters were saved with.
+
+    Raises ValueError when parameters of one group were saved with different ones; those of parameters that were not
+    trained then stay as they are.
+    """
+    by_name = {name: group["values"] for group in saved for name in group["names"]}
+    for group, members in zip(optimizer.param_groups, names, strict=True):
+        known = [name for name in members if name in by_name]
+        for name in known[1:]:
+            if by_name[name] != by_name[known[0]]:
+                raise ValueError(
+                    f"{known[0]} and {name} share a group of the optimizer and were saved with {by_name[known[0]]} and "
+                    f"{by_name[name]}; give them different options again"
+                )
+        for key, value in by_name[known[0]].items() if known else ():
+            current = group.get(key)
+            if isinstance(current, Tensor):
+                current.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def _plain(key: str, value: Any) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, tuple | list):
+        return [_plain(key, part) for part in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ValueError(f"the optimizer's {key} = {value!r} is of type {type(value).__name__}; a checkpoint keeps numbers")
