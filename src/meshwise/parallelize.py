@@ -1,11 +1,13 @@
 """The one place where the parts meet, in one fixed order.
 
-plan -> world over the plan's mesh -> model (born or as it is) -> parameter table -> units and their buckets
--> buffers -> optimizer over the owned slices -> trainer
+plan -> world over the plan's mesh -> model (born or as it is) -> parameter table -> parts that tensor parallelism
+splits, and where that stores the rows -> units and their buckets -> buffers -> optimizer over the owned slices
+-> trainer
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +25,9 @@ from meshwise.model.table import ParameterOptions, parameter_table
 from meshwise.nonfinite import SkipPolicy
 from meshwise.optim.flat import OptimizerClass, flat_optimizer
 from meshwise.plan import Plan
+from meshwise.tensor.matmul import Streaming
+from meshwise.tensor.parallelism import tensor_parallel
+from meshwise.tensor.rules import Rules, find_parts
 from meshwise.trainer import Recipe, Trainer
 
 
@@ -44,6 +49,14 @@ class Options:
 
     parameter_options: ParameterOptions | None = None
     """`(name, parameter) -> optimizer options`; by default vectors (biases, norms) have no weight decay."""
+
+    tensor_rules: Rules | None = None
+    """With tp, the parts of modules whose names match a pattern: `{"blocks.*.up": "first"}`; see
+    `meshwise.tensor.rules.Rules`. None: what the model declares and its structure says."""
+
+    streaming: Streaming = dataclasses.field(default_factory=Streaming)
+    """With tp, how operands that are gathered come together: `Streaming(keep=True)` keeps them for the backward,
+    `Streaming(panels=4)` never holds a whole one."""
 
 
 def parallelize(
@@ -75,6 +88,11 @@ def parallelize(
 
     source = born(model, seed=options.seed)
     table = parameter_table(source.module, options=options.parameter_options)
+    if plan.tp > 1:
+        parts = find_parts(source.module, plan=plan, rules=options.tensor_rules)
+        table = table.placed(
+            tensor_parallel(source.module, plan=plan, world=world, parts=parts, streaming=options.streaming)
+        )
     _refuse_batch_norm(source.module, parts=world.group(plan.data_axes).size * plan.microbatches)
     engine = DataParallel(source, table=table, world=world, zero=plan.zero)
     _place_buffers(source, world)

@@ -86,7 +86,6 @@ class Refusal:
 
 
 COMPATIBILITY = (
-    Refusal(when="tp>1", reason="tensor parallelism is not built yet", instead="tp=1 dp=dp*tp"),
     Refusal(
         when="tp_mode!=1d sequence_parallel>0",
         reason="2d, 2.5d and 3d split every activation already",

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -73,6 +72,10 @@ class Row:
         """Number of elements."""
         return torch.Size(self.shape).numel()
 
+    def at(self, placement: Placement) -> Row:
+        """The same parameter, stored like this."""
+        return replace(self, layout=placement.layout, summed=placement.summed)
+
     def copies(self, mesh: Mesh) -> tuple[str, ...]:
         """The axes over which both the parameter and its gradient are the same on every rank."""
         return tuple(axis for axis in mesh.names if axis not in (*self.layout.axes, *self.summed))
@@ -130,6 +133,12 @@ class ParameterTable:
         """Number of elements, ties counted once."""
         return sum(row.numel for row in self.rows)
 
+    def placed(self, placements: Mapping[str, Placement]) -> ParameterTable:
+        """The table of a model whose parameters, by first name, are stored like this; all of them are given."""
+        return ParameterTable(
+            tuple(replace(unit, rows=tuple(row.at(placements[row.name]) for row in unit.rows)) for unit in self.units)
+        )
+
     def row(self, name: str) -> Row:
         """The row of a parameter under any of its names. Raises ValueError, with near misses, for another name."""
         if name not in self._by_name:
@@ -146,17 +155,13 @@ def matrices_decay(name: str, parameter: Tensor) -> Mapping[str, Any]:  # noqa: 
 
 
 def parameter_table(
-    module: nn.Module,
-    *,
-    options: ParameterOptions | None = None,
-    units: Patterns = (),
-    placements: Mapping[str, Placement] = MappingProxyType({}),
+    module: nn.Module, *, options: ParameterOptions | None = None, units: Patterns = ()
 ) -> ParameterTable:
     """Read a model, on any device, meta included.
 
     `options(name, parameter)` gives optimizer options for a parameter (default `matrices_decay`). `units` overrides how
-    the model is divided; see `meshwise.model.blocks.partition`. `placements` says, by first name, where parameters are
-    stored; one that it leaves out is whole on every rank and its gradients are summed over `dp`.
+    the model is divided; see `meshwise.model.blocks.partition`. Every parameter is whole on every rank, and its
+    gradients are summed over `dp`, until `placed` says otherwise.
 
     Raises ValueError for a model without parameters, with a lazy parameter, with two parameters that are not the same
     object but share memory, and for a pattern in `units` that names nothing.
@@ -185,8 +190,8 @@ def parameter_table(
             aliases=tuple(aliases),
             unit=unit_of[owner[first]],
             options=tuple(sorted(rule(first, parameter).items())),
-            layout=placements[first].layout if first in placements else Layout.replicated(parameter.ndim),
-            summed=placements[first].summed if first in placements else ("dp",),
+            layout=Layout.replicated(parameter.ndim),
+            summed=("dp",),
         )
     users: dict[str, list[str]] = {}
     for pieces in divided:
