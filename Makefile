@@ -26,8 +26,8 @@ demo: install  ## train a small GPT on the standard library's source, on 4 local
 
 test test-gpu: export OMP_NUM_THREADS := 1
 
-test: install  ## the whole suite
-	$(BIN)/python -m pytest
+test: install  ## the whole suite, two files at a time
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-gpu: install  ## the tests that need a CUDA device; they skip where there is none
 	$(BIN)/python -m pytest -m gpu

@@ -3,6 +3,8 @@ CUDA, and real processes that are started once.
 """
 
 import os
+import signal
+import sys
 from collections.abc import Iterator
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -17,6 +19,8 @@ from hypothesis import settings
 from meshwise.testing import Processes
 
 torch.set_num_threads(1)
+# A shell that starts the suite in the background has Ctrl-C ignored, and what the tests start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples on every run, and no deadline: on a busy machine a slow example says nothing about the code.
 settings.register_profile("meshwise", derandomize=True, deadline=None, database=None, max_examples=100)
@@ -32,8 +36,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _seeds() -> None:
+def _the_same_start(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a job's own folder is put on it, and processes inherit it
 
 
 @pytest.fixture(scope="session")
