@@ -49,6 +49,11 @@ class Product:
     y: Move = NOTHING
     rows: Axes = ()
 
+    @property
+    def features(self) -> Axes:
+        """The axes that split the features of Y: of the output features of W, once it is gathered."""
+        return tuple(axis for axis in self.out if self.w.dim != "out" or axis not in self.w.axes)
+
 
 @dataclass(frozen=True)
 class Lookup:

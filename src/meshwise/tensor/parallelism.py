@@ -1,0 +1,258 @@
+"""Puts a plain model under tensor parallelism, from outside.
+
+A module that plays a part gets a class of its own: that part's behaviour in front of the class it has. So
+`isinstance`, names, hooks and `state_dict` stay what they are, and the user's forward runs unchanged over local rows and
+local features. Parameters are not touched: the placements that come back say what each rank stores, and the engine
+installs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwise.comm.world import World
+from meshwise.layout.layout import ANYWHERE, Cut, Layout
+from meshwise.model.table import Placement
+from meshwise.plan import Plan
+from meshwise.tensor import region
+from meshwise.tensor.context import Context
+from meshwise.tensor.embedding import ShardedEmbedding, SplitTable
+from meshwise.tensor.linear import DATA, Projection, ShardedHead, ShardedLinear
+from meshwise.tensor.matmul import Streaming
+from meshwise.tensor.multihead import Sharding
+from meshwise.tensor.norm import ShardedNorm, SplitNorm
+from meshwise.tensor.part import Part
+from meshwise.tensor.schemes import scheme
+
+
+def tensor_parallel(
+    module: nn.Module,
+    *,
+    plan: Plan,
+    world: World,
+    parts: Mapping[str, Part],
+    streaming: Streaming | None = None,
+) -> Mapping[str, Placement]:
+    """Make a model compute on what each rank stores, and say where each parameter is stored, by its first name.
+
+    `parts`: by name of a module, or of a parameter that a module holds itself. `world` lies over the plan's mesh. The
+    model's parameters still have their full shapes (the meta device will do) and are left to the caller to install.
+
+    Raises ValueError, with near names, for a part of a module that does not exist and a parameter without a part, and
+    for what cannot be split: an embedding with `max_norm`, a tied parameter whose two parts are stored differently.
+    """
+    outside = Context(world, scheme(plan, blocks=False), streaming=streaming or Streaming())
+    inside = dataclasses.replace(outside, scheme=scheme(plan, blocks=True))
+    split = _Split(module, parts, outside=outside, inside=inside)
+    for name, part in parts.items():
+        split.apply(name, part)
+    split.add_hooks()
+    return split.placements()
+
+
+class _Split:
+    """A model on its way: its contexts inside and outside of the blocks, and the placements so far."""
+
+    def __init__(self, module: nn.Module, parts: Mapping[str, Part], *, outside: Context, inside: Context) -> None:
+        self._root = module
+        self._parts = parts
+        self._modules = dict(module.named_modules(remove_duplicate=False))
+        self._parameters = dict(module.named_parameters(remove_duplicate=False))
+        self._first_names: dict[nn.Parameter, str] = {}
+        for name, parameter in self._parameters.items():
+            self._first_names.setdefault(parameter, name)
+        self._outside = outside
+        self._inside = inside
+        self._blocks = [name for name, part in parts.items() if part.role == "block"]
+        self._placed: dict[str, Placement] = {}
+        self._kept_whole: dict[str, Placement] = {}
+        self._roles: Mapping[str, Callable[[str, Part], None]] = {
+            **dict.fromkeys(("first", "second", "single", "head"), self._linear),
+            "embedding": self._embedding,
+            **dict.fromkeys(("positions", "patches", "vector", "inner"), self._by_features),
+            "norm": self._norm,
+            **dict.fromkeys(("whole", "each_head"), self._whole),
+            **dict.fromkeys(("attention", "pair"), self._around),
+            "block": lambda _name, _part: None,  # what blocks are for is in `add_hooks`
+        }
+
+    def apply(self, name: str, part: Part) -> None:
+        """Let one module, or parameter, play its part."""
+        if name not in self._modules and name not in self._parameters:
+            near = difflib.get_close_matches(name, [*self._modules, *self._parameters], n=3, cutoff=0.4)
+            raise ValueError(f"a part for {name!r}, which names no module and no parameter; near names: {near}")
+        self._roles[part.role](name, part)
+
+    def placements(self) -> Mapping[str, Placement]:
+        """Every parameter's. Raises ValueError when one has none."""
+        found = {**self._kept_whole, **self._placed}
+        missing = [name for name in self._first_names.values() if name not in found]
+        if missing:
+            raise ValueError(
+                f"no part says where these parameters are stored: {', '.join(missing[:8])}; parts were given to "
+                f"{', '.join(list(self._parts)[:8])} …"
+            )
+        return {name: found[name] for name in self._first_names.values()}
+
+    # ---- the parts -----------------------------------------------------------------------------------------------
+
+    def _linear(self, name: str, part: Part) -> None:
+        context = self._context(name, part)
+        if name in self._parameters:
+            self._place(name, Projection(context, part=part, shape=self._parameters[name].shape).weight_placement)
+            return
+        module = self._modules[name]
+        weight = _matrix(module, name)
+        projection = Projection(context, part=part, shape=weight.shape)
+        _become(module, ShardedHead if part.role == "head" else ShardedLinear, sharding=projection)
+        self._place(f"{name}.weight", projection.weight_placement)
+        if f"{name}.bias" in self._parameters:
+            self._place(f"{name}.bias", projection.bias_placement)
+
+    def _embedding(self, name: str, _part: Part) -> None:
+        module = self._modules[name]
+        _require_plain_embedding(module, name)
+        rows, features = _matrix(module, name).shape
+        table = SplitTable(self._outside, shape=(rows, features), padding_idx=getattr(module, "padding_idx", None))
+        _become(module, ShardedEmbedding, sharding=table)
+        self._place(f"{name}.weight", table.placement)
+
+    def _by_features(self, name: str, part: Part) -> None:
+        """Parameters one of whose dims counts the stream's features, or what lies within a pair."""
+        context = self._context(name, part)
+        scheme, inner = context.scheme, part.role == "inner"
+        axes, rows = (scheme.inner, scheme.inner_rows) if inner else (scheme.stream, (*scheme.rows, *scheme.tokens))
+        module = self._modules.get(name)
+        if isinstance(module, nn.Embedding):
+            _require_plain_embedding(module, name)
+        if part.role == "patches" and context.degree(axes) > 1:
+            assert module is not None
+            region.share_input(module, context=context, axes=axes)
+        held = {name: self._parameters[name]} if module is None else dict(module.named_parameters(prefix=name))
+        for key, parameter in held.items():
+            dim = 0 if part.role == "patches" else parameter.dim() - 1
+            splits = tuple(axes if other == dim else () for other in range(parameter.dim()))
+            cuts = tuple(part.cut if inner and other == dim else ANYWHERE for other in range(parameter.dim()))
+            self._place(key, Placement(Layout(splits, cuts=cuts), (*DATA, *rows)))
+
+    def _norm(self, name: str, part: Part) -> None:
+        context, module = self._context(name, part), self._modules[name]
+        self._by_features(name, dataclasses.replace(part, role="vector"))
+        axes = context.scheme.stream
+        if context.degree(axes) == 1:
+            return
+        assert part.norm is not None
+        features = _features_of_norm(module, name)
+        sizes = context.sizes(Layout((axes,)), features, axes=axes)
+        _become(module, ShardedNorm, sharding=SplitNorm(context.world, axes, sizes, part.norm))
+
+    def _whole(self, name: str, part: Part) -> None:
+        """Every rank has all of it. Heads differ from rank to rank, whole features do not."""
+        scheme = self._context(name, part).scheme
+        rows = (*scheme.inner_rows, *scheme.inner) if part.role == "each_head" else (*scheme.rows, *scheme.tokens)
+        module = self._modules.get(name)
+        held = {name: self._parameters[name]} if module is None else dict(module.named_parameters(prefix=name))
+        for key, parameter in held.items():
+            placement = Placement(Layout.replicated(parameter.dim()), (*DATA, *rows))
+            self._kept_whole[self._first_names[self._parameters[key]]] = placement
+        if part.role == "whole" and isinstance(module, nn.Linear) and module.in_features == self._width():
+            region.gather_features(module, context=self._outside, features=module.in_features)
+
+    def _around(self, name: str, part: Part) -> None:
+        """A module around a pair: it counts what this rank has."""
+        context, module = self._context(name, part), self._modules[name]
+        for attribute, grain in part.counts:
+            count = getattr(module, attribute)
+            layout = Layout((context.scheme.inner,), cuts=(Cut(grain=grain),))
+            counts = [context.own(layout, size) for size in (count if isinstance(count, tuple) else (count,))]
+            setattr(module, attribute, tuple(counts) if isinstance(count, tuple) else counts[0])
+        if part.gathers:
+            region.gather_stream(module, context=context, features=self._width())
+        if part.becomes is None:
+            region.move_rows(module, context=context)
+            return
+        held = {key: self._parts.get(f"{name}.{key}") for key, _ in module.named_parameters(recurse=False)}
+        projections = {
+            key: Projection(context, part=own, shape=self._parameters[f"{name}.{key}"].shape)
+            for key, own in held.items()
+            if own is not None and own.role in ("first", "second")
+        }
+        _become(module, part.becomes, sharding=Sharding(context, projections))
+
+    # ---- all together --------------------------------------------------------------------------------------------
+
+    def add_hooks(self) -> None:
+        """Where the stream is cut along the tokens, and where rows are agreed upon."""
+        region.watch_rows(self._root, context=self._outside)
+        if self._inside.degree(self._inside.scheme.tokens) == 1:
+            return
+        stacks: dict[str, list[str]] = {}
+        for name in self._blocks:
+            stacks.setdefault(name.rpartition(".")[0], []).append(name)
+        for names in stacks.values():
+            region.enter_tokens(self._modules[names[0]], context=self._inside)
+            region.leave_tokens(self._modules[names[-1]], context=self._inside)
+
+    def _context(self, name: str, part: Part) -> Context:
+        within = any(name == block or name.startswith(f"{block}.") for block in self._blocks)
+        return self._inside if within and not part.whole_tokens else self._outside
+
+    def _place(self, name: str, placement: Placement) -> None:
+        first = self._first_names[self._parameters[name]]
+        known = self._placed.setdefault(first, placement)
+        if known != placement:
+            raise ValueError(
+                f"{first} and {name} are one parameter, but their parts store it as '{known.layout}' and as "
+                f"'{placement.layout}'; give them parts that agree"
+            )
+
+    def _width(self) -> int:
+        """How many features the stream has."""
+        for name, part in self._parts.items():
+            if part.role in ("first", "single", "head") and name in self._modules:
+                return _matrix(self._modules[name], name).shape[0 if part.transposed else 1]
+            if part.role == "first":
+                return self._parameters[name].shape[1]
+        raise ValueError("no linear opens a pair, so nothing tells how many features the stream has")
+
+
+def _become(module: nn.Module, front: type[nn.Module], *, sharding: Any) -> None:
+    """Put a class in front of the module's own."""
+    own = type(module)
+    body = {
+        "sharding": sharding,
+        "__module__": own.__module__,
+        "__qualname__": own.__qualname__,
+        "__doc__": own.__doc__,
+    }
+    module.__class__ = type(own.__name__, (front, own), body)
+
+
+def _matrix(module: nn.Module, name: str) -> Tensor:
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 2:
+        raise ValueError(
+            f"{name} ({type(module).__name__}) has no matrix named weight, so it cannot play a matrix's part"
+        )
+    return weight
+
+
+def _features_of_norm(module: nn.Module, name: str) -> int:
+    shape = getattr(module, "normalized_shape", None)
+    if isinstance(shape, tuple) and len(shape) == 1:
+        return int(shape[0])
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 1:
+        raise ValueError(f"{name} ({type(module).__name__}) does not normalise one dim, the features")
+    return weight.numel()
+
+
+def _require_plain_embedding(module: nn.Module, name: str) -> None:
+    for option in ("max_norm", "sparse", "scale_grad_by_freq"):
+        if getattr(module, option, None):
+            raise ValueError(f"{name}: an embedding with {option} cannot be split; leave {option} out, or use tp=1")

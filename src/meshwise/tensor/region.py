@@ -1,0 +1,167 @@
+"""Where activations change how they are cut, other than in a matmul.
+
+With sequence parallelism the stream is cut along the tokens from the first repeated block to the last. Embeddings,
+position numbers, rotary tables and masks are made outside of it and see whole sequences.
+
+Under 3D the rows of the batch are those of (i, j) in the stream and of (i, l) within a pair. What a model hands to its
+attention besides the stream, and has a batch dim, has to follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.comm import gradient
+from meshwise.layout.geometry import even_split
+from meshwise.layout.layout import Layout
+from meshwise.tensor.context import Context
+from meshwise.tensor.scheme import Axes, Move
+from meshwise.tree import map_tensors, tensors
+
+Change: TypeAlias = Callable[[Tensor], Tensor]
+_STREAM = "hidden_states"
+_POSITIONS = ("position_embeddings", "position_ids", "cos", "sin")
+
+
+def watch_rows(module: nn.Module, *, context: Context) -> None:
+    """Whenever the whole model runs, agree on how many rows of the batch each rank has (only where rows move)."""
+    axes = context.scheme.first.x.axes
+    if context.scheme.first.x.dim != "rows" or context.degree(axes) == 1:
+        return
+
+    def before(_module: nn.Module, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
+        rows = next(tensor.size(0) for tensor in tensors((args, dict(given))) if tensor.dim())
+        context.extents.rows = tuple(context.world.exchange(rows, axes=axes))
+
+    module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+
+
+def enter_tokens(block: nn.Module, *, context: Context) -> None:
+    """Cut the stream along the tokens when it enters this block."""
+    axes, world = context.scheme.tokens, context.world
+
+    def take(x: Tensor) -> Tensor:
+        bounds = even_split(x.size(-2), world.group(axes).size)
+        context.extents.tokens = tuple(stop - start for start, stop in bounds)
+        return gradient.take(x, world=world, axes=axes, dim=-2, sizes=context.extents.tokens).wait()
+
+    _change_input(block, take)
+
+
+def leave_tokens(block: nn.Module, *, context: Context) -> None:
+    """Put the tokens of the stream together when it leaves this block."""
+
+    def replicate(x: Tensor) -> Tensor:
+        scheme, sizes = context.scheme, context.extents.tokens
+        return gradient.replicate(x, world=context.world, axes=scheme.tokens, dim=-2, sizes=sizes).wait()
+
+    def after(_module: nn.Module, _args: Any, output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return replicate(output)
+        if isinstance(output, tuple) and isinstance(output[0], Tensor):
+            return (replicate(output[0]), *output[1:])
+        raise ValueError(
+            f"a block returned {type(output).__name__}; with sequence_parallel=1 it returns the stream, or a tuple "
+            "that begins with it"
+        )
+
+    block.register_forward_hook(after)
+
+
+def gather_stream(module: nn.Module, *, context: Context, features: int) -> None:
+    """Gather the stream of `features` at the entry of a module, for all linears inside that open a pair."""
+    move = context.scheme.first.x
+    sizes = context.sizes(Layout((move.axes,)), features, axes=move.axes)
+
+    def gather(x: Tensor) -> Tensor:
+        return arrive(x, move=move, context=context, features=sizes)
+
+    if context.degree(move.axes) > 1:
+        _change_input(module, gather)
+
+
+def gather_features(module: nn.Module, *, context: Context, features: int) -> None:
+    """Give a module that is computed whole all features of the stream."""
+    axes, world = context.scheme.stream, context.world
+    sizes = context.sizes(Layout((axes,)), features, axes=axes)
+    if context.degree(axes) > 1:
+        _change_input(module, lambda x: gradient.replicate(x, world=world, axes=axes, dim=-1, sizes=sizes).wait())
+
+
+def share_input(module: nn.Module, *, context: Context, axes: Axes) -> None:
+    """Let every rank along `axes` use the same input in its own way: its gradients are summed."""
+    _change_input(module, lambda x: gradient.copy(x, world=context.world, axes=axes).wait() if x.requires_grad else x)
+
+
+def arrive(x: Tensor, *, move: Move, context: Context, features: tuple[int, ...] | None = None) -> Tensor:
+    """`x` gathered as a move says, for every rank to use in its own way. `features`: the sizes of its parts."""
+    moved = context.moved(move, features=features)
+    if not moved.axes:
+        return x
+    if moved.dim is None:
+        return gradient.copy(x, world=context.world, axes=moved.axes).wait()
+    return gradient.all_gather(x, world=context.world, axes=moved.axes, dim=moved.dim, sizes=moved.sizes).wait()
+
+
+def to_inner_rows(x: Tensor, *, context: Context) -> Tensor:
+    """A tensor with the stream's rows in dim 0, such as an attention mask, with the rows that a pair has inside.
+
+    The tensor itself where both are the same, and where dim 0 is one row for all. No gradient goes through it. Raises
+    ValueError when dim 0 is neither.
+    """
+    there, back = context.scheme.first.x, context.scheme.first.y
+    if there.dim != "rows" or context.degree(there.axes) == 1:
+        return x
+    world, group = context.world, context.world.group(there.axes)
+    rows = context.extents.rows or (x.size(0),) * group.size
+    is_batch = x.size(0) == rows[group.index]
+    if min(rows) == 1 < max(rows):  # a rank with one row cannot tell it from one for all
+        is_batch = tuple(world.exchange(x.size(0), axes=there.axes)) == rows
+    if not is_batch:
+        if x.size(0) != 1:
+            raise ValueError(f"a mask of shape {tuple(x.shape)} beside {rows[group.index]} rows of the batch")
+        return x
+    held = x.detach().contiguous()
+    parts = [held.new_empty((count, *x.shape[1:])) for count in rows]
+    world.all_gather(held, into=parts, axes=there.axes).wait()
+    inner: Tensor = torch.cat(parts).split(rows)[world.group(back.axes).index]
+    return inner
+
+
+def move_rows(attention: nn.Module, *, context: Context) -> None:
+    """Bring what an attention is handed besides the stream, masks and positions, to the rows it has inside."""
+    there = context.scheme.first.x
+    if there.dim != "rows" or context.degree(there.axes) == 1:
+        return
+
+    def before(
+        _module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def move(x: Tensor) -> Tensor:
+            return to_inner_rows(x, context=context)
+
+        beside = [name for name in given if "mask" in name or name in _POSITIONS]
+        return args, {**given, **{name: map_tensors(move, given[name]) for name in beside}}
+
+    attention.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def _change_input(module: nn.Module, change: Change) -> None:
+    """Change the stream on its way into a module: its first tensor by position, or `hidden_states`."""
+
+    def before(
+        hooked: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args and isinstance(args[0], Tensor):
+            return (change(args[0]), *args[1:]), given
+        if isinstance(given.get(_STREAM), Tensor):
+            return args, {**given, _STREAM: change(given[_STREAM])}
+        raise ValueError(
+            f"{type(hooked).__name__} was called without the stream: it comes as the first argument, or as {_STREAM}"
+        )
+
+    module.register_forward_pre_hook(before, with_kwargs=True)

@@ -1,0 +1,137 @@
+"""A plain module beside the same module split over ranks, without an engine: outputs, losses and every gradient."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.comm.thread_world import run_threads
+from meshwise.comm.world import World
+from meshwise.layout import even_split
+from meshwise.model.table import Placement
+from meshwise.plan import Plan
+from meshwise.reference import GPTConfig
+from meshwise.tensor.matmul import Streaming
+from meshwise.tensor.parallelism import tensor_parallel
+from meshwise.tensor.part import Norm, Part
+
+Loss = Callable[[nn.Module, Sequence[Tensor]], Tensor]
+
+SCHEMES = {
+    "1d, 2 ranks": "tp=2",
+    "1d, 3 ranks": "tp=3",
+    "1d with sequence parallel, 2 ranks": "tp=2 sequence_parallel=1",
+    "1d with sequence parallel, 3 ranks": "tp=3 sequence_parallel=1",
+    "2d, 4 ranks": "tp=4 tp_mode=2d",
+    "2.5d, 8 ranks": "tp=8 tp_mode=2.5d tp_depth=2",
+    "3d, 8 ranks": "tp=8 tp_mode=3d",
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The loss of a model, and the gradients of its parameters."""
+
+    loss: Tensor
+    gradients: Mapping[str, Tensor]
+
+
+def alone(model: nn.Module, *, inputs: Sequence[Tensor], loss: Loss) -> Outcome:
+    """On one process."""
+    module = copy.deepcopy(model)
+    total = loss(module, inputs)
+    total.backward()
+    return Outcome(total.detach(), {name: _gradient(parameter) for name, parameter in module.named_parameters()})
+
+
+def install(
+    module: nn.Module, *, plan: str, world: World, parts: Mapping[str, Part], streaming: Streaming | None = None
+) -> Mapping[str, Placement]:
+    """Split a module and put this rank's part of every parameter into it."""
+    chosen = Plan.parse(plan)
+    placements = tensor_parallel(module, plan=chosen, world=world, parts=parts, streaming=streaming)
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for name, parameter in list(module.named_parameters()):
+        made[parameter] = nn.Parameter(part_of(parameter.detach(), placements[name], world=world))
+    for owner in module.modules():
+        for key, held in list(owner._parameters.items()):
+            if held is not None:
+                setattr(owner, key, made[held])
+    return placements
+
+
+def part_of(full: Tensor, placement: Placement, *, world: World) -> Tensor:
+    """What this rank stores of a full tensor."""
+    pieces = placement.layout.pieces(full.shape, mesh=world.mesh, rank=world.rank)
+    return torch.cat([full[piece.slices] for piece in pieces], dim=placement.layout.side).clone()
+
+
+def own_rows(inputs: Sequence[Tensor], *, plan: str, world: World) -> list[Tensor]:
+    """The rows of the batch that are this rank's."""
+    group = world.group(Plan.parse(plan).data_axes)
+    return [x[slice(*even_split(x.size(0), group.size)[group.index])] for x in inputs]
+
+
+def split_agrees(
+    model: nn.Module,
+    *,
+    plan: str,
+    parts: Mapping[str, Part],
+    batch: tuple[Sequence[Tensor], Loss],
+    streaming: Streaming | None = None,
+    bound: float = 1e-11,
+) -> None:
+    """Assert that loss and gradients, summed over the ranks that hold other rows, are those of one process.
+
+    `batch`: the inputs, rows in dim 0, and a loss that is a sum over rows.
+    """
+    inputs, loss = batch
+    expected = alone(model, inputs=inputs, loss=loss)
+    mesh = Plan.parse(plan).mesh()
+
+    def main(world: World) -> None:
+        world = world.over(mesh)
+        module = copy.deepcopy(model)
+        placements = install(module, plan=plan, world=world, parts=parts, streaming=streaming)
+        total = loss(module, own_rows(inputs, plan=plan, world=world))
+        total.backward()
+        found = total.detach().clone()
+        world.all_reduce(found, axes=Plan.parse(plan).data_axes).wait()
+        torch.testing.assert_close(found, expected.loss, rtol=bound, atol=0)
+        for name, parameter in module.named_parameters():
+            gradient = _gradient(parameter).clone()
+            world.all_reduce(gradient, axes=placements[name].summed).wait()
+            wanted = part_of(expected.gradients[name], placements[name], world=world)
+            scale = float(expected.gradients[name].abs().max())
+            apart = float((gradient - wanted).abs().max()) if wanted.numel() else 0.0
+            assert apart <= bound * scale, f"{name}: {apart:.3g} apart, beside a gradient of {scale:.3g}"
+
+    run_threads(mesh.size, main)
+
+
+def gpt_parts(config: GPTConfig) -> dict[str, Part]:
+    """The parts of the reference GPT."""
+    norm = Part("norm", norm=Norm(centred=True, epsilon=1e-5))
+    width, keys = config.width, (config.kv_heads or config.heads) * config.head_width
+    group = config.heads // (config.kv_heads or config.heads)
+    parts = {"embedding": Part("embedding"), "positions": Part("positions"), "norm": norm, "head": Part("head")}
+    for number in range(config.layers):
+        block = f"blocks.{number}"
+        parts |= {
+            block: Part("block"),
+            f"{block}.attention_norm": norm,
+            f"{block}.attention": Part("attention", counts=(("heads", 1),)),
+            f"{block}.attention.qkv": Part("first", sections=(width, keys, keys), grain=config.head_width),
+            f"{block}.attention.projection": Part("second", grain=config.head_width * group),
+            f"{block}.mlp_norm": norm,
+            f"{block}.mlp.expansion": Part("first"),
+            f"{block}.mlp.projection": Part("second"),
+        }
+    return parts
+
+
+def _gradient(parameter: Any) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
