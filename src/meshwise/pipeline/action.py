@@ -1,0 +1,141 @@
+"""A schedule as a value: for every rank, the actions it does, in order.
+
+A pipeline schedule written as control flow can be run and nothing else. Written as a table it is checked before anybody
+starts, timed, drawn, compared with another one in a test, read from a file, and run by one interpreter:
+
+    0F0 0F1 0B0 0B1        rank 0 holds stage 0: forward of micro-batches 0 and 1, then their backwards
+    1F0 1B0 1F1 1B1        rank 1 holds stage 1
+
+A schedule function returns only what is computed; `passes` add the sends, receives, gathers and reductions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot work, or one asked for in a way that it does not allow."""
+
+
+class Kind(StrEnum):
+    """What an action does. The first four compute; B is I and W in one."""
+
+    F = "F"  # forward
+    B = "B"  # backward, whole
+    I = "I"  # backward with respect to the stage's input  # noqa: E741 - the name the literature gives it
+    W = "W"  # backward with respect to the stage's weights
+    SEND_F = "SEND_F"  # the stage's output, to the next stage
+    RECV_F = "RECV_F"  # the stage's input, from the stage before
+    SEND_B = "SEND_B"  # the gradient of the stage's input, to the stage before
+    RECV_B = "RECV_B"  # the gradient of the stage's output, from the next stage
+    GATHER = "GATHER"  # the stage's parameters become whole (ZeRO-3)
+    FREE = "FREE"  # … and are sharded again
+    REDUCE = "REDUCE"  # the stage's gradients, summed over the data axes
+
+
+COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
+SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
+RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
+UNITS = frozenset({Kind.GATHER, Kind.FREE, Kind.REDUCE})
+"""What concerns a stage as a whole and carries no micro-batch."""
+
+_ACTION = re.compile(rf"(\d+)({'|'.join(sorted(Kind, key=len, reverse=True))})(\d*)")
+
+
+@dataclass(frozen=True, order=True)
+class Action:
+    """One thing that a rank does for one of its stages; prints `2F0`, `2SEND_F0`, `2GATHER`."""
+
+    stage: int
+    kind: Kind
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The action that prints as `text`. Raises ScheduleError."""
+        found = _ACTION.fullmatch(text)
+        if found is None:
+            raise ScheduleError(f"{text!r} is not an action; write stage, kind and micro-batch as in 2F0 or 2SEND_F0")
+        stage, kind, microbatch = found.groups()
+        if (Kind(kind) in UNITS) == bool(microbatch):
+            form = f"{stage}{kind}" if microbatch else f"{stage}{kind}0"
+            raise ScheduleError(f"{text!r} is not an action; {kind} is written as in {form}")
+        return cls(int(stage), Kind(kind), int(microbatch) if microbatch else None)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The table. Prints one row per rank, and parses back."""
+
+    rows: tuple[tuple[Action, ...], ...]
+
+    @cached_property
+    def rank_of(self) -> tuple[int, ...]:
+        """The rank of each stage. Raises ScheduleError when a stage is on no rank, or on two."""
+        ranks: dict[int, int] = {}
+        for rank, row in enumerate(self.rows):
+            for action in row:
+                held_by = ranks.setdefault(action.stage, rank)
+                if held_by != rank:
+                    raise ScheduleError(f"stage {action.stage} is on rank {held_by}, but rank {rank} does {action}")
+        if missing := sorted(set(range(max(ranks, default=0) + 1)) - ranks.keys()):
+            raise ScheduleError(f"no rank does anything for stage {', '.join(map(str, missing))}")
+        return tuple(ranks[stage] for stage in range(len(ranks)))
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.rows)
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are, over all ranks."""
+        return len(self.rank_of)
+
+    @cached_property
+    def microbatches(self) -> int:
+        """How many micro-batches a step has."""
+        return 1 + max((a.microbatch for a in self.actions() if a.microbatch is not None), default=-1)
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether some backward is in two parts, I and W."""
+        return any(action.kind is Kind.I for action in self.actions())
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank holds, ascending."""
+        return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
+
+    def actions(self) -> Iterator[Action]:
+        """All actions, rank by rank."""
+        return (action for row in self.rows for action in row)
+
+    def __str__(self) -> str:
+        return "\n".join(" ".join(map(str, row)) for row in self.rows)
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """A table of one line per rank. Dots (a pause, for the eye) and what follows `#` are passed over.
+
+        Raises ScheduleError with the line and the word that is not an action.
+        """
+        rows = []
+        for number, line in enumerate(text.splitlines(), start=1):
+            words = line.partition("#")[0].split()
+            try:
+                row = tuple(Action.parse(word) for word in words if set(word) != {"."})
+            except ScheduleError as error:
+                raise ScheduleError(f"line {number}: {error}") from None
+            if words:
+                rows.append(row)
+        if not rows:
+            raise ScheduleError("the table is empty; write one line of actions per rank, as in '0F0 0F1 0B0 0B1'")
+        return cls(tuple(rows))

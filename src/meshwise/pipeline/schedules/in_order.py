@@ -1,0 +1,78 @@
+"""Schedules with whole backwards, from their published order.
+
+Every rank does some forwards first, then one forward and one backward in turn, then the backwards that are left; the
+schedules differ in how many are first and in how a rank goes through its stages. With p ranks, m micro-batches,
+v stages a rank, and f and b the forward and backward time of one stage, the bubble of a rank is
+
+    naive         (p - 1) m (f + b)      one micro-batch at a time
+    gpipe         (p - 1)   (f + b)      holds m micro-batches         (Huang et al., 2019)
+    1f1b          (p - 1)   (f + b)      holds at most p               (Narayanan et al., 2019, 2021)
+    interleaved   (p - 1)   (f + b)      f, b are 1/v of a rank's time (Narayanan et al., 2021)
+    looped        (p - 1)   (f + b)      the same; holds m v; each stage is used twice only (Lamy-Poirier, 2023)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwise.pipeline.action import Action, Kind, Schedule
+
+
+def naive(pp: int, *, microbatches: int) -> Schedule:
+    """One micro-batch at a time goes all the way down and up: the model is split, nothing overlaps."""
+    return Schedule(
+        tuple(
+            tuple(Action(rank, kind, index) for index in range(microbatches) for kind in (Kind.F, Kind.B))
+            for rank in range(pp)
+        )
+    )
+
+
+def gpipe(pp: int, *, microbatches: int) -> Schedule:
+    """All forwards, then all backwards."""
+    return looped(pp, microbatches=microbatches, virtual_stages=1)
+
+
+def one_forward_one_backward(pp: int, *, microbatches: int) -> Schedule:
+    """1F1B: rank r runs p - r - 1 forwards ahead, so that the first of its backwards finds it at the p-th at most."""
+    steps = _Steps(pp, [(0, index) for index in range(microbatches)], 1)
+    return steps.schedule([pp - rank - 1 for rank in range(pp)])
+
+
+def interleaved(pp: int, *, microbatches: int, virtual_stages: int) -> Schedule:
+    """1F1B over a ring: stage s is on rank s mod p, and p micro-batches at a time go round the ring v times.
+
+    `microbatches` has to be a multiple of `pp`.
+    """
+    order = [
+        (lap, start + index)
+        for start in range(0, microbatches, pp)
+        for lap in range(virtual_stages)
+        for index in range(pp)
+    ]
+    steps = _Steps(pp, order, virtual_stages)
+    return steps.schedule([2 * (pp - rank - 1) + (virtual_stages - 1) * pp for rank in range(pp)])
+
+
+def looped(pp: int, *, microbatches: int, virtual_stages: int) -> Schedule:
+    """Breadth first over the same ring: all micro-batches through a stage before any goes through the rank's next."""
+    order = [(lap, index) for lap in range(virtual_stages) for index in range(microbatches)]
+    steps = _Steps(pp, order, virtual_stages)
+    return steps.schedule([len(order)] * pp)
+
+
+class _Steps:
+    """The forwards that every rank does, as (lap round the ring, micro-batch); backwards take the laps in reverse."""
+
+    def __init__(self, pp: int, order: Sequence[tuple[int, int]], laps: int) -> None:
+        self._pp, self._order, self._laps = pp, order, laps
+
+    def schedule(self, ahead: Sequence[int]) -> Schedule:
+        """The table in which rank r does `ahead[r]` forwards before it alternates."""
+        return Schedule(tuple(self._row(rank, min(ahead[rank], len(self._order))) for rank in range(self._pp)))
+
+    def _row(self, rank: int, ahead: int) -> tuple[Action, ...]:
+        forwards = [Action(lap * self._pp + rank, Kind.F, index) for lap, index in self._order]
+        backwards = [Action((self._laps - 1 - lap) * self._pp + rank, Kind.B, index) for lap, index in self._order]
+        turns = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
+        return (*forwards[:ahead], *turns, *backwards[len(forwards) - ahead :])

@@ -1,0 +1,101 @@
+"""Schedules by the names that a plan gives them, and what each needs of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwise.pipeline.action import Schedule, ScheduleError
+from meshwise.pipeline.schedules.in_order import gpipe, interleaved, looped, naive, one_forward_one_backward
+from meshwise.pipeline.schedules.zero_bubble import dualpipev, zb_h1, zb_h2, zb_v
+from meshwise.pipeline.validate import validate
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A schedule of a given name: the function, and what it can be asked for."""
+
+    build: Callable[[int, int, int], Schedule]
+    """(pp, microbatches, virtual_stages) to the table."""
+
+    virtual: tuple[int, int | None]
+    """The least and the greatest number of stages a rank, None for any."""
+
+    least: Callable[[int], int] = lambda _pp: 1
+    """The least number of micro-batches for so many ranks."""
+
+    step: Callable[[int], int] = lambda _pp: 1
+    """What the number of micro-batches is a multiple of."""
+
+    def nearest(self, pp: int, *, microbatches: int, virtual_stages: int) -> tuple[int, int]:
+        """The nearest (microbatches, virtual_stages) that this schedule can do: those given, if it can."""
+        least, most = self.virtual
+        step = self.step(pp)
+        fewer = microbatches // step * step
+        multiple = fewer if microbatches - fewer < fewer + step - microbatches else fewer + step
+        wanted = microbatches if fewer == microbatches else multiple
+        return max(self.least(pp), wanted), max(least, min(virtual_stages, most or virtual_stages))
+
+
+SCHEDULES: Mapping[str, Recipe] = {
+    "naive": Recipe(lambda pp, m, _v: naive(pp, microbatches=m), (1, 1)),
+    "gpipe": Recipe(lambda pp, m, _v: gpipe(pp, microbatches=m), (1, 1)),
+    "1f1b": Recipe(lambda pp, m, _v: one_forward_one_backward(pp, microbatches=m), (1, 1)),
+    "interleaved": Recipe(
+        lambda pp, m, v: interleaved(pp, microbatches=m, virtual_stages=v),
+        (2, None),
+        least=lambda pp: pp,
+        step=lambda pp: pp,
+    ),
+    "looped": Recipe(lambda pp, m, v: looped(pp, microbatches=m, virtual_stages=v), (2, None)),
+    "zb-h1": Recipe(lambda pp, m, _v: zb_h1(pp, microbatches=m), (1, 1)),
+    "zb-h2": Recipe(lambda pp, m, _v: zb_h2(pp, microbatches=m), (1, 1)),
+    "zb-v": Recipe(lambda pp, m, _v: zb_v(pp, microbatches=m), (2, 2), least=lambda pp: 2 * pp),
+    "dualpipev": Recipe(lambda pp, m, _v: dualpipev(pp, microbatches=m), (2, 2), least=lambda pp: 2 * pp),
+}
+
+
+def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int | None = None) -> Schedule:
+    """The table of a schedule; `virtual_stages`, the stages a rank, is by default the fewest that it can do with.
+
+    Raises ScheduleError for an unknown name, and for numbers that the schedule cannot do, with the nearest it can.
+    """
+    if name not in SCHEDULES:
+        raise ScheduleError(f"unknown schedule {name!r}; the schedules are {' '.join(SCHEDULES)}")
+    recipe = SCHEDULES[name]
+    virtual = recipe.virtual[0] if virtual_stages is None else virtual_stages
+    if min(pp, microbatches, virtual) < 1:
+        raise ScheduleError(f"pp={pp} microbatches={microbatches} virtual_stages={virtual}: each is at least 1")
+    works = recipe.nearest(pp, microbatches=microbatches, virtual_stages=virtual)
+    if works != (microbatches, virtual):
+        raise ScheduleError(_refusal(name, pp, given=(microbatches, virtual), works=works))
+    return recipe.build(pp, microbatches, virtual)
+
+
+def _refusal(name: str, pp: int, *, given: tuple[int, int], works: tuple[int, int]) -> str:
+    recipe = SCHEDULES[name]
+    needs = []
+    if given[0] != works[0]:
+        step, least = recipe.step(pp), recipe.least(pp)
+        needs.append(f"a multiple of pp={pp} micro-batches" if step > 1 else f"at least {least} micro-batches")
+    if given[1] != works[1]:
+        least, most = recipe.virtual
+        needs.append(f"virtual_stages={least}" if least == most else f"at least virtual_stages={least}")
+    return (
+        f"schedule={name} with pp={pp} needs {' and '.join(needs)}, not microbatches={given[0]} virtual_stages="
+        f"{given[1]}. Nearest that works: 'pp={pp} microbatches={works[0]} virtual_stages={works[1]} schedule={name}'"
+    )
+
+
+def read_schedule(path: Path) -> Schedule:
+    """A table from a file, one line of actions per rank (see `Schedule.parse`), checked.
+
+    Raises OSError when it cannot be read, and ScheduleError, naming the file, for a table that cannot work.
+    """
+    try:
+        schedule = Schedule.parse(path.read_text(encoding="utf-8"))
+        validate(schedule)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}") from None
+    return schedule

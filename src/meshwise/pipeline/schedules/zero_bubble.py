@@ -1,0 +1,130 @@
+"""Schedules with split backwards: I, for which the stage before waits, at once; W, for which nobody waits, into gaps.
+
+Let f, i and w be the times of a stage's F, I and W. The bubble of a rank, from its first action to its last, is
+
+    zb-h1       (p - 1) (f + i - w)           holds p micro-batches, as 1F1B    (Qi et al., 2023)
+    zb-h2       (p - 1) (f + i - 2w)          holds 2p - 1
+    zb-v        0 when f = i = w              holds 2p halves, as 1F1B          (Qi et al., 2024)
+    dualpipev   (p - 1) (f + i - w)           holds 2p + 1 halves               (DeepSeek, 2025)
+
+The last two hold stages r and 2p - 1 - r on rank r, a V, so that the loss is on rank 0; f, i and w are those of such
+half a rank. DualPipeV's own formula, (p - 1) (f + 2i - w), is for pairs of a forward and a backward that run as one;
+here they run one after the other, and the next rank has the first result earlier.
+
+zb-h1 and zb-h2 are one rule, played by the clock with f = i = w = 1: a rank does the next forward while it is allowed
+to hold one more, else the next I, else a W. They differ in two limits alone. For the V the same rule leaves gaps of a
+few units; its tables are given by their phases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwise.pipeline.action import Action, Kind, Schedule
+
+
+def zb_h1(pp: int, *, microbatches: int) -> Schedule:
+    """The memory of 1F1B with a third of its bubble."""
+    return _greedy(microbatches, ahead=[pp - rank for rank in range(pp)], most=pp)
+
+
+def zb_h2(pp: int, *, microbatches: int) -> Schedule:
+    """No bubble between a rank's first and last action, for about twice the memory."""
+    return _greedy(microbatches, ahead=[2 * (pp - rank) - 1 for rank in range(pp)], most=2 * pp - 1)
+
+
+def _greedy(microbatches: int, *, ahead: Sequence[int], most: int) -> Schedule:
+    """Unit time after unit time, every rank does what it may.
+
+    A micro-batch is held from its F to its W, at most `most` of them; rank r's forwards run at most `ahead[r]` ahead of
+    its I.
+    """
+    ranks = range(len(ahead))
+    rows: list[list[Action]] = [[] for _ in ranks]
+    done = [dict.fromkeys((Kind.F, Kind.I, Kind.W), 0) for _ in ranks]
+    while any(rank[Kind.W] < microbatches for rank in done):
+        before = [dict(rank) for rank in done]
+        for rank in ranks:
+            f, i, w = done[rank].values()
+            received = before[rank - 1][Kind.F] if rank > 0 else microbatches
+            returned = before[rank + 1][Kind.I] if rank + 1 < len(ahead) else microbatches
+            if f < received and f - w < most and f - i < ahead[rank]:
+                kind = Kind.F
+            elif i < min(f, returned):
+                kind = Kind.I
+            elif w < i:
+                kind = Kind.W
+            else:
+                continue
+            rows[rank].append(Action(rank, kind, done[rank][kind]))
+            done[rank][kind] += 1
+    return Schedule(tuple(map(tuple, rows)))
+
+
+def zb_v(pp: int, *, microbatches: int) -> Schedule:
+    """The memory of 1F1B and no bubble when F, I and W take the same time; at least 2p micro-batches."""
+    return Schedule(tuple(_zb_v_row(rank, pp, microbatches) for rank in range(pp)))
+
+
+def _zb_v_row(rank: int, pp: int, microbatches: int) -> tuple[Action, ...]:
+    row = _Row(rank, 2 * pp - 1 - rank)
+    row.add("F0", times=2 * (pp - rank) - 1)
+    row.add("F1 F0", times=rank)
+    row.add("F1 I1 W1", times=pp - rank)
+    row.add("F0 I0 W0 F1 I1 W1", times=microbatches - 2 * pp + rank + 1)
+    row.add("I0 W0 F1 I1 W1", times=pp - rank - 1)
+    row.add("I0 I1", times=rank)
+    row.add("I0 W0", times=pp - rank)
+    row.add("W1", times=rank)
+    row.add("W0", times=rank)
+    return tuple(row.actions)
+
+
+def dualpipev(pp: int, *, microbatches: int) -> Schedule:
+    """DualPipe cut in half: forwards and backwards in pairs that could hide each other's communication.
+
+    At least 2p micro-batches. The phases are those of DeepSeek's `dualpipev.py`.
+    """
+    return Schedule(tuple(_dualpipev_row(rank, pp, microbatches) for rank in range(pp)))
+
+
+def _dualpipev_row(rank: int, pp: int, microbatches: int) -> tuple[Action, ...]:
+    row = _Row(rank, 2 * pp - 1 - rank)
+    after = pp - rank - 1
+    row.add("F0", times=2 * after)
+    row.add("F0 F1", times=rank + 1)
+    row.add("I1 W1 F1", times=after)
+    row.add("F0 B1 F1 B0", times=microbatches - 2 * pp + rank + 1)
+    row.add("B1 F1 B0", times=after)
+    row.add("B1 B0", times=(rank + 1) // 2)
+    row.add("B1 I0" if rank % 2 == 0 else "I1 I0", times=1)
+    row.add("I1 I0", times=(rank + 1) // 2 - rank % 2)
+    row.add("W I0", times=after)
+    row.add("W", times=rank + 1)
+    return tuple(row.actions)
+
+
+class _Row:
+    """A row under construction: `F1` is the next forward of the rank's second stage, `W` the oldest W that is left."""
+
+    def __init__(self, *stages: int) -> None:
+        self.actions: list[Action] = []
+        self._stages = stages
+        self._next: dict[tuple[int, Kind], int] = {}
+        self._left: list[Action] = []
+
+    def add(self, words: str, *, times: int) -> None:
+        """Do the words, so many times."""
+        for word in words.split() * times:
+            kind, stage = Kind(word[0]), self._stages[int(word[1:] or 0)]
+            if kind is Kind.W:
+                weight = next(action for action in self._left if word == "W" or action.stage == stage)
+                self._left.remove(weight)
+                self.actions.append(weight)
+                continue
+            counted = (stage, Kind.F if kind is Kind.F else Kind.B)
+            index = self._next.get(counted, 0)
+            self._next[counted] = index + 1
+            self.actions.append(Action(stage, kind, index))
+            if kind is Kind.I:
+                self._left.append(Action(stage, Kind.W, index))

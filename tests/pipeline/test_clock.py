@@ -1,0 +1,74 @@
+"""Times, bubbles and memory of tables small enough to be worked out by hand."""
+
+import pytest
+
+from meshwise.pipeline.action import Action, Schedule, ScheduleError
+from meshwise.pipeline.clock import Cost, Timing, clock
+from meshwise.pipeline.passes import lower
+from meshwise.pipeline.schedules import make_schedule
+
+TWO = Schedule.parse("0F0 0F1 0B0 0B1 \n 1F0 1B0 1F1 1B1")
+
+
+def times(timing: Timing) -> dict[str, tuple[float, float]]:
+    return {str(event.action): (event.start, event.end) for event in timing.events}
+
+
+def test_a_rank_waits_for_what_it_receives() -> None:
+    timing = clock(TWO)
+    assert times(timing)["0B0"] == (4, 6)
+    assert times(timing)["0RECV_B0"] == (2, 4)
+    assert timing.seconds == 9
+    assert timing.busy == (6, 6)
+    assert timing.idle == (3, 0)
+    assert timing.bubbles == pytest.approx((1 / 3, 1 / 3))
+
+
+def test_a_link_delays_the_other_side_and_not_the_sender() -> None:
+    at = times(clock(TWO, costs=[Cost(link=0.5), Cost()]))
+    assert at["0F1"] == (1, 2)
+    assert at["1F0"] == (1.5, 2.5)
+    assert at["1SEND_B0"] == (4.5, 5)
+    assert at["0B0"] == (5, 7)
+
+
+def test_a_link_carries_one_message_after_the_other() -> None:
+    at = times(clock(make_schedule("gpipe", pp=2, microbatches=2), costs=[Cost(link=3), Cost()]))
+    assert (at["0SEND_F0"], at["0SEND_F1"]) == ((1, 4), (4, 7))
+    assert at["1F1"] == (7, 8)
+
+
+def test_stages_have_costs_of_their_own() -> None:
+    at = times(clock(TWO, costs=[Cost(1, 1, 1), Cost(2, 3, 4)]))
+    assert at["1F0"] == (1, 3)
+    assert at["1B0"] == (3, 10)
+    with pytest.raises(ScheduleError, match="3 costs for 2 stages"):
+        clock(TWO, costs=[Cost()] * 3)
+
+
+def test_gathers_and_reductions_run_beside_the_computations() -> None:
+    table = lower(Schedule.parse("0F0 1F0 1B0 0B0"), zero=3)
+    timing = clock(table, costs=Cost(gather=2, reduce=5))
+    at = times(timing)
+    assert str(table) == "0GATHER 1GATHER 0F0 1F0 1B0 1REDUCE 1FREE 0B0 0REDUCE 0FREE"
+    assert (at["0GATHER"], at["1GATHER"]) == ((0, 2), (2, 4))
+    assert (at["0F0"], at["1F0"]) == ((2, 3), (4, 5))
+    assert (at["1REDUCE"], at["0REDUCE"]) == ((7, 12), (12, 17))
+    assert at["0B0"] == (7, 9)
+    assert timing.seconds == 17
+
+
+def test_peaks_weigh_every_stage_by_what_it_holds() -> None:
+    timing = clock(make_schedule("1f1b", pp=2, microbatches=3), costs=[Cost(held=10), Cost(held=3)])
+    assert timing.peaks == (20, 3)
+
+
+def test_what_a_backward_for_the_input_frees_is_free() -> None:
+    table = Schedule.parse("0F0 0I0 0F1 0I1 0W0 0W1")
+    assert clock(table).peaks == (2,)
+    assert clock(table, costs=Cost(held=8, kept=0.25)).peaks == (10,)
+
+
+def test_events_come_with_their_rank() -> None:
+    assert {event.rank for event in clock(TWO).events if event.action.stage == 1} == {1}
+    assert Action.parse("1B1") == clock(TWO).computing[1][-1].action

@@ -1,0 +1,137 @@
+"""What the passes add to a table, and what `validate` finds wrong with one."""
+
+import pytest
+
+from meshwise.pipeline.action import Schedule, ScheduleError
+from meshwise.pipeline.passes import (
+    add_gathers,
+    add_reductions,
+    add_transfers,
+    lower,
+    merge_backward,
+    split_backward,
+)
+from meshwise.pipeline.schedules import SCHEDULES, make_schedule
+from meshwise.pipeline.validate import validate
+
+
+def table(text: str) -> Schedule:
+    return Schedule.parse(text)
+
+
+TWO = "0F0 0F1 0B0 0B1 \n 1F0 1B0 1F1 1B1"
+
+
+def test_sends_follow_what_they_send_and_receives_stand_before_what_needs_them() -> None:
+    expected = """
+        0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
+        1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1
+    """
+    assert add_transfers(table(TWO)) == table(expected)
+
+
+def test_the_gradient_of_a_split_backward_leaves_before_its_weights() -> None:
+    split = add_transfers(split_backward(table(TWO)))
+    assert "1I0 1SEND_B0 1W0" in str(split)
+
+
+def test_a_rank_hands_over_to_its_own_next_stage_without_a_message() -> None:
+    v = table("0F0 3F0 3B0 0B0 \n 1F0 2F0 2B0 1B0")
+    expected = """
+        0F0 0SEND_F0 3RECV_F0 3F0 3B0 3SEND_B0 0RECV_B0 0B0
+        1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2B0 1B0 1SEND_B0
+    """
+    assert add_transfers(v) == table(expected)
+
+
+def test_messages_are_received_in_the_order_of_the_sender() -> None:
+    """Rank 1 wants micro-batch 1 first; rank 0 sends 0 first."""
+    crossed = table("0F0 0F1 0B1 0B0 \n 1F1 1F0 1B1 1B0")
+    assert "1RECV_F0 1RECV_F1 1F1 1F0" in str(add_transfers(crossed))
+    validate(crossed)
+
+
+def test_a_table_with_transfers_is_left_as_it_is() -> None:
+    lowered = add_transfers(table(TWO))
+    assert add_transfers(lowered) is lowered
+
+
+def test_merging_undoes_splitting() -> None:
+    assert merge_backward(split_backward(table(TWO))) == table(TWO)
+    assert merge_backward(table("0F0 0F1 0I0 0I1 0W0 0W1")) == table("0F0 0F1 0I0 0I1 0W0 0W1")
+
+
+def test_gradients_are_reduced_once_after_the_last_micro_batch_of_a_stage() -> None:
+    assert str(add_reductions(table("0F0 0F1 0I0 0I1 0W0 0W1"))) == "0F0 0F1 0I0 0I1 0W0 0W1 0REDUCE"
+    assert str(add_reductions(table("0F0 1F0 1B0 0B0"))) == "0F0 1F0 1B0 1REDUCE 0B0 0REDUCE"
+
+
+def test_a_neighbour_does_not_wait_for_a_reduction() -> None:
+    assert str(lower(table("0F0 0B0 \n 1F0 1B0"), zero=2)).endswith("1B0 1SEND_B0 1REDUCE")
+
+
+def test_stages_are_gathered_one_computation_ahead_and_freed_after_their_last() -> None:
+    gathered = add_gathers(table("0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1"))
+    assert str(gathered) == "0GATHER 0F0 1GATHER 0F1 1F0 1F1 1B0 1B1 1FREE 0B0 0B1 0FREE"
+
+
+def test_with_room_for_one_stage_the_others_make_room() -> None:
+    gathered = add_gathers(table("0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1"), whole=1)
+    assert str(gathered) == "0GATHER 0F0 0F1 0FREE 1GATHER 1F0 1F1 1B0 1B1 1FREE 0GATHER 0B0 0B1 0FREE"
+
+
+def test_the_stage_used_furthest_away_makes_room() -> None:
+    gathered = add_gathers(table("0F0 1F0 2F0 2B0 1B0 0B0"), whole=2)
+    assert str(gathered) == "0GATHER 1GATHER 0F0 1F0 0FREE 2GATHER 2F0 2B0 2FREE 0GATHER 1B0 1FREE 0B0 0FREE"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("zero, whole", [(0, None), (2, None), (3, None), (3, 1)])
+def test_what_a_run_needs_is_sound_for_every_schedule(name: str, zero: int, whole: int | None) -> None:
+    plain = make_schedule(name, pp=4, microbatches=8)
+    assert validate(lower(plain, zero=zero, whole=whole)) == validate(plain)
+
+
+def test_no_room_at_all_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="whole=0"):
+        add_gathers(table(TWO), whole=0)
+
+
+FAULTS = [
+    ("0F0 0B0 0F0", "rank 0 does 0F0 twice"),
+    ("0F0 0B0 1F0 \n 1B0", "stage 1 is on rank 0, but rank 1 does 1B0"),
+    ("0F0 0B0 \n 2F0 2B0", "no rank does anything for stage 1"),
+    ("0F0 0B0 0B1", "rank 0 has no 0F1"),
+    ("0F0", "rank 0 has no backward for stage 0, micro-batch 0; give it 0B0, or 0I0 and 0W0"),
+    ("0F0 0I0", "rank 0 has 0I0 for stage 0, micro-batch 0"),
+    ("0F0 0B0 0W0", "rank 0 has 0B0 and 0W0"),
+    ("0B0 0F0", "rank 0 does 0B0 before 0F0"),
+    ("0F0 0W0 0I0", "rank 0 does 0W0 before 0I0"),
+    ("1F0 0F0 1B0 0B0", "rank 0 does 1F0 before 0F0"),
+    ("0F0 1F0 0B0 1B0", "rank 0 does 0B0 before 1B0 or 1I0"),
+    ("0F0 0RECV_B0 0B0 \n 1RECV_F0 1F0 1B0 1SEND_B0", "rank 0 never sends 0SEND_F0"),
+    ("0F0 0SEND_F0 0B0 \n 1RECV_F0 1F0 1B0 1SEND_B0", "rank 0 never receives 0RECV_B0"),
+    ("0F0 0B0 0SEND_B0", "rank 0 sends 0SEND_B0, which nobody needs"),
+    ("0SEND_F0 0F0 0RECV_B0 0B0 \n 1RECV_F0 1F0 1B0 1SEND_B0", "rank 0 does 0SEND_F0 before 0F0"),
+    ("0F0 0SEND_F0 0B0 0RECV_B0 \n 1RECV_F0 1F0 1B0 1SEND_B0", "rank 0 does 0B0 before 0RECV_B0"),
+    ("0F0 0GATHER 0B0 0FREE", "rank 0 does 0F0 while stage 0 is not gathered"),
+    ("0GATHER 0F0 0B0", "rank 0 never frees stage 0"),
+    ("0F0 0FREE 0B0", "rank 0 does 0FREE, but stage 0 is not gathered"),
+    ("0GATHER 0GATHER 0F0 0B0 0FREE", "rank 0 does 0GATHER, but stage 0 is whole already"),
+    ("0F0 0REDUCE 0B0", "rank 0 does 0B0 after 0REDUCE"),
+    ("0F0 0B0 0REDUCE 0REDUCE", "rank 0 does 0REDUCE twice"),
+    ("0F0 1F0 1B0 0B0 0REDUCE", "rank 0 reduces stage 0, but never stage 1"),
+    # Rank 0 wants a gradient of micro-batch 0 before it sends micro-batch 1; rank 1 wants micro-batch 1 first.
+    ("0F0 0B0 0F1 0B1 \n 1F0 1F1 1B0 1B1", "the schedule deadlocks: rank 0 in 0RECV_B0, rank 1 in 1RECV_F1 wait"),
+    (
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 \n 1RECV_F1 1F1 1RECV_F0 1F0 1B0 1SEND_B0 1B1 1SEND_B1",
+        "rank 1 receives 1RECV_F1 from rank 0, but the next message is 1RECV_F0",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text, message", FAULTS)
+def test_a_fault_is_named_with_its_place(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        validate(table(text))
+    assert message in str(caught.value)
