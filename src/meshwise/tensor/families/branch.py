@@ -69,7 +69,7 @@ class Reading:
     width: int
 
     declared: Mapping[str, str]
-    """By name of a matrix: "first", "second", or any other word for one that is no part of a branch."""
+    """By name: "first", "second", or any other word for a matrix that is in no branch; "attention" for a module."""
 
     def branches(self, block: nn.Module, *, name: str) -> tuple[list[Branch], list[Matrix]]:
         """The branches of a block called `name`, and the matrices that belong to none."""
@@ -80,7 +80,7 @@ class Reading:
     def _walk(self, module: nn.Module, name: str, found: list[Branch]) -> list[_Item]:
         """Find the branches that end inside a module, and return the matrices of the one that does not."""
         left: list[_Item] = []
-        own_heads = counts_heads(module)
+        own_heads = counts_heads(module) or self.declared.get(name) == "attention"
         for child_name, child in module.named_children():
             below = f"{name}.{child_name}" if name else child_name
             if isinstance(child, nn.MultiheadAttention):

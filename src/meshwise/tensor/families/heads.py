@@ -70,9 +70,10 @@ def find_heads(
                 continue
             width = next((found for each in (source, *sources) if (found := _count(each, HEAD_WIDTHS))), 0)
             keys = next((found for each in (source, *sources) if (found := _key_count(each))), count)
-            for key_count in dict.fromkeys((keys, count)):
+            width = width or features // count
+            for key_count in dict.fromkeys((keys, count, *_equal_pair(firsts, width=width))):
                 if count % key_count == 0:
-                    heads = Heads(count, key_count, width or features // count)
+                    heads = Heads(count, key_count, width)
                     if heads.features == features and _fits(heads, firsts, sure=source is own and module in homes):
                         return heads
     return None
@@ -144,6 +145,12 @@ def _key_count(source: Mapping[str, Any]) -> int:
         if isinstance(value, tuple) and _is_count(value):
             return int(value[-1])
     return _count(source, KEY_HEADS)
+
+
+def _equal_pair(firsts: Sequence[int], *, width: int) -> list[int]:
+    """The key heads of three matrices two of which are equal and smaller: k and v."""
+    smaller = sorted(firsts)[:2]
+    return [smaller[0] // width] if len(firsts) == 3 and smaller[0] == smaller[1] >= width else []
 
 
 def _fits(heads: Heads, firsts: Sequence[int], *, sure: bool) -> bool:

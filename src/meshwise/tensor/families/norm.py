@@ -32,10 +32,10 @@ def as_norm(module: nn.Module) -> tuple[int, Norm] | None:
     width = _width(module)
     if width is None:
         return None
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     asked = _with_random_parameters(module, generator=generator)
     # Small enough that epsilon is no smaller than what it is added to.
-    x_RW = (torch.randn(_ROWS, width, generator=generator, dtype=torch.float64) + 1) * 1e-3
+    x_RW = (torch.randn(_ROWS, width, generator=generator, dtype=torch.float64, device="cpu") + 1) * 1e-3
     try:
         with torch.no_grad():
             answer = asked(x_RW)
@@ -64,7 +64,7 @@ def _width(module: nn.Module) -> int | None:
 def _with_random_parameters(module: nn.Module, *, generator: torch.Generator) -> nn.Module:
     asked = copy.deepcopy(module)
     for name, parameter in list(asked.named_parameters(recurse=False)):
-        values = torch.rand(parameter.shape, generator=generator, dtype=torch.float64) + 0.5
+        values = torch.rand(parameter.shape, generator=generator, dtype=torch.float64, device="cpu") + 0.5
         asked._parameters[name] = nn.Parameter(values, requires_grad=False)
     return asked
 

@@ -139,7 +139,7 @@ class Structure:
         matrix = as_matrix(module, name=name) if module is not None else None
         given = self._options.get(name, {})
         if role == "attention":
-            if name not in self._parts:
+            if name not in self._parts or self._parts[name].role != "attention":
                 raise ValueError(f"{name!r} is to be attention, but no pair of matrices was found in it")
         elif role in ("first", "second"):
             if name in self._parts or name in self._reasons:

@@ -1,0 +1,275 @@
+"""Which module plays which part is found from outside, or said; what cannot be found, or cannot work, is named."""
+
+import re
+import textwrap
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meshwise.plan import Plan, PlanError
+from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig
+from meshwise.tensor.part import Part
+from meshwise.tensor.rules import Rules, find_parts
+
+
+def drawn(module: nn.Module, *, plan: str = "dp=1", rules: Rules | None = None) -> str:
+    """The parts as a table, the blocks after the first left out."""
+    parts = find_parts(module, plan=Plan.parse(plan), rules=rules)
+    lines = [f"{name or '(root)':34} {_words(part)}".rstrip() for name, part in sorted(parts.items())]
+    return "\n".join(line for line in lines if not re.match(r"\S*(blocks|layers|h)\.[1-9]", line))
+
+
+def _words(part: Part) -> str:
+    flags = [name for name in ("transposed", "gathered", "gathers", "whole_tokens") if getattr(part, name)]
+    counts = [f"{name}/{grain}" for name, grain in part.counts]
+    return " ".join([part.role, *([str(part.cut)] if str(part.cut) else []), *counts, *flags])
+
+
+def table(text: str) -> str:
+    return "\n".join(" ".join(line.split()) for line in textwrap.dedent(text).strip().splitlines())
+
+
+def check(module: nn.Module, expected: str, *, plan: str = "dp=1", rules: Rules | None = None) -> None:
+    assert table(drawn(module, plan=plan, rules=rules)) == table(expected)
+
+
+def gpt(**changes: object) -> GPT:
+    shape: dict[str, object] = {"width": 16, "heads": 4, "layers": 2, "vocabulary": 24, "context": 8, "bias": True}
+    return GPT(GPTConfig(**{**shape, **changes}))  # type: ignore[arg-type]
+
+
+# ---- what structure tells --------------------------------------------------------------------------------------------
+
+
+def test_the_reference_gpt() -> None:
+    check(
+        gpt(),
+        """
+        blocks.0                         block
+        blocks.0.attention               attention heads/1 gathers
+        blocks.0.attention.projection    second [:4]
+        blocks.0.attention.qkv           first [16|16|16:4] gathered
+        blocks.0.attention_norm          norm
+        blocks.0.mlp.expansion           first
+        blocks.0.mlp.projection          second
+        blocks.0.mlp_norm                norm
+        embedding                        embedding
+        head                             head
+        norm                             norm
+        positions                        positions
+        """,
+    )
+
+
+def test_shared_keys_are_sections_of_their_own_size() -> None:
+    parts = find_parts(gpt(kv_heads=2, positions="rotary", tied=True), plan=Plan())
+    assert str(parts["blocks.1.attention.qkv"].cut) == "[16|8|8:4]"
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_torch_encoder(batch_first: bool) -> None:
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=batch_first)
+    check(
+        nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(16)),
+        """
+        layers.0                           block
+        layers.0.linear1                   first
+        layers.0.linear2                   second
+        layers.0.norm1                     norm
+        layers.0.norm2                     norm
+        layers.0.self_attn                 attention num_heads/1
+        layers.0.self_attn.in_proj_bias    inner [16|16|16:4]
+        layers.0.self_attn.in_proj_weight  first [16|16|16:4]
+        layers.0.self_attn.out_proj        second [:4]
+        norm                               norm
+        """,
+    )
+
+
+class Attention(nn.Module):
+    """As users write it: square matrices, in one module."""
+
+    def __init__(self, width: int, heads: int, *, kv_heads: int) -> None:
+        super().__init__()
+        self.n_head, self.width = heads, width // heads
+        self.q = nn.Linear(width, width)
+        self.k = nn.Linear(width, kv_heads * self.width)
+        self.v = nn.Linear(width, kv_heads * self.width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (m(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        y = functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        output: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return output
+
+
+class Block(nn.Module):
+    def __init__(self, attention: nn.Module, *, width: int, hidden: int) -> None:
+        super().__init__()
+        self.attention = attention
+        self.norm = nn.RMSNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+
+def stack(kv_heads: int = 4, hidden: int = 48) -> nn.Module:
+    blocks = [Block(Attention(16, 4, kv_heads=kv_heads), width=16, hidden=hidden) for _ in range(2)]
+    return nn.Sequential(nn.Embedding(24, 16), *blocks, nn.Linear(16, 24))
+
+
+@pytest.mark.parametrize("hidden", [48, 16])
+def test_square_matrices_are_told_by_their_order(hidden: int) -> None:
+    parts = find_parts(stack(hidden=hidden), plan=Plan())
+    roles = {name: part.role for name, part in parts.items() if name.startswith("1.") and part.role != "norm"}
+    firsts = ["attention.q", "attention.k", "attention.v", "up"]
+    seconds = ["attention.out", "down"]
+    expected = dict.fromkeys((f"1.{n}" for n in firsts), "first") | dict.fromkeys((f"1.{n}" for n in seconds), "second")
+    assert roles == {**expected, "1.attention": "attention"}
+    assert (parts["0"].role, parts["3"].role) == ("embedding", "head")
+
+
+def test_queries_of_one_key_stay_together() -> None:
+    parts = find_parts(stack(kv_heads=2), plan=Plan())
+    assert [parts[f"1.attention.{name}"].grain for name in ("q", "k", "v", "out")] == [8, 4, 4, 8]
+
+
+def test_only_the_looks_of_the_model_count_so_it_may_have_no_values() -> None:
+    expected = drawn(gpt())
+    with torch.device("meta"):
+        assert drawn(gpt()) == expected
+
+
+class CentredByHand(nn.Module):
+    """A LayerNorm by another name."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.small = 1e-3
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.float()
+        centred = x - x.mean(-1, keepdim=True)
+        return centred / (centred.square().mean(-1, keepdim=True) + self.small).sqrt() * self.weight + self.bias
+
+
+def test_a_norm_is_known_by_what_it_computes() -> None:
+    model = stack()
+    model.append(CentredByHand(16))
+    norm = find_parts(model, plan=Plan())["4"].norm
+    assert norm is not None
+    assert (norm.centred, norm.epsilon, norm.statistics) == (True, 1e-3, torch.float32)
+
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_rule_goes_before_what_structure_tells() -> None:
+    parts = find_parts(gpt(), plan=Plan(), rules={"head": "whole", "positions": "embedding"})
+    assert (parts["head"].role, parts["positions"].role) == ("whole", "embedding")
+
+
+def test_rules_alone_split_a_model_without_blocks() -> None:
+    model = MLP(MLPConfig(widths=(8, 32, 8)))
+    check(
+        model,
+        """
+        layers.0  first
+        """,
+        rules={"layers.0": "first", "layers.1": "second"},
+    )
+    assert (
+        find_parts(model, plan=Plan(), rules={"layers.0": "first", "layers.1": "second"})["layers.1"].role == "second"
+    )
+
+
+class Fused(nn.Module):
+    """A fused matrix whose order does not show."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(-3)
+        y = functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+        output: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return output
+
+
+def test_an_order_that_does_not_show_is_asked_for() -> None:
+    model = nn.ModuleList(Block(Fused(16, 4), width=16, hidden=48) for _ in range(2))
+    with pytest.raises(ValueError, match="looks fused of 3.*rule: 'first sections=3'"):
+        find_parts(model, plan=Plan())
+    parts = find_parts(model, plan=Plan(), rules={"*.attention.qkv": "first sections=3"})
+    assert str(parts["0.attention.qkv"].cut) == "[16|16|16:4]"
+
+
+def test_heads_that_nothing_counts_are_asked_for() -> None:
+    model = stack()
+    for block in (model[1], model[2]):  # type: ignore[index]
+        del block.attention.n_head
+    with pytest.raises(ValueError, match=r"1\.attention\.q\.weight.*counts no heads that fit"):
+        find_parts(model, plan=Plan())
+    parts = find_parts(model, plan=Plan(), rules={"*.attention": "attention heads=4"})
+    assert parts["1.attention.q"].grain == 4
+
+
+# ---- what is wrong with rules ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rules, message",
+    [
+        ({"blocks.*.mpl.expansion": "first"}, r"'blocks.\*.mpl.expansion' matches no .* near names: blocks.\*.mlp.exp"),
+        ({"heads": "head"}, r"'heads' matches no module and no parameter; near names: head"),
+        ({"head": "hed"}, "'hed' is not a part; did you mean 'head'"),
+        ({"head": "head grain=2"}, "'grain=2' in 'head grain=2'; the part 'head' takes no options"),
+        ({"blocks.*.attention": "attention heeds=2"}, "takes heads=number and kv_heads=number"),
+        ({"blocks.*.attention": "attention heads=3"}, "heads has to divide them"),
+        ({"blocks.*.attention.qkv": "first sections=5"}, "does not divide it"),
+        ({"norm": "attention"}, "'norm' is to be attention, but no pair"),
+        ({"blocks.*.mlp": "norm"}, "computes neither LayerNorm nor RMSNorm"),
+    ],
+)
+def test_a_rule_that_cannot_be_meant_says_so(rules: Rules, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        find_parts(gpt(), plan=Plan(), rules=rules)
+
+
+def test_a_parameter_without_a_part_is_an_error_that_shows_how_to_give_it_one() -> None:
+    model = gpt()
+    for block in model.blocks:
+        block.gate = nn.Linear(16, 3)
+    with pytest.raises(ValueError, match="blocks.0.gate.weight .*forms no pair") as raised:
+        find_parts(model, plan=Plan())
+    assert '{"blocks.*.gate": "first"}' in str(raised.value)
+    assert "blocks.1.gate" not in str(raised.value)
+
+
+# ---- what cannot work under a plan -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, plan, message",
+    [
+        (4, 4, "tp=8", "4 heads over 4 key heads.*8 ranks: they are fewer. Nearest that works: tp=3 or tp=4"),
+        (4, 2, "tp=4", "Nearest that works: tp=1 or tp=2"),
+        (6, 3, "tp=2", "cannot be shared out evenly. Nearest that works: tp=1 or tp=3"),
+        (4, 1, "tp=4 tp_mode=2d", "over 2 ranks: they are fewer. Nearest that works: tp=1"),
+        (4, 1, "tp=8 tp_mode=3d", "over 2 ranks.*Nearest that works: tp=1"),
+    ],
+)
+def test_fewer_heads_than_ranks_name_the_nearest_degrees(heads: int, kv_heads: int, plan: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        find_parts(gpt(width=24, heads=heads, kv_heads=kv_heads), plan=Plan.parse(plan))
+
+
+def test_uneven_heads_are_allowed_where_every_rank_has_one() -> None:
+    find_parts(gpt(width=24, heads=6), plan=Plan.parse("tp=4"))
