@@ -88,12 +88,34 @@ def test_other_optimizers_and_options_are_those_of_parallelize() -> None:
     assert verify(gpt, next_token_loss, tokens(5), "dp=2", optimizer=torch.optim.SGD, lr=0.1, options=options).ok
 
 
-def test_dropout_is_compared_in_eval_mode_and_the_report_says_so() -> None:
-    report = check(lambda: gpt(dropout=0.5))
+@pytest.mark.parametrize("plan", ["dp=2", "dp=4 microbatches=2", "dp=3 zero=3"])
+def test_dropout_takes_part_in_the_comparison(plan: str) -> None:
+    report = verify(lambda: gpt(dropout=0.5), next_token_loss, tokens(7, 5, 6), plan, **TRAINING)
+    assert report.ok, str(report)
+    assert report.notes == ()
+
+
+def test_dropout_of_each_ranks_own_is_compared_in_eval_mode_and_the_report_says_so() -> None:
+    report = verify(lambda: gpt(dropout=0.5), next_token_loss, tokens(4), "dp=2 random=local", **TRAINING)
     assert report.ok
-    assert "dropout" in report.notes[0]
+    assert "random=local" in report.notes[0]
     assert "compared in eval mode" in str(report)
-    assert check().notes == ()
+    assert verify(gpt, next_token_loss, tokens(4), "dp=2 random=local", **TRAINING).notes == ()
+
+
+def test_numbers_drawn_from_torchs_own_generator_are_named_and_left_out() -> None:
+    class Shuffling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.layer(x[:, torch.randperm(3)] if self.training else x)
+
+    with pytest.warns(UserWarning, match=r"aten.randperm.default in the model draws from torch's own generator"):
+        report = verify(Shuffling, squares, [torch.randn(6, 3)], "dp=3", lr=1e-2)
+    assert report.ok, str(report)
+    assert "(aten.randperm.default in the model)" in report.notes[0]
 
 
 def test_a_cast_to_float32_inside_the_model_sets_the_bound_and_the_report_says_so() -> None:

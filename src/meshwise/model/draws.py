@@ -193,6 +193,11 @@ class Draws:
             handle.remove()
         self._handles = []
 
+    @property
+    def drew(self) -> bool:
+        """Whether the model drew anything since the step began."""
+        return self._drew
+
     # ---- what a draw asks --------------------------------------------------------------------------------------
 
     def key(self) -> int:

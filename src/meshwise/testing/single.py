@@ -8,9 +8,9 @@ Not the engine on one rank, which would share the engine's mistakes, but the loo
     norm = clip_grad_norm_(parameters, …)       # torch's own
     optimizer.step()                            # torch's own, over the whole tensors
 
-Two things are the engine's by contract and are repeated here: a parameter that the loss did not reach has the gradient
-zero (torch's optimizers would skip it, and with it its weight decay), and a parameter narrower than fp32 is updated in
-fp32 and rounded.
+Three things are the engine's by contract and are repeated here: a parameter that the loss did not reach has the
+gradient zero (torch's optimizers would skip it, and with it its weight decay), a parameter narrower than fp32 is
+updated in fp32 and rounded, and dropout is the same function of seed, step, sample and place.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.model.birth import born, install
+from meshwise.model.draws import Draws, Rows
 from meshwise.model.forward import Loss, call_loss, default_forward
 from meshwise.model.table import matrices_decay, parameter_table
 from meshwise.parallelize import Options
-from meshwise.tree import map_tensors
+from meshwise.tree import map_tensors, rows
 
 
 class Single:
@@ -54,6 +55,8 @@ class Single:
         self._updated = {name: _wide(parameter) for name, parameter in self._trained.items()}
         groups = [{"params": [p], **rule(name, self._trained[name])} for name, p in self._updated.items()]
         self._optimizer = optimizer(groups, **optimizer_arguments)
+        self.draws = Draws(self.model, seed=self._options.seed)
+        self._steps = 0
 
     def backward(self, batch: Any) -> tuple[float, float]:
         """Forward and backward of a global batch: the loss divided by its count, and the count.
@@ -62,7 +65,9 @@ class Single:
         """
         self.model.zero_grad()
         total, counted = self._run(batch)
-        (total / counted).backward()
+        with self.draws.running(_all_of(batch), again=True):
+            (total / counted).backward()
+        self._steps += 1
         for name, parameter in self._trained.items():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             self._updated[name].grad = gradient.to(self._updated[name].dtype)
@@ -76,7 +81,10 @@ class Single:
 
     def _run(self, batch: Any) -> tuple[Tensor, float]:
         batch = map_tensors(lambda tensor: tensor.to(self._device), batch)
-        total, count = call_loss(self.model, batch, forward=self._options.forward or default_forward, loss=self._loss)
+        forward = self._options.forward or default_forward
+        self.draws.begin(self._steps)
+        with self.draws.running(_all_of(batch)):
+            total, count = call_loss(self.model, batch, forward=forward, loss=self._loss)
         if not float(count):
             raise ValueError("the loss counted nothing in this batch: it returned a count of 0")
         return total, float(count)
@@ -110,6 +118,10 @@ def whole(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> nn.Module
     for row in parameter_table(source.module).rows:
         install(source.module, row=row, tensor=source.full(row.name).detach().clone())
     return source.module
+
+
+def _all_of(batch: Any) -> Rows:
+    return Rows(0, rows(batch))
 
 
 def _wide(parameter: nn.Parameter) -> nn.Parameter:

@@ -43,14 +43,14 @@ def verify(
     (None: they stay as they are). Every rank of `world` calls it and gets the report. Without a world it is
     `connect()`'s; when that has one rank and the plan needs more, they are threads of this process.
 
-    A model that draws random numbers while it trains, as dropout does, draws others under every plan; it is compared in
-    eval mode, and the report says so.
+    Dropout, and what else a model draws with torch as it trains, is the same under every plan and takes part. With
+    `random=local` in the plan, or numbers drawn in other ways, the model is compared in eval mode; the report says so.
 
     Raises PlanError when the plan does not fit the world; ValueError when there is no batch, when the loss does not
     return (sum, count), and when one batch gives two different losses; and whatever model and loss raise.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
-    subject = Subject(model, loss, list(batches), dtype, training)
+    subject = Subject(model, loss, list(batches), dtype, training, local=plan.random == "local")
     if not subject.batches:
         raise ValueError("batches is empty; give one global batch for each step to compare")
     world = world or connect()

@@ -37,12 +37,15 @@ class Trial:
     """What a forward pass on one process showed before anything was compared.
 
     precision   the narrowest floating dtype that it computed in, and `where`, the operation that first gave it
-    random      whether the same batch gave two losses
+    random      whether the same batch gave two losses, or can: `unknown` are operations whose draws depend on the plan
+    drew        whether the model drew random numbers of any kind
     """
 
     precision: torch.dtype
     where: str
     random: bool
+    drew: bool
+    unknown: tuple[str, ...]
 
 
 def try_out(single: Single, *, batch: Any) -> Trial:
@@ -53,8 +56,9 @@ def try_out(single: Single, *, batch: Any) -> Trial:
     second = single.evaluate(batch)
     for name, buffer in single.model.named_buffers():
         buffer.data.copy_(kept[name])
-    eps = torch.finfo(seen.dtype).eps
-    return Trial(seen.dtype, seen.where, abs(first - second) > _ROUNDINGS * eps * abs(first))
+    apart = abs(first - second) > _ROUNDINGS * torch.finfo(seen.dtype).eps * abs(first)
+    unknown = tuple(sorted(single.draws.unknown))
+    return Trial(seen.dtype, seen.where, apart or bool(unknown), single.draws.drew, unknown)
 
 
 class _Narrowest(TorchDispatchMode):

@@ -26,6 +26,7 @@ class Subject:
     """A model and its training, as `verify` got them.
 
     dtype        what model and batches are converted to; None leaves them as they are
+    local        whether the plan has every rank draw its own random numbers
     evaluating   whether the model is compared in eval mode
     training     keywords of `parallelize`: the optimizer, its arguments, the options
     """
@@ -35,6 +36,7 @@ class Subject:
     batches: Sequence[Any]
     dtype: torch.dtype | None
     training: Mapping[str, Any]
+    local: bool = False
     evaluating: bool = False
 
     @property
@@ -75,21 +77,24 @@ class Subject:
         """
         single = Single(self.prepared(), device=device, **self.arguments(self.listener()))
         trial = try_out(single, batch=next(self.converted()))
-        if not trial.random:
+        if not trial.random and not (self.local and trial.drew):
             return trial
         if self.evaluating:
             raise ValueError(
                 "the same batch gives two different losses, in eval mode too; to be compared, forward and loss have to "
                 "be functions of the parameters and the batch: take random numbers out, or seed them from the batch"
             )
-        return dataclasses.replace(dataclasses.replace(self, evaluating=True).try_out(device), random=True)
+        quiet = dataclasses.replace(self, evaluating=True).try_out(device)
+        return dataclasses.replace(quiet, random=True, unknown=trial.unknown)
 
     def notes(self, trial: Trial) -> Iterator[str]:
         """What a reader of the report has to know about the comparison."""
         if self.evaluating:
+            whose = "with random=local every rank draws its own" if self.local else "those depend on the plan"
+            names = f" ({', '.join(trial.unknown)})" if trial.unknown else ""
             yield (
-                "note: the model draws random numbers while it trains (dropout?), and today every rank draws its own, "
-                "so that plans differ in them; it was compared in eval mode, without them"
+                f"note: the model draws random numbers while it trains{names}, and {whose}, so that plans differ in "
+                "them; it was compared in eval mode, without them"
             )
         if self.dtype is not None and trial.precision != self.dtype:
             name = str(trial.precision).removeprefix("torch.")
