@@ -134,6 +134,11 @@ class Saving:
         """Whether this rank has nothing more to do but `wait`."""
         return not self._thread.is_alive()
 
+    @property
+    def told(self) -> bool:
+        """Whether `wait` has told how it ended."""
+        return self._finished
+
     def wait(self) -> Path:
         """Return the folder when it is published, or raise SaveError alike on every rank, each of which calls it.
 

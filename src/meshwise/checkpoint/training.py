@@ -57,7 +57,8 @@ class TrainingState:
         """Begin to save, when the save before has ended. Every rank calls it. Raises SaveError, also for that one."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
-            saving.wait()
+            if not saving.told:
+                saving.wait()
         engine = self._engine
         own = {
             "plan": self._plan,

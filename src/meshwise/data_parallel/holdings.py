@@ -20,7 +20,7 @@ A complex tensor is held as the real one that torch.view_as_real makes of it, wi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -184,4 +184,4 @@ def _number(name: str, key: str, value: Any) -> tuple[str, Tensor]:
     )
 
 
-_NUMBERS = MappingProxyType({bool: torch.bool, int: torch.int64, float: torch.float64})
+_NUMBERS: Mapping[type, torch.dtype] = MappingProxyType({bool: torch.bool, int: torch.int64, float: torch.float64})
