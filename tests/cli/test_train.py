@@ -89,7 +89,7 @@ def meshwise(*words: str, folder: Path) -> Command:
 def own(how: str, *words: str, folder: Path) -> Command:
     """Training a model of the user's own on two ranks."""
     model = ["--model.name=own.py:Own", "--model.arguments", f"how={how}"]
-    data = ["--data.context=16", "--data.validation=0", "--train.batch=4", "--plan=dp=2 zero=2"]
+    data = ["--data.files", "own.py", "--data.context=16", "--data.validation=0", "--train.batch=4", "--plan=dp=2 zero=2"]
     return meshwise("train", *model, *data, "--train.log-every=1", *words, folder=folder)
 
 

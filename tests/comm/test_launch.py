@@ -35,14 +35,13 @@ def main(world, folder):
     return x.item()
 """
 
-# One rank blocks inside gloo, the other in Python.
+# One rank blocks inside gloo, the other in Python. As a notebook's, which starts its ranks in no time.
 BLOCKED = """
 def blocked(world, folder):
     main(world, folder)
     world.barrier() if world.rank else time.sleep(100)
 
-if __name__ == "__main__":
-    run({size}, blocked, args=("{folder}",))
+run({size}, blocked, args=("{folder}",))
 """
 
 
@@ -185,7 +184,7 @@ def test_functions_of_a_notebook_run_too(tmp_path: Path) -> None:
     "end, send", [("SIGINT", os.killpg), ("SIGTERM", os.kill), ("SIGKILL", os.kill)], ids=["Ctrl-C", "TERM", "KILL"]
 )
 def test_no_rank_outlives_its_launcher(end: str, send: Callable[[int, int], None], tmp_path: Path) -> None:
-    process = start(script(tmp_path, BLOCKED.format(size=SIZE, folder=tmp_path)), folder=tmp_path)
+    process = start("-c", STARTING + BLOCKED.format(size=SIZE, folder=tmp_path), folder=tmp_path)
     ranks = ranks_of(tmp_path, process)
     time.sleep(0.3)
     send(process.pid, signal.Signals[end])
