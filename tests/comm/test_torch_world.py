@@ -1,13 +1,11 @@
-"""Real processes joined by gloo: every collective against its definition, and what must not go wrong under way.
+"""Real processes: every collective against its definition, and what must not go wrong under way.
 
 rank j holds the tensor  t(j) = j + 1, elementwise times (1 … n), so every result is known on every rank
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -163,22 +161,6 @@ def many_in_flight(world: World) -> None:
         same(whole, torch.cat([held(rank, 7, torch.float32) for rank in range(world.size)]))
 
 
-def under_way_without_wait(world: World, folder: str) -> int:
-    """Rank 0 starts a two-phase all-reduce and does not wait; the others must get their results all the same."""
-    x = torch.ones(1 << 18)
-    work = world.all_reduce(x, axes="rank")
-    done = Path(folder)
-    if world.rank == 0:
-        ends = time.monotonic() + 20
-        while len(list(done.iterdir())) < world.size - 1 and time.monotonic() < ends:
-            time.sleep(0.01)
-    got_it = len(list(done.iterdir()))
-    work.wait()
-    (done / str(world.rank)).touch()
-    world.barrier()
-    return got_it
-
-
 def kinds_of_numbers(world: World) -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8):
         x = torch.full((5,), world.rank + 1).to(dtype)
@@ -260,10 +242,6 @@ def test_a_group_is_the_ranks_along_its_axes(processes: Processes) -> None:
 
 def test_only_the_ranks_of_a_group_have_to_call(processes: Processes) -> None:
     assert run(SIZE, only_some, on=processes) == [2.0, 2.0, None, None]
-
-
-def test_a_collective_goes_on_while_a_rank_does_something_else(processes: Processes, tmp_path: Path) -> None:
-    assert run(SIZE, under_way_without_wait, on=processes, args=(str(tmp_path),))[0] == SIZE - 1
 
 
 def test_half_precision_is_rounded_once(processes: Processes) -> None:

@@ -6,12 +6,18 @@ Rank r holds whole numbers that a formula gives for any rank, small enough to be
 computes what it has to find from the formula alone, and compares exactly.
 """
 
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in torch's stubs
 
+from meshwise.comm.lane import Lanes
+from meshwise.comm.local_world import LocalWorld
+from meshwise.comm.room import Room
+from meshwise.comm.torch_world import meeting_place, torch_world
 from meshwise.comm.world import Group, Work, World
 from meshwise.mesh import Mesh
 from meshwise.testing import Processes, run
@@ -66,7 +72,8 @@ def everywhere(world: World) -> Iterator[tuple[World, str | tuple[str, ...], Gro
 def groups(world: World) -> None:
     for view, axes, group in everywhere(world):
         names = {axes} if isinstance(axes, str) else set(axes)
-        assert group.axes == tuple(name for name in MESH.names if name in names)
+        named = tuple(name for name in MESH.names if name in names)
+        assert group.axes == (tuple(name for name in named if MESH.degree(name) > 1) or named)
         assert group.ranks == MESH.group(world.rank, axes=group.axes)
         assert group.ranks[group.index] == world.rank
         assert view.size == 4
@@ -334,7 +341,31 @@ def test_on_threads(main: Callable[[World], None]) -> None:
     run(4, main)
 
 
+def joined_by(world: World, name: str, how: str) -> None:
+    """Run all mains on another world of the same processes."""
+    found = meeting_place()
+    assert found is not None
+    store = PrefixStore(name, found)
+    if how == "borrowed memory":
+        room = Room.enter(store, rank=world.rank, ranks=range(world.size), memory=None)
+        other: World = LocalWorld(rank=world.rank, mesh=world.mesh, lanes=Lanes(room))
+    elif how == "gloo":
+        other = torch_world(world.device, store=store, comm="gloo")
+    else:
+        other = torch_world(world.device, store=store, host=how.split()[world.rank])
+    for main in MAINS:
+        main(other)
+    other.close()
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("main", MAINS, ids=lambda main: main.__name__)
 def test_on_processes(main: Callable[[World], None], processes: Processes) -> None:
     run(4, main, on=processes)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", ["gloo", "borrowed memory", "one two one two", "one two two two"])
+def test_on_processes_joined_in_other_ways(how: str, processes: Processes) -> None:
+    """Messages; shared memory where no process may read another's own; several hosts, of equal ranks and not."""
+    run(4, joined_by, on=processes, args=(uuid.uuid4().hex, how))

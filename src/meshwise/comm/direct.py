@@ -12,18 +12,17 @@ import ctypes
 import json
 import os
 import secrets
-import socket
 import sys
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from meshwise.comm.hosts import host_name
+
 _PR_SET_PTRACER = 0x59616D61
 _ANYONE = -1
 _PROBE_BITS = 62
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class _Span(ctypes.Structure):
@@ -61,18 +60,23 @@ class Memory:
 
     def read(self, rank: int, *, address: int, into: Tensor) -> None:
         """Copy the memory at `address` of another rank into a contiguous CPU tensor. Raises OSError."""
-        _read(self._processes[rank], address, into)
+        _copy("read", self._processes[rank], address, into)
+
+    def write(self, rank: int, *, address: int, x: Tensor) -> None:
+        """Copy a contiguous CPU tensor to the memory at `address` of another rank. Raises OSError."""
+        _copy("write", self._processes[rank], address, x)
 
 
-def _read(process: int, address: int, into: Tensor) -> None:
-    size, done = into.numel() * into.element_size(), 0
+def _copy(verb: str, process: int, address: int, x: Tensor) -> None:
+    size, done = x.numel() * x.element_size(), 0
+    call = _C.process_vm_readv if verb == "read" else _C.process_vm_writev
     while done < size:
-        local = _Span(into.data_ptr() + done, size - done)
+        local = _Span(x.data_ptr() + done, size - done)
         remote = _Span(address + done, size - done)
-        count = _C.process_vm_readv(process, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+        count = call(process, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
         if count <= 0:
             number = ctypes.get_errno()
-            raise OSError(number, f"cannot read the memory of process {process}: {os.strerror(number)}")
+            raise OSError(number, f"cannot {verb} the memory of process {process}: {os.strerror(number)}")
         done += count
 
 
@@ -80,7 +84,7 @@ def _readable(process: int, address: int, *, expected: int) -> bool:
     """Whether the number at that address of a process can be read, and is what it should be."""
     found = torch.zeros(1, dtype=torch.int64)
     try:
-        _read(process, address, found)
+        _copy("read", process, address, found)
     except OSError:
         return False
     return int(found) == expected
@@ -88,9 +92,7 @@ def _readable(process: int, address: int, *, expected: int) -> bool:
 
 def _machine() -> str:
     """A name that processes share when they may be able to read each other's memory; empty where nobody can."""
-    if sys.platform != "linux" or not _BOOT.exists():
-        return ""
-    return f"{_BOOT.read_text().strip()} {socket.gethostname()}"
+    return host_name() if sys.platform == "linux" else ""
 
 
 def _let_others_read() -> None:
@@ -101,3 +103,4 @@ def _let_others_read() -> None:
 _C = ctypes.CDLL(None, use_errno=True)
 if sys.platform == "linux":
     _C.process_vm_readv.restype = ctypes.c_ssize_t
+    _C.process_vm_writev.restype = ctypes.c_ssize_t

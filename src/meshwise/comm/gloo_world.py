@@ -1,4 +1,4 @@
-"""Collectives made of messages: the World of CPU ranks, and of ranks that share a GPU.
+"""Collectives made of messages: the World of CPU ranks on several hosts, and of ranks that share a GPU.
 
 A collective here is a generator. Each `yield` hands over messages that are under way; when it is resumed they have
 arrived.
@@ -8,9 +8,8 @@ arrived.
     all-reduce       a reduce-scatter of slices                         yield    an all-gather of the sums    yield
 
 The first messages leave before the call returns. What goes on by itself from there is completed by whoever waits for
-it. What would stand still until then, because it has a second phase or reads the senders' memory, is carried on by a
-thread: one for each group (or direction of messages), in the order of the calls. Messages go straight between every
-two ranks, which suits the few ranks of one machine.
+it. What would stand still until then, because it has a second phase, is carried on by a thread: one for each group, in
+the order of the calls. Messages go straight between every two ranks, which suits a small number of them.
 
 Tensors on CUDA go through pinned copies. The calling thread only records an event behind the copy out; the carrier
 waits for it and exchanges, and `wait` puts the copy back on the current stream. Pinned memory comes from the caching
@@ -19,9 +18,7 @@ host allocator, which does not hand it out again while a copy that reads it is u
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import pickle
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -30,12 +27,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from meshwise.comm.agreement import as_tensor, require_alike
 from meshwise.comm.carrier import Carrier
-from meshwise.comm.journal import Journal, RanksDisagree, Stamp, disagreement
+from meshwise.comm.journal import Journal, Stamp
 from meshwise.comm.mailbox import Mailbox, Messages
 from meshwise.comm.reduction import reduce_in_order, require_op
 from meshwise.comm.scratch import Scratch
-from meshwise.comm.window import reduce_through
 from meshwise.comm.world import Group, Work, World
 from meshwise.mesh import Mesh
 
@@ -44,8 +41,6 @@ Program: TypeAlias = Callable[[list[Tensor], list[Tensor]], Steps]
 
 # Up to here a second round of messages costs more than sending everything to everyone.
 _ONE_PHASE_BYTES = 256 << 10
-_STAMP_BYTES = 4096
-_STAMP_SITE = 1000
 
 
 class Transport:
@@ -280,15 +275,8 @@ class GlooWorld(World):
         """The reduction of everyone's part for this rank."""
         own = call.group.index
         assert self._transport is not None
-        scratch, peers = self._transport.scratch, dict(call.peers)
-        windows = self._transport.mailbox.windows(peers, like=parts[own], label=call.label, about=call.stamp)
-        outgoing = [(rank, parts[index]) for index, rank in peers.items()]
-        if windows is not None:
-            sent = self._post(call, sends=outgoing)
-            yield Messages.openings(windows.values(), about=call.stamp)
-            reduce_through(windows, own=parts[own], into=into, op=op, about=call.stamp)
-            yield sent
-            return
+        scratch = self._transport.scratch
+        outgoing = [(rank, parts[index]) for index, rank in call.peers]
         received = {index: scratch.borrow(like=parts[own]) for index, _ in call.peers}
         yield self._post(call, sends=outgoing, receives=[(rank, received[at]) for at, rank in reversed(call.peers)])
         ordered = [received.get(index, parts[own]) for index in range(call.group.size)]
@@ -310,7 +298,7 @@ class GlooWorld(World):
         """Start `program` on CPU tensors that hold `reads` and will hold `writes`."""
         assert self._transport is not None
         if self.check and not call.lane:
-            self._require_agreement(call)
+            self.require_agreement(call.stamp, call.group)
         lane = f"{call.group.ranks} {call.lane}"
         if self.device.type == "cuda":
             finish = _staged(program, reads, writes, self._transport.carrier(lane))
@@ -318,7 +306,7 @@ class GlooWorld(World):
             steps = program(reads, writes)
             first = next(steps)
             rest = partial(_complete, itertools.chain([first], steps))
-            finish = self._transport.carrier(lane).carry(rest).wait if carried or first.direct else rest
+            finish = self._transport.carrier(lane).carry(rest).wait if carried else rest
         return _Started(self, call.stamp, self._transport, finish)
 
     def _post(
@@ -340,16 +328,11 @@ class GlooWorld(World):
         self._post(call, sends=sends, receives=found.items(), label=label).wait()
         return {self.rank: x, **found}
 
-    def _require_agreement(self, call: _Call) -> None:
+    def require_agreement(self, stamp: Stamp, group: Group) -> None:
         """Raise RanksDisagree unless every rank of the group has called the same."""
-        stamp = dataclasses.replace(call.stamp, site=call.stamp.site[-_STAMP_SITE:])
-        text = pickle.dumps(stamp)
-        padded = torch.frombuffer(bytearray(text.ljust(_STAMP_BYTES, b"\0")), dtype=torch.uint8)
-        with self.journal.waiting(call.stamp):
-            found = self._swap(call, padded, label=f"{call.group.ranks} check")
-        stamps = {rank: pickle.loads(bytes(row.tolist())) for rank, row in found.items()}
-        if table := disagreement(stamps):
-            raise RanksDisagree(f"the ranks disagree about what to do together:\n{table}")
+        with self.journal.waiting(stamp):
+            found = self._swap(_Call(stamp, group), as_tensor(stamp), label=f"{group.ranks} check")
+        require_alike(found)
 
 
 class _Started(Work):

@@ -28,7 +28,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 from torch.distributed import distributed_c10d as c10d
@@ -41,7 +41,7 @@ from meshwise.comm.journal import RanksDisagree
 from meshwise.comm.loopback import BACKEND, LOOPBACK, make_known
 from meshwise.comm.lost import RankLostError
 from meshwise.comm.outcome import Outcome
-from meshwise.comm.torch_world import default_device, meeting_place, torch_world
+from meshwise.comm.torch_world import COMM_VARIABLE, Comm, default_device, meeting_place, torch_world
 from meshwise.comm.watch import Tell, Watch, tell_stderr
 from meshwise.comm.world import World
 
@@ -54,15 +54,21 @@ _LEAVING_TIME = timedelta(seconds=5)
 _CONSEQUENCE_SECONDS = 10 * _POLL_SECONDS
 
 
-def connect(*, device: torch.device | str | None = None, stall_seconds: float | None = None) -> World:
+def connect(
+    *, device: torch.device | str | None = None, stall_seconds: float | None = None, comm: Comm | None = None
+) -> World:
     """The world of this process, over the mesh `rank=N` of all its ranks. Every rank of the job calls it.
 
     `device`: where this rank's tensors are; by default the GPU with its local number, or the CPU. The same device gives
     the same world again. It is watched (see `watch`, also for `stall_seconds`) and closed at exit at the latest; once
-    closed it stays closed. Raises ValueError when some ranks are on CPU and others on CUDA, and torch's DistError when
-    ranks stay away for ten minutes.
+    closed it stays closed. `comm`: how CPU ranks of one host are joined, `local` (shared memory), `gloo`, or `auto`; by
+    default what the environment variable MESHWISE_COMM says, else `auto`.
+
+    Raises ValueError when some ranks are on CPU and others on CUDA, or when `local` is impossible, and torch's
+    DistError when ranks stay away for ten minutes.
     """
-    return _connect(device, stall_seconds, tell_stderr)
+    with _joined_by(comm):
+        return _connect(device, stall_seconds, tell_stderr)
 
 
 def _connect(device: torch.device | str | None, stall_seconds: float | None, tell: Tell) -> World:
@@ -84,7 +90,7 @@ def _worlds() -> dict[torch.device, World]:
 
 def _join(device: torch.device, stall_seconds: float | None, tell: Tell) -> World:
     store = meeting_place()
-    world = torch_world(device, store=store)
+    world = torch_world(device, store=store, comm=_comm())
     if store is not None:
         launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         own = c10d.PrefixStore(device.type, store)
@@ -97,6 +103,30 @@ def _join(device: torch.device, stall_seconds: float | None, tell: Tell) -> Worl
     return world
 
 
+def _comm() -> Comm:
+    """What the environment says. Raises ValueError when that is nothing we know."""
+    named = os.environ.get(COMM_VARIABLE, "auto")
+    for comm in get_args(Comm):
+        if named == comm:
+            return cast(Comm, comm)
+    raise ValueError(f"{COMM_VARIABLE}={named}: ranks of one host are joined by {', '.join(get_args(Comm))}")
+
+
+@contextlib.contextmanager
+def _joined_by(comm: Comm | None) -> Iterator[None]:
+    """Let the environment, which the processes started here inherit, say how ranks are joined."""
+    kept = os.environ.get(COMM_VARIABLE)
+    if comm is not None:
+        os.environ[COMM_VARIABLE] = comm
+    try:
+        yield
+    finally:
+        if kept is not None:
+            os.environ[COMM_VARIABLE] = kept
+        elif comm is not None:
+            del os.environ[COMM_VARIABLE]
+
+
 def _leave_store(store: c10d.Store, *, rank: int, size: int) -> None:
     """Without a launcher's store rank 0's process holds it: it goes last, or the others' last words fail loudly."""
     with contextlib.suppress(RuntimeError):
@@ -107,7 +137,13 @@ def _leave_store(store: c10d.Store, *, rank: int, size: int) -> None:
 
 
 def run(
-    size: int, main: Callable[..., Any], *, args: Sequence[Any] = (), device: str | None = None, restarts: int = 0
+    size: int,
+    main: Callable[..., Any],
+    *,
+    args: Sequence[Any] = (),
+    device: str | None = None,
+    restarts: int = 0,
+    comm: Comm | None = None,
 ) -> list[Any]:
     """Call `main(world, *args)` on `size` ranks and return what it returned on each, by rank.
 
@@ -117,20 +153,20 @@ def run(
     its part of the machine's cores as threads unless OMP_NUM_THREADS says otherwise.
 
     restarts: how many times all ranks are ended and started again when one fails, and `main` called anew; what it
-    should not do twice it has to keep somewhere (see `Attempt` for which start it is).
+    should not do twice it has to keep somewhere (see `Attempt` for which start it is). comm: as in `connect`.
 
     Raises what `main` raised first on any rank, with a note of the rank and its traceback; RankLostError when a
     rank ended without an exception; KeyboardInterrupt on Ctrl-C, after all ranks have ended.
     """
     if "RANK" in os.environ:
-        world = connect(device=device)
+        world = connect(device=device, comm=comm)
         if world.size != size:
             raise ValueError(f"run({size}, …) in a job of {world.size} ranks; start torchrun with {size} processes")
         return world.exchange(main(world, *args))
     if size < 1:
         raise ValueError(f"cannot run on {size} ranks")
     start_method = _start_method(main)
-    with tempfile.TemporaryDirectory(prefix="meshwise-") as name, _as_launcher(size):
+    with tempfile.TemporaryDirectory(prefix="meshwise-") as name, _as_launcher(size), _joined_by(comm):
         folder = Path(name)
         make_known()
         config = LaunchConfig(

@@ -33,7 +33,7 @@ def reduce_in_order(parts: Sequence[Tensor], *, into: Tensor, scratch: Tensor, o
 
 
 def _reduce(parts: Sequence[Tensor], into: Tensor, scratch: Tensor, op: str) -> None:
-    if op == "sum" and into.dtype in _NARROW:
+    if op == "sum" and is_narrow(into.dtype):
         total = parts[0].float()
         for part in parts[1:]:
             total.add_(part)
@@ -43,6 +43,11 @@ def _reduce(parts: Sequence[Tensor], into: Tensor, scratch: Tensor, op: str) -> 
     for part in parts[1:-1]:
         total = _OPS[op](total, part, out=scratch)
     _OPS[op](total, parts[-1], out=into)
+
+
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Whether sums of it are made in float32."""
+    return dtype in _NARROW
 
 
 def require_op(op: str) -> None:

@@ -1,7 +1,7 @@
 """The world that torch.distributed joins: real processes, on one machine or many.
 
     device           joined by
-    CPU              messages over gloo
+    CPU              shared memory inside a host, messages over gloo between hosts; only gloo when told so
     CUDA             NCCL; when two ranks have the same GPU, which NCCL refuses, messages over gloo with pinned copies
     a world of one   nothing
 
@@ -11,6 +11,10 @@ It leaves torch's default process group alone: a job can use meshwise and its ow
 from __future__ import annotations
 
 import os
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 import torch
 from torch.distributed import distributed_c10d as c10d
@@ -18,11 +22,19 @@ from torch.distributed import distributed_c10d as c10d
 from meshwise.comm.attempt import fresh
 from meshwise.comm.direct import Memory
 from meshwise.comm.gloo_world import GlooWorld, Transport
+from meshwise.comm.hosts import hosts_of
+from meshwise.comm.hosts_world import HostsWorld
+from meshwise.comm.lane import Lanes
+from meshwise.comm.local_world import LocalWorld
 from meshwise.comm.loopback import is_opened_by_launcher, store_of
 from meshwise.comm.mailbox import Mailbox
 from meshwise.comm.nccl_world import Communicators, NcclWorld, nccl
+from meshwise.comm.room import Room
 from meshwise.comm.world import World
 from meshwise.mesh import Mesh
+
+Comm: TypeAlias = Literal["auto", "local", "gloo"]
+COMM_VARIABLE = "MESHWISE_COMM"
 
 
 def meeting_place() -> c10d.Store | None:
@@ -40,11 +52,17 @@ def meeting_place() -> c10d.Store | None:
     return fresh(store_of(host, port=port, opens=opens), rank=rank, size=size)
 
 
-def torch_world(device: torch.device, *, store: c10d.Store | None = None) -> World:
+def torch_world(
+    device: torch.device, *, store: c10d.Store | None = None, comm: Comm = "auto", host: str | None = None
+) -> World:
     """The world of all ranks of this job, over the mesh `rank=N`. Every rank calls it, once for each device type.
 
-    `store`: where the ranks meet, by default the `meeting_place`. Raises ValueError when some ranks are on CPU and
-    others on CUDA, and torch's DistError when ranks stay away for ten minutes.
+    `store`: where the ranks meet, by default the `meeting_place`. `comm`: how CPU ranks of one host are joined, `local`
+    (shared memory), `gloo`, or `auto`: shared memory where there is some. `host`: the name of this one, the same for
+    the ranks that share memory, by default what the system says.
+
+    Raises ValueError when some ranks are on CPU and others on CUDA, or when `local` is impossible, and torch's
+    DistError when ranks stay away for ten minutes.
     """
     rank, size = _numbers()
     mesh = Mesh.of(rank=size)
@@ -55,10 +73,45 @@ def torch_world(device: torch.device, *, store: c10d.Store | None = None) -> Wor
     devices = _devices(own, rank, size, device)
     if device.type == "cuda" and len(set(devices)) == size:
         return NcclWorld(rank=rank, mesh=mesh, device=device, communicators=Communicators(own, backend=nccl))
-    # Pinned memory is mapped by the driver, and other processes may not read it.
-    memory = Memory(c10d.PrefixStore("memory", own), rank=rank, size=size) if device.type == "cpu" else None
-    mailbox = Mailbox(c10d.PrefixStore("gloo", own), rank=rank, size=size, memory=memory)
-    return GlooWorld(rank=rank, mesh=mesh, device=device, transport=Transport(mailbox))
+    rooms = hosts_of(own, rank=rank, size=size, name=host) if device.type == "cpu" and comm != "gloo" else None
+    room = None if rooms is None else _enter(own, rank, rooms, comm)
+    if rooms is not None and room is not None and len(set(rooms)) == 1:
+        return LocalWorld(rank=rank, mesh=mesh, lanes=Lanes(room))
+    transport = Transport(Mailbox(c10d.PrefixStore("gloo", own), rank=rank, size=size))
+    between = GlooWorld(rank=rank, mesh=mesh, device=device, transport=transport)
+    if rooms is None or room is None:
+        return between
+    inside = LocalWorld(rank=rank, mesh=mesh, lanes=Lanes(room), journal=between.journal)
+    return HostsWorld(inside=inside, between=between, hosts=rooms)
+
+
+def _enter(store: c10d.Store, rank: int, hosts: Sequence[int], comm: Comm) -> Room | None:
+    """What this rank shares with those of its host; None on all ranks when one of them cannot share.
+
+    Raises ValueError when they were told to.
+    """
+    room, reason = None, ""
+    if max(Counter(hosts).values()) == 1:
+        reason = "no two ranks are on one host"
+    else:
+        here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+        memory = Memory(c10d.PrefixStore("memory", store), rank=rank, size=len(hosts))
+        try:
+            room = Room.enter(c10d.PrefixStore("room", store), rank=rank, ranks=here, memory=memory)
+        except OSError as error:
+            reason = str(error)
+        store.set(f"room/{rank}", reason)
+        reasons = [text.decode() for text in store.multi_get([f"room/{other}" for other in range(len(hosts))])]
+        reason = next(filter(None, reasons), "")
+        if reason and rank == 0 and comm == "auto":
+            sys.stderr.write(
+                f"meshwise: the ranks of one host cannot share memory ({reason}), so they talk through gloo, which is "
+                "several times slower; let them see each other's /proc (one user, one PID namespace), or set "
+                f"{COMM_VARIABLE}=gloo to hear no more of it\n"
+            )
+    if reason and comm == "local":
+        raise ValueError(f"comm=local, and the ranks cannot share memory: {reason}; comm=gloo works everywhere")
+    return None if reason else room
 
 
 def default_device() -> torch.device:

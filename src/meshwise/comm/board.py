@@ -1,0 +1,156 @@
+"""What a rank tells the others of its host: numbers in a page that it alone writes and all of them read.
+
+A number of 8 aligned bytes is written at once, so a rank that counts up what it has done needs no lock:
+
+    words   0     the bell: changes with everything else, and is what the others sleep on (a futex)
+            8     how many lanes there are
+            16…   for each lane: its key, and where it begins
+    a lane  +0    calls posted                       (what a lane is: see `lane`)
+            +8    calls done
+            +16…  a ring of records, then a ring of payloads, one of each for a call
+
+Whoever waits looks a few times, which is enough when the other is about to be there, and then sleeps until the other's
+bell rings. Nothing is burned, with any number of ranks on any number of cores: 30 us for a barrier of 4 ranks on 4 busy
+cores, 100 us with 8 ranks, where spinning on takes 1 ms and 3 ms.
+
+What was written before a count is seen by whoever has read the count: x86 keeps the order of writes, and on others
+taking a lock does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import threading
+import time
+
+from torch import Tensor
+
+from meshwise.comm.segment import Segment, open_segment, words_of
+
+PAYLOAD_BYTES = 4096
+"""Up to so many bytes travel in the board itself."""
+
+RING = 128
+"""Calls of a lane that one rank may be ahead of another."""
+
+_BYTES = 256 << 20  # of addresses; memory is taken page by page, as lanes are used
+_NUM_LANES, _TABLE, _MOST_LANES = 8, 16, 2000
+_FIRST_LANE = _TABLE + 2 * _MOST_LANES
+_POSTED, _DONE, _RECORDS = 0, 8, 16
+_PAGE_WORDS = PAYLOAD_BYTES // 8
+
+_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine())
+_WAIT, _WAKE, _EVERYBODY = 0, 1, 1 << 30
+_NAP_SECONDS = 100e-6  # where there is no futex to sleep on
+_C = ctypes.CDLL(None)
+
+
+class _Span(ctypes.Structure):
+    """C's `struct timespec`."""
+
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class Board:
+    """One rank's board, as its owner or another rank maps it."""
+
+    def __init__(self, memory: Tensor, *, place: int) -> None:
+        self.place = place
+        self.bytes = memory
+        self.words = words_of(memory)
+        self._bell = ctypes.c_void_p(self.bytes.data_ptr())
+        self._fence = threading.Lock()
+        self._lanes: dict[int, int] = {}
+        self._end = _FIRST_LANE
+
+    @classmethod
+    def make(cls) -> Board:
+        """This rank's own. Raises OSError when the system has no memory to share."""
+        segment = Segment.make(0, size=_BYTES)
+        return cls(segment.memory, place=segment.place)
+
+    @classmethod
+    def open(cls, process: int, *, place: int) -> Board:
+        """Another rank's. Raises OSError when it cannot be mapped."""
+        return cls(open_segment(process, place=place), place=place)
+
+    # ---- lanes -------------------------------------------------------------------------------------------------
+
+    def add_lane(self, key: int, *, record: int) -> int:
+        """Make room for a lane with records of so many words; where it begins."""
+        words = _round(_RECORDS + RING * record) + RING * _PAGE_WORDS
+        count, start = self.words[_NUM_LANES], _round(self._end)
+        assert count < _MOST_LANES, "the board is full of lanes"
+        assert start + words <= len(self.words), "the board is full of lanes"
+        self._end = start + words
+        self.words[_TABLE + 2 * count] = key
+        self.words[_TABLE + 2 * count + 1] = start
+        self.publish(_NUM_LANES, count + 1)
+        self._lanes[key] = start
+        return start
+
+    def lane(self, key: int) -> int | None:
+        """Where a lane begins; None as long as its owner has not called anything in it."""
+        if key not in self._lanes:
+            for at in range(len(self._lanes), self.read(_NUM_LANES)):
+                self._lanes[self.words[_TABLE + 2 * at]] = self.words[_TABLE + 2 * at + 1]
+        return self._lanes.get(key)
+
+    # ---- numbers -----------------------------------------------------------------------------------------------
+
+    def publish(self, word: int, value: int) -> None:
+        """Write a number, after everything that was written before."""
+        with self._fence:
+            self.words[word] = value
+
+    def read(self, word: int) -> int:
+        """Read a number; what its owner wrote before it is then to be seen."""
+        value = self.words[word]
+        with self._fence:
+            return value
+
+    # ---- sleeping and waking -----------------------------------------------------------------------------------
+
+    @property
+    def bell(self) -> int:
+        """A number that changes with every ring."""
+        return self.words[0]
+
+    def ring(self) -> None:
+        """Wake those that sleep on this board."""
+        self.words[0] = (self.words[0] + 1) & 0x7FFFFFFF
+        if _FUTEX is not None:
+            _C.syscall(_FUTEX, self._bell, _WAKE, _EVERYBODY, None, None, 0)
+
+    def sleep(self, seen: int, *, seconds: float) -> None:
+        """Sleep until the bell is no longer what was seen, for a time at most (it may also end for no reason)."""
+        if _FUTEX is None:
+            time.sleep(min(_NAP_SECONDS, seconds))
+        elif self.words[0] == seen:
+            most = _Span(int(seconds), int(seconds % 1 * 1e9))
+            _C.syscall(_FUTEX, self._bell, _WAIT, ctypes.c_int(seen), ctypes.byref(most), None, 0)
+
+
+def _round(words: int) -> int:
+    return -(-words // _PAGE_WORDS) * _PAGE_WORDS
+
+
+def posted(start: int) -> int:
+    """The word that counts the calls posted in a lane that starts there."""
+    return start + _POSTED
+
+
+def done(start: int) -> int:
+    """The word that counts the calls done."""
+    return start + _DONE
+
+
+def record(start: int, *, number: int, size: int) -> int:
+    """The first word of the record of a call, in records of so many words."""
+    return start + _RECORDS + number % RING * size
+
+
+def payload(start: int, *, number: int, size: int) -> int:
+    """The first byte of the payload of a call."""
+    return (start + _round(_RECORDS + RING * size) + number % RING * _PAGE_WORDS) * 8

@@ -1,0 +1,283 @@
+"""Collectives in shared memory: the World of CPU ranks of one host.
+
+Every rank says where its tensors lie (see `lane`), and then each takes what it wants:
+
+    all-gather, broadcast, all-to-all, …   every rank copies the others' parts to where they belong
+    reduce-scatter                         every rank adds up its own part, straight from the others' tensors
+    all-reduce                             every rank adds up its slice, block by block, and writes each block of the
+                                           sum into everybody's tensor: nothing is read twice, nothing copied between
+    up to 4 KB                             the call brings the contents, and every rank has what it needs at once
+
+    tensors               how the others reach them
+    of `world.empty`      shared memory: they are mapped once, and from then on read and written where they lie
+    any others            process_vm_readv and its twin copy from one process to another; where the system forbids
+                          that, through shared memory that is borrowed for the call
+
+Sums have the order of the group, so they are the same bits however tensors lie and whoever adds them up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwise.comm.agreement import as_tensor, require_alike
+from meshwise.comm.journal import Journal, Stamp
+from meshwise.comm.lane import Call, Lane, Lanes, travels_in_payload
+from meshwise.comm.span import Near, Span, reduce_spans
+from meshwise.comm.world import Group, Work, World, line
+from meshwise.mesh import Mesh
+
+
+@dataclass
+class _Part:
+    """This rank's part in a collective of a group, while it is made up."""
+
+    stamp: Stamp
+    group: Group
+    lane: Lane
+    call: Call
+
+    @property
+    def others(self) -> list[int]:
+        """The indices after this one and around, so that not everyone begins with the same rank."""
+        return [(self.group.index + step) % self.group.size for step in range(1, self.group.size)]
+
+    def span(self, index: int, *, like: Tensor, which: int = 0) -> Span:
+        """What that rank gave to the call."""
+        return self.lane.span(self.call, index, like=like, which=which)
+
+    def spans(self, own: Tensor, *, which: int = 0) -> list[Span]:
+        """What every rank gave, of the size of what this rank gave."""
+        spans = {index: self.span(index, like=own, which=which) for index in self.others}
+        return [spans.get(index, Near(own)) for index in range(self.group.size)]
+
+
+class LocalWorld(World):
+    """Ranks that share memory."""
+
+    def __init__(self, *, rank: int, mesh: Mesh, lanes: Lanes, journal: Journal | None = None) -> None:
+        super().__init__(rank=rank, mesh=mesh, device=torch.device("cpu"), journal=journal)
+        self._lanes = lanes
+
+    def over(self, mesh: Mesh) -> LocalWorld:
+        """The same ranks over another mesh of the same size. Raises ValueError when the sizes differ."""
+        if mesh.size != self.size:
+            raise ValueError(f"the mesh {mesh} has {mesh.size} ranks, the world {self.size}")
+        view = LocalWorld(rank=self.rank, mesh=mesh, lanes=self._lanes, journal=self.journal)
+        view.check = self.check
+        return view
+
+    def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
+        """A tensor in memory that the other ranks can map."""
+        return self._lanes.room.slabs.empty(numel, dtype=dtype)
+
+    def close(self) -> None:
+        """When all ranks have called it: wait for what is under way.
+
+        A collective of its own, so that a rank which leaves while others still count on it shows up as a disagreement.
+        """
+        if not self._lanes.closed:
+            group = self.group(self.mesh.names)
+            stamp = self._stamp("close", group, ())
+            with self.journal.waiting(stamp):
+                self._barrier(stamp, group)
+                self._lanes.close()
+
+    def leave(self) -> None:
+        """Wait for what is under way. The ranks have agreed to close."""
+        self._lanes.close()
+
+    # ---- everyone takes what it wants --------------------------------------------------------------------------
+
+    def _broadcast(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
+        part = self._part(stamp, group)
+        if group.index == source:
+            return self._begin(part, gives=[x], users=part.others)
+        return self._begin(part, needs=[source], act=lambda: part.span(source, like=x).copy_to(x))
+
+    def _all_gather(self, stamp: Stamp, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
+        part = self._part(stamp, group)
+
+        def act() -> None:
+            _copy_unless_same(x, parts[group.index])
+            for index in part.others:
+                part.span(index, like=parts[index]).copy_to(parts[index])
+
+        return self._begin(part, gives=[x], needs=part.others, users=part.others, act=act)
+
+    def _all_to_all(self, stamp: Stamp, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
+        part = self._part(stamp, group)
+
+        def act() -> None:
+            _copy_unless_same(parts[group.index], into[group.index])
+            for index in part.others:
+                part.span(index, like=into[index], which=group.index).copy_to(into[index])
+
+        return self._begin(part, gives=parts, needs=part.others, users=part.others, act=act)
+
+    def _gather(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
+        parts, target = how
+        part = self._part(stamp, group)
+        if parts is None:
+            return self._begin(part, gives=[x], users=[target])
+
+        def act() -> None:
+            _copy_unless_same(x, parts[target])
+            for index in part.others:
+                part.span(index, like=parts[index]).copy_to(parts[index])
+
+        return self._begin(part, needs=part.others, act=act)
+
+    def _scatter(self, stamp: Stamp, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
+        parts, source = how
+        part = self._part(stamp, group)
+        if parts is None:
+            return self._begin(
+                part,
+                needs=[source],
+                act=lambda: part.span(source, like=into, which=group.index).copy_to(into),
+            )
+        _copy_unless_same(parts[source], into)
+        return self._begin(part, gives=parts, users=part.others)
+
+    def _send(self, stamp: Stamp, group: Group, x: Tensor, to: int) -> Work:
+        ends = line(group, source=group.index, target=to)
+        part = self._part(stamp, ends, use="messages")
+        return self._begin(part, gives=[x], users=[1])
+
+    def _recv(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
+        ends = line(group, source=source, target=group.index)
+        part = self._part(stamp, ends, use="messages")
+        return self._begin(part, needs=[0], act=lambda: part.span(0, like=x).copy_to(x))
+
+    def _barrier(self, stamp: Stamp, group: Group) -> None:
+        part = self._part(stamp, group)
+        self._begin(part, needs=part.others)
+        part.lane.finish(part.call)
+
+    # ---- sums --------------------------------------------------------------------------------------------------
+
+    def _reduce_scatter(self, stamp: Stamp, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
+        into, op = how
+        part = self._part(stamp, group)
+
+        def act() -> None:
+            self._sum(part.spans(parts[group.index], which=group.index), into, op)
+
+        return self._begin(part, gives=parts, needs=part.others, users=part.others, act=act)
+
+    def _all_reduce(self, stamp: Stamp, group: Group, x: Tensor, op: str) -> Work:
+        part = self._part(stamp, group)
+        if travels_in_payload([x]):
+            return self._begin(
+                part, gives=[x], needs=part.others, users=part.others, act=lambda: self._sum(part.spans(x), x, op)
+            )
+        return self._begin_sum(part, x, op, targets=range(group.size))
+
+    def _reduce(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
+        target, op = how
+        part = self._part(stamp, group)
+        if not travels_in_payload([x]):
+            return self._begin_sum(part, x, op, targets=[target])
+        if group.index == target:
+            return self._begin(part, gives=[x], needs=part.others, act=lambda: self._sum(part.spans(x), x, op))
+        return self._begin(part, gives=[x], users=[target])
+
+    def _begin_sum(self, part: _Part, x: Tensor, op: str, *, targets: Sequence[int]) -> Work:
+        """Every rank reduces its slice of everyone's `x`, and writes it into that of the targets."""
+        group = part.group
+        start = sum(piece.numel() for piece in x.tensor_split(group.size)[: group.index])
+        stop = start + x.tensor_split(group.size)[group.index].numel()
+        held = self._reachable(x, group)
+
+        def act() -> None:
+            spans = part.spans(held)
+            slices = [span.cut(start, stop) for span in spans]
+            copies = [slices[index] for index in targets if index != group.index]
+            self._sum(slices, held[start:stop], op, copies=copies)
+
+        def after() -> None:
+            if held is not x and group.index in targets:
+                x.copy_(held)
+
+        return self._begin(part, gives=[held], needs=part.others, users=part.others, act=act, after=after)
+
+    def _sum(self, spans: Sequence[Span], into: Tensor, op: str, *, copies: Sequence[Span] = ()) -> None:
+        reduce_spans(spans, into=into, copies=copies, op=op, scratch=self._lanes.room.scratch)
+
+    # ---- how they are carried out ------------------------------------------------------------------------------
+
+    def _part(self, stamp: Stamp, group: Group, *, use: str = "") -> _Part:
+        lane = self._lanes.of(group.ranks, use=use)
+        lane.tidy()
+        return _Part(stamp, group, lane, Call(stamp))
+
+    def _begin(
+        self,
+        part: _Part,
+        *,
+        gives: Sequence[Tensor] = (),
+        needs: Sequence[int] = (),
+        users: Sequence[int] = (),
+        act: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
+    ) -> Work:
+        """Post the call, and do what is due."""
+        if self.check and not part.stamp.point_to_point:
+            self._require_agreement(part.stamp, part.group)
+        call = part.call
+        call.needs, call.act, call.after = needs, act, after
+        if travels_in_payload(gives):
+            call.gives = gives
+        else:
+            call.gives, call.users = [self._reachable(x, part.group) for x in gives], users
+        part.lane.post(call)
+        self._lanes.come_by()
+        return _Begun(self, part.stamp, part.lane, call)
+
+    def _reachable(self, x: Tensor, group: Group) -> Tensor:
+        """`x`, or a copy in shared memory when it lies where some rank of the group cannot read and write."""
+        room = self._lanes.room
+        if room.slabs.locate(x) is not None:
+            return x
+        if room.memory is not None and all(room.memory.read_by(rank) for rank in group.ranks if rank != self.rank):
+            return x
+        return self.empty(x.numel(), dtype=x.dtype).copy_(x)
+
+    def _require_agreement(self, stamp: Stamp, group: Group) -> None:
+        """Raise RanksDisagree unless every rank of the group has called the same."""
+        own = as_tensor(stamp)
+        found = {self.rank: own}
+        part = self._part(Stamp(stamp.sequence, "check", stamp.axes, (), "", 0, stamp.site), group, use="check")
+
+        def act() -> None:
+            for index in part.others:
+                into = found[group.ranks[index]] = torch.empty_like(own)
+                part.span(index, like=own).copy_to(into)
+
+        part.call.gives, part.call.needs, part.call.act = [own], part.others, act
+        with self.journal.waiting(stamp):
+            part.lane.post(part.call)
+            part.lane.finish(part.call)
+        require_alike(found)
+
+
+class _Begun(Work):
+    """A collective under way."""
+
+    def __init__(self, world: World, stamp: Stamp, lane: Lane, call: Call) -> None:
+        super().__init__(world, stamp=stamp)
+        self._lane = lane
+        self._call = call
+
+    def _finish(self) -> None:
+        self._lane.finish(self._call)
+
+
+def _copy_unless_same(x: Tensor, into: Tensor) -> None:
+    if x.data_ptr() != into.data_ptr():
+        into.copy_(x)

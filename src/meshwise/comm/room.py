@@ -1,0 +1,131 @@
+"""The ranks of one host: how they find each other's memory, wait for each other, and notice who is gone."""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import secrets
+import select
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch.distributed import distributed_c10d as c10d
+
+from meshwise.comm.board import Board
+from meshwise.comm.direct import Memory
+from meshwise.comm.journal import Stamp
+from meshwise.comm.lost import lost
+from meshwise.comm.scratch import Scratch
+from meshwise.comm.segment import Mappings, Slabs
+
+_PROOF_WORD = 1
+_LOOKS = 50
+# How long to sleep before looking whether the others live (a launcher that sees one die soon ends the rest, and they
+# have something to say), and when other work may become due meanwhile.
+_SLEEP_SECONDS = 0.005
+_NAP_SECONDS = 0.001
+
+
+class Outlook(enum.Enum):
+    """What a rank that waits could do instead: it did something, or has nothing to do, or something may come up."""
+
+    DID = enum.auto()
+    NOTHING = enum.auto()
+    LATER = enum.auto()
+
+
+Meanwhile: TypeAlias = Callable[[], Outlook]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another rank of this host."""
+
+    rank: int
+    life: int
+    board: Board
+    slabs: Mappings
+
+    @property
+    def ended(self) -> bool:
+        """Whether its process has ended. One that only stopped has not."""
+        return bool(select.select([self.life], [], [], 0)[0])
+
+
+class Room:
+    """What a rank shares with the others of its host. `memory`: who can read whose private memory, if anyone may."""
+
+    def __init__(self, rank: int, *, board: Board, peers: Sequence[Peer], memory: Memory | None) -> None:
+        self.rank = rank
+        self.board = board
+        self.slabs = Slabs()
+        self.memory = memory
+        self.scratch = Scratch()
+        self._peers = {peer.rank: peer for peer in peers}
+
+    @classmethod
+    def enter(cls, store: c10d.Store, *, rank: int, ranks: Sequence[int], memory: Memory | None) -> Room:
+        """Map the boards of `ranks`, all of whom call this over the same store. Raises OSError."""
+        board, reason = None, ""
+        try:
+            board = Board.make()
+            proof = secrets.randbits(62)
+            board.words[_PROOF_WORD] = proof
+            own = json.dumps([os.getpid(), board.place, proof])
+        except OSError as error:
+            own, reason = "", str(error)
+        store.set(f"board/{rank}", own)
+        found = store.multi_get([f"board/{other}" for other in ranks])
+        peers: list[Peer] = []
+        try:
+            peers = [_peer(other, text.decode()) for other, text in zip(ranks, found, strict=True) if other != rank]
+        except OSError as error:
+            reason = reason or str(error)
+        if reason:
+            raise OSError(reason)
+        assert board is not None
+        return cls(rank, board=board, peers=peers, memory=memory)
+
+    def peer(self, rank: int) -> Peer:
+        """Another rank of the room."""
+        return self._peers[rank]
+
+    def wait_for(
+        self, rank: int, condition: Callable[[], bool], *, among: Sequence[int], about: Stamp, meanwhile: Meanwhile
+    ) -> None:
+        """Return when what another rank has to bring about is so.
+
+        Raises RankLostError when one of the ranks has ended and it is still not so.
+        """
+        for _ in range(_LOOKS):
+            if condition():
+                return
+        board = self._peers[rank].board
+        while True:
+            seen = board.bell
+            if condition():
+                return
+            outlook = meanwhile()
+            if outlook is not Outlook.DID:
+                board.sleep(seen, seconds=_NAP_SECONDS if outlook is Outlook.LATER else _SLEEP_SECONDS)
+            if board.bell == seen:
+                gone = self.missing(among)
+                if gone is not None and not condition():
+                    raise lost(gone, about=about, error=OSError("its process has ended"))
+
+    def missing(self, ranks: Sequence[int]) -> int | None:
+        """The first of these ranks whose process has ended, if any has."""
+        return next((rank for rank in ranks if rank != self.rank and self._peers[rank].ended), None)
+
+
+def _peer(rank: int, text: str) -> Peer:
+    """Raises OSError when that rank has no board, or this one cannot map it."""
+    if not text:
+        raise OSError(f"rank {rank} has none")
+    process, place, proof = json.loads(text)
+    board = Board.open(process, place=place)
+    if board.words[_PROOF_WORD] != proof:
+        raise OSError(f"process {process} is another one here than for rank {rank}")
+    return Peer(rank, os.pidfd_open(process), board, Mappings(process))

@@ -1,0 +1,143 @@
+"""Memory that the processes of one host share.
+
+Memory with a name (/dev/shm, System V) outlives a process that is killed, and containers often give 64 MB of it. A
+memfd has no name: it is bounded by the machine's memory alone, and gone with the last process that has it, whatever
+ends that process. Others reach it through /proc/PID/fd, and see by its label that they got what they wanted.
+
+    owner   memfd 7 "meshwise-3"  ──► mmap ──► a tensor whose storage is the mapping
+    peer    /proc/OWNER/fd/7      ──► mmap ──► the same bytes, as a tensor
+
+Making and mapping cost a page fault every 4 KB, so a slab that its last tensor has left is lent again, to the next of
+about its size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+import sys
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_PAGE = mmap.PAGESIZE
+_LABEL = "meshwise-"
+_FD_BITS = 20
+_KEPT = 4
+# madvise: free the pages for everyone who maps them; take the page faults now, as for reading or for writing.
+_REMOVE, _POPULATE_READ, _POPULATE_WRITE = 9, 22, 23
+_C = ctypes.CDLL(None)
+
+
+@dataclass(eq=False)
+class Segment:
+    """Shared memory that this process made, as bytes. `place` is how the others find it."""
+
+    memory: Tensor
+    place: int
+    lease: weakref.ref[memoryview] | None = None
+
+    @classmethod
+    def make(cls, number: int, *, size: int) -> Segment:
+        """New memory of `size` bytes, zero where nobody has written. Raises OSError when the system refuses."""
+        if sys.platform != "linux":
+            raise OSError(f"{sys.platform} has no memfd")
+        fd = os.memfd_create(f"{_LABEL}{number}")
+        os.ftruncate(fd, size)
+        place = number << _FD_BITS | fd
+        return cls(open_segment(os.getpid(), place=place), place)
+
+    def discard(self) -> None:
+        """Give the memory back to the system, whoever still maps it."""
+        _advise(self.memory, _REMOVE)
+        os.close(self.place & (1 << _FD_BITS) - 1)
+
+
+def open_segment(process: int, *, place: int) -> Tensor:
+    """Map what a process made, as bytes. Raises OSError when it is not there, or not to be opened."""
+    path = _path(process, place)
+    if not _is_there(process, place):
+        raise OSError(f"{path} is not the memory that was announced")
+    try:
+        return torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise OSError(f"cannot map {path}: {error}") from error
+
+
+def _path(process: int, place: int) -> Path:
+    return Path(f"/proc/{process}/fd/{place & (1 << _FD_BITS) - 1}")
+
+
+def _is_there(process: int, place: int) -> bool:
+    try:
+        return str(_path(process, place).readlink()).startswith(f"/memfd:{_LABEL}{place >> _FD_BITS} ")
+    except OSError:
+        return False
+
+
+def words_of(memory: Tensor) -> memoryview:
+    """The same memory as numbers of 8 bytes, each read and written at once."""
+    return memoryview(memory.numpy()).cast("q")  # type: ignore[arg-type] # an array is a buffer
+
+
+class Slabs:
+    """The shared memory of one rank's tensors."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._lent: dict[int, Segment] = {}
+        self._free: deque[Segment] = deque()
+
+    def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
+        """A tensor in shared memory, unspecified contents. Its memory is free again when the last view of it is."""
+        size = max(1, numel * dtype.itemsize)
+        fitting = [slab for slab in tuple(self._free) if size <= slab.memory.numel() <= size + size // 4 + _PAGE]
+        if fitting:
+            slab = min(fitting, key=lambda slab: slab.memory.numel())
+            self._free.remove(slab)
+        else:
+            slab = Segment.make(next(self._numbers), size=-(-size // _PAGE) * _PAGE)
+            _advise(slab.memory, _POPULATE_WRITE)
+        lease = memoryview(slab.memory.numpy())  # type: ignore[arg-type] # an array is a buffer
+        address = slab.memory.data_ptr()
+        self._lent[address] = slab
+        slab.lease = weakref.ref(lease, lambda _: self._give_back(address))
+        return torch.frombuffer(lease, dtype=torch.uint8, count=size)[: numel * dtype.itemsize].view(dtype)
+
+    def locate(self, x: Tensor) -> tuple[int, int] | None:
+        """(place, offset in bytes) of a tensor in this memory; None for one that is elsewhere."""
+        start = x.untyped_storage().data_ptr()
+        slab = self._lent.get(start)
+        return None if slab is None else (slab.place, x.data_ptr() - start)
+
+    def _give_back(self, address: int) -> None:
+        self._free.append(self._lent.pop(address))
+        if len(self._free) > _KEPT:
+            self._free.popleft().discard()
+
+
+class Mappings:
+    """Another process's slabs, as far as this one has seen them."""
+
+    def __init__(self, process: int) -> None:
+        self._process = process
+        self._mapped: dict[int, Tensor] = {}
+
+    def at(self, place: int) -> Tensor:
+        """The bytes of a slab. Raises OSError when it cannot be mapped."""
+        if place not in self._mapped:
+            self._mapped = {known: x for known, x in self._mapped.items() if _is_there(self._process, known)}
+            self._mapped[place] = open_segment(self._process, place=place)
+            _advise(self._mapped[place], _POPULATE_READ)
+        return self._mapped[place]
+
+
+def _advise(memory: Tensor, how: int) -> None:
+    """What a kernel does not know (populating: before Linux 5.14), it refuses, and pages come one by one."""
+    _C.madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), how)
