@@ -48,7 +48,7 @@ class LiveUnit:
         """Fill the buckets from the source, and put this rank's parameters into the model with `place`."""
         for bucket in self.buckets:
             bucket.fill(self._agreed(source, row=piece.row) for piece in bucket.place.pieces)
-            values = self._resting(bucket) if bucket.at_rest else bucket.views()
+            values = self._at_rest(bucket)
             pieces = bucket.place.pieces
             self.parameters.append([place(piece.row, value) for piece, value in zip(pieces, values, strict=True)])
         self.whole = not self.at_rest
@@ -66,7 +66,7 @@ class LiveUnit:
         """Start to make the parameters whole; does nothing when they are, or are about to be."""
         if self.whole or self._gathering:
             return
-        self._gathering = [bucket.gather() for bucket in self.buckets]
+        self._gathering = [bucket.gather() for bucket in self.buckets if bucket.at_rest]
 
     def ready(self) -> None:
         """Return when the parameters are whole and the model sees them."""
@@ -85,9 +85,10 @@ class LiveUnit:
             return
         self.ready()
         self.whole = False
-        self._show([self._resting(bucket) for bucket in self.buckets])
+        self._show([self._at_rest(bucket) for bucket in self.buckets])
         for bucket in self.buckets:
-            bucket.free()
+            if bucket.at_rest:
+                bucket.free()
 
     def trainable(self) -> Iterator[tuple[Bucket, int, nn.Parameter]]:
         """(bucket, index in the bucket, parameter) for every parameter that has a gradient."""
@@ -102,7 +103,10 @@ class LiveUnit:
                 parameter.data = tensor
 
     @staticmethod
-    def _resting(bucket: Bucket) -> list[Tensor]:
+    def _at_rest(bucket: Bucket) -> list[Tensor]:
+        """What the model sees between uses; a bucket that no other rank shares stays what it is."""
+        if not bucket.at_rest:
+            return bucket.views()
         value = float("nan") if bucket.dtype.is_floating_point or bucket.dtype.is_complex else 0
         nothing = torch.full((), value, dtype=bucket.dtype, device=bucket.device)
         return [nothing.expand(piece.shape) for piece in bucket.place.pieces]
