@@ -16,18 +16,20 @@ from meshwise.train.failure import leave_traceback
 from meshwise.train.job import Job
 from meshwise.train.loop import train
 from meshwise.train.prepare import prepare
+from meshwise.train.resume import checked_origin
 
 
 def main(arguments: Sequence[str]) -> int:
     """Train the job that the arguments describe. Raises JobError or PlanError before any rank is started."""
     job = read_job(arguments, prog="meshwise train", kind=Job)
     size = local_ranks(job)
-    prepare(job, ranks=size)
+    checked_origin(prepare(job, ranks=size), attempt=None)
+    words = ["-m", "meshwise", "train", *arguments]
     if "RANK" not in os.environ:
         print(f"starting {size} local rank{'s' * (size > 1)}; the same with torchrun:")
-        print(f"  {torchrun_line(size, ['-m', 'meshwise', 'train', *arguments])}", flush=True)
+        print(f"  {torchrun_line(size, words, restarts=job.restarts)}", flush=True)
     try:
-        run(size, _rank, args=(job,))
+        run(size, _rank, args=(job,), restarts=job.restarts)
     finally:
         Console().show_cursor()  # A rank that is ended while it draws its progress line leaves the cursor hidden.
     return 0

@@ -103,6 +103,7 @@ class Journal:
     """The calls of one rank: how many (in all, and on each line), the last ones, a digest per group, the position.
 
     `thread` is the identifier of the thread that made the last call, `called_at` its time by `time.monotonic`.
+    `waited`: seconds that this rank has spent waiting so far.
     """
 
     def __init__(self) -> None:
@@ -112,6 +113,7 @@ class Journal:
         self.position = Position()
         self.thread = threading.get_ident()
         self.called_at = time.monotonic()
+        self.waited = 0.0
         self.digests: dict[tuple[int, ...], int] = {}
         self._recordings: list[list[Stamp]] = []
 
@@ -133,11 +135,13 @@ class Journal:
     @contextlib.contextmanager
     def waiting(self, stamp: Stamp) -> Iterator[None]:
         """Mark this rank as waiting for `stamp` inside the block."""
-        self.position = Position(stamp, time.monotonic())
+        since = time.monotonic()
+        self.position = Position(stamp, since)
         try:
             yield
         finally:
             self.position = Position(self.recent[-1].stamp)
+            self.waited += time.monotonic() - since
 
     @contextlib.contextmanager
     def record(self) -> Iterator[list[Stamp]]:

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from meshwise.train.job import DataJob, JobError
 from meshwise.train.named import bind, locate
 from meshwise.train.order import Order
-from meshwise.train.tokens import default_cache, open_tokens, token_file
+from meshwise.train.tokens import default_cache, digest, open_tokens, token_file
 from meshwise.tree import take_rows
 
 Share: TypeAlias = Callable[[int], tuple[int, int]]
@@ -36,12 +36,14 @@ class Data:
 
     picture     one line for the reader
     text        whether a sample is a pair of (bytes, the same bytes one further on)
+    content     tells other data from this, wherever it lies: for text a digest, for a dataset how much there is
     """
 
     train: Dataset[Any]
     validation: Dataset[Any] | None
     picture: str
     text: bool
+    content: str
 
 
 class Text(Dataset[tuple[Tensor, Tensor]]):
@@ -163,7 +165,8 @@ def _load_text(job: DataJob) -> Data:
     train = Text(path, start=0, stop=size - held_out, context=job.context)
     validation = Text(path, start=size - held_out, stop=size, context=job.context) if held_out else None
     picture = f"{size / 1e6:,.2f} MB of text ({', '.join(job.files)}): {_counts(train, validation)}"
-    return Data(train, validation, f"{picture} of {job.context} bytes", text=True)
+    content = f"{size} bytes, {digest(open_tokens(path))}"
+    return Data(train, validation, f"{picture} of {job.context} bytes", text=True, content=content)
 
 
 def _load_dataset(job: DataJob) -> Data:
@@ -184,7 +187,8 @@ def _load_dataset(job: DataJob) -> Data:
         validation = Drawn(whole, order=order, start=size - held_out, stop=size)
     if length(train) < 1 or (validation is not None and length(validation) < 1):
         raise JobError(f"data.dataset = {job.dataset!r} holds {size} samples; training and validation need one each")
-    return Data(train, validation, f"{job.dataset}: {_counts(train, validation)}", text=False)
+    counts = _counts(train, validation)
+    return Data(train, validation, f"{job.dataset}: {counts}", text=False, content=counts)
 
 
 def _counts(train: Dataset[Any], validation: Dataset[Any] | None) -> str:

@@ -30,6 +30,23 @@ class Start:
 
 
 @dataclass(frozen=True)
+class Resume:
+    """The run goes on where a checkpoint was.
+
+    step, samples   done before it was saved
+    path            the checkpoint; empty when there was none yet, and the run begins in the folder of an earlier start
+    changes         what of the job differs from the one that saved it
+    damaged         what was wrong with newer checkpoints that were passed over
+    """
+
+    step: int
+    samples: int
+    path: str
+    changes: list[str]
+    damaged: list[str]
+
+
+@dataclass(frozen=True)
 class Step:
     """One step is over.
 
@@ -65,6 +82,38 @@ class NonFinite:
 
 
 @dataclass(frozen=True)
+class Slow:
+    """A rank that the others waited for: `seconds` and `others` are the mean busy times of it and of them in `steps`.
+
+    `step` is the last step that was looked at.
+    """
+
+    step: int
+    rank: int
+    steps: list[int]
+    seconds: float
+    others: float
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint of the state after `step` is complete, `seconds` after it was begun; training stood for `held`."""
+
+    step: int
+    path: str
+    seconds: float
+    held: float
+
+
+@dataclass(frozen=True)
+class SaveFailed:
+    """There is no checkpoint of `step`, and why; those from before are as they were."""
+
+    step: int
+    problem: str
+
+
+@dataclass(frozen=True)
 class Validation:
     """The loss over the validation data (or `validate_batches` of it)."""
 
@@ -93,7 +142,7 @@ class End:
     following: str
 
 
-Event: TypeAlias = Start | Step | NonFinite | Validation | Sample | End
+Event: TypeAlias = Start | Resume | Step | NonFinite | Slow | Saved | SaveFailed | Validation | Sample | End
 
 
 class Sink(Protocol):

@@ -10,14 +10,16 @@ import tempfile
 import traceback
 from pathlib import Path
 
+from meshwise.checkpoint.damage import DamageError, SaveError
 from meshwise.comm.journal import RanksDisagree
 from meshwise.comm.lost import RankLostError
 from meshwise.comm.stacks import raised_at
 from meshwise.comm.world import World
 from meshwise.model.forward import LossError
 from meshwise.nonfinite import NonFiniteError
+from meshwise.train.job import JobError
 
-SAY_ALL = (LossError, NonFiniteError, RankLostError, RanksDisagree)
+SAY_ALL = (DamageError, JobError, LossError, NonFiniteError, RankLostError, RanksDisagree, SaveError)
 """Errors whose message tells everything: a traceback would only show where that was noticed."""
 
 _FILE = "; the whole traceback is in "

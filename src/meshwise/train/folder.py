@@ -2,6 +2,8 @@
 
 runs/demo/job.toml                  the resolved job; `meshwise train runs/demo/job.toml` runs it again
 runs/demo/metrics.jsonl             every event, one a line
+runs/demo/checkpoints/              with train.save_every
+runs/demo/launch                    the launcher's name for the job, when it may start the ranks again
 runs/demo/tensorboard/              with train.tensorboard
 runs/demo/parameters.safetensors    the full parameters at the end
 runs/demo/failure-rank-1.txt        the traceback of a rank that failed
@@ -9,29 +11,40 @@ runs/demo/failure-rank-1.txt        the traceback of a rank that failed
 
 from __future__ import annotations
 
-import itertools
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
+from meshwise.comm.attempt import Attempt
 from meshwise.train.config import to_toml
 from meshwise.train.events import Sink
 from meshwise.train.job import Job, JobError
+from meshwise.train.origin import CHECKPOINTS, mark, numbered
 from meshwise.train.records import JsonLines, TensorBoard
 from meshwise.train.terminal import terminal
 
 
+@dataclass(frozen=True)
 class RunFolder:
-    """A new folder with the job in it. The name gets `-2`, `-3` … when it is taken. Raises JobError."""
+    """The folder of a run, and what is where in it."""
 
-    def __init__(self, job: Job) -> None:
-        self._tensorboard = job.train.tensorboard
-        self._every = job.train.log_every
+    path: Path
+    tensorboard: bool = False
+
+    @classmethod
+    def claim(cls, job: Job, *, path: Path | None = None, attempt: Attempt | None = None) -> RunFolder:
+        """The folder at `path`, or a new one, whose name gets `-2`, `-3` … when it is taken; with the job in it.
+
+        Raises JobError.
+        """
         try:
-            self.path = _claim(Path(job.train.output))
-            self.job.write_text(to_toml(job), encoding="utf-8")
+            folder = cls(_claim(Path(job.train.output)) if path is None else path, job.train.tensorboard)
+            mark(folder.path, attempt=attempt)
+            folder.job.write_text(to_toml(job), encoding="utf-8")
         except OSError as error:
             raise JobError(f"train.output = {job.train.output!r}: {error.strerror}: {error.filename}") from error
+        return folder
 
     @property
     def job(self) -> Path:
@@ -48,27 +61,33 @@ class RunFolder:
         """The full parameters at the end."""
         return self.path / "parameters.safetensors"
 
-    def sinks(self, console: Console) -> list[Sink]:
-        """Where the events of the run go."""
-        sinks: list[Sink] = [terminal(console, every=self._every), JsonLines(self.metrics)]
-        if self._tensorboard:
+    @property
+    def checkpoints(self) -> Path:
+        """The checkpoints that the run keeps."""
+        return self.path / CHECKPOINTS
+
+    def sinks(self, console: Console, *, every: int) -> list[Sink]:
+        """Where the events of the run go; `every`: steps between lines for people."""
+        sinks: list[Sink] = [terminal(console, every=every), JsonLines(self.metrics)]
+        if self.tensorboard:
             sinks.append(TensorBoard(self.path / "tensorboard"))
         return sinks
 
     def outputs(self) -> dict[str, str]:
         """What is where at the end, by what it is."""
-        tensorboard = {"tensorboard": str(self.path / "tensorboard")} if self._tensorboard else {}
-        return {"job": str(self.job), "metrics": str(self.metrics), "parameters": str(self.parameters), **tensorboard}
+        more = {"checkpoints": self.checkpoints} if self.checkpoints.is_dir() else {}
+        more |= {"tensorboard": self.path / "tensorboard"} if self.tensorboard else {}
+        known = {"job": self.job, "metrics": self.metrics, "parameters": self.parameters}
+        return {name: str(path) for name, path in (known | more).items()}
 
 
 def _claim(wanted: Path) -> Path:
     """Make a folder that was not there, at `wanted` or with a number appended; two runs never get the same one."""
     wanted.parent.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(1):
-        path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+    for path in numbered(wanted):
         try:
             path.mkdir()
         except FileExistsError:
             continue
         return path
-    raise AssertionError("itertools.count ended")
+    raise AssertionError("the numbers ended")

@@ -171,14 +171,28 @@ class TrainJob:
     validate_batches: int | None = None
     """Global batches of a validation. Default: all the validation data."""
     output: str = "runs/train"
-    """Folder of the run. One that exists is left alone: `-2`, `-3` … is appended to the name."""
+    """Folder of the run. One that exists is left alone: `-2`, `-3` … is appended to the name; with `resume = "auto"`
+    the run in it goes on."""
+    save_every: int = 0
+    """Steps between checkpoints, which are written to `checkpoints` in the run's folder while training goes on, and at
+    the end; 0 writes none."""
+    keep_last: int = 3
+    """Checkpoints that are kept; older ones are removed when a newer one is complete."""
+    resume: str | None = None
+    """Go on from a checkpoint: `auto` from the newest valid one in `output` (from the start when there is none); or a
+    folder, of a run or of one of its checkpoints, to begin a new run where that one was. Default: from the start. A
+    run that its launcher has started again goes on by itself."""
+    accept: tuple[str, ...] = ()
+    """Keys of the job that may differ from those of the checkpoint though the run is another one with them, as in
+    `optimizer.lr`. Without this, resuming with another learning rate, data, model or seed is refused."""
     tensorboard: bool = False
     """Write TensorBoard files too; needs the extra `tensorboard`."""
 
     def __post_init__(self) -> None:
-        for key in ("steps", "batch", "log_every"):
+        for key in ("steps", "batch", "log_every", "keep_last"):
             _least(f"train.{key}", getattr(self, key), 1)
-        _least("train.validate_every", self.validate_every, 0)
+        for key in ("validate_every", "save_every"):
+            _least(f"train.{key}", getattr(self, key), 0)
         if self.validate_batches is not None:
             _least("train.validate_batches", self.validate_batches, 1)
         if self.clip_norm is not None and not self.clip_norm > 0:
@@ -221,7 +235,16 @@ class Job:
     ranks: int | None = None
     """Local processes to start when not under torchrun. Default: what the plan needs; with `dp=auto`, the cores of this
     machine, at most 4."""
+    restarts: int = 0
+    """How many times the local ranks are ended and started again when one fails; they go on from the newest checkpoint
+    (`train.save_every`). Under torchrun, its own --max-restarts counts."""
 
     def __post_init__(self) -> None:
         if self.ranks is not None:
             _least("ranks", self.ranks, 1)
+        _least("restarts", self.restarts, 0)
+        if self.restarts and not self.train.save_every:
+            raise JobError(
+                f"restarts = {self.restarts} with train.save_every = 0: ranks that are started again would begin anew; "
+                "set train.save_every to the steps you are ready to lose"
+            )

@@ -1,7 +1,8 @@
 """The loop: a job on the ranks of a world, from the first sample to the files at the end.
 
-    each step    this rank's rows (data) → trainer.step → event → learning rate (schedule) → validation when due
-    at the end   validation, a generated sample, the full parameters
+    at the start  the state of a checkpoint, when there is one to go on from (origin)
+    each step     this rank's rows (data) → trainer.step → event → learning rate → validation, checkpoint when due
+    at the end    validation, a generated sample, the full parameters
 
 Every rank runs it; what is printed and written comes from rank 0.
 """
@@ -18,12 +19,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
+from meshwise.comm.attempt import Attempt
 from meshwise.comm.world import World
 from meshwise.nonfinite import NonFiniteError
 from meshwise.parallelize import Options, parallelize
+from meshwise.train.checkpoints import Checkpoints
 from meshwise.train.data import length, read
 from meshwise.train.events import End, Events, NonFinite, Sample, Start, Step, Validation
 from meshwise.train.export import write_parameters
@@ -31,7 +33,10 @@ from meshwise.train.failure import leave_traceback
 from meshwise.train.folder import RunFolder
 from meshwise.train.job import Job
 from meshwise.train.order import Order
+from meshwise.train.origin import Origin
+from meshwise.train.pace import Pace, Stopwatch
 from meshwise.train.prepare import Prepared, prepare
+from meshwise.train.resume import Progress, checked_origin, kept, on_first_rank, take_up
 from meshwise.train.sample import generate
 from meshwise.train.schedule import rate
 from meshwise.trainer import StepResult, Trainer
@@ -50,11 +55,14 @@ class Summary:
 def train(world: World, *, job: Job, console: Console | None = None) -> Summary:
     """Run a job on the ranks of `world`; every rank calls it. `console`: where rank 0 talks, by default stdout.
 
-    Raises JobError or PlanError for a job that cannot run, NonFiniteError as `train.nonfinite` says, and whatever the
-    user's own model, loss and data raise.
+    Raises JobError or PlanError for a job that cannot run, or that is not the one of the checkpoint it should go on
+    from; DamageError when no checkpoint is valid, SaveError when the last one could not be written; NonFiniteError as
+    `train.nonfinite` says, and whatever the user's own model, loss and data raise.
     """
     prepared = prepare(job, ranks=world.size)
     job = prepared.job
+    attempt = Attempt.current()
+    origin = on_first_rank(world, lambda: checked_origin(prepared, attempt=attempt))
     trainer = parallelize(
         prepared.model,
         job.plan,
@@ -64,42 +72,51 @@ def train(world: World, *, job: Job, console: Console | None = None) -> Summary:
         options=Options(clip_norm=job.train.clip_norm, seed=job.train.seed, nonfinite=job.train.nonfinite),
         **prepared.optimizer_arguments,
     )
-    folder = RunFolder(job) if world.rank == 0 else None
-    place = world.exchange(None if folder is None else folder.path)[0]
+    folder = on_first_rank(world, lambda: RunFolder.claim(job, path=origin.folder, attempt=attempt))
+    sinks = [] if world.rank else folder.sinks(console or Console(), every=job.train.log_every)
     try:
-        with Events(() if folder is None else folder.sinks(console or Console())) as events:
-            return _Run(trainer, prepared, folder, events).run()
+        with Events(sinks) as events:
+            return _Run(trainer, prepared, folder, events).run(origin)
     except Exception as error:
-        leave_traceback(error, world=world, folder=place)
+        leave_traceback(error, world=world, folder=folder.path)
         raise
     finally:
         trainer.close()
 
 
 class _Run:
-    """One run of a job on one rank."""
+    """One run of a job on one rank. Rank 0 writes into the folder, every rank into its checkpoints."""
 
-    def __init__(self, trainer: Trainer, prepared: Prepared, folder: RunFolder | None, events: Events) -> None:
+    def __init__(self, trainer: Trainer, prepared: Prepared, folder: RunFolder, events: Events) -> None:
+        job = prepared.job
         self._trainer = trainer
-        self._job = prepared.job
+        self._prepared = prepared
+        self._job = job
         self._data = prepared.data
         self._folder = folder
         self._emit = events.emit
-        self._schedule = LambdaLR(trainer.optimizer, rate(self._job.schedule, steps=self._job.train.steps))
+        self._progress = Progress()
+        self._peaks = [group["lr"] for group in trainer.optimizer.param_groups]
+        self._rate = rate(job.schedule, steps=job.train.steps)
         self._validation: float | None = None
+        self._checkpoints = Checkpoints(
+            trainer, root=folder.checkpoints, keep_last=job.train.keep_last, emit=events.emit
+        )
 
-    def run(self) -> Summary:
+    def run(self, origin: Origin) -> Summary:
         """Start, steps, end."""
         job, trainer = self._job, self._trainer
         started = time.monotonic()
         self._start()
-        result = self._steps()
+        self._progress = take_up(trainer, origin=origin, prepared=self._prepared, emit=self._emit)
+        self._steps()
         self._validate(job.train.steps)
         if job.sample.length:
             text = generate(trainer, sample=job.sample, context=job.data.context, seed=job.train.seed)
             self._emit(Sample(job.train.steps, job.sample.prompt, text))
-        self._save(result, time.monotonic() - started)
-        return Summary(result.loss, self._validation, None if self._folder is None else str(self._folder.path))
+        self._end(time.monotonic() - started)
+        where = None if trainer.world.rank else str(self._folder.path)
+        return Summary(self._progress.loss, self._validation, where)
 
     def _start(self) -> None:
         job, trainer = self._job, self._trainer
@@ -112,24 +129,23 @@ class _Run:
             steps=job.train.steps,
             batch=job.train.batch,
             memory=trainer.memory(),
-            output="" if self._folder is None else str(self._folder.path),
+            output=str(self._folder.path),
         )
         self._emit(start)
 
-    def _steps(self) -> StepResult:
-        job = self._job.train
+    def _steps(self) -> None:
+        job, trainer, progress = self._job.train, self._trainer, self._progress
+        pace, watched = Pace(trainer.world), Stopwatch(trainer.world)
+        first, _ = trainer.share(job.batch)
+        before = progress.step
         began = last = time.monotonic()
-        first, _ = self._trainer.share(job.batch)
-        result = None
-        for step, batch in enumerate(self._batches(), start=1):
-            lr = self._trainer.optimizer.param_groups[0]["lr"]
-            try:
-                result = self._trainer.step(batch, local=True, first=first)
-            except NonFiniteError as error:
-                self._emit(NonFinite(step, str(error)))
-                # Every rank raises here; none may end before rank 0 has said why.
-                self._trainer.world.barrier()
-                raise
+        batches = self._batches()
+        for step in range(before + 1, job.steps + 1):
+            lr = self._set_rate()
+            watched.start()
+            result = self._step(step, next(batches), first)
+            busy = watched.stop()
+            progress.count(result, batch=job.batch)
             now = time.monotonic()
             self._emit(
                 Step(
@@ -140,26 +156,50 @@ class _Run:
                     lr=lr,
                     tokens=result.tokens,
                     rate=result.tokens / (now - last),
-                    memory=_peak_memory(self._trainer.world.device),
-                    eta=(now - began) / step * (job.steps - step),
+                    memory=_peak_memory(trainer.world.device),
+                    eta=(now - began) / (step - before) * (job.steps - step),
                     skipped=result.skipped,
                 )
             )
             if result.problem is not None:
                 self._emit(NonFinite(step, result.problem))
-            if not result.skipped:
-                self._schedule.step()
+            for slow in pace.note(step, seconds=busy):
+                self._emit(slow)
             if job.validate_every and step % job.validate_every == 0 and step < job.steps:
                 self._validate(step)
                 now = time.monotonic()
+            self._checkpoint(step)
             last = now
-        assert result is not None
-        return result
+        for slow in pace.compare():
+            self._emit(slow)
+
+    def _step(self, step: int, batch: Any, first: int) -> StepResult:
+        try:
+            return self._trainer.step(batch, local=True, first=first)
+        except NonFiniteError as error:
+            self._emit(NonFinite(step, str(error)))
+            # Every rank raises here; none may end before rank 0 has said why.
+            self._trainer.world.barrier()
+            raise
+
+    def _set_rate(self) -> float:
+        """The learning rate of the coming step, a function of how many updates there have been."""
+        fraction = self._rate(self._progress.updates)
+        for group, peak in zip(self._trainer.optimizer.param_groups, self._peaks, strict=True):
+            group["lr"] = peak * fraction
+        return float(self._peaks[0] * fraction)
+
+    def _checkpoint(self, step: int) -> None:
+        job = self._job.train
+        self._checkpoints.look()
+        if job.save_every and (step % job.save_every == 0 or step == job.steps):
+            extra = kept(self._prepared, progress=self._progress, ranks=self._trainer.world.size)
+            self._checkpoints.save(step, extra=extra)
 
     def _batches(self) -> Iterator[Any]:
-        """This rank's rows of each global batch of the run."""
-        job = self._job.train
-        numbers = range(0, job.steps * job.batch, job.batch)
+        """This rank's rows of each global batch that is left of the run."""
+        job, done = self._job.train, self._progress
+        numbers = range(done.samples, done.samples + (job.steps - done.step) * job.batch, job.batch)
         return self._read(self._data.train, numbers, Order(length(self._data.train), seed=job.seed))
 
     def _validate(self, step: int) -> None:
@@ -180,14 +220,13 @@ class _Run:
         dtype = getattr(torch, self._job.train.dtype)
         return (map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, batch) for batch in rows)
 
-    def _save(self, result: StepResult, seconds: float) -> None:
-        job = self._job
+    def _end(self, seconds: float) -> None:
+        job, folder = self._job, self._folder
         metadata = {"steps": str(job.train.steps), "plan": str(job.plan), "model": job.model.name}
-        folder = self._folder
-        write_parameters(self._trainer, path=None if folder is None else folder.parameters, metadata=metadata)
-        if folder is not None:
-            following = shlex.join(["meshwise", "verify", str(folder.job)])
-            self._emit(End(job.train.steps, seconds, result.loss, folder.outputs(), following))
+        write_parameters(self._trainer, path=None if self._trainer.world.rank else folder.parameters, metadata=metadata)
+        self._checkpoints.finish()
+        following = shlex.join(["meshwise", "verify", str(folder.job)])
+        self._emit(End(job.train.steps, seconds, self._progress.loss, folder.outputs(), following))
 
 
 def _device(device: torch.device) -> str:

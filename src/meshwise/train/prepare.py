@@ -73,7 +73,9 @@ def _absolute(job: Job) -> Job:
         model=dataclasses.replace(job.model, name=_absolute_name(job.model.name)),
         loss=_absolute_name(job.loss),
         data=data,
-        train=dataclasses.replace(job.train, output=str(Path(job.train.output).absolute())),
+        train=dataclasses.replace(
+            job.train, output=str(Path(job.train.output).absolute()), resume=_absolute_resume(job.train.resume)
+        ),
     )
 
 
@@ -81,3 +83,7 @@ def _absolute_name(name: str) -> str:
     """`path/to/file.py:function` from the root; every other name as it is."""
     where, _, what = name.rpartition(":")
     return f"{Path(where).absolute()}:{what}" if where.endswith(".py") else name
+
+
+def _absolute_resume(resume: str | None) -> str | None:
+    return resume if resume in (None, "auto") else str(Path(resume).absolute())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,15 @@ from meshwise.train.job import JobError
 class JsonLines:
     """One JSON object a line, flushed line by line, so that a run that is killed leaves all it had done.
 
-    A number that is not finite, which JSON cannot say, is written as the string `nan`, `inf` or `-inf`.
+    A number that is not finite, which JSON cannot say, is written as the string `nan`, `inf` or `-inf`. What is in the
+    file stays, less a last line that a killed run has left unfinished.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("w", encoding="utf-8")
+        if path.exists():
+            whole = path.read_bytes().rpartition(b"\n")
+            os.truncate(path, len(whole[0] + whole[1]))
+        self._file = path.open("a", encoding="utf-8")
 
     def write(self, event: Event) -> None:
         """Append the event."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from rich.console import Console
 from rich.padding import Padding
@@ -10,7 +11,25 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.rule import Rule
 from rich.text import Text
 
-from meshwise.train.events import End, Event, NonFinite, Sample, Sink, Start, Step, Validation
+from meshwise.train.events import (
+    End,
+    Event,
+    NonFinite,
+    Resume,
+    Sample,
+    Saved,
+    SaveFailed,
+    Sink,
+    Slow,
+    Start,
+    Step,
+    Validation,
+)
+
+_SHOWN = 5
+_STYLES = MappingProxyType(
+    {NonFinite: "bold red", SaveFailed: "bold red", Slow: "yellow", Validation: "green", Saved: "dim"}
+)
 
 
 def terminal(console: Console, *, every: int) -> Sink:
@@ -69,7 +88,7 @@ class LiveTerminal:
             console.print(Padding(text, (0, 2)))
             console.print(Rule(style="dim"))
         else:
-            style = {NonFinite: "bold red", Validation: "green"}.get(type(event), "")
+            style = _STYLES.get(type(event), "")
             console.print(Text(_told(event), style=style), soft_wrap=True)
 
     def close(self) -> None:
@@ -94,6 +113,20 @@ def _told(event: Event) -> str:
             return f"step {event.step}/{event.steps}  {_numbers(event)}"
         case NonFinite():
             return f"NOT FINITE at step {event.step}: {event.problem}"
+        case Resume():
+            return "\n".join(_resumed(event))
+        case Slow():
+            steps = ", ".join(map(str, event.steps[:_SHOWN])) + " …" * (len(event.steps) > _SHOWN)
+            return (
+                f"slow     rank {event.rank} kept the others waiting in step{'s' * (len(event.steps) > 1)} {steps}: "
+                f"busy for {event.seconds:.2f} s, they for {event.others:.2f} s"
+            )
+        case Saved():
+            return (
+                f"saved    step {event.step} in {event.path} ({event.seconds:.1f} s, training stood {event.held:.2f} s)"
+            )
+        case SaveFailed():
+            return f"NOT SAVED at step {event.step}: {event.problem}"
         case Validation():
             return f"validation after step {event.step}: loss {event.loss:.4f} over {event.tokens:,} tokens"
         case Sample():
@@ -103,6 +136,16 @@ def _told(event: Event) -> str:
             rows = [f"  {name:<12} {path}" for name, path in event.outputs.items()]
             head = f"done: {event.steps:,} steps in {_time(event.seconds)}, loss {event.loss:.4f}"
             return "\n".join([head, *rows, f"next: {event.following}"])
+
+
+def _resumed(event: Resume) -> list[str]:
+    if not event.path:
+        return ["resume   there is no checkpoint yet: from the start"]
+    return [
+        f"resume   after step {event.step:,} ({event.samples:,} samples), from {event.path}",
+        *(f"         DAMAGED, passed over: {damage}" for damage in event.damaged),
+        *(f"         changed: {change}" for change in event.changes),
+    ]
 
 
 def _printable(text: str) -> str:

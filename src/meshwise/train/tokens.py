@@ -26,6 +26,8 @@ from meshwise.train.job import JobError
 STDLIB = "python-stdlib"
 START = 0
 """The token before every file."""
+_BLOCKS = 256
+_BLOCK = 4096
 _LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
@@ -53,6 +55,15 @@ def token_file(names: Sequence[str], *, cache: Path) -> Path:
 def open_tokens(path: Path) -> NDArray[np.uint8]:
     """The tokens, as a read-only memory map."""
     return np.memmap(path, dtype=np.uint8, mode="r")
+
+
+def digest(tokens: NDArray[np.uint8]) -> str:
+    """A digest of 256 blocks of 4 KiB, evenly spaced: another text gives another one, in milliseconds at any size."""
+    starts = np.linspace(0, max(0, len(tokens) - _BLOCK), num=_BLOCKS, dtype=np.int64)
+    content = hashlib.sha256()
+    for start in starts:
+        content.update(tokens[start : start + _BLOCK].tobytes())
+    return content.hexdigest()[:16]
 
 
 def default_cache() -> Path:

@@ -1,0 +1,292 @@
+"""A run that goes on from a checkpoint is the run that never stopped: the same samples, the same numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from meshwise.checkpoint.damage import DamageError, SaveError
+from meshwise.comm.attempt import Attempt
+from meshwise.comm.thread_world import run_threads
+from meshwise.comm.world import World
+from meshwise.plan import Plan
+from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, ScheduleJob, TrainJob
+from meshwise.train.loop import Summary, train
+from meshwise.train.order import Order
+from meshwise.train.origin import LAUNCH, find_origin
+
+STEPS = 8
+SHAPE = {"layers": 1, "width": 16, "heads": 2, "tied": True, "dropout": 0.1}
+OWN = """
+import math
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def data(bad):
+    x = torch.arange(64.0).unsqueeze(1) / 64
+    x[bad] = math.nan
+    return TensorDataset(x, 2 * x)
+
+def model():
+    return nn.Linear(1, 1)
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return short(tmp_path)
+
+
+def short(tmp_path: Path) -> Job:
+    """A run of a second over a short text, with a checkpoint after every step."""
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    return Job(
+        model=ModelJob("gpt", SHAPE),
+        data=DataJob(files=(str(text),), context=16, validation=0.0, cache=str(tmp_path / "cache")),
+        optimizer=OptimizerJob(lr=1e-2),
+        schedule=ScheduleJob("cosine", warmup=2),
+        train=TrainJob(
+            steps=STEPS, batch=5, clip_norm=1.0, save_every=1, keep_last=STEPS, output=str(tmp_path / "run")
+        ),
+        plan=Plan(dp=2, zero=1),
+    )
+
+
+def change(job: Job, section: str, **changes: Any) -> Job:
+    return dataclasses.replace(job, **{section: dataclasses.replace(getattr(job, section), **changes)})
+
+
+def run(job: Job, *, ranks: int = 2) -> tuple[Summary, str]:
+    """What rank 0 returned, and what it said."""
+    out = io.StringIO()
+
+    def main(world: World) -> Summary:
+        return train(world, job=job, console=Console(file=out, width=200))
+
+    return run_threads(ranks, main)[0], out.getvalue()
+
+
+def lines(folder: Path) -> list[Mapping[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def events(folder: Path, kind: str) -> list[Mapping[str, Any]]:
+    return [event for event in lines(folder) if event["event"] == kind]
+
+
+NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens", "skipped")
+
+
+def steps(folder: Path) -> list[tuple[Any, ...]]:
+    """The numbers of the steps of the last start."""
+    last = lines(folder)
+    start = max(number for number, event in enumerate(last) if event["event"] == "start")
+    return [tuple(event[key] for key in NUMBERS) for event in last[start:] if event["event"] == "step"]
+
+
+def killed_after(step: int, folder: Path, *, into: Path) -> Path:
+    """The folder of a run as a kill in the step after `step` leaves it, whose checkpoint is published."""
+    shutil.copytree(folder, into)
+    for path in (into / "checkpoints").glob("step-*"):
+        if int(path.name.partition("-")[2]) > step:
+            shutil.rmtree(path)
+    (into / "parameters.safetensors").unlink()
+    return into
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the run that never stopped."""
+    torch.manual_seed(0)
+    job = short(tmp_path_factory.mktemp("whole"))
+    run(job)
+    return Path(job.train.output)
+
+
+@pytest.mark.parametrize("step", [1, 4, STEPS - 1])
+def test_killed_at_any_step_and_resumed_every_later_number_is_the_same(
+    step: int, whole: Path, job: Job, tmp_path: Path
+) -> None:
+    folder = killed_after(step, whole, into=tmp_path / "killed")
+
+    summary, said = run(change(job, "train", output=str(folder), resume="auto"))
+
+    assert summary.folder == str(folder)
+    assert steps(folder) == steps(whole)[step:], "bit for bit"
+    assert [event["step"] for event in events(folder, "resume")] == [step]
+    assert (folder / "parameters.safetensors").read_bytes() == (whole / "parameters.safetensors").read_bytes()
+    assert f"resume   after step {step} ({5 * step} samples), from {folder}/checkpoints/step-{step}" in said
+
+
+@pytest.mark.parametrize("plan, ranks", [("dp=1", 1), ("dp=3 zero=3", 3), ("dp=2 zero=2 microbatches=2", 2)])
+def test_another_plan_or_world_goes_on_with_the_same_samples(plan: str, ranks: int, job: Job, tmp_path: Path) -> None:
+    job = change(job, "train", dtype="float64")
+    run(job)
+    whole = Path(job.train.output)
+    folder = killed_after(3, whole, into=tmp_path / "killed")
+
+    resumed = dataclasses.replace(change(job, "train", output=str(folder), resume="auto"), plan=Plan.parse(plan))
+    run(resumed, ranks=ranks)
+
+    assert [event["changes"] for event in events(folder, "resume")] == [[f"plan: 'dp=2 zero=1' -> '{plan}'"]]
+    for one, other in zip(steps(whole)[3:], steps(folder), strict=True):
+        assert other == pytest.approx(one, rel=1e-9)
+
+
+def of_numbers(job: Job, tmp_path: Path, *, batches: list[int]) -> Job:
+    """A job of numbers of which the second sample in each of these batches is not finite."""
+    (tmp_path / "own_resume.py").write_text(OWN)
+    bad = [Order(64, seed=0).indices(5 * batch + 1, stop=5 * batch + 2)[0] for batch in batches]
+    return dataclasses.replace(
+        job,
+        model=ModelJob(f"{tmp_path}/own_resume.py:model"),
+        data=DataJob(dataset=f"{tmp_path}/own_resume.py:data", arguments={"bad": bad}, validation=0.0),
+        loss="mse",
+    )
+
+
+def test_skipped_steps_are_remembered(job: Job, tmp_path: Path) -> None:
+    job = change(of_numbers(job, tmp_path, batches=[2, 3]), "train", nonfinite="skip:2")
+    run(job)
+    whole = Path(job.train.output)
+    folder = killed_after(3, whole, into=tmp_path / "killed")
+
+    run(change(job, "train", output=str(folder), resume="auto"))
+    assert steps(folder)[1:] == steps(whole)[4:]
+    assert [row[-1] for row in steps(folder)] == [True, False, False, False, False], "step 4 is skipped, too"
+
+    again = killed_after(3, whole, into=tmp_path / "again")
+    with pytest.raises(RuntimeError, match="1 such steps in a row were skipped already"):
+        run(change(job, "train", output=str(again), resume="auto", nonfinite="skip:1"))
+
+
+def test_what_would_be_another_run_is_refused_with_the_keys(whole: Path, job: Job) -> None:
+    other = change(change(change(job, "train", resume=str(whole), seed=1), "optimizer", lr=1.0), "data", context=8)
+
+    with pytest.raises(JobError) as error:
+        run(other)
+
+    assert str(error.value).splitlines() == [
+        "with these changes the run that is resumed would be another one:",
+        "  data.context: 16 -> 8",
+        "  optimizer.lr: 0.01 -> 1.0",
+        "  train.seed: 0 -> 1",
+        "take them back, or say that you mean them: --train.accept data.context optimizer.lr train.seed",
+    ]
+
+
+def test_a_change_that_is_meant_is_taken_and_said(whole: Path, job: Job) -> None:
+    step_4 = str(whole / "checkpoints" / "step-4")
+    accepted = change(job, "train", resume=step_4, accept=("optimizer",), output=str(whole))
+    summary, said = run(change(accepted, "optimizer", lr=2e-2, weight_decay=0.3))
+
+    assert summary.folder == f"{whole}-2", "a checkpoint that is named begins a new run"
+    folder = Path(str(summary.folder))
+    lrs = [row[3] for row in steps(folder)]
+    assert lrs == [2 * row[3] for row in steps(whole)[4:]]
+    assert "changed: optimizer.lr: 0.01 -> 0.02" in said
+    assert "changed: optimizer.weight_decay: (default) -> 0.3" in said
+    assert steps(folder)[-1][1] != steps(whole)[-1][1]
+
+
+def test_the_text_is_compared_by_what_it_says(whole: Path, job: Job, tmp_path: Path) -> None:
+    text = Path(job.data.files[0])
+    moved = tmp_path / "moved.txt"
+    text.rename(moved)
+    resumed = change(change(job, "data", files=(str(moved),)), "train", resume=str(whole))
+    assert "changed: data.files" in run(resumed)[1]
+
+    moved.write_text(moved.read_text().replace("lazy", "busy"))
+    with pytest.raises(JobError, match=r"what the data hold: 1801 bytes, \w+ -> 1801 bytes, \w+\n.* data"):
+        run(resumed)
+
+
+def test_a_run_that_is_over_is_over_and_more_steps_go_on_from_its_end(whole: Path, job: Job, tmp_path: Path) -> None:
+    shutil.copytree(whole, folder := tmp_path / "over")
+    over = change(job, "train", output=str(folder), resume="auto")
+
+    assert run(over)[0].loss == steps(whole)[-1][1]
+    assert steps(folder) == []
+
+    _, said = run(change(over, "train", steps=STEPS + 2))
+    assert [row[0] for row in steps(folder)] == [STEPS + 1, STEPS + 2]
+    assert f"changed: train.steps: {STEPS} -> {STEPS + 2}, and the learning rate follows the new length" in said
+
+
+def test_damaged_checkpoints_are_named_and_passed_over(whole: Path, job: Job, tmp_path: Path) -> None:
+    folder = killed_after(5, whole, into=tmp_path / "killed")
+    torn = folder / "checkpoints" / "step-5" / "rank-00001.safetensors"
+    data = bytearray(torn.read_bytes())
+    data[-1] ^= 1
+    torn.write_bytes(data)
+    (folder / "checkpoints" / "step-4" / "checkpoint.json").write_text("{}")
+
+    _, said = run(change(job, "train", output=str(folder), resume="auto"))
+
+    assert steps(folder) == steps(whole)[3:]
+    assert f"DAMAGED, passed over: {torn}" in said
+    assert "step-4/checkpoint.json" in said
+
+    for path in (folder / "checkpoints").glob("*/checkpoint.json"):
+        path.write_text("")
+    with pytest.raises(DamageError, match=r"checkpoint\.json"):
+        run(change(job, "train", output=str(folder), resume="auto"))
+
+
+def test_without_a_checkpoint_auto_begins_and_a_folder_is_refused(job: Job, tmp_path: Path) -> None:
+    _, said = run(change(job, "train", resume="auto", steps=1, save_every=0))
+    assert "resume" not in said
+    _, said = run(change(job, "train", resume="auto", steps=1, save_every=0))
+    assert "there is no checkpoint yet: from the start" in said
+    with pytest.raises(JobError, match=r"no checkpoint there; name the folder of a run"):
+        run(change(job, "train", resume=job.train.output))
+    with pytest.raises(JobError, match=r"is there and is no run"):
+        run(change(job, "train", resume="auto", output=str(tmp_path)))
+
+
+def test_the_oldest_checkpoints_go(job: Job) -> None:
+    run(change(job, "train", save_every=3, keep_last=2))
+    root = Path(job.train.output) / "checkpoints"
+    assert sorted(path.name for path in root.glob("step-*")) == ["step-6", "step-8"]
+    assert [event["step"] for event in events(root.parent, "saved")] == [3, 6, 8]
+
+
+def test_a_save_that_fails_is_said_and_the_run_goes_on(job: Job) -> None:
+    output = Path(job.train.output)
+    output.mkdir()
+    (output / "job.toml").write_text("")
+    (output / "checkpoints").write_text("in the way")
+    with pytest.raises(SaveError, match="step-8 was not saved"):
+        run(change(job, "train", resume="auto", save_every=4))
+    assert [event["step"] for event in events(output, "savefailed")] == [4, 8]
+    assert len(steps(output)) == STEPS
+    assert (output / "parameters.safetensors").exists()
+
+
+def test_an_elastic_restart_finds_the_folder_of_its_own_job(job: Job, tmp_path: Path) -> None:
+    def at(run: str, number: int) -> Path | None:
+        return find_origin(job, attempt=Attempt(run, number, most=3)).folder
+
+    for name, launch in (("run", "first"), ("run-2", "none"), ("run-3", "mine"), ("run-4", "none")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / LAUNCH).write_text(launch)
+    assert at("mine", 1) == at("mine", 0) == tmp_path / "run-3"
+    assert at("other", 1) is None
+    assert at("none", 1) == tmp_path / "run-4", "torchrun calls jobs without a name `none`"
+    assert at("none", 0) is None
+
+
+def test_restarts_without_checkpoints_are_refused() -> None:
+    with pytest.raises(JobError, match=r"restarts = 2 with train\.save_every = 0"):
+        Job(restarts=2)
