@@ -82,17 +82,16 @@ def _names_in(function: Any) -> Iterator[tuple[str, ...]]:
             yield tuple(reversed(path))
 
 
-def source_of(thing: Any) -> ast.Module:
-    """The syntax tree of a function's or a class's source. Raises OSError when it has none, SyntaxError when it is part
-    of a larger expression.
+def source_of(function: Any) -> ast.Module:
+    """The syntax tree of a function's source. Raises OSError when it has none, SyntaxError when it is part of a larger
+    expression.
 
-    CPython 3.11 counts the depth of all threads' trees in one place, so that two that are built at
-    the same time can fail for no reason of their own (python/cpython issue 106905); then again.
+    CPython 3.11 counts the depth of all threads' trees in one place, so that two that are built at the same time can
+    fail for no reason of their own (python/cpython issue 106905); then again.
     """
-    text = textwrap.dedent(inspect.getsource(thing))
     while True:
         try:
-            return ast.parse(text)
+            return ast.parse(textwrap.dedent(inspect.getsource(function)))
         except SystemError as error:
             if "recursion depth mismatch" not in str(error):
                 raise

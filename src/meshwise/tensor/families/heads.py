@@ -12,6 +12,7 @@ split, a forward that says `q.view(batch, -1, self.num_heads, self.head_width)` 
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -164,7 +165,7 @@ def _fits(heads: Heads, firsts: Sequence[int], *, sure: bool) -> bool:
 def _split_at_once(kind: type[nn.Module]) -> Iterator[str]:
     """Names of children whose output is split or chunked: in the same expression, or under the name it is given."""
     try:
-        tree = source_of(kind)
+        tree = source_of(inspect.unwrap(kind.forward))
     except (OSError, SyntaxError, TypeError):
         return
     given: dict[str, str | None] = {}

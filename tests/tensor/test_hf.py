@@ -1,0 +1,138 @@
+"""Models of transformers, built from tiny configurations with random weights, are found and split as they are."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meshwise.comm.world import World
+from meshwise.parallelize import Options, parallelize
+from meshwise.plan import Plan
+from meshwise.tensor.families.norm import as_norm
+from meshwise.testing import agree, alone, outcome, run
+
+transformers = pytest.importorskip("transformers", reason="needs transformers, which the extra hf installs")
+
+ROWS = (8, 5, 4)
+EVEN_ROWS = (8, 4, 8)
+TOKENS, VOCABULARY, WIDTH, KEY_HEADS = 6, 23, 32, 2
+SHAPE = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+TEXT = {**SHAPE, "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def llama() -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT, num_key_value_heads=KEY_HEADS))
+
+
+def qwen2() -> Any:
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**TEXT, num_key_value_heads=KEY_HEADS))
+
+
+def qwen3() -> Any:
+    config = transformers.Qwen3Config(**TEXT, num_key_value_heads=KEY_HEADS, head_dim=12, tie_word_embeddings=True)
+    return transformers.Qwen3ForCausalLM(config)
+
+
+def mistral() -> Any:
+    config = transformers.MistralConfig(**TEXT, num_key_value_heads=4, sliding_window=3)
+    return transformers.MistralForCausalLM(config)
+
+
+def gpt2() -> Any:
+    dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    shape = {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": TOKENS}
+    config = transformers.GPT2Config(**shape, **dropout, bos_token_id=1, eos_token_id=2)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert() -> Any:
+    return transformers.BertForMaskedLM(transformers.BertConfig(**TEXT, **NO_DROPOUT, max_position_embeddings=TOKENS))
+
+
+def classifier() -> Any:
+    config = transformers.BertConfig(**TEXT, **NO_DROPOUT, max_position_embeddings=TOKENS, num_labels=3)
+    return transformers.BertForSequenceClassification(config)
+
+
+def vit() -> Any:
+    config = transformers.ViTConfig(**SHAPE, **NO_DROPOUT, image_size=8, patch_size=4, num_channels=1, num_labels=5)
+    return transformers.ViTForImageClassification(config)
+
+
+def t5() -> Any:
+    shape = {"d_model": WIDTH, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+    config = transformers.T5Config(**shape, vocab_size=VOCABULARY, decoder_start_token_id=0, pad_token_id=0)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+Model = Callable[[], Any]
+PLANS = ("tp=2", "tp=4", "tp=4 tp_mode=2d")
+
+
+def batches(model: Model, *, sizes: Sequence[int]) -> list[Any]:
+    generator = torch.Generator().manual_seed(4)
+    drawn = []
+    for rows in sizes:
+        inputs, targets = torch.randint(1, VOCABULARY, (2, rows, TOKENS), generator=generator)
+        targets[0, :2] = -100
+        if model is vit:
+            inputs = torch.randn(rows, 1, 8, 8, generator=generator, dtype=torch.float64)
+        if model in (vit, classifier):
+            targets = targets[:, -1] % 3
+        drawn.append((inputs, targets))
+    return drawn
+
+
+def forward(model: nn.Module, batch: Any) -> Any:
+    if isinstance(model, transformers.T5ForConditionalGeneration):
+        return model(input_ids=batch[0], decoder_input_ids=batch[0].flip(1), use_cache=False).logits
+    return model(batch[0]).logits
+
+
+def loss(logits: Tensor, batch: Any) -> tuple[Tensor, int]:
+    targets = batch[1].flatten()
+    total = functional.cross_entropy(logits.flatten(0, -2), targets, ignore_index=-100, reduction="sum")
+    return total, int((targets != -100).sum())
+
+
+def with_exact_norms(model: nn.Module) -> nn.Module:
+    """In float64 throughout: these models' own RMSNorm computes in float32, whatever it is given, and sums that are
+    split differently then differ by that.
+    """
+    for name, module in list(model.named_modules()):
+        if type(module).__name__.endswith(("RMSNorm", "T5LayerNorm")):
+            width, norm = as_norm(module) or pytest.fail(f"{name} is no norm")
+            assert not norm.centred
+            model.set_submodule(name, nn.RMSNorm(width, eps=norm.epsilon))
+    return model
+
+
+def check(build: Model, plan: str, *, steps: int) -> None:
+    torch.manual_seed(1)
+    model = with_exact_norms(build()).double()
+    given = batches(build, sizes=EVEN_ROWS if "3d" in plan else ROWS)[:steps]
+    settings: Mapping[str, Any] = {"loss": loss, "lr": 1e-2, "options": Options(clip_norm=0.5, forward=forward)}
+
+    def main(world: World) -> Any:
+        return outcome(parallelize(copy.deepcopy(model), plan, world=world, **settings), batches=given)
+
+    expected = alone(model, batches=given, **settings)
+    for found in run(Plan.parse(plan).mesh().size, main):
+        agree(found, expected, bound=1e-9)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("build", [qwen2, qwen3, mistral, gpt2, classifier, vit, t5], ids=lambda build: build.__name__)
+def test_a_step_is_that_of_one_process(build: Model, plan: str) -> None:
+    check(build, plan, steps=1)
+
+
+@pytest.mark.parametrize("plan", [*PLANS, "tp=2 sequence_parallel=1", "tp=8 tp_mode=3d", "dp=2 tp=2 zero=3"])
+@pytest.mark.parametrize("build", [llama, bert], ids=lambda build: build.__name__)
+def test_three_steps_are_those_of_one_process(build: Model, plan: str) -> None:
+    check(build, plan, steps=3)
