@@ -109,7 +109,7 @@ def _mixed(state: Tensor) -> Tensor:
 
 def _shifted(state: Tensor, by: int) -> Tensor:
     """A shift to the right that fills with zeros; torch has signed integers only."""
-    return (state >> by) & (2 ** (64 - by) - 1)
+    return (state >> by) & ((1 << (64 - by)) - 1)
 
 
 def _high(state: Tensor) -> Tensor:

@@ -208,7 +208,8 @@ class Draws:
         self._drew = True
         frame = self._stack[-1]
         if frame.visit is None:
-            raise ValueError(_cannot_tell(frame.name, len(self._visits.get(frame.name, ()))))
+            repeated = self._stack[1].name if len(self._stack) > 1 else ""
+            raise ValueError(_cannot_tell(repeated, len(self._visits.get(repeated, ()))))
         frame.draws += 1
         return _hash(self._seed, self._step, frame.name, frame.visit.path, frame.draws)
 
@@ -262,12 +263,13 @@ class Draws:
     def _watch(self) -> None:
         for name, module in self._module.named_modules():
             if name in self._before or name in self._after or not _silent(module):
-                entering, leaving = functools.partial(self._enter, name), functools.partial(self._leave, name)
+                entering = functools.partial(self._enter, name, samples_first=_samples_first(module))
                 self._handles.append(module.register_forward_pre_hook(entering))
                 # Always: activation checkpointing ends the forward it repeats by an exception.
+                leaving = functools.partial(self._leave, name)
                 self._handles.append(module.register_forward_hook(leaving, always_call=True))
 
-    def _enter(self, name: str, module: nn.Module, _arguments: Any) -> None:
+    def _enter(self, name: str, _module: nn.Module, _arguments: Any, *, samples_first: bool | None) -> None:
         if not self._active:
             return
         caller = self._stack[-1]
@@ -280,9 +282,9 @@ class Draws:
         elif caller.visit is None:
             visit = None
         else:
-            first = getattr(module, "batch_first", caller.visit.samples_first)
+            first = caller.visit.samples_first if samples_first is None else samples_first
             path = (*caller.visit.path, (name, number)) if number else caller.visit.path
-            visit = Visit(path, self._region, samples_first=first is not False)
+            visit = Visit(path, self._region, first)
         if visit is not None:
             self._region = visit.region
             self._visits.setdefault(name, set()).add(visit)
@@ -300,6 +302,12 @@ def _silent(module: nn.Module) -> bool:
     return own and not isinstance(module, DRAWING) and next(module.children(), None) is None
 
 
+def _samples_first(module: nn.Module) -> bool | None:
+    """What a module, or one right inside it, says in `batch_first`; None when neither does."""
+    said = [getattr(part, "batch_first", None) for part in (module, *module.children())]
+    return None if not any(isinstance(value, bool) for value in said) else False not in said
+
+
 def _random_state() -> list[Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
@@ -312,7 +320,7 @@ def _cannot_tell(name: str, places: int) -> str:
     if not name:
         what = "a function that is no module draws random numbers in a forward that is repeated"
     else:
-        what = f"{name} draws random numbers in a forward that is repeated, and was called from {places} places in it"
+        what = f"{name} draws random numbers in a forward that is repeated, and was called in {places} places of it"
     return (
         f"{what}, so that nothing tells which draw to repeat; checkpoint the whole module that calls it "
         "(torch.utils.checkpoint), or do not repeat it"

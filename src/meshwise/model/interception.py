@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,6 +38,7 @@ _NAMES = """
 MAY_DRAW = frozenset(_NAMES.split())
 """Names of the functions and methods that may draw."""
 
+_BACKWARDS = (Tensor.backward, torch.autograd.backward)
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
@@ -71,6 +73,8 @@ class Interception(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _BACKWARDS and kwargs.get("inputs") is None:
+            return self._backward(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name not in MAY_DRAW or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
@@ -87,6 +91,18 @@ class Interception(TorchFunctionMode):
             return self._multi_head_attention(func, args, kwargs)
         with self._below:
             return func(*args, **kwargs)
+
+    def _backward(self, tensors: Any, *, gradient: Any = None, grad_tensors: Any = None, **options: Any) -> None:
+        # A mode is off while it answers, but a forward that is repeated in the backward draws again. Given edges of the
+        # graph, which are no tensors, torch does not ask the mode a second time.
+        outputs = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        given = [gradient] * len(outputs) if grad_tensors is None else list(grad_tensors)
+        with self:
+            torch.autograd.backward(
+                [get_gradient_edge(output) for output in outputs],
+                [torch.ones_like(o) if g is None else g for o, g in zip(outputs, given, strict=True)],
+                **options,
+            )
 
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002, FBT001, FBT002 (F.dropout's own)
         if not training or not 0.0 < p < 1.0 or not input.numel():
