@@ -256,11 +256,13 @@ def test_a_killed_rank_is_told_and_the_others_end(start: Callable[..., Ranks]) -
 def test_a_stopped_rank_is_told_and_the_others_end(start: Callable[..., Ranks]) -> None:
     ranks = start("forever")
     ranks.wait_for("step", 0)
+    time.sleep(STALL / 8)  # a beat or two, which say where it is
     os.kill(ranks.pid(0), signal.SIGSTOP)
     assert ranks.ended(without=0) == [None, 1, 1]
     report = ranks.report()
     assert "rank 0 does not answer" in report
     assert "the process is stopped or stuck" in report
+    assert re.search(r"  _ s ago rank 0 was here:\n(.*\n)* .*test_watch.py:\d+ forever", report)
     assert re.search(r"rank 1 \(process _\) has waited _ s.* all_reduce\[rank\] sum 3 float32 at", report)
 
 

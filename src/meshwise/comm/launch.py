@@ -99,8 +99,14 @@ def _join(device: torch.device, stall_seconds: float | None, tell: Tell) -> Worl
         atexit.register(_leave_store, own, rank=world.rank, size=world.size)
         atexit.register(watch.stop)
     # Runs before the watch stops: what is still under way is waited for, and watched.
-    atexit.register(world.close)
+    atexit.register(_close, world)
     return world
+
+
+def _close(world: World) -> None:
+    """Close at exit. That another rank is lost has been said by then, or it does not matter any more."""
+    with contextlib.suppress(RankLostError):
+        world.close()
 
 
 def _comm() -> Comm:

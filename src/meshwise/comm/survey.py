@@ -50,10 +50,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Absent:
-    """A rank that did not answer, and what is known of it. One that has finished left its counts."""
+    """A rank that did not answer, and what is known of it: its counts if it has finished, else its last stack."""
 
     what: str
     finished: bool = False
+    stack: str = ""
     counts: Mapping[Line, int] = field(default_factory=dict)
 
 
@@ -86,8 +87,10 @@ class Survey:
             ranks = sorted(ranks, key=lambda rank: rank in waiting)[:_MOST_LINES]
         more = [f"  … and {self.size - len(ranks)} more ranks"] if len(ranks) < self.size else []
         told = [self.answers[rank] for rank in finding.ranks if rank in self.answers and self.answers[rank].stack]
-        stacks = [f"  rank {answer.rank} is here:\n{answer.stack}" for answer in told[:_MOST_STACKS]]
-        return "\n".join([f"meshwise: {finding.headline}", *map(self._place, ranks), *more, *stacks])
+        stacks = [f"  rank {answer.rank} is here:\n{answer.stack}" for answer in told]
+        last_seen = [absent.stack for absent in self.absent.values() if absent.stack]
+        told_stacks = [*last_seen, *stacks][:_MOST_STACKS]
+        return "\n".join([f"meshwise: {finding.headline}", *map(self._place, ranks), *more, *told_stacks])
 
     def _disagreement(self) -> Finding | None:
         calls: dict[tuple[int, Line], dict[int, Stamp]] = {}

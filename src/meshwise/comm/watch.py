@@ -167,7 +167,8 @@ class Watch:
     def _beat(self) -> None:
         """Say that this rank is alive, answer who asks, and end when the end has been declared."""
         self._require_launcher()
-        self._store.set(f"alive/{self._world.rank}", str(time.time()))
+        place = "\n".join(self._stacks())
+        self._store.set(f"alive/{self._world.rank}", pickle.dumps((time.time(), place)))  # type: ignore[arg-type]
         if self._store.check(["end"]):
             self._end()
         number = self._store.add("asked", 0)
@@ -195,7 +196,6 @@ class Watch:
         waited = self._waited()
         if waited < self._pace.suspect / 2:
             waited = 0.0  # it may well be over: two ranks do not answer at the same moment
-        stacks = [stack_of(thread) for thread in dict.fromkeys((self._main, journal.thread))]
         waiting: Call | None = None
         if waited and position.waiting_since is not None:
             waiting = next((call for call in recent if call.stamp is position.stamp), None)
@@ -206,9 +206,14 @@ class Watch:
             waited=waited,
             recent=list(recent)[-_CALLS_TOLD:],
             counts=dict(journal.counts),
-            stack="\n".join(filter(None, stacks)),
+            stack="\n".join(self._stacks()),
             lost=self._lost,
         )
+
+    def _stacks(self) -> list[str]:
+        """Where the main thread is, and the thread that made the last call."""
+        stacks = [stack_of(thread) for thread in dict.fromkeys((self._main, self._world.journal.thread))]
+        return [stack for stack in stacks if stack]
 
     # ---- the rank that asks ------------------------------------------------------------------------------------
 
@@ -263,8 +268,12 @@ class Watch:
         if not self._store.check([f"alive/{rank}"]):
             return Absent("never came")
         process = self._store.get(f"process/{rank}").decode()
-        age = time.time() - float(self._store.get(f"alive/{rank}"))
-        return Absent(f"({process}) does not answer; its last sign of life is {age:.1f} s old{_state(process)}")
+        seen, place = pickle.loads(self._store.get(f"alive/{rank}"))
+        age = f"{time.time() - seen:.1f} s"
+        return Absent(
+            f"({process}) does not answer; its last sign of life is {age} old{_state(process)}",
+            stack=f"  {age} ago rank {rank} was here:\n{place}" if place else "",
+        )
 
     # ---- the end -----------------------------------------------------------------------------------------------
 
