@@ -1,8 +1,8 @@
 """Puts a plain model under tensor parallelism, from outside.
 
 A module that plays a part gets a class of its own: that part's behaviour in front of the class it has. So
-`isinstance`, names, hooks and `state_dict` stay what they are, and the user's forward runs unchanged over local rows and
-local features. Parameters are not touched: the placements that come back say what each rank stores, and the engine
+`isinstance`, names, hooks and `state_dict` stay what they are, and the user's forward runs unchanged over local rows
+and local features. Parameters are not touched: the placements that come back say what each rank stores, and the engine
 installs it.
 """
 
@@ -90,7 +90,15 @@ class _Split:
 
     def placements(self) -> Mapping[str, Placement]:
         """Every parameter's. Raises ValueError when one has none."""
-        found = {**self._kept_whole, **self._placed}
+        placed = {**self._kept_whole, **self._placed}
+        found: dict[str, Placement] = {}
+        for name, placement in placed.items():
+            first = self._first_names[self._parameters[name]]
+            if found.setdefault(first, placement) != placement:
+                raise ValueError(
+                    f"{first} and {name} are one parameter, but their parts store it as '{found[first].layout}' and as "
+                    f"'{placement.layout}'; give them parts that agree"
+                )
         missing = [name for name in self._first_names.values() if name not in found]
         if missing:
             raise ValueError(
@@ -104,15 +112,16 @@ class _Split:
     def _linear(self, name: str, part: Part) -> None:
         context = self._context(name, part)
         if name in self._parameters:
-            self._place(name, Projection(context, part=part, shape=self._parameters[name].shape).weight_placement)
+            projection = Projection(context, part=part, shape=self._parameters[name].shape)
+            self._placed[name] = projection.weight_placement
             return
         module = self._modules[name]
         weight = _matrix(module, name)
         projection = Projection(context, part=part, shape=weight.shape)
         _become(module, ShardedHead if part.role == "head" else ShardedLinear, sharding=projection)
-        self._place(f"{name}.weight", projection.weight_placement)
+        self._placed[f"{name}.weight"] = projection.weight_placement
         if f"{name}.bias" in self._parameters:
-            self._place(f"{name}.bias", projection.bias_placement)
+            self._placed[f"{name}.bias"] = projection.bias_placement
 
     def _embedding(self, name: str, _part: Part) -> None:
         module = self._modules[name]
@@ -120,7 +129,7 @@ class _Split:
         rows, features = _matrix(module, name).shape
         table = SplitTable(self._outside, shape=(rows, features), padding_idx=getattr(module, "padding_idx", None))
         _become(module, ShardedEmbedding, sharding=table)
-        self._place(f"{name}.weight", table.placement)
+        self._placed[f"{name}.weight"] = table.placement
 
     def _by_features(self, name: str, part: Part) -> None:
         """Parameters one of whose dims counts the stream's features, or what lies within a pair."""
@@ -138,7 +147,7 @@ class _Split:
             dim = 0 if part.role == "patches" else parameter.dim() - 1
             splits = tuple(axes if other == dim else () for other in range(parameter.dim()))
             cuts = tuple(part.cut if inner and other == dim else ANYWHERE for other in range(parameter.dim()))
-            self._place(key, Placement(Layout(splits, cuts=cuts), (*DATA, *rows)))
+            self._placed[key] = Placement(Layout(splits, cuts=cuts), (*DATA, *rows))
 
     def _norm(self, name: str, part: Part) -> None:
         context, module = self._context(name, part), self._modules[name]
@@ -159,7 +168,7 @@ class _Split:
         held = {name: self._parameters[name]} if module is None else dict(module.named_parameters(prefix=name))
         for key, parameter in held.items():
             placement = Placement(Layout.replicated(parameter.dim()), (*DATA, *rows))
-            self._kept_whole[self._first_names[self._parameters[key]]] = placement
+            self._kept_whole[key] = placement
         if part.role == "whole" and isinstance(module, nn.Linear) and module.in_features == self._width():
             region.gather_features(module, context=self._outside, features=module.in_features)
 
@@ -201,15 +210,6 @@ class _Split:
     def _context(self, name: str, part: Part) -> Context:
         within = any(name == block or name.startswith(f"{block}.") for block in self._blocks)
         return self._inside if within and not part.whole_tokens else self._outside
-
-    def _place(self, name: str, placement: Placement) -> None:
-        first = self._first_names[self._parameters[name]]
-        known = self._placed.setdefault(first, placement)
-        if known != placement:
-            raise ValueError(
-                f"{first} and {name} are one parameter, but their parts store it as '{known.layout}' and as "
-                f"'{placement.layout}'; give them parts that agree"
-            )
 
     def _width(self) -> int:
         """How many features the stream has."""
