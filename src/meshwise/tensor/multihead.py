@@ -160,6 +160,17 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         return whole
 
 
+class UnnestedEncoder(nn.TransformerEncoder):
+    """Stands in front of torch's encoder, which in evaluation drops padding by handing its layers nested tensors, and
+    with them all weights to a fused kernel.
+    """
+
+    @property
+    def use_nested_tensor(self) -> bool:  # type: ignore[override]
+        """What torch's encoder asks before."""
+        return False
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, dropout: float) -> tuple[Tensor, Tensor]:
     """Attention that returns its weights too."""
     scores = (q * q.size(-1) ** -0.5) @ k.transpose(-2, -1)

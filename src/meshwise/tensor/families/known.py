@@ -48,13 +48,6 @@ INTERLEAVED: Mapping[str, str] = {
 """Attention whose fused matrix goes head by head, q, k and v of each side by side, and which matrix that is. Any other
 fused matrix is all of q, then all of k, then all of v, when the module says so (see `heads`)."""
 
-FAST_PATHS: Mapping[str, tuple[str, object]] = {
-    "torch.nn.modules.transformer.TransformerEncoderLayer": ("activation_relu_or_gelu", 0),
-    "torch.nn.modules.transformer.TransformerEncoder": ("use_nested_tensor", False),
-}
-"""Modules that, in evaluation, may hand their children's weights to one fused kernel, and the attribute that keeps
-them from it: such a kernel would read split weights as if they were whole."""
-
 DECLARED: Mapping[str, str] = {
     "colwise": "first",
     "packed_colwise": "first",

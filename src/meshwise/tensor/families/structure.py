@@ -21,6 +21,7 @@ from meshwise.tensor.families.branch import Reading, stream_width
 from meshwise.tensor.families.matrix import as_matrix, matrices
 from meshwise.tensor.families.norm import as_norm
 from meshwise.tensor.families.pair import Attention, Pairs, by_rule
+from meshwise.tensor.multihead import UnnestedEncoder
 from meshwise.tensor.part import Part
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -87,7 +88,9 @@ class Structure:
         """Give a part to a module that is in no pair, when what it is and where it is tell."""
         held = dict(module.named_parameters(recurse=False))
         norm = as_norm(module)
-        if norm is not None and norm[0] == self.width:
+        if isinstance(module, nn.TransformerEncoder):
+            self._parts[name] = Part("pair", becomes=UnnestedEncoder)
+        elif norm is not None and norm[0] == self.width:
             self._parts[name] = Part("norm", norm=norm[1])
         elif not held:
             return

@@ -1,0 +1,165 @@
+"""torch's own attention and encoder on the heads of each rank: masks, layouts of the batch, evaluation."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwise.comm.world import World
+from meshwise.parallelize import Options, parallelize
+from meshwise.plan import Plan
+from meshwise.tensor.rules import find_parts
+from meshwise.testing import agree, alone, outcome, run
+from tensor.splitting import split_agrees
+
+WIDTH, HEADS, TOKENS = 12, 4, 5
+PLANS = ("tp=2", "tp=4", "tp=3", "tp=2 sequence_parallel=1", "tp=4 tp_mode=2d", "tp=8 tp_mode=2.5d tp_depth=2")
+pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+
+
+class Encoder(nn.Module):
+    """Rows of vectors in, of which some tokens are padding, classes out."""
+
+    def __init__(self, *, batch_first: bool, norm_first: bool, causal: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, HEADS, 20, dropout=0.0, batch_first=batch_first, norm_first=norm_first, activation="gelu"
+        )
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(WIDTH))
+        self.classes = nn.Linear(WIDTH, 3)
+        self.batch_first, self.causal = batch_first, causal
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1) if self.causal else None
+        x = x if self.batch_first else x.transpose(0, 1)
+        x = self.encoder(x, mask=mask, src_key_padding_mask=tokens == 0, is_causal=self.causal)
+        classes: Tensor = self.classes(x if self.batch_first else x.transpose(0, 1))
+        return classes
+
+
+def encoder(**choices: bool) -> Encoder:
+    torch.manual_seed(1)
+    module = Encoder(**choices).double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, dtype=torch.float64))
+    return module
+
+
+def rows(count: int) -> Tensor:
+    tokens = torch.randint(1, 11, (count, TOKENS), generator=torch.Generator().manual_seed(3))
+    tokens[0, 3:] = 0
+    return tokens
+
+
+def squares(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return output.square().sum(), len(output)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"batch_first": True, "norm_first": False, "causal": False},
+        {"batch_first": True, "norm_first": True, "causal": True},
+        {"batch_first": False, "norm_first": True, "causal": False},
+        {"batch_first": False, "norm_first": False, "causal": True},
+    ],
+    ids=lambda choices: " ".join(name for name, chosen in choices.items() if chosen) or "neither",
+)
+def test_an_encoder_is_that_of_one_process(choices: dict[str, bool], plan: str) -> None:
+    model = encoder(**choices)
+    split_agrees(
+        model,
+        plan=plan,
+        parts=find_parts(model, plan=Plan.parse(plan)),
+        batch=([rows(5)], lambda module, inputs: module(*inputs).square().sum()),
+        bound=1e-10,
+    )
+
+
+@pytest.mark.parametrize("plan", ["tp=2 zero=1", "tp=8 tp_mode=3d", "dp=2 tp=2 zero=3"])
+def test_three_steps_of_an_encoder_are_those_of_one_process(plan: str) -> None:
+    model = encoder(batch_first=True, norm_first=True, causal=True)
+    batches = [rows(count) for count in (8, 5, 7)]
+    settings: dict[str, Any] = {"loss": squares, "lr": 1e-2, "options": Options(clip_norm=0.5)}
+
+    def main(world: World) -> Any:
+        return outcome(parallelize(copy.deepcopy(model), plan, world=world, **settings), batches=batches)
+
+    expected = alone(model, batches=batches, **settings)
+    for found in run(Plan.parse(plan).mesh().size, main):
+        agree(found, expected, bound=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_in_evaluation_no_fused_kernel_reads_split_weights() -> None:
+    model = encoder(batch_first=True, norm_first=False, causal=False).eval()
+    tokens = rows(4)
+    with torch.no_grad():
+        expected = model(tokens)
+
+    def main(world: World) -> Tensor:
+        trainer = parallelize(copy.deepcopy(model), "tp=2", world=world, loss=squares, lr=0.1)
+        with torch.no_grad():
+            found: Tensor = trainer.model(tokens)
+        return found
+
+    for found in run(2, main):
+        kept = tokens != 0  # what torch makes of padding differs between its own kernels
+        torch.testing.assert_close(found[kept], expected[kept], rtol=1e-12, atol=1e-12)
+
+
+def masks(rows: int) -> dict[str, Tensor | None]:
+    generator = torch.Generator().manual_seed(5)
+    of_heads = torch.randn(rows * HEADS, TOKENS, TOKENS, generator=generator, dtype=torch.float64)
+    padding = torch.zeros(rows, TOKENS, dtype=torch.float64)
+    padding[:, -1] = float("-inf")
+    return {"attn_mask": of_heads, "key_padding_mask": padding}
+
+
+class Crossed(nn.Module):
+    """Attention from one sequence to another, with everything torch's attention can do."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, **options)
+        self.average = True
+
+    def forward(self, query: Tensor, memory: Tensor) -> Tensor:
+        y, weights = self.attention(query, memory, memory, **masks(len(query)), average_attn_weights=self.average)
+        total: Tensor = y.square().sum() + (weights * weights.detach().cos()).sum()
+        return total
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("plan", ["tp=2", "tp=3"])
+@pytest.mark.parametrize(
+    "options", [{}, {"add_bias_kv": True, "add_zero_attn": True}, {"kdim": 7, "vdim": 7}], ids=["", "appended", "dims"]
+)
+def test_attention_alone_is_that_of_one_process(options: dict[str, Any], plan: str, average: bool) -> None:
+    torch.manual_seed(1)
+    model = Crossed(**options).double()
+    model.average = average
+    memory = torch.randn(3, TOKENS, options.get("kdim", WIDTH), dtype=torch.float64)
+    split_agrees(
+        model,
+        plan=plan,
+        parts=find_parts(model, plan=Plan.parse(plan)),
+        batch=([torch.randn(3, TOKENS, WIDTH, dtype=torch.float64), memory], lambda module, inputs: module(*inputs)),
+    )
+
+
+def test_a_causal_hint_without_a_mask_is_refused_as_torch_refuses_it() -> None:
+    def main(world: World) -> None:
+        model = Crossed().double()
+        trainer = parallelize(model, "tp=2", world=world, loss=squares, lr=0.1)
+        x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64)
+        with pytest.raises(ValueError, match="is_causal=True is a hint about attn_mask"):
+            trainer.model.attention(x, x, x, is_causal=True)  # type: ignore[operator]
+
+    run(2, main)
