@@ -132,7 +132,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, operation: 
     autocast, operands are converted before they travel. Raises ValueError for parts that do not fit `operation`.
     """
     device = x.device.type
-    if torch.is_autocast_enabled(device):
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     result: Tensor = _Multiply.apply(x, weight, bias, operation)
