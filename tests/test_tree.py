@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from meshwise.tree import map_tensors, rows, take_rows, tensors
+from meshwise.tree import map_tensors, reachable, rows, take_rows, tensors
 
 
 class Pair(NamedTuple):
@@ -79,3 +79,13 @@ def test_what_is_not_a_batch_is_refused(batch: Any, message: str) -> None:
 def test_rows_beyond_the_batch_are_refused(start: int, stop: int) -> None:
     with pytest.raises(ValueError, match=f"rows {start} to {stop} of a batch of 4 rows"):
         take_rows(torch.ones(4), start=start, stop=stop)
+
+
+def test_tensors_are_found_in_any_object_once_and_not_in_modules() -> None:
+    class Anything:
+        def __init__(self) -> None:
+            self.kept, self.itself, self.model = {"a": [torch.ones(1)]}, self, nn.Linear(1, 1)
+
+    anything = Anything()
+    found = list(reachable((anything, [anything], {torch.zeros(2)}, "text", 3, None)))
+    assert sorted(len(tensor) for tensor in found) == [1, 2]

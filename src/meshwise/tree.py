@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
@@ -50,6 +50,27 @@ def tensors(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, list | tuple):
         for value in tree:
             yield from tensors(value)
+
+
+def reachable(value: Any) -> Iterator[Tensor]:
+    """The tensors of a tree, and those in the attributes of any other object in it, modules aside; in no order."""
+    seen = set()
+    open_ = [value]
+    while open_:
+        item = open_.pop()
+        if id(item) in seen or isinstance(item, nn.Module | type):
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            yield item
+            continue
+        if isinstance(item, Mapping):
+            open_ += item.values()
+        elif isinstance(item, list | tuple | set | frozenset):
+            open_ += item
+        if dataclasses.is_dataclass(item):
+            open_ += [getattr(item, field.name) for field in dataclasses.fields(item)]
+        open_ += getattr(item, "__dict__", {}).values()
 
 
 def rows(tree: Any) -> int:

@@ -120,7 +120,8 @@ class DataParallel:
             self._reducing = reduces and not hidden
             self._arrival = None if keep else throw_away
             self.gatherer.begin(backward=True)
-            loss.backward()
+            with self.gatherer.explained():
+                loss.backward()
             self.gatherer.rest()
             self._incomplete = absent or hidden or any(self._waiting.values())
         else:
@@ -137,7 +138,8 @@ class DataParallel:
         self._reducing = False
         self._expect(None)
         self.gatherer.begin(backward=True)
-        loss.backward()
+        with self.gatherer.explained():
+            loss.backward()
         self.gatherer.rest()
         self._waiting = {}
 

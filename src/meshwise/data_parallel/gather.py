@@ -16,7 +16,8 @@ A unit whose module encloses another unit's (a parameter owned by the root, say)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from meshwise.data_parallel.unit import LiveUnit
-from meshwise.tree import tensors
+from meshwise.tree import reachable
+
+_VALUES = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
+"""The attributes of a tensor that are views of its values; the others tell about it."""
 
 
 class Gatherer:
@@ -37,6 +41,7 @@ class Gatherer:
         self._whole: list[LiveUnit] = []
         self._open: list[LiveUnit] = []
         self._backward = False
+        self._recorded = False
         self._passes: dict[bool, list[LiveUnit]] = {False: [], True: []}
         self._seen: list[LiveUnit] = []
         self.peak = 0
@@ -64,10 +69,25 @@ class Gatherer:
     def rest(self) -> None:
         """The passes are over: put every unit to rest."""
         self._finish_pass()
+        self._recorded = False
         self._open = []
         for unit in self._units:
             unit.free()
         self._whole = []
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Tell what happened when a backward inside meets parameters that rest."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "out of bounds for storage of size 0" not in str(error):
+                raise
+            raise RuntimeError(
+                "the backward came to a module whose parameters are spread over the ranks (zero=3), because the "
+                "tensors that the module returned were not found; return them in a tuple, list, mapping, dataclass or "
+                "attribute, or use a zero stage below 3"
+            ) from error
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -86,7 +106,8 @@ class Gatherer:
             if unit in self._open:
                 self._open.remove(unit)
             if torch.is_grad_enabled():
-                for tensor in tensors(output):
+                self._recorded = True
+                for tensor in reachable(output):
                     if tensor.requires_grad:
                         tensor.register_hook(lambda _gradient: self._need(unit))
 
@@ -95,7 +116,7 @@ class Gatherer:
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def _after_model(self, _module: nn.Module, _args: Any, _output: Any) -> None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not self._recorded:
             self.rest()
 
     def _need(self, unit: LiveUnit) -> None:
@@ -112,6 +133,7 @@ class Gatherer:
 
     def _need_now(self, unit: LiveUnit) -> None:
         # Also when it happens to be whole: nothing tells when the backward of this use comes, so it has to stay.
+        self._recorded = self._recorded or torch.is_grad_enabled()
         if unit not in self._open:
             unit.encloses = True
             self._make_whole(unit)
@@ -150,7 +172,7 @@ class _Guard(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if getattr(func, "__name__", "") not in ("__get__", "__set__"):
+        if func in _VALUES or getattr(func, "__name__", "") not in ("__get__", "__set__"):
             self._look(args)
             if kwargs:
                 self._look(kwargs.values())

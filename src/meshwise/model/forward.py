@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from meshwise.tree import reachable
+
 Forward: TypeAlias = Callable[[nn.Module, Any], Any]
 Loss: TypeAlias = Callable[[Any, Any], tuple[Tensor, Tensor | float]]
 
@@ -50,7 +52,8 @@ def call_loss(model: nn.Module, batch: Any, *, forward: Forward, loss: Loss) -> 
 
     Raises LossError when `loss` does not return a scalar sum and a count of at least 0.
     """
-    returned = loss(forward(model, batch), batch)
+    output = forward(model, batch)
+    returned = loss(output, batch)
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise LossError(
             f"loss returned {_kind(returned)}; it must return (sum, count): the loss summed over the batch, and how "
@@ -67,7 +70,16 @@ def call_loss(model: nn.Module, batch: Any, *, forward: Forward, loss: Loss) -> 
         counted = torch.tensor(float(count), dtype=torch.float64, device=total.device)
     else:
         raise LossError(f"the count that loss returned is {count!r}; it must be a number of at least 0")
-    return total.reshape(()), counted
+    return _attached(total.reshape(()), output), counted
+
+
+def _attached(total: Tensor, output: Any) -> Tensor:
+    """The loss, with a gradient of zero where it has none: its backward is run as other ranks run theirs."""
+    if torch.is_grad_enabled() and not total.requires_grad:
+        for tensor in reachable(output):
+            if tensor.requires_grad:
+                total = total + tensor.reshape(-1)[:0].real.sum().to(total.dtype)
+    return total
 
 
 def _kind(value: Any) -> str:
