@@ -86,7 +86,7 @@ class Board:
         self._end = start + words
         self.words[_TABLE + 2 * count] = key
         self.words[_TABLE + 2 * count + 1] = start
-        self.publish(_NUM_LANES, count + 1)
+        self.publish(_NUM_LANES, value=count + 1)
         self._lanes[key] = start
         return start
 
@@ -99,7 +99,7 @@ class Board:
 
     # ---- numbers -----------------------------------------------------------------------------------------------
 
-    def publish(self, word: int, value: int) -> None:
+    def publish(self, word: int, *, value: int) -> None:
         """Write a number, after everything that was written before."""
         with self._fence:
             self.words[word] = value

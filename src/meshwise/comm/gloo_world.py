@@ -298,7 +298,7 @@ class GlooWorld(World):
         """Start `program` on CPU tensors that hold `reads` and will hold `writes`."""
         assert self._transport is not None
         if self.check and not call.lane:
-            self.require_agreement(call.stamp, call.group)
+            self.require_agreement(call.stamp, group=call.group)
         lane = f"{call.group.ranks} {call.lane}"
         if self.device.type == "cuda":
             finish = _staged(program, reads, writes, self._transport.carrier(lane))
@@ -328,7 +328,7 @@ class GlooWorld(World):
         self._post(call, sends=sends, receives=found.items(), label=label).wait()
         return {self.rank: x, **found}
 
-    def require_agreement(self, stamp: Stamp, group: Group) -> None:
+    def require_agreement(self, stamp: Stamp, *, group: Group) -> None:
         """Raise RanksDisagree unless every rank of the group has called the same."""
         with self.journal.waiting(stamp):
             found = self._swap(_Call(stamp, group), as_tensor(stamp), label=f"{group.ranks} check")

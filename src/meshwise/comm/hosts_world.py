@@ -180,7 +180,7 @@ class HostsWorld(World):
     def _way(self, stamp: Stamp, group: Group) -> World | _Grid:
         """How a collective of this group goes: by one of the worlds, or in steps over a grid."""
         if self.check:
-            self._between.require_agreement(stamp, group)
+            self._between.require_agreement(stamp, group=group)
         rows: dict[int, list[int]] = {}
         for index, rank in enumerate(group.ranks):
             rows.setdefault(self._hosts[rank], []).append(index)

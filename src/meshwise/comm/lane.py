@@ -98,7 +98,7 @@ class Lane:
             own.words[at + offset] = word
         self._posted += 1
         self._calls.append(call)
-        own.publish(board.posted(start), self._posted)
+        own.publish(board.posted(start), value=self._posted)
         own.ring()
 
     def _places(self, call: Call) -> list[tuple[int, int, int]]:
@@ -175,7 +175,7 @@ class Lane:
             raise
         call.acted = True
         self._done += 1
-        self._room.board.publish(board.done(self._start), self._done)
+        self._room.board.publish(board.done(self._start), value=self._done)
         self._room.board.ring()
 
     @staticmethod
@@ -188,7 +188,7 @@ class Lane:
 
     # ---- what the others have done -----------------------------------------------------------------------------
 
-    def span(self, call: Call, index: int, *, like: Tensor, which: int = 0) -> Span:
+    def span(self, call: Call, *, index: int, like: Tensor, which: int = 0) -> Span:
         """The tensor that a rank gave to this call, of the size and dtype of `like`.
 
         Raises RanksDisagree when it has another size.
@@ -236,7 +236,7 @@ class Lane:
     def _await(self, call: Call, index: int, condition: Callable[[], bool]) -> None:
         if not condition():
             rank, stamp = self.ranks[index], call.stamp
-            self._room.wait_for(rank, condition, among=self.ranks, about=stamp, meanwhile=self._meanwhile)
+            self._room.wait_for(rank, condition=condition, among=self.ranks, about=stamp, meanwhile=self._meanwhile)
 
 
 class Lanes:

@@ -48,7 +48,7 @@ class _Part:
 
     def span(self, index: int, *, like: Tensor, which: int = 0) -> Span:
         """What that rank gave to the call."""
-        return self.lane.span(self.call, index, like=like, which=which)
+        return self.lane.span(self.call, index=index, like=like, which=which)
 
     def spans(self, own: Tensor, *, which: int = 0) -> list[Span]:
         """What every rank gave, of the size of what this rank gave."""
@@ -192,11 +192,11 @@ class LocalWorld(World):
         group = part.group
         start = sum(piece.numel() for piece in x.tensor_split(group.size)[: group.index])
         stop = start + x.tensor_split(group.size)[group.index].numel()
-        held = self._reachable(x, group)
+        [held] = self._reachable([x], group)
 
         def act() -> None:
             spans = part.spans(held)
-            slices = [span.cut(start, stop) for span in spans]
+            slices = [span.cut(start, stop=stop) for span in spans]
             copies = [slices[index] for index in targets if index != group.index]
             self._sum(slices, held[start:stop], op, copies=copies)
 
@@ -234,19 +234,23 @@ class LocalWorld(World):
         if travels_in_payload(gives):
             call.gives = gives
         else:
-            call.gives, call.users = [self._reachable(x, part.group) for x in gives], users
+            call.gives, call.users = self._reachable(gives, part.group), users
         part.lane.post(call)
         self._lanes.come_by()
         return _Begun(self, part.stamp, part.lane, call)
 
-    def _reachable(self, x: Tensor, group: Group) -> Tensor:
-        """`x`, or a copy in shared memory when it lies where some rank of the group cannot read and write."""
+    def _reachable(self, tensors: Sequence[Tensor], group: Group) -> Sequence[Tensor]:
+        """`tensors`, or copies in shared memory when some lie where a rank of the group cannot read and write them."""
         room = self._lanes.room
-        if room.slabs.locate(x) is not None:
-            return x
         if room.memory is not None and all(room.memory.read_by(rank) for rank in group.ranks if rank != self.rank):
-            return x
-        return self.empty(x.numel(), dtype=x.dtype).copy_(x)
+            return tensors
+        if all(room.slabs.locate(x) is not None for x in tensors):
+            return tensors
+        sizes = [x.numel() for x in tensors]
+        copies: Sequence[Tensor] = self.empty(sum(sizes), dtype=tensors[0].dtype).split(sizes)
+        for copy, x in zip(copies, tensors, strict=True):
+            copy.copy_(x)
+        return copies
 
     def _require_agreement(self, stamp: Stamp, group: Group) -> None:
         """Raise RanksDisagree unless every rank of the group has called the same."""

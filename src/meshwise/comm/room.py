@@ -93,7 +93,7 @@ class Room:
         return self._peers[rank]
 
     def wait_for(
-        self, rank: int, condition: Callable[[], bool], *, among: Sequence[int], about: Stamp, meanwhile: Meanwhile
+        self, rank: int, *, condition: Callable[[], bool], among: Sequence[int], about: Stamp, meanwhile: Meanwhile
     ) -> None:
         """Return when what another rank has to bring about is so.
 

@@ -8,7 +8,7 @@ ends that process. Others reach it through /proc/PID/fd, and see by its label th
     peer    /proc/OWNER/fd/7      ──► mmap ──► the same bytes, as a tensor
 
 Making and mapping cost a page fault every 4 KB, so a slab that its last tensor has left is lent again, to the next of
-about its size.
+about its size; the last two are kept for that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor
 _PAGE = mmap.PAGESIZE
 _LABEL = "meshwise-"
 _FD_BITS = 20
-_KEPT = 4
+_KEPT = 2
 # madvise: free the pages for everyone who maps them; take the page faults now, as for reading or for writing.
 _REMOVE, _POPULATE_READ, _POPULATE_WRITE = 9, 22, 23
 _C = ctypes.CDLL(None)

@@ -30,7 +30,7 @@ class Near:
 
     tensor: Tensor
 
-    def cut(self, start: int, stop: int) -> Near:
+    def cut(self, start: int, *, stop: int) -> Near:
         """The elements [start, stop)."""
         return Near(self.tensor[start:stop])
 
@@ -38,11 +38,11 @@ class Near:
         """Copy all of it."""
         into.copy_(self.tensor)
 
-    def read(self, start: int, block: Tensor) -> Tensor:
+    def read(self, start: int, *, block: Tensor) -> Tensor:
         """The elements from `start` on, as many as `block` has; it need not be used."""
         return self.tensor[start : start + block.numel()]
 
-    def write(self, start: int, block: Tensor) -> None:
+    def write(self, start: int, *, block: Tensor) -> None:
         """Overwrite the elements from `start` on."""
         self.tensor[start : start + block.numel()].copy_(block)
 
@@ -56,20 +56,20 @@ class Far:
     address: int
     itemsize: int
 
-    def cut(self, start: int, _stop: int) -> Far:
-        """The elements from `start` on."""
+    def cut(self, start: int, *, stop: int) -> Far:  # noqa: ARG002 - the reader knows how much it reads
+        """The elements [start, stop)."""
         return replace(self, address=self.address + start * self.itemsize)
 
     def copy_to(self, into: Tensor) -> None:
         """Copy as much as `into` holds. Raises OSError."""
         self.memory.read(self.rank, address=self.address, into=into)
 
-    def read(self, start: int, block: Tensor) -> Tensor:
+    def read(self, start: int, *, block: Tensor) -> Tensor:
         """The elements from `start` on, in `block`. Raises OSError."""
         self.memory.read(self.rank, address=self.address + start * self.itemsize, into=block)
         return block
 
-    def write(self, start: int, block: Tensor) -> None:
+    def write(self, start: int, *, block: Tensor) -> None:
         """Overwrite the elements from `start` on. Raises OSError."""
         self.memory.write(self.rank, address=self.address + start * self.itemsize, x=block)
 
@@ -89,9 +89,9 @@ def reduce_spans(spans: Sequence[Span], *, into: Tensor, copies: Sequence[Span],
     for start in range(0, into.numel(), step):
         part = into[start : start + step]
         size = part.numel()
-        shown = [span.read(start, block[:size]) for span, block in zip(spans, blocks, strict=True)]
+        shown = [span.read(start, block=block[:size]) for span, block in zip(spans, blocks, strict=True)]
         reduce_in_order(shown, into=part, scratch=total[:size], op=op)
         for copy in copies:
-            copy.write(start, part)
+            copy.write(start, block=part)
     for block in (total, *(block for block in blocks if block is not total)):
         scratch.give_back(block)

@@ -64,8 +64,13 @@ class Bucket:
         self.at_rest = replication.zero == 3 and replication.size > 1
         self.shard = self.place.shard(replication.index)
         self.owned = (0, self.place.size) if replication.zero == 0 else self.shard
-        self.whole = torch.empty(self.place.size, dtype=self.dtype, device=self.device)
-        self.kept = torch.empty_like(self.whole[slice(*self.shard)]) if self.at_rest else self.whole
+        # What the other ranks read is made by the world: published slices, shards at rest, gradients.
+        empty = replication.world.empty
+        if replication.zero in (1, 2):
+            self.whole = empty(self.place.size, dtype=self.dtype)
+        else:
+            self.whole = torch.empty(self.place.size, dtype=self.dtype, device=self.device)
+        self.kept = empty(self.shard[1] - self.shard[0], dtype=self.dtype) if self.at_rest else self.whole
         self._bytes = self.whole.untyped_storage().nbytes()
         if self.at_rest:
             self.whole.untyped_storage().resize_(0)
@@ -147,7 +152,7 @@ class Bucket:
     def _buffer(self) -> Tensor:
         if self.gradient is None:
             assert self.master is not None
-            self.gradient = torch.empty(self.place.size, dtype=self.master.dtype, device=self.device)
+            self.gradient = self.replication.world.empty(self.place.size, dtype=self.master.dtype)
             self.gradient[slice(*self.place.padding)].zero_()
         return self.gradient
 
