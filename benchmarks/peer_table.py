@@ -12,8 +12,6 @@ from pathlib import Path
 
 from contestants import PEERS, Contestant
 
-_BEGIN, _END = "<!-- peers: begin -->", "<!-- peers: end -->"
-
 
 @dataclass(frozen=True)
 class Pair:
@@ -96,13 +94,14 @@ def markdown(lines: Sequence[Line], *, remarks: Sequence[str]) -> str:
     return "\n".join([*rows, "", *(f"- {remark}" for remark in remarks)]) + "\n"
 
 
-def write_between_markers(path: Path, *, text: str) -> None:
-    """Replace what stands between the markers of `path`. Raises ValueError when the markers are not there."""
+def write_between_markers(path: Path, *, text: str, table: str = "peers") -> None:
+    """Replace what stands between a table's markers in `path`. Raises ValueError when the markers are not there."""
+    begin, end = f"<!-- {table}: begin -->", f"<!-- {table}: end -->"
     whole = path.read_text()
-    pattern = re.compile(re.escape(_BEGIN) + ".*" + re.escape(_END), re.DOTALL)
+    pattern = re.compile(re.escape(begin) + ".*" + re.escape(end), re.DOTALL)
     if len(pattern.findall(whole)) != 1:
-        raise ValueError(f"{path} needs the lines {_BEGIN} and {_END}, once, where the table is to go")
-    path.write_text(pattern.sub(lambda _: f"{_BEGIN}\n{text}{_END}", whole))
+        raise ValueError(f"{path} needs the lines {begin} and {end}, once, where the table is to go")
+    path.write_text(pattern.sub(lambda _: f"{begin}\n{text}{end}", whole))
 
 
 def machine() -> str:
