@@ -6,6 +6,8 @@ run inside the forward (ZeRO-3), such a rank must still call them, so it runs a 
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,27 +25,51 @@ class MicroBatch:
     samples: Rows
 
 
-def micro_batches(
-    batch: Any, *, share: tuple[int, int], parts: int, lockstep: bool, first: int = 0
-) -> list[MicroBatch]:
-    """Cut the rows [start, stop) of `batch` into exactly `parts` micro-batches, the first ones a row larger if need be.
+@dataclass(frozen=True)
+class Deal:
+    """How a global batch is dealt out: the rows [start, stop) of each rank that has its own, and which is this one."""
 
-    `first`: which sample of the global batch the first row of `batch` is.
+    shares: Sequence[tuple[int, int]]
+    index: int
+
+    @classmethod
+    def of(cls, size: int, *, ranks: int, index: int) -> Deal:
+        """`size` rows dealt evenly."""
+        return cls(even_split(size, ranks), index)
+
+    def cuts(self, parts: int) -> list[tuple[int, int]]:
+        """The rows [start, stop) of this rank's micro-batches, the first ones a row larger if need be."""
+        start, stop = self.shares[self.index]
+        return [(start + low, start + high) for low, high in even_split(stop - start, parts)]
+
+    def samples(self, number: int, *, parts: int) -> Rows:
+        """Which samples the micro-batch `number` of `parts` is."""
+
+        def first(shares: int) -> int:
+            there = dataclasses.replace(self, index=(self.index + shares) % len(self.shares))
+            return there.cuts(parts)[number][0]
+
+        start, stop = self.cuts(parts)[number]
+        return Rows(start, stop - start, further=first)
+
+
+def micro_batches(batch: Any, *, deal: Deal, parts: int, lockstep: bool, offset: int = 0) -> list[MicroBatch]:
+    """Cut this rank's rows of the global batch into exactly `parts` micro-batches.
+
+    `batch` holds the rows of the global batch from number `offset` on, this rank's among them.
     `lockstep`: every micro-batch has to be run. One without rows is then the batch's first row, or, when the whole
     batch is empty, the empty batch itself.
     """
-    start, stop = share
     spare = None
     if lockstep:
         spare = tree.take_rows(batch, start=0, stop=1) if tree.rows(batch) else batch
-    cuts = [(start + low, start + high) for low, high in even_split(stop - start, parts)]
     return [
         MicroBatch(
-            tree.take_rows(batch, start=low, stop=high),
+            tree.take_rows(batch, start=start - offset, stop=stop - offset),
             counts=True,
-            samples=Rows(first + low, high - low, share=stop - start),
+            samples=deal.samples(number, parts=parts),
         )
-        if low < high
-        else MicroBatch(spare, counts=False, samples=Rows(first, 1))
-        for low, high in cuts
+        if start < stop
+        else MicroBatch(spare, counts=False, samples=Rows(start, 1))
+        for number, (start, stop) in enumerate(deal.cuts(parts))
     ]

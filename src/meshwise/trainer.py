@@ -26,7 +26,7 @@ from meshwise.comm.world import World
 from meshwise.data_parallel.engine import DataParallel, throw_away
 from meshwise.layout.geometry import even_split
 from meshwise.mesh import Mesh
-from meshwise.microbatch import MicroBatch, micro_batches
+from meshwise.microbatch import Deal, MicroBatch, micro_batches
 from meshwise.model.draws import Draws
 from meshwise.model.forward import Forward, Loss, call_loss
 from meshwise.model.table import ParameterTable, Row
@@ -122,8 +122,8 @@ class Trainer:
         self._steps = 0
         self._skips = 0
         self._clipped = 1.0
-        rows = engine.world.group(plan.data_axes).size > engine.world.group("dp").size
-        self._lockstep = rows or any(unit.at_rest for unit in engine.units)
+        self._rows_meet = engine.world.group(plan.data_axes).size > engine.world.group("dp").size
+        self._lockstep = self._rows_meet or any(unit.at_rest for unit in engine.units)
 
     @property
     def model(self) -> nn.Module:
@@ -148,21 +148,20 @@ class Trainer:
         group = self.world.group(self._axes)
         return even_split(size, group.size)[group.index]
 
-    def step(self, batch: Any, *, local: bool = False, first: int | None = None) -> StepResult:
+    def step(self, batch: Any, *, local: bool = False, total: int | None = None) -> StepResult:
         """One optimizer step on a batch: a tree of tensors whose dim 0 counts the samples.
 
         `batch` is the global batch, the same on every rank, of which each rank takes its share; with `local=True` it
-        is this rank's part already, and may have no rows. Rows that do not divide evenly are fine. `first` says which
-        row of the global batch a local part begins with, which dropout goes by; by default all parts are as long.
+        is this rank's part already, and may have no rows. Rows that do not divide evenly are fine. Dropout goes by the
+        number of a row in the global batch, and so has to know of a local part how many rows there are in `total`, cut
+        as `share` says; by default all parts are as long as this one.
 
         Raises NonFiniteError when the loss or the gradient is not finite and the policy says so, DisagreementError
         when the ranks called different collectives, ValueError when `loss` does not return (sum, count).
         """
         started = time.perf_counter()
         self._engine.check_trainable()
-        if local and first is None:
-            first = self.world.group(self._axes).index * tree.rows(batch)
-        parts = self._micro_batches(batch, local=local, parts=self.plan.microbatches, first=first or 0)
+        parts = self._micro_batches(batch, local=local, parts=self.plan.microbatches, total=total)
         self._draws.begin(self._steps)
         self._steps += 1
         random_state = torch.get_rng_state()
@@ -215,10 +214,15 @@ class Trainer:
 
     # ---- micro-batches -----------------------------------------------------------------------------------------
 
-    def _micro_batches(self, batch: Any, *, local: bool, parts: int, first: int = 0) -> list[MicroBatch]:
-        size = tree.rows(batch)
-        share = (0, size) if local else self.share(size)
-        return micro_batches(batch, share=share, parts=parts, lockstep=self._lockstep, first=first)
+    def _micro_batches(self, batch: Any, *, local: bool, parts: int, total: int | None = None) -> list[MicroBatch]:
+        """This rank's rows, cut. Raises ValueError when a local part is not this rank's of `total` rows."""
+        group, rows = self.world.group(self._axes), tree.rows(batch)
+        size = rows if not local else rows * group.size if total is None else total
+        deal = Deal.of(size, ranks=group.size, index=group.index)
+        start, stop = deal.shares[group.index]
+        if local and stop - start != rows:
+            raise ValueError(f"this rank's part has {rows} rows; of {total} in total, share() gives it {stop - start}")
+        return micro_batches(batch, deal=deal, parts=parts, lockstep=self._lockstep, offset=start if local else 0)
 
     def _accumulate(self, parts: Sequence[MicroBatch]) -> Sums:
         """Forward and backward of every micro-batch; the loss and the count of this rank."""
@@ -230,9 +234,11 @@ class Trainer:
                 continue
             with self._draws.running(part.samples):
                 loss, count = self._run(part.rows)
-            # Where the ranks share out the rows of one product, what a spare row gives would reach the others.
+            # Where the ranks share out the rows of one product, what a spare row gives would reach the others, and what
+            # the others' rows give reaches this rank.
+            keep = part.counts or self._rows_meet
             with self._draws.running(part.samples, again=True):
-                self._engine.backward(loss if part.counts else loss * 0, last=last, keep=part.counts)
+                self._engine.backward(loss if part.counts else loss * 0, last=last, keep=keep)
             if part.counts:
                 total += loss.detach().double()
                 tokens += count
@@ -255,19 +261,23 @@ class Trainer:
             if part.rows is not None:
                 with self._draws.running(part.samples):
                     loss, _ = self._run(part.rows)
-                see = functools.partial(arrival, number) if part.counts else throw_away
+                see = functools.partial(arrival, number) if part.counts or self._rows_meet else throw_away
                 if loss.requires_grad:
                     with self._draws.running(part.samples, again=True):
-                        self._engine.inspect(loss, arrival=see)
+                        self._engine.inspect(loss if part.counts else loss * 0, arrival=see)
         self._engine.gatherer.rest()
 
     def _run(self, rows: Any) -> Sums:
         """Forward and loss of one micro-batch: (sum, count), scalars on the device."""
-        rows = tree.map_tensors(lambda tensor: tensor.to(self.world.device, non_blocking=True), rows)
-        gatherer = self._engine.gatherer
-        gatherer.begin(backward=False)
-        with gatherer.guard:
-            return call_loss(self.model, rows, forward=self._recipe.forward, loss=self._recipe.loss)
+        with self._engine.gatherer.guard:
+            return call_loss(
+                self.model, self._begin_forward(rows), forward=self._recipe.forward, loss=self._recipe.loss
+            )
+
+    def _begin_forward(self, rows: Any) -> Any:
+        """Begin a pass over the model; the rows, on the device."""
+        self._engine.gatherer.begin(backward=False)
+        return tree.map_tensors(lambda tensor: tensor.to(self.world.device, non_blocking=True), rows)
 
     def _exchange(self, sums: Sums, called: list[Stamp]) -> Totals:
         """Sum loss, count and squared norm over the ranks, and make sure that they called the same collectives.

@@ -340,9 +340,10 @@ class Pair(nn.Module):
 def test_between_two_layers_a_rank_draws_its_slice_of_heads_and_features() -> None:
     x = torch.ones(3, 5, 8)
     before, hidden, scores, attended, after = drawn(Pair(), x)
-    region = Region(hidden=(Cut(-1, start=8),), scores=(Cut(-3, start=2),))
+    cut = {"start": 8, "size": 8}
+    region = Region(hidden=(Cut(-1, **cut),), scores=(Cut(-3, **cut),))
     model = Pair(heads=slice(2, 4), features=slice(8, 16))
-    draws = Draws(model, seed=0, after={"first": region, "second": Region()})
+    draws = Draws(model, seed=0, after={"first": lambda: region, "second": Region})
     draws.begin(0)
     with draws.running(Rows(0, 3)):
         parts = model(x)
@@ -358,7 +359,7 @@ def test_scores_with_heads_among_the_samples_are_the_slice_of_heads() -> None:
         return x
 
     model = Calling(ask)
-    draws = Draws(model, seed=0, before={"": Region(scores=(Cut(-3, start=2),))})
+    draws = Draws(model, seed=0, before={"": lambda: Region(scores=(Cut(-3, start=10, size=10),))})
     with draws.running(Rows(4, 3)):
         model(torch.ones(3))
     assert parts == [(Part((3, 2, 5, 5), (4, 2, 0, 0)), False)]
@@ -369,7 +370,7 @@ def test_parts_of_a_sequence_are_drawn_by_their_number(part: int) -> None:
     model = nn.Sequential(nn.Identity(), Calling(functional.dropout))
     x = torch.ones(3, 12, 8)
     whole = drawn(model, x)
-    draws = Draws(model, seed=0, before={"1": Region(hidden=(Cut(-2, part=part),))})
+    draws = Draws(model, seed=0, before={"1": lambda: Region(hidden=(Cut(-2, start=4 * part, size=4),))})
     draws.begin(0)
     with draws.running(Rows(0, 3)):
         ours = model(x[:, 4 * part : 4 * part + 4])
@@ -378,9 +379,9 @@ def test_parts_of_a_sequence_are_drawn_by_their_number(part: int) -> None:
 
 def test_samples_of_another_share_are_drawn_by_their_number() -> None:
     model, x = nn.Sequential(Calling(functional.dropout)), torch.ones(2, 8)
-    draws = Draws(model, seed=0, before={"0": Region(shares=2)})
+    draws = Draws(model, seed=0, before={"0": lambda: Region(shares=2)})
     draws.begin(0)
-    with draws.running(Rows(5, 2, share=3)):
+    with draws.running(Rows(5, 2, further=lambda shares: 5 + 3 * shares)):
         ours = model(x)
     assert torch.equal(ours, drawn(model, x, rows=Rows(11, 2)))
 
@@ -397,8 +398,8 @@ def test_a_repeated_forward_draws_in_the_region_where_it_was() -> None:
             return result
 
     model, x = Halves(), torch.ones(4, 16)
-    region = Region(hidden=(Cut(-1, start=16),))
-    draws = Draws(model, seed=0, after={"first": region, "second": Region()})
+    region = Region(hidden=(Cut(-1, start=16, size=16),))
+    draws = Draws(model, seed=0, after={"first": lambda: region, "second": Region})
     draws.begin(0)
     with draws.running(Rows(0, 4)):
         result = model(x)

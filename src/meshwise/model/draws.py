@@ -26,9 +26,9 @@ import contextlib
 import functools
 import hashlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -48,24 +48,25 @@ DRAWING = (
 class Rows:
     """The samples of a micro-batch: `count` of them, from number `first` of the global batch on.
 
-    share    how many samples this rank has in the whole global batch; what `Region.shares` counts in
+    further   the first sample of the same micro-batch of the rank whose share is n shares further on
     """
 
     first: int
     count: int
-    share: int = 0
+    further: Callable[[int], int] | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A slice of one dim of a tensor of the whole model: from `start` on; or, of equal parts, the one number `part`.
+    """A slice of one dim of a tensor of the whole model: `size` elements from `start` on.
 
-    `dim` counts from the end (-1: features). A dim of size 1 is taken to be whole.
+    `dim` counts from the end (-1: features). A tensor that counts the dim in other units, heads and not features, say,
+    is cut at the same place. A dim of size 1 is taken to be whole.
     """
 
     dim: int
-    start: int = 0
-    part: int = 0
+    start: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -74,16 +75,20 @@ class Region:
 
     hidden   the cuts of tensors (samples, tokens, features)
     scores   the cuts of tensors (samples, heads, queries, keys), as attention drops them; of any with 4 or more dims
-    shares   the samples are those of the rank that many shares of the global batch further on (see `Rows.share`)
+    shares   the samples are those of the rank that many shares of the global batch further on
 
-        1d, between the linear layers of a pair     Region(hidden=(Cut(-1, start=f),), scores=(Cut(-3, start=h),))
-        sequence parallel, outside of pairs         Region(hidden=(Cut(-2, part=coordinate),))
-        2d                                          Region(hidden=(Cut(-1, start=f),), scores=(Cut(-3, start=h),))
+        1d, between the linear layers of a pair     Region(hidden=(Cut(-1, f, n),), scores=(Cut(-3, f, n),))
+        sequence parallel, outside of pairs         Region(hidden=(Cut(-2, t, n),))
+        2d                                          Region(hidden=(Cut(-1, f, n),), scores=(Cut(-3, f, n),))
     """
 
     hidden: tuple[Cut, ...] = ()
     scores: tuple[Cut, ...] = ()
     shares: int = 0
+
+
+Points: TypeAlias = Mapping[str, Callable[[], Region]]
+"""Modules by name, and the region that begins there, asked for each time."""
 
 
 class Visit(NamedTuple):
@@ -128,8 +133,8 @@ class Draws:
         module: nn.Module,
         *,
         seed: int,
-        before: Mapping[str, Region] | None = None,
-        after: Mapping[str, Region] | None = None,
+        before: Points | None = None,
+        after: Points | None = None,
         local: bool = False,
     ) -> None:
         self.local = local
@@ -226,18 +231,22 @@ class Draws:
         dims = [shape[1], shape[0], *shape[2:]] if turned else list(shape)
         if dims and count and dims[0] % count == 0:
             dims = dims if dims[0] == count else [count, dims[0] // count, *dims[1:]]
-            starts = [self._rows.first + self._region.shares * self._rows.share]
+            starts = [self._first_sample()]
         else:
             dims, starts = [1, *dims], [_NO_SAMPLE]
         starts += [0] * (len(dims) - 1)
         for cut in self._region.scores if scores or len(dims) > 3 else self._region.hidden:
             dim = len(dims) + cut.dim
             if dim > 0:
-                starts[dim] = cut.start + cut.part * dims[dim]
+                starts[dim] = cut.start * dims[dim] // cut.size
         kept = [dim for dim, size in enumerate(dims) if dim == 0 or size != 1]
         column = [] if len(kept) > 1 else [(1, 0)]
         sizes = [(dims[dim], starts[dim]) for dim in kept] + column
         return Part(tuple(size for size, _ in sizes), tuple(start for _, start in sizes)), turned
+
+    def _first_sample(self) -> int:
+        rows, shares = self._rows, self._region.shares
+        return rows.first if rows.further is None or not shares else rows.further(shares)
 
     def reseed(self, device: torch.device) -> None:
         """Seed torch's generator of a device for the next draw of a `local` stream: ranks with one part draw alike."""
@@ -275,7 +284,8 @@ class Draws:
         caller = self._stack[-1]
         number = caller.calls.get(name, 0)
         caller.calls[name] = number + 1
-        self._region = self._before.get(name, self._region)
+        if name in self._before:
+            self._region = self._before[name]()
         if self._again and len(self._stack) == 1:
             seen = self._visits.get(name, set())
             visit = next(iter(seen)) if len(seen) == 1 else None
@@ -293,7 +303,8 @@ class Draws:
     def _leave(self, name: str, _module: nn.Module, _arguments: Any, _output: Any) -> None:
         if self._active and self._stack[-1].name == name and len(self._stack) > 1:
             self._stack.pop()
-            self._region = self._after.get(name, self._region)
+            if name in self._after:
+                self._region = self._after[name]()
 
 
 def _silent(module: nn.Module) -> bool:

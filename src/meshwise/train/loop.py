@@ -136,14 +136,13 @@ class _Run:
     def _steps(self) -> None:
         job, trainer, progress = self._job.train, self._trainer, self._progress
         pace, watched = Pace(trainer.world), Stopwatch(trainer.world)
-        first, _ = trainer.share(job.batch)
         before = progress.step
         began = last = time.monotonic()
         batches = self._batches()
         for step in range(before + 1, job.steps + 1):
             lr = self._set_rate()
             watched.start()
-            result = self._step(step, next(batches), first)
+            result = self._step(step, next(batches))
             busy = watched.stop()
             progress.count(result, batch=job.batch)
             now = time.monotonic()
@@ -173,9 +172,9 @@ class _Run:
         for slow in pace.compare():
             self._emit(slow)
 
-    def _step(self, step: int, batch: Any, first: int) -> StepResult:
+    def _step(self, step: int, batch: Any) -> StepResult:
         try:
-            return self._trainer.step(batch, local=True, first=first)
+            return self._trainer.step(batch, local=True, total=self._job.train.batch)
         except NonFiniteError as error:
             self._emit(NonFinite(step, str(error)))
             # Every rank raises here; none may end before rank 0 has said why.
