@@ -75,6 +75,7 @@ def test_torch_encoder(batch_first: bool) -> None:
     check(
         nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(16)),
         """
+        (root)                             pair
         layers.0                           block
         layers.0.linear1                   first
         layers.0.linear2                   second

@@ -182,6 +182,10 @@ class _Split:
             setattr(module, attribute, tuple(counts) if isinstance(count, tuple) else counts[0])
         if part.gathers:
             region.gather_stream(module, context=context, features=self._width())
+        if part.narrows:
+            own = context.own(Layout((context.scheme.inner,), cuts=(Cut(grain=part.narrows),)), self._width())
+            inside = [self._modules[key] for key, other in self._parts.items() if other.gathered]
+            region.show_narrow(module, readers=[m for m in module.children() if m in inside], features=own)
         if part.becomes is None:
             region.move_rows(module, context=context)
             return

@@ -92,6 +92,10 @@ class Part:
     gathers: bool = False
     """attention, pair: gather the stream once, at its entry, for all linears that open it."""
 
+    narrows: int = 0
+    """attention with `gathers`: its forward takes the features of its heads from the last size of its input. It is
+    shown an input as wide as this rank's heads, which its linears read whole; so many features stay together."""
+
     whole_tokens: bool = False
     """first: inside a block, but its input comes from outside of the blocks (an encoder's output)."""
 

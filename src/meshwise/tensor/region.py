@@ -9,7 +9,7 @@ attention besides the stream, and has a batch dim, has to follow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -82,6 +82,26 @@ def gather_stream(module: nn.Module, *, context: Context, features: int) -> None
 
     if context.degree(move.axes) > 1:
         _change_input(module, gather)
+
+
+def show_narrow(module: nn.Module, *, readers: Sequence[nn.Module], features: int) -> None:
+    """Let a module's forward see only so many features of its input, and its children `readers` all of them."""
+    whole: list[Tensor] = []
+
+    def narrow(x: Tensor) -> Tensor:
+        whole[:] = [x]
+        return x[..., :features]
+
+    def read(_reader: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (whole[0], *args[1:])
+
+    def forget(_module: nn.Module, _args: Any, _output: Any) -> None:
+        whole.clear()
+
+    _change_input(module, narrow)
+    for reader in readers:
+        reader.register_forward_pre_hook(read)
+    module.register_forward_hook(forget, always_call=True)
 
 
 def gather_features(module: nn.Module, *, context: Context, features: int) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from meshwise.model.reads import source_of
 
+_RESHAPING = frozenset({"view", "reshape", "split", "unflatten"})
 _OF_ITS_SHAPE = frozenset({"shape", "size", "dim", "ndim", "dtype", "device"})
 
 
@@ -46,6 +47,43 @@ def sizes_unused(module: nn.Module) -> bool:
         return False
     given, asked = definition.args.args[1].arg, _asked_for_sizes(definition)
     return not any(id(node) in asked for node in ast.walk(definition) if _is_named(node, given))
+
+
+def splits_by_width(module: nn.Module) -> bool:
+    """Whether a module's forward takes the number of features from its first argument, and uses it only to view or
+    split what its matrices return, or divides it by a number of heads, as many do.
+
+        B, T, C = x.size()        q, k, v = self.qkv(x).split(C, dim=2)        q.view(B, T, self.heads, C // self.heads)
+    """
+    definition = _forward(module)
+    if definition is None:
+        return False
+    given = definition.args.args[1].arg
+    names = {
+        node.targets[0].elts[-1].id
+        for node in ast.walk(definition)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Tuple)
+        and isinstance(node.targets[0].elts[-1], ast.Name)
+        and _is_sizes_of(node.value, given)
+    }
+    harmless: set[int] = set()
+    for node in ast.walk(definition):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _RESHAPING:
+            harmless |= {id(argument) for argument in node.args}
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
+            harmless.add(id(node.left))
+    uses = [
+        n for n in ast.walk(definition) if isinstance(n, ast.Name) and n.id in names and isinstance(n.ctx, ast.Load)
+    ]
+    return bool(uses) and all(id(node) in harmless for node in uses)
+
+
+def _is_sizes_of(node: ast.expr, name: str) -> bool:
+    """Whether an expression is `name.shape` or `name.size()`."""
+    if isinstance(node, ast.Call) and not node.args:
+        node = node.func
+    return isinstance(node, ast.Attribute) and node.attr in ("shape", "size") and _is_named(node.value, name)
 
 
 def _forward(module: nn.Module) -> ast.FunctionDef | None:

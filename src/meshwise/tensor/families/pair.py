@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from meshwise.tensor.families.branch import Branch
-from meshwise.tensor.families.entry import only_read_by, sizes_unused
+from meshwise.tensor.families.entry import only_read_by, sizes_unused, splits_by_width
 from meshwise.tensor.families.heads import Heads, counted, find_heads, order_of_fused
 from meshwise.tensor.families.matrix import Matrix
 from meshwise.tensor.families.norm import as_norm
@@ -109,7 +109,8 @@ class Pairs:
         self.attentions.append(
             Attention(home, heads, even=alike and heads.group > 1, enters_whole=gathers or sizes_unused(owner))
         )
-        found = {home: Part("attention", counts=counts, gathers=gathers)}
+        narrows = gathers and heads.features == branch.firsts[0].inputs and splits_by_width(owner)
+        found = {home: Part("attention", counts=counts, gathers=gathers, narrows=grain if narrows else 0)}
         for matrix in branch.firsts:
             whole = cross and "q" not in _child(matrix).lower()
             own = grain if matrix.outputs == heads.features else heads.width

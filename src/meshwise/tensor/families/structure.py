@@ -51,7 +51,7 @@ class Structure:
         for name, block in self._regions.items():
             self._read_block(block, name)
         for name, inner in self.modules.items():
-            if name not in self._parts and name not in self._reasons and not self._is_kept_whole(name):
+            if name not in self._reasons and not self._is_kept_whole(name):
                 self._read_module(inner, name)
         for name, role in stated.items():
             self._state(name, role)
@@ -86,21 +86,30 @@ class Structure:
 
     def _read_module(self, module: nn.Module, name: str) -> None:
         """Give a part to a module that is in no pair, when what it is and where it is tell."""
+        around = self._parts[name].role if name in self._parts else ""
+        if around not in ("", "block", "pair", "attention"):
+            return
         held = dict(module.named_parameters(recurse=False))
-        norm = as_norm(module)
+        norm = None if around else as_norm(module)
         if isinstance(module, nn.TransformerEncoder):
             self._parts[name] = Part("pair", becomes=UnnestedEncoder)
         elif norm is not None and norm[0] == self.width:
             self._parts[name] = Part("norm", norm=norm[1])
-        elif not held:
-            return
-        elif not self._in_block(name) and (role := self._role_outside(module, name)):
+        elif held and not around and not self._in_block(name) and (role := self._role_outside(module, name)):
             matrix = as_matrix(module, name=name)
             self._parts[name] = Part(role, transposed=matrix is not None and matrix.flipped)
-        elif any(True for _ in module.children()) or type(module).__module__.partition(".")[0] != "torch":
+        elif around or type(module).__module__.partition(".")[0] != "torch":
             for key, parameter in held.items():
-                if parameter.shape[-1:] == (self.width,):
-                    self._parts[f"{name}.{key}" if name else key] = Part("vector")
+                self._read_parameter(f"{name}.{key}" if name else key, parameter, in_attention=around == "attention")
+
+    def _read_parameter(self, name: str, parameter: nn.Parameter, *, in_attention: bool) -> None:
+        """Give a part to a parameter that a module of the user's holds itself: one as wide as the stream."""
+        if name in self._parts or parameter.shape[-1:] != (self.width,):
+            return
+        if in_attention:
+            self._reasons[name] = "as wide as the stream and as all heads: rule 'vector', or 'inner grain=number'"
+        else:
+            self._parts[name] = Part("vector")
 
     def _role_outside(self, module: nn.Module, name: str) -> str | None:
         """The part of a module outside of the blocks, as far as torch's own layers go."""

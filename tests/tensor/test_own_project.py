@@ -1,0 +1,117 @@
+"""A project of the user's own, two files that know nothing of ranks, is the same model under tensor parallelism."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwise import verify
+
+MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, n_embd, n_head):
+        super().__init__()
+        self.c_attn = nn.Linear(n_embd, 3 * n_embd)
+        self.c_proj = nn.Linear(n_embd, n_embd)
+        self.n_head = n_head
+        self.n_embd = n_embd
+
+    def forward(self, x):
+        B, T, C = x.size()
+        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
+        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))
+
+
+class Gated(nn.Module):
+    def __init__(self, n_embd):
+        super().__init__()
+        self.gate = nn.Linear(n_embd, 2 * n_embd, bias=False)
+        self.up = nn.Linear(n_embd, 2 * n_embd, bias=False)
+        self.down = nn.Linear(2 * n_embd, n_embd, bias=False)
+
+    def forward(self, x):
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, n_embd, n_head):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(n_embd)
+        self.attn = SelfAttention(n_embd, n_head)
+        self.ln_2 = nn.RMSNorm(n_embd, eps=1e-6)
+        self.mlp = Gated(n_embd)
+        self.scale = nn.Parameter(torch.full((n_embd,), 0.5))
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.scale * self.mlp(self.ln_2(x))
+
+
+class Poet(nn.Module):
+    def __init__(self, vocabulary=29, n_embd=16, n_head=4, layers=2, context=8):
+        super().__init__()
+        self.transformer = nn.ModuleDict(dict(
+            wte=nn.Embedding(vocabulary, n_embd),
+            wpe=nn.Embedding(context, n_embd),
+            drop=nn.Dropout(0.0),
+            h=nn.ModuleList([Layer(n_embd, n_head) for _ in range(layers)]),
+            ln_f=nn.LayerNorm(n_embd),
+        ))
+        self.lm_head = nn.Linear(n_embd, vocabulary, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight
+
+    def forward(self, idx):
+        pos = torch.arange(idx.size(1), device=idx.device)
+        x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))
+        for block in self.transformer.h:
+            x = block(x)
+        return self.lm_head(self.transformer.ln_f(x))
+"""
+
+TRAIN = """
+import torch
+from torch.nn import functional
+
+
+def loss(logits, batch):
+    targets = batch[1]
+    total = functional.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), reduction="sum")
+    return total, targets.numel()
+
+
+def batches(steps):
+    generator = torch.Generator().manual_seed(7)
+    for rows in (8, 4, 7)[:steps]:
+        text = torch.randint(29, (rows, 9), generator=generator)
+        yield text[:, :-1].contiguous(), text[:, 1:].contiguous()
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
+    (tmp_path / "poet_model.py").write_text(MODEL)
+    (tmp_path / "poet_train.py").write_text(TRAIN)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("poet_model"), importlib.import_module("poet_train")
+    for name in ("poet_model", "poet_train"):
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=4 tp_mode=2d", "tp=2 dp=2 zero=1", "tp=2 sequence_parallel=1"])
+def test_it_is_the_same_model(project: tuple[Any, Any], plan: str) -> None:
+    model, train = project
+    report = verify(model.Poet, train.loss, list(train.batches(3)), plan, lr=1e-2)
+    assert report.ok, str(report)
+    assert "is the same model as one process" in str(report)
