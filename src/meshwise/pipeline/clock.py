@@ -163,7 +163,7 @@ class _Run:
         return Event(rank, action, start, end)
 
     def _send(self, rank: int, action: Action) -> Event:
-        channel = rank, receiver(self.schedule, action)
+        channel = rank, receiver(action, schedule=self.schedule)
         start = max(self.now[rank], self.links[channel])
         end = start + self.costs[action.stage - (action.kind is Kind.SEND_B)].link
         self.links[channel] = end

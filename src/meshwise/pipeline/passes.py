@@ -68,28 +68,28 @@ def add_transfers(schedule: Schedule) -> Schedule:
         return schedule
     channels: dict[tuple[int, int], deque[Action]] = defaultdict(deque)
     for rank, row in enumerate(schedule.rows):
-        for message in (sent(schedule, action) for action in row):
+        for message in (sent(action, schedule=schedule) for action in row):
             if message is not None:
-                channels[rank, receiver(schedule, message)].append(counterpart(message))
+                channels[rank, receiver(message, schedule=schedule)].append(counterpart(message))
     waiting = {message for channel in channels.values() for message in channel}
     rows = []
     for rank, row in enumerate(schedule.rows):
         lowered: list[Action] = []
         for action in row:
-            receive = received(schedule, action)
+            receive = received(action, schedule=schedule)
             if receive is not None:
                 channel = channels[schedule.rank_of[counterpart(receive).stage], rank]
                 while receive in waiting:
                     lowered.append(channel.popleft())
                     waiting.remove(lowered[-1])
             lowered.append(action)
-            send = sent(schedule, action)
+            send = sent(action, schedule=schedule)
             lowered += [send] if send is not None else []
         rows.append(tuple(lowered))
     return Schedule(tuple(rows))
 
 
-def sent(schedule: Schedule, action: Action) -> Action | None:
+def sent(action: Action, *, schedule: Schedule) -> Action | None:
     """The send that an action of computing gives rise to: none inside a rank, and none at the ends of the model."""
     stage, kind, microbatch = action.stage, action.kind, action.microbatch
     if kind is Kind.F and _crosses(schedule, stage, stage + 1):
@@ -99,7 +99,7 @@ def sent(schedule: Schedule, action: Action) -> Action | None:
     return None
 
 
-def received(schedule: Schedule, action: Action) -> Action | None:
+def received(action: Action, *, schedule: Schedule) -> Action | None:
     """The receive that an action of computing waits for."""
     stage, kind, microbatch = action.stage, action.kind, action.microbatch
     if kind is Kind.F and _crosses(schedule, stage - 1, stage):
@@ -115,7 +115,7 @@ def counterpart(action: Action) -> Action:
     return Action(action.stage + step, kind, action.microbatch)
 
 
-def receiver(schedule: Schedule, send: Action) -> int:
+def receiver(send: Action, *, schedule: Schedule) -> int:
     """The rank that a send goes to."""
     return schedule.rank_of[counterpart(send).stage]
 

@@ -56,7 +56,7 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
                             "receive in the order in which the other rank sends"
                         )
                 elif action.kind in SENDS:
-                    channels[rank, receiver(schedule, action)].append(counterpart(action))
+                    channels[rank, receiver(action, schedule=schedule)].append(counterpart(action))
                 yield rank, action
                 place[rank] += 1
                 moved = True
@@ -97,7 +97,7 @@ def _once(schedule: Schedule) -> None:
 
 def _transfers(schedule: Schedule) -> None:
     """What is sent is what another rank computes with, no more and no less."""
-    needed = {send for send in (sent(schedule, action) for action in schedule.actions()) if send is not None}
+    needed = {send for send in (sent(action, schedule=schedule) for action in schedule.actions()) if send is not None}
     for kinds, wanted, verb in (
         (SENDS, needed, "sends"),
         (RECEIVES, {counterpart(send) for send in needed}, "receives"),
@@ -128,7 +128,7 @@ def _before(schedule: Schedule, action: Action) -> Iterator[tuple[Action, ...]]:
         yield backward
     if kind is Kind.W:
         yield backward[1:]
-    receive = received(schedule, action)
+    receive = received(action, schedule=schedule)
     if receive is not None:
         yield (receive,)
     elif kind is Kind.F and stage > 0:

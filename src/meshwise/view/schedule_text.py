@@ -29,7 +29,7 @@ def picture(timing: Timing, *, width: int) -> Text:
     """The drawing, folded into panels of at most `width` characters."""
     unit = min(event.end - event.start for row in timing.computing for event in row)
     names = [f"rank {rank:>{len(str(timing.schedule.ranks - 1))}} │" for rank in range(timing.schedule.ranks)]
-    cell = 1 + max(len(label(timing, event)) for row in timing.computing for event in row)
+    cell = 1 + max(len(label(event, timing=timing)) for row in timing.computing for event in row)
     columns = math.floor(timing.seconds / unit + 0.5)
     rows = [_row(timing, rank, unit, columns, cell) for rank in range(timing.schedule.ranks)]
     panel = max(1, (width - len(names[0])) // cell) * cell
@@ -40,7 +40,7 @@ def picture(timing: Timing, *, width: int) -> Text:
     return Text("\n\n").join(panels)
 
 
-def label(timing: Timing, event: Event) -> str:
+def label(event: Event, *, timing: Timing) -> str:
     """What to call a computation: with its stage where that is not the rank."""
     action = event.action
     own = timing.schedule.stages == timing.schedule.ranks
@@ -51,7 +51,7 @@ def _row(timing: Timing, rank: int, unit: float, columns: int, cell: int) -> Tex
     row = Text()
     for event, first, last in _placed(timing, rank, unit):
         row.append((". ".ljust(cell)) * (first - len(row) // cell), "dim")
-        drawn = label(timing, event).ljust((last - first) * cell - 1, "─")
+        drawn = label(event, timing=timing).ljust((last - first) * cell - 1, "─")
         row.append(drawn, STYLES[event.action.kind])
         row.append(" ")
     row.append((". ".ljust(cell)) * (columns - len(row) // cell), "dim")

@@ -1,0 +1,97 @@
+"""A stage, made from a model and its cut."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from meshwise.pipeline.cut import Cut
+from meshwise.pipeline.probe import Call, copied
+from meshwise.pipeline.stage import Crossing, Piece, Route, Stage
+from meshwise.pipeline.trace import part_of, trace
+
+
+def make_stage(model: nn.Module, *, cut: Cut, index: int, call: Call) -> Stage:
+    """Stage `index` of a model that was cut.
+
+    Its parameters and buffers are the model's own tensors, not copies: what the stage trains is the model. Those of
+    other stages are let go; where nobody else holds the model, their memory is free. `call(model)` is the example that
+    the cut was made with, or another of its kind; only a traced model is called.
+    """
+    crossing = Crossing(cut.crossing[index] if index + 1 < cut.stages else (), changed=cut.changed)
+    module = _traced(model, cut, index, call, crossing) if cut.traced else _blocks(model, cut, index, crossing)
+    receives = cut.crossing[index - 1] if index else ()
+    return Stage(module, index=index, count=cut.stages, crossing=crossing, receives=receives)
+
+
+def _blocks(model: nn.Module, cut: Cut, index: int, crossing: Crossing) -> nn.Module:
+    """The model, with the pieces of other stages without parameters."""
+    start, stop = cut.bounds[index : index + 2]
+    held = {id(model.get_parameter(name)) for name, stages in cut.holders.items() if index in stages}
+    every = [*model.parameters(), *model.buffers()]
+    module = copied(model, tensors={tensor: tensor for tensor in every})
+    shadow = copied(model, tensors={tensor: _meta(tensor) for tensor in every})
+    route = Route(cut.keys, modules=[module.get_submodule(name) for name in cut.modules], start=start, stop=stop)
+    for owner in module.modules():
+        _let_go(owner._parameters, held)
+    for name in dict.fromkeys(cut.modules):
+        piece = module.get_submodule(name)
+        if name not in cut.modules[start:stop]:
+            for owner in piece.modules():
+                _let_go(owner._buffers, held)
+        piece.forward = Piece(piece, shadow=shadow.get_submodule(name), route=route, crossing=crossing)
+    return module
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    """The tensor without its values; a parameter stays one."""
+    bare = tensor.detach().to("meta")
+    return nn.Parameter(bare, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+
+
+def _let_go(tensors: MutableMapping[str, Any], held: set[int]) -> None:
+    """Forget the parameters or buffers of one module that are not held here: to use one is an error, not a zero."""
+    for name in [name for name, tensor in tensors.items() if tensor is not None and id(tensor) not in held]:
+        del tensors[name]
+
+
+def _traced(model: nn.Module, cut: Cut, index: int, call: Call, crossing: Crossing) -> nn.Module:
+    """The stage's part of the model's operations."""
+    start, stop = cut.bounds[index : index + 2]
+    last = index + 1 == cut.stages
+    part = part_of(trace(model, call=call), keys=cut.keys[start:stop], sends=crossing.sends, last=last)
+    beside: dict[str, Any] = {"_received": _Received(crossing), "_leaves": _Leaves(crossing)}
+    for node in part.nodes:
+        if node.op in ("call_module", "get_attr") and node.target not in beside:
+            path, _, name = str(node.target).rpartition(".")
+            beside[str(node.target)] = getattr(model.get_submodule(path), name)
+    module = fx.GraphModule({name: beside[name] for name in {str(n.target) for n in part.nodes} & set(beside)}, part)
+    module.training = model.training
+    return module
+
+
+class _Received(nn.Module):
+    """In a trace: a value from an earlier stage."""
+
+    def __init__(self, crossing: Crossing) -> None:
+        super().__init__()
+        self._crossing = crossing
+
+    def forward(self, key: str) -> Any:
+        """The value of the operation of this name."""
+        return self._crossing.received[key]
+
+
+class _Leaves(nn.Module):
+    """In a trace: the end of a stage that is not the last."""
+
+    def __init__(self, crossing: Crossing) -> None:
+        super().__init__()
+        self._crossing = crossing
+
+    def forward(self, values: dict[str, Any]) -> None:
+        """Send the values, and leave the model."""
+        self._crossing.sent.update(values)
+        self._crossing.leave()

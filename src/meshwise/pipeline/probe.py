@@ -1,0 +1,231 @@
+"""One run of a whole model on an example, watched: which pieces run in which order, what each needs of the others, and
+what each costs.
+
+The outputs of every piece are cut off from the piece and marked. Whatever reaches a later piece, through sums, residual
+connections and anything else that the model does between its pieces, leads back to marks along autograd's graph; so it
+is seen which outputs would have to cross a cut. The run works on meta tensors too, where only time cannot be measured.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from meshwise.model.blocks import Patterns, partition
+from meshwise.pipeline.parcel import Entrance
+from meshwise.tree import map_tensors, tensors
+
+Call = Callable[[nn.Module], Any]
+
+ROUNDS = 3
+"""Runs that time is measured in; the fastest of each piece counts."""
+
+
+@dataclass(frozen=True)
+class Took:
+    """What a step costs."""
+
+    activations: int
+    """Bytes that its forward keeps for its backward."""
+
+    seconds: float
+    """Of its forward and backward; 0 where it was not measured."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of one piece."""
+
+    key: str
+    """The piece's name, with a number from its second call on."""
+
+    module: str
+    """The piece's name."""
+
+    parameters: tuple[str, ...]
+    """First names of the parameters it uses."""
+
+    needs: frozenset[int]
+    """Which earlier steps' outputs reach it."""
+
+    output: int
+    """Bytes that it returns."""
+
+    took: Took
+    """What it took."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the run has shown."""
+
+    steps: tuple[Step, ...]
+    """The calls, in order."""
+
+    result: frozenset[int]
+    """Which steps' outputs reach the result."""
+
+    everywhere: tuple[str, ...]
+    """Parameters that the model uses outside its pieces; every stage needs them."""
+
+    changed: frozenset[int]
+    """The steps whose outputs the model then changes in place, outside its pieces."""
+
+    def crossing(self, position: int) -> tuple[int, ...]:
+        """The steps whose outputs cross a cut before step `position`."""
+        later = [*(step.needs for step in self.steps[position:]), self.result]
+        return tuple(sorted({source for needs in later for source in needs if source < position}))
+
+
+def probe(model: nn.Module, *, call: Call, pieces: Patterns = (), timed: bool = False) -> Seen:
+    """Run `call(model)` on a copy that shares the model's parameters and nothing else.
+
+    `pieces` are patterns over module names that override how the model is divided (see `meshwise.model.blocks`).
+    """
+    found = [piece for unit in partition(model, units=pieces) for piece in unit]
+    everywhere = tuple(name for piece in found if piece.spans for name in piece.parameters)
+    runs = []
+    for _ in range(ROUNDS if timed else 1):
+        watched = copied(model, tensors={parameter: parameter for parameter in model.parameters()})
+        watch = _Watch({piece.module: piece.parameters for piece in found}, timed=timed)
+        for name in (piece.module for piece in found if not piece.spans):
+            module = watched.get_submodule(name)
+            module.forward = _Watched(name, module, watch)
+        with torch.random.fork_rng(), torch.enable_grad():
+            result = call(watched)
+        runs.append(Seen(tuple(watch.steps), watch.sources(tensors(result)), everywhere, watch.changed()))
+    return fastest(runs)
+
+
+def fastest(runs: Sequence[Seen]) -> Seen:
+    """The first of several runs of one model, with the least time of each step."""
+    steps = []
+    for same in zip(*(run.steps for run in runs), strict=True):
+        seconds = min(step.took.seconds for step in same)
+        steps.append(dataclasses.replace(same[0], took=Took(same[0].took.activations, seconds)))
+    return dataclasses.replace(runs[0], steps=tuple(steps))
+
+
+def copied(model: nn.Module, *, tensors: Mapping[Tensor, Tensor]) -> nn.Module:
+    """A copy of the modules, with other tensors in place of some of the model's; the rest of the tensors are copied."""
+    return copy.deepcopy(model, memo={id(old): new for old, new in tensors.items()})
+
+
+class _Watch:
+    """What has been seen so far, and the marks: leaves that stand for the outputs of steps."""
+
+    def __init__(self, parameters: Mapping[str, tuple[str, ...]], *, timed: bool) -> None:
+        self.timed = timed
+        self.steps: list[Step] = []
+        self._parameters = parameters
+        self._calls: Counter[str] = Counter()
+        self._marks: dict[int, tuple[int, Tensor]] = {}
+        self._marked: list[tuple[int, Tensor, int]] = []
+
+    def step(self, name: str, output: Any, *, needs: frozenset[int], took: Took) -> Any:
+        """Note one call, and return its output cut off and marked."""
+        index, number = len(self.steps), self._calls[name]
+        self._calls[name] += 1
+        key = f"{name}:{number + 1}" if number else name
+        self.steps.append(Step(key, name, self._parameters[name], needs, size(output), took))
+        return map_tensors(lambda tensor: self._mark(tensor, index), output)
+
+    def _mark(self, tensor: Tensor, index: int) -> Tensor:
+        if not tensor.dtype.is_floating_point:
+            return tensor
+        leaf = tensor.detach().requires_grad_()
+        self._marks[id(leaf)] = (index, leaf)
+        marked: Tensor = Entrance.apply(leaf)
+        self._marked.append((index, marked, marked._version))
+        return marked
+
+    def changed(self) -> frozenset[int]:
+        """The steps whose outputs are no longer what they were."""
+        return frozenset(index for index, marked, version in self._marked if marked._version != version)
+
+    def sources(self, values: Iterator[Tensor]) -> frozenset[int]:
+        """The steps from whose outputs these tensors were made."""
+        waiting = [tensor.grad_fn for tensor in values]
+        seen: set[Any] = set()
+        found: set[int] = set()
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+            leaf = getattr(node, "variable", None)
+            if id(leaf) in self._marks:
+                found.add(self._marks[id(leaf)][0])
+        return frozenset(found)
+
+
+class _Watched:
+    """Stands where a piece's forward was."""
+
+    def __init__(self, name: str, module: nn.Module, watch: _Watch) -> None:
+        self._name, self._module, self._watch = name, module, watch
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the piece on its own, and note what it took."""
+        needs = self._watch.sources(tensors((args, kwargs)))
+        output, took = alone(
+            lambda args, kwargs: type(self._module).forward(self._module, *args, **kwargs),
+            inputs=(args, kwargs),
+            parameters=list(self._module.parameters()),
+            timed=self._watch.timed,
+        )
+        return self._watch.step(self._name, output, needs=needs, took=took)
+
+
+def alone(
+    run: Callable[[Any, Any], Any], *, inputs: tuple[Any, Any], parameters: Sequence[Tensor], timed: bool
+) -> tuple[Any, Took]:
+    """Run a part of a model, cut off from what its inputs came from; its backward too, when it is timed."""
+    leaves: list[Tensor] = []
+
+    def own(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        leaves.append(tensor.detach().requires_grad_())
+        entered: Tensor = Entrance.apply(leaves[-1])
+        return entered
+
+    args, kwargs = map_tensors(own, inputs)
+    kept: dict[int, int] = {}
+    stored = {parameter.untyped_storage()._cdata for parameter in parameters}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in stored:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    begin = _now(leaves)
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = run(args, kwargs)
+    wanted = [*leaves, *(parameter for parameter in parameters if parameter.requires_grad)]
+    results = [tensor for tensor in tensors(output) if tensor.requires_grad]
+    if timed and results and wanted:
+        torch.autograd.grad(results, wanted, [torch.ones_like(one) for one in results], allow_unused=True)
+    return output, Took(sum(kept.values()), _now(leaves) - begin if timed else 0.0)
+
+
+def size(value: Any) -> int:
+    """Bytes of a value's tensors, each counted once."""
+    return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors(value)}.values())
+
+
+def _now(on: Sequence[Tensor]) -> float:
+    if any(tensor.is_cuda for tensor in on):
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,203 @@
+"""A stage: a part of a model that runs the model's own forward.
+
+Rewriting a model into a list of layers breaks everything that is not a list of layers: keyword arguments, masks, rotary
+tables, an encoder beside a decoder. So a stage *is* the model, with the same class, names and forward, in which the
+pieces (embedding, blocks, norm, head) that are other stages' have no parameters and do not compute:
+
+    the model        embedding   block 0   block 1   block 2   block 3   norm   head
+    stage 1 of 3     (nan)       (nan)     received  computes  computes  leaves
+                                           │                         │
+                                           output of block 1 ──►     └──► output of block 3
+
+- what lies between pieces, masks and rotary tables and residual sums, runs on every stage, from the same batch;
+- a piece of an earlier stage returns its own output, received, where a later piece needs it, and otherwise NaN of the
+  right shape and dtype, so that a value that should have been received can never pass unseen;
+- the first piece of a later stage leaves the forward.
+
+Which outputs cross, and that pieces run in one order, the cut has seen on an example (`cut.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.pipeline.parcel import enter
+from meshwise.tree import map_tensors, tensors
+
+T = TypeVar("T")
+
+
+class StageError(RuntimeError):
+    """A stage met something else than the cut has seen."""
+
+
+class Left(BaseException):
+    """The forward has been left: what follows is other stages'. No error, and nothing a model should catch."""
+
+
+class Crossing:
+    """What one run of a stage has received and computed so far. Lives as long as the stage, open during a run."""
+
+    def __init__(self, sends: Sequence[str], *, changed: Collection[str]) -> None:
+        self.sends = sends
+        self._changed = changed
+        self.open = False
+        self.received: dict[str, Any] = {}
+        self.sent: dict[str, Any] = {}
+        self.position = 0
+
+    def start(self, received: Mapping[str, Any]) -> None:
+        """Begin a run."""
+        self.open, self.position = True, 0
+        self.received = enter(received)
+        self.sent = {}
+        for key, value in self.received.items():
+            self.keep(key, value=value)
+
+    def keep(self, key: str, *, value: Any) -> None:
+        """Send this value at the end, if it is needed: as it is now, whatever the model does to it."""
+        if key in self.sends:
+            self.sent[key] = map_tensors(Tensor.clone, value) if key in self._changed else value
+
+    def leave(self) -> None:
+        """End the model's forward."""
+        raise Left
+
+    def stop(self) -> dict[str, Any]:
+        """End a run, and forget all of it but what is sent."""
+        sent = self.sent
+        self.open, self.received, self.sent = False, {}, {}
+        return sent
+
+
+class Stage:
+    """Stage `index` of `count`.
+
+    `module` holds this stage's parameters under the names that they have in the whole model. A parameter that several
+    stages hold (a tie) is a parameter in each: their gradients have to be summed.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, index: int, count: int, crossing: Crossing, receives: Sequence[str]
+    ) -> None:
+        self.module = module
+        self.index = index
+        self.count = count
+        self.receives = tuple(receives)
+        self._crossing = crossing
+
+    @property
+    def sends(self) -> tuple[str, ...]:
+        """The keys of what `run` returns, all that the next stage receives; of the last stage, nothing."""
+        return tuple(self._crossing.sends)
+
+    def run(self, call: Callable[[nn.Module], T], *, received: Mapping[str, Any]) -> T | dict[str, Any]:
+        """One forward. `call` calls the model on a micro-batch, as in `lambda model: loss(model(tokens), targets)`.
+
+        The last stage returns what `call` returns, any other what it sends: a value, a tree of tensors, for every key
+        in `sends`. `received` is what the stage before returned; a tensor in it that requires a gradient should be
+        a leaf, and has it in `.grad` after the backward.
+
+        Raises StageError when pieces run in another order than the cut has seen.
+        """
+        if set(received) != set(self.receives):
+            raise StageError(f"stage {self.index} receives {sorted(self.receives)}, but was given {sorted(received)}")
+        self._crossing.start(received)
+        try:
+            returned = call(self.module)
+        except Left:
+            return self._checked(self._crossing.stop())
+        finally:
+            self._crossing.open = False
+        self._crossing.stop()
+        if self.index + 1 < self.count:
+            raise StageError(f"the model's forward ended on stage {self.index}, before it reached the next stage")
+        return returned
+
+    def _checked(self, sent: dict[str, Any]) -> dict[str, Any]:
+        if missing := [key for key in self.sends if key not in sent]:
+            raise StageError(
+                f"stage {self.index} left the model without {', '.join(missing)}, which the next one needs"
+            )
+        return sent
+
+
+class Piece:
+    """The forward of one piece in one stage: computes, returns what was received, or returns NaN, call by call."""
+
+    def __init__(self, module: nn.Module, *, shadow: nn.Module, route: Route, crossing: Crossing) -> None:
+        self._module, self._shadow, self._route, self._crossing = module, shadow, route, crossing
+        self._shapes: dict[Any, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Stands where the module's `forward` was."""
+        crossing, route = self._crossing, self._route
+        if not crossing.open:  # recomputed in the backward, or called by the user
+            return type(self._module).forward(self._module, *args, **kwargs)
+        key = route.key(crossing.position, self._module)
+        if crossing.position >= route.stop:
+            crossing.leave()
+        own = crossing.position >= route.start
+        crossing.position += 1
+        if own:
+            output = type(self._module).forward(self._module, *args, **kwargs)
+            crossing.keep(key, value=output)
+            return output
+        if key in crossing.received:
+            return crossing.received[key]
+        return self._nothing(key, args, kwargs)
+
+    def _nothing(self, key: str, args: Any, kwargs: Any) -> Any:
+        """NaN in the shapes that the piece would return, computed once per shapes of its inputs."""
+        signature = (self._module.training, _signature((args, kwargs)))
+        device = next((tensor.device for tensor in tensors((args, kwargs))), torch.device("cpu"))
+        if signature not in self._shapes:
+            self._shadow.train(self._module.training)
+            args, kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
+            try:
+                with torch.no_grad():
+                    self._shapes[signature] = self._shadow(*args, **kwargs)
+            except Exception as error:
+                raise StageError(
+                    f"the shape of the output of {key} cannot be told without its values: {error}"
+                ) from error
+        return map_tensors(lambda tensor: _poison(tensor, device), self._shapes[signature])
+
+
+class Route:
+    """The order of all pieces' calls, and the part of it that is one stage's."""
+
+    def __init__(self, keys: Sequence[str], *, modules: Sequence[nn.Module], start: int, stop: int) -> None:
+        self._keys, self._modules = keys, modules
+        self.start, self.stop = start, stop
+
+    def key(self, position: int, module: nn.Module) -> str:
+        """The call at this position, which has to be this module's."""
+        if position >= len(self._keys) or self._modules[position] is not module:
+            due = self._keys[position] if position < len(self._keys) else "the end"
+            name = next(key for key, one in zip(self._keys, self._modules, strict=True) if one is module)
+            raise StageError(
+                f"{name} runs where {due} was due; a pipeline needs a model whose pieces always run in the same order"
+            )
+        return self._keys[position]
+
+
+def _poison(tensor: Tensor, device: torch.device) -> Tensor:
+    value = math.nan if tensor.dtype.is_floating_point or tensor.dtype.is_complex else 0
+    return torch.full(tensor.shape, value, dtype=tensor.dtype, device=device)
+
+
+def _signature(tree: Any) -> Any:
+    """What the shapes of a piece's outputs may depend on."""
+    if isinstance(tree, Tensor):
+        return (tuple(tree.shape), tree.dtype)
+    if isinstance(tree, Mapping):
+        return tuple((key, _signature(value)) for key, value in tree.items())
+    if isinstance(tree, tuple | list):
+        return tuple(map(_signature, tree))
+    return tree if isinstance(tree, int | float | str | None) else type(tree).__qualname__

@@ -1,0 +1,147 @@
+"""A model as the operations that torch.fx traces, for models that are no row of pieces, or of too few.
+
+A trace can be cut between any two operations, and everything that is used later crosses: a skip connection of a U-Net
+is carried along by the stages between. What a trace cannot do is decide by data; and it fixes the values of flags such
+as `self.training` where the forward itself reads them (modules keep their own).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from meshwise.pipeline.partition import CutError
+from meshwise.pipeline.probe import ROUNDS, Call, Seen, Step, alone, copied, fastest, size
+from meshwise.pipeline.stage import Left
+from meshwise.tree import tensors
+
+OUTSIDE = ("placeholder", "get_attr", "output")
+"""Operations that are no steps: inputs, which every stage has, and parameters, which go with what uses them."""
+
+
+def probe_trace(model: nn.Module, *, call: Call, timed: bool = False) -> Seen:
+    """Trace a model as `call(model)` calls it, and run the trace once on that example. See `probe`.
+
+    Raises CutError for a model that cannot be traced.
+    """
+    runs = []
+    for _ in range(ROUNDS if timed else 1):
+        watched = copied(model, tensors={parameter: parameter for parameter in model.parameters()})
+        graph = trace(watched, call=call)
+        first = {id(parameter): name for name, parameter in model.named_parameters()}
+        watch = _Watch(watched, graph, names=first, timed=timed)
+        watched.forward = watch.forward
+        with torch.random.fork_rng(), torch.enable_grad():
+            call(watched)
+        runs.append(watch.seen())
+    return fastest(runs)
+
+
+def trace(model: nn.Module, *, call: Call) -> fx.Graph:
+    """The operations of the model's forward, for the arguments that `call(model)` gives it."""
+    args, kwargs = _arguments(model, call)
+    signature = inspect.signature(type(model).forward)
+    given = signature.bind(model, *args, **kwargs)
+    given.apply_defaults()
+    fixed = {name: value for name, value in list(given.arguments.items())[1:] if not any(True for _ in tensors(value))}
+    try:
+        graph = fx.Tracer().trace(model, concrete_args=fixed)
+    except Exception as error:
+        raise CutError(f"torch.fx cannot trace {type(model).__name__}: {error}") from error
+    names = set(signature.parameters)
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.target not in names:
+            node.target = node.target.rpartition("_")[0]  # a fixed argument, which fx gave a number
+    return graph
+
+
+def _arguments(model: nn.Module, call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What `call` passes to the model."""
+    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    stand_in = copied(model, tensors={tensor: tensor for tensor in (*model.parameters(), *model.buffers())})
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        seen.append((args, kwargs))
+        raise Left
+
+    stand_in.forward = forward
+    try:
+        call(stand_in)
+    except Left:
+        return seen[0]
+    raise CutError(f"the example does not call the model, a {type(model).__name__}")
+
+
+def steps_of(graph: fx.Graph) -> list[fx.Node]:
+    """The operations that are cut, in order."""
+    return [node for node in graph.nodes if node.op not in OUTSIDE]
+
+
+class _Watch(fx.Interpreter):
+    """Runs a graph operation by operation, each on its own, and notes what it took."""
+
+    def __init__(self, model: nn.Module, graph: fx.Graph, *, names: Mapping[int, str], timed: bool) -> None:
+        super().__init__(model, graph=graph)
+        self._model, self._names, self._timed = model, names, timed
+        self._place = {node: place for place, node in enumerate(steps_of(graph))}
+        self._steps: list[Step] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, with its arguments as they come."""
+        given = inspect.signature(type(self._model).forward).bind(self._model, *args, **kwargs).arguments
+        places = [node.target for node in self.graph.nodes if node.op == "placeholder"]
+        defaults = {node.target: node.args[0] for node in self.graph.nodes if node.op == "placeholder" and node.args}
+        return self.run(*(given.get(str(name), defaults.get(name)) for name in places))
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one operation, and note it when it is a step."""
+        if n not in self._place:
+            return super().run_node(n)
+        used = self._parameters(n)
+        inputs = self.fetch_args_kwargs_from_env(n)
+        run: Callable[[Any, Any], Any] = lambda args, kwargs: getattr(self, n.op)(n.target, args, kwargs)  # noqa: E731
+        output, took = alone(run, inputs=inputs, parameters=used, timed=self._timed)
+        names = tuple(dict.fromkeys(self._names[id(parameter)] for parameter in used))
+        module = str(n.target) if n.op == "call_module" else ""
+        self._steps.append(Step(n.name, module, names, self._needs(n), size(output), took))
+        return output
+
+    def seen(self) -> Seen:
+        """What the run has shown."""
+        result = next(node for node in self.graph.nodes if node.op == "output")
+        return Seen(tuple(self._steps), self._needs(result), (), frozenset())
+
+    def _needs(self, node: fx.Node) -> frozenset[int]:
+        return frozenset(self._place[source] for source in node.all_input_nodes if source in self._place)
+
+    def _parameters(self, node: fx.Node) -> list[Tensor]:
+        """The parameters of a module, or those given to an operation."""
+        if node.op == "call_module":
+            return list(self._model.get_submodule(str(node.target)).parameters())
+        read = [self.env[source] for source in node.all_input_nodes if source.op == "get_attr"]
+        return [value for value in read if id(value) in self._names]
+
+
+def part_of(graph: fx.Graph, *, keys: Sequence[str], sends: Sequence[str], last: bool) -> fx.Graph:
+    """The operations `keys` of a graph; what they need of others is received, and `sends` leaves."""
+    part = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    own = set(keys)
+
+    def value(node: fx.Node) -> fx.Node:
+        if node not in made:
+            made[node] = part.node_copy(node) if node.op == "get_attr" else part.call_module("_received", (node.name,))
+        return made[node]
+
+    for node in graph.nodes:
+        if node.op == "placeholder" or node.name in own or (node.op == "output" and last):
+            made[node] = part.node_copy(node, value)
+    if not last:
+        nodes = {node.name: node for node in graph.nodes}
+        part.output(part.call_module("_leaves", ({key: value(nodes[key]) for key in sends},)))
+    part.lint()
+    return part
