@@ -1,0 +1,100 @@
+"""Training under tp is the training of one process: three steps of AdamW with clipping, float64, to 1e-9.
+
+Together with dp and ZeRO, with sizes and batches that do not divide, tied and untied. The batch of step 1 has fewer
+rows than some plans have ranks to give them to.
+"""
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwise.comm.world import World
+from meshwise.parallelize import Options, parallelize
+from meshwise.plan import Plan
+from meshwise.reference import GPT, GPTConfig, next_token_loss
+from meshwise.testing import Processes, agree, alone, outcome, run
+
+TRAINING: dict[str, Any] = {"loss": next_token_loss, "options": Options(clip_norm=0.5), "lr": 1e-2, "weight_decay": 0.1}
+
+CASES = (
+    ("tp=2", "untied"),
+    ("tp=2", "tied"),
+    ("tp=3 sequence_parallel=1", "untied"),
+    ("tp=4 tp_mode=2d", "untied"),
+    ("tp=4 tp_mode=2d zero=3", "tied"),
+    ("tp=4 tp_mode=2d microbatches=2 zero=2", "untied"),
+    ("tp=8 tp_mode=2.5d tp_depth=2", "untied"),
+    ("tp=8 tp_mode=3d", "tied"),
+    ("tp=8 tp_mode=3d zero=1", "untied"),
+    ("dp=2 tp=2 zero=1", "untied"),
+    ("dp=2 tp=2 zero=3 sequence_parallel=1", "tied"),
+    ("dp=2 tp=3 microbatches=2 zero=2", "tied"),
+    ("dp=2 tp=4 tp_mode=2d zero=1", "tied"),
+    ("dp=2 tp=4 tp_mode=2d zero=3", "untied"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A GPT whose sizes do not divide; picklable, so that it can go to a process."""
+
+    tied: bool
+
+    def build(self) -> nn.Module:
+        shape = GPTConfig(
+            vocabulary=19, context=5, layers=2, heads=3, width=9, mlp_ratio=1.6, tied=self.tied, bias=True
+        )
+        return GPT(shape).double()
+
+
+@functools.cache
+def existing(case: Case) -> nn.Module:
+    torch.manual_seed(3)
+    return case.build()
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    drawn = []
+    for rows in (8, 3, 7):
+        tokens = torch.randint(19, (rows, 6), generator=generator)
+        drawn.append((tokens[:, :-1], tokens[:, 1:].masked_fill(tokens[:, 1:] == 4, -100)))
+    return drawn
+
+
+@functools.cache
+def expected(case: Case) -> Any:
+    return alone(copy.deepcopy(existing(case)), batches=batches(), **TRAINING)
+
+
+def trained(world: World, plan: str, model: nn.Module | Callable[[], nn.Module]) -> Any:
+    trainer = parallelize(copy.deepcopy(model), plan, world=world, **TRAINING)
+    return outcome(trainer, batches=batches())
+
+
+@pytest.mark.parametrize("plan, ties", CASES)
+def test_a_split_model_trains_as_on_one_process(plan: str, ties: str) -> None:
+    case = Case(tied=ties == "tied")
+    for steps in run(Plan.parse(plan).mesh().size, trained, args=(plan, existing(case))):
+        agree(steps, expected(case), bound=1e-9)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("plan", ["tp=2 sequence_parallel=1", "tp=4 tp_mode=2d zero=3", "dp=2 tp=2 zero=1"])
+def test_on_real_processes_too(processes: Processes, plan: str) -> None:
+    case = Case(tied=True)
+    for steps in run(Plan.parse(plan).mesh().size, trained, args=(plan, existing(case)), on=processes):
+        agree(steps, expected(case), bound=1e-9)
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=4 tp_mode=2d"])
+def test_a_model_born_under_the_plan_is_the_same_model(plan: str) -> None:
+    build = Case(tied=False).build
+    for steps in run(Plan.parse(plan).mesh().size, trained, args=(plan, build)):
+        agree(steps, alone(build, batches=batches(), **TRAINING), bound=1e-9)
