@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import FileStore
 from torch.distributed.fsdp import fully_shard
 
 import gpt

@@ -139,6 +139,11 @@ class Saving:
         """Whether `wait` has told how it ended."""
         return self._finished
 
+    @property
+    def ended(self) -> bool:
+        """Whether `wait` has found out how it ended, on every rank."""
+        return self._finished
+
     def wait(self) -> Path:
         """Return the folder when it is published, or raise SaveError alike on every rank, each of which calls it.
 
@@ -150,11 +155,13 @@ class Saving:
             if not problems:
                 self._thread.join()
                 problems = self._agree(self._outcome)
-            self._finished = True
             self._problem = "; ".join(problems) or None
-            if problems and self._world.rank == 0:
-                self.give_up()
-                remove_quietly(self._aside)
+            if problems:
+                if self._world.rank == 0:
+                    self.give_up()
+                    remove_quietly(self._aside)
+                self._agree(None)  # what has failed is gone when the error is raised, on every rank
+            self._finished = True
         if self._problem is not None:
             raise SaveError(f"{self.folder} was not saved: {self._problem}")
         return self.folder
