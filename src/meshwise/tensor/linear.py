@@ -114,4 +114,7 @@ def _product(scheme: Scheme, part: Part) -> Product:
     if part.role in ("single", "head"):
         return scheme.head
     product: Product = {"first": scheme.first, "second": scheme.second}[part.role]
+    if part.shared:
+        out = tuple(axis for axis in product.out if axis not in scheme.twins)
+        product = dataclasses.replace(product, out=out, rows=(*product.rows, *scheme.twins))
     return dataclasses.replace(product, x=NOTHING) if part.gathered else product

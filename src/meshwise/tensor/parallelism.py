@@ -27,7 +27,7 @@ from meshwise.tensor.matmul import Streaming
 from meshwise.tensor.multihead import Sharding
 from meshwise.tensor.norm import ShardedNorm, SplitNorm
 from meshwise.tensor.part import Part
-from meshwise.tensor.schemes import scheme
+from meshwise.tensor.twins import scheme_on
 
 
 def tensor_parallel(
@@ -46,8 +46,8 @@ def tensor_parallel(
     Raises ValueError, with near names, for a part of a module that does not exist and a parameter without a part, and
     for what cannot be split: an embedding with `max_norm`, a tied parameter whose two parts are stored differently.
     """
-    outside = Context(world, scheme(plan, blocks=False), streaming=streaming or Streaming())
-    inside = dataclasses.replace(outside, scheme=scheme(plan, blocks=True))
+    outside = Context(world, scheme_on(world.mesh, plan=plan, blocks=False), streaming=streaming or Streaming())
+    inside = dataclasses.replace(outside, scheme=scheme_on(world.mesh, plan=plan, blocks=True))
     split = _Split(module, parts, outside=outside, inside=inside)
     for name, part in parts.items():
         split.apply(name, part)
@@ -180,6 +180,10 @@ class _Split:
             layout = Layout((context.scheme.inner,), cuts=(Cut(grain=grain),))
             counts = [context.own(layout, size) for size in (count if isinstance(count, tuple) else (count,))]
             setattr(module, attribute, tuple(counts) if isinstance(count, tuple) else counts[0])
+        keys = tuple(axis for axis in context.scheme.inner if axis not in context.scheme.twins)
+        for attributes, axes in ((part.key_counts, keys), (part.group_counts, context.scheme.twins)):
+            for attribute in attributes:
+                setattr(module, attribute, context.own(Layout((axes,)), getattr(module, attribute)))
         if part.gathers:
             region.gather_stream(module, context=context, features=self._width())
         if part.narrows:

@@ -103,6 +103,18 @@ class Part:
     """attention: attributes (a number, or a tuple of them) that count inner things, each with how many of those stay
     together: ("num_heads", 1), ("split_size", head width)."""
 
+    key_counts: tuple[str, ...] = ()
+    """attention: attributes that count key heads."""
+
+    group_counts: tuple[str, ...] = ()
+    """attention: attributes that count the heads that share a key head."""
+
+    twins: int = 1
+    """attention: how many ranks hold the same key head, because there are more ranks than key heads."""
+
+    shared: bool = False
+    """first: of keys or values that twins share, so that it is not split over them and its gradient is their sum."""
+
     becomes: type[nn.Module] | None = None
     """attention: the class that takes over, as a base in front of the module's own; it finds its `Context` and its
     projections as `self.sharding`."""

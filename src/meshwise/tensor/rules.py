@@ -26,6 +26,7 @@ from torch import nn
 from meshwise.plan import Plan
 from meshwise.tensor.families.fitting import refuse_misfits
 from meshwise.tensor.families.known import DECLARED
+from meshwise.tensor.families.sharing import Sharing
 from meshwise.tensor.families.structure import Structure
 from meshwise.tensor.part import Part
 
@@ -87,15 +88,16 @@ def find_parts(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -> 
     given = _matched(module, rules or {})
     stated = {name: rule.role for name, rule in given.items()}
     declared = _declared(module)
+    sharing = Sharing.of(plan)
     structure = Structure(
         module,
         stated={**declared, **stated},
         options={name: rule.options for name, rule in given.items()},
-        entry=plan.tp_mode != "3d",  # there, the rows of what is gathered are not those of what comes out
+        sharing=sharing,
     )
     parts = structure.parts
     _refuse_unplaced(module, parts, structure=structure)
-    refuse_misfits(structure.attentions, plan=plan)
+    refuse_misfits(structure.attentions, plan=plan, sharing=sharing)
     return parts
 
 

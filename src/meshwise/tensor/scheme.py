@@ -76,6 +76,7 @@ class Scheme:
     stream, inner      the axes that split the features of the stream, and of what lies within a pair
     rows, inner_rows   the axes that split the rows of the batch there, `dp` aside
     tokens             the axes that split the tokens of the stream
+    twins              of `inner`, the axes whose ranks share their keys and values; see `twins`
     """
 
     first: Product
@@ -87,3 +88,4 @@ class Scheme:
     rows: Axes = ()
     inner_rows: Axes = ()
     tokens: Axes = ()
+    twins: Axes = ()

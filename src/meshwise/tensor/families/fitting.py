@@ -3,47 +3,53 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from meshwise.plan import Plan, PlanError
 from meshwise.tensor.families.pair import Attention
-from meshwise.tensor.schemes import scheme
+from meshwise.tensor.families.sharing import Sharing
 
 
-def refuse_misfits(attentions: Iterable[Attention], *, plan: Plan) -> None:
+def refuse_misfits(attentions: Sequence[Attention], *, plan: Plan, sharing: Sharing) -> None:
     """Raise PlanError when an attention has no head for some of the ranks that split them, cannot share them out, or
     would take the number of its tokens from a part of them.
     """
-    degree = inner_degree(plan)
+    ranks = sharing.ranks
     for attention in attentions:
         if plan.sequence_parallel and not attention.enters_whole:
             raise PlanError(
                 f"{attention.name} reads its input in a way that does not show which sizes it takes from it, and "
                 f"'{plan}' gives it a part of the tokens. Nearest that works: sequence_parallel=0"
             )
-        if fits(attention, degree=degree):
-            continue
-        heads = attention.heads
-        works = [other for other in range(1, max(heads.count, degree) + 1) if fits(attention, degree=other)]
-        near = sorted(sorted(works, key=lambda other: abs(math.log(other / degree)))[:2])
-        plans = " or ".join(f"tp={_ranks(plan, other)}" for other in near)
-        why = "they cannot be shared out evenly" if heads.key_count >= degree else "they are fewer"
+        if not _fits(attention, ranks=ranks, sharing=sharing):
+            heads = attention.heads
+            why = "they cannot be shared out evenly" if heads.key_count >= ranks else "they are fewer"
+            raise PlanError(
+                f"{attention.name} has {heads.count} heads over {heads.key_count} key heads, and '{plan}' shares them "
+                f"out over {ranks} ranks: {why}. {_nearest(attentions, plan=plan, sharing=sharing)}"
+            )
+    twins = {twins for attention in attentions if (twins := attention.heads.twins(ranks)) > 1}
+    if len(twins) > 1:
+        counts = sorted({attention.heads.key_count for attention in attentions})
         raise PlanError(
-            f"{attention.name} has {heads.count} heads over {heads.key_count} key heads, and '{plan}' shares them out "
-            f"over {degree} ranks: {why}. Nearest that works: {plans}"
+            f"attentions with {' and '.join(map(str, counts))} key heads cannot share them over the same {ranks} ranks "
+            f"of '{plan}'. {_nearest(attentions, plan=plan, sharing=sharing)}"
         )
 
 
-def fits(attention: Attention, *, degree: int) -> bool:
-    """Whether `degree` ranks can share out the heads, each getting whole groups of queries with their key."""
+def _fits(attention: Attention, *, ranks: int, sharing: Sharing) -> bool:
+    """Whether so many ranks can share out the heads, each getting whole groups of queries with their key."""
     keys = attention.heads.key_count
-    return keys % degree == 0 if attention.even else keys >= degree
+    if keys >= ranks:
+        return keys % ranks == 0 or not attention.even
+    return sharing.rows_stay and not attention.alike and attention.heads.twins(ranks) > 0
 
 
-def inner_degree(plan: Plan) -> int:
-    """How many ranks share out the heads under a plan."""
-    mesh = plan.mesh()
-    return math.prod(mesh.degree(axis) for axis in scheme(plan, blocks=True).inner)
+def _nearest(attentions: Sequence[Attention], *, plan: Plan, sharing: Sharing) -> str:
+    most = max(attention.heads.count for attention in attentions)
+    works = [n for n in range(1, most + 1) if all(_fits(each, ranks=n, sharing=sharing) for each in attentions)]
+    near = sorted(sorted(works, key=lambda n: abs(math.log(n / sharing.ranks)))[:2])
+    return f"Nearest that works: {' or '.join(f'tp={_ranks(plan, n)}' for n in near)}"
 
 
 def _ranks(plan: Plan, side: int) -> int:

@@ -23,6 +23,7 @@ from meshwise.model.reads import source_of
 from meshwise.tensor.families.known import (
     CONFIGURATIONS,
     FEATURES,
+    GROUPS,
     HEAD_WIDTHS,
     HEADS,
     INTERLEAVED,
@@ -48,6 +49,13 @@ class Heads:
     def group(self) -> int:
         """Query heads that share a key head."""
         return self.count // self.key_count
+
+    def twins(self, degree: int) -> int:
+        """How many of `degree` ranks have to hold the same key head; 0 when they cannot share the heads out."""
+        if self.key_count >= degree:
+            return 1
+        ranks, left = divmod(degree, self.key_count)
+        return 0 if left or self.group % ranks else ranks
 
 
 def counts_heads(module: nn.Module) -> bool:
@@ -96,26 +104,38 @@ def order_of_fused(owner: nn.Module, *, child: str, sizes: Sequence[int], width:
     return "sections" if child in set(_split_at_once(type(owner))) else None
 
 
-def counted(module: nn.Module, *, heads: Heads) -> tuple[tuple[str, int], ...]:
-    """The attributes of a module that count heads or their features, each with how many of those stay together."""
+def counted(module: nn.Module, *, heads: Heads, group: int) -> tuple[tuple[str, int], ...]:
+    """The attributes of a module that count query heads or their features, each with how many of those stay together,
+    when `group` query heads do.
+    """
     found = []
     for name, value in vars(module).items():
         numbers = value if isinstance(value, tuple) else (value,)
-        grains = [_grain(name, number, heads) for number in numbers]
+        grains = [_grain(name, number, heads, group) for number in numbers]
         if grains and all(grains):
             found.append((name, min(grains)))
     return tuple(found)
 
 
-def _grain(name: str, number: Any, heads: Heads) -> int:
+def counts_of_keys(module: nn.Module, *, heads: Heads) -> tuple[str, ...]:
+    """The attributes of a module that count key heads."""
+    return tuple(name for name, value in vars(module).items() if name in KEY_HEADS and value == heads.key_count)
+
+
+def counts_of_groups(module: nn.Module, *, heads: Heads) -> tuple[str, ...]:
+    """The attributes of a module that count the query heads of one key head."""
+    return tuple(name for name, value in vars(module).items() if name in GROUPS and value == heads.group)
+
+
+def _grain(name: str, number: Any, heads: Heads, group: int) -> int:
     """How many of the things that a number counts stay together; 0 when it counts something else."""
     if type(number) is not int:
         return 0
     if name in HEADS and number == heads.count:
-        return heads.group
-    if name in (*HEADS, *KEY_HEADS) and number == heads.key_count:
+        return group
+    if name in HEADS and number == heads.key_count:
         return 1
-    return heads.group * heads.width if name in FEATURES and number == heads.features else 0
+    return group * heads.width if name in FEATURES and number == heads.features else 0
 
 
 def _fields(configuration: Any) -> Mapping[str, Any]:

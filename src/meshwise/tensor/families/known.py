@@ -15,6 +15,9 @@ HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "head
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
 """Names of the number of key and value heads, where it is smaller."""
 
+GROUPS = ("num_key_value_groups", "n_rep", "num_queries_per_kv", "queries_per_kv")
+"""Names of the number of heads that share a key head."""
+
 HEAD_WIDTHS = ("head_dim", "head_size", "head_width", "attention_head_size", "key_value_proj_dim", "d_kv", "d_head")
 """Names of the features of one head."""
 

@@ -16,9 +16,11 @@ from torch import nn
 
 from meshwise.tensor.families.branch import Branch
 from meshwise.tensor.families.entry import only_read_by, sizes_unused, splits_by_width
-from meshwise.tensor.families.heads import Heads, counted, find_heads, order_of_fused
+from meshwise.tensor.families.heads import Heads, counted, counts_of_groups, counts_of_keys, find_heads, order_of_fused
+from meshwise.tensor.families.known import HEADS
 from meshwise.tensor.families.matrix import Matrix
 from meshwise.tensor.families.norm import as_norm
+from meshwise.tensor.families.sharing import Sharing
 from meshwise.tensor.multihead import ShardedMultiheadAttention
 from meshwise.tensor.part import Part
 
@@ -32,6 +34,9 @@ class Attention:
     name: str
     heads: Heads
 
+    alike: bool
+    """Whether one rule cuts q, k and v, so that no two ranks can hold the same key head."""
+
     even: bool
     """Whether every rank has to get as many key heads: q and k are cut by one rule that knows no groups."""
 
@@ -44,7 +49,7 @@ class Pairs:
 
     modules    the model's, by name
     options    the numbers that rules give, by name of a module
-    entry      whether a module may gather its input for all its first matrices
+    sharing    how the plan shares heads out
     reasons    filled with why a module gets no part, by its name
     """
 
@@ -54,13 +59,13 @@ class Pairs:
         *,
         options: Mapping[str, Mapping[str, int]],
         reasons: dict[str, str],
-        entry: bool,
+        sharing: Sharing,
     ) -> None:
         self.attentions: list[Attention] = []
         self._modules = modules
         self._options = options
         self._reasons = reasons
-        self._entry = entry
+        self._sharing = sharing
 
     def parts(self, branches: Iterable[Branch], *, block: str) -> dict[str, Part]:
         """The parts of a block's branches. Of two attentions, the second reads what comes from outside of the blocks:
@@ -102,28 +107,39 @@ class Pairs:
     def _attention(self, branch: Branch, heads: Heads, *, cross: bool) -> dict[str, Part]:
         home = _home(branch.firsts[0])
         owner = self._modules[home]
-        counts = counted(owner, heads=heads)
-        alike = len(branch.firsts) < 3 or any(isinstance(vars(owner)[name], tuple) for name, _ in counts)
-        grain = heads.width if alike else heads.group * heads.width
+        alike = len(branch.firsts) < 3 or any(isinstance(vars(owner).get(name), tuple) for name in HEADS)
+        twins = 1 if alike or not self._sharing.rows_stay else heads.twins(self._sharing.ranks) or 1
+        group = 1 if alike else heads.group // twins
+        grain = group * heads.width
         gathers = not cross and self._share_input(branch)
-        self.attentions.append(
-            Attention(home, heads, even=alike and heads.group > 1, enters_whole=gathers or sizes_unused(owner))
-        )
         narrows = gathers and heads.features == branch.firsts[0].inputs and splits_by_width(owner)
-        found = {home: Part("attention", counts=counts, gathers=gathers, narrows=grain if narrows else 0)}
+        whole = gathers or sizes_unused(owner)
+        self.attentions.append(Attention(home, heads, even=alike and heads.group > 1, alike=alike, enters_whole=whole))
+        found = {
+            home: Part(
+                "attention",
+                counts=counted(owner, heads=heads, group=group),
+                key_counts=counts_of_keys(owner, heads=heads),
+                group_counts=counts_of_groups(owner, heads=heads),
+                twins=twins,
+                gathers=gathers,
+                narrows=grain if narrows else 0,
+            ),
+            branch.second.name: Part("second", grain=grain, transposed=branch.second.flipped),
+        }
         for matrix in branch.firsts:
-            whole = cross and "q" not in _child(matrix).lower()
-            own = grain if matrix.outputs == heads.features else heads.width
-            if cut := self._cut(matrix, _sections(matrix, heads), grain=own, heads=heads):
+            keys = len(branch.firsts) >= 3 and heads.group > 1 and matrix.outputs == heads.key_count * heads.width
+            cut = self._cut(matrix, _sections(matrix, heads), grain=heads.width if keys else grain, heads=heads)
+            if cut is not None:
                 found[matrix.name] = Part(
                     "first",
                     sections=cut[0],
                     grain=cut[1],
                     transposed=matrix.flipped,
-                    whole_tokens=whole,
+                    whole_tokens=cross and "q" not in _child(matrix).lower(),
                     gathered=gathers,
+                    shared=keys and twins > 1,
                 )
-        found[branch.second.name] = Part("second", grain=grain, transposed=branch.second.flipped)
         return found | self._between(home, heads, grain=grain)
 
     def _mlp(self, branch: Branch) -> dict[str, Part]:
@@ -143,7 +159,9 @@ class Pairs:
         """Whether the first matrices read one and the same tensor, the input of the module that holds them."""
         homes = {_home(matrix) for matrix in branch.firsts}
         children = [_child(matrix) for matrix in branch.firsts]
-        return self._entry and len(homes) == 1 and only_read_by(self._modules[homes.pop()], children=children)
+        return (
+            self._sharing.rows_stay and len(homes) == 1 and only_read_by(self._modules[homes.pop()], children=children)
+        )
 
     def _cut(
         self, matrix: Matrix, sections: tuple[int, ...], *, grain: int, heads: Heads | None
@@ -186,7 +204,7 @@ class Pairs:
         """The parts of torch's own attention, whose matrices are parameters that it holds itself."""
         width = module.head_dim
         self.attentions.append(
-            Attention(name, Heads(module.num_heads, module.num_heads, width), even=False, enters_whole=True)
+            Attention(name, Heads(module.num_heads, module.num_heads, width), even=False, alike=True, enters_whole=True)
         )
         fused = (module.embed_dim,) * 3
         found = {

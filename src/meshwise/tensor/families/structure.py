@@ -21,6 +21,7 @@ from meshwise.tensor.families.branch import Reading, stream_width
 from meshwise.tensor.families.matrix import as_matrix, matrices
 from meshwise.tensor.families.norm import as_norm
 from meshwise.tensor.families.pair import Attention, Pairs, by_rule
+from meshwise.tensor.families.sharing import Sharing
 from meshwise.tensor.multihead import UnnestedEncoder
 from meshwise.tensor.part import Part
 
@@ -32,18 +33,23 @@ class Structure:
 
     stated    the roles that someone else gave, by name of a module or parameter
     options   the numbers that were given with them
-    entry     whether a module may gather its input for all its first matrices
+    sharing   how the plan shares heads out
     """
 
     def __init__(
-        self, module: nn.Module, *, stated: Mapping[str, str], options: Mapping[str, Mapping[str, int]], entry: bool
+        self,
+        module: nn.Module,
+        *,
+        stated: Mapping[str, str],
+        options: Mapping[str, Mapping[str, int]],
+        sharing: Sharing,
     ) -> None:
         self.modules = dict(module.named_modules())
         self.blocks = dict(_blocks(module, name=""))
         self._stated = stated
         self._options = options
         self._reasons: dict[str, str] = {}
-        self._pairs = Pairs(self.modules, options=options, reasons=self._reasons, entry=entry)
+        self._pairs = Pairs(self.modules, options=options, reasons=self._reasons, sharing=sharing)
         self._regions = self.blocks or {"": module}
         self.width = stream_width(self._regions.values())
         self._vocabulary = self._find_vocabulary()
