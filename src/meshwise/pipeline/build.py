@@ -53,8 +53,9 @@ def _meta(tensor: Tensor) -> Tensor:
 
 def _let_go(tensors: MutableMapping[str, Any], held: set[int]) -> None:
     """Forget the parameters or buffers of one module that are not held here: to use one is an error, not a zero."""
-    for name in [name for name, tensor in tensors.items() if tensor is not None and id(tensor) not in held]:
-        del tensors[name]
+    for name, tensor in tensors.items():
+        if tensor is not None and id(tensor) not in held:
+            tensors[name] = None
 
 
 def _traced(model: nn.Module, cut: Cut, index: int, call: Call, crossing: Crossing) -> nn.Module:

@@ -21,15 +21,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwise.pipeline.parcel import enter
 from meshwise.tree import map_tensors, tensors
-
-T = TypeVar("T")
 
 
 class StageError(RuntimeError):
@@ -96,7 +94,7 @@ class Stage:
         """The keys of what `run` returns, all that the next stage receives; of the last stage, nothing."""
         return tuple(self._crossing.sends)
 
-    def run(self, call: Callable[[nn.Module], T], *, received: Mapping[str, Any]) -> T | dict[str, Any]:
+    def run(self, call: Callable[[nn.Module], Any], *, received: Mapping[str, Any]) -> Any:
         """One forward. `call` calls the model on a micro-batch, as in `lambda model: loss(model(tokens), targets)`.
 
         The last stage returns what `call` returns, any other what it sends: a value, a tree of tensors, for every key

@@ -1,0 +1,191 @@
+"""A model cut into stages, one run after the other in one process, is the model: output and every gradient."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meshwise.pipeline.cut import Wish, cut_model
+from meshwise.reference import GPT, GPTConfig, next_token_loss
+from pipeline_stages import is_the_model
+
+TOKENS = torch.arange(24).reshape(2, 12) * 7 % 31
+TARGETS = TOKENS.roll(-1, dims=1)
+MASK = torch.ones(2, 12, dtype=torch.long).index_fill(1, torch.tensor([10, 11]), 0)
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def lm(model: nn.Module) -> Tensor:
+    return next_token_loss(model(TOKENS), (TOKENS, TARGETS))[0]
+
+
+def gpt(**config: Any) -> GPT:
+    return GPT(GPTConfig(vocabulary=31, context=12, layers=4, heads=2, width=8, **config))
+
+
+# ---- pieces: the model's own forward -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("config", [{}, {"tied": True}, {"positions": "rotary", "kv_heads": 1}], ids=str)
+def test_a_gpt(config: dict[str, Any], stages: int) -> None:
+    model = gpt(**config)
+    is_the_model(model, lm, cut_model(model, stages=stages, call=lm, wish=Wish("params")))
+
+
+@pytest.mark.parametrize("by", ["time", "params", "memory"])
+def test_every_balance(by: Any) -> None:
+    model = gpt()
+    cut = cut_model(model, stages=3, call=lm, wish=Wish(by))
+    is_the_model(model, lm, cut)
+    assert cut.by == by
+    assert cut.imbalance >= 1
+
+
+def llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers", reason="the extra with Hugging Face's models is not installed")
+    config = transformers.LlamaConfig(
+        vocab_size=31, hidden_size=8, intermediate_size=16, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model.double()
+
+
+def t5() -> nn.Module:
+    transformers = pytest.importorskip("transformers", reason="the extra with Hugging Face's models is not installed")
+    config = transformers.T5Config(
+        vocab_size=31, d_model=8, d_kv=4, d_ff=16, num_layers=2, num_heads=2, dropout_rate=0.0
+    )
+    model: nn.Module = transformers.T5ForConditionalGeneration(config)
+    return model.double()
+
+
+@pytest.mark.parametrize("stages", [2, 3, 7])
+def test_a_llama_of_hugging_face_with_a_padding_mask(stages: int) -> None:
+    def call(model: nn.Module) -> Tensor:
+        logits: Tensor = model(input_ids=TOKENS, attention_mask=MASK).logits
+        return next_token_loss(logits, (TOKENS, TARGETS))[0]
+
+    model = llama()
+    is_the_model(model, call, cut_model(model, stages=stages, call=call, wish=Wish("params")))
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 5, 9])
+def test_a_t5_is_cut_anywhere_in_its_encoder_and_decoder(stages: int) -> None:
+    def call(model: nn.Module) -> Tensor:
+        logits = model(input_ids=TOKENS, attention_mask=MASK, decoder_input_ids=TARGETS[:, :9]).logits
+        return next_token_loss(logits, (TOKENS, TARGETS[:, :9]))[0]
+
+    model = t5()
+    cut = cut_model(model, stages=stages, call=call, wish=Wish("params"))
+    is_the_model(model, call, cut)
+    assert len(cut.ties["shared.weight"]) > 1
+
+
+class Unet(nn.Module):
+    """Skip connections, changes in place, a parameter of its own, pooling and upsampling between the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down1, self.norm1 = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.down2 = nn.Conv2d(4, 8, 3, padding=1)
+        self.middle = nn.Conv2d(8, 8, 3, padding=1)
+        self.up2 = nn.Conv2d(16, 4, 3, padding=1)
+        self.up1 = nn.Conv2d(8, 3, 3, padding=1)
+        self.scale = nn.Parameter(torch.full((3, 1, 1), 0.7))
+        self.act = nn.LeakyReLU(0.1, inplace=True)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, flip: bool = False) -> Tensor:
+        a = self.act(self.norm1(self.down1(x)))
+        b = self.act(self.down2(functional.max_pool2d(a, 2)))
+        c = self.act(self.middle(functional.max_pool2d(b, 2)))
+        c = self.act(self.up2(torch.cat((functional.interpolate(c, scale_factor=2.0), b), 1)))
+        y: Tensor = self.up1(torch.cat((functional.interpolate(c, scale_factor=2.0), a), 1)) * self.scale
+        y = y.flip(-1) if flip else y
+        return y if mask is None else y * mask
+
+
+IMAGES = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8).sin().double()
+
+
+@pytest.mark.parametrize("how", ["blocks", "trace"])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_the_skips_of_a_unet_are_carried_along(how: Any, stages: int) -> None:
+    model = Unet()
+
+    def call(model: nn.Module) -> Tensor:
+        squares: Tensor = model(IMAGES).square().sum()
+        return squares
+
+    is_the_model(model, call, cut_model(model, stages=stages, call=call, wish=Wish("params", how=how)))
+
+
+@pytest.mark.parametrize("how", ["blocks", "trace"])
+def test_arguments_by_keyword_and_flags(how: Any) -> None:
+    model = Unet()
+
+    def call(model: nn.Module) -> Tensor:
+        squares: Tensor = model(IMAGES, flip=True, mask=IMAGES.flip(-1)).square().sum()
+        return squares
+
+    is_the_model(model, call, cut_model(model, stages=3, call=call, wish=Wish("params", how=how)))
+
+
+class Residual(nn.Module):
+    """A ResNet's basic block."""
+
+    def __init__(self, wide: int, wider: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(wide, wider, 3, padding=1), nn.Conv2d(wider, wider, 3, padding=1)
+        self.norm1, self.norm2 = nn.BatchNorm2d(wider), nn.BatchNorm2d(wider)
+        self.shortcut = nn.Conv2d(wide, wider, 1) if wide != wider else nn.Identity()
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm2(self.second(self.act(self.norm1(self.first(x)))))
+        y += self.shortcut(x)
+        out: Tensor = self.act(y)
+        return out
+
+
+class Resnet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+        self.layer1 = nn.Sequential(Residual(4, 4), Residual(4, 4))
+        self.layer2 = nn.Sequential(Residual(4, 8), Residual(8, 8))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer2(self.layer1(self.stem(x)))
+        logits: Tensor = self.head(x.mean((-2, -1)))
+        return logits
+
+
+def classify(model: nn.Module) -> Tensor:
+    loss: Tensor = functional.cross_entropy(model(IMAGES), torch.tensor([1, 3]), reduction="sum")
+    return loss
+
+
+@pytest.mark.parametrize("how, stages", [("blocks", 3), ("trace", 2), ("trace", 4), ("auto", 12)])
+def test_a_resnet(how: Any, stages: int) -> None:
+    model = Resnet()
+    cut = cut_model(model, stages=stages, call=classify, wish=Wish("params", how=how))
+    is_the_model(model, classify, cut)
+    assert cut.traced == (how != "blocks")
+
+
+def test_a_trace_is_cut_where_little_crosses() -> None:
+    """Between the blocks one tensor crosses; inside one the shortcut would as well."""
+    cut = cut_model(Resnet(), stages=3, call=classify, wish=Wish("params", how="trace"))
+    assert [len(sent) for sent in cut.crossing] == [1, 1]

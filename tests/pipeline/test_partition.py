@@ -1,0 +1,75 @@
+"""The best contiguous cut, against trying all of them."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwise.pipeline.partition import CutError, Steps, divide
+
+
+def plain(loads: list[float], stages: int) -> Steps:
+    return Steps([loads] * stages, [True] * len(loads), [0.0] * len(loads))
+
+
+def largest(steps: Steps, bounds: tuple[int, ...]) -> float:
+    return max(sum(steps.loads[k][a:b]) for k, (a, b) in enumerate(itertools.pairwise(bounds)))
+
+
+def every(steps: Steps) -> list[tuple[int, ...]]:
+    count = len(steps.solid)
+    cuts = itertools.combinations(range(1, count), len(steps.loads) - 1)
+    bounds = [(0, *inner, count) for inner in cuts]
+    return [one for one in bounds if all(any(steps.solid[a:b]) for a, b in itertools.pairwise(one))]
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(1, 8))
+def test_the_largest_stage_is_as_small_as_any_cut_makes_it(loads: list[int], stages: int) -> None:
+    steps = plain([float(load) for load in loads], stages)
+    if stages > len(loads):
+        with pytest.raises(CutError, match=f"at most pp·virtual_stages={len(loads)}"):
+            divide(steps)
+        return
+    bounds = divide(steps)
+    assert bounds in every(steps)
+    assert largest(steps, bounds) == min(largest(steps, other) for other in every(steps))
+
+
+@given(st.data())
+def test_stages_that_weigh_differently_and_steps_that_cannot_stand_alone_are_tried_against_all_cuts(
+    data: st.DataObject,
+) -> None:
+    count, stages = data.draw(st.integers(2, 7)), data.draw(st.integers(1, 3))
+    numbers = st.lists(st.integers(0, 9).map(float), min_size=count, max_size=count)
+    solid = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    steps = Steps([data.draw(numbers) for _ in range(stages)], solid, data.draw(numbers))
+    if sum(solid) < stages:
+        with pytest.raises(CutError, match="do not fit"):
+            divide(steps)
+        return
+    slack = data.draw(st.sampled_from([0.0, 0.3]))
+    best = min(largest(steps, other) for other in every(steps))
+    allowed = [other for other in every(steps) if largest(steps, other) <= best * (1 + slack) + 1e-9]
+
+    def sent(bounds: tuple[int, ...]) -> float:
+        return sum(steps.crossing[bound] for bound in bounds[1:-1])
+
+    bounds = divide(steps, slack=slack)
+    assert bounds in allowed
+    assert math.isclose(sent(bounds), min(map(sent, allowed)))
+
+
+def test_a_heavy_head_and_embedding_are_counted() -> None:
+    assert divide(plain([5, 2, 2, 2, 2, 2, 2, 5], 4)) == (0, 1, 4, 7, 8)
+
+
+def test_among_equals_the_most_even_cut_is_taken() -> None:
+    assert divide(plain([4, 1, 1, 1, 1], 3)) == (0, 1, 3, 5)
+
+
+def test_less_is_sent_for_a_little_unevenness() -> None:
+    steps = Steps([[10.0, 10.0, 1.0, 19.5]] * 2, [True] * 4, [0, 9, 9, 1])
+    assert divide(steps, slack=0.0) == (0, 2, 4)
+    assert divide(steps, slack=0.05) == (0, 3, 4)

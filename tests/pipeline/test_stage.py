@@ -1,0 +1,333 @@
+"""What a stage promises, what it refuses, and how a cut is chosen and told."""
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from meshwise.pipeline.build import make_stage
+from meshwise.pipeline.cut import Wish, cut_model
+from meshwise.pipeline.parcel import bones, enter, pack, unpack
+from meshwise.pipeline.partition import CutError
+from meshwise.pipeline.stage import StageError
+from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig, next_token_loss
+from pipeline_stages import is_the_model, run_stages
+
+TOKENS = torch.arange(24).reshape(2, 12) * 7 % 31
+TARGETS = TOKENS.roll(-1, dims=1)
+PARAMS = Wish("params")
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def lm(model: nn.Module) -> Tensor:
+    return next_token_loss(model(TOKENS), (TOKENS, TARGETS))[0]
+
+
+def gpt(**config: Any) -> GPT:
+    return GPT(GPTConfig(vocabulary=31, context=12, layers=4, heads=2, width=8, **config))
+
+
+def total(model: nn.Module) -> Tensor:
+    out: Tensor = model(torch.linspace(-1, 1, 12).reshape(3, 4)).square().sum()
+    return out
+
+
+def mlp() -> MLP:
+    return MLP(MLPConfig(widths=(4, 6, 6, 5)))
+
+
+# ---- the stage ---------------------------------------------------------------------------------------------------
+
+
+def test_stages_hold_the_models_own_parameters_under_their_names_and_each_somewhere() -> None:
+    model = gpt()
+    cut = cut_model(model, stages=3, call=lm, wish=PARAMS)
+    stages = [make_stage(model, cut=cut, index=index, call=lm) for index in range(3)]
+    held = [dict(stage.module.named_parameters()) for stage in stages]
+    assert {name for names in held for name in names} == {name for name, _ in model.named_parameters()}
+    assert sum(map(len, held)) == len(list(model.parameters()))
+    assert all(parameter is model.get_parameter(name) for names in held for name, parameter in names.items())
+    assert [sum(p.numel() for p in names.values()) for names in held] == list(cut.parameters)
+
+
+def test_a_tied_parameter_is_on_both_stages_and_named_in_the_cut() -> None:
+    model = gpt(tied=True)
+    cut = cut_model(model, stages=3, call=lm, wish=PARAMS)
+    assert cut.ties == {"embedding.weight": (0, 2)}
+    last = make_stage(model, cut=cut, index=2, call=lm)
+    assert last.module.get_parameter("head.weight") is model.embedding.weight
+    assert "embedding.weight is on stages 0, 2: one parameter" in str(cut)
+
+
+def test_the_model_itself_is_left_as_it_was() -> None:
+    model = gpt(dropout=0.5)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    cut = cut_model(model, stages=3, call=lm)
+    make_stage(model, cut=cut, index=1, call=lm)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert lm(model).isfinite()
+
+
+def test_running_statistics_are_not_touched_by_the_cut() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    cut_model(model, stages=2, call=total)
+    assert not model.get_buffer("1.running_mean").any()
+
+
+def test_micro_batches_may_differ_in_shape_and_be_in_flight_together() -> None:
+    model = gpt()
+    cut = cut_model(model, stages=2, call=lm, wish=PARAMS)
+    first, last = (make_stage(model, cut=cut, index=index, call=lm) for index in range(2))
+    calls = [lambda model, part=TOKENS[:, :size]: model(part) for size in (12, 7, 3)]
+    sent = [first.run(call, received={}) for call in calls]
+    for call, values in zip(calls, sent, strict=True):
+        torch.testing.assert_close(last.run(call, received=values), call(model), rtol=1e-12, atol=1e-15)
+
+
+def test_a_frozen_beginning_sends_no_gradient_back() -> None:
+    model = gpt()
+    model.embedding.requires_grad_(requires_grad=False)
+    assert model.positions is not None
+    model.positions.requires_grad_(requires_grad=False)
+    cut = cut_model(model, stages=7, call=lm, wish=PARAMS)
+    stages = is_the_model(model, lm, cut)
+    parcel = pack(stages[0].run(lm, received={}))
+    assert [bone.requires_grad for bone in bones(parcel.skeleton)] == [False]
+
+
+class Recomputing(nn.Module):
+    """Blocks under activation checkpoints, a head that uses the embedding's matrix, and one layer called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(31, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(3))
+        self.again = nn.Linear(8, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.again(self.embedding(tokens))
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return functional.linear(self.again(x), self.embedding.weight)
+
+
+@pytest.mark.parametrize("stages", [2, 4, 6])
+def test_checkpoints_ties_by_use_and_layers_that_run_twice(stages: int) -> None:
+    model = Recomputing()
+    cut = cut_model(model, stages=stages, call=lm, wish=PARAMS)
+    is_the_model(model, lm, cut)
+    assert cut.keys == ("embedding", "again", "blocks.0", "blocks.1", "blocks.2", "again:2")
+    assert cut.ties["embedding.weight"] == tuple(range(stages))
+    assert cut.ties["again.weight"] == (0 if stages == 2 else 1, stages - 1)
+
+
+class Collecting(nn.Module):
+    """Returns what every layer has made, or the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor, *, every: bool = True) -> Tensor:
+        kept = []
+        for layer in self.layers:
+            x = layer(x)
+            kept.append(x)
+        return torch.stack(kept) if every else x
+
+
+def test_whatever_is_used_later_crosses() -> None:
+    model = Collecting()
+    cut = cut_model(model, stages=4, call=total, wish=PARAMS)
+    assert cut.crossing[2] == ("layers.0", "layers.1", "layers.2")
+    is_the_model(model, total, cut)
+
+
+def test_what_the_cut_has_not_seen_is_nan_and_not_another_number() -> None:
+    """The example used the last layer alone; a run that uses all of them gets no made-up values."""
+    model = Collecting()
+    cut = cut_model(model, stages=2, call=lambda model: model(torch.ones(1, 4), every=False), wish=PARAMS)
+    first, last = (make_stage(model, cut=cut, index=index, call=total) for index in range(2))
+    out = last.run(lambda model: model(torch.ones(3, 4)), received=first.run(total, received={}))
+    assert out[0].isnan().all()
+    assert out[1:].isfinite().all()
+
+
+class Wayward(nn.Module):
+    """Runs its layers in another order when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, swapped: bool = False) -> Tensor:
+        out: Tensor = self.a(self.b(x)) if swapped else self.b(self.a(x))
+        return out
+
+
+def test_another_order_than_the_example_is_an_error_that_names_it() -> None:
+    model = Wayward()
+    cut = cut_model(model, stages=2, call=total, wish=PARAMS)
+    stage = make_stage(model, cut=cut, index=0, call=total)
+    with pytest.raises(StageError, match="b runs where a was due"):
+        stage.run(lambda model: model(torch.ones(1, 4), swapped=True), received={})
+    assert set(stage.run(total, received={})) == {"a"}
+
+
+def test_an_exception_of_the_model_passes_and_the_stage_can_run_again() -> None:
+    model = gpt()
+    stage = make_stage(model, cut=cut_model(model, stages=2, call=lm, wish=PARAMS), index=0, call=lm)
+    with pytest.raises(ValueError, match="do not fit the context"):
+        stage.run(lambda model: model(TOKENS.repeat(1, 2)), received={})
+    assert set(stage.run(lm, received={})) == set(stage.sends)
+
+
+def test_what_is_received_has_to_be_what_was_agreed() -> None:
+    model = gpt()
+    stage = make_stage(model, cut=cut_model(model, stages=2, call=lm, wish=PARAMS), index=1, call=lm)
+    with pytest.raises(StageError, match=r"stage 1 receives \['blocks.1'\], but was given \[\]"):
+        stage.run(lm, received={})
+
+
+# ---- the cut -----------------------------------------------------------------------------------------------------
+
+
+def test_by_hand_stages_begin_where_they_are_told_to() -> None:
+    model = gpt()
+    cut = cut_model(model, stages=3, call=lm, wish=Wish("params", at=("blocks.1", "norm")))
+    assert [cut.keys[bound] for bound in cut.bounds[1:-1]] == ["blocks.1", "norm"]
+    is_the_model(model, lm, cut)
+    traced = cut_model(mlp(), stages=2, call=total, wish=Wish("params", at=("gelu",), how="trace"))
+    assert traced.keys[traced.bounds[1]] == "gelu"
+
+
+@pytest.mark.parametrize(
+    "at, message",
+    [
+        (("blocks.1",), "3 stages need 2 names to begin at, not 1: blocks.1"),
+        (("block.1", "norm"), "a stage cannot begin at 'block.1'; it can at, for example, blocks.1"),
+        (("embedding", "norm"), "a stage cannot begin at 'embedding'"),
+        (("norm", "blocks.1"), "the model runs blocks.1, norm in this order, not norm, blocks.1"),
+        (("norm", "norm"), "the model runs norm, norm in this order"),
+    ],
+)
+def test_names_that_cannot_be_cut_at_are_refused(at: tuple[str, ...], message: str) -> None:
+    with pytest.raises(CutError, match=message.replace(".", r"\.")):
+        cut_model(gpt(), stages=3, call=lm, wish=Wish("params", at=at))
+
+
+def test_more_stages_than_pieces_is_refused_with_how_many_fit() -> None:
+    with pytest.raises(CutError, match=r"9 stages do not fit: .* at most pp·virtual_stages=8"):
+        cut_model(gpt(), stages=9, call=lm, wish=Wish("params", how="blocks"))
+    with pytest.raises(CutError, match=r"MLP has 3 pieces, so at most pp·virtual_stages=3; and as a trace: 4 stages"):
+        cut_model(mlp(), stages=4, call=total, wish=PARAMS)
+
+
+def test_what_cannot_be_traced_says_why() -> None:
+    class Deciding(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if x.sum() > 0 else x
+
+    with pytest.raises(CutError, match=r"torch.fx cannot trace Deciding: symbolically traced variables"):
+        cut_model(Deciding(nn.Linear(4, 4), nn.Linear(4, 4)), stages=2, call=total, wish=Wish("params", how="trace"))
+
+
+def test_a_model_without_values_is_cut_by_anything_but_time() -> None:
+    with torch.device("meta"):
+        model = gpt()
+    call = lambda model: model(TOKENS.to("meta"))  # noqa: E731
+    cut = cut_model(model, stages=3, call=call, wish=Wish("memory"))
+    assert cut.bounds == cut_model(gpt(), stages=3, call=lm, wish=Wish("memory")).bounds
+    with pytest.raises(CutError, match="no time to measure; balance by 'params' or 'memory'"):
+        cut_model(model, stages=3, call=call)
+
+
+def test_memory_weighs_the_micro_batches_that_a_stage_holds() -> None:
+    """1F1B holds more on early stages, so they get fewer blocks."""
+    model = GPT(GPTConfig(vocabulary=31, context=12, layers=12, heads=2, width=8))
+    even = cut_model(model, stages=2, call=lm, wish=Wish("memory"))
+    early = cut_model(model, stages=2, call=lm, wish=Wish("memory", in_flight=(4, 1)))
+    assert early.bounds[1] < even.bounds[1]
+    with pytest.raises(CutError, match="3 numbers for 2 stages"):
+        cut_model(model, stages=2, call=lm, wish=Wish("memory", in_flight=(1, 1, 1)))
+
+
+class Slow(nn.Module):
+    """A layer that works much, and has as many parameters as any other."""
+
+    def __init__(self, *, rounds: int) -> None:
+        super().__init__()
+        self.linear, self.rounds = nn.Linear(64, 64), rounds
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.rounds):
+            x = self.linear(x).tanh()
+        return x
+
+
+def test_time_is_measured() -> None:
+    model = nn.Sequential(*(Slow(rounds=rounds) for rounds in (200, 1, 1, 1)))
+    call = lambda model: model(torch.ones(16, 64)).sum()  # noqa: E731
+    assert cut_model(model, stages=2, call=call).bounds == (0, 1, 4)
+    assert cut_model(model, stages=2, call=call, wish=PARAMS).bounds == (0, 2, 4)
+
+
+def test_a_cut_prints_as_a_table_and_travels() -> None:
+    cut = cut_model(gpt(tied=True), stages=3, call=lm, wish=PARAMS)
+    assert pickle.loads(pickle.dumps(cut)) == cut
+    assert str(cut).splitlines() == [
+        "stage  runs                      parameters  params  part    then sends",
+        "0      embedding … blocks.0 (3)  1,128       1,128   30.2 %  blocks.0",
+        "1      blocks.1 … blocks.2 (2)   1,568       1,568   42.0 %  blocks.2",
+        "2      blocks.3 … head (3)       1,040       1,040   27.8 %",
+        "by params, the largest stage is 1.26 times the mean",
+        "embedding.weight is on stages 0, 2: one parameter",
+    ]
+
+
+# ---- parcels -----------------------------------------------------------------------------------------------------
+
+
+def test_a_parcel_takes_any_tree_apart_and_together() -> None:
+    shared = torch.ones(2, requires_grad=True)
+    values = {"a": (shared, None, 3), "b": [{"c": shared, "d": torch.arange(3)}]}
+    parcel = pack(values)
+    assert [tuple(tensor.shape) for tensor in parcel.tensors] == [(2,), (3,)]
+    skeleton = pickle.loads(pickle.dumps(parcel.skeleton))
+    assert [(bone.dtype, bone.requires_grad) for bone in bones(skeleton)] == [
+        (torch.float64, True),
+        (torch.int64, False),
+    ]
+    back = unpack(skeleton, arrived=parcel.tensors)
+    assert back["a"][0] is back["b"][0]["c"] is shared
+    assert back["a"][1:] == (None, 3)
+
+
+def test_a_model_may_change_in_place_what_it_was_given() -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    inside = enter({"x": leaf})["x"]
+    inside.mul_(2).sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [2, 2, 2]
+
+
+def test_one_stage_is_the_whole_model() -> None:
+    model = mlp()
+    cut = cut_model(model, stages=1, call=total, wish=PARAMS)
+    assert cut.crossing == ()
+    stage = make_stage(model, cut=cut, index=0, call=total)
+    torch.testing.assert_close(run_stages([stage], total), total(model).detach(), rtol=0, atol=0)

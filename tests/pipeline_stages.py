@@ -1,0 +1,57 @@
+"""Stages run one after the other in one process, as the oracle of the cutter's tests."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.pipeline.build import make_stage
+from meshwise.pipeline.cut import Cut
+from meshwise.pipeline.parcel import bones, pack, unpack
+from meshwise.pipeline.stage import Stage
+
+Call = Callable[[nn.Module], Any]
+
+
+def run_stages(stages: list[Stage], call: Call) -> Tensor:
+    """The last stage's result, after forwards and backwards through all; what crosses is copied, as by a transfer."""
+    received: dict[str, Any] = {}
+    result: Any = None
+    crossed = []
+    for stage in stages:
+        result = stage.run(call, received=received)
+        if stage is not stages[-1]:
+            parcel = pack(result)
+            arrived = [
+                tensor.detach().clone().requires_grad_(bone.requires_grad)
+                for tensor, bone in zip(parcel.tensors, bones(parcel.skeleton), strict=True)
+            ]
+            received = unpack(parcel.skeleton, arrived=arrived)
+            crossed.append((parcel.tensors, arrived))
+    result.backward()
+    for sent, arrived in reversed(crossed):
+        pairs = [(s, a.grad) for s, a in zip(sent, arrived, strict=True) if a.grad is not None]
+        if pairs:
+            torch.autograd.backward([s for s, _ in pairs], [g for _, g in pairs])
+    detached: Tensor = result.detach()
+    return detached
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients, taken away."""
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def is_the_model(model: nn.Module, call: Call, cut: Cut) -> list[Stage]:
+    """Check that the stages give the model's result and all its gradients to 1e-12, and return them."""
+    stages = [make_stage(model, cut=cut, index=index, call=call) for index in range(cut.stages)]
+    whole = call(model)
+    whole.backward()
+    expected = gradients(model)
+    result = run_stages(stages, call)
+    torch.testing.assert_close(result, whole.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-12, atol=1e-15)
+    return stages
