@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
 
 from meshwise.comm.journal import RanksDisagree, Stamp
 from meshwise.comm.world import World
 from meshwise.nonfinite import NonFiniteError
 from meshwise.parallelize import Options, parallelize
 from meshwise.testing import agree, run
-from meshwise.trainer import DisagreementError, Trainer
+from meshwise.trainer import Trainer
 from meshwise.tree import take_rows
 
 PLANS = ("dp=2", "dp=2 zero=1", "dp=2 zero=2 microbatches=2", "dp=2 zero=3 microbatches=2")
@@ -235,6 +237,30 @@ def test_evaluation_puts_every_module_back_into_its_own_mode(plan: str) -> None:
     run(2, main)
 
 
+class ByName(Two):
+    """Uses its second matrix in a way that its source does not show."""
+
+    def forward(self, x: Tensor) -> Any:
+        return functional.linear(self.first(x), getattr(self, "sec" + "ond").weight)
+
+
+@over_plans
+def test_a_prediction_is_what_the_model_gives_in_eval_mode_and_changes_nothing(plan: str) -> None:
+    def main(world: World) -> None:
+        trainer = parallelize(ByName, plan, world=world, loss=squares, lr=1e-2)
+        trainer.step(good())
+        before = state(trainer)
+        predicted = trainer.predict(good())
+        full = {name: value.clone() for name, value in trainer.full_parameters()}
+        expected = functional_call(ByName(), full, (good(),))
+        agree({"output": predicted}, {"output": expected.detach()}, bound=1e-6)
+        assert not predicted.requires_grad
+        assert trainer.model.training
+        agree(state(trainer), before, bound=0.0)
+
+    run(2, main)
+
+
 @over_plans
 def test_evaluation_changes_nothing(plan: str) -> None:
     def main(world: World) -> None:
@@ -320,7 +346,7 @@ def test_gradients_of_ranks_whose_calls_differed_are_not_applied(plan: str) -> N
         trainer.step(good())
         before = state(trainer)
         slips.append(1)
-        with pytest.raises(DisagreementError, match=r"(?s)different collectives in this step.*rank 1 .*model.py:7"):
+        with pytest.raises(RanksDisagree, match=r"(?s)different collectives in this step.*rank 1 .*model.py:7"):
             trainer.step(good())
         agree(state(trainer), before, bound=0.0)
 

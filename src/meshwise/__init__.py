@@ -6,11 +6,10 @@ from meshwise.mesh import Mesh
 from meshwise.nonfinite import NonFiniteError
 from meshwise.parallelize import Options, parallelize
 from meshwise.plan import Plan, PlanError
-from meshwise.trainer import DisagreementError, EvalResult, StepResult, Trainer
+from meshwise.trainer import EvalResult, StepResult, Trainer
 from meshwise.verify import Report, verify
 
 __all__ = [
-    "DisagreementError",
     "EvalResult",
     "Layout",
     "Mesh",

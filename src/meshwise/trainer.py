@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from meshwise import tree
 from meshwise.checkpoint.save import Saving
 from meshwise.checkpoint.training import Restored, TrainingState
-from meshwise.comm.journal import Stamp, disagreement
+from meshwise.comm.journal import RanksDisagree, Stamp, disagreement
 from meshwise.comm.world import World
 from meshwise.data_parallel.engine import DataParallel, throw_away
 from meshwise.layout.geometry import even_split
 from meshwise.mesh import Mesh
 from meshwise.microbatch import Deal, MicroBatch, micro_batches
 from meshwise.model.draws import Draws
-from meshwise.model.forward import Forward, Loss, call_loss
+from meshwise.model.forward import Forward, Loss, call_loss, eval_mode
 from meshwise.model.table import ParameterTable, Row
 from meshwise.nonfinite import NonFiniteError, SkipPolicy, culprits
 from meshwise.optim.flat import state_bytes
@@ -104,10 +104,6 @@ class Recipe:
     draws: Draws
 
 
-class DisagreementError(RuntimeError):
-    """The ranks did not call the same collectives in a step; its gradients were not applied."""
-
-
 class Trainer:
     """A model under a plan. `parallelize` makes it."""
 
@@ -156,8 +152,8 @@ class Trainer:
         number of a row in the global batch, and so has to know of a local part how many rows there are in `total`, cut
         as `share` says; by default all parts are as long as this one.
 
-        Raises NonFiniteError when the loss or the gradient is not finite and the policy says so, DisagreementError
-        when the ranks called different collectives, ValueError when `loss` does not return (sum, count).
+        Raises NonFiniteError when the loss or the gradient is not finite and the policy says so, RanksDisagree when
+        the ranks called different collectives, LossError when `loss` does not return (sum, count).
         """
         started = time.perf_counter()
         self._engine.check_trainable()
@@ -186,22 +182,26 @@ class Trainer:
 
     def evaluate(self, batches: Iterable[Any], *, local: bool = False) -> EvalResult:
         """The loss over `batches` without training, the model in eval mode. Every rank passes as many batches."""
-        modes = {module: module.training for module in self.model.modules()}
-        self.model.eval()
         total, tokens = self._zeros()
-        try:
-            with torch.no_grad():
-                for batch in batches:
-                    loss, count = self._forward(self._micro_batches(batch, local=local, parts=1))
-                    total += loss
-                    tokens += count
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
+        with torch.no_grad(), eval_mode(self.model):
+            for batch in batches:
+                loss, count = self._forward(self._micro_batches(batch, local=local, parts=1))
+                total += loss
+                tokens += count
         sums = torch.stack([total, tokens])
         self.world.all_reduce(sums, axes=self._axes).wait()
         loss_sum, count_sum = sums.tolist()
         return EvalResult(loss_sum / count_sum if count_sum else math.nan, int(count_sum))
+
+    def predict(self, batch: Any) -> Any:
+        """What the model makes of this rank's `batch`, without gradients and in eval mode.
+
+        Every rank calls it as often as the others: the parameters may have to be gathered.
+        """
+        with torch.no_grad(), eval_mode(self.model), self._engine.gatherer.guard:
+            output = self._recipe.forward(self.model, self._begin_forward(batch))
+        self._engine.gatherer.rest()
+        return output
 
     def _update(self, totals: Totals) -> None:
         clip = self._recipe.clip_norm
@@ -293,7 +293,7 @@ class Trainer:
         world.all_reduce(numbers, axes=world.mesh.names).wait()
         loss, count, squared, dissent = numbers.tolist()
         if dissent:
-            raise DisagreementError(_first_disagreement(world.mesh, dict(world.exchange((world.rank, before)))))
+            raise RanksDisagree(_first_disagreement(world.mesh, dict(world.exchange((world.rank, before)))))
         return Totals(loss, count, squared)
 
     def _zeros(self) -> Sums:
@@ -364,6 +364,14 @@ class Trainer:
         ValueError, with nothing changed, when it is of another model or optimizer.
         """
         return self._took_up(self._state.load(Path(folder)))
+
+    def load_pretrained(self, folder: str | Path) -> tuple[str, ...]:
+        """Take up the parameters of a Hugging Face folder of safetensors files, each rank its own; every rank calls it.
+
+        The optimizer starts anew. Returns the names of tensors in the folder that the model has no use for. Raises
+        ValueError, with nothing changed, when a parameter is missing or has another shape; DamageError as `load` does.
+        """
+        return self._state.load_pretrained(Path(folder))
 
     def restore(self, root: str | Path) -> Restored | None:
         """Load the newest valid checkpoint of a folder of checkpoints; None when there is none. Every rank calls it.

@@ -45,7 +45,7 @@ BAD_JOBS = {
     "wrong type": (["--train.steps=many"], "--train.steps: invalid literal for int"),
     "missing job": (["nowhere.toml"], "cannot read the job nowhere.toml: No such file or directory"),
     "wrong degree": (["--plan=dp=3", "--ranks=4"], "the plan 'dp=3' needs 3 ranks, but the world has 4"),
-    "plan not built": (["--plan=tp=2"], "tensor parallelism is not built yet"),
+    "plan that cannot be": (["--plan=tp=3 tp_mode=2d"], "needs a square number of ranks. Nearest that works: 'tp=4'"),
     "unknown plan key": (["--plan=db=2"], "unknown plan key 'db'; did you mean dp?"),
     "missing file": (["--data.files", "nowhere.txt"], "data.files: 'nowhere.txt' is no file"),
     "empty data": (["--data.files", "blank.txt"], "no file of 1 has any text in it"),
@@ -86,7 +86,7 @@ def test_a_loss_that_returns_no_count_is_one_message_and_status_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("meshwise.cli.train.run", run_threads)
+    monkeypatch.setattr("meshwise.cli.train.run", lambda size, main, args, **_: run_threads(size, main, args=args))
     (tmp_path / "text.txt").write_text("text " * 500)
     (tmp_path / "own.py").write_text("def mean(output, batch):\n    return output.mean()\n")
     model = ["--model.arguments", "layers=1", "width=32", "--data.context=16", "--data.files", "text.txt"]

@@ -24,7 +24,6 @@ from meshwise.nonfinite import NonFiniteError
 from meshwise.plan import PlanError
 from meshwise.train.failure import leave_traceback, notes
 from meshwise.train.job import JobError
-from meshwise.trainer import DisagreementError
 
 _RANK_0_SECONDS = 5
 
@@ -70,7 +69,7 @@ def _guarded(name: str, words: Sequence[str]) -> int:
         return _say(f"meshwise {name}: {error}", status=2, once=True)
     except KeyboardInterrupt:
         return _say(f"meshwise {name}: stopped by Ctrl-C", status=130, once=True)
-    except (NonFiniteError, RankLostError, RanksDisagree, DisagreementError) as error:
+    except (NonFiniteError, RankLostError, RanksDisagree) as error:
         return _say(f"meshwise {name} failed: {error}", status=1)
     except Exception as error:  # noqa: BLE001 - the report of whatever the user's own code raised
         leave_traceback(error)

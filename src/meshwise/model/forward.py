@@ -7,8 +7,9 @@ division is done once, over the whole global batch.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -71,6 +72,18 @@ def call_loss(model: nn.Module, batch: Any, *, forward: Forward, loss: Loss) -> 
     else:
         raise LossError(f"the count that loss returned is {count!r}; it must be a number of at least 0")
     return _attached(total.reshape(()), output), counted
+
+
+@contextlib.contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Inside, every module is in eval mode; afterwards each is in the mode it was in."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def _attached(total: Tensor, output: Any) -> Tensor:

@@ -7,11 +7,7 @@ another calls.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
-from torch import nn
 
 from meshwise.train.job import SampleJob
 from meshwise.train.tokens import START
@@ -23,15 +19,12 @@ def generate(trainer: Trainer, *, sample: SampleJob, context: int, seed: int) ->
 
     The model takes tokens (1, T), T at most `context`, and gives logits (1, T, vocabulary). Every rank calls it.
     """
-    device = trainer.world.device
     generator = torch.Generator().manual_seed(seed)
     prompt = [START, *sample.prompt.encode()]
     tokens = list(prompt)
-    with torch.no_grad(), _eval_mode(trainer.model):
-        for _ in range(sample.length):
-            window = torch.tensor([tokens[-context:]], device=device)
-            logits = trainer.model(window)[0, -1].double().cpu()
-            tokens.append(_drawn(logits, sample.temperature, generator))
+    for _ in range(sample.length):
+        logits = trainer.predict(torch.tensor([tokens[-context:]]))[0, -1].double().cpu()
+        tokens.append(_drawn(logits, sample.temperature, generator))
     return bytes(token % 256 for token in tokens[len(prompt) :]).replace(b"\0", b"").decode(errors="replace")
 
 
@@ -39,15 +32,3 @@ def _drawn(logits: torch.Tensor, temperature: float, generator: torch.Generator)
     if temperature == 0:
         return int(logits.argmax())
     return int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator))
-
-
-@contextlib.contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Every module in eval mode, and back in the mode it was in."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
