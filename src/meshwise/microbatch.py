@@ -7,6 +7,7 @@ run inside the forward (ZeRO-3), such a rank must still call them, so it runs a 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,14 +44,13 @@ class Deal:
         return [(start + low, start + high) for low, high in even_split(stop - start, parts)]
 
     def samples(self, number: int, *, parts: int) -> Rows:
-        """Which samples the micro-batch `number` of `parts` is."""
-
-        def first(shares: int) -> int:
-            there = dataclasses.replace(self, index=(self.index + shares) % len(self.shares))
-            return there.cuts(parts)[number][0]
-
+        """Which samples the micro-batch `number` of `parts` is; a spare row counts as one."""
         start, stop = self.cuts(parts)[number]
-        return Rows(start, stop - start, further=first)
+        return Rows(start, max(1, stop - start), further=functools.partial(self._further, number, parts))
+
+    def _further(self, number: int, parts: int, shares: int) -> Rows:
+        there = dataclasses.replace(self, index=(self.index + shares) % len(self.shares))
+        return there.samples(number, parts=parts)
 
 
 def micro_batches(batch: Any, *, deal: Deal, parts: int, lockstep: bool, offset: int = 0) -> list[MicroBatch]:
@@ -63,13 +63,10 @@ def micro_batches(batch: Any, *, deal: Deal, parts: int, lockstep: bool, offset:
     spare = None
     if lockstep:
         spare = tree.take_rows(batch, start=0, stop=1) if tree.rows(batch) else batch
+    samples = [deal.samples(number, parts=parts) for number in range(parts)]
     return [
-        MicroBatch(
-            tree.take_rows(batch, start=start - offset, stop=stop - offset),
-            counts=True,
-            samples=deal.samples(number, parts=parts),
-        )
+        MicroBatch(tree.take_rows(batch, start=start - offset, stop=stop - offset), counts=True, samples=own)
         if start < stop
-        else MicroBatch(spare, counts=False, samples=Rows(start, 1))
-        for number, (start, stop) in enumerate(deal.cuts(parts))
+        else MicroBatch(spare, counts=False, samples=own)
+        for (start, stop), own in zip(deal.cuts(parts), samples, strict=True)
     ]

@@ -28,6 +28,7 @@ from meshwise.plan import Plan
 from meshwise.tensor.matmul import Streaming
 from meshwise.tensor.parallelism import tensor_parallel
 from meshwise.tensor.rules import Rules, find_parts
+from meshwise.tensor.slices import slices
 from meshwise.trainer import Recipe, Trainer
 
 
@@ -88,8 +89,8 @@ def parallelize(
 
     source = born(model, seed=options.seed)
     table = parameter_table(source.module, options=options.parameter_options)
-    if plan.tp > 1:
-        parts = find_parts(source.module, plan=plan, rules=options.tensor_rules)
+    parts = find_parts(source.module, plan=plan, rules=options.tensor_rules) if plan.tp > 1 else {}
+    if parts:
         table = table.placed(
             tensor_parallel(source.module, plan=plan, world=world, parts=parts, streaming=options.streaming)
         )
@@ -98,7 +99,9 @@ def parallelize(
     _place_buffers(source, world)
     if not engine.buckets:
         raise ValueError("every parameter is frozen; set requires_grad=True on those that should train")
-    draws = Draws(source.module, seed=options.seed, local=plan.random == "local")
+    local = plan.random == "local"
+    before, after = slices(source.module, plan=plan, parts=parts)
+    draws = Draws(source.module, seed=options.seed, before=before, after=after, local=local)
     recipe = Recipe(options.forward or default_forward, loss, options.clip_norm, skip, draws)
     update = flat_optimizer(optimizer, groups=engine.slices(), **optimizer_arguments)
     return Trainer(engine, plan=plan, recipe=recipe, optimizer=update)

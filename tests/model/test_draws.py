@@ -381,7 +381,7 @@ def test_samples_of_another_share_are_drawn_by_their_number() -> None:
     model, x = nn.Sequential(Calling(functional.dropout)), torch.ones(2, 8)
     draws = Draws(model, seed=0, before={"0": lambda: Region(shares=2)})
     draws.begin(0)
-    with draws.running(Rows(5, 2, further=lambda shares: 5 + 3 * shares)):
+    with draws.running(Rows(5, 2, further=lambda shares: Rows(5 + 3 * shares, 2))):
         ours = model(x)
     assert torch.equal(ours, drawn(model, x, rows=Rows(11, 2)))
 

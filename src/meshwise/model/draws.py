@@ -48,12 +48,12 @@ DRAWING = (
 class Rows:
     """The samples of a micro-batch: `count` of them, from number `first` of the global batch on.
 
-    further   the first sample of the same micro-batch of the rank whose share is n shares further on
+    further   those of the same micro-batch on the rank whose share of the global batch is n shares further on
     """
 
     first: int
     count: int
-    further: Callable[[int], int] | None = field(default=None, repr=False, compare=False)
+    further: Callable[[int], Rows] | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Cut:
     """A slice of one dim of a tensor of the whole model: `size` elements from `start` on.
 
     `dim` counts from the end (-1: features). A tensor that counts the dim in other units, heads and not features, say,
-    is cut at the same place. A dim of size 1 is taken to be whole.
+    is cut at the same place. A dim of size 1 where `size` is not is the same for all (stochastic depth), heads aside.
     """
 
     dim: int
@@ -224,29 +224,29 @@ class Draws:
         `scores`: it is known to be of attention scores, whose dim 0 is samples or samples · heads. Dims of size 1 are
         left out of the part, other than that of the samples, which comes first; it has at least two.
         """
-        count, visit = self._rows.count, self._stack[-1].visit or _OUTSIDE
+        region, visit = self._region, self._stack[-1].visit or _OUTSIDE
+        rows = self._rows.further(region.shares) if self._rows.further and region.shares else self._rows
+        count = rows.count
         turned = (
             not scores and len(shape) > 1 and shape[1] == count and not (visit.samples_first and shape[0] % count == 0)
         )
         dims = [shape[1], shape[0], *shape[2:]] if turned else list(shape)
         if dims and count and dims[0] % count == 0:
             dims = dims if dims[0] == count else [count, dims[0] // count, *dims[1:]]
-            starts = [self._first_sample()]
+            starts = [rows.first]
         else:
             dims, starts = [1, *dims], [_NO_SAMPLE]
         starts += [0] * (len(dims) - 1)
-        for cut in self._region.scores if scores or len(dims) > 3 else self._region.hidden:
+        kept = {dim for dim, size in enumerate(dims) if dim == 0 or size != 1}
+        scores = scores or len(dims) > 3
+        for cut in region.scores if scores else region.hidden:
             dim = len(dims) + cut.dim
-            if dim > 0:
-                starts[dim] = cut.start * dims[dim] // cut.size
-        kept = [dim for dim, size in enumerate(dims) if dim == 0 or size != 1]
+            if dim > 0 and (scores or dim in kept or cut.size == 1):
+                kept.add(dim)
+                starts[dim] = cut.start * dims[dim] // max(1, cut.size)
         column = [] if len(kept) > 1 else [(1, 0)]
-        sizes = [(dims[dim], starts[dim]) for dim in kept] + column
+        sizes = [(dims[dim], starts[dim]) for dim in sorted(kept)] + column
         return Part(tuple(size for size, _ in sizes), tuple(start for _, start in sizes)), turned
-
-    def _first_sample(self) -> int:
-        rows, shares = self._rows, self._region.shares
-        return rows.first if rows.further is None or not shares else rows.further(shares)
 
     def reseed(self, device: torch.device) -> None:
         """Seed torch's generator of a device for the next draw of a `local` stream: ranks with one part draw alike."""
