@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo test test-gpu check format docs clean
+.PHONY: help install demo test faults test-gpu check format docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -28,6 +28,9 @@ test test-gpu: export OMP_NUM_THREADS := 1
 
 test: install  ## the whole suite, two files at a time
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+faults: install  ## 220 faults into a small job (kills, stopped ranks, full disks, harmed files), and what they led to
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m faults.campaign
 
 test-gpu: install  ## the tests that need a CUDA device; they skip where there is none
 	$(BIN)/python -m pytest -m gpu

@@ -37,7 +37,8 @@ STALL_SECONDS = 2.0
 REPORT_SECONDS = 20.0
 RUN_SECONDS = 60.0
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["faults.ranks"])
+# torch imports its compiler with the first optimizer, which is most of what a rank would do here.
+_SERVER.set_forkserver_preload(["torch._dynamo", "faults.ranks"])
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,14 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def address_towards(host: str) -> str:
+    """The address of this machine by which it reaches that host. Raises OSError when it has no way there."""
+    family, _, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)  # sends nothing: it only chooses the interface
+        return str(probe.getsockname()[0])
+
+
 def loopback_store(port: int = 0, *, timeout: timedelta = _TIME) -> TCPStore:
     """A store of this process on the loopback interface; port 0 takes a free one. Raises OSError when it is taken."""
     with socket.socket() as listening:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from meshwise.comm.loopback import LOOPBACK, address_towards
 from meshwise.comm.lost import lost
 
 _FOREVER = timedelta(days=30)
@@ -110,14 +111,17 @@ def _tag(label: str, tensor: Tensor) -> int:
 
 def _gloo(store: c10d.Store, rank: int, size: int) -> c10d.ProcessGroup:
     """A gloo process group of our own: torch's default group stays free for the user."""
-    if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        backend = c10d.ProcessGroupGloo(store, rank, size, _FOREVER)
+    else:
+        # By default gloo listens where the host's own name leads, which may be anywhere, or nowhere.
+        together = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
+        address = LOOPBACK if together else address_towards(os.environ["MASTER_ADDR"])
         options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined] # not in torch's stubs
-        options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address)]
         options._threads = 1
         options._timeout = _FOREVER
         backend = c10d.ProcessGroupGloo(store, rank, size, options)
-    else:
-        backend = c10d.ProcessGroupGloo(store, rank, size, _FOREVER)
     group = c10d.ProcessGroup(store, rank, size)
     group._set_default_backend(c10d.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO, backend)

@@ -1,0 +1,20 @@
+"""A short form of the campaign: of every kind of fault a few, and none of them costs a checkpoint or a number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from faults.campaign import campaign
+
+pytestmark = pytest.mark.processes
+
+
+def test_no_fault_costs_a_checkpoint_or_a_number(tmp_path: Path) -> None:
+    tally = campaign(tmp_path, seed=1, faults=20)
+
+    print(tally.table())
+    assert not tally.failures, tally.table()
+    assert sum(tally.faults.values()) >= 20
+    assert {"killed in a step", "killed in a save", "stopped"} <= set(tally.faults)
