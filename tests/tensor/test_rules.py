@@ -12,6 +12,7 @@ from meshwise.plan import Plan, PlanError
 from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig
 from meshwise.tensor.part import Part
 from meshwise.tensor.rules import Rules, find_parts
+from meshwise.tensor.twins import mesh_with_twins
 
 
 def drawn(module: nn.Module, *, plan: str = "dp=1", rules: Rules | None = None) -> str:
@@ -274,3 +275,41 @@ def test_fewer_heads_than_ranks_name_the_nearest_degrees(heads: int, kv_heads: i
 
 def test_uneven_heads_are_allowed_where_every_rank_has_one() -> None:
     find_parts(gpt(width=24, heads=6), plan=Plan.parse("tp=4"))
+
+
+def test_fewer_key_heads_than_ranks_are_shared_by_twins() -> None:
+    plan = Plan.parse("dp=2 tp=4")
+    parts = find_parts(stack(kv_heads=2), plan=plan)
+    assert [name for name in ("q", "k", "v", "out") if parts[f"1.attention.{name}"].shared] == ["k", "v"]
+    assert [parts[f"1.attention.{name}"].grain for name in ("q", "k", "v", "out")] == [4, 4, 4, 4]
+    assert str(mesh_with_twins(plan, parts=parts.values())) == "pp=1 dp=2 cp=1 ep=1 tp=2 twin=2"
+
+
+def test_twins_need_numbers_that_divide() -> None:
+    attention = Attention(24, 6, kv_heads=2)
+    model = nn.ModuleList([Block(attention, width=24, hidden=48)])
+    assert find_parts(model, plan=Plan.parse("tp=6"))["0.attention"].twins == 3
+    with pytest.raises(PlanError, match=r"6 heads over 2 key heads.*Nearest that works: tp=2 or tp=6"):
+        find_parts(model, plan=Plan.parse("tp=4"))
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize(
+    "options, plan, message",
+    [
+        ({}, "tp=8 tp_mode=3d", "batch_first=False puts the rows of the batch into dim 1.*Nearest.*tp_mode=1d"),
+        ({"kdim": 7, "vdim": 7}, "tp=4 tp_mode=2d", "keys and values have another width than the stream"),
+    ],
+)
+def test_a_part_that_a_scheme_does_not_have_is_refused(options: dict[str, int], plan: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        find_parts(nn.MultiheadAttention(16, 4, **options), plan=Plan.parse(plan))
+
+
+def test_a_group_of_modules_is_kept_whole_where_the_stream_is_whole() -> None:
+    model = gpt()
+    model.head = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 24))  # type: ignore[assignment]
+    find_parts(model, plan=Plan.parse("tp=2"), rules={"head": "whole"})
+    with pytest.raises(PlanError, match="head: Sequential is kept whole, and what it reads is the stream"):
+        find_parts(model, plan=Plan.parse("tp=4 tp_mode=2d"), rules={"head": "whole"})
+    find_parts(model, plan=Plan.parse("tp=4 tp_mode=2d"))

@@ -24,7 +24,7 @@ from typing import TypeAlias
 from torch import nn
 
 from meshwise.plan import Plan
-from meshwise.tensor.families.fitting import refuse_misfits
+from meshwise.tensor.families.fitting import refuse_misfits, refuse_modes
 from meshwise.tensor.families.known import DECLARED
 from meshwise.tensor.families.sharing import Sharing
 from meshwise.tensor.families.structure import Structure
@@ -98,6 +98,7 @@ def find_parts(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -> 
     parts = structure.parts
     _refuse_unplaced(module, parts, structure=structure)
     refuse_misfits(structure.attentions, plan=plan, sharing=sharing)
+    refuse_modes(parts, modules=structure.modules, plan=plan, width=structure.width)
     return parts
 
 

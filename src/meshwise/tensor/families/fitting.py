@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from torch import nn
 
 from meshwise.plan import Plan, PlanError
 from meshwise.tensor.families.pair import Attention
 from meshwise.tensor.families.sharing import Sharing
+from meshwise.tensor.part import Part
 
 
 def refuse_misfits(attentions: Sequence[Attention], *, plan: Plan, sharing: Sharing) -> None:
@@ -35,6 +38,32 @@ def refuse_misfits(attentions: Sequence[Attention], *, plan: Plan, sharing: Shar
             f"attentions with {' and '.join(map(str, counts))} key heads cannot share them over the same {ranks} ranks "
             f"of '{plan}'. {_nearest(attentions, plan=plan, sharing=sharing)}"
         )
+
+
+def refuse_modes(parts: Mapping[str, Part], *, modules: Mapping[str, nn.Module], plan: Plan, width: int | None) -> None:
+    """Raise PlanError for a part that a scheme other than 1d does not have."""
+    if plan.tp_mode == "1d":
+        return
+    for name, part in parts.items():
+        module = modules.get(name)
+        if module is not None and (reason := _only_1d(module, part, width, rows_move=plan.tp_mode == "3d")):
+            raise PlanError(
+                f"{name}: {reason}, which tp_mode={plan.tp_mode} has no part for. Nearest that works: tp_mode=1d"
+            )
+
+
+def _only_1d(module: nn.Module, part: Part, width: int | None, *, rows_move: bool) -> str:
+    if part.role == "whole":
+        gathered = isinstance(module, nn.Linear) and module.in_features == width
+        reads_stream = any(width in parameter.shape for parameter in module.parameters())
+        if reads_stream and not gathered:
+            return f"{type(module).__name__} is kept whole, and what it reads is the stream, split by features"
+    if isinstance(module, nn.MultiheadAttention):
+        if module.in_proj_weight is None:
+            return "its keys and values have another width than the stream"
+        if rows_move and not module.batch_first:
+            return "batch_first=False puts the rows of the batch into dim 1"
+    return ""
 
 
 def _fits(attention: Attention, *, ranks: int, sharing: Sharing) -> bool:

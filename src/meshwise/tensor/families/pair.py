@@ -206,17 +206,19 @@ class Pairs:
         self.attentions.append(
             Attention(name, Heads(module.num_heads, module.num_heads, width), even=False, alike=True, enters_whole=True)
         )
-        fused = (module.embed_dim,) * 3
+        fused, below = (module.embed_dim,) * 3, f"{name}." if name else ""
         found = {
-            name: Part("attention", counts=(("num_heads", 1),), becomes=ShardedMultiheadAttention),
-            f"{name}.in_proj_weight": Part("first", sections=fused, grain=width),
-            f"{name}.in_proj_bias": Part("inner", sections=fused, grain=width),
-            f"{name}.out_proj": Part("second", grain=width),
+            "in_proj_weight": Part("first", sections=fused, grain=width),
+            "in_proj_bias": Part("inner", sections=fused, grain=width),
+            **{f"{which}_proj_weight": Part("first", grain=width) for which in "qkv"},
+            **{f"bias_{which}": Part("inner", grain=width) for which in "kv"},
         }
-        found |= {f"{name}.{which}_proj_weight": Part("first", grain=width) for which in "qkv"}
-        found |= {f"{name}.bias_{which}": Part("inner", grain=width) for which in "kv"}
-        held = dict(module.named_parameters(prefix=name, recurse=False))
-        return {key: part for key, part in found.items() if key in held or key in (name, f"{name}.out_proj")}
+        held = dict(module.named_parameters(recurse=False))
+        return {
+            name: Part("attention", counts=(("num_heads", 1),), becomes=ShardedMultiheadAttention),
+            **{f"{below}{key}": part for key, part in found.items() if key in held},
+            f"{below}out_proj": Part("second", grain=width),
+        }
 
 
 def _sections(matrix: Matrix, heads: Heads) -> tuple[int, ...]:

@@ -124,7 +124,9 @@ class Structure:
                 tied = module._parameters["weight"] is self._vocabulary.weight
                 if tied or self.width != matrix.outputs == self._vocabulary.num_embeddings:
                     return "head"
-            return "single" if matrix.inputs == matrix.outputs == self.width else "whole"
+            if matrix.outputs != self.width or matrix.flipped:
+                return "whole"
+            return "single" if matrix.inputs == self.width else "patches"
         if isinstance(module, nn.Embedding):
             if module.embedding_dim != self.width:
                 return "whole"
