@@ -29,6 +29,7 @@ from meshwise.tensor.matmul import Streaming
 from meshwise.tensor.parallelism import tensor_parallel
 from meshwise.tensor.rules import Rules, find_parts
 from meshwise.tensor.slices import slices
+from meshwise.tensor.twins import mesh_with_twins
 from meshwise.trainer import Recipe, Trainer
 
 
@@ -82,7 +83,6 @@ def parallelize(
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     world = world or connect()
     plan = plan.resolve(world.size)
-    world = world.over(plan.mesh())
     if options.clip_norm is not None and not options.clip_norm > 0:
         raise ValueError(f"clip_norm={options.clip_norm}; give a norm above 0, or None to leave gradients as they are")
     skip = SkipPolicy.parse(options.nonfinite)
@@ -90,6 +90,7 @@ def parallelize(
     source = born(model, seed=options.seed)
     table = parameter_table(source.module, options=options.parameter_options)
     parts = find_parts(source.module, plan=plan, rules=options.tensor_rules) if plan.tp > 1 else {}
+    world = world.over(mesh_with_twins(plan, parts=parts.values()))
     if parts:
         table = table.placed(
             tensor_parallel(source.module, plan=plan, world=world, parts=parts, streaming=options.streaming)

@@ -65,7 +65,7 @@ class Poet(nn.Module):
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(vocabulary, n_embd),
             wpe=nn.Embedding(context, n_embd),
-            drop=nn.Dropout(0.0),
+            drop=nn.Dropout(0.1),
             h=nn.ModuleList([Layer(n_embd, n_head) for _ in range(layers)]),
             ln_f=nn.LayerNorm(n_embd),
         ))
