@@ -61,13 +61,17 @@ BUS_FACTORS: Mapping[str, BusFactor] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Measurement:
-    """One collective at one size in one group. Times are the slowest rank's, in seconds per call."""
+    """One collective at one size in one group. Times are the slowest rank's, in seconds per call.
+
+    `on`: ordinary tensors, or those of `World.empty`, or ordinary ones and torch's own collectives over gloo.
+    """
 
     kind: str
     ranks: int
     bytes: int
     median_seconds: float
     min_seconds: float
+    on: str = "ordinary"
 
     @property
     def algorithm_bandwidth(self) -> float:

@@ -13,36 +13,44 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from meshwise.bench.bandwidth import BUS_FACTORS, COPY, Measurement
 from meshwise.comm import Work, World
+from meshwise.comm.yardstick import Call, gloo_calls
 from meshwise.mesh import Mesh
+
+WAYS = ("ordinary", "shared", "gloo")
+"""On what a collective is measured: see `Measurement.on`."""
 
 _AXIS = "ring"
 _CALLS_BYTES = 1 << 20
 _CALLS_MOST = 20
 
 _Call: TypeAlias = Callable[[World, Tensor, Tensor], Sequence[Work]]
+_Sampled: TypeAlias = tuple[str, str, int]
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What to measure: which collectives, of how many bytes, in groups of how many ranks, and how often."""
+    """What to measure: which collectives, of how many bytes, in groups of how many ranks, on what, and how often."""
 
     kinds: tuple[str, ...]
     sizes: tuple[int, ...]
     groups: tuple[int, ...]
     rounds: int = 5
     warmup: int = 1
+    on: tuple[str, ...] = ("ordinary",)
 
     def check(self, *, world_size: int) -> None:
         """Raises ValueError for what cannot be measured in a world of this size, with what can."""
         if unknown := set(self.kinds) - BUS_FACTORS.keys():
             raise ValueError(f"no collective {', '.join(sorted(unknown))}; there are {', '.join(BUS_FACTORS)}")
+        if strange := set(self.on) - set(WAYS):
+            raise ValueError(f"nothing is measured on {', '.join(sorted(strange))}; there are {', '.join(WAYS)}")
         possible = group_sizes(world_size)
         if wrong := [n for n in self.groups if n not in possible]:
             listed = ", ".join(map(str, possible)) or "no"
@@ -106,7 +114,8 @@ def measure(sweep: Sweep, *, world: World) -> list[Measurement]:
     measurements = []
     for n in sweep.groups:
         group = world.over(Mesh.of(rest=world.size // n, ring=n))
-        measurements += _measure_group(group, sweep) if world.rank < n else _wait(group, sweep)
+        gloo = gloo_calls(world, size=n) if "gloo" in sweep.on else {}
+        measurements += _measure_group(group, sweep, gloo) if world.rank < n else _wait(group, sweep)
     return measurements
 
 
@@ -117,29 +126,43 @@ def _wait(world: World, sweep: Sweep) -> list[Measurement]:
     return []
 
 
-def _measure_group(world: World, sweep: Sweep) -> list[Measurement]:
+def _measure_group(world: World, sweep: Sweep, gloo: Mapping[str, Call]) -> list[Measurement]:
     n = world.mesh.degree(_AXIS)
     elements = sorted({max(1, size // (4 * n)) * n for size in sweep.sizes})
-    kinds = [*(kind for kind in sweep.kinds if kind != COPY), COPY]
-    buffers = {count: _buffers(count, world.device) for count in elements}
-    samples: dict[tuple[str, int], list[float]] = {(kind, count): [] for kind in kinds for count in elements}
+    kinds = [kind for kind in sweep.kinds if kind != COPY]
+    asked = [(kind, on) for kind in kinds for on in sweep.on if on != "gloo" or kind in gloo] + [(COPY, "ordinary")]
+    ordinary = {count: _buffers(count, torch.empty, device=world.device) for count in elements}
+    shared = {count: _buffers(count, world.empty) for count in elements} if "shared" in sweep.on else ordinary
+    samples: dict[_Sampled, list[float]] = {(kind, on, count): [] for kind, on in asked for count in elements}
     for turn in range(sweep.warmup + sweep.rounds):
-        for (kind, count), seconds in samples.items():
-            sample = _sample(world, _CALLS[kind], buffers[count])
+        for (kind, on, count), seconds in samples.items():
+            call = _waited(gloo[kind]) if on == "gloo" else _CALLS[kind]
+            sample = _sample(world, call, (shared if on == "shared" else ordinary)[count])
             if turn >= sweep.warmup:
                 seconds.append(sample)
         world.barrier()
     slowest = torch.tensor(list(samples.values()), dtype=torch.float64, device=world.device)
     world.all_reduce(slowest, axes=_AXIS, op="max").wait()
     return [
-        Measurement(kind, n, 4 * count, statistics.median(seconds), min(seconds))
-        for (kind, count), seconds in zip(samples, slowest.tolist(), strict=True)
+        Measurement(kind, n, 4 * count, statistics.median(seconds), min(seconds), on)
+        for (kind, on, count), seconds in zip(samples, slowest.tolist(), strict=True)
     ]
 
 
-def _buffers(elements: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _waited(call: Call) -> _Call:
+    """A call that returns when all is done, as one that leaves nothing to wait for."""
+
+    def called(_: World, x: Tensor, y: Tensor) -> list[Work]:
+        call(x, y)
+        return []
+
+    return called
+
+
+def _buffers(elements: int, empty: Callable[..., Tensor], **options: Any) -> tuple[Tensor, Tensor]:
     """Zeros (sums stay finite), written so that every page is the rank's own."""
-    return tuple(torch.empty(elements, device=device).fill_(0.0) for _ in range(2))  # type: ignore[return-value]
+    x, y = (empty(elements, dtype=torch.float32, **options).fill_(0.0) for _ in range(2))
+    return x, y
 
 
 def _sample(world: World, call: _Call, buffers: tuple[Tensor, Tensor]) -> float:

@@ -34,7 +34,7 @@ def plot(measurements: Sequence[Measurement], *, path: Path) -> None:
         panel = figure.add_subplot(-(-len(kinds) // _COLUMNS), _COLUMNS, index + 1)
         for number, ranks in enumerate(sorted({one.ranks for one in measurements})):
             for drawn, style in ((kind, "o-"), (COPY, "--")):
-                line = [one for one in measurements if one.kind == drawn and one.ranks == ranks]
+                line = [one for one in measurements if (one.kind, one.ranks, one.on) == (drawn, ranks, "ordinary")]
                 panel.plot(
                     [one.bytes for one in line],
                     [one.bus_bandwidth / 1e9 for one in line],

@@ -15,16 +15,17 @@ from meshwise.bench.sizes import size_text
 
 def rows(measurements: Sequence[Measurement]) -> list[dict[str, str | int | float]]:
     """One flat record per measurement, by collective: seconds, bytes per second, and the share of a copy's speed."""
-    indexed = {(one.kind, one.ranks, one.bytes): one for one in measurements}
+    indexed = {(one.kind, one.ranks, one.bytes): one for one in measurements if one.on == "ordinary"}
     records: list[dict[str, str | int | float]] = []
     order = list(BUS_FACTORS)
-    for one in sorted(measurements, key=lambda one: (order.index(one.kind), one.ranks, one.bytes)):
+    for one in sorted(measurements, key=lambda one: (order.index(one.kind), one.ranks, one.bytes, one.on)):
         copy = copy_bandwidth(indexed, like=one)
         records.append(
             {
                 "collective": one.kind,
                 "ranks": one.ranks,
                 "bytes": one.bytes,
+                "on": one.on,
                 "median_seconds": one.median_seconds,
                 "min_seconds": one.min_seconds,
                 "algorithm_bandwidth": one.algorithm_bandwidth,
@@ -55,7 +56,7 @@ def as_table(measurements: Sequence[Measurement], *, caption: str) -> Table:
     """For the terminal, one section per collective and group size. Bandwidths in GB/s, 10^9 bytes."""
     table = Table(caption=caption, caption_justify="left")
     table.add_column("collective")
-    for name in ("ranks", "size", "median", "min", "algorithm GB/s", "bus GB/s", "copy GB/s", "bus/copy"):
+    for name in ("ranks", "size", "on", "median", "min", "algorithm GB/s", "bus GB/s", "copy GB/s", "bus/copy"):
         table.add_column(name, justify="right")
     shown = [record for record in rows(measurements) if record["collective"] != COPY]
     for record, following in zip(shown, [*shown[1:], None], strict=True):
@@ -64,6 +65,7 @@ def as_table(measurements: Sequence[Measurement], *, caption: str) -> Table:
             str(record["collective"]),
             str(record["ranks"]),
             size_text(float(record["bytes"])),
+            str(record["on"]),
             _time(float(record["median_seconds"])),
             _time(float(record["min_seconds"])),
             *(f"{float(record[name]) / 1e9:.3f}" for name in ("algorithm_bandwidth", "bus_bandwidth")),

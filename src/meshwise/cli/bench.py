@@ -17,7 +17,7 @@ from meshwise.bench.machine import Interface, link_text, network_interfaces
 from meshwise.bench.plot import plot, require_matplotlib
 from meshwise.bench.sizes import parse_size
 from meshwise.bench.tables import as_csv, as_json, as_table
-from meshwise.cli.ranks import MOST_BY_DEFAULT
+from meshwise.cli.ranks import MOST_BY_DEFAULT, chosen
 from meshwise.comm import World, run, torchrun_line
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError
@@ -44,6 +44,13 @@ class Collectives:
 
     groups: tuple[int, ...] = ()
     """Sizes of the groups; by default all that divide the number of ranks."""
+
+    on: tuple[Literal["ordinary", "shared", "gloo"], ...] = ("ordinary",)
+    """What to measure on: ordinary tensors; tensors in the memory that ranks share; torch's own collectives over gloo
+    on ordinary tensors, as a yardstick on one machine's CPUs."""
+
+    comm: Literal["auto", "local", "gloo"] = "auto"
+    """How ranks on CPUs of one host talk: through shared memory, by messages over gloo, or as they can."""
 
     rounds: int = 5
     """Times that everything takes its turn."""
@@ -76,7 +83,7 @@ def main(words: Sequence[str]) -> int:
             f"starting {size} local ranks; the same with torchrun:\n  {line}", highlight=False, soft_wrap=True
         )
     device = None if flags.device == "auto" else flags.device
-    measurements = run(size, _rank, args=(sweep,), device=device)[0]
+    measurements = run(size, _rank, args=(sweep,), device=device, comm=chosen(flags.comm))[0]
     if os.environ.get("RANK", "0") == "0":
         _tell(console, flags, measurements)
     return 0
@@ -100,6 +107,7 @@ def _sweep(flags: Collectives, size: int) -> Sweep:
             sizes=tuple(parse_size(text) for text in flags.sizes),
             groups=flags.groups or group_sizes(size),
             rounds=flags.rounds,
+            on=flags.on,
         )
         sweep.check(world_size=size)
         if flags.png is not None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from rich.console import Console
 
-from meshwise.cli.ranks import local_ranks
+from meshwise.cli.ranks import chosen, local_ranks
 from meshwise.comm.launch import run, torchrun_line
 from meshwise.comm.world import World
 from meshwise.train.config import read_job
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"starting {size} local rank{'s' * (size > 1)}; the same with torchrun:")
         print(f"  {torchrun_line(size, words, restarts=job.restarts)}", flush=True)
     try:
-        run(size, _rank, args=(job,), restarts=job.restarts)
+        run(size, _rank, args=(job,), restarts=job.restarts, comm=chosen(job.comm))
     finally:
         Console().show_cursor()  # A rank that is ended while it draws its progress line leaves the cursor hidden.
     return 0

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from meshwise.cli.ranks import local_ranks
+from meshwise.cli.ranks import chosen, local_ranks
 from meshwise.comm.launch import run, torchrun_line
 from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
@@ -40,8 +40,8 @@ class VerifyJob(Job):
     dtype: Literal["float64", "float32", "bfloat16"] = "float64"
     """Element type of the parameters, in place of train.dtype. In float64 the two may differ by 1e-9, relatively;
     otherwise by what rounding explains, which is measured."""
-    comm: Literal["processes", "threads"] = "processes"
-    """What the ranks are when not under torchrun: processes as in training, or threads, which start faster."""
+    comm: Literal["auto", "local", "gloo", "threads"] = "auto"  # type: ignore[assignment] # one way more than training
+    """What joins the ranks: processes as in training, or when not under torchrun threads, which start faster."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,11 +56,11 @@ def main(arguments: Sequence[str]) -> int:
     prepare(job, ranks=size)
     # The ranks wait while the first one takes a whole step alone, which is no hang.
     os.environ.setdefault("MESHWISE_STALL_SECONDS", _PATIENCE_SECONDS)
-    if "RANK" in os.environ or job.comm == "processes":
+    if "RANK" in os.environ or job.comm != "threads":
         if "RANK" not in os.environ:
             print(f"starting {size} local rank{'s' * (size > 1)}; the same with torchrun:")
             print(f"  {torchrun_line(size, ['-m', 'meshwise', 'verify', *arguments])}", flush=True)
-        report: Report = run(size, _rank, args=(job,))[0]
+        report: Report = run(size, _rank, args=(job,), comm=chosen(job.comm))[0]
     else:
         report = run_threads(size, _rank, args=(job,), timeout=None)[0]
     if os.environ.get("RANK", "0") == "0":

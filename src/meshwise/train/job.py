@@ -235,6 +235,9 @@ class Job:
     ranks: int | None = None
     """Local processes to start when not under torchrun. Default: what the plan needs; with `dp=auto`, the cores of this
     machine, at most 4."""
+    comm: Literal["auto", "local", "gloo"] = "auto"
+    """How ranks on CPUs of one host talk: `local`, through shared memory; `gloo`, by messages; `auto`, through shared
+    memory where there is some, unless MESHWISE_COMM says otherwise."""
     restarts: int = 0
     """How many times the local ranks are ended and started again when one fails; they go on from the newest checkpoint
     (`train.save_every`). Under torchrun, its own --max-restarts counts."""
