@@ -38,7 +38,7 @@ class Own(nn.Module):
         if self.calls == 3 and os.environ["RANK"] == "1":
             if self.how == "raise":
                 raise ArithmeticError("this model cannot count to three")
-            if self.how == "die":
+            if self.how == "die" or (self.how == "die once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"):
                 os.kill(os.getpid(), signal.SIGKILL)
         return self.head(self.embedding(tokens))
 """
@@ -89,7 +89,14 @@ def meshwise(*words: str, folder: Path) -> Command:
 def own(how: str, *words: str, folder: Path) -> Command:
     """Training a model of the user's own on two ranks."""
     model = ["--model.name=own.py:Own", "--model.arguments", f"how={how}"]
-    data = ["--data.files", "own.py", "--data.context=16", "--data.validation=0", "--train.batch=4", "--plan=dp=2 zero=2"]
+    data = [
+        "--data.files",
+        "own.py",
+        "--data.context=16",
+        "--data.validation=0",
+        "--train.batch=4",
+        "--plan=dp=2 zero=2",
+    ]
     return meshwise("train", *model, *data, "--train.log-every=1", *words, folder=folder)
 
 
@@ -142,6 +149,21 @@ def test_a_rank_that_is_killed_is_named(folder: Path) -> None:
 
     assert status == 1
     assert err == "meshwise train failed: rank 1 of 2 ended without an exception, killed by SIGKILL\n"
+    assert not command.left()
+
+
+def test_a_rank_that_is_killed_is_started_again_and_the_run_goes_on(folder: Path) -> None:
+    command = own("die once", "--restarts=1", "--train.steps=5", "--train.save-every=1", folder=folder)
+    status, out, err = command.end()
+
+    assert status == 0, err
+    assert "--max-restarts=1" in out
+    assert err.startswith("meshwise: restart 1 of 1, because RankLostError: rank 1 ")
+    assert err.count("\n") == 1
+    assert f", from {folder}/run/checkpoints/step-" in out
+    done = steps(folder / "run")
+    assert sorted(dict(done)) == [1, 2, 3, 4, 5]
+    assert len(set(done)) == 5, "a step that was done twice had the same loss"
     assert not command.left()
 
 

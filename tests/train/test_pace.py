@@ -1,0 +1,48 @@
+"""A rank that the others wait for is named, with its steps."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from meshwise.comm.thread_world import run_threads
+from meshwise.comm.world import World
+from meshwise.train.events import Slow
+from meshwise.train.pace import WINDOW, Pace, Stopwatch, slow_ranks
+
+
+def test_the_rank_that_sleeps_is_slow_and_those_that_wait_for_it_are_not() -> None:
+    def main(world: World) -> list[Slow]:
+        pace, watch = Pace(world), Stopwatch(world)
+        for step in range(1, 4):
+            watch.start()
+            time.sleep(0.2 if (world.rank, step) == (1, 2) else 0.01)
+            world.all_reduce(torch.ones(1), axes="rank").wait()
+            assert not pace.note(step, seconds=watch.stop())
+        return pace.compare()
+
+    for found in run_threads(3, main):
+        [slow] = found
+        assert (slow.rank, slow.steps, slow.step) == (1, [2], 3)
+        assert 0.19 < slow.seconds < 5
+        assert slow.others < 0.1
+
+
+def test_the_margin_is_twofold_and_fifty_milliseconds() -> None:
+    times = [
+        [0.010, 0.100, 0.100, 0.210, 0.500],
+        [0.040, 0.100, 0.190, 0.100, 0.100],
+        [0.010, 0.100, 0.100, 0.100, 0.400],
+    ]
+    found = list(slow_ranks([7, 8, 9, 10, 11], times=times))
+    assert [(slow.rank, slow.steps) for slow in found] == [(0, [10])], "of two slow ones neither kept all waiting"
+
+
+def test_it_looks_once_a_window_and_never_alone() -> None:
+    def main(world: World) -> list[int]:
+        pace = Pace(world)
+        return [step for step in range(2 * WINDOW) if pace.note(step, seconds=float(world.rank == 0))]
+
+    assert run_threads(2, main) == [[WINDOW - 1, 2 * WINDOW - 1]] * 2
+    assert run_threads(1, main) == [[]]
