@@ -3,6 +3,7 @@
 import pytest
 
 from meshwise.pipeline.action import Schedule, ScheduleError
+from meshwise.pipeline.clock import clock
 from meshwise.pipeline.passes import (
     add_gathers,
     add_reductions,
@@ -135,3 +136,9 @@ def test_a_fault_is_named_with_its_place(text: str, message: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         validate(table(text))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_lowering_delays_nothing(name: str) -> None:
+    plain = make_schedule(name, pp=4, microbatches=8)
+    assert clock(lower(plain, zero=2)).seconds == clock(plain).seconds

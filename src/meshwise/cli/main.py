@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from meshwise.cli import bench, doctor, train, verify
+from meshwise.cli import bench, checkpoint, doctor, draw, train, verify
 from meshwise.comm.journal import RanksDisagree
 from meshwise.comm.lost import RankLostError
 from meshwise.model.forward import LossError
@@ -39,7 +39,9 @@ class Command:
 COMMANDS: Mapping[str, Command] = {
     "train": Command("train a job on local ranks, or under torchrun", train.main),
     "verify": Command("prove that a plan is the same model, on a few steps of a job", verify.main),
+    "checkpoint": Command("list, show, check, compare and export checkpoints", checkpoint.main),
     "bench": Command("measure the collectives of this machine", bench.main),
+    "draw": Command("draw when each rank of a pipeline computes what", draw.main),
     "doctor": Command("examine this machine, and whether ranks can talk", doctor.main),
 }
 
@@ -91,7 +93,7 @@ def _say(message: str, *, status: int, once: bool = False) -> int:
 
 
 def _overview() -> str:
-    rows = [f"  {name:<10}{command.summary}" for name, command in COMMANDS.items()]
+    rows = [f"  {name:<12}{command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
             "usage: meshwise COMMAND [JOB.toml] [OPTIONS]",

@@ -27,8 +27,8 @@ _OTHER_END: Mapping[Kind, tuple[int, Kind]] = {
 
 def lower(schedule: Schedule, *, zero: int, whole: int | None = None) -> Schedule:
     """A table of computations with all that a run under ZeRO stage `zero` needs; `whole` as in `add_gathers`."""
-    reduced = add_reductions(merge_backward(schedule))
-    return add_transfers(add_gathers(reduced, whole=whole) if zero == 3 else reduced)
+    reduced = add_reductions(schedule)
+    return merge_backward(add_transfers(add_gathers(reduced, whole=whole) if zero == 3 else reduced))
 
 
 def split_backward(schedule: Schedule) -> Schedule:
@@ -43,7 +43,10 @@ def _parts(action: Action) -> tuple[Action, ...]:
 
 
 def merge_backward(schedule: Schedule) -> Schedule:
-    """An I directly followed by its own W becomes B. Before `add_transfers`, or sends stand between them."""
+    """An I directly followed by its own W becomes B.
+
+    In a table with transfers these are the ones whose gradient no other rank waits for, and nothing is delayed.
+    """
     return Schedule(tuple(tuple(_merged(row)) for row in schedule.rows))
 
 

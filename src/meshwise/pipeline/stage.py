@@ -137,7 +137,7 @@ class Piece:
         crossing, route = self._crossing, self._route
         if not crossing.open:  # recomputed in the backward, or called by the user
             return type(self._module).forward(self._module, *args, **kwargs)
-        key = route.key(crossing.position, self._module)
+        key = route.key(crossing.position, module=self._module)
         if crossing.position >= route.stop:
             crossing.leave()
         own = crossing.position >= route.start
@@ -174,7 +174,7 @@ class Route:
         self._keys, self._modules = keys, modules
         self.start, self.stop = start, stop
 
-    def key(self, position: int, module: nn.Module) -> str:
+    def key(self, position: int, *, module: nn.Module) -> str:
         """The call at this position, which has to be this module's."""
         if position >= len(self._keys) or self._modules[position] is not module:
             due = self._keys[position] if position < len(self._keys) else "the end"

@@ -1,7 +1,7 @@
 """A timed schedule as text: a row per rank, time to the right, a letter for what is computed.
 
-    rank 0 │F0 F1 .  B0─── B1───
-    rank 1 │.  F0 B0─── F1 B1───
+    rank 0 │F0 F1 .  .  B0─── .  B1───
+    rank 1 │.  F0 B0─── F1 B1─── .  .
 
 A column is the shortest computation; what takes longer is drawn out. A rank with several stages says which: 2F0.
 """

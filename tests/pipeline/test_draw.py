@@ -1,0 +1,106 @@
+"""Schedules drawn: as text, as pictures, as a trace, and by the command."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshwise.cli.main import main
+from meshwise.pipeline.clock import Cost, clock
+from meshwise.pipeline.schedules import make_schedule
+from meshwise.view.chrome_trace import write_chrome_trace
+from meshwise.view.schedule_plot import plot_schedules
+from meshwise.view.schedule_text import picture
+
+ONE = make_schedule("1f1b", pp=2, microbatches=3)
+
+
+def test_the_text_is_the_table_over_time() -> None:
+    assert picture(clock(ONE), width=80).plain == (
+        "rank 0 │F0 F1 .  .  B0─── F2 B1─── .  B2─── \n"
+        "rank 1 │.  F0 B0─── F1 B1─── F2 B2─── .  .  "
+    )  # fmt: skip
+
+
+def test_links_show_as_gaps_and_long_actions_as_long() -> None:
+    assert picture(clock(ONE, costs=[Cost(2, 1, 1, link=1), Cost(1, 1, 1)]), width=80).plain == (
+        "rank 0 │F0─── F1─── .  .  .  B0─── F2─── B1─── .  .  .  B2─── \n"
+        "rank 1 │.  .  .  F0 B0─── F1 B1─── .  .  .  F2 B2─── .  .  .  "
+    )
+
+
+def test_wide_drawings_are_folded_and_stages_named_where_a_rank_has_several() -> None:
+    drawn = picture(clock(make_schedule("interleaved", pp=2, microbatches=2)), width=40).plain
+    panels = drawn.split("\n\n")
+    assert len(panels) == 2
+    assert panels[0].startswith("rank 0 │0F0 0F1 2F0 2F1")
+    assert max(map(len, drawn.splitlines())) <= 40
+
+
+def test_pictures_are_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra plot is not installed")
+    both = {"1f1b": clock(ONE), "zb-v": clock(make_schedule("zb-v", pp=2, microbatches=4))}
+    plot_schedules(both, path=tmp_path / "a.png")
+    plot_schedules(both, path=tmp_path / "a.svg")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "a.svg").read_text()
+
+
+def test_the_trace_has_every_action_in_its_row_and_an_arrow_for_every_message(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    write_chrome_trace(clock(ONE, costs=Cost(link=0.5)), path=path, seconds=1e-3)
+    events = json.loads(path.read_text())["traceEvents"]
+    bars = {event["name"]: event for event in events if event["ph"] == "X"}
+    assert (bars["1F0"]["ts"], bars["1F0"]["dur"], bars["1F0"]["pid"], bars["1F0"]["tid"]) == (1500, 1000, 1, 0)
+    assert bars["0SEND_F0"]["tid"] == 1
+    assert bars["wait 1RECV_F0"]["dur"] == 1500
+    starts = {event["id"]: event for event in events if event["ph"] == "s"}
+    ends = {event["id"]: event for event in events if event["ph"] == "f"}
+    assert len(starts) == 6
+    assert starts.keys() == ends.keys()
+    assert all(ends[message]["ts"] >= starts[message]["ts"] for message in starts)
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {
+        "rank 0: stages 0",
+        "rank 1: stages 1",
+    }
+
+
+def test_the_command_draws_a_plan_that_is_not_run_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["draw", "schedule", "--plan=pp=4 microbatches=8 schedule=zb-h1", f"--trace={tmp_path / 'new' / 'a.json'}"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "rank 3 │.  .  .  F0 I0 F1 I1" in out
+    assert "step 27" in out
+    assert "11.1 %" in out
+    assert (tmp_path / "new" / "a.json").exists()
+
+
+def test_the_command_draws_a_table_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text("0F0 0B0\n1F0 1B0\n")
+    assert main(["draw", "schedule", f"--table={path}", "--actions=True"]) == 0
+    assert "1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE" in capsys.readouterr().out
+
+
+BAD = [
+    (["draw"], "name what to draw; there is: meshwise draw schedule"),
+    (["draw", "mesh"], "no drawing 'mesh'"),
+    (["draw", "schedule"], "give either a plan or a table"),
+    (["draw", "schedule", "--plan=pp=4 microbatches=6 schedule=interleaved"], "Nearest that works: 'pp=4"),
+    (["draw", "schedule", "--plan=pp=4 microbatchs=6"], "unknown plan key 'microbatchs'; did you mean microbatches?"),
+    (["draw", "schedule", "--plan=pp=four"], "pp=four: pp is a whole number"),
+    (["draw", "schedule", "--plan=pp"], "'pp' in the plan 'pp' is not key=value"),
+    (["draw", "schedule", "--plan=pp=2 schedule=zb"], "unknown schedule 'zb'"),
+    (["draw", "schedule", "--plan=pp=2", "--forward=0"], "times are positive"),
+    (["draw", "schedule", "--table=nowhere.txt"], "nowhere.txt"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words, message", BAD)
+def test_what_cannot_be_drawn_is_one_message_and_status_2(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert "Traceback" not in told
