@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from typing import Literal
 
 from meshwise.comm.torch_world import Comm
 from meshwise.plan import AXES
@@ -13,9 +14,9 @@ MOST_BY_DEFAULT = 4
 """Local ranks that `dp=auto` fills when nobody says how many; more than a laptop's cores would only slow it down."""
 
 
-def chosen(comm: str) -> Comm | None:
+def chosen(comm: Comm | Literal["threads"]) -> Comm | None:
     """What `--comm` asks of a run: None leaves it to the environment."""
-    return comm if comm == "local" or comm == "gloo" else None  # noqa: PLR1714 - as a type checker reads it
+    return comm if comm == "local" or comm == "gloo" else None
 
 
 def local_ranks(job: Job) -> int:
