@@ -68,7 +68,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class DataFile:
-    """What a file must look like: its size, and the crc32 of every block of it."""
+    """What a file must look like: its size, and the crc32 of every block of it (none where nobody made them)."""
 
     size: int
     checksums: tuple[int, ...]

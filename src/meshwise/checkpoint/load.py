@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -59,13 +59,14 @@ class Reader:
         """The file of a part, with the header read and compared with what the index says of the part."""
         if part.file not in self._sources:
             path = self.index.folder / part.file
-            self._sources[part.file] = Source(path, self.index.files[part.file], read_header(path))
+            expected = self.index.files[part.file]
+            self._sources[part.file] = Source(path, expected if expected.checksums else None, read_header(path))
         source = self._sources[part.file]
         entry = source.entries.get(part.entry)
         if entry is None or entry.shape != part.rectangle.sizes:
             found = "none" if entry is None else f"one of shape {entry.shape}"
-            expected = f"an entry {part.entry!r} of shape {part.rectangle.sizes}"
-            raise DamageError([Damage(str(source.path), expected, found, (part.entry,))])
+            wanted = f"an entry {part.entry!r} of shape {part.rectangle.sizes}"
+            raise DamageError([Damage(str(source.path), wanted, found, (part.entry,))])
         return source
 
 
@@ -75,17 +76,16 @@ def load(folder: Path, *, needed: Callable[[Index], Iterable[Holding]], world: W
     All of it is looked up, and what cannot be there is refused, before the first byte is copied. Raises DamageError or
     ValueError on every rank when one rank has cause to. After a DamageError what was to be filled is partly filled.
     """
+    index = together(lambda: read_index(folder), world=world)
+    fill(index, needed=together(lambda: list(needed(index)), world=world), world=world)
+    return index
 
-    def look_up() -> tuple[Reader, list[Holding]]:
-        reader = Reader(read_index(folder))
-        holdings = list(needed(reader.index))
-        for holding in holdings:
-            reader.stored(holding)
-        return reader, holdings
 
-    reader, holdings = together(look_up, world=world)
-    together(lambda: reader.fill(holdings), world=world)
-    return reader.index
+def fill(index: Index, *, needed: Sequence[Holding], world: World) -> None:
+    """Fill what this rank needs; every rank calls it. Raises as `load` does."""
+    reader = Reader(index)
+    together(lambda: [reader.stored(holding) for holding in needed], world=world)
+    together(lambda: reader.fill(needed), world=world)
 
 
 def together(act: Callable[[], _T], *, world: World) -> _T:

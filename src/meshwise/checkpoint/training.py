@@ -20,10 +20,12 @@ from torch import Tensor
 from meshwise.checkpoint.damage import Damage, DamageError
 from meshwise.checkpoint.folder import Search, newest_valid
 from meshwise.checkpoint.index import Index
-from meshwise.checkpoint.load import load, together
+from meshwise.checkpoint.load import fill, load, together
+from meshwise.checkpoint.pretrained import is_pretrained, read_pretrained, under_names, unused
 from meshwise.checkpoint.save import Content, Saving, save
+from meshwise.checkpoint.types import dtype_name
 from meshwise.data_parallel.engine import DataParallel
-from meshwise.data_parallel.holdings import Holding, owned
+from meshwise.data_parallel.holdings import Holding, buffers, owned
 from meshwise.data_parallel.refill import Refill, Slot
 from meshwise.optim.groups import describe_groups, restore_groups
 from meshwise.plan import Plan
@@ -63,6 +65,7 @@ class TrainingState:
         own = {
             "plan": self._plan,
             "ranks": engine.world.size,
+            "dtypes": {row.name: dtype_name(row.dtype) for row in engine.table.rows if row.dtype.itemsize < 4},
             "groups": describe_groups(self._optimizer, names=self._groups()),
             **extra,
         }
@@ -74,10 +77,14 @@ class TrainingState:
     def load(self, folder: Path) -> Mapping[str, Any]:
         """Take up the state of a checkpoint and return its `extra`. Every rank calls it.
 
+        Of a Hugging Face folder: the parameters, and `unused`, the names of what the model has no use for.
+
         Raises DamageError on every rank when it is damaged: this state is then part old, part new, and only another
         load mends that. ValueError when it is of another model or optimizer, before anything has changed.
         """
         self.staged()
+        if together(lambda: is_pretrained(folder), world=self._engine.world):
+            return {"steps": 0, "skips": 0, "user": {"unused": self._load_pretrained(folder)}}
         engine = self._engine
         refills: list[Refill] = []
         generators = self._generators()
@@ -116,6 +123,26 @@ class TrainingState:
                 tried.add(search.path)
                 continue
             return Restored(search.path, extra, tuple(dict.fromkeys([*passed, *damaged])))
+
+    def _load_pretrained(self, folder: Path) -> list[str]:
+        """Take up the parameters of a folder of whole tensors, and forget the optimizer's state."""
+        engine = self._engine
+        names = {row.name: (row.name, *row.aliases) for row in engine.table.rows}
+        names |= {held.name: (held.name,) for held in buffers(engine.module)}
+        base = str(getattr(engine.module, "base_model_prefix", ""))
+        index = together(lambda: under_names(read_pretrained(folder), names=names, base=base), world=engine.world)
+
+        def look_up() -> tuple[Refill, list[Holding]]:
+            found = {row.name: index.tensors.get(f"parameter/{row.name}") for row in engine.table.rows}
+            slots = {name: {"parameter": Slot(it.dtype, it.shape)} for name, it in found.items() if it is not None}
+            refill = Refill(engine, optimizer=self._optimizer, slots=slots)
+            return refill, [held for held in refill.needed() if held.slot != "buffer" or held.key in index.tensors]
+
+        refill, needed = together(look_up, world=engine.world)
+        fill(index, needed=needed, world=engine.world)
+        refill.finish()
+        engine.publish()
+        return unused(index, names=names, base=base)
 
     def _search(self, root: Path, tried: set[Path]) -> Search:
         """What the first rank finds, on every rank."""

@@ -37,17 +37,26 @@ def read_job(arguments: Sequence[str], *, prog: str, kind: type[J]) -> J:
 def from_toml(path: Path, *, kind: type[J]) -> J:
     """The job of a TOML file. Raises JobError that names the file and every key that is wrong."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise JobError(f"cannot read the job {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise JobError(f"{path} is not TOML: {error}") from error
+    return from_text(text, source=str(path), kind=kind)
+
+
+def from_text(text: str, *, source: str, kind: type[J]) -> J:
+    """The job of a TOML text that is from `source`. Raises JobError that names it and every key that is wrong."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise JobError(f"{source} is not TOML: {error}") from error
     flags = dict(flags_of(table, leaves=_mappings(kind)))
     try:
-        return parse_flags([word for words in flags.values() for word in words], prog=str(path), default=kind())
+        return parse_flags([word for words in flags.values() for word in words], prog=source, default=kind())
     except JobError as error:
         problems = _problems(flags, kind) or [str(error)]
-        raise JobError("\n".join(f"{path}: {problem}" for problem in problems)) from error
+        raise JobError("\n".join(f"{source}: {problem}" for problem in problems)) from error
 
 
 def to_toml(job: Job) -> str:

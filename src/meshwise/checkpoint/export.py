@@ -1,0 +1,108 @@
+"""From a checkpoint to a Hugging Face folder, and the proof that it is the same model: its logits on random tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.checkpoint.index import read_index
+from meshwise.checkpoint.load import Reader
+from meshwise.checkpoint.pretrained import dtypes_of, read_pretrained, under_names, write_pretrained
+from meshwise.data_parallel.holdings import Holding, buffers
+
+_TOKENS = (2, 16)
+
+
+class ExportError(RuntimeError):
+    """What was written is not the model that was saved; the message says how far apart their logits are."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The files of a folder that has been checked, and the largest difference between the logits of both."""
+
+    files: Sequence[Path]
+    difference: float
+
+
+def export(folder: Path, *, into: Path, build: Callable[[], nn.Module]) -> Exported:
+    """Write the model of a checkpoint into a new folder, and compare what is then in it with what was saved.
+
+    `build` makes the module that was trained. One of transformers leaves its `config.json` too, and is read back by
+    transformers itself. Both models run on the same random tokens, whole, on the CPU.
+
+    Raises ValueError when `build` makes another model, or one that takes no tokens; ExportError when the logits differ;
+    DamageError, OSError.
+    """
+    reader = Reader(read_index(folder))
+    saved = build().eval()
+    vocabulary = _vocabulary(saved)
+    dtypes = dtypes_of(reader.index.extra)
+    _fill(saved, reader)
+    files = write_pretrained(reader, into=into, dtypes=dtypes)
+    config = getattr(saved, "config", None)
+    if _is_transformers(saved) and config is not None:
+        config.save_pretrained(into)
+        files += sorted(into.glob("*config.json"))
+    tokens = torch.randint(vocabulary, _TOKENS, generator=torch.Generator().manual_seed(0))
+    expected = _logits(saved, tokens)
+    difference = float((_logits(_read_back(saved, into, build), tokens) - expected).abs().max())
+    if not difference <= _bound(expected):
+        raise ExportError(
+            f"the logits of {into} differ from those of {folder} by up to {difference:.3g} on random tokens; what was "
+            "written is not the model that was saved"
+        )
+    return Exported(files, difference)
+
+
+def _fill(module: nn.Module, reader: Reader) -> None:
+    """Give a whole module the values of a checkpoint. Raises ValueError when they are of another model."""
+    held = [
+        Holding.whole(parameter.detach(), name=name, slot="parameter") for name, parameter in module.named_parameters()
+    ]
+    reader.fill([*held, *(held for held in buffers(module) if held.key in reader.index.tensors)])
+
+
+def _read_back(saved: nn.Module, folder: Path, build: Callable[[], nn.Module]) -> nn.Module:
+    """The model that is in a folder, read in the way that others would."""
+    if _is_transformers(saved):
+        dtype = next(saved.parameters()).dtype
+        model: nn.Module = type(saved).from_pretrained(folder, dtype=dtype)  # type: ignore[attr-defined]
+        return model.eval()
+    module = build().eval()
+    names = {name: (name,) for name, _ in module.named_parameters()}
+    _fill(module, Reader(under_names(read_pretrained(folder), names=names)))
+    return module
+
+
+def _is_transformers(module: nn.Module) -> bool:
+    return any(kind.__module__.partition(".")[0] == "transformers" for kind in type(module).__mro__)
+
+
+def _vocabulary(module: nn.Module) -> int:
+    for part in module.modules():
+        if isinstance(part, nn.Embedding):
+            return part.num_embeddings
+    raise ValueError(
+        f"{type(module).__name__} has no embedding, so it takes no tokens, and its export could not be checked"
+    )
+
+
+def _logits(module: nn.Module, tokens: Tensor) -> Tensor:
+    """What a model says to tokens: its output, or the logits in it."""
+    with torch.no_grad():
+        output: Any = module(tokens)
+    logits = output["logits"] if isinstance(output, Mapping) else output
+    if not isinstance(logits, Tensor):
+        raise ValueError(f"{type(module).__name__} returns a {type(logits).__name__}, not logits")  # noqa: TRY004
+    return logits.double()
+
+
+def _bound(logits: Tensor) -> float:
+    """Nothing but the order of sums may differ, in the kernels that either side happens to choose."""
+    return 1e-5 * float(logits.abs().max())

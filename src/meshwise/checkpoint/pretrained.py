@@ -1,0 +1,185 @@
+"""Folders of Hugging Face: read as if they were checkpoints, and written from checkpoints.
+
+    config.json
+    model.safetensors                              or, in parts:
+    model-00001-of-00003.safetensors …
+    model.safetensors.index.json                   {"weight_map": {tensor: file}}
+
+Such a folder is an index of whole tensors, so what reads rectangles of a checkpoint reads rectangles of it: a model is
+loaded straight into any plan, and no rank ever sees more than its share. It has no checksums; sizes are all there is to
+compare. Names stay as the model has them: nothing is renamed, transposed or fused on the way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshwise.checkpoint.damage import Damage, DamageError
+from meshwise.checkpoint.header import Spec, header, read_header
+from meshwise.checkpoint.index import INDEX, DataFile, Index, Part, Stored
+from meshwise.checkpoint.load import Reader
+from meshwise.checkpoint.types import DTYPES
+from meshwise.data_parallel.holdings import Holding
+from meshwise.layout.geometry import Rectangle, rectangles
+
+PARTS = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+_PART_BYTES = 5 * 10**9
+"""Bytes of a part; a tensor is never divided."""
+
+_PIECE_ELEMENTS = 1 << 20
+
+
+def read_pretrained(folder: Path) -> Index:
+    """The tensors of a folder of safetensors files, each whole, in the slots `parameter` and `buffer` alike.
+
+    Raises DamageError for a folder that is none, and for files that are not what their headers say.
+    """
+    tensors: dict[str, Stored] = {}
+    files: dict[str, DataFile] = {}
+    for name in _files(folder):
+        path = folder / name
+        try:
+            entries = read_header(path)
+            files[name] = DataFile(path.stat().st_size, ())
+        except OSError as error:
+            raise DamageError([Damage(str(path), "a safetensors file", error.strerror or str(error))]) from error
+        for entry in entries.values():
+            whole = Rectangle((0,) * len(entry.shape), entry.shape)
+            parts = (Part(name, entry.name, whole),) if whole.numel else ()
+            for slot in ("parameter", "buffer"):
+                tensors[f"{slot}/{entry.name}"] = Stored(entry.dtype, entry.shape, parts)
+    return Index(folder, 0, files, tensors, aliases={}, extra={})
+
+
+def _files(folder: Path) -> list[str]:
+    """The files that hold the tensors. Raises DamageError when the folder does not say so, or names others' files."""
+    if not (folder / PARTS).is_file():
+        if not (folder / WHOLE).is_file():
+            raise DamageError([Damage(str(folder), f"{WHOLE} or {PARTS}", "neither")])
+        return [WHOLE]
+    try:
+        names = sorted(set(json.loads((folder / PARTS).read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise DamageError([Damage(str(folder / PARTS), "a weight_map", str(error))]) from error
+    if wrong := [name for name in names if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", str(name))]:
+        raise DamageError([Damage(str(folder / PARTS), "plain names of files in the folder", repr(wrong[0]))])
+    return names
+
+
+def under_names(index: Index, *, names: Mapping[str, Sequence[str]], base: str = "") -> Index:
+    """The same tensors under the names that a model has for them.
+
+    `names` maps each first name to all names of the parameter. A folder of the model without its head calls
+    `transformer.h.0` just `h.0`: `base` is that prefix, which is added or left out where a name is not found as it is.
+    """
+    tensors = dict(index.tensors)
+    for first, all_of_them in names.items():
+        for slot in ("parameter", "buffer"):
+            candidates = (f"{slot}/{other}" for name in all_of_them for other in _variants(name, base))
+            found = next((key for key in candidates if key in index.tensors), None)
+            if found is not None:
+                tensors[f"{slot}/{first}"] = index.tensors[found]
+    return Index(index.folder, index.sequence, index.files, tensors, index.aliases, index.extra)
+
+
+def unused(index: Index, *, names: Mapping[str, Sequence[str]], base: str = "") -> list[str]:
+    """The entries of a folder that stand under none of a model's names."""
+    known = {other for all_of_them in names.values() for name in all_of_them for other in _variants(name, base)}
+    entries = {part.entry for stored in index.tensors.values() for part in stored.parts}
+    return sorted(entries - known)
+
+
+def is_pretrained(folder: Path) -> bool:
+    """Whether a folder is a model's, and no checkpoint."""
+    return not (folder / INDEX).exists() and any((folder / name).is_file() for name in (WHOLE, PARTS))
+
+
+def _variants(name: str, base: str) -> tuple[str, ...]:
+    return (name, name.removeprefix(f"{base}."), f"{base}.{name}") if base else (name,)
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file to be written: its name, and the tensors in it."""
+
+    name: str
+    specs: tuple[Spec, ...]
+
+
+def write_pretrained(reader: Reader, *, into: Path, dtypes: Mapping[str, torch.dtype]) -> list[Path]:
+    """Write the parameters and buffers of a checkpoint into a new folder, in the layout and under the names of a model.
+
+    `dtypes`: those of parameters that the model has in another dtype than the checkpoint. A few MB at a time are in
+    memory. Returns the files. Raises DamageError, OSError (FileExistsError: the folder has a model already).
+    """
+    stored = {_split(key)[1]: key for key in reader.index.tensors if _split(key)[0] in ("parameter", "buffer")}
+    specs = [
+        Spec(name, dtypes.get(name, reader.index.tensors[key].dtype), reader.index.tensors[key].shape)
+        for name, key in stored.items()
+    ]
+    files = _divide(specs)
+    into.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        with (into / file.name).open("xb") as out:
+            out.write(header(file.specs, metadata={}))
+            for spec in file.specs:
+                for piece in _pieces(reader, stored[spec.name]):
+                    out.write(piece.to(spec.dtype).reshape(-1).view(torch.uint8).numpy().data)
+            out.flush()
+            os.fsync(out.fileno())
+    if len(files) > 1:
+        table = {
+            "metadata": {"total_size": sum(spec.nbytes for spec in specs)},
+            "weight_map": {spec.name: file.name for file in files for spec in file.specs},
+        }
+        (into / PARTS).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+    return [into / file.name for file in files]
+
+
+def _split(key: str) -> tuple[str, str]:
+    slot, _, name = key.partition("/")
+    return slot, name
+
+
+def _divide(specs: Iterable[Spec]) -> list[_File]:
+    """Tensors in the order given, a new file whenever the next would make one too large."""
+    groups: list[list[Spec]] = [[]]
+    size = 0
+    for spec in specs:
+        if groups[-1] and size + spec.nbytes > _PART_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(spec)
+        size += spec.nbytes
+    if len(groups) == 1:
+        return [_File(WHOLE, tuple(groups[0]))]
+    return [
+        _File(f"model-{number:05}-of-{len(groups):05}.safetensors", tuple(group))
+        for number, group in enumerate(groups, start=1)
+    ]
+
+
+def _pieces(reader: Reader, key: str) -> Iterator[Tensor]:
+    """The elements of a logical tensor in order."""
+    stored = reader.index.tensors[key]
+    slot, name = _split(key)
+    size = torch.Size(stored.shape).numel()
+    for start in range(0, size, _PIECE_ELEMENTS):
+        for part in rectangles(stored.shape, start=start, stop=min(size, start + _PIECE_ELEMENTS)):
+            piece = torch.empty(part.sizes, dtype=stored.dtype)
+            reader.fill([Holding(name, slot, stored.shape, part, piece)])
+            yield piece
+
+
+def dtypes_of(extra: Mapping[str, Mapping[str, str]]) -> dict[str, torch.dtype]:
+    """The dtypes of the parameters that are updated in a wider one, as `TrainingState` has noted them."""
+    return {name: DTYPES[word] for name, word in extra.get("dtypes", {}).items()}

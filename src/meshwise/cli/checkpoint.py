@@ -1,0 +1,155 @@
+"""`meshwise checkpoint`: what there is, what is in it, whether it is whole, what has changed, and out of it.
+
+    list FOLDER              the checkpoints of a run, newest first
+    show CHECKPOINT          its tensors and what else was saved
+    check FOLDER             every byte against its checksum: of one checkpoint, or of all of a run
+    diff ONE OTHER           the tensors that are not bit for bit the same, whatever plans these were saved under
+    export CHECKPOINT INTO   a Hugging Face folder, checked by its logits on random tokens
+
+The status is 0 when all is well, 1 when something is damaged, different or not exported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from meshwise.checkpoint.check import damages, differences
+from meshwise.checkpoint.damage import DamageError
+from meshwise.checkpoint.export import ExportError, export
+from meshwise.checkpoint.folder import LATEST, checkpoints
+from meshwise.checkpoint.index import INDEX, Index, read_index
+from meshwise.train.config import from_text, from_toml
+from meshwise.train.job import Job, JobError
+from meshwise.train.named import model_function
+
+_MOST_TEXT = 400
+
+
+def main(words: Sequence[str]) -> int:
+    """Do what the words ask. Raises JobError for a checkpoint that no job is known for, and none is given."""
+    console = Console(soft_wrap=True, highlight=False)
+    flags = _parser().parse_args(words)
+    act: Callable[[argparse.Namespace, Console], int] = flags.act
+    try:
+        return act(flags, console)
+    except (DamageError, ExportError, OSError) as error:
+        console.print(f"meshwise checkpoint: {error}", style="red", markup=False)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="meshwise checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    verbs: Mapping[str, tuple[Callable[[argparse.Namespace, Console], int], str]] = {
+        "list": (_list, "folder"),
+        "show": (_show, "checkpoint"),
+        "check": (_check, "folder"),
+        "diff": (_diff, "one other"),
+        "export": (_export, "checkpoint into"),
+    }
+    for name, (act, places) in verbs.items():
+        verb = commands.add_parser(name)
+        for place in places.split():
+            verb.add_argument(place, type=Path, metavar=place.upper())
+        if name == "export":
+            verb.add_argument("--job", type=Path, help="the job whose model it is; by default the one saved with it")
+        verb.set_defaults(act=act)
+    return parser
+
+
+def _list(flags: argparse.Namespace, console: Console) -> int:
+    root = _root(flags.folder)
+    table = Table("checkpoint", "tensors", "MB", "saved under", "", box=None)
+    latest = (root / LATEST).read_text(encoding="utf-8").strip() if (root / LATEST).exists() else None
+    found = checkpoints(root)
+    for path, index in found:
+        mark = "latest" if path.name == latest else ""
+        if isinstance(index, Index):
+            plan = str(index.extra.get("plan", ""))
+            table.add_row(path.name, str(len(index.tensors)), f"{index.nbytes / 1e6:.1f}", plan, mark)
+        else:
+            table.add_row(path.name, "", "", "", f"[red]damaged: {index.damages[0]}[/]")
+    console.print(table if found else f"no checkpoint in {root}")
+    return 0 if all(isinstance(index, Index) for _, index in found) else 1
+
+
+def _show(flags: argparse.Namespace, console: Console) -> int:
+    index = read_index(flags.checkpoint)
+    table = Table("tensor", "dtype", "shape", "parts", box=None)
+    for name, stored in index.tensors.items():
+        dtype = str(stored.dtype).removeprefix("torch.")
+        table.add_row(name, dtype, "·".join(map(str, stored.shape)) or "one", str(len(stored.parts)))
+    console.print(table)
+    for alias, name in index.aliases.items():
+        console.print(f"{alias} is {name}", markup=False)
+    parameters = sum(math.prod(row.shape) for name, row in index.tensors.items() if name.startswith("parameter/"))
+    size, files = index.nbytes / 1e6, len(index.files)
+    console.print(f"{parameters:,} parameters, {len(index.tensors)} tensors, {size:.1f} MB in {files} files")
+    for key, value in index.extra.items():
+        text = json.dumps(value)
+        console.print(f"{key}: {text if len(text) <= _MOST_TEXT else f'{text[:_MOST_TEXT]}…'}", markup=False)
+    return 0
+
+
+def _check(flags: argparse.Namespace, console: Console) -> int:
+    """One checkpoint, or all of a run."""
+    one = (flags.folder / INDEX).exists()
+    folders = [flags.folder] if one else [path for path, _ in checkpoints(_root(flags.folder))]
+    if not folders:
+        console.print(f"no checkpoint in {flags.folder}")
+        return 1
+    wrong = 0
+    for folder in folders:
+        found = list(damages(folder))
+        verdict = f"{len(found)} places damaged" if found else "whole"
+        console.print(f"{folder}: {verdict}", style="red" if found else "green", markup=False)
+        for damage in found:
+            console.print(f"  {damage}", markup=False)
+        wrong += bool(found)
+    return 1 if wrong else 0
+
+
+def _diff(flags: argparse.Namespace, console: Console) -> int:
+    table = Table("tensor", "", "largest difference", box=None)
+    for found in differences(read_index(flags.one), second=read_index(flags.other)):
+        table.add_row(found.name, found.what, f"{found.largest:.3g}" if found.elements else "")
+    console.print(table if table.row_count else "bit for bit the same")
+    return 1 if table.row_count else 0
+
+
+def _export(flags: argparse.Namespace, console: Console) -> int:
+    job = _job(flags)
+    try:
+        done = export(flags.checkpoint, into=flags.into, build=model_function(job))
+    except ValueError as error:
+        raise JobError(str(error)) from error
+    for path in done.files:
+        console.print(str(path), markup=False)
+    console.print(f"read back, its logits on random tokens are the same (largest difference {done.difference:.3g})")
+    return 0
+
+
+def _job(flags: argparse.Namespace) -> Job:
+    """The job whose model is exported. Raises JobError when none is known."""
+    if flags.job is not None:
+        return from_toml(flags.job, kind=Job)
+    text = read_index(flags.checkpoint).extra.get("user", {}).get("job")
+    if text is None:
+        raise JobError(
+            f"{flags.checkpoint} was saved without a job, so nothing says how to build its model; name one with --job"
+        )
+    return from_text(text, source=str(flags.checkpoint / INDEX), kind=Job)
+
+
+def _root(folder: Path) -> Path:
+    """The folder with the checkpoints: the one given, or that of the run given."""
+    return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
