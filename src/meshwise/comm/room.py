@@ -68,24 +68,19 @@ class Room:
     @classmethod
     def enter(cls, store: c10d.Store, *, rank: int, ranks: Sequence[int], memory: Memory | None) -> Room:
         """Map the boards of `ranks`, all of whom call this over the same store. Raises OSError."""
-        board, reason = None, ""
+        board, own = None, ""
         try:
             board = Board.make()
             proof = secrets.randbits(62)
             board.words[_PROOF_WORD] = proof
             own = json.dumps([os.getpid(), board.place, proof])
         except OSError as error:
-            own, reason = "", str(error)
+            own = json.dumps(str(error))
         store.set(f"board/{rank}", own)
         found = store.multi_get([f"board/{other}" for other in ranks])
-        peers: list[Peer] = []
-        try:
-            peers = [_peer(other, text.decode()) for other, text in zip(ranks, found, strict=True) if other != rank]
-        except OSError as error:
-            reason = reason or str(error)
-        if reason:
-            raise OSError(reason)
-        assert board is not None
+        peers = [_peer(other, text.decode()) for other, text in zip(ranks, found, strict=True) if other != rank]
+        if board is None:
+            raise OSError(f"rank {rank}: {json.loads(own)}")
         return cls(rank, board=board, peers=peers, memory=memory)
 
     def peer(self, rank: int) -> Peer:
@@ -122,9 +117,10 @@ class Room:
 
 def _peer(rank: int, text: str) -> Peer:
     """Raises OSError when that rank has no board, or this one cannot map it."""
-    if not text:
-        raise OSError(f"rank {rank} has none")
-    process, place, proof = json.loads(text)
+    told = json.loads(text)
+    if isinstance(told, str):
+        raise OSError(f"rank {rank}: {told}")
+    process, place, proof = told
     board = Board.open(process, place=place)
     if board.words[_PROOF_WORD] != proof:
         raise OSError(f"process {process} is another one here than for rank {rank}")

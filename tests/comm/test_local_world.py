@@ -1,0 +1,193 @@
+"""Ranks that share memory: what `World.empty` gives, ranks that drift apart, and machines where nothing is shared."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import uuid
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in torch's stubs
+
+from meshwise.comm import World
+from meshwise.comm.board import RING, Board
+from meshwise.comm.gloo_world import GlooWorld
+from meshwise.comm.local_world import LocalWorld
+from meshwise.comm.segment import Segment, Slabs, open_segment
+from meshwise.comm.torch_world import meeting_place, torch_world
+from meshwise.mesh import Mesh
+from meshwise.testing import Processes, run
+
+pytestmark = pytest.mark.processes
+
+SIZE = 4
+LENGTHS = (5, 40_000, (1 << 18) + 3)
+
+
+def drawn(rank: int, length: int) -> Tensor:
+    return torch.randn(length, generator=torch.Generator().manual_seed(rank))
+
+
+def in_shared_memory(world: World, values: Tensor) -> Tensor:
+    return world.empty(values.numel(), dtype=values.dtype).copy_(values)
+
+
+def the_same_bits_wherever_tensors_lie(world: World) -> None:
+    """Some ranks bring shared memory, some their own, some slices from the middle of either."""
+    for length in LENGTHS:
+        everyone = [drawn(rank, world.size * length) for rank in range(world.size)]
+        expected = ((everyone[0] + everyone[1]) + everyone[2]) + everyone[3]
+        mine = everyone[world.rank]
+        own, shared = mine.clone(), in_shared_memory(world, mine)
+        middle = in_shared_memory(world, torch.cat([mine[:7], mine]))[7:]
+        for x in (shared, own if world.rank % 2 else shared, middle if world.rank < 2 else own):
+            part = slice(world.rank * length, (world.rank + 1) * length)
+            x.copy_(mine)
+            into = torch.empty(length)
+            world.reduce_scatter(x, into=into, axes="rank").wait()
+            assert into.equal(expected[part])
+            assert x.equal(mine)
+            world.all_reduce(x, axes="rank").wait()
+            assert x.equal(expected)
+            x[part] *= world.rank + 1
+            world.all_gather(x[part], into=x, axes="rank").wait()
+            assert x.equal(torch.cat([expected.split(length)[rank] * (rank + 1) for rank in range(world.size)]))
+
+
+def one_runs_ahead(world: World) -> None:
+    """Rank 0 starts more than anyone keeps in mind before the others begin; all get what they should."""
+    if world.rank:
+        time.sleep(0.3)
+    count = RING + 20
+    sums = [torch.full((3,), float(world.rank + index)) for index in range(count)]
+    works = [world.all_reduce(x, axes="rank") for x in sums]
+    to, source = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    sent = [torch.full((2,), float(10 * world.rank + index)) for index in range(count)]
+    sends = [world.send(x, axis="rank", to=to) for x in sent] if world.rank == 0 else []
+    for index, (work, x) in enumerate(zip(works, sums, strict=True)):
+        work.wait()
+        assert x.tolist() == [6.0 + 4 * index] * 3
+    for index in range(count if world.rank == 1 else 0):
+        x = torch.empty(2)
+        world.recv(x, axis="rank", source=source).wait()
+        assert x.tolist() == [float(index)] * 2
+    for work in sends:
+        work.wait()
+
+
+def waits_crosswise(world: World) -> None:
+    """Along a, ranks wait for each other in one lane while what the other needs stands in another lane."""
+    view = world.over(Mesh.of(a=2, b=2))
+    first, second = in_shared_memory(world, drawn(0, 5000)), in_shared_memory(world, drawn(1, 5000))
+    along_a = view.all_reduce(first, axes="a")
+    along_b = view.all_reduce(second, axes="b")
+    for work in (along_a, along_b) if world.rank in (0, 3) else (along_b, along_a):
+        work.wait()
+    assert first.equal(2 * drawn(0, 5000))
+    assert second.equal(2 * drawn(1, 5000))
+
+
+def memory_comes_back(world: World) -> list[int]:
+    """Shared bytes of this process after some rounds of tensors that come, are reduced and go."""
+    found = []
+    for _ in range(4):
+        tensors = [world.empty(1 << 20, dtype=torch.float32).fill_(1.0) for _ in range(6)]
+        for x in tensors:
+            world.all_reduce(x, axes="rank").wait()
+        del tensors, x
+        gc.collect()
+        world.barrier()
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        found.append(int(next(line for line in lines if line.startswith("Pss_Shmem:")).split()[1]) * 1024)
+        world.barrier()
+    return found
+
+
+def without_memory_to_share(world: World, name: str) -> str:
+    """A rank whose system refuses is no harm: all use messages, and one says so."""
+    found = meeting_place()
+    assert found is not None
+    refusing = mock.patch.object(Board, "make", side_effect=OSError("no memfd here"))
+    with mock.patch("sys.stderr") as stderr:
+        with refusing if world.rank == 1 else mock.patch("sys.stdout"):
+            other = torch_world(world.device, store=PrefixStore(name, found))
+        told = "".join(call.args[0] for call in stderr.write.call_args_list)
+    assert isinstance(other, GlooWorld)
+    x = torch.ones(3)
+    other.all_reduce(x, axes="rank").wait()
+    assert x.tolist() == [4.0] * 3
+    other.close()
+    return told
+
+
+def must_share(world: World, name: str) -> str:
+    found = meeting_place()
+    assert found is not None
+    with pytest.raises(ValueError, match="comm=local, and the ranks cannot share memory: no two ranks") as caught:
+        torch_world(world.device, store=PrefixStore(name, found), comm="local", host=str(world.rank))
+    return str(caught.value)
+
+
+def is_local(world: World) -> bool:
+    return isinstance(world, LocalWorld)
+
+
+def test_ranks_of_one_machine_share_memory_unless_told_otherwise(processes: Processes) -> None:
+    assert all(run(SIZE, is_local, on=processes))
+
+
+def test_sums_have_the_same_bits_wherever_tensors_lie(processes: Processes) -> None:
+    run(SIZE, the_same_bits_wherever_tensors_lie, on=processes)
+
+
+def test_a_rank_may_run_ahead_of_the_others(processes: Processes) -> None:
+    run(SIZE, one_runs_ahead, on=processes)
+
+
+def test_lanes_do_not_wait_for_each_other(processes: Processes) -> None:
+    run(SIZE, waits_crosswise, on=processes)
+
+
+def test_memory_of_tensors_that_are_gone_is_given_back(processes: Processes) -> None:
+    for found in run(SIZE, memory_comes_back, on=processes):
+        assert max(found[1:]) <= found[0] + (4 << 20)
+        assert found[-1] <= 40 << 20
+
+
+def test_where_memory_cannot_be_shared_messages_are_used_and_one_rank_says_so(processes: Processes) -> None:
+    told = run(SIZE, without_memory_to_share, on=processes, args=(uuid.uuid4().hex,))
+    assert "(rank 1: no memfd here)" in told[0]
+    assert "MESHWISE_COMM=gloo" in told[0]
+    assert told[1:] == [""] * 3
+
+
+def test_sharing_can_be_insisted_on(processes: Processes) -> None:
+    run(SIZE, must_share, on=processes, args=(uuid.uuid4().hex,))
+
+
+def test_what_is_announced_is_what_is_mapped() -> None:
+    segment = Segment.make(5, size=8192)
+    other = open_segment(os.getpid(), place=segment.place)
+    segment.memory[3] = 7
+    assert other[3] == 7
+    with pytest.raises(OSError, match="is not the memory that was announced"):
+        open_segment(os.getpid(), place=segment.place + (1 << 20))
+
+
+def test_a_slab_is_lent_again_when_its_last_view_is_gone() -> None:
+    slabs = Slabs()
+    x = slabs.empty(100, dtype=torch.float64)
+    place = slabs.locate(x)
+    assert slabs.locate(x[5:]) == (place[0], 40) if place else False
+    assert slabs.locate(torch.empty(3)) is None
+    view = x[50:].view(torch.int64)
+    del x
+    other = slabs.empty(100, dtype=torch.float64)
+    assert slabs.locate(other) != place, "a view is still there"
+    del view
+    assert slabs.locate(slabs.empty(100, dtype=torch.float64)) == place
