@@ -19,6 +19,7 @@ import torch
 
 import contestants
 import gpt
+import tensor_contestants
 
 
 def reset_peak() -> None:
@@ -43,7 +44,8 @@ def main() -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(setting["threads"])
     with os.fdopen(int(os.environ["ANSWERS"]), "w", buffering=1) as answers:
-        step = contestants.contestant(setting["contestant"]).build(gpt.Shape(**setting["shape"]), rank, size)
+        known = tensor_contestants.contestant if setting["tensor"] else contestants.contestant
+        step = known(setting["contestant"]).build(gpt.Shape(**setting["shape"]), rank, size)
         answers.write(json.dumps({"ready": True}) + "\n")
         number = 0
         for line in sys.stdin:

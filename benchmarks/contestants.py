@@ -24,13 +24,16 @@ Builder = Callable[[gpt.Shape, int, int], Step]
 
 @dataclass(frozen=True)
 class Contestant:
-    """`stage`: the ZeRO stage it is compared at. `package`: what has to be installed in its interpreter."""
+    """`stage`: the ZeRO stage it is compared at. `package`: what has to be installed in its interpreter. `tensor`:
+    whether it is one of `tensor_contestants`.
+    """
 
     name: str
     stage: int
     package: str
     what: str
     build: Builder
+    tensor: bool = False
 
 
 def _autograd_step(

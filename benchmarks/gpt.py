@@ -50,11 +50,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x[B, T, width] -> [B, T, width]."""
-        batch, time, width = x.shape
-        parts = self.qkv(self.norm_attention(x)).split(width, dim=2)
-        q, k, v = (part.view(batch, time, self.heads, width // self.heads).transpose(1, 2) for part in parts)
+        parts = self.qkv(self.norm_attention(x)).chunk(3, dim=2)
+        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts)
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.project(y.transpose(1, 2).reshape(batch, time, width))
+        x = x + self.project(y.transpose(1, 2).flatten(2))
         out: Tensor = x + self.down(functional.gelu(self.up(self.norm_mlp(x))))
         return out
 

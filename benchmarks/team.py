@@ -43,7 +43,12 @@ class Team:
         self._answers: list[IO[str]] = []
         self._processes: list[subprocess.Popen[str]] = []
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed in __exit__)
-        setting = {"contestant": contestant.name, "shape": dataclasses.asdict(shape), "threads": threads}
+        setting = {
+            "contestant": contestant.name,
+            "tensor": contestant.tensor,
+            "shape": dataclasses.asdict(shape),
+            "threads": threads,
+        }
         common = {
             **os.environ,
             "SETTING": json.dumps(setting),
