@@ -59,9 +59,11 @@ class Refill:
         self._states: list[tuple[nn.Parameter, dict[str, Any]]] = []
         rows = {row.name for row in engine.table.rows}
         if unknown := sorted(slots.keys() - rows):
-            raise ValueError(f"the checkpoint has parameters that the model has not: {', '.join(unknown[:5])}")
+            raise ValueError(f"the checkpoint has parameters that the model has not: {_some(unknown)}")
+        if missing := [row.name for row in engine.table.rows if "parameter" not in slots.get(row.name, {})]:
+            raise ValueError(f"the checkpoint lacks parameters that the model has: {_some(missing)}")
         for row in engine.table.rows:
-            _check(row, slots.get(row.name, {}))
+            _check_shape(row, slots[row.name]["parameter"])
         for bucket in self._buckets():
             for part, _ in updated(bucket):
                 self._keys(part)
@@ -162,10 +164,15 @@ def _like(parameter: nn.Parameter, slots: Slots, *, slot: str, old: object) -> T
     return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
 
 
-def _check(row: Row, slots: Slots) -> None:
-    """Raise ValueError unless there is a parameter of the right shape to load."""
-    if "parameter" not in slots:
-        raise ValueError(f"the checkpoint has no parameter {row.name!r}, which the model has")
-    found, wanted = slots["parameter"].shape, (*row.shape, *((2,) if row.dtype.is_complex else ()))
-    if found != wanted:
-        raise ValueError(f"{row.name} has the shape {found} in the checkpoint and {wanted} in the model")
+def _check_shape(row: Row, found: Slot) -> None:
+    """Raise ValueError unless the parameter to load has the right shape."""
+    wanted = (*row.shape, *((2,) if row.dtype.is_complex else ()))
+    if found.shape != wanted:
+        raise ValueError(f"{row.name} has the shape {found.shape} in the checkpoint and {wanted} in the model")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+
+_SHOWN = 5

@@ -1,0 +1,199 @@
+"""Models of Hugging Face, straight from their folders into any plan and back, in the same layout and names."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwise.checkpoint import DamageError
+from meshwise.checkpoint.export import ExportError, export
+from meshwise.checkpoint.pretrained import PARTS
+from meshwise.comm.world import World
+from meshwise.parallelize import parallelize
+from meshwise.reference import GPT, GPTConfig
+from meshwise.testing import run
+
+transformers = pytest.importorskip("transformers")
+
+
+def llama(*, dtype: torch.dtype = torch.float32) -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=False,
+    )  # fmt: skip
+    model: nn.Module = transformers.LlamaForCausalLM(config).to(dtype)
+    return model
+
+
+def gpt2() -> nn.Module:
+    """Its output is tied to its embedding."""
+    config = transformers.GPT2Config(vocab_size=40, n_positions=32, n_embd=16, n_layer=2, n_head=4)
+    model: nn.Module = transformers.GPT2LMHeadModel(config)
+    return model
+
+
+BUILDS: dict[str, Callable[[], nn.Module]] = {"llama": llama, "gpt2": gpt2}
+
+
+def loss(output: Any, batch: Tensor) -> tuple[Tensor, int]:
+    logits = output.logits.flatten(0, 1)
+    return nn.functional.cross_entropy(logits, batch.flatten(), reduction="sum"), batch.numel()
+
+
+def forward(model: nn.Module, batch: Tensor) -> Any:
+    return model(batch)
+
+
+TOKENS = torch.arange(32).view(4, 8)
+
+
+def keep(model: Any, folder: Path) -> None:
+    model.save_pretrained(folder, max_shard_size="8KB")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, nn.Module]]:
+    """Each model in several files, and the model."""
+    root = tmp_path_factory.mktemp("pretrained")
+    made = {}
+    for name, build in BUILDS.items():
+        torch.manual_seed(3)
+        model = build()
+        keep(model, root / name)
+        assert (root / name / PARTS).exists()
+        made[name] = root / name, model
+    return made
+
+
+def load(world: World, build: Callable[[], nn.Module], plan: str, folder: Path) -> tuple[Any, dict[str, Tensor]]:
+    training = parallelize(build, plan, loss=loss, world=world, lr=1e-2)
+    extra = training.load(folder)
+    return extra, {name: value.clone() for name, value in training.full_parameters()}
+
+
+@pytest.mark.parametrize("plan,ranks", [("dp=1", 1), ("dp=3 zero=3", 3), ("dp=2 zero=1", 2), ("tp=2 dp=2 zero=3", 4)])
+@pytest.mark.parametrize("name", BUILDS)
+def test_a_folder_in_parts_goes_straight_into_any_plan(
+    name: str, plan: str, ranks: int, folders: dict[str, tuple[Path, nn.Module]]
+) -> None:
+    folder, model = folders[name]
+    expected = dict(model.named_parameters())
+    for extra, parameters in run(ranks, load, args=(BUILDS[name], plan, folder)):
+        assert extra == {"unused": []}
+        assert parameters.keys() == expected.keys()
+        for key, value in parameters.items():
+            assert torch.equal(value, expected[key]), key
+
+
+def test_a_folder_of_the_model_without_its_head_is_found_by_its_prefix(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    bare = transformers.GPT2Model(
+        transformers.GPT2Config(vocab_size=40, n_positions=32, n_embd=16, n_layer=2, n_head=4)
+    )
+    keep(bare, tmp_path / "bare")
+    [(_, parameters)] = run(1, load, args=(gpt2, "dp=1", tmp_path / "bare"))
+    for name, value in bare.named_parameters():
+        assert torch.equal(parameters[f"transformer.{name}"], value), name
+
+
+def refused(world: World, build: Callable[[], nn.Module], folder: Path, error: type[Exception]) -> str:
+    training = parallelize(build, "dp=2 zero=1", loss=loss, world=world)
+    before = [value.clone() for _, value in training.full_parameters()]
+    with pytest.raises(error) as caught:
+        training.load(folder)
+    assert all(torch.equal(*pair) for pair in zip(before, (v for _, v in training.full_parameters()), strict=True))
+    return str(caught.value)
+
+
+def test_another_model_is_refused_by_name(folders: dict[str, tuple[Path, nn.Module]]) -> None:
+    for message in run(2, refused, args=(gpt2, folders["llama"][0], ValueError)):
+        assert "lacks parameters that the model has: transformer.wte.weight, transformer.wpe.weight" in message
+
+
+def test_a_name_in_a_weight_map_cannot_lead_out_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / PARTS).write_text(json.dumps({"weight_map": {"a": "../../etc/passwd"}}))
+    for message in run(2, refused, args=(gpt2, tmp_path, DamageError)):
+        assert "plain names" in message
+
+
+def train_and_save(world: World, build: Callable[[], nn.Module], plan: str, folder: Path) -> dict[str, Tensor]:
+    training = parallelize(build, plan, loss=loss, world=world, lr=1e-2)
+    training.step(TOKENS)
+    training.save(folder)
+    return {name: value.clone() for name, value in training.full_parameters()}
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_an_export_has_the_layout_and_names_that_transformers_reads(name: str, tmp_path: Path) -> None:
+    build = BUILDS[name]
+    plan = "dp=2 zero=3"
+    expected = run(2, train_and_save, args=(build, plan, tmp_path / "step-1"))[0]
+    done = export(tmp_path / "step-1", into=tmp_path / "out", build=build)
+    assert done.difference == 0
+    kind: Any = type(build())
+    model, told = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    for key, value in model.named_parameters():
+        assert torch.equal(value, expected[key]), key
+    again = run(2, load, args=(build, "dp=2 zero=2", tmp_path / "out"))[0][1]
+    assert all(torch.equal(again[key], value) for key, value in expected.items())
+
+
+def test_a_narrow_model_is_exported_as_narrow_as_it_is(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return llama(dtype=torch.bfloat16)
+
+    expected = run(2, train_and_save, args=(build, "dp=2 zero=1", tmp_path / "step-1"))[0]
+    export(tmp_path / "step-1", into=tmp_path / "out", build=build)
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    for key, value in model.named_parameters():
+        assert value.dtype == torch.bfloat16
+        assert torch.equal(value, expected[key]), key
+
+
+def plain() -> nn.Module:
+    return GPT(GPTConfig(vocabulary=40, context=16, layers=1, heads=2, width=8, tied=True))
+
+
+def plain_loss(logits: Tensor, batch: Tensor) -> tuple[Tensor, int]:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch.flatten(), reduction="sum"), batch.numel()
+
+
+def save_plain(world: World, folder: Path) -> None:
+    training = parallelize(plain, "dp=2", loss=plain_loss, world=world)
+    training.step(TOKENS)
+    training.save(folder)
+
+
+def test_a_model_of_ones_own_is_exported_and_checked_too(tmp_path: Path) -> None:
+    run(2, save_plain, args=(tmp_path / "step-1",))
+    done = export(tmp_path / "step-1", into=tmp_path / "out", build=plain)
+    assert [path.name for path in done.files] == ["model.safetensors"]
+    with pytest.raises(FileExistsError):
+        export(tmp_path / "step-1", into=tmp_path / "out", build=plain)
+    with pytest.raises(ValueError, match="shape"):
+        export(
+            tmp_path / "step-1",
+            into=tmp_path / "other",
+            build=lambda: GPT(GPTConfig(vocabulary=40, context=16, layers=1, heads=2, width=16, tied=True)),
+        )
+
+
+def test_an_export_that_is_not_the_model_is_no_success(tmp_path: Path) -> None:
+    run(2, save_plain, args=(tmp_path / "step-1",))
+    built: list[nn.Module] = []
+
+    def build() -> nn.Module:
+        """The second one, into which the export is read, has an output of its own."""
+        built.append(plain())
+        if len(built) == 2:
+            built[1].get_submodule("norm").register_forward_hook(lambda _module, _args, output: output + 1)
+        return built[-1]
+
+    with pytest.raises(ExportError, match="differ"):
+        export(tmp_path / "step-1", into=tmp_path / "out", build=build)
