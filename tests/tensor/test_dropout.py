@@ -1,0 +1,175 @@
+"""With dropout, too, a split model trains as one process does: three steps in float64, to 1e-9.
+
+The models draw on the stream, on hidden features and on attention scores; between them they use nn.Dropout, F.dropout,
+fused attention, nn.MultiheadAttention and a repeated forward. Most plans do not divide the batches.
+"""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from meshwise.comm.world import World
+from meshwise.parallelize import Options, parallelize
+from meshwise.plan import Plan
+from meshwise.reference import GPT, GPTConfig, next_token_loss
+from meshwise.testing import Processes, agree, alone, outcome, run
+
+VOCABULARY, TOKENS, WIDTH = 19, 5, 16
+
+
+class Encoder(nn.Module):
+    """torch's own encoder over an embedding, for next tokens as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 24, dropout=0.3, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Any:
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.size(1), dtype=torch.float64)
+        return self.head(self.layers(self.embedding(tokens), mask=mask, is_causal=True))
+
+
+def encoder() -> nn.Module:
+    return Encoder()
+
+
+class Noisy(GPT):
+    """A GPT whose blocks are left out at random for each sample, and whose stream is noisy."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """As a GPT's."""
+        x = self.embedding(tokens)
+        x = x + 0.1 * torch.randn_like(x) if self.training else x
+        for block in self.blocks:
+            kept = torch.rand(len(tokens), 1, 1, dtype=x.dtype) < 0.5 if self.training else 1.0
+            x = x + kept * (block(x) - x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def noisy() -> nn.Module:
+    return Noisy(config(dropout=0.0, positions="rotary"))
+
+
+class Repeating(GPT):
+    """A GPT that keeps no activations of its blocks."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """As a GPT's."""
+        x = self.dropout(self.embedding(tokens))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def config(**changes: Any) -> GPTConfig:
+    shape: dict[str, Any] = {"vocabulary": VOCABULARY, "context": TOKENS, "layers": 2, "heads": 4, "width": WIDTH}
+    return GPTConfig(**shape | {"mlp_ratio": 2, "dropout": 0.3} | changes)
+
+
+def gpt() -> nn.Module:
+    return GPT(config(tied=True))
+
+
+def repeating() -> nn.Module:
+    return Repeating(config(positions="rotary"))
+
+
+def bert() -> nn.Module:
+    transformers = pytest.importorskip("transformers", reason="needs transformers, which the extra hf installs")
+    shape = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+    model: nn.Module = transformers.BertForMaskedLM(
+        transformers.BertConfig(**shape, vocab_size=VOCABULARY, max_position_embeddings=TOKENS, hidden_dropout_prob=0.3)
+    )
+    return model
+
+
+Build = Callable[[], nn.Module]
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    drawn = [torch.randint(VOCABULARY, (rows, TOKENS + 1), generator=generator) for rows in (8, 5, 3)]
+    return [(tokens[:, :-1], tokens[:, 1:]) for tokens in drawn]
+
+
+def forward(model: nn.Module, batch: Any) -> Any:
+    output = model(batch[0])
+    return output if isinstance(output, Tensor) else output.logits
+
+
+TRAINING: dict[str, Any] = {
+    "loss": next_token_loss,
+    "options": Options(clip_norm=0.5, forward=forward, seed=4),
+    "lr": 1e-2,
+}
+
+
+@functools.cache
+def existing(build: Build) -> nn.Module:
+    torch.manual_seed(3)
+    return build().double()
+
+
+@functools.cache
+def expected(build: Build) -> Any:
+    return alone(existing(build), batches=batches(), **TRAINING)
+
+
+def trained(world: World, plan: str, model: nn.Module) -> Any:
+    return outcome(parallelize(copy.deepcopy(model), plan, world=world, **TRAINING), batches=batches())
+
+
+CASES = (
+    (gpt, "dp=4 microbatches=2"),
+    (gpt, "dp=3 zero=3"),
+    (gpt, "tp=3 sequence_parallel=1 zero=1"),
+    (gpt, "dp=2 tp=2 microbatches=2 zero=3"),
+    (gpt, "tp=8 tp_mode=2.5d tp_depth=2"),
+    (gpt, "tp=8 tp_mode=3d microbatches=2"),
+    (encoder, "dp=2"),
+    (encoder, "tp=2 sequence_parallel=1"),
+    (encoder, "tp=4 tp_mode=2d zero=1"),
+    (repeating, "dp=2 microbatches=3 zero=3"),
+    (repeating, "dp=2 tp=2 sequence_parallel=1"),
+    (repeating, "tp=4 tp_mode=2d"),
+    (bert, "dp=2 microbatches=2"),
+    (bert, "tp=3"),
+    (bert, "tp=4 tp_mode=2d"),
+)
+
+
+@pytest.mark.parametrize("build, plan", CASES)
+def test_a_split_model_with_dropout_trains_as_on_one_process(build: Build, plan: str) -> None:
+    for steps in run(Plan.parse(plan).mesh().size, trained, args=(plan, existing(build))):
+        agree(steps, expected(build), bound=1e-9)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("plan", ["dp=4 zero=3", "dp=2 tp=2 sequence_parallel=1"])
+def test_on_real_processes_too(processes: Processes, plan: str) -> None:
+    for steps in run(4, trained, args=(plan, existing(gpt)), on=processes):
+        agree(steps, expected(gpt), bound=1e-9)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "tp=4 tp_mode=2d"])
+def test_noise_of_a_models_own_is_the_same_under_every_plan(plan: str) -> None:
+    for steps in run(Plan.parse(plan).mesh().size, trained, args=(plan, existing(noisy))):
+        agree(steps, expected(noisy), bound=1e-9)
+
+
+def test_without_dropout_the_model_trains_to_something_else() -> None:
+    quiet = alone(existing(gpt).eval(), batches=batches(), **TRAINING)
+    existing(gpt).train()
+    with pytest.raises(AssertionError, match="tensors differ"):
+        agree(quiet, expected(gpt), bound=1e-3)
