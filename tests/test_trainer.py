@@ -295,6 +295,69 @@ def test_freezing_after_the_plan_was_applied_is_an_error(plan: str, thaw: bool) 
     run(2, main)
 
 
+def replace(model: nn.Module) -> None:
+    model.get_parameter("second.bias").data = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            lambda model: model.half(),
+            "'.*' was torch.float32 when .* and is torch.float16 now; convert the model before",
+        ),
+        (replace, "the tensor of 'second.bias' was replaced after the model was parallelized"),
+    ],
+    ids=["converted", "replaced"],
+)
+@over_plans
+def test_parameters_that_were_exchanged_are_noticed(
+    plan: str, change: Callable[[nn.Module], Any], message: str
+) -> None:
+    def main(world: World) -> None:
+        trainer = made(world, plan)
+        trainer.step(good())
+        change(trainer.model)
+        with pytest.raises(ValueError, match=message):
+            trainer.step(good())
+
+    run(2, main)
+
+
+@pytest.mark.parametrize("plan", PLANS[:3])
+def test_a_parameter_with_a_wider_copy_must_not_be_written_to(plan: str) -> None:
+    def main(world: World) -> None:
+        trainer = parallelize(lambda: Two().bfloat16(), plan, world=world, loss=squares, lr=1e-2)
+        trainer.step(good().bfloat16())
+        with torch.no_grad():
+            trainer.model.get_parameter("first.weight").mul_(2)
+        with pytest.raises(ValueError, match=r"'first.weight' was written to .*load them with trainer.load"):
+            trainer.step(good().bfloat16())
+
+    run(2, main)
+
+
+@pytest.mark.parametrize("plan", PLANS[:3])
+def test_parameters_without_one_may_be_written_to_and_go_on_from_there(plan: str) -> None:
+    def main(world: World) -> None:
+        trainer = made(world, plan, lr=0.0, weight_decay=0.0)
+        with torch.no_grad():
+            trainer.model.get_parameter("first.weight").fill_(0.5)
+        trainer.step(good())
+        assert dict(trainer.full_parameters())["first.weight"].eq(0.5).all()
+
+    run(2, main)
+
+
+def test_parameters_at_rest_cannot_be_loaded_by_the_module() -> None:
+    def main(world: World) -> None:
+        trainer = made(world, "dp=2 zero=3")
+        with pytest.raises(RuntimeError, match=r"spread over the ranks \(zero=3\).* use trainer\.load"):
+            trainer.model.load_state_dict(Two().state_dict())
+
+    run(2, main)
+
+
 @over_plans
 def test_a_scheduler_of_torch_works_on_the_optimizer(plan: str) -> None:
     def main(world: World) -> None:

@@ -156,7 +156,7 @@ class Trainer:
         the ranks called different collectives, LossError when `loss` does not return (sum, count).
         """
         started = time.perf_counter()
-        self._engine.check_trainable()
+        self._engine.check_parameters()
         parts = self._micro_batches(batch, local=local, parts=self.plan.microbatches, total=total)
         self._draws.begin(self._steps)
         self._steps += 1

@@ -82,6 +82,11 @@ class Bucket:
         self._arriving: tuple[Work, Tensor] | None = None
         self._rounds = 0
 
+    @property
+    def has_master(self) -> bool:
+        """Whether what is updated is a copy of the parameters in a wider type."""
+        return self.master is not None and self.master.dtype != self.dtype
+
     # ---- parameters --------------------------------------------------------------------------------------------
 
     def fill(self, values: Iterable[Tensor]) -> None:

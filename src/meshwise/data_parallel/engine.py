@@ -83,15 +83,11 @@ class DataParallel:
                 groups[options].append(parameter)
         return groups
 
-    def check_trainable(self) -> None:
-        """Raise ValueError when `requires_grad` of a parameter is not what it was when the plan was applied."""
+    def check_parameters(self) -> None:
+        """Raise ValueError when a parameter of the model is not what it was when the plan was applied."""
         for unit in self.units:
-            for row, parameter in zip(unit.rows, itertools.chain(*unit.parameters), strict=True):
-                if parameter.requires_grad != row.trainable:
-                    raise ValueError(
-                        f"requires_grad of {row.name!r} was {row.trainable} when the model was parallelized and is "
-                        f"{parameter.requires_grad} now; call parallelize again after freezing or unfreezing"
-                    )
+            if what := unit.altered():
+                raise ValueError(what)
 
     # ---- a step ------------------------------------------------------------------------------------------------
 

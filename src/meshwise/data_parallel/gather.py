@@ -53,6 +53,7 @@ class Gatherer:
         if self._units:
             self._handles.append(module.register_forward_hook(self._after_model, always_call=True))
             self._handles.append(module.register_state_dict_pre_hook(_refuse_state_dict))
+            self._handles.append(module.register_load_state_dict_pre_hook(_refuse_loading))
 
     @property
     def guard(self) -> TorchFunctionMode:
@@ -192,4 +193,11 @@ def _refuse_state_dict(_module: nn.Module, prefix: str, _keep_vars: bool) -> Non
     raise RuntimeError(
         f"the parameters of {prefix or 'this model'} are spread over the ranks (zero=3), so state_dict() would hold "
         "none of them; iterate over trainer.full_parameters() on every rank instead"
+    )
+
+
+def _refuse_loading(module: nn.Module, *_: Any) -> None:
+    raise RuntimeError(
+        f"the parameters of this {type(module).__name__} are spread over the ranks (zero=3), so load_state_dict() "
+        "cannot fill them; load before parallelize, or use trainer.load"
     )

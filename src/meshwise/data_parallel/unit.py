@@ -30,6 +30,7 @@ class LiveUnit:
         alike = [list(group) for _, group in groupby(sorted(spec.rows, key=kind), key=kind)]
         self.buckets = [Bucket(rows, replication=replace(replication, axes=rows[0].summed)) for rows in alike]
         self.parameters: list[list[nn.Parameter]] = []
+        self._versions: list[list[int]] = []
         self.whole = True
         self.encloses = False
         self._gathering: list[Work] = []
@@ -50,7 +51,9 @@ class LiveUnit:
             bucket.fill(self._agreed(source, row=piece.row) for piece in bucket.place.pieces)
             values = self._at_rest(bucket)
             pieces = bucket.place.pieces
-            self.parameters.append([place(piece.row, value) for piece, value in zip(pieces, values, strict=True)])
+            # As `data`, a parameter has a version of its own, which our writes to the buffer do not change.
+            self.parameters.append([place(piece.row, value.data) for piece, value in zip(pieces, values, strict=True)])
+            self._versions.append([parameter._version for parameter in self.parameters[-1]])
         self.whole = not self.at_rest
 
     def _agreed(self, source: Source, *, row: Row) -> Tensor:
@@ -61,6 +64,35 @@ class LiveUnit:
             value = value.detach().to(world.device).clone(memory_format=torch.contiguous_format)
             world.broadcast(value, axes=world.mesh.names).wait()
         return value
+
+    def altered(self) -> str:
+        """What somebody else did to a parameter since it was put into the model, and what to do instead."""
+        for bucket, parameters, versions in zip(self.buckets, self.parameters, self._versions, strict=True):
+            resting = bucket.at_rest and not self.whole
+            memory = bucket.whole.untyped_storage().data_ptr()
+            for piece, parameter, version in zip(bucket.place.pieces, parameters, versions, strict=True):
+                name, held = piece.row.name, parameter.untyped_storage()
+                if parameter.requires_grad != bucket.trainable:
+                    return (
+                        f"requires_grad of {name!r} was {bucket.trainable} when the model was parallelized and is "
+                        f"{parameter.requires_grad} now; call parallelize again after freezing or unfreezing"
+                    )
+                if parameter.dtype != bucket.dtype:
+                    return (
+                        f"{name!r} was {bucket.dtype} when the model was parallelized and is {parameter.dtype} now; "
+                        "convert the model before parallelize"
+                    )
+                if held.nbytes() != bucket.dtype.itemsize if resting else held.data_ptr() != memory:
+                    return (
+                        f"the tensor of {name!r} was replaced after the model was parallelized, so what is trained is "
+                        "no longer what the model uses; set values and devices before parallelize"
+                    )
+                if bucket.has_master and parameter._version != version:
+                    return (
+                        f"{name!r} was written to after the model was parallelized, and the next step would overwrite "
+                        f"it from its float32 copy; set values before parallelize, or load them with trainer.load"
+                    )
+        return ""
 
     def start_gather(self) -> None:
         """Start to make the parameters whole; does nothing when they are, or are about to be."""
