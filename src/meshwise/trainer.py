@@ -360,18 +360,12 @@ class Trainer:
     def load(self, folder: str | Path) -> Mapping[str, Any]:
         """Take up a checkpoint that any plan has saved, and return its `extra`. Every rank calls it.
 
+        Of a Hugging Face folder it takes the parameters, each rank its own; training begins anew.
+
         Raises DamageError on every rank when it is torn or altered; only another load then makes this a model again.
         ValueError, with nothing changed, when it is of another model or optimizer.
         """
         return self._took_up(self._state.load(Path(folder)))
-
-    def load_pretrained(self, folder: str | Path) -> tuple[str, ...]:
-        """Take up the parameters of a Hugging Face folder of safetensors files, each rank its own; every rank calls it.
-
-        The optimizer starts anew. Returns the names of tensors in the folder that the model has no use for. Raises
-        ValueError, with nothing changed, when a parameter is missing or has another shape; DamageError as `load` does.
-        """
-        return self._state.load_pretrained(Path(folder))
 
     def restore(self, root: str | Path) -> Restored | None:
         """Load the newest valid checkpoint of a folder of checkpoints; None when there is none. Every rank calls it.
