@@ -35,12 +35,12 @@ def _blocks(model: nn.Module, cut: Cut, index: int, crossing: Crossing) -> nn.Mo
     shadow = copied(model, tensors={tensor: _meta(tensor) for tensor in every})
     route = Route(cut.keys, modules=[module.get_submodule(name) for name in cut.modules], start=start, stop=stop)
     for owner in module.modules():
-        _let_go(owner._parameters, held)
+        _let_go(owner, owner._parameters, held)
     for name in dict.fromkeys(cut.modules):
         piece = module.get_submodule(name)
         if name not in cut.modules[start:stop]:
             for owner in piece.modules():
-                _let_go(owner._buffers, held)
+                _let_go(owner, owner._buffers, held)
         piece.forward = Piece(piece, shadow=shadow.get_submodule(name), route=route, crossing=crossing)
     return module
 
@@ -51,11 +51,16 @@ def _meta(tensor: Tensor) -> Tensor:
     return nn.Parameter(bare, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
 
 
-def _let_go(tensors: MutableMapping[str, Any], held: set[int]) -> None:
-    """Forget the parameters or buffers of one module that are not held here: to use one is an error, not a zero."""
-    for name, tensor in tensors.items():
+def _let_go(owner: nn.Module, tensors: MutableMapping[str, Any], held: set[int]) -> None:
+    """Forget the parameters, or the buffers, of a module that are not held here.
+
+    A plain meta tensor stays under the name, for a model that asks for a dtype or a shape; to compute with it is an
+    error.
+    """
+    for name, tensor in list(tensors.items()):
         if tensor is not None and id(tensor) not in held:
-            tensors[name] = None
+            del tensors[name]
+            setattr(owner, name, tensor.detach().to("meta"))
 
 
 def _traced(model: nn.Module, cut: Cut, index: int, call: Call, crossing: Crossing) -> nn.Module:
