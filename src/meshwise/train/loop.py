@@ -62,7 +62,7 @@ def train(world: World, *, job: Job, console: Console | None = None) -> Summary:
     prepared = prepare(job, ranks=world.size)
     job = prepared.job
     attempt = Attempt.current()
-    origin = on_first_rank(world, lambda: checked_origin(prepared, attempt=attempt))
+    origin = on_first_rank(lambda: checked_origin(prepared, attempt=attempt), world=world)
     trainer = parallelize(
         prepared.model,
         job.plan,
@@ -72,7 +72,7 @@ def train(world: World, *, job: Job, console: Console | None = None) -> Summary:
         options=Options(clip_norm=job.train.clip_norm, seed=job.train.seed, nonfinite=job.train.nonfinite),
         **prepared.optimizer_arguments,
     )
-    folder = on_first_rank(world, lambda: RunFolder.claim(job, path=origin.folder, attempt=attempt))
+    folder = on_first_rank(lambda: RunFolder.claim(job, path=origin.folder, attempt=attempt), world=world)
     sinks = [] if world.rank else folder.sinks(console or Console(), every=job.train.log_every)
     try:
         with Events(sinks) as events:

@@ -58,7 +58,7 @@ class Progress:
         self.loss = result.loss
 
 
-def on_first_rank(world: World, call: Callable[[], T]) -> T:
+def on_first_rank(call: Callable[[], T], *, world: World) -> T:
     """What `call` returns on rank 0, on every rank; what it raises for the user, raised on every rank."""
     found: tuple[T | None, Exception | None] = (None, None)
     if world.rank == 0:
