@@ -15,7 +15,7 @@ from meshwise.checkpoint.load import Reader
 from meshwise.checkpoint.pretrained import dtypes_of, read_pretrained, under_names, write_pretrained
 from meshwise.data_parallel.holdings import Holding, buffers
 
-_TOKENS = (2, 16)
+_TOKENS = (4, 8)
 
 
 class ExportError(RuntimeError):

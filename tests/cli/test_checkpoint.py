@@ -1,0 +1,102 @@
+"""`meshwise checkpoint`: what a user sees of checkpoints, and the status of each command."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwise.cli.main import main
+from meshwise.comm.world import World
+from meshwise.parallelize import parallelize
+from meshwise.reference import next_token_loss
+from meshwise.testing import run
+from meshwise.train.config import to_toml
+from meshwise.train.job import DataJob, Job, ModelJob
+from meshwise.train.named import model_function
+
+JOB = Job(
+    model=ModelJob(name="gpt", arguments={"layers": 1, "heads": 2, "width": 8, "mlp_ratio": 2, "vocabulary": 12}),
+    data=DataJob(context=8),
+)
+
+
+def save(world: World, root: Path) -> None:
+    training = parallelize(model_function(JOB), "dp=2 zero=1", loss=next_token_loss, world=world, lr=1e-2)
+    tokens = torch.arange(36).view(4, 9) % 12
+    for step in (1, 2):
+        training.step((tokens[:, :-1], tokens[:, 1:]))
+        training.save(root / f"step-{step}", extra={"job": to_toml(JOB)} if step == 2 else {})
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    run(2, save, args=(tmp_path / "run" / "checkpoints",))
+    return tmp_path / "run" / "checkpoints"
+
+
+def tear(folder: Path) -> None:
+    with (folder / "rank-00001.safetensors").open("r+b") as file:
+        file.seek(-9, 2)
+        file.write(b"?")
+
+
+def test_list_shows_the_checkpoints_of_a_run_newest_first(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "list", str(root.parent)]) == 0
+    _, newest, older = capsys.readouterr().out.strip().splitlines()
+    assert newest.split()[0] == "step-2"
+    assert newest.rstrip().endswith("latest")
+    assert "dp=2 zero=1" in newest
+    assert older.split()[0] == "step-1"
+
+
+def test_list_names_what_is_damaged(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "step-2" / "rank-00000.safetensors").unlink()
+    assert main(["checkpoint", "list", str(root)]) == 1
+    assert "damaged" in capsys.readouterr().out
+
+
+def test_show_tells_every_tensor_and_what_else_was_saved(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "show", str(root / "step-2")]) == 0
+    told = capsys.readouterr().out
+    for word in ("parameter/", "optimizer/exp_avg/", "scalar/step/", "float32", "dp=2 zero=1", "parameters", "[model]"):
+        assert word in told
+
+
+def test_check_reads_every_byte_of_one_or_of_all(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "check", str(root)]) == 0
+    tear(root / "step-2")
+    capsys.readouterr()
+    assert main(["checkpoint", "check", str(root)]) == 1
+    told = capsys.readouterr().out
+    assert "step-1: whole" in told
+    assert "rank-00001.safetensors" in told
+    assert "expected the crc32" in told
+    assert main(["checkpoint", "check", str(root / "step-1")]) == 0
+    assert main(["checkpoint", "check", str(root / "step-2")]) == 1
+
+
+def test_diff_tells_which_tensors_are_not_the_same(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "diff", str(root / "step-1"), str(root / "step-1")]) == 0
+    assert "bit for bit the same" in capsys.readouterr().out
+    assert main(["checkpoint", "diff", str(root / "step-1"), str(root / "step-2")]) == 1
+    assert "scalar/step/" in capsys.readouterr().out
+
+
+def test_export_says_that_it_has_checked(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "export", str(root / "step-2"), str(tmp_path / "out")]) == 0
+    assert "logits" in capsys.readouterr().out
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert main(["checkpoint", "export", str(root / "step-1"), str(tmp_path / "other")]) == 2
+    assert "--job" in capsys.readouterr().err
+    (tmp_path / "job.toml").write_text(to_toml(JOB))
+    words = ["export", str(root / "step-1"), str(tmp_path / "other"), "--job", str(tmp_path / "job.toml")]
+    assert main(["checkpoint", *words]) == 0
+
+
+def test_what_is_no_checkpoint_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "show", str(tmp_path)]) == 1
+    assert "no such file" in capsys.readouterr().out
+    assert main(["checkpoint", "check", str(tmp_path)]) == 1
+    with pytest.raises(SystemExit) as caught:
+        main(["checkpoint", "mend", str(tmp_path)])
+    assert caught.value.code == 2
