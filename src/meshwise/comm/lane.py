@@ -62,10 +62,9 @@ class Call:
     acted: bool = False
     finished: bool = False
 
-    @property
-    def tag(self) -> int:
+    def __post_init__(self) -> None:
+        self.tag = zlib.crc32(self.stamp.agreed.encode())
         """What the ranks have to agree about."""
-        return zlib.crc32(self.stamp.agreed.encode())
 
 
 class Lane:
@@ -73,15 +72,18 @@ class Lane:
 
     def __init__(self, room: Room, *, key: int, ranks: tuple[int, ...], meanwhile: Meanwhile) -> None:
         self.ranks = ranks
+        self.index = ranks.index(room.rank)
+        self.others = [(self.index + step) % len(ranks) for step in range(1, len(ranks))]
+        """The indices after this one and around, so that not everyone begins with the same rank."""
         self._room = room
         self._meanwhile = meanwhile
         self._key = key
         self._size = _HEAD + _PART * len(ranks)
         self._start = room.board.add_lane(key, record=self._size)
-        self._index = ranks.index(room.rank)
         self._posted = 0
         self._done = 0
         self._calls: deque[Call] = deque()
+        self._is_awaited = False
 
     # ---- what this rank does -----------------------------------------------------------------------------------
 
@@ -176,7 +178,9 @@ class Lane:
         call.acted = True
         self._done += 1
         self._room.board.publish(board.done(self._start), value=self._done)
-        self._room.board.ring()
+        if self._is_awaited:  # by a rank whose tensor this one used; a payload belongs to nobody
+            self._is_awaited = False
+            self._room.board.ring()
 
     @staticmethod
     def _end(call: Call) -> None:
@@ -201,12 +205,13 @@ class Lane:
             raise RanksDisagree(
                 f"rank {rank} gives {size} bytes where rank {self._room.rank} takes {nbytes(like)} in {call.stamp}"
             )
-        if place == _IN_PRIVATE:
-            assert self._room.memory is not None
-            return Far(self._room.memory, rank, offset, like.element_size())
         if place == _IN_PAYLOAD:
             offset += board.payload(start, number=call.number, size=self._size)
             return Near(theirs.bytes[offset : offset + size].view(like.dtype))
+        self._is_awaited = True
+        if place == _IN_PRIVATE:
+            assert self._room.memory is not None
+            return Far(self._room.memory, rank, offset, like.element_size())
         return Near(self._room.peer(rank).slabs.at(place)[offset : offset + size].view(like.dtype))
 
     def _is_there(self, index: int, call: Call) -> bool:
@@ -226,11 +231,11 @@ class Lane:
         return -1 if start is None else start
 
     def _board(self, index: int) -> Board:
-        return self._room.board if index == self._index else self._room.peer(self.ranks[index]).board
+        return self._room.board if index == self.index else self._room.peer(self.ranks[index]).board
 
     def _await_done(self, call: Call, indices: Sequence[int], number: int) -> None:
         for index in indices:
-            if index != self._index:
+            if index != self.index:
                 self._await(call, index, lambda index=index: self._count_done(index) > number)  # type: ignore[misc]
 
     def _await(self, call: Call, index: int, condition: Callable[[], bool]) -> None:

@@ -43,8 +43,8 @@ class _Part:
 
     @property
     def others(self) -> list[int]:
-        """The indices after this one and around, so that not everyone begins with the same rank."""
-        return [(self.group.index + step) % self.group.size for step in range(1, self.group.size)]
+        """The indices of the other ranks."""
+        return self.lane.others
 
     def span(self, index: int, *, like: Tensor, which: int = 0) -> Span:
         """What that rank gave to the call."""
@@ -267,7 +267,7 @@ class LocalWorld(World):
         with self.journal.waiting(stamp):
             part.lane.post(part.call)
             part.lane.finish(part.call)
-        require_alike(found)
+        require_alike(found, journal=self.journal)
 
 
 class _Begun(Work):

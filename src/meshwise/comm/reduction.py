@@ -27,6 +27,9 @@ def reduce_in_order(parts: Sequence[Tensor], *, into: Tensor, scratch: Tensor, o
     rounded once. Raises ValueError for an unknown op.
     """
     require_op(op)
+    if into.numel() <= _BLOCK:
+        _reduce(parts, into, scratch, op)
+        return
     for start in range(0, into.numel(), _BLOCK):
         block = slice(start, start + _BLOCK)
         _reduce([part[block] for part in parts], into[block], scratch[block], op)

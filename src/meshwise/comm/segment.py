@@ -90,6 +90,7 @@ class Slabs:
     """The shared memory of one rank's tensors."""
 
     def __init__(self) -> None:
+        self._process = os.getpid()
         self._numbers = itertools.count(1)
         self._lent: dict[int, Segment] = {}
         self._free: deque[Segment] = deque()
@@ -117,6 +118,8 @@ class Slabs:
         return None if slab is None else (slab.place, x.data_ptr() - start)
 
     def _give_back(self, address: int) -> None:
+        if os.getpid() != self._process:
+            return  # a copy of the process that made it: what it lets go of is still in use there
         self._free.append(self._lent.pop(address))
         if len(self._free) > _KEPT:
             self._free.popleft().discard()

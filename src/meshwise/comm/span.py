@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from meshwise.comm.direct import Memory
@@ -82,6 +83,10 @@ def reduce_spans(spans: Sequence[Span], *, into: Tensor, copies: Sequence[Span],
 
     Raises OSError when memory of another process cannot be read or written.
     """
+    near = [span.tensor for span in spans if isinstance(span, Near)]
+    if len(near) == len(spans) and not copies and into.numel() * into.element_size() <= _NEAR_BYTES:
+        reduce_in_order(near, into=into, scratch=torch.empty_like(into), op=op)
+        return
     far = any(isinstance(span, Far) for span in (*spans, *copies))
     step = max(1, (_FAR_BYTES if far else _NEAR_BYTES) // into.element_size())
     total = scratch.borrow(like=into[:step])
