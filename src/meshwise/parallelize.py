@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from meshwise.comm.launch import connect
+from meshwise.comm.thread_world import ThreadWorld
 from meshwise.comm.world import World
 from meshwise.data_parallel.engine import DataParallel
 from meshwise.model.birth import Source, born
@@ -101,6 +102,8 @@ def parallelize(
     if not engine.buckets:
         raise ValueError("every parameter is frozen; set requires_grad=True on those that should train")
     local = plan.random == "local"
+    if local and parts and isinstance(world, ThreadWorld):
+        raise ValueError("random=local draws from torch's own generator, which threads share; give random=global")
     before, after = slices(source.module, plan=plan, parts=parts)
     draws = Draws(source.module, seed=options.seed, before=before, after=after, local=local)
     recipe = Recipe(options.forward or default_forward, loss, options.clip_norm, skip, draws)

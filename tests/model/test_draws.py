@@ -218,4 +218,5 @@ def test_local_draws_are_torchs_own_and_the_same_again_for_the_same_part() -> No
 
     assert torch.equal(run(Rows(0, 4)), run(Rows(0, 4)))
     assert not torch.equal(run(Rows(0, 4)), run(Rows(4, 4)))
-    torch.set_rng_state(before)
+    assert not torch.equal(run(Rows(0, 4)), drawn(model, x[:4]))
+    assert torch.equal(torch.get_rng_state(), before)

@@ -7,6 +7,7 @@ fused attention, nn.MultiheadAttention and a repeated forward. Most plans do not
 import copy
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,3 +174,41 @@ def test_without_dropout_the_model_trains_to_something_else() -> None:
     existing(gpt).train()
     with pytest.raises(AssertionError, match="tensors differ"):
         agree(quiet, expected(gpt), bound=1e-3)
+
+
+def begun(world: World, plan: str, folder: str) -> None:
+    trainer = parallelize(copy.deepcopy(existing(gpt)), plan, world=world, **TRAINING)
+    trainer.step(batches()[0])
+    trainer.save(folder)
+
+
+def resumed(world: World, plan: str, folder: str) -> Any:
+    trainer = parallelize(copy.deepcopy(existing(gpt)), plan, world=world, **TRAINING)
+    trainer.load(folder)
+    return outcome(trainer, batches=batches()[1:])
+
+
+def test_a_training_taken_up_under_another_plan_draws_what_it_would_have(tmp_path: Path) -> None:
+    folder = str(tmp_path / "step-1")
+    run(2, begun, args=("dp=2 zero=1", folder))
+    for steps in run(2, resumed, args=("tp=2", folder)):
+        agree(steps, expected(gpt)[1:], bound=1e-9)
+
+
+def with_local_draws(world: World) -> list[Tensor]:
+    """What a rank has of the parameters that every rank has whole."""
+    trainer = parallelize(copy.deepcopy(existing(gpt)), "tp=2 random=local", world=world, **TRAINING)
+    trainer.step(batches()[0])
+    return [parameter.detach() for name, parameter in trainer.model.named_parameters() if "norm" in name]
+
+
+@pytest.mark.processes
+def test_ranks_that_draw_locally_drop_the_same_of_what_they_all_have(processes: Processes) -> None:
+    one, other = run(2, with_local_draws, on=processes)
+    assert len(one) == 5
+    assert all(map(torch.equal, one, other))
+
+
+def test_threads_share_a_generator_and_cannot_draw_locally() -> None:
+    with pytest.raises(ValueError, match=r"random=local draws from .* which threads share"):
+        run(2, with_local_draws)

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _rank(world: World, job: Job) -> None:
-    # What a model draws as it runs (dropout) comes from the generator of the process: another stream on every rank.
+    # What a model draws in other ways than torch's (see model/draws) depends on this generator: a stream for each rank.
     torch.manual_seed(job.train.seed * world.size + world.rank)
     try:
         train(world, job=job)

@@ -186,11 +186,14 @@ class Draws:
         self._rows, self._again, self._region = rows, again, Region()
         self._stack = [_Frame("", None if again else _OUTSIDE)]
         self._active = self._ran = True
+        kept = _random_state() if self.local else []
         try:
             with self._modes:
                 yield
         finally:
             self._active = False
+            for take_up, state in zip((torch.set_rng_state, torch.cuda.set_rng_state), kept, strict=False):
+                take_up(state)
 
     def close(self) -> None:
         """Take the hooks off the model."""
@@ -251,9 +254,11 @@ class Draws:
     def reseed(self, device: torch.device) -> None:
         """Seed torch's generator of a device for the next draw of a `local` stream: ranks with one part draw alike."""
         seed = _hash(self.key(), self._rows, self._region) % 2**63
-        (torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator).manual_seed(
-            seed
-        )
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            torch.cuda.default_generators[index].manual_seed(seed)
+        else:
+            torch.default_generator.manual_seed(seed)
 
     def no_answer(self, operation: str) -> None:
         """An operation drew from torch's own generator: say so, once."""

@@ -79,8 +79,8 @@ class Interception(TorchFunctionMode):
         if name not in MAY_DRAW or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         if self._source.local:
-            device = next((a.device for a in args if isinstance(a, Tensor)), torch.get_default_device())
-            self._source.reseed(device)
+            given = kwargs.get("device") or next((a.device for a in args if isinstance(a, Tensor)), None)
+            self._source.reseed(torch.device(given or torch.get_default_device()))
             return func(*args, **kwargs)
         if func is functional.dropout:
             return self._dropout(*args, **kwargs)
