@@ -37,12 +37,12 @@ class Context:
         """How many ranks lie along `axes`."""
         return self.world.group(axes).size if axes else 1
 
-    def sizes(self, layout: Layout, size: int, *, axes: Axes) -> tuple[int, ...]:
+    def sizes(self, layout: Layout, *, size: int, axes: Axes) -> tuple[int, ...]:
         """How much of a dim of `size`, laid out by `layout`, each rank along `axes` has."""
         mesh, ranks = self.world.mesh, self.world.group(axes).ranks if axes else (self.world.rank,)
         return tuple(layout.local_shape((size,), mesh=mesh, rank=rank)[0] for rank in ranks)
 
-    def own(self, layout: Layout, size: int) -> int:
+    def own(self, layout: Layout, *, size: int) -> int:
         """How much of a dim of `size`, laid out by `layout`, this rank has."""
         return layout.local_shape((size,), mesh=self.world.mesh, rank=self.world.rank)[0]
 

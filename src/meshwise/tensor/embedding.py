@@ -37,8 +37,8 @@ class SplitTable:
         self._w = Moved()
         if context.degree(lookup.w.axes) > 1:
             features = Layout((lookup.w.axes,))
-            self._w = Moved(lookup.w.axes, 1, context.sizes(features, shape[1], axes=lookup.w.axes))
-        self._y = context.sizes(Layout((lookup.y.axes,)), shape[1], axes=lookup.y.axes)
+            self._w = Moved(lookup.w.axes, 1, context.sizes(features, size=shape[1], axes=lookup.w.axes))
+        self._y = context.sizes(Layout((lookup.y.axes,)), size=shape[1], axes=lookup.y.axes)
 
     @property
     def placement(self) -> Placement:

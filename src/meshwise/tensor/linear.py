@@ -39,8 +39,8 @@ class Projection:
         axes, cuts = zip(*(stored if part.transposed else reversed(stored)), strict=True)
         self.layout = Layout(axes, cuts=cuts)
         self.bias_layout = Layout((product.features,), cuts=(out_cut,))
-        self.out_sizes = context.sizes(self.bias_layout, shape[1 - within], axes=product.features)
-        self._x = context.sizes(Layout((product.x.axes,), cuts=(in_cut,)), shape[within], axes=product.x.axes)
+        self.out_sizes = context.sizes(self.bias_layout, size=shape[1 - within], axes=product.features)
+        self._x = context.sizes(Layout((product.x.axes,), cuts=(in_cut,)), size=shape[within], axes=product.x.axes)
         self._within = within
         self._w, self._features = self._weight_moves(tuple(shape))
 
@@ -69,7 +69,7 @@ class Projection:
             within=self._within,
             streaming=context.streaming,
         )
-        y = matmul(x, weight, bias, operation=operation)
+        y = matmul(x, weight=weight, bias=bias, operation=operation)
         if self.part.role == "single" and not context.scheme.stream:
             y = gradient.replicate(y, world=context.world, axes=product.features, dim=-1, sizes=self.out_sizes).wait()
         return y

@@ -189,7 +189,7 @@ def _cross_entropy(x: SplitLogits, _func: Any, args: tuple[Any, ...], given: dic
     if x.dim_of_vocabulary != min(1, x.dim() - 1) or target.is_floating_point() or legacy != [None, None]:
         return None
     local = x.local.movedim(x.dim_of_vocabulary, -1)
-    return cross_entropy(local, target, vocabulary=x.vocabulary, options=LossOptions(**given))
+    return cross_entropy(local, target=target, vocabulary=x.vocabulary, options=LossOptions(**given))
 
 
 _IN_PLACE = tuple(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"))

@@ -66,7 +66,7 @@ class _How:
     total: Tensor
 
 
-def cross_entropy(local: Tensor, target: Tensor, *, vocabulary: Vocabulary, options: LossOptions) -> Tensor:
+def cross_entropy(local: Tensor, *, target: Tensor, vocabulary: Vocabulary, options: LossOptions) -> Tensor:
     """The cross-entropy in nats of (N, …, local classes) logits, classes last, for (N, …) integer targets.
 
     Alike on all ranks that share the classes, as torch computes it: of shape (N, …) for reduction `none`, else a

@@ -125,7 +125,7 @@ class _Slice:
         return stored if self.size == stored.size(dim) else stored.narrow(dim, self.start, self.size)
 
 
-def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, operation: Operation) -> Tensor:
+def matmul(x: Tensor, *, weight: Tensor, bias: Tensor | None = None, operation: Operation) -> Tensor:
     """X·W plus the bias, this rank's part of it: (…, its K) and its part of (out, in) to (…, its out).
 
     The gradients are those of what this rank stores; that of the bias is the sum over its own rows of Y. Under

@@ -155,7 +155,7 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         if average:
             total: Tensor = gradient.all_reduce(weights.sum(1), world=world, axes=axes).wait()
             return total / self._heads
-        sizes = context.sizes(Layout((axes,)), self._heads, axes=axes)
+        sizes = context.sizes(Layout((axes,)), size=self._heads, axes=axes)
         whole: Tensor = gradient.replicate(weights, world=world, axes=axes, dim=1, sizes=sizes).wait()
         return whole
 

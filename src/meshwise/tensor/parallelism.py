@@ -157,7 +157,7 @@ class _Split:
             return
         assert part.norm is not None
         features = _features_of_norm(module, name)
-        sizes = context.sizes(Layout((axes,)), features, axes=axes)
+        sizes = context.sizes(Layout((axes,)), size=features, axes=axes)
         _become(module, ShardedNorm, sharding=SplitNorm(context.world, axes, sizes, part.norm))
 
     def _whole(self, name: str, part: Part) -> None:
@@ -178,16 +178,16 @@ class _Split:
         for attribute, grain in part.counts:
             count = getattr(module, attribute)
             layout = Layout((context.scheme.inner,), cuts=(Cut(grain=grain),))
-            counts = [context.own(layout, size) for size in (count if isinstance(count, tuple) else (count,))]
+            counts = [context.own(layout, size=size) for size in (count if isinstance(count, tuple) else (count,))]
             setattr(module, attribute, tuple(counts) if isinstance(count, tuple) else counts[0])
         keys = tuple(axis for axis in context.scheme.inner if axis not in context.scheme.twins)
         for attributes, axes in ((part.key_counts, keys), (part.group_counts, context.scheme.twins)):
             for attribute in attributes:
-                setattr(module, attribute, context.own(Layout((axes,)), getattr(module, attribute)))
+                setattr(module, attribute, context.own(Layout((axes,)), size=getattr(module, attribute)))
         if part.gathers:
             region.gather_stream(module, context=context, features=self._width())
         if part.narrows:
-            own = context.own(Layout((context.scheme.inner,), cuts=(Cut(grain=part.narrows),)), self._width())
+            own = context.own(Layout((context.scheme.inner,), cuts=(Cut(grain=part.narrows),)), size=self._width())
             inside = [self._modules[key] for key, other in self._parts.items() if other.gathered]
             region.show_narrow(module, readers=[m for m in module.children() if m in inside], features=own)
         if part.becomes is None:

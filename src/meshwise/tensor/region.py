@@ -75,7 +75,7 @@ def leave_tokens(block: nn.Module, *, context: Context) -> None:
 def gather_stream(module: nn.Module, *, context: Context, features: int) -> None:
     """Gather the stream of `features` at the entry of a module, for all linears inside that open a pair."""
     move = context.scheme.first.x
-    sizes = context.sizes(Layout((move.axes,)), features, axes=move.axes)
+    sizes = context.sizes(Layout((move.axes,)), size=features, axes=move.axes)
 
     def gather(x: Tensor) -> Tensor:
         return arrive(x, move=move, context=context, features=sizes)
@@ -107,7 +107,7 @@ def show_narrow(module: nn.Module, *, readers: Sequence[nn.Module], features: in
 def gather_features(module: nn.Module, *, context: Context, features: int) -> None:
     """Give a module that is computed whole all features of the stream."""
     axes, world = context.scheme.stream, context.world
-    sizes = context.sizes(Layout((axes,)), features, axes=axes)
+    sizes = context.sizes(Layout((axes,)), size=features, axes=axes)
     if context.degree(axes) > 1:
         _change_input(module, lambda x: gradient.replicate(x, world=world, axes=axes, dim=-1, sizes=sizes).wait())
 

@@ -8,11 +8,12 @@ written per scheme but its page in `schemes/`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 Axes = tuple[str, ...]
 
-DIMS = {"rows": 0, "tokens": -2, "features": -1}
+DIMS: Mapping[str, int] = {"rows": 0, "tokens": -2, "features": -1}
 """The dims of an activation that a move names."""
 
 
