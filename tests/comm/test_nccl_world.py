@@ -98,10 +98,19 @@ def disagreeing(world: World, name: str) -> str:
     checked.check = True
     with pytest.raises(RanksDisagree) as caught:
         checked.all_reduce(torch.zeros(7 if world.rank == 2 else 8), axes="rank")
+    assert len(set(world.exchange(checked.digest("rank")))) == 1, "what was refused is not part of what they called"
     return str(caught.value)
 
 
-@pytest.mark.parametrize("main", [collectives, both_send_first])
+def called_from_far_away(world: World, name: str) -> None:
+    """The place of a call is a path, which may be long on one rank only."""
+    checked = over_c10d(world, name)
+    checked.check = True
+    scope: dict[str, object] = {"checked": checked, "x": torch.zeros(8)}
+    exec(compile('checked.all_reduce(x, axes="rank").wait()', 5000 * world.rank * "x" + ".py", "exec"), scope)
+
+
+@pytest.mark.parametrize("main", [collectives, both_send_first, called_from_far_away])
 def test_every_result_is_that_of_the_definition(main: Callable[[World, str], None], processes: Processes) -> None:
     run(SIZE, main, on=processes, args=(uuid.uuid4().hex,))
 

@@ -332,7 +332,7 @@ class GlooWorld(World):
         """Raise RanksDisagree unless every rank of the group has called the same."""
         with self.journal.waiting(stamp):
             found = self._swap(_Call(stamp, group), as_tensor(stamp), label=f"{group.ranks} check")
-        require_alike(found)
+        require_alike(found, journal=self.journal)
 
 
 class _Started(Work):

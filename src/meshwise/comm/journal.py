@@ -32,8 +32,9 @@ class Stamp:
     """One collective as one rank called it. The ranks of a group agree when `agreed` is equal on all of them.
 
     `bytes` is the payload of the whole collective as one rank sees it: the tensor of a broadcast, reduce, all-reduce,
-    send or recv; the gathered side of a gather or all-gather; the whole side of a scatter, reduce-scatter or
-    all-to-all. `how` names the operation and the group index of the root: `sum`, `max to 1`, `from 0`.
+    send or recv; the gathered side of an all-gather; the whole side of a reduce-scatter or all-to-all; this rank's
+    part of a gather or scatter, whose other side only one rank has. `how` names the operation and the group index of
+    the root: `sum`, `max to 1`, `from 0`.
     """
 
     sequence: int
@@ -115,6 +116,7 @@ class Journal:
         self.called_at = time.monotonic()
         self.waited = 0.0
         self.digests: dict[tuple[int, ...], int] = {}
+        self._before: dict[tuple[int, ...], int] = {}
         self._recordings: list[list[Stamp]] = []
 
     def write(self, stamp: Stamp, *, ranks: tuple[int, ...]) -> None:
@@ -128,9 +130,15 @@ class Journal:
         self.thread = threading.get_ident()
         self.called_at = time.monotonic()
         if not stamp.point_to_point:
-            self.digests[ranks] = zlib.crc32(stamp.agreed.encode(), self.digests.get(ranks, 0))
+            before = self.digests.get(ranks, 0)
+            self._before = {ranks: before}
+            self.digests[ranks] = zlib.crc32(stamp.agreed.encode(), before)
         for recording in self._recordings:
             recording.append(stamp)
+
+    def refused(self, ranks: tuple[int, ...]) -> None:
+        """The last call among `ranks` was refused on all of them: it does not count as one they made together."""
+        self.digests[ranks] = self._before[ranks]
 
     @contextlib.contextmanager
     def waiting(self, stamp: Stamp) -> Iterator[None]:

@@ -12,7 +12,6 @@ make a communicator, so ranks that all send first would wait for each other in a
 from __future__ import annotations
 
 import itertools
-import pickle
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -21,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from meshwise.comm.agreement import as_tensor, require_alike
 from meshwise.comm.carrier import Carrier
-from meshwise.comm.journal import Journal, RanksDisagree, Stamp, disagreement
+from meshwise.comm.journal import Journal, Stamp
 from meshwise.comm.reduction import reduce_in_order, require_op
 from meshwise.comm.world import Group, Work, World
 from meshwise.mesh import Mesh
@@ -36,7 +36,6 @@ _OPS: Mapping[str, c10d.ReduceOp] = {
     "max": c10d.ReduceOp(c10d.ReduceOp.MAX),
     "min": c10d.ReduceOp(c10d.ReduceOp.MIN),
 }
-_STAMP_BYTES = 4096
 
 
 def nccl(store: c10d.Store, rank: int, size: int) -> c10d.ProcessGroup:
@@ -223,18 +222,12 @@ class NcclWorld(World):
         among = self._communicators.of(group.ranks, rank=self.rank)
         if self.check:
             with self.journal.waiting(stamp):
-                stamps = self._stamps(stamp, group, among)
-            if table := disagreement(stamps):
-                raise RanksDisagree(f"the ranks disagree about what to do together:\n{table}")
+                own = as_tensor(stamp).to(self.device)
+                everyone = own.new_empty(group.size * own.numel())
+                among._allgather_base(everyone, own).wait()
+                found = dict(zip(group.ranks, everyone.cpu().split(own.numel()), strict=True))
+            require_alike(found, journal=self.journal)
         return among
-
-    def _stamps(self, stamp: Stamp, group: Group, among: c10d.ProcessGroup) -> dict[int, Stamp]:
-        data = pickle.dumps(stamp).ljust(_STAMP_BYTES, b"\0")
-        own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
-        everyone = own.new_empty(group.size * own.numel())
-        among._allgather_base(everyone, own).wait()
-        rows = everyone.cpu().split(own.numel())
-        return {rank: pickle.loads(bytes(row.tolist())) for rank, row in zip(group.ranks, rows, strict=True)}
 
 
 class _Started(Work):
