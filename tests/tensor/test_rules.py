@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from meshwise.plan import Plan, PlanError
 from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig
-from meshwise.tensor.part import Part
+from meshwise.tensor.part import Norm, Part
 from meshwise.tensor.rules import Rules, find_parts
 from meshwise.tensor.twins import mesh_with_twins
 
@@ -167,6 +167,40 @@ def test_a_norm_is_known_by_what_it_computes() -> None:
     assert (norm.centred, norm.epsilon, norm.statistics) == (True, 1e-3, torch.float32)
 
 
+class OffsetRMSNorm(nn.Module):
+    """Stores how far its gain is from 1."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.zeros(width)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * (1 + self.weight)
+
+
+class Scale(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class Centre(Scale):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(-1, keepdim=True)) * self.gamma
+
+
+def test_a_scale_is_a_vector_and_what_mixes_features_is_left_to_the_rules() -> None:
+    model = stack().extend([OffsetRMSNorm(16), Scale(16)])
+    parts = find_parts(model, plan=Plan())
+    assert parts["4"].norm == Norm(centred=False, epsilon=1e-6, offset=1.0)
+    assert parts["5.gamma"].role == "vector"
+    with pytest.raises(ValueError, match=r"6.gamma .*Centre is neither a known norm nor goes feature by feature"):
+        find_parts(model.append(Centre(16)), plan=Plan())
+
+
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
@@ -221,6 +255,19 @@ def test_heads_that_nothing_counts_are_asked_for() -> None:
         find_parts(model, plan=Plan())
     parts = find_parts(model, plan=Plan(), rules={"*.attention": "attention heads=4"})
     assert parts["1.attention.q"].grain == 4
+
+
+class Scaled(nn.Embedding):
+    def forward(self, numbers: Tensor) -> Tensor:
+        return super().forward(numbers) * 4.0
+
+
+def test_what_a_derived_class_computes_is_not_replaced() -> None:
+    model = stack()
+    model[0] = Scaled(24, 16)
+    assert find_parts(model, plan=Plan())["0"].role == "positions"  # which keeps the forward of the module
+    with pytest.raises(ValueError, match="'0' is to be 'embedding', but Scaled computes something of its own"):
+        find_parts(model, plan=Plan(), rules={"0": "embedding"})
 
 
 # ---- what is wrong with rules ----------------------------------------------------------------------------------------

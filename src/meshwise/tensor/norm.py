@@ -68,7 +68,9 @@ class ShardedNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """As the class it stands in front of, on what this rank has."""
-        return self.sharding(x, self._parameters.get("weight"), self._parameters.get("bias"))
+        weight, offset = self._parameters.get("weight"), self.sharding.norm.offset
+        gain = weight + offset if weight is not None and offset else weight
+        return self.sharding(x, gain, self._parameters.get("bias"))
 
 
 class _Normalise(torch.autograd.Function):

@@ -70,6 +70,9 @@ class Norm:
     statistics: torch.dtype | None = None
     """The dtype the input is converted to for its statistics; None leaves it (half precision: float32)."""
 
+    offset: float = 0.0
+    """Added to the weight: 1 where a norm stores how far its gain is from 1."""
+
 
 @dataclass(frozen=True)
 class Part:

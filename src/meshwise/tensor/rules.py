@@ -151,7 +151,8 @@ def _declared(module: nn.Module) -> dict[str, str]:
                     f"{type(owner).__name__} declares {below!r} as {word!r} for tensor parallelism, which has no part "
                     f"here; state one in the rules ({' '.join(_ALLOWED)})"
                 )
-            found |= dict.fromkeys(matched, DECLARED.get(word, ""))
+            if role := DECLARED.get(word):
+                found |= dict.fromkeys(matched, role)
     return found
 
 

@@ -93,7 +93,7 @@ def order_of_fused(owner: nn.Module, *, child: str, sizes: Sequence[int], width:
     head), or None when the module does not tell.
 
     A module tells by being of a known class, by keeping the sizes of the sections (in features or in heads) as a
-    tuple, or by splitting what the matrix returns in one expression: `self.qkv(x).split(...)`, `.chunk(3, ...)`.
+    tuple, or by what it does to the output: `self.qkv(x).split(...)`, `.chunk(3, ...)`, `.view(..., 3, heads, width)`.
     """
     for kind in type(owner).__mro__:
         if INTERLEAVED.get(full_name(kind)) == child:
@@ -196,11 +196,19 @@ def _split_at_once(kind: type[nn.Module]) -> Iterator[str]:
         if isinstance(node, ast.Assign) and isinstance(name := node.targets[0], ast.Name) and given[name.id] == "":
             given[name.id] = _called_child(node.value)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("split", "chunk"):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _takes_apart(node):
             source = node.func.value
             child = given.get(source.id) if isinstance(source, ast.Name) else _called_child(source)
             if child:
                 yield child
+
+
+def _takes_apart(call: ast.Call) -> bool:
+    """Whether a call is `.split(…)`, `.chunk(…)`, or a view by `…, 3, heads, width`: sections before heads."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    last = call.args[-3:]
+    three = len(last) == 3 and isinstance(last[0], ast.Constant) and last[0].value == 3
+    return name in ("split", "chunk") or (name in ("view", "reshape") and three)
 
 
 def _called_child(node: ast.expr) -> str | None:

@@ -45,21 +45,20 @@ STORED_AS_INPUTS_BY_OUTPUTS = ("transformers.pytorch_utils.Conv1D",)
 """Matrices whose weight is (inputs, outputs), and that are otherwise linear layers."""
 
 INTERLEAVED: Mapping[str, str] = {
-    "transformers.models.bloom.modeling_bloom.BloomAttention": "query_key_value",
     "transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXAttention": "query_key_value",
 }
 """Attention whose fused matrix goes head by head, q, k and v of each side by side, and which matrix that is. Any other
 fused matrix is all of q, then all of k, then all of v, when the module says so (see `heads`)."""
 
-DECLARED: Mapping[str, str] = {
+DECLARED: Mapping[str, str | None] = {
     "colwise": "first",
     "packed_colwise": "first",
     "rowwise": "second",
-    "colwise_gather_output": "head",
-    "embedding_rowwise": "embedding",
     "replicated_with_grad_allreduce": "each_head",
+    "colwise_gather_output": None,
+    "embedding_rowwise": None,
 }
-"""The words of a plan that a transformers model declares, and the parts they are here."""
+"""The words of a plan that a transformers model declares, and the parts they are here; None: what structure tells."""
 
 
 def full_name(kind: type) -> str:

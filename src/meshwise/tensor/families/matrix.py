@@ -1,4 +1,8 @@
-"""Which modules are matrices: they multiply the last dim of what they are given, and do nothing else."""
+"""Which modules are matrices: they multiply the last dim of what they are given, and do nothing else.
+
+A part replaces the forward of the module that plays it. So a class that derives from one of torch's and computes
+something of its own (an embedding that scales, a linear with adapters) is not taken for torch's.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +31,17 @@ class Matrix:
 
 def as_matrix(module: nn.Module, *, name: str) -> Matrix | None:
     """The module as a matrix, or None when it is something else."""
-    if any(full_name(kind) in STORED_AS_INPUTS_BY_OUTPUTS for kind in type(module).__mro__):
+    if full_name(type(module)) in STORED_AS_INPUTS_BY_OUTPUTS:
         inputs, outputs = module.get_parameter("weight").shape
         return Matrix(name, inputs, outputs, flipped=True)
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear) and computes_as(module, nn.Linear):
         return Matrix(name, module.in_features, module.out_features)
     return None
+
+
+def computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a module is of a kind and has its forward."""
+    return isinstance(module, kind) and type(module).forward is kind.forward
 
 
 def matrices(module: nn.Module, *, name: str) -> Iterator[Matrix]:

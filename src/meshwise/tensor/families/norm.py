@@ -7,12 +7,14 @@ random gains, is given random numbers, and is what it agrees with:
     (x - mean) / sqrt(variance + epsilon) · gain + bias        LayerNorm, Ba et al., 2016
     x / sqrt(mean of squares + epsilon) · gain                  RMSNorm, Zhang & Sennrich, 2019
 
-in float64, or less exactly: then its statistics are taken in float32.
+with the gain as it is stored or 1 more, in float64 or less exactly: then its statistics are taken in float32. In the
+same way, a module that scales or shifts is asked whether it does so feature by feature.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Mapping
 
 import torch
@@ -32,23 +34,45 @@ def as_norm(module: nn.Module) -> tuple[int, Norm] | None:
     width = _width(module)
     if width is None:
         return None
-    generator = torch.Generator("cpu").manual_seed(0)
-    asked = _with_random_parameters(module, generator=generator)
-    # Small enough that epsilon is no smaller than what it is added to.
-    x_RW = (torch.randn(_ROWS, width, generator=generator, dtype=torch.float64, device="cpu") + 1) * 1e-3
-    try:
-        with torch.no_grad():
-            answer = asked(x_RW)
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
-        return None  # it does not take (..., width)
-    if not isinstance(answer, Tensor) or answer.shape != x_RW.shape:
+    asked, x_RW = _with_random_parameters(module), _random(_ROWS, width)
+    answer = _answer(asked, x_RW)
+    if answer is None:
         return None
     for norm in _candidates(module):
         expected = _compute(norm, x_RW, asked._parameters)
         for precision, statistics in ((_EXACT, None), (_NEAR, torch.float32)):
             if torch.allclose(expected, answer.double(), rtol=precision, atol=precision):
-                return width, Norm(norm.centred, norm.epsilon, statistics)
+                return width, dataclasses.replace(norm, statistics=statistics)
     return None
+
+
+def goes_feature_by_feature(module: nn.Module) -> bool:
+    """Whether a module without children gives, for some of the features, what it gives for all: nothing mixes them."""
+    width = _width(module)
+    if width is None or width < 2:
+        return False
+    asked, x_RW = _with_random_parameters(module), _random(_ROWS, width)
+    whole = _answer(asked, x_RW)
+    for name, parameter in list(asked.named_parameters(recurse=False)):
+        asked._parameters[name] = nn.Parameter(parameter[: width // 2], requires_grad=False)
+    half = _answer(asked, x_RW[:, : width // 2])
+    return whole is not None and half is not None and torch.equal(whole[:, : width // 2], half)
+
+
+def _random(*shape: int) -> Tensor:
+    """Numbers so small that an epsilon is no smaller than what it is added to."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    return (torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") + 1) * 1e-3
+
+
+def _answer(module: nn.Module, x: Tensor) -> Tensor | None:
+    """What a module makes of `x`, when that is a tensor like it."""
+    try:
+        with torch.no_grad():
+            answer = module(x)
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+        return None  # it takes something else
+    return answer if isinstance(answer, Tensor) and answer.shape == x.shape else None
 
 
 def _width(module: nn.Module) -> int | None:
@@ -61,18 +85,22 @@ def _width(module: nn.Module) -> int | None:
     return shape[0] if len(shape) == 1 else None
 
 
-def _with_random_parameters(module: nn.Module, *, generator: torch.Generator) -> nn.Module:
+def _with_random_parameters(module: nn.Module) -> nn.Module:
     asked = copy.deepcopy(module)
     for name, parameter in list(asked.named_parameters(recurse=False)):
-        values = torch.rand(parameter.shape, generator=generator, dtype=torch.float64, device="cpu") + 0.5
-        asked._parameters[name] = nn.Parameter(values, requires_grad=False)
+        asked._parameters[name] = nn.Parameter(_random(*parameter.shape) * 1e3, requires_grad=False)
     return asked
 
 
 def _candidates(module: nn.Module) -> list[Norm]:
     """Both formulas with every small positive number that the module keeps."""
     kept: list[float | None] = [value for value in vars(module).values() if type(value) is float and 0 < value < 1]
-    return [Norm(centred, epsilon) for epsilon in dict.fromkeys([*kept, None]) for centred in (True, False)]
+    return [
+        Norm(centred, epsilon, offset=offset)
+        for epsilon in dict.fromkeys([*kept, None])
+        for centred in (True, False)
+        for offset in (0.0, 1.0)
+    ]
 
 
 def _compute(norm: Norm, x: Tensor, parameters: Mapping[str, Tensor | None]) -> Tensor:
@@ -81,5 +109,5 @@ def _compute(norm: Norm, x: Tensor, parameters: Mapping[str, Tensor | None]) -> 
         x = x - x.mean(-1, keepdim=True)
     gain, bias = parameters.get("weight"), parameters.get("bias")
     normal = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
-    scaled = normal if gain is None else normal * gain
+    scaled = normal if gain is None else normal * (gain + norm.offset)
     return scaled if bias is None else scaled + bias

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from meshwise.tensor.families.branch import Reading, stream_width
-from meshwise.tensor.families.matrix import as_matrix, matrices
-from meshwise.tensor.families.norm import as_norm
+from meshwise.tensor.families.matrix import as_matrix, computes_as, matrices
+from meshwise.tensor.families.norm import as_norm, goes_feature_by_feature
 from meshwise.tensor.families.pair import Attention, Pairs, by_rule
 from meshwise.tensor.families.sharing import Sharing
 from meshwise.tensor.multihead import UnnestedEncoder
@@ -79,14 +79,13 @@ class Structure:
     def _read_block(self, block: nn.Module, name: str) -> None:
         if self.width is None:
             return
-        roles = {n: role for n, role in self._stated.items() if role != "head"}  # no logits inside a block
-        reading = Reading(self.width, roles)
-        branches, left = reading.branches(block, name=name)
+        branches, left = Reading(self.width, self._stated).branches(block, name=name)
         if name:
             self._reasons |= {matrix.name: f"{matrix} forms no pair with a second" for matrix in left}
             self._parts[name] = Part("block")
         for inner, module in block.named_modules(prefix=name):
-            if isinstance(module, nn.MultiheadAttention) and not self._is_kept_whole(inner):
+            if computes_as(module, nn.MultiheadAttention) and not self._is_kept_whole(inner):
+                assert isinstance(module, nn.MultiheadAttention)
                 self._parts |= self._pairs.torch_attention(module, name=inner)
         self._parts |= self._pairs.parts(branches, block=name)
 
@@ -97,20 +96,29 @@ class Structure:
             return
         held = dict(module.named_parameters(recurse=False))
         norm = None if around else as_norm(module)
-        if isinstance(module, nn.TransformerEncoder):
+        if computes_as(module, nn.TransformerEncoder):
             self._parts[name] = Part("pair", becomes=UnnestedEncoder)
         elif norm is not None and norm[0] == self.width:
             self._parts[name] = Part("norm", norm=norm[1])
         elif held and not around and not self._in_block(name) and (role := self._role_outside(module, name)):
             matrix = as_matrix(module, name=name)
             self._parts[name] = Part(role, transposed=matrix is not None and matrix.flipped)
+        elif not any(True for _ in module.children()) and not goes_feature_by_feature(module):
+            self._reasons[name] = _why_unknown(module)
         elif around or type(module).__module__.partition(".")[0] != "torch":
             for key, parameter in held.items():
                 self._read_parameter(f"{name}.{key}" if name else key, parameter, in_attention=around == "attention")
 
     def _read_parameter(self, name: str, parameter: nn.Parameter, *, in_attention: bool) -> None:
-        """Give a part to a parameter that a module of the user's holds itself: one as wide as the stream."""
-        if name in self._parts or parameter.shape[-1:] != (self.width,):
+        """Give a part to a parameter that a module of the user's holds itself: a vector as wide as the stream, or,
+        outside of the blocks, a table of them. What could be a matrix is left to the rules.
+        """
+        table = not self._in_block(name) and parameter.shape[0] != self.width
+        if (
+            name in self._parts
+            or parameter.shape[-1:] != (self.width,)
+            or not (table or parameter.numel() == self.width)
+        ):
             return
         if in_attention:
             self._reasons[name] = "as wide as the stream and as all heads: rule 'vector', or 'inner grain=number'"
@@ -122,6 +130,8 @@ class Structure:
         if matrix := as_matrix(module, name=name):
             if self._vocabulary is not None and matrix.inputs == self.width:
                 tied = module._parameters["weight"] is self._vocabulary.weight
+                if tied and not computes_as(self._vocabulary, nn.Embedding):
+                    return "whole"  # as its table is
                 if tied or self.width != matrix.outputs == self._vocabulary.num_embeddings:
                     return "head"
             if matrix.outputs != self.width or matrix.flipped:
@@ -131,6 +141,7 @@ class Structure:
             if module.embedding_dim != self.width:
                 return "whole"
             shared = self._vocabulary is not None and module.weight is self._vocabulary.weight
+            shared = shared and computes_as(module, nn.Embedding)
             return "embedding" if shared else "positions"
         if isinstance(module, _CONVOLUTIONS):
             return "patches" if module.out_channels == self.width else "whole"
@@ -157,6 +168,11 @@ class Structure:
         """What was stated goes before what was found."""
         module = self.modules.get(name)
         matrix = as_matrix(module, name=name) if module is not None else None
+        if _replaces_own_forward(module, role):
+            raise ValueError(
+                f"{name!r} is to be {role!r}, but {type(module).__name__} computes something of its own, which that "
+                "part would replace; parts that keep it are positions, vector, inner, each_head and whole"
+            )
         given = self._options.get(name, {})
         if role == "attention":
             if name not in self._parts or self._parts[name].role != "attention":
@@ -176,7 +192,7 @@ class Structure:
             if norm is None:
                 raise ValueError(f"{name!r} is to be a norm, but it computes neither LayerNorm nor RMSNorm")
             self._parts[name] = Part("norm", norm=norm[1])
-        elif role != "head" or not self._in_block(name):
+        else:
             self._parts[name] = Part(role, grain=given.get("grain", 1), transposed=bool(matrix and matrix.flipped))
 
     def _in_block(self, name: str) -> bool:
@@ -184,6 +200,25 @@ class Structure:
 
     def _is_kept_whole(self, name: str) -> bool:
         return any(self._stated.get(holder) == "whole" for holder in _holders(name))
+
+
+def _why_unknown(module: nn.Module) -> str:
+    """Why a module that holds parameters and no other modules gets no part."""
+    name = type(module).__name__
+    for kind in (nn.Linear, nn.Embedding):
+        if isinstance(module, kind):
+            own = "" if computes_as(module, kind) else ", with a forward of its own"
+            return f"{name} in a block, beside its pairs{own}"
+    return f"{name} is neither a known norm nor goes feature by feature"
+
+
+def _replaces_own_forward(module: nn.Module | None, role: str) -> bool:
+    """Whether the part would replace what a class computes that derives from one of torch's."""
+    if module is None or role not in ("first", "second", "single", "head", "embedding"):
+        return False
+    return (
+        not any(computes_as(module, kind) for kind in (nn.Linear, nn.Embedding)) and as_matrix(module, name="") is None
+    )
 
 
 def _holders(name: str) -> list[str]:
