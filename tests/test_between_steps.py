@@ -1,0 +1,141 @@
+"""What a user may do to a model between its steps, and what is noticed instead of going wrong."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwise.comm.world import World
+from meshwise.parallelize import parallelize
+from meshwise.testing import run
+from meshwise.trainer import Trainer
+
+PLANS = ("dp=2", "dp=2 zero=1", "dp=2 zero=2 microbatches=2", "dp=2 zero=3 microbatches=2")
+over_plans = pytest.mark.parametrize("plan", PLANS)
+
+
+def squares(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return output.square().sum(), output.shape[0]
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def good() -> Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+
+
+def made(world: World, plan: str, **settings: Any) -> Trainer:
+    return parallelize(Two, plan, world=world, **{"loss": squares, "lr": 1e-2, **settings})
+
+
+def parameters(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in trainer.full_parameters()}
+
+
+@over_plans
+@pytest.mark.parametrize("thaw", [False, True])
+def test_freezing_after_the_plan_was_applied_is_an_error(plan: str, thaw: bool) -> None:
+    def build() -> nn.Module:
+        model = Two()
+        model.first.requires_grad_(requires_grad=not thaw)
+        return model
+
+    def main(world: World) -> None:
+        trainer = parallelize(build, plan, world=world, loss=squares, lr=1e-2)
+        trainer.model.get_submodule("first").requires_grad_(requires_grad=thaw)
+        message = f"requires_grad of 'first.*' was {not thaw} .* is {thaw} now; call parallelize again"
+        with pytest.raises(ValueError, match=message):
+            trainer.step(good())
+
+    run(2, main)
+
+
+def replace(model: nn.Module) -> None:
+    model.get_parameter("second.bias").data = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            lambda model: model.half(),
+            "'.*' was torch.float32 when .* and is torch.float16 now; convert the model before",
+        ),
+        (replace, "the tensor of 'second.bias' was replaced after the model was parallelized"),
+    ],
+    ids=["converted", "replaced"],
+)
+@over_plans
+def test_parameters_that_were_exchanged_are_noticed(
+    plan: str, change: Callable[[nn.Module], Any], message: str
+) -> None:
+    def main(world: World) -> None:
+        trainer = made(world, plan)
+        trainer.step(good())
+        change(trainer.model)
+        with pytest.raises(ValueError, match=message):
+            trainer.step(good())
+
+    run(2, main)
+
+
+@pytest.mark.parametrize("plan", PLANS[:3])
+def test_a_parameter_with_a_wider_copy_must_not_be_written_to(plan: str) -> None:
+    def main(world: World) -> None:
+        trainer = parallelize(lambda: Two().bfloat16(), plan, world=world, loss=squares, lr=1e-2)
+        trainer.step(good().bfloat16())
+        with torch.no_grad():
+            trainer.model.get_parameter("first.weight").mul_(2)
+        with pytest.raises(ValueError, match=r"'first.weight' was written to .*load them with trainer.load"):
+            trainer.step(good().bfloat16())
+
+    run(2, main)
+
+
+@pytest.mark.parametrize("plan", PLANS[:3])
+def test_parameters_without_one_may_be_written_to_and_go_on_from_there(plan: str) -> None:
+    def main(world: World) -> None:
+        trainer = made(world, plan, lr=0.0, weight_decay=0.0)
+        with torch.no_grad():
+            trainer.model.get_parameter("first.weight").fill_(0.5)
+        trainer.step(good())
+        assert dict(trainer.full_parameters())["first.weight"].eq(0.5).all()
+
+    run(2, main)
+
+
+def test_parameters_at_rest_cannot_be_loaded_by_the_module() -> None:
+    def main(world: World) -> None:
+        trainer = made(world, "dp=2 zero=3")
+        with pytest.raises(RuntimeError, match=r"spread over the ranks \(zero=3\).* use trainer\.load"):
+            trainer.model.load_state_dict(Two().state_dict())
+
+    run(2, main)
+
+
+@over_plans
+def test_a_scheduler_of_torch_works_on_the_optimizer(plan: str) -> None:
+    def main(world: World) -> None:
+        trainer = made(world, plan, optimizer=torch.optim.SGD, lr=0.0)
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = 1.0
+        scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: float(step == 1))
+        moved = []
+        for _ in range(3):
+            before = parameters(trainer)
+            trainer.step(good())
+            after = parameters(trainer)
+            moved.append(any(not torch.equal(before[name], after[name]) for name in before))
+            scheduler.step()
+        assert moved == [False, True, False]
+
+    run(2, main)
