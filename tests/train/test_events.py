@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,17 @@ def test_away_from_a_terminal_every_event_is_a_plain_line() -> None:
 
     assert isinstance(sink, PlainTerminal)
     assert out.getvalue() == PLAIN
+
+
+def test_the_pace_that_is_shown_is_that_of_the_last_twenty_steps() -> None:
+    out = io.StringIO()
+    sink = terminal(Console(file=out, width=40), every=1)
+    for number, rate in enumerate([1.0, 400.0, *[100.0] * 20], start=1):
+        sink.write(replace(step(number), rate=rate, tokens=100))
+
+    shown = [line.split()[8] for line in out.getvalue().splitlines()]
+    assert shown[:3] == ["1", "2", "2.96"], "100 tokens in 100 s, 200 in 100.25 s, 300 in 101.25 s"
+    assert shown[-1] == "100"
 
 
 def test_on_a_terminal_the_steps_are_one_line_that_is_redrawn() -> None:

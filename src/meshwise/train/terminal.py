@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from rich.console import Console
@@ -31,6 +33,8 @@ _STYLES = MappingProxyType(
     {NonFinite: "bold red", SaveFailed: "bold red", Slow: "yellow", Validation: "green", Saved: "dim"}
 )
 
+_RECENT_STEPS = 20
+
 
 def terminal(console: Console, *, every: int) -> Sink:
     """The sink that suits the console: live on a terminal, else a plain line every `every` steps."""
@@ -43,9 +47,11 @@ class PlainTerminal:
     def __init__(self, console: Console, *, every: int) -> None:
         self._console = console
         self._every = every
+        self._recent = _Recent()
 
     def write(self, event: Event) -> None:
         """Print the event."""
+        event = self._recent.smoothed(event)
         if not isinstance(event, Step) or event.step % self._every == 0 or event.step in (1, event.steps):
             self._print(_told(event))
 
@@ -67,10 +73,12 @@ class LiveTerminal:
             console=console,
             refresh_per_second=4,
         )
+        self._recent = _Recent()
         self._task = self._progress.add_task("train", total=1, numbers="", visible=False)
 
     def write(self, event: Event) -> None:
         """Redraw the line for a step; print anything else above it."""
+        event = self._recent.smoothed(event)
         if isinstance(event, Step):
             self._progress.start()
             self._progress.update(
@@ -94,6 +102,21 @@ class LiveTerminal:
     def close(self) -> None:
         """Leave the last line as it is."""
         self._progress.stop()
+
+
+class _Recent:
+    """The pace of the last steps: that of one step tells more of what else the machine did than of the run."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)
+
+    def smoothed(self, event: Event) -> Event:
+        """A step with the tokens per second of the last steps and itself; any other event as it is."""
+        if not isinstance(event, Step):
+            return event
+        self._steps.append((event.tokens, event.tokens / event.rate if event.rate else 0.0))
+        tokens, seconds = map(sum, zip(*self._steps, strict=True))
+        return replace(event, rate=tokens / seconds if seconds else 0.0)
 
 
 def _told(event: Event) -> str:
