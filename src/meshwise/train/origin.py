@@ -67,10 +67,10 @@ def _asked(job: Job) -> Origin:
     if resume is None or (resume == "auto" and not output.exists()):
         return Origin()
     if resume == "auto":
-        if not (output / "job.toml").is_file():
+        if not any((output / name).exists() for name in ("job.toml", CHECKPOINTS)):
             raise JobError(
-                f"train.resume = 'auto', but train.output = '{output}' is there and is no run: it has no job.toml; "
-                "name another folder"
+                f"train.resume = 'auto', but train.output = '{output}' is there and is no run: it has neither job.toml "
+                f"nor {CHECKPOINTS}; name another folder"
             )
         return Origin(output, (output / CHECKPOINTS,))
     place = Path(resume)
