@@ -1,4 +1,4 @@
-"""Full parameters to a safetensors file, one at a time.
+"""Full parameters and buffers to a safetensors file, one at a time.
 
 The library's own writer takes all tensors at once, which is the whole model in the memory of one rank. The format is a
 length, a JSON table of offsets and the bytes (https://huggingface.co/docs/safetensors), and the parameter table knows
@@ -8,13 +8,16 @@ writing rank holds one full parameter and its copy (under zero=3: one gathered u
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from meshwise.data_parallel.holdings import buffers
 from meshwise.trainer import Trainer
 
 _TYPES: Mapping[torch.dtype, str] = {
@@ -32,7 +35,7 @@ _TYPES: Mapping[torch.dtype, str] = {
 
 
 def write_parameters(trainer: Trainer, *, path: Path | None, metadata: Mapping[str, str]) -> None:
-    """Write every parameter under its own name; a tied parameter once, under its first name.
+    """Write every parameter and persistent buffer under its own name; a tied one once, under its first name.
 
     Every rank calls it, those that do not write with no path. The file is renamed into place when complete; `metadata`
     is kept in its header. Raises OSError.
@@ -42,12 +45,13 @@ def write_parameters(trainer: Trainer, *, path: Path | None, metadata: Mapping[s
             pass
         return
     partial = path.with_name(f"{path.name}.partial")
+    rows = [(row.name, row.shape, row.dtype) for row in trainer.table.rows]
+    kept = [(held.name, held.tensor) for held in buffers(trainer.model)]
+    rows += [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in kept]
     with partial.open("wb") as file:
-        file.write(_header(trainer, metadata))
-        rows = iter(trainer.table.rows)
-        for name, tensor in trainer.full_parameters():
-            row = next(rows)
-            assert (row.name, row.shape, row.dtype) == (name, tuple(tensor.shape), tensor.dtype)
+        file.write(_header(rows, metadata))
+        for row, (name, tensor) in zip(rows, itertools.chain(trainer.full_parameters(), kept), strict=True):
+            assert row == (name, tuple(tensor.shape), tensor.dtype)
             file.write(_bytes(tensor))
         file.flush()
         os.fsync(file.fileno())
@@ -62,13 +66,13 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return copy.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _header(trainer: Trainer, metadata: Mapping[str, str]) -> bytes:
+def _header(rows: Sequence[tuple[str, tuple[int, ...], torch.dtype]], metadata: Mapping[str, str]) -> bytes:
     """The length and the table, padded with spaces to a multiple of 8 bytes."""
     table: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     offset = 0
-    for row in trainer.table.rows:
-        end = offset + row.numel * row.dtype.itemsize
-        table[row.name] = {"dtype": _TYPES[row.dtype], "shape": list(row.shape), "data_offsets": [offset, end]}
+    for name, shape, dtype in rows:
+        end = offset + math.prod(shape) * dtype.itemsize
+        table[name] = {"dtype": _TYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(table).encode()
     text += b" " * (-len(text) % 8)

@@ -5,7 +5,7 @@ runs/demo/metrics.jsonl             every event, one a line
 runs/demo/checkpoints/              with train.save_every
 runs/demo/launch                    the launcher's name for the job, when it may start the ranks again
 runs/demo/tensorboard/              with train.tensorboard
-runs/demo/parameters.safetensors    the full parameters at the end
+runs/demo/parameters.safetensors    the full parameters and buffers at the end
 runs/demo/failure-rank-1.txt        the traceback of a rank that failed
 """
 
