@@ -30,12 +30,19 @@ def reset_peak() -> None:
 
 
 def peak_megabytes() -> float:
-    """High-water mark of resident memory, 10^6 bytes: since `reset_peak` on Linux, of the whole process elsewhere."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024 / 1e6
+    """High-water mark of resident memory, 10^6 bytes: since `reset_peak` on Linux, of the whole process elsewhere.
+
+    Memory that the ranks share counts once: each has its part of it.
+    """
+    status, shared = Path("/proc/self/status"), Path("/proc/self/smaps_rollup")
+    if status.exists() and shared.exists():
+        peak = _kilobytes(status, "VmHWM:") - _kilobytes(status, "RssShmem:") + _kilobytes(shared, "Pss_Shmem:")
+        return peak * 1024 / 1e6
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+
+
+def _kilobytes(file: Path, name: str) -> int:
+    return int(next(line for line in file.read_text().splitlines() if line.startswith(name)).split()[1])
 
 
 def main() -> None:
