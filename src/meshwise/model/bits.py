@@ -43,25 +43,30 @@ class Part:
 
 @dataclass(frozen=True)
 class Kind:
-    """What is drawn: elements of `dtype`, made by `convert` from uniform int32 words of the same shape."""
+    """What is drawn: elements of `dtype`, that `write(words, out)` makes of uniform int32 words of the same shape."""
 
     dtype: torch.dtype
-    convert: Callable[[Tensor], Tensor]
+    write: Callable[[Tensor, Tensor], object]
 
 
-def draw(part: Part, *, key: int, kind: Kind, device: torch.device) -> Tensor:
-    """The draw of a part (of one dim or more) under `key`, any signed 64-bit integer."""
+def draw(part: Part, *, key: int, kind: Kind, device: torch.device, into: Tensor | None = None) -> Tensor:
+    """The draw of a part (of one dim or more) under `key`, any signed 64-bit integer.
+
+    `into`: a contiguous tensor of as many elements and the kind's dtype, to be filled and returned.
+    """
     rows, column = _hashed(part, key, device)
     first, factor = _high(rows).unsqueeze(-1), (_high(rows << 32) | 1).unsqueeze(-1)
-    drawn = torch.empty(rows.numel(), column.numel(), dtype=kind.dtype, device=device)
-    step = drawn.size(0) if device.type != "cpu" else max(1, _BLOCK // max(1, column.numel()))
-    for low in range(0, drawn.size(0), max(1, step)):
-        word = first[low : low + step] ^ column
+    filled = torch.empty(part.shape, dtype=kind.dtype, device=device) if into is None else into
+    lines = filled.view(rows.numel(), column.numel())
+    step = lines.size(0) if device.type != "cpu" else _BLOCK // max(1, column.numel())
+    for low in range(0, lines.size(0), max(1, step)):
+        high = low + max(1, step)
+        word = first[low:high] ^ column
         word *= _WORD
         word ^= word >> 15
-        word *= factor[low : low + step]
-        drawn[low : low + step] = kind.convert(word)
-    return drawn.view(part.shape)
+        word *= factor[low:high]
+        kind.write(word, lines[low:high])
+    return filled
 
 
 def _hashed(part: Part, key: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -75,29 +80,35 @@ def _hashed(part: Part, key: int, device: torch.device) -> tuple[Tensor, Tensor]
     return _mixed(state).flatten(), column
 
 
-def kept(probability: float) -> Kind:
-    """Booleans that are True with `probability`, to within 2^-32."""
+def kept(probability: float, *, dtype: torch.dtype = torch.bool) -> Kind:
+    """True, or 1, with `probability`, to within 2^-32; otherwise False, or 0."""
     most = round(probability * 2**32) - 2**31 - 1
     if most < -(2**31):
-        return Kind(torch.bool, lambda word: torch.zeros_like(word, dtype=torch.bool))
-    return Kind(torch.bool, lambda word: word <= most)
+        return Kind(dtype, lambda _word, out: out.zero_())
+    return Kind(dtype, lambda word, out: torch.le(word, most, out=out))
 
 
-def uniform(word: Tensor, *, dtype: torch.dtype) -> Tensor:
+def uniform(dtype: torch.dtype) -> Kind:
     """Numbers in [0, 1), on a grid of 2^-32 or of the dtype's own precision where that is coarser."""
-    bits = min(32, round(-torch.log2(torch.tensor(torch.finfo(dtype).eps, dtype=torch.float64)).item()) + 1)
-    return (word >> (32 - bits)).to(dtype).add_(2 ** (bits - 1)).mul_(2.0**-bits)
+    bits = min(32, round(-math.log2(torch.finfo(dtype).eps)) + 1)
+    return Kind(
+        dtype, lambda word, out: out.copy_(word >> (32 - bits)).add_(2 ** (bits - 1)).mul_(math.ldexp(1, -bits))
+    )
 
 
-def normal(word: Tensor, *, dtype: torch.dtype) -> Tensor:
+def normal(dtype: torch.dtype) -> Kind:
     """Standard normal numbers: the inverse of their distribution at the middle of each of 2^32 intervals."""
-    middle = word.double().add_(0.5).mul_(2.0**-31)  # in (-1, 1)
-    return middle.erfinv_().mul_(math.sqrt(2)).to(dtype)
+    return Kind(dtype, lambda word, out: out.copy_(_middle(word).mul_(2).sub_(1).erfinv_().mul_(math.sqrt(2))))
 
 
-def exponential(word: Tensor, *, dtype: torch.dtype) -> Tensor:
+def exponential(dtype: torch.dtype) -> Kind:
     """Exponentially distributed numbers above 0, with mean 1, in the same way."""
-    return word.double().add_(2**31 + 0.5).mul_(2.0**-32).log_().neg_().to(dtype)
+    return Kind(dtype, lambda word, out: out.copy_(_middle(word).log_().neg_()))
+
+
+def _middle(word: Tensor) -> Tensor:
+    """The middle of a word's interval when 0 to 1 is cut into 2^32 of them."""
+    return word.double().add_(2**31 + 0.5).mul_(math.ldexp(1, -32))
 
 
 def _mixed(state: Tensor) -> Tensor:

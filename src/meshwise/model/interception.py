@@ -13,9 +13,8 @@ A draw with a generator of its own (`generator=`) is the caller's affair and lef
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -110,7 +109,8 @@ class Interception(TorchFunctionMode):
         self._below.scores = False
         with torch._C.DisableTorchFunction():
             keep = self._below.draw(input.shape, kept(1.0 - p), input.device)
-        return (input.mul_(keep) if inplace else input * keep).mul_(1.0 / (1.0 - p))
+        kept_input = input.masked_fill_(keep.logical_not(), 0.0) if inplace else torch.where(keep, input, 0.0)
+        return kept_input.mul_(1.0 / (1.0 - p))
 
     def _attention(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(zip(_ATTENTION, args, strict=False)) | kwargs
@@ -161,6 +161,13 @@ class _Below(TorchDispatchMode):
         drawn = draw(part, key=self._source.key(), kind=kind, device=device)
         return drawn.view(shape[1], shape[0], *shape[2:]).transpose(0, 1) if turned else drawn.view(shape)
 
+    def _fill(self, target: Tensor, kind: Kind) -> Tensor:
+        """The tensor, filled with a draw."""
+        part, turned = self._source.part(target.shape, scores=self.scores)
+        if turned or not target.is_contiguous():
+            return target.copy_(self.draw(target.shape, kind, target.device))
+        return draw(part, key=self._source.key(), kind=kind, device=target.device, into=target)
+
     def _answer(self, name: str, given: Mapping[str, Any]) -> Any:
         """What an operation on these arguments returns; None when it is not one of those that are replaced."""
         match name, given:
@@ -170,33 +177,28 @@ class _Below(TorchDispatchMode):
             case "bernoulli_", {"self": Tensor() as target, "p": Tensor() as p}:
                 return target.copy_(self._bernoulli(p.expand_as(target)))
             case "bernoulli_", {"self": Tensor() as target, "p": p}:
-                return target.copy_(self.draw(target.shape, kept(p), target.device))
+                return self._fill(target, kept(p, dtype=target.dtype))
             case "bernoulli", {"self": Tensor() as like, "p": p}:
-                return self.draw(like.shape, kept(p), like.device).to(like.dtype)
+                return self.draw(like.shape, kept(p, dtype=like.dtype), like.device)
             case "bernoulli", {"self": Tensor() as p}:
                 return self._bernoulli(p).to(p.dtype)
             case "uniform_", {"self": Tensor() as target, "from": low, "to": high}:
-                return target.copy_(self._like(target, uniform)).mul_(high - low).add_(low)
+                return self._fill(target, uniform(target.dtype)).mul_(high - low).add_(low)
             case "normal_", {"self": Tensor() as target, "mean": mean, "std": std}:
-                return target.copy_(self._like(target, normal)).mul_(std).add_(mean)
+                return self._fill(target, normal(target.dtype)).mul_(std).add_(mean)
             case "exponential_", {"self": Tensor() as target, "lambd": rate}:
-                return target.copy_(self._like(target, exponential)).div_(rate)
+                return self._fill(target, exponential(target.dtype)).div_(rate)
             case "rand" | "randn", {"size": size, "dtype": dtype, "device": device}:
                 target = torch.empty(size, dtype=dtype, device=device)
-                return target.copy_(self._like(target, uniform if name == "rand" else normal))
+                return self._fill(target, (uniform if name == "rand" else normal)(target.dtype))
             case "rand_like" | "randn_like", {"self": Tensor() as like, "dtype": dtype, "device": device}:
                 target = torch.empty_like(like, dtype=dtype, device=device)
-                return target.copy_(self._like(target, uniform if name == "rand_like" else normal))
+                return self._fill(target, (uniform if name == "rand_like" else normal)(target.dtype))
             case "normal", {"mean": mean, "std": std} if isinstance(mean, Tensor) or isinstance(std, Tensor):
-                target = torch.zeros_like(mean + std)
-                return target.copy_(self._like(target, normal)).mul_(std).add_(mean)
+                target = torch.empty_like(mean + std)
+                return self._fill(target, normal(target.dtype)).mul_(std).add_(mean)
         return None
-
-    def _like(self, tensor: Tensor, convert: Callable[..., Tensor]) -> Tensor:
-        kind = Kind(tensor.dtype, functools.partial(convert, dtype=tensor.dtype))
-        return self.draw(tensor.shape, kind, tensor.device)
 
     def _bernoulli(self, probability: Tensor) -> Tensor:
         wide = torch.promote_types(probability.dtype, torch.float32)
-        kind = Kind(wide, functools.partial(uniform, dtype=wide))
-        return self.draw(probability.shape, kind, probability.device) < probability
+        return self.draw(probability.shape, uniform(wide), probability.device) < probability
