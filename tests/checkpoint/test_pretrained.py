@@ -117,7 +117,7 @@ def test_another_model_is_refused_by_name(folders: dict[str, tuple[Path, nn.Modu
 def test_a_name_in_a_weight_map_cannot_lead_out_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / PARTS).write_text(json.dumps({"weight_map": {"a": "../../etc/passwd"}}))
     for message in run(2, refused, args=(gpt2, tmp_path, DamageError)):
-        assert "plain names" in message
+        assert "plain name" in message
 
 
 def train_and_save(world: World, build: Callable[[], nn.Module], plan: str, folder: Path) -> dict[str, Tensor]:

@@ -157,14 +157,14 @@ def parse_index(folder: Path, *, body: Mapping[str, Any]) -> Index:
     """The index in parsed JSON. Raises ValueError, KeyError or TypeError for what cannot be one."""
     if body["format"] != FORMAT:
         raise ValueError(f"the format is {body['format']!r}")
-    files = {_plain(name): _data_file(name, row) for name, row in body["files"].items()}
+    files = {plain_name(name): _data_file(name, row) for name, row in body["files"].items()}
     tensors = {name: _stored(name, row, files) for name, row in body["tensors"].items()}
     return Index(folder, int(body["sequence"]), files, tensors, dict(body["aliases"]), dict(body["extra"]))
 
 
-def _plain(name: str) -> str:
-    """The name of a file, which cannot lead out of the folder."""
-    if not _PLAIN.fullmatch(name):
+def plain_name(name: str) -> str:
+    """The name of a file, which cannot lead out of the folder. Raises ValueError for any other."""
+    if not isinstance(name, str) or not _PLAIN.fullmatch(name):
         raise ValueError(f"{name!r} is not the plain name of a file in the folder")
     return name
 

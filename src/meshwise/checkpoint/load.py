@@ -105,7 +105,7 @@ def together(act: Callable[[], _T], *, world: World) -> _T:
     if found := list(dict.fromkeys(damage for damages, _ in outcomes for damage in damages)):
         raise DamageError(found)
     if problems := [problem for _, problem in outcomes if problem]:
-        raise ValueError(problem or problems[0])
+        raise ValueError(problems[0])
     return result[0]
 
 

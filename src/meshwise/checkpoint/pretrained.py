@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from meshwise.checkpoint.damage import Damage, DamageError
 from meshwise.checkpoint.header import Spec, header, read_header
-from meshwise.checkpoint.index import INDEX, DataFile, Index, Part, Stored
+from meshwise.checkpoint.index import INDEX, DataFile, Index, Part, Stored, plain_name
 from meshwise.checkpoint.load import Reader
 from meshwise.checkpoint.types import DTYPES
 from meshwise.data_parallel.holdings import Holding
@@ -67,12 +66,10 @@ def _files(folder: Path) -> list[str]:
             raise DamageError([Damage(str(folder), f"{WHOLE} or {PARTS}", "neither")])
         return [WHOLE]
     try:
-        names = sorted(set(json.loads((folder / PARTS).read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        weights = json.loads((folder / PARTS).read_text(encoding="utf-8"))["weight_map"]
+        return sorted({plain_name(name) for name in weights.values()})
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise DamageError([Damage(str(folder / PARTS), "a weight_map", str(error))]) from error
-    if wrong := [name for name in names if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", str(name))]:
-        raise DamageError([Damage(str(folder / PARTS), "plain names of files in the folder", repr(wrong[0]))])
-    return names
 
 
 def under_names(index: Index, *, names: Mapping[str, Sequence[str]], base: str = "") -> Index:

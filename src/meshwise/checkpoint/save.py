@@ -10,6 +10,7 @@ collectives again in `Saving.wait`, where every rank learns how it ended.
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,9 +30,9 @@ from meshwise.checkpoint.types import dtype_name
 from meshwise.comm.world import World
 from meshwise.data_parallel.holdings import Holding
 
-_POLL_SECONDS = 0.002
+_SHORTEST_NAP, _LONGEST_NAP = 0.001, 0.05
 _PATIENCE_SECONDS = 20.0
-"""How long the first rank waits for the others' files when the program around it has ended already."""
+"""How long the first rank still waits for the others' files when the training or the program around it has ended."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ class Saving:
         self._world = world
         self._keep_last = keep_last
         self._given_up = threading.Event()
+        self._left = threading.Event()
         self._written = threading.Event()
         self._problem: str | None = None
         self._outcome: str | None = None
@@ -165,6 +167,10 @@ class Saving:
         if self._problem is not None:
             raise SaveError(f"{self.folder} was not saved: {self._problem}")
         return self.folder
+
+    def leave(self) -> None:
+        """Nobody will wait for it: it is published if the other ranks write their parts soon. Any rank, alone."""
+        self._left.set()
 
     def give_up(self) -> None:
         """Stop waiting for other ranks: nothing will be published that is not published by now. Any rank, alone."""
@@ -222,14 +228,13 @@ class Saving:
     def _all_there(self, rows: Sequence[Path]) -> bool:
         """Wait for files of other ranks; False when there is no use in waiting longer."""
         left = [row for row in rows if not row.exists()]
-        main, ended = threading.main_thread(), None
+        nap, deadline = _SHORTEST_NAP, math.inf
         while left:
-            if self._given_up.wait(_POLL_SECONDS):
+            if self._given_up.wait(nap) or time.monotonic() > deadline:
                 return False
-            if not main.is_alive():
-                ended = ended or time.monotonic()
-                if time.monotonic() - ended > _PATIENCE_SECONDS:
-                    return False
+            if deadline == math.inf and (self._left.is_set() or not threading.main_thread().is_alive()):
+                deadline = time.monotonic() + _PATIENCE_SECONDS
+            nap = min(2 * nap, _LONGEST_NAP)
             left = [row for row in left if not row.exists()]
         return True
 

@@ -65,6 +65,7 @@ class TrainingState:
         own = {
             "plan": self._plan,
             "ranks": engine.world.size,
+            "optimizer": type(self._optimizer).__name__,
             "dtypes": {row.name: dtype_name(row.dtype) for row in engine.table.rows if row.dtype.itemsize < 4},
             "groups": describe_groups(self._optimizer, names=self._groups()),
             **extra,
@@ -90,6 +91,7 @@ class TrainingState:
         generators = self._generators()
 
         def needed(index: Index) -> Iterator[Holding]:
+            self._check_optimizer(index)
             refill = Refill(engine, optimizer=self._optimizer, slots=_slots(index, engine))
             refills.append(refill)
             yield from refill.needed()
@@ -153,12 +155,19 @@ class TrainingState:
         return search
 
     def close(self) -> None:
-        """Let go of the optimizer."""
+        """Let go of the optimizer, and of a save that nobody has waited for."""
         self._hook.remove()
+        if self._saving is not None:
+            self._saving.leave()
 
     def _holdings(self) -> Iterator[Holding]:
         yield from owned(self._engine, optimizer=self._optimizer)
         yield from self._generators()
+
+    def _check_optimizer(self, index: Index) -> None:
+        own, saved = type(self._optimizer).__name__, index.extra.get("optimizer")
+        if saved not in (own, None):
+            raise ValueError(f"{index.folder} was saved with the optimizer {saved}, and this one is {own}; use {saved}")
 
     def _groups(self) -> list[list[str]]:
         """The names of the parameters in each group of the optimizer."""

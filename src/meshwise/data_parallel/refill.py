@@ -47,8 +47,8 @@ class Refill:
     """A load under way: `needed` says what to fill, `finish` makes it the state that the next step starts from.
 
     `slots` says what there is to load, by the name of the parameter. Raises ValueError for a parameter that is not
-    there or has another shape, and for optimizer state that is there for some of a slice's parameters only. Nothing is
-    changed before the tensors of `needed` are.
+    there or has another shape, and for optimizer state that is there for some of the trained parameters only. Nothing
+    is changed before the tensors of `needed` are.
     """
 
     def __init__(self, engine: DataParallel, *, optimizer: torch.optim.Optimizer, slots: Mapping[str, Slots]) -> None:
@@ -64,9 +64,7 @@ class Refill:
             raise ValueError(f"the checkpoint lacks parameters that the model has: {_some(missing)}")
         for row in engine.table.rows:
             _check_shape(row, slots[row.name]["parameter"])
-        for bucket in self._buckets():
-            for part, _ in updated(bucket):
-                self._keys(part)
+        self._keys = self._common_keys()
 
     def needed(self) -> Iterator[Holding]:
         """Everything that this rank keeps between steps: some of it more than once over all ranks, as the plan says."""
@@ -103,26 +101,30 @@ class Refill:
         for unit in self._engine.units:
             yield from unit.buckets
 
-    def _keys(self, part: Slice) -> Slots:
-        """The slots of optimizer state of a slice, the same for all parameters in it. Raises ValueError otherwise."""
-        found = [(row, self._optimizer_slots(row)) for row in (piece.row for piece in _inside(part))]
-        for row, slots in found[1:]:
-            if slots.keys() != found[0][1].keys():
+    def _common_keys(self) -> tuple[str, ...]:
+        """The slots of the optimizer's state, the same for all trained parameters. Raises ValueError otherwise.
+
+        Under one plan parameters are updated together that are apart under another, so none can begin anew alone.
+        """
+        found = [
+            (row.name, tuple(sorted(slot for slot in self._slots[row.name] if "/" in slot)))
+            for row in self._engine.table.rows
+            if row.trainable
+        ]
+        for name, keys in found[1:]:
+            if keys != found[0][1]:
                 raise ValueError(
-                    f"the checkpoint has {sorted(found[0][1]) or 'no optimizer state'} for {found[0][0].name} and "
-                    f"{sorted(slots) or 'no optimizer state'} for {row.name}, which are updated together; was one of "
-                    "them frozen when it was saved?"
+                    f"the checkpoint has {', '.join(found[0][1]) or 'no optimizer state'} for {found[0][0]} and "
+                    f"{', '.join(keys) or 'no optimizer state'} for {name}; was one of them frozen when it was saved? "
+                    "Then take the parameters alone, with a new optimizer: export it and load what was exported"
                 )
         return found[0][1]
-
-    def _optimizer_slots(self, row: Row) -> dict[str, Slot]:
-        return {slot: what for slot, what in self._slots[row.name].items() if "/" in slot}
 
     def _state(self, part: Slice, parameter: nn.Parameter) -> Iterator[Holding]:
         """Make the optimizer's state of a slice, and say what to fill it with."""
         old = self._optimizer.state.get(parameter, {})
         new: dict[str, Any] = {}
-        for slot in self._keys(part):
+        for slot in self._keys:
             kind, _, key = slot.partition("/")
             if kind == "optimizer":
                 pieces = _inside(part)
