@@ -1,0 +1,136 @@
+"""A backward in two parts: I, the gradients of what was received; W, the gradients of the parameters, any time later.
+
+Asking autograd twice would compute the way down twice. But a node of the graph, of a matrix product say, computes the
+gradients of its two operands independently of each other, and autograd leaves out what nobody asks for. So:
+
+    output ──► n4 ──► n3 ──► n2 ──► n1 ──► received          the spine: nodes that lead to what was received
+               │             │
+               ▼             ▼                               I runs the spine, and keeps what arrives at n4 and n2
+              W b           W a                              W starts again at n4 and at n2, towards the parameters
+
+What is computed is what one backward computes, node by node (Qi et al., 2023; torch's pipelining does it so as well).
+A parameter that hangs on the spine in several places gets its gradient with I: from one of the places, autograd would
+reach the others again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+Gradients: TypeAlias = Sequence[Tensor | None]
+
+
+class WeightBackward:
+    """What is left to do of a backward after its I; `run` does it, once."""
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[list[GradientEdge], list[Tensor], list[Tensor]]] = []
+
+    def later(self, edges: Sequence[GradientEdge], *, gradients: Gradients, parameters: Sequence[Tensor]) -> None:
+        """Note a place to start from, with the gradients that have arrived there."""
+        arrived = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
+        if arrived and parameters:
+            self._pending.append(([edge for edge, _ in arrived], [gradient for _, gradient in arrived], [*parameters]))
+
+    def run(self) -> None:
+        """W: accumulate the gradients of the parameters into their `.grad`."""
+        while self._pending:
+            edges, gradients, parameters = self._pending.pop(0)
+            torch.autograd.backward(edges, gradients, inputs=parameters)
+
+
+def backward_input(
+    outputs: Sequence[Tensor], *, gradients: Sequence[Tensor], received: Sequence[Tensor], parameters: Iterable[Tensor]
+) -> WeightBackward:
+    """I: accumulate the gradients of `received`, leaves, into their `.grad`; the parameters' are left for W.
+
+    `outputs` require gradients, and `gradients` are theirs. Without anything received there is no I, and W is the whole
+    backward.
+    """
+    trained = {parameter: _node(parameter) for parameter in parameters if parameter.requires_grad}
+    graph = _Graph([edge.node for edge in map(torch.autograd.graph.get_gradient_edge, outputs)])
+    spine = graph.leading_to({_node(leaf) for leaf in received})
+    later = WeightBackward()
+    if not spine:
+        later.later(
+            [*map(torch.autograd.graph.get_gradient_edge, outputs)],
+            gradients=gradients,
+            parameters=[parameter for parameter, node in trained.items() if node in graph.nodes],
+        )
+        return later
+    places = {parameter: graph.entrances(node, spine=spine) for parameter, node in trained.items()}
+    now = [parameter for parameter, nodes in places.items() if len(nodes) > 1 or None in nodes]
+    hooks = []
+    for place in {node for nodes in places.values() if len(nodes) == 1 for node in nodes if node is not None}:
+        hanging = [parameter for parameter, nodes in places.items() if nodes == {place}]
+        hooks.append(place.register_prehook(partial(_arrived, later, place, hanging)))
+    torch.autograd.backward(
+        outputs, gradients, inputs=[*(leaf for leaf in received if _node(leaf) in graph.nodes), *now], retain_graph=True
+    )
+    for hook in hooks:
+        hook.remove()
+    return later
+
+
+def _arrived(later: WeightBackward, place: Node, parameters: Sequence[Tensor], gradients: Gradients) -> None:
+    edges = [GradientEdge(place, index) for index in range(len(gradients))]
+    later.later(edges, gradients=gradients, parameters=parameters)
+
+
+def _node(leaf: Tensor) -> Node:
+    """The node that accumulates a leaf's gradient."""
+    return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
+class _Graph:
+    """The nodes below some outputs, and who leads to whom."""
+
+    def __init__(self, roots: Sequence[Node]) -> None:
+        self.nodes: set[Node] = set()
+        self._roots = set(roots)
+        self._above: dict[Node, set[Node]] = {}
+        waiting = list(roots)
+        while waiting:
+            node = waiting.pop()
+            if node in self.nodes:
+                continue
+            self.nodes.add(node)
+            for below, _ in node.next_functions:
+                if below is not None:
+                    self._above.setdefault(below, set()).add(node)
+                    waiting.append(below)
+
+    def leading_to(self, leaves: Iterable[Node]) -> set[Node]:
+        """The nodes from which one of the leaves can be reached; the leaves that can be reached as well."""
+        found: set[Node] = set()
+        waiting = [leaf for leaf in leaves if leaf in self.nodes]
+        while waiting:
+            node = waiting.pop()
+            if node not in found:
+                found.add(node)
+                waiting += self._above.get(node, ())
+        return found
+
+    def entrances(self, leaf: Node, *, spine: set[Node]) -> set[Node | None]:
+        """The nodes of the spine at which ways to the leaf leave it; None for a way that never was on it."""
+        found: set[Node | None] = set()
+        seen: set[Node] = set()
+        waiting = [leaf] if leaf in self.nodes else []
+        while waiting:
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            found |= {None} if node in self._roots else set()
+            for above in self._above.get(node, ()):
+                if above in spine:
+                    found.add(above)
+                else:
+                    waiting.append(above)
+        return found

@@ -1,0 +1,131 @@
+"""I and then W is one backward: the same gradients, the same matrix products."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from meshwise.pipeline.backward import backward_input
+from meshwise.reference.gpt import Block, GPTConfig
+
+CONFIG = GPTConfig(vocabulary=31, context=12, layers=2, heads=2, width=8, positions="rotary")
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
+        return func(*args, **(kwargs or {}))
+
+
+class Twice(nn.Module):
+    """One matrix in two places of the way down, another that the input never meets, a third through a normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.bare, self.scaled = (nn.Parameter(torch.randn(8, 8)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.scaled / self.scaled.norm(dim=1, keepdim=True)
+        return functional.linear((x @ self.shared).tanh() @ self.shared + self.bare.exp().sum(0), weight)
+
+
+class Recomputed(nn.Module):
+    """A block under an activation checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.block = nn.Linear(8, 8), Block(CONFIG)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.block, self.before(x), use_reentrant=False)
+        return out
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "blocks": lambda: nn.Sequential(Block(CONFIG), Block(CONFIG)),
+    "shared": Twice,
+    "convolutions": lambda: nn.Sequential(nn.Conv1d(12, 6, 3), nn.BatchNorm1d(6), nn.ReLU(inplace=True)),
+    "recomputed": Recomputed,
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_i_and_w_are_the_backward(name: str) -> None:
+    model = MODULES[name]()
+    x = torch.randn(2, 12, 8, requires_grad=True)
+    out = model(x)
+    gradient = torch.randn_like(out)
+    with Products() as whole:
+        out.backward(gradient)
+    expected = [x.grad, *(parameter.grad for parameter in model.parameters())]
+    x.grad = None
+    model.zero_grad()
+    out = model(x)
+    with Products() as parts:
+        weights = backward_input([out], gradients=[gradient], received=[x], parameters=model.parameters())
+        torch.testing.assert_close(x.grad, expected[0], rtol=1e-12, atol=1e-15)
+        during_input = parts.count
+        weights.run()
+    found = [x.grad, *(parameter.grad for parameter in model.parameters())]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+    if name == "blocks":
+        assert during_input < parts.count == whole.count
+
+
+def test_w_has_all_parameters_of_a_block_and_may_wait() -> None:
+    """Micro-batches in flight: all I first, then all W."""
+    model = nn.Sequential(Block(CONFIG), Block(CONFIG))
+    inputs = [torch.randn(2, size, 8, requires_grad=True) for size in (12, 5, 7)]
+    sum(model(x).square().sum() for x in inputs).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    outputs = [model(x) for x in inputs]
+    waiting = [
+        backward_input([out], gradients=[2 * out.detach()], received=[x], parameters=model.parameters())
+        for out, x in zip(outputs, inputs, strict=True)
+    ]
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for weights in waiting:
+        weights.run()
+        weights.run()
+    torch.testing.assert_close([p.grad for p in model.parameters()], expected, rtol=1e-12, atol=1e-15)
+
+
+def test_the_first_stage_has_no_i() -> None:
+    model = nn.Linear(4, 4)
+    out = model(torch.ones(2, 4))
+    weights = backward_input([out], gradients=[torch.ones_like(out)], received=[], parameters=model.parameters())
+    assert model.weight.grad is None
+    weights.run()
+    assert model.weight.grad is not None
+    assert model.weight.grad.eq(2).all()
+
+
+def test_what_no_output_depends_on_gets_no_gradient() -> None:
+    model, unused = nn.Linear(4, 4), nn.Linear(4, 4)
+    frozen = nn.Linear(4, 4).requires_grad_(requires_grad=False)
+    x, other = torch.ones(2, 4, requires_grad=True), torch.ones(2, requires_grad=True)
+    out = frozen(model(x))
+    everything = [*model.parameters(), *unused.parameters(), *frozen.parameters()]
+    backward_input([out], gradients=[torch.ones_like(out)], received=[x, other], parameters=everything).run()
+    assert unused.weight.grad is None
+    assert frozen.weight.grad is None
+    assert other.grad is None
+    assert x.grad is not None
+    assert model.weight.grad is not None
