@@ -191,7 +191,8 @@ def test_no_rank_outlives_its_launcher(end: str, send: Callable[[int, int], None
     _, errors = process.communicate(timeout=END_SECONDS)
     assert process.returncode == -signal.Signals[end]
     assert all_gone(ranks)
-    assert errors.count("Traceback") == errors.count("KeyboardInterrupt") == (end == "SIGINT"), errors
+    said = [line for line in errors.splitlines() if "resource_tracker" not in line and "warnings.warn" not in line]
+    assert said == (["stopped by Ctrl-C; all ranks have ended"] if end == "SIGINT" else []), errors
 
 
 def test_under_torchrun_the_same_script_connects(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, TypeAlias, cast, get_args
 
 import torch
 from torch.distributed import distributed_c10d as c10d
@@ -44,6 +44,8 @@ from meshwise.comm.outcome import Outcome
 from meshwise.comm.torch_world import COMM_VARIABLE, Comm, default_device, meeting_place, torch_world
 from meshwise.comm.watch import Tell, Watch, tell_stderr
 from meshwise.comm.world import World
+
+ExceptHook: TypeAlias = Callable[[type[BaseException], BaseException, Any], object]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _LOUD = ("torch.distributed.elastic", "torch.multiprocessing")
@@ -199,7 +201,9 @@ def run(
             ended = received.sigval
     if isinstance(ended, BaseException):
         raise ended
-    # The signal came to torch's handler. Now that all ranks have ended, it does what it does without one.
+    # The signal came to torch's handler. Now that all ranks have ended, it does what it does without one; of Ctrl-C
+    # that nobody catches, a traceback into the wait for the ranks would tell nothing.
+    sys.excepthook = functools.partial(_say_stopped, sys.excepthook)
     signal.raise_signal(ended)
     raise SystemExit(128 + ended)
 
@@ -208,6 +212,13 @@ def torchrun_line(size: int, argv: Sequence[str], *, restarts: int = 0) -> str:
     """The command that starts the same ranks with torchrun: `argv` is a script or `-m module`, and its arguments."""
     again = [f"--max-restarts={restarts}"] if restarts else []
     return shlex.join(["torchrun", "--standalone", f"--nproc-per-node={size}", *again, *argv])
+
+
+def _say_stopped(otherwise: ExceptHook, kind: type[BaseException], error: BaseException, at: Any) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        sys.stderr.write("stopped by Ctrl-C; all ranks have ended\n")
+    else:
+        otherwise(kind, error, at)
 
 
 # ---- in the process that starts the ranks --------------------------------------------------------------------------
