@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import typing
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from meshwise.plan import Plan, PlanError
 from meshwise.train.config import read_job, to_toml
+from meshwise.train.flags import parse_flags
 from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, SampleJob, TrainJob
 
 
@@ -167,3 +170,13 @@ def test_every_field_says_what_it_is_for(section: Any, capsys: pytest.CaptureFix
         flag = "--" + ".".join(filter(None, [prefix, item.name])).replace("_", "-")
         after = told.split(f"{flag} ", 1)[1].split("(default:", 1)[0]
         assert len(after.split()) > 3, flag
+
+
+def test_ranks_that_are_threads_leave_stderr_as_it_was() -> None:
+    stderr = sys.stderr
+    with ThreadPoolExecutor(4) as pool:
+        jobs = list(
+            pool.map(lambda step: parse_flags([f"--train.steps={step}"], prog="x", default=Job()), range(1, 40))
+        )
+    assert [job.train.steps for job in jobs] == list(range(1, 40))
+    assert sys.stderr is stderr

@@ -15,8 +15,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import io
 import re
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -37,7 +39,7 @@ def parse_flags(words: Sequence[str], *, prog: str, default: T) -> T:
     """
     said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with _stderr_in_hand(), contextlib.redirect_stderr(said):
             return tyro.cli(
                 type(default), args=list(words), prog=prog, default=default, config=(tyro.conf.FlagConversionOff,)
             )
@@ -47,6 +49,15 @@ def parse_flags(words: Sequence[str], *, prog: str, default: T) -> T:
         raise JobError(_explained(_unboxed(said.getvalue()), default)) from None
     except PlanError as error:
         raise JobError(str(error)) from error
+
+
+@functools.cache
+def _stderr_in_hand() -> threading.Lock:
+    """Who holds it may redirect stderr, which is the process's: ranks that are threads would leave it redirected."""
+    return threading.Lock()
+
+
+_stderr_in_hand()  # made here, where there is one thread
 
 
 def flags_of(table: Mapping[str, Any], *, leaves: Collection[Key], prefix: Key = ()) -> Iterator[tuple[Key, list[str]]]:
