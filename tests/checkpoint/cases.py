@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from meshwise.comm.world import World
 from meshwise.parallelize import parallelize
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
-from meshwise.testing import agree, run
+from meshwise.testing import Processes, agree, run
 from meshwise.trainer import Trainer
 
 Then = tuple[dict[str, Tensor], float]
@@ -115,10 +115,17 @@ def ranks(plan: str) -> int:
     return Plan.parse(plan).mesh().size
 
 
-def there_and_back(case: Case, second: str, saved: Mapping[Path, Then], at: Path) -> None:
+def there_and_back(
+    case: Case,
+    second: str,
+    saved: Mapping[Path, Then],
+    at: Path,
+    *,
+    on: Literal["threads"] | Processes = "threads",
+) -> None:
     """Load all that was saved, under the plan `second`."""
     folders = {folder: at / folder.name for folder in saved}
-    for outcomes in run(ranks(second), load, args=(case, second, folders)):
+    for outcomes in run(ranks(second), load, on=on, args=(case, second, folders)):
         for (parameters, then), (expected, expected_then) in zip(outcomes, saved.values(), strict=True):
             same_tensors(parameters, expected)
             if case.dtype == torch.float64:

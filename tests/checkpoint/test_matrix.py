@@ -14,7 +14,7 @@ from torch import Tensor
 from checkpoint.cases import Case, Then, gathered, ranks, same_tensors, save, there_and_back
 from checkpoint.reader import read
 from meshwise.comm.world import World
-from meshwise.testing import run
+from meshwise.testing import Processes, run
 
 PLANS = (
     "dp=1",
@@ -104,6 +104,14 @@ def test_tensors_that_a_plan_splits_are_whole_in_a_checkpoint(
     folders = list(saved_tensors)
     others = [folders[(TENSOR_PLANS.index(plan) + step) % len(folders)] for step in (1, 4)]
     there_and_back(GRAPHIC, plan, {folder: saved_tensors[folder] for folder in others}, tmp_path)
+
+
+@pytest.mark.processes
+def test_real_processes_save_and_load_as_threads_do(processes: Processes, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    saved = run(2, save, on=processes, args=(Case(), "dp=2 zero=2", folder))[0]
+    there_and_back(Case(), "dp=4 zero=3 microbatches=2", {folder: saved}, tmp_path / "threads")
+    there_and_back(Case(), "dp=4 zero=1", {folder: saved}, tmp_path / "processes", on=processes)
 
 
 def test_everything_that_a_step_depends_on_is_there(tmp_path: Path) -> None:
