@@ -63,7 +63,7 @@ class HostsWorld(World):
         self._inside = inside
         self._between = between
         self._hosts = hosts
-        self._chains: dict[tuple[int, ...], deque[_Chain]] = {}
+        self._chains: deque[_Chain] = deque()
 
     def over(self, mesh: Mesh) -> HostsWorld:
         """The same ranks over another mesh of the same size. Raises ValueError when the sizes differ."""
@@ -78,9 +78,8 @@ class HostsWorld(World):
 
     def close(self) -> None:
         """When all ranks have called it: wait for what is under way and close the connections."""
-        for chains in self._chains.values():
-            for chain in list(chains):
-                chain.wait()
+        for chain in list(self._chains):
+            chain.wait()
         self._between.close()
         self._inside.leave()
 
@@ -105,7 +104,7 @@ class HostsWorld(World):
             if total is not x:
                 x.copy_(total)
 
-        return self._chain(stamp, grid, steps())
+        return self._chain(stamp, steps())
 
     def _reduce_scatter(self, stamp: Stamp, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
         grid = self._way(stamp, group)
@@ -122,7 +121,7 @@ class HostsWorld(World):
             yield self._between._reduce_scatter(stamp, grid.column, list(own.split(sizes)), (target, op))
             into.copy_(target)
 
-        return self._chain(stamp, grid, steps())
+        return self._chain(stamp, steps())
 
     def _all_gather(self, stamp: Stamp, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
         grid = self._way(stamp, group)
@@ -135,7 +134,7 @@ class HostsWorld(World):
             for row, part in zip(grid.rows, column, strict=True):
                 yield self._inside._all_gather(stamp, grid.inside, part, [parts[at] for at in row])
 
-        return self._chain(stamp, grid, steps())
+        return self._chain(stamp, steps())
 
     def _broadcast(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
         grid = self._way(stamp, group)
@@ -148,7 +147,7 @@ class HostsWorld(World):
                 yield self._between._broadcast(stamp, grid.column, x, host)
             yield self._inside._broadcast(stamp, grid.inside, x, place)
 
-        return self._chain(stamp, grid, steps())
+        return self._chain(stamp, steps())
 
     # ---- in one way or the other ---------------------------------------------------------------------------------
 
@@ -192,14 +191,13 @@ class HostsWorld(World):
         host = list(rows).index(self._hosts[self.rank])
         return _Grid(group, list(rows.values()), host, own.index(group.index))
 
-    def _chain(self, stamp: Stamp, grid: _Grid, steps: Steps) -> Work:
-        chains = self._chains.setdefault(grid.group.ranks, deque())
-        chains.append(_Chain(self, stamp, steps, chains))
-        return chains[-1]
+    def _chain(self, stamp: Stamp, steps: Steps) -> Work:
+        self._chains.append(_Chain(self, stamp, steps, self._chains))
+        return self._chains[-1]
 
 
 class _Chain(Work):
-    """Steps, each begun when the one before is complete. Those of a group go in the order of the calls everywhere."""
+    """Steps, each begun when the one before is complete. Chains go in the order of the calls, whoever is waited for."""
 
     def __init__(self, world: World, stamp: Stamp, steps: Steps, chains: deque[_Chain]) -> None:
         super().__init__(world, stamp=stamp)

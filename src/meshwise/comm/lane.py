@@ -163,8 +163,8 @@ class Lane:
             if call.number > number:
                 return
             for index in call.needs:
-                self._await(call, index, partial(self._is_there, index, call))
-            if not call.acted:  # while it waited, this rank may have come by
+                self._await(call, index, partial(self._is_over_or_there, index, call))
+            if not call.acted:
                 self._act(call)
 
     def _act(self, call: Call) -> None:
@@ -221,6 +221,10 @@ class Lane:
         if start < 0 or theirs.read(board.posted(start)) <= call.number:
             return False
         return theirs.words[board.record(start, number=call.number, size=self._size)] == call.tag
+
+    def _is_over_or_there(self, index: int, call: Call) -> bool:
+        """The same, or this rank has come by and done its part, after which the record may be another call's."""
+        return call.acted or self._is_there(index, call)
 
     def _count_done(self, index: int) -> int:
         start = self._known_start(index)
