@@ -8,7 +8,7 @@ import pytest
 from meshwise.pipeline.action import Action, Kind, Schedule, ScheduleError
 from meshwise.pipeline.clock import Cost, clock
 from meshwise.pipeline.schedules import SCHEDULES, make_schedule, read_schedule
-from meshwise.pipeline.validate import validate
+from meshwise.pipeline.validate import in_flight, validate
 
 DRAWN = {
     "naive": """
@@ -137,6 +137,11 @@ def test_every_table_is_complete_ordered_free_of_deadlock_and_holds_the_publishe
 
 def test_rank_r_of_1f1b_holds_p_minus_r() -> None:
     assert validate(make_schedule("1f1b", pp=4, microbatches=9)) == (4, 3, 2, 1)
+
+
+def test_each_stage_is_told_how_many_micro_batches_it_holds() -> None:
+    assert in_flight(make_schedule("1f1b", pp=4, microbatches=9)) == (4, 3, 2, 1)
+    assert in_flight(make_schedule("looped", pp=2, microbatches=3, virtual_stages=2)) == (3, 3, 3, 3)
 
 
 def test_stages_of_a_v_turn_round_at_the_last_rank() -> None:

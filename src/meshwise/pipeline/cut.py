@@ -45,7 +45,8 @@ class Wish:
     `auto` traces when there are not enough pieces."""
 
     in_flight: tuple[float, ...] = ()
-    """For `memory`: how many micro-batches' activations each stage holds; by default one each."""
+    """For `memory`: how many micro-batches' activations each stage holds, as `validate.in_flight` tells of a schedule;
+    by default one each."""
 
 
 @dataclass(frozen=True)

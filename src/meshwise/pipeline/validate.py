@@ -77,6 +77,12 @@ def held_after(row: tuple[Action, ...]) -> Iterator[float]:
         yield float(held)
 
 
+def in_flight(schedule: Schedule) -> tuple[float, ...]:
+    """Of each stage, how many micro-batches' activations are held at most: what a cut by memory weighs stages with."""
+    rows = [[action for action in schedule.rows[rank] if action.stage == s] for s, rank in enumerate(schedule.rank_of)]
+    return tuple(max(held_after(tuple(row)), default=0.0) for row in rows)
+
+
 def _once(schedule: Schedule) -> None:
     """Every stage has one forward and one backward, whole or in two parts, of every micro-batch."""
     counts = Counter(action for action in schedule.actions() if action.kind not in UNITS - {Kind.REDUCE})
