@@ -28,7 +28,7 @@ import torch
 from rich.console import Console
 
 from faults.damage import FILES, MANNERS, damage
-from faults.job import RANKS, STEPS, Numbers, events, in_folder, numbers, small_job
+from faults.job import RANKS, STEPS, Events, Numbers, events, in_folder, numbers, small_job, starts
 from faults.ranks import STALL_SECONDS, Ended, Fault, run_ranks
 from meshwise.checkpoint.check import damages
 from meshwise.comm.thread_world import run_threads
@@ -107,9 +107,10 @@ class Chain:
 
     def suffer(self, fault: Fault) -> tuple[Ended, list[tuple[str, str]]]:
         """One run with a fault in it, and what is wrong afterwards."""
-        before = published(self.run)
+        before, begun = published(self.run), len(starts(self.run))
         ended = run_ranks(self._job, size=RANKS, log=self._folder / "log", fault=fault)
-        return ended, list(self._problems(fault, ended, max(before, default=0)))
+        said = events(self.run) if len(starts(self.run)) > begun else []
+        return ended, [*self._lost(fault, said, max(before, default=0)), *self._wrong(fault, ended, said)]
 
     def finish(self) -> list[tuple[str, str]]:
         """The last run, in peace: it has to end as the undisturbed one did."""
@@ -120,19 +121,21 @@ class Chain:
             problems.append((WRONG, f"{self._folder.name}: other parameters at the end"))
         return problems
 
-    def _problems(self, fault: Fault, ended: Ended, before: int) -> Iterator[tuple[str, str]]:
+    def _lost(self, fault: Fault, said: Events, before: int) -> Iterator[tuple[str, str]]:
         where = f"{self._folder.name}, {fault}"
         after = published(self.run)
         for folder in after.values():
             for found in damages(folder):
                 yield LOST, f"{where}: {found}"
-        said = events(self.run)
         saved = [event["step"] for event in said if event["event"] == "saved"]
         if max(after, default=0) < max([before, *saved]):
             yield LOST, f"{where}: {sorted(after)} of {[before, *saved]} are left"
         begun = next((event["step"] for event in said if event["event"] == "resume"), None)
         if before and begun is not None and begun != before:
-            yield WRONG, f"{where}: went on from {begun}, not from {before}"
+            yield LOST, f"{where}: went on from {begun}, not from {before}"
+
+    def _wrong(self, fault: Fault, ended: Ended, said: Events) -> Iterator[tuple[str, str]]:
+        where = f"{self._folder.name}, {fault}"
         for step, found_numbers in numbers(said).items():
             if found_numbers != self._reference.numbers[step]:
                 yield WRONG, f"{where}: step {step} gave {found_numbers}, not {self._reference.numbers[step]}"
@@ -263,7 +266,7 @@ def _resumed(reference: Reference, run: Path, path: Path, newest: int) -> Iterat
     run_threads(RANKS, main)
     said = events(run)
     [resume] = [event for event in said if event["event"] == "resume"]
-    told = any(str(path) in damage for damage in resume["damaged"])
+    told = any(str(path.parent) in damage for damage in resume["damaged"])
     if resume["step"] == newest - 1 and there and not told:
         yield WRONG, f"{path} was passed over in silence"
     if resume["step"] not in (newest, newest - 1):

@@ -16,6 +16,7 @@ RANKS = 2
 SHAPE = {"layers": 1, "width": 16, "heads": 2, "tied": True, "dropout": 0.1}
 NUMBERS = ("loss", "grad_norm", "lr", "tokens")
 
+Events: TypeAlias = list[Mapping[str, Any]]
 Numbers: TypeAlias = dict[int, tuple[Any, ...]]
 """By step, what was computed in it."""
 
@@ -47,14 +48,22 @@ def in_folder(job: Job, folder: Path) -> Job:
     return dataclasses.replace(job, train=dataclasses.replace(job.train, output=str(folder)))
 
 
-def events(folder: Path) -> list[Mapping[str, Any]]:
+def starts(folder: Path) -> list[int]:
+    """The lines with which the starts of a run begin what they have written."""
+    return [number for number, line in enumerate(_lines(folder)) if line.startswith(b'{"event": "start"')]
+
+
+def events(folder: Path) -> Events:
     """What the last start of a run has written, less a line that it left unfinished. Earlier lines may be damaged."""
+    begun = starts(folder)
+    return [json.loads(line) for line in _lines(folder)[begun[-1] : -1]] if begun else []
+
+
+def _lines(folder: Path) -> list[bytes]:
     path = folder / "metrics.jsonl"
-    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    starts = [number for number, line in enumerate(lines) if line.startswith(b'{"event": "start"')]
-    return [json.loads(line) for line in lines[starts[-1] : -1]] if starts else []
+    return path.read_bytes().split(b"\n") if path.exists() else [b""]
 
 
-def numbers(said: list[Mapping[str, Any]]) -> Numbers:
+def numbers(said: Events) -> Numbers:
     """The numbers of the steps among these events."""
     return {event["step"]: tuple(event[key] for key in NUMBERS) for event in said if event["event"] == "step"}

@@ -86,7 +86,7 @@ def test_a_plan_is_a_line_or_a_table(plan: str, tmp_path: Path) -> None:
         (["--schedule.shape", "cosin"], "invalid choice 'cosin' for argument '--schedule.shape'"),
         (["--model.arguments", "layers"], "'layers' is not KEY=VALUE; write it as in layers=4"),
         (["--plan", "dp=2 zro=1"], "unknown plan key 'zro'; did you mean zero?"),
-        (["--plan", "tp=2"], "works: 'dp=2'"),
+        (["--plan", "tp=3 tp_mode=2d"], "works: 'tp=4'"),
         (["--ranks", "0"], "ranks = 0 has to be at least 1"),
         (["missing.toml"], "cannot read the job missing.toml: No such file"),
     ],
@@ -124,7 +124,7 @@ def test_a_file_that_is_not_toml_says_where(tmp_path: Path) -> None:
 
 def test_a_plan_in_a_job_is_checked_like_any_plan() -> None:
     with pytest.raises(PlanError):
-        Job(plan=Plan.parse("tp=2"))
+        Job(plan=Plan.parse("tp=3 tp_mode=2d"))
 
 
 def test_a_command_may_add_fields_of_its_own() -> None:
