@@ -9,6 +9,7 @@ collectives again in `Saving.wait`, where every rank learns how it ended.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
@@ -223,7 +224,9 @@ class Saving:
             row.unlink()
         publish(self._aside, folder=self.folder)
         if self._keep_last is not None:
-            prune(self.folder.parent, keep_last=self._keep_last)
+            # What cannot be removed now is tried again after the next save; this one is published all the same.
+            with contextlib.suppress(OSError):
+                prune(self.folder.parent, keep_last=self._keep_last)
 
     def _all_there(self, rows: Sequence[Path]) -> bool:
         """Wait for files of other ranks; False when there is no use in waiting longer."""

@@ -18,6 +18,7 @@ from meshwise.checkpoint.header import Spec, header
 from meshwise.data_parallel.holdings import buffers
 from meshwise.trainer import Trainer
 
+
 def write_parameters(trainer: Trainer, *, path: Path | None, metadata: Mapping[str, str]) -> None:
     """Write every parameter and persistent buffer under its own name; a tied one once, under its first name.
 
@@ -48,4 +49,3 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     """
     copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     return copy.reshape(-1).view(torch.uint8).numpy().data
-
