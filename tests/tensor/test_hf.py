@@ -132,7 +132,21 @@ def test_a_step_is_that_of_one_process(build: Model, plan: str) -> None:
     check(build, plan, steps=1)
 
 
-@pytest.mark.parametrize("plan", [*PLANS, "tp=2 sequence_parallel=1", "tp=8 tp_mode=3d", "dp=2 tp=2 zero=3"])
+@pytest.mark.parametrize("plan", [*PLANS[1:], "tp=2 sequence_parallel=1", "tp=8 tp_mode=3d", "dp=2 tp=2 zero=3"])
 @pytest.mark.parametrize("build", [llama, bert], ids=lambda build: build.__name__)
 def test_three_steps_are_those_of_one_process(build: Model, plan: str) -> None:
     check(build, plan, steps=3)
+
+
+def test_uneven_rows_under_3d_are_refused_where_a_forward_counts_them() -> None:
+    torch.manual_seed(1)
+    model = bert().double()
+
+    def main(world: World) -> None:
+        trainer = parallelize(
+            copy.deepcopy(model), "tp=8 tp_mode=3d", world=world, loss=loss, lr=0.1, options=Options(forward=forward)
+        )
+        trainer.step(batches(bert, sizes=(5,))[0])
+
+    with pytest.raises(ValueError, match=r"takes the number of rows from its input.*Use batches .* that divide evenly"):
+        run(8, main)

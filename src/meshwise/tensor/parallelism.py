@@ -186,6 +186,8 @@ class _Split:
                 setattr(module, attribute, context.own(Layout((axes,)), size=getattr(module, attribute)))
         if part.gathers:
             region.gather_stream(module, context=context, features=self._width())
+        if part.even_rows:
+            region.require_even_rows(module, name=name, context=context)
         if part.narrows:
             own = context.own(Layout((context.scheme.inner,), cuts=(Cut(grain=part.narrows),)), size=self._width())
             inside = [self._modules[key] for key, other in self._parts.items() if other.gathered]

@@ -99,6 +99,9 @@ class Part:
     """attention with `gathers`: its forward takes the features of its heads from the last size of its input. It is
     shown an input as wide as this rank's heads, which its linears read whole; so many features stay together."""
 
+    even_rows: bool = False
+    """attention: its forward takes the number of rows from its input, so that it has to be that of what lies within."""
+
     whole_tokens: bool = False
     """first: inside a block, but its input comes from outside of the blocks (an encoder's output)."""
 

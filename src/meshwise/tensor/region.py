@@ -84,6 +84,21 @@ def gather_stream(module: nn.Module, *, context: Context, features: int) -> None
         _change_input(module, gather)
 
 
+def require_even_rows(module: nn.Module, *, name: str, context: Context) -> None:
+    """Refuse to run a module that reads the number of rows off its input where the rows inside of it are others."""
+
+    def before(_module: nn.Module, _args: Any) -> None:
+        rows = context.extents.rows
+        if rows is not None and len(set(rows)) > 1:
+            raise ValueError(
+                f"{name} takes the number of rows from its input, and under tp_mode=3d other ranks' rows come out of "
+                f"its matrices: ranks have {rows} of them. Use batches (and microbatches) that divide evenly, or "
+                "another tp_mode"
+            )
+
+    module.register_forward_pre_hook(before)
+
+
 def show_narrow(module: nn.Module, *, readers: Sequence[nn.Module], features: int) -> None:
     """Let a module's forward see only so many features of its input, and its children `readers` all of them."""
     whole: list[Tensor] = []

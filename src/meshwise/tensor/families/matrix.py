@@ -34,12 +34,12 @@ def as_matrix(module: nn.Module, *, name: str) -> Matrix | None:
     if full_name(type(module)) in STORED_AS_INPUTS_BY_OUTPUTS:
         inputs, outputs = module.get_parameter("weight").shape
         return Matrix(name, inputs, outputs, flipped=True)
-    if isinstance(module, nn.Linear) and computes_as(module, nn.Linear):
+    if isinstance(module, nn.Linear) and computes_as(module, kind=nn.Linear):
         return Matrix(name, module.in_features, module.out_features)
     return None
 
 
-def computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
+def computes_as(module: nn.Module, *, kind: type[nn.Module]) -> bool:
     """Whether a module is of a kind and has its forward."""
     return isinstance(module, kind) and type(module).forward is kind.forward
 

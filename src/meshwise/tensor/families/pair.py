@@ -122,6 +122,7 @@ class Pairs:
                 key_counts=counts_of_keys(owner, heads=heads),
                 group_counts=counts_of_groups(owner, heads=heads),
                 twins=twins,
+                even_rows=not self._sharing.rows_stay and not sizes_unused(owner),
                 gathers=gathers,
                 narrows=grain if narrows else 0,
             ),

@@ -84,7 +84,7 @@ class Structure:
             self._reasons |= {matrix.name: f"{matrix} forms no pair with a second" for matrix in left}
             self._parts[name] = Part("block")
         for inner, module in block.named_modules(prefix=name):
-            if computes_as(module, nn.MultiheadAttention) and not self._is_kept_whole(inner):
+            if computes_as(module, kind=nn.MultiheadAttention) and not self._is_kept_whole(inner):
                 assert isinstance(module, nn.MultiheadAttention)
                 self._parts |= self._pairs.torch_attention(module, name=inner)
         self._parts |= self._pairs.parts(branches, block=name)
@@ -96,7 +96,7 @@ class Structure:
             return
         held = dict(module.named_parameters(recurse=False))
         norm = None if around else as_norm(module)
-        if computes_as(module, nn.TransformerEncoder):
+        if computes_as(module, kind=nn.TransformerEncoder):
             self._parts[name] = Part("pair", becomes=UnnestedEncoder)
         elif norm is not None and norm[0] == self.width:
             self._parts[name] = Part("norm", norm=norm[1])
@@ -130,7 +130,7 @@ class Structure:
         if matrix := as_matrix(module, name=name):
             if self._vocabulary is not None and matrix.inputs == self.width:
                 tied = module._parameters["weight"] is self._vocabulary.weight
-                if tied and not computes_as(self._vocabulary, nn.Embedding):
+                if tied and not computes_as(self._vocabulary, kind=nn.Embedding):
                     return "whole"  # as its table is
                 if tied or self.width != matrix.outputs == self._vocabulary.num_embeddings:
                     return "head"
@@ -141,7 +141,7 @@ class Structure:
             if module.embedding_dim != self.width:
                 return "whole"
             shared = self._vocabulary is not None and module.weight is self._vocabulary.weight
-            shared = shared and computes_as(module, nn.Embedding)
+            shared = shared and computes_as(module, kind=nn.Embedding)
             return "embedding" if shared else "positions"
         if isinstance(module, _CONVOLUTIONS):
             return "patches" if module.out_channels == self.width else "whole"
@@ -207,7 +207,7 @@ def _why_unknown(module: nn.Module) -> str:
     name = type(module).__name__
     for kind in (nn.Linear, nn.Embedding):
         if isinstance(module, kind):
-            own = "" if computes_as(module, kind) else ", with a forward of its own"
+            own = "" if computes_as(module, kind=kind) else ", with a forward of its own"
             return f"{name} in a block, beside its pairs{own}"
     return f"{name} is neither a known norm nor goes feature by feature"
 
@@ -217,7 +217,8 @@ def _replaces_own_forward(module: nn.Module | None, role: str) -> bool:
     if module is None or role not in ("first", "second", "single", "head", "embedding"):
         return False
     return (
-        not any(computes_as(module, kind) for kind in (nn.Linear, nn.Embedding)) and as_matrix(module, name="") is None
+        not any(computes_as(module, kind=kind) for kind in (nn.Linear, nn.Embedding))
+        and as_matrix(module, name="") is None
     )
 
 
