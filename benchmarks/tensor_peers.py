@@ -135,6 +135,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 def remarks(arguments: argparse.Namespace, *, shape: gpt.Shape) -> list[str]:
     """What stands under the table."""
     words = [f"--rounds {arguments.rounds} --pairs {arguments.pairs} --steps {arguments.steps}"]
+    words += [f"--warmup {arguments.warmup}"]
     words += [f"--only {only!r}" for only in arguments.only] + [f"--shape {size}" for size in arguments.shape]
     words += [f"--python {word.partition('=')[0]}=PYTHON" for word in arguments.python]
     one, two = (volume(shape, plan) / 1e6 for plan in ("tp=4", "tp=4 tp_mode=2d"))

@@ -55,7 +55,8 @@ def install(
     placements = tensor_parallel(module, plan=chosen, world=world, parts=parts, streaming=streaming)
     made: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in list(module.named_parameters()):
-        made[parameter] = nn.Parameter(part_of(parameter.detach(), placements[name], world=world))
+        part = part_of(parameter.detach(), placements[name], world=world)
+        made[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
     for owner in module.modules():
         for key, held in list(owner._parameters.items()):
             if held is not None:

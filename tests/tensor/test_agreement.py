@@ -1,10 +1,12 @@
 """A split GPT and a plain one compute the same, whatever the scheme, with sizes that do not divide."""
 
+import functools
 from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.tensor.matmul import Streaming
@@ -44,3 +46,37 @@ def test_the_loss_and_every_gradient_are_those_of_one_process(plan: str, streami
         batch=(tokens(5, UNEVEN), loss),
         streaming=streaming,
     )
+
+
+@pytest.mark.parametrize("plan", ["tp=1", "tp=1 tp_mode=2d", "tp=1 tp_mode=3d", "tp=2 tp_mode=2.5d tp_depth=2"])
+def test_a_grid_of_one_rank_is_the_plain_model(plan: str) -> None:
+    split_agrees(built(UNEVEN), plan=plan, parts=gpt_parts(UNEVEN), batch=(tokens(5, UNEVEN), loss))
+
+
+@pytest.mark.parametrize("plan", ["tp=2 sequence_parallel=1", "tp=4 tp_mode=2d", "tp=8 tp_mode=3d"])
+def test_frozen_parameters_stop_nothing_else(plan: str) -> None:
+    model = built(UNEVEN)
+    for name in ("embedding", "positions", "blocks.0.attention_norm", "blocks.0.attention.qkv", "blocks.1.mlp"):
+        model.get_submodule(name).requires_grad_(False)
+    split_agrees(model, plan=plan, parts=gpt_parts(UNEVEN), batch=(tokens(4, UNEVEN), loss))
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=4 tp_mode=2d", "tp=8 tp_mode=3d"])
+def test_autocast_computes_in_half_precision_as_it_does_on_one_process(plan: str) -> None:
+    def autocast(module: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(module, batch)
+
+    split_agrees(
+        built(UNEVEN).float(), plan=plan, parts=gpt_parts(UNEVEN), batch=(tokens(4, UNEVEN), autocast), bound=0.03
+    )
+
+
+def test_checkpointed_blocks_move_as_they_did() -> None:
+    def checkpointed(module: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+        for block in module.get_submodule("blocks").children():
+            block.forward = functools.partial(checkpoint, type(block).forward.__get__(block), use_reentrant=False)
+        return loss(module, batch)
+
+    for plan in ("tp=3 sequence_parallel=1", "tp=4 tp_mode=2d", "tp=8 tp_mode=3d"):
+        split_agrees(built(UNEVEN), plan=plan, parts=gpt_parts(UNEVEN), batch=(tokens(5, UNEVEN), checkpointed))
