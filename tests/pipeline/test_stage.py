@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from meshwise.model.table import parameter_table
 from meshwise.pipeline.build import make_stage
 from meshwise.pipeline.cut import Wish, cut_model
 from meshwise.pipeline.parcel import bones, enter, pack, unpack
@@ -194,6 +195,26 @@ def test_an_exception_of_the_model_passes_and_the_stage_can_run_again() -> None:
     with pytest.raises(ValueError, match="do not fit the context"):
         stage.run(lambda model: model(TOKENS.repeat(1, 2)), received={})
     assert set(stage.run(lm, received={})) == set(stage.sends)
+
+
+def test_hooks_of_the_modules_that_are_left_run() -> None:
+    model = gpt()
+    stage = make_stage(model, cut=cut_model(model, stages=2, call=lm, wish=PARAMS), index=0, call=lm)
+    ended = []
+    for name, module in stage.module.named_modules():
+        if name in ("", "blocks.0", "blocks.1"):
+            module.register_forward_hook(lambda *_, name=name: ended.append(name), always_call=True)
+    stage.run(lm, received={})
+    assert ended == ["blocks.0", "blocks.1", ""]
+
+
+def test_the_table_of_a_stage_has_its_parameters_under_their_names() -> None:
+    model = gpt(tied=True)
+    cut = cut_model(model, stages=4, call=lm, wish=PARAMS)
+    for index in range(4):
+        module = make_stage(model, cut=cut, index=index, call=lm).module
+        rows = {row.name for row in parameter_table(module).rows}
+        assert rows == {name for name, stages in cut.holders.items() if index in stages}
 
 
 def test_what_is_received_has_to_be_what_was_agreed() -> None:

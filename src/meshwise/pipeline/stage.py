@@ -34,8 +34,12 @@ class StageError(RuntimeError):
     """A stage met something else than the cut has seen."""
 
 
-class Left(BaseException):
-    """The forward has been left: what follows is other stages'. No error, and nothing a model should catch."""
+class Left(Exception):
+    """The forward has been left: what follows is other stages'.
+
+    No error, but an Exception, so that torch runs the hooks of the modules that are left (those registered with
+    `always_call`). A model that catches it runs into the next piece, which raises it again.
+    """
 
 
 class Crossing:
