@@ -101,9 +101,10 @@ def plan_words(text: str) -> dict[str, Any]:
         if key not in defaults:
             near = difflib.get_close_matches(key, defaults, n=1, cutoff=0.4)
             raise PlanError(f"unknown plan key {key!r}; did you mean {(near or list(defaults))[0]}?")
-        if isinstance(defaults[key], int) and not value.isdecimal():
+        number = isinstance(defaults[key], int) and (key, value) != ("dp", "auto")
+        if number and not value.isdecimal():
             raise PlanError(f"{key}={value}: {key} is a whole number")
-        values[key] = int(value) if isinstance(defaults[key], int) else value
+        values[key] = int(value) if number else value
     return values
 
 
