@@ -6,7 +6,7 @@ Two things are timed, on one thread of one process. A dropout by itself, forward
 element: `F.dropout` alone, and inside `Draws.running`. And the steps of a GPT with dropout 0.1 everywhere, attention
 included: with `random=global`, with `random=local` (torch's own kernels), and of the same GPT without dropout.
 Contestants take turns, in alternating order, so that a machine whose speed drifts treats them alike; figures are
-medians over the turns.
+medians over the turns, of processor time.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def medians(contestants: Mapping[str, Callable[[], object]], *, turns: int) -> d
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(-1, turns):
         for name in sorted(contestants, reverse=turn % 2 == 1):
-            started = time.perf_counter()
+            started = time.process_time()
             contestants[name]()
             if turn >= 0:
-                seconds[name].append(time.perf_counter() - started)
+                seconds[name].append(time.process_time() - started)
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 

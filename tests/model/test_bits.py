@@ -45,7 +45,7 @@ def test_a_draw_larger_than_a_block_is_one_draw() -> None:
     assert torch.equal(rows, whole((4, 50_000))[1:])
 
 
-@pytest.mark.parametrize("shape", [(64,), (64, 48), (4, 5, 48), (0, 3)])
+@pytest.mark.parametrize("shape", [(64, 48), (4, 5, 48), (2, 3, 4, 5), (0, 3)])
 def test_shapes_of_any_number_of_dims_are_drawn(shape: tuple[int, ...]) -> None:
     words = whole(shape)
     assert words.shape == shape

@@ -50,7 +50,7 @@ class Kind:
 
 
 def draw(part: Part, *, key: int, kind: Kind, device: torch.device, into: Tensor | None = None) -> Tensor:
-    """The draw of a part (of one dim or more) under `key`, any signed 64-bit integer.
+    """The draw of a part (of two dims or more) under `key`, any signed 64-bit integer.
 
     `into`: a contiguous tensor of as many elements and the kind's dtype, to be filled and returned.
     """
@@ -71,13 +71,13 @@ def draw(part: Part, *, key: int, kind: Kind, device: torch.device, into: Tensor
 
 def _hashed(part: Part, key: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """64 bits for each row of the part, in its order, and 32 for each column."""
-    state = torch.tensor(key, dtype=torch.int64, device=device)
-    columns = torch.arange(part.starts[-1], part.starts[-1] + part.shape[-1], device=device)
-    column = _high(_mixed((columns + 1) * _GOLDEN + _mixed(state ^ _COLUMNS)))
+    columns = torch.arange(part.starts[-1] + 1, part.starts[-1] + part.shape[-1] + 1, device=device)
+    column = _high(_mixed(columns.mul_(_GOLDEN).add_(key ^ _COLUMNS)))
+    rows = torch.tensor(key, dtype=torch.int64, device=device)
     for size, start in zip(part.shape[:-1], part.starts[:-1], strict=True):
-        index = torch.arange(start, start + size, device=device)
-        state = _mixed(state.unsqueeze(-1) + (index + 1) * _GOLDEN)
-    return _mixed(state).flatten(), column
+        index = torch.arange(start + 1, start + size + 1, device=device).mul_(_GOLDEN)
+        rows = _mixed(rows.unsqueeze(-1) + index)
+    return rows.flatten(), column
 
 
 def kept(probability: float, *, dtype: torch.dtype = torch.bool) -> Kind:
@@ -113,14 +113,14 @@ def _middle(word: Tensor) -> Tensor:
 
 def _mixed(state: Tensor) -> Tensor:
     """The finaliser of splitmix64: a permutation of 64-bit integers that changes half of the bits for any one bit."""
-    state = (state ^ _shifted(state, 30)) * _FIRST
-    state = (state ^ _shifted(state, 27)) * _SECOND
-    return state ^ _shifted(state, 31)
+    state = state.bitwise_xor_(_shifted(state, 30)).mul_(_FIRST)
+    state = state.bitwise_xor_(_shifted(state, 27)).mul_(_SECOND)
+    return state.bitwise_xor_(_shifted(state, 31))
 
 
 def _shifted(state: Tensor, by: int) -> Tensor:
     """A shift to the right that fills with zeros; torch has signed integers only."""
-    return (state >> by) & ((1 << (64 - by)) - 1)
+    return (state >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
 def _high(state: Tensor) -> Tensor:
