@@ -66,13 +66,14 @@ def test_the_trace_has_every_action_in_its_row_and_an_arrow_for_every_message(tm
 
 
 def test_the_command_draws_a_plan_that_is_not_run_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["draw", "schedule", "--plan=dp=auto pp=4 microbatches=8 schedule=zb-h1", f"--trace={tmp_path / 'new' / 'a.json'}"]
+    plan, trace = "dp=auto pp=4 microbatches=8 schedule=zb-h1", tmp_path / "new" / "a.json"
+    words = ["draw", "schedule", f"--plan={plan}", f"--trace={trace}"]
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "rank 3 │.  .  .  F0 I0 F1 I1" in out
     assert "step 27" in out
     assert "11.1 %" in out
-    assert (tmp_path / "new" / "a.json").exists()
+    assert trace.exists()
 
 
 def test_the_command_draws_a_table_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
