@@ -176,21 +176,7 @@ def run(
     start_method = _start_method(main)
     with tempfile.TemporaryDirectory(prefix="meshwise-") as name, _as_launcher(size), _joined_by(comm):
         folder = Path(name)
-        make_known()
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=size,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend=BACKEND,
-            rdzv_endpoint=LOOPBACK,
-            local_addr=LOOPBACK,
-            max_restarts=restarts,
-            monitor_interval=_POLL_SECONDS,
-            start_method=start_method,
-            shutdown_timeout=_SHUTDOWN_SECONDS,
-            logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
-        )
+        config = _launch_config(size, folder, start_method=start_method, restarts=restarts)
         ended: BaseException | signal.Signals
         try:
             elastic_launch(config, _rank_main)(folder, os.getpid(), main, tuple(args), device)
@@ -222,6 +208,25 @@ def _say_stopped(otherwise: ExceptHook, kind: type[BaseException], error: BaseEx
 
 
 # ---- in the process that starts the ranks --------------------------------------------------------------------------
+
+
+def _launch_config(size: int, folder: Path, *, start_method: str, restarts: int) -> LaunchConfig:
+    """What torch's launcher is told: one host, which listens to itself alone."""
+    make_known()
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=size,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend=BACKEND,
+        rdzv_endpoint=LOOPBACK,
+        local_addr=LOOPBACK,
+        max_restarts=restarts,
+        monitor_interval=_POLL_SECONDS,
+        start_method=start_method,
+        shutdown_timeout=_SHUTDOWN_SECONDS,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
+    )
 
 
 def _start_method(main: Callable[..., Any]) -> str:
