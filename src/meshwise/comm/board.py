@@ -28,13 +28,13 @@ from torch import Tensor
 
 from meshwise.comm.segment import Segment, open_segment, words_of
 
-PAYLOAD_BYTES = 4096
+PAYLOAD_BYTES = 64 << 10
 """Up to so many bytes travel in the board itself."""
 
-RING = 128
+RING = 32
 """Calls of a lane that one rank may be ahead of another."""
 
-_BYTES = 256 << 20  # of addresses; memory is taken page by page, as lanes are used
+_BYTES = 1 << 30  # of addresses; memory is taken page by page, as lanes are used
 _NUM_LANES, _TABLE, _MOST_LANES = 8, 16, 2000
 _FIRST_LANE = _TABLE + 2 * _MOST_LANES
 _POSTED, _DONE, _RECORDS = 0, 8, 16

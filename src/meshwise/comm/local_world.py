@@ -6,7 +6,7 @@ Every rank says where its tensors lie (see `lane`), and then each takes what it 
     reduce-scatter                         every rank adds up its own part, straight from the others' tensors
     all-reduce                             every rank adds up its slice, block by block, and writes each block of the
                                            sum into everybody's tensor: nothing is read twice, nothing copied between
-    up to 4 KB                             the call brings the contents, and every rank has what it needs at once
+    up to 64 KB                            the call brings the contents, and every rank has what it needs at once
 
     tensors               how the others reach them
     of `world.empty`      shared memory: they are mapped once, and from then on read and written where they lie
