@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from meshwise.model.birth import born, install
 from meshwise.model.table import parameter_table
 from meshwise.pipeline.build import make_stage
 from meshwise.pipeline.cut import Wish, cut_model
@@ -352,3 +353,15 @@ def test_one_stage_is_the_whole_model() -> None:
     assert cut.crossing == ()
     stage = make_stage(model, cut=cut, index=0, call=total)
     torch.testing.assert_close(run_stages([stage], total), total(model).detach(), rtol=0, atol=0)
+
+
+def test_a_model_that_is_nowhere_whole_is_cut_and_born_stage_by_stage() -> None:
+    source = born(gpt, seed=3)
+    cut = cut_model(source.module, stages=2, call=lambda model: model(TOKENS.to("meta")), wish=PARAMS)
+    stages = [make_stage(source.module, cut=cut, index=index, call=lm) for index in range(2)]
+    for stage in stages:
+        for row in parameter_table(stage.module).rows:
+            install(stage.module, row=row, tensor=source.full(row.name))
+    whole = gpt()
+    whole.load_state_dict({name: source.full(name) for name in whole.state_dict()})
+    torch.testing.assert_close(run_stages(stages, lm), lm(whole).detach(), rtol=1e-12, atol=0)
