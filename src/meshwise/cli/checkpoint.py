@@ -14,11 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from meshwise.checkpoint.check import damages, differences
 from meshwise.checkpoint.damage import DamageError
@@ -30,11 +31,13 @@ from meshwise.train.job import Job, JobError
 from meshwise.train.named import model_function
 
 _MOST_TEXT = 400
+_PIPE_WIDTH = 200
+"""Columns of a table that nobody looks at in a terminal."""
 
 
 def main(words: Sequence[str]) -> int:
     """Do what the words ask. Raises JobError for a checkpoint that no job is known for, and none is given."""
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     flags = _parser().parse_args(words)
     act: Callable[[argparse.Namespace, Console], int] = flags.act
     try:
@@ -84,7 +87,7 @@ def _list(flags: argparse.Namespace, console: Console) -> int:
 
 def _show(flags: argparse.Namespace, console: Console) -> int:
     index = read_index(flags.checkpoint)
-    table = Table("tensor", "dtype", "shape", "parts", box=None)
+    table = Table(Column("tensor", overflow="fold"), "dtype", "shape", "parts", box=None)
     for name, stored in index.tensors.items():
         dtype = str(stored.dtype).removeprefix("torch.")
         table.add_row(name, dtype, "·".join(map(str, stored.shape)) or "one", str(len(stored.parts)))
@@ -119,7 +122,7 @@ def _check(flags: argparse.Namespace, console: Console) -> int:
 
 
 def _diff(flags: argparse.Namespace, console: Console) -> int:
-    table = Table("tensor", "", "largest difference", box=None)
+    table = Table(Column("tensor", overflow="fold"), "", "largest difference", box=None)
     for found in differences(read_index(flags.one), second=read_index(flags.other)):
         table.add_row(found.name, found.what, f"{found.largest:.3g}" if found.elements else "")
     console.print(table if table.row_count else "bit for bit the same")
