@@ -141,7 +141,7 @@ class Plan:
     tp_depth: int = _key(1, "grids behind each other under `tp_mode=2.5d`")
     sequence_parallel: int = _key(0, "1: between matrices, tp splits the tokens of a sequence", least=0, most=1)
     random: str = _word(
-        "global local", "dropout masks: the same under every plan, or the fast stream of each rank's own generator"
+        "global local", "dropout masks: the same under every plan, or drawn by torch's own kernels, fused on a GPU"
     )
     schedule: str = _word(
         "1f1b naive gpipe interleaved looped zb-h1 zb-h2 zb-v dualpipev", "order of a pipeline's forwards and backwards"

@@ -118,7 +118,7 @@ class Draws:
 
     `before` and `after` name modules: when one begins, or has run, the activations lie in that region until the next of
     these points. `local` leaves the drawing to torch's own kernels and generator, seeded anew for each draw by the
-    place and the part: quicker on a GPU, but then the masks depend on the plan.
+    place and the part: a GPU fuses them, but the masks depend on the plan then.
 
         draws.begin(step)
         with draws.running(rows): forward           # once for each micro-batch
