@@ -142,11 +142,6 @@ class Saving:
         """Whether `wait` has told how it ended."""
         return self._finished
 
-    @property
-    def ended(self) -> bool:
-        """Whether `wait` has found out how it ended, on every rank."""
-        return self._finished
-
     def wait(self) -> Path:
         """Return the folder when it is published, or raise SaveError alike on every rank, each of which calls it.
 
