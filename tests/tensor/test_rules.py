@@ -49,9 +49,9 @@ def test_the_reference_gpt() -> None:
         gpt(),
         """
         blocks.0                         block
-        blocks.0.attention               attention heads/1 gathers
+        blocks.0.attention               attention heads/1
         blocks.0.attention.projection    second [:4]
-        blocks.0.attention.qkv           first [16|16|16:4] gathered
+        blocks.0.attention.qkv           first [16|16|16:4]
         blocks.0.attention_norm          norm
         blocks.0.mlp.expansion           first
         blocks.0.mlp.projection          second

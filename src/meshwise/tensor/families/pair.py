@@ -111,7 +111,9 @@ class Pairs:
         twins = 1 if alike or not self._sharing.rows_stay else heads.twins(self._sharing.ranks) or 1
         group = 1 if alike else heads.group // twins
         grain = group * heads.width
-        gathers = not cross and self._share_input(branch)
+        # One matrix gathers for itself, and need not keep what it gathered, unless its module reads sizes of the input.
+        alone = len(branch.firsts) == 1 and sizes_unused(owner)
+        gathers = not cross and not alone and self._share_input(branch)
         narrows = gathers and heads.features == branch.firsts[0].inputs and splits_by_width(owner)
         whole = gathers or sizes_unused(owner)
         self.attentions.append(Attention(home, heads, even=alike and heads.group > 1, alike=alike, enters_whole=whole))
