@@ -3,6 +3,7 @@
 - `run`: a function on N ranks, as threads or as warm processes
 - `agree`: two outcomes are the same, up to a bound
 - `count`: the collectives of a block, against a formula
+- `SavedForBackward`: the bytes that a forward leaves for its backward
 - `outcome`, `alone`: what training came to, under a plan and on one process (`Single`, in plain torch)
 
 As one test:
@@ -20,6 +21,7 @@ from meshwise.testing.difference import Difference, difference
 from meshwise.testing.outcome import alone, outcome
 from meshwise.testing.processes import Processes
 from meshwise.testing.run import run
+from meshwise.testing.saved import SavedForBackward
 from meshwise.testing.single import Single
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "Difference",
     "Disagreement",
     "Processes",
+    "SavedForBackward",
     "Single",
     "agree",
     "alone",
