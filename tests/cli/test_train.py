@@ -177,4 +177,4 @@ def test_ctrl_c_ends_every_rank_with_status_130(folder: Path) -> None:
 
     assert (status, err) == (130, "meshwise train: stopped by Ctrl-C\n")
     assert not command.left()
-    assert len(steps(folder / "run")) >= 2
+    assert steps(folder / "run"), "what was done before the step that was last printed is on disk"

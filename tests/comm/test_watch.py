@@ -28,7 +28,7 @@ from meshwise.comm.world import World
 SIZE = 3
 STALL = 4.0
 # Beats, a survey and the end take less; a machine with other work to do may take all of it.
-SOON = 20.0
+SOON = 60.0
 
 pytestmark = pytest.mark.processes
 _SERVER = multiprocessing.get_context("forkserver")
