@@ -156,19 +156,19 @@ class Piece:
 
     def _nothing(self, key: str, args: Any, kwargs: Any) -> Any:
         """NaN in the shapes that the piece would return, computed once per shapes of its inputs."""
-        signature = (self._module.training, _signature((args, kwargs)))
+        asked = (self._module.training, signature((args, kwargs)))
         device = next((tensor.device for tensor in tensors((args, kwargs))), torch.device("cpu"))
-        if signature not in self._shapes:
+        if asked not in self._shapes:
             self._shadow.train(self._module.training)
             args, kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
             try:
                 with torch.no_grad():
-                    self._shapes[signature] = self._shadow(*args, **kwargs)
+                    self._shapes[asked] = self._shadow(*args, **kwargs)
             except Exception as error:
                 raise StageError(
                     f"the shape of the output of {key} cannot be told without its values: {error}"
                 ) from error
-        return map_tensors(lambda tensor: _poison(tensor, device), self._shapes[signature])
+        return map_tensors(lambda tensor: _poison(tensor, device), self._shapes[asked])
 
 
 class Route:
@@ -194,12 +194,12 @@ def _poison(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.full(tensor.shape, value, dtype=tensor.dtype, device=device)
 
 
-def _signature(tree: Any) -> Any:
-    """What the shapes of a piece's outputs may depend on."""
+def signature(tree: Any) -> Any:
+    """What the shapes of outputs may depend on, of the inputs: shapes, dtypes and plain values; hashable."""
     if isinstance(tree, Tensor):
         return (tuple(tree.shape), tree.dtype)
     if isinstance(tree, Mapping):
-        return tuple((key, _signature(value)) for key, value in tree.items())
+        return tuple((key, signature(value)) for key, value in tree.items())
     if isinstance(tree, tuple | list):
-        return tuple(map(_signature, tree))
+        return tuple(map(signature, tree))
     return tree if isinstance(tree, int | float | str | None) else type(tree).__qualname__

@@ -1,0 +1,162 @@
+"""The interpreter on ranks: every schedule gives the gradients of one process, whatever the micro-batches are like."""
+
+import contextlib
+import copy
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwise.comm.world import World
+from meshwise.mesh import Mesh
+from meshwise.pipeline.build import make_stage
+from meshwise.pipeline.cut import Wish, cut_model
+from meshwise.pipeline.passes import lower
+from meshwise.pipeline.runtime import Job, Runtime
+from meshwise.pipeline.schedules import SCHEDULES, make_schedule
+from meshwise.pipeline.stage import StageError
+from meshwise.reference import GPT, GPTConfig, next_token_loss
+from meshwise.testing import agree, run
+
+MICROBATCHES = 8
+LENGTHS = (12, 5, 12, 9, 12, 12, 5, 3)
+
+
+class Plain:
+    """Keeps nothing in pieces."""
+
+    def __init__(self) -> None:
+        self.did: list[str] = []
+
+    def running(self, index: int, *, again: bool) -> Any:
+        self.did.append(f"{'B' if again else 'F'}{index}")
+        return contextlib.nullcontext()
+
+    def gather(self) -> None:
+        self.did.append("gather")
+
+    def ready(self) -> None:
+        assert "gather" in self.did
+        assert "free" not in self.did
+
+    def free(self) -> None:
+        self.did.append("free")
+
+    def reduce(self) -> None:
+        self.did.append("reduce")
+
+
+def gpt(*, tied: bool = False) -> GPT:
+    torch.manual_seed(0)
+    return GPT(GPTConfig(vocabulary=31, context=12, layers=6, heads=2, width=8, tied=tied)).double()
+
+
+def micro_batch(index: int) -> Tensor:
+    length = LENGTHS[index % len(LENGTHS)]
+    return torch.arange(2 * length).reshape(2, length) * (7 + index) % 31
+
+
+def lm(model: nn.Module, index: int) -> Tensor:
+    tokens = micro_batch(index)
+    return next_token_loss(model(tokens), (tokens, tokens.roll(-1, dims=1)))[0]
+
+
+def jobs(present: range) -> Mapping[int, Job]:
+    return {i: Job(functools.partial(lm, index=i), micro_batch(i).shape) for i in present}
+
+
+def losses_and_gradients(
+    world: World, name: str, *, model: nn.Module, present: range
+) -> tuple[dict[int, Any], list[Any]]:
+    """Of one rank: the losses it has, and of each of its stages the gradients."""
+    world = world.over(Mesh((("pp", world.size),)))
+    schedule = lower(make_schedule(name, pp=world.size, microbatches=MICROBATCHES), zero=3)
+    cut = cut_model(model, stages=schedule.stages, call=first, wish=Wish("params"))
+    mine = schedule.stages_of(world.rank)
+    models = {index: copy.deepcopy(model) for index in mine}
+    stages = {index: make_stage(models[index], cut=cut, index=index, call=first) for index in mine}
+    keepers = {index: Plain() for index in mine}
+    runtime = Runtime(stages, keepers=keepers, world=world)
+    returned = {}
+    for _ in range(2):  # the second time every shape is agreed
+        returned = runtime.run(schedule, jobs=jobs(present))
+        for keeper in keepers.values():
+            assert (keeper.did[0], *keeper.did[-2:]) == ("gather", "reduce", "free")
+            keeper.did.clear()
+    gradients = [
+        {name: p.grad for name, p in model.named_parameters() if p.grad is not None} for model in models.values()
+    ]
+    return {index: loss.detach() for index, loss in returned.items()}, gradients
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_on_ranks_gives_the_gradients_of_one_process(name: str, pp: int, tied: bool) -> None:
+    present = range(MICROBATCHES) if tied else range(5)  # of the others, nobody has rows
+    model = gpt(tied=tied)
+    whole = copy.deepcopy(model)
+    expected = {index: lm(model, index) for index in present}
+    (2 * torch.stack(list(expected.values())).sum()).backward()
+    ranks = run(pp, lambda world: losses_and_gradients(world, name, model=whole, present=present))
+    losses = {index: loss for found, _ in ranks for index, loss in found.items()}
+    summed: dict[str, Tensor] = {}
+    for gradients in (stage for _, stages in ranks for stage in stages):
+        for key, gradient in gradients.items():
+            summed[key] = summed.get(key, 0) + gradient
+    agree(losses, {index: loss.detach() for index, loss in expected.items()}, bound=1e-12)
+    agree(summed, {key: p.grad for key, p in model.named_parameters()}, bound=1e-11)
+
+
+def total(model: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = model(x).sum()
+    return out
+
+
+class Choosy(nn.Linear):
+    """How many rows it passes on depends on their values."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x[x.sum(1) > 0])
+
+
+def test_shapes_that_follow_from_values_are_an_error_that_says_so() -> None:
+    def main(world: World) -> None:
+        world = world.over(Mesh((("pp", 2),)))
+        schedule = lower(make_schedule("gpipe", pp=2, microbatches=2), zero=0)
+        model = nn.Sequential(Choosy(4, 4), nn.Linear(4, 4))
+        call = functools.partial(total, x=torch.ones(3, 4))
+        cut = cut_model(model, stages=2, call=call, wish=Wish("params"))
+        stages = {world.rank: make_stage(model, cut=cut, index=world.rank, call=call)}
+        keeper = Plain()
+        keeper.did.append("gather")
+        runtime = Runtime(stages, keepers={world.rank: keeper}, world=world)
+        batches = [torch.ones(3, 4), torch.eye(4)[:3] * torch.tensor([[1.0], [-1.0], [1.0]])]
+        runtime.run(schedule, jobs={i: Job(functools.partial(total, x=x), x.shape) for i, x in enumerate(batches)})
+
+    with pytest.raises(StageError, match="stage 0 sends something else for micro-batch 1"):
+        run(2, main)
+
+
+def test_an_exception_of_one_stage_ends_all_ranks_with_its_own_message() -> None:
+    model = gpt()
+
+    def main(world: World) -> None:
+        def fails(*_: Any) -> None:
+            raise ZeroDivisionError("in block 5")
+
+        world = world.over(Mesh((("pp", 2),)))
+        schedule = lower(make_schedule("1f1b", pp=2, microbatches=MICROBATCHES), zero=0)
+        cut = cut_model(model, stages=2, call=first, wish=Wish("params"))
+        stage = make_stage(copy.deepcopy(model), cut=cut, index=world.rank, call=first)
+        if world.rank == 1:
+            stage.module.get_submodule("blocks.5").register_forward_pre_hook(fails)
+        keeper = Plain()
+        keeper.did.append("gather")
+        Runtime({world.rank: stage}, keepers={world.rank: keeper}, world=world).run(schedule, jobs=jobs(range(8)))
+
+    with pytest.raises(ZeroDivisionError, match="in block 5"):
+        run(2, main)
