@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import typing
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,11 @@ def write(folder: Path, text: str) -> str:
 
 
 FULL = Job(
-    model=ModelJob("my.py:build", {"layers": 3, "widths": [1, 2], "name": "a b", "rate": 0.5, "on": True}),
+    model=ModelJob(
+        "my.py:build",
+        {"layers": 3, "widths": [1, 2], "name": "a b", "rate": 0.5, "on": True},
+        {"blocks.*.qkv": "first sections=3"},
+    ),
     data=DataJob(files=("a b.txt", "c/*.py"), context=7, validation=0.0, cache="/tmp/x"),
     optimizer=OptimizerJob("SGD", lr=3e-4, weight_decay=0.0, betas=(0.5, 0.75), arguments={"momentum": 0.9}),
     train=TrainJob(steps=3, seed=-1, clip_norm=0.5, nonfinite="skip:2", dtype="float64", tensorboard=True),
@@ -97,6 +102,13 @@ def test_a_wrong_flag_gets_one_message_that_says_what_to_change(words: list[str]
 
     assert message in str(error.value)
     assert "│" not in str(error.value)
+
+
+def test_tensor_rules_are_patterns_and_parts() -> None:
+    words = ("--model.tensor-rules", "blocks.*.qkv=first sections=3", "head=head")
+    assert job_of(*words).model.tensor_rules == {"blocks.*.qkv": "first sections=3", "head": "head"}
+    with pytest.raises(JobError, match=re.escape("'blocks.*.up' = 3 is not a part")):
+        ModelJob(tensor_rules={"blocks.*.up": 3})
 
 
 def test_every_wrong_key_of_a_file_is_named_with_the_file(tmp_path: Path) -> None:

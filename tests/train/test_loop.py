@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,12 @@ def test_every_plan_is_the_same_run(plan: str, ranks: int, job: Job) -> None:
     assert [event["text"] for event in events(split, "sample")] == [event["text"] for event in events(alone, "sample")]
     for name, value in parameters(alone).items():
         torch.testing.assert_close(parameters(split)[name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_a_job_s_tensor_rules_reach_the_model(job: Job) -> None:
+    job = dataclasses.replace(job, plan=Plan(tp=2))
+    with pytest.raises(ValueError, match=re.escape("'blocks.*.mlp.nowhere' matches no module")):
+        run(change(job, "model", tensor_rules={"blocks.*.mlp.nowhere": "first"}), ranks=2)
 
 
 def test_a_run_leaves_its_job_its_metrics_and_its_parameters(job: Job) -> None:

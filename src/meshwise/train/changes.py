@@ -19,6 +19,7 @@ FREE = (
     "plan",
     "ranks",
     "restarts",
+    "model.tensor_rules",
     "data.files",
     "data.workers",
     "data.cache",

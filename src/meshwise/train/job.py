@@ -78,6 +78,14 @@ class ModelJob:
     arguments: Arguments = field(default_factory=dict)
     """Arguments of that function by keyword, as in `layers=4 heads=4`. For `gpt`, the vocabulary (256) and the context
     (`data.context`) are filled in when absent."""
+    tensor_rules: Arguments = field(default_factory=dict)
+    """With tp, the parts of modules whose names match a pattern, where they are not found by themselves:
+    `blocks.*.up=first blocks.*.down=second`. See docs/tensor.md."""
+
+    def __post_init__(self) -> None:
+        for pattern, part in self.tensor_rules.items():
+            if not isinstance(part, str):
+                raise JobError(f'model.tensor_rules: {pattern!r} = {part!r} is not a part, a word such as "first"')
 
 
 @dataclass(frozen=True)

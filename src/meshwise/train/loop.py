@@ -69,7 +69,12 @@ def train(world: World, *, job: Job, console: Console | None = None) -> Summary:
         loss=prepared.loss,
         optimizer=prepared.optimizer,
         world=world,
-        options=Options(clip_norm=job.train.clip_norm, seed=job.train.seed, nonfinite=job.train.nonfinite),
+        options=Options(
+            clip_norm=job.train.clip_norm,
+            seed=job.train.seed,
+            nonfinite=job.train.nonfinite,
+            tensor_rules=job.model.tensor_rules,
+        ),
         **prepared.optimizer_arguments,
     )
     folder = on_first_rank(lambda: RunFolder.claim(job, path=origin.folder, attempt=attempt), world=world)
