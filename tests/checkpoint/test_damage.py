@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import shutil
 import zlib
 from collections.abc import Callable, Mapping
@@ -148,6 +149,20 @@ def test_a_flipped_bit_is_told_by_file_tensor_expected_and_found_on_every_rank(r
         assert str(path) in message
         assert "/1.weight@" in message
     assert entry in " ".join(str(damage) for damage in damages(folder)) or "/1.weight@" in str(list(damages(folder)))
+
+
+def test_the_error_is_the_same_in_another_process(root: Path) -> None:
+    flipped(root / "step-2" / DATA)
+    found = tuple(damages(root / "step-2"))
+    error = pickle.loads(pickle.dumps(DamageError(found)))
+    assert error.damages == found
+    assert str(error) == str(DamageError(found))
+
+
+def test_an_index_that_is_cut_off_is_called_that(root: Path) -> None:
+    os.truncate(root / "step-2" / INDEX, 100)
+    with pytest.raises(DamageError, match="expected a checksum at its end, found none: the file is cut off"):
+        read_index(root / "step-2")
 
 
 def test_when_none_is_valid_every_rank_says_so(root: Path) -> None:

@@ -94,9 +94,19 @@ def test_export_says_that_it_has_checked(root: Path, tmp_path: Path, capsys: pyt
 
 
 def test_what_is_no_checkpoint_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["checkpoint", "show", str(tmp_path)]) == 1
-    assert "no such file" in capsys.readouterr().out
+    assert main(["checkpoint", "show", str(tmp_path)]) == 2
+    assert "is no checkpoint" in capsys.readouterr().err
     assert main(["checkpoint", "check", str(tmp_path)]) == 1
     with pytest.raises(SystemExit) as caught:
         main(["checkpoint", "mend", str(tmp_path)])
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("words", ["show RUN", "diff RUN/checkpoints/step-1 RUN", "export RUN into"])
+def test_a_run_in_place_of_a_checkpoint_is_told_its_checkpoints(
+    words: str, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["checkpoint", *words.replace("RUN", str(root.parent)).split()]) == 2
+    message = capsys.readouterr().err
+    assert "damaged" not in message
+    assert f"{root / 'step-2'}, {root / 'step-1'}" in message

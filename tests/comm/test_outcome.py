@@ -18,6 +18,13 @@ class Refused(Exception):
         super().__init__(f"{value}: {reason}")
 
 
+class Wordy(Exception):
+    """Is made again without complaint, and says something else then."""
+
+    def __init__(self, reasons: list[str]) -> None:
+        super().__init__(f"the reasons are {' and '.join(reasons)}")
+
+
 def raised(error: BaseException) -> Outcome:
     try:
         raise error
@@ -46,6 +53,13 @@ def test_an_exception_that_cannot_travel_keeps_its_words(tmp_path: Path) -> None
     outcome = Outcome.load(tmp_path, rank=0)
     assert outcome is not None
     assert repr(outcome.error) == "RuntimeError('Refused: 4: no')"
+
+
+def test_an_exception_that_would_change_its_words_keeps_them(tmp_path: Path) -> None:
+    raised(Wordy(["wind", "rain"])).save(tmp_path, rank=0)
+    outcome = Outcome.load(tmp_path, rank=0)
+    assert outcome is not None
+    assert repr(outcome.error) == "RuntimeError('Wordy: the reasons are wind and rain')"
 
 
 def test_a_result_that_cannot_travel_is_an_error_of_the_rank(tmp_path: Path) -> None:

@@ -35,6 +35,10 @@ class DamageError(RuntimeError):
         rest = f"\n  and {len(damages) - _SHOWN} more" if len(damages) > _SHOWN else ""
         super().__init__("damaged checkpoint:\n  " + "\n  ".join(map(str, self.damages[:_SHOWN])) + rest)
 
+    def __reduce__(self) -> tuple[type[DamageError], tuple[tuple[Damage, ...]]]:
+        """Made anew from the damages: an exception is else made from its message, whose letters are not damages."""
+        return DamageError, (self.damages,)
+
 
 class SaveError(RuntimeError):
     """A checkpoint was not written; what there was before is as it was. The message says which ranks failed and why."""

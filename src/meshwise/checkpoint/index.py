@@ -117,9 +117,10 @@ def read_index(folder: Path) -> Index:
     except (OSError, UnicodeDecodeError) as error:
         raise DamageError([Damage(str(path), "the index of a checkpoint", str(error))]) from error
     body, _, end = text.rpartition(_CHECKSUM)
+    if not body:
+        raise DamageError([Damage(str(path), "a checksum at its end", "none: the file is cut off")])
     if end[:8] != f"{zlib.crc32(body.encode()):08x}":
-        found = f"{zlib.crc32(body.encode()):08x}" if body else "none: the file is cut off"
-        raise DamageError([Damage(str(path), f"the checksum {end[:8] or 'at its end'}", found)])
+        raise DamageError([Damage(str(path), f"the checksum {end[:8]}", f"{zlib.crc32(body.encode()):08x}")])
     try:
         index = parse_index(folder, body=json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -31,14 +31,18 @@ from meshwise.train.job import Job, JobError
 from meshwise.train.named import model_function
 
 _MOST_TEXT = 400
+_MOST_NAMES = 3
 _PIPE_WIDTH = 200
 """Columns of a table that nobody looks at in a terminal."""
 
 
 def main(words: Sequence[str]) -> int:
-    """Do what the words ask. Raises JobError for a checkpoint that no job is known for, and none is given."""
+    """Do what the words ask. Raises JobError for a folder that is no checkpoint, and for one without a job."""
     console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     flags = _parser().parse_args(words)
+    for name in ("checkpoint", "one", "other"):
+        if name in flags:
+            _require(getattr(flags, name))
     act: Callable[[argparse.Namespace, Console], int] = flags.act
     try:
         return act(flags, console)
@@ -151,6 +155,15 @@ def _job(flags: argparse.Namespace) -> Job:
             f"{flags.checkpoint} was saved without a job, so nothing says how to build its model; name one with --job"
         )
     return from_text(text, source=str(flags.checkpoint / INDEX), kind=Job)
+
+
+def _require(folder: Path) -> None:
+    """Refuse a folder that is no checkpoint, with the checkpoints that lie below it. Raises JobError."""
+    if (folder / INDEX).exists():
+        return
+    inside = [str(path) for path, _ in checkpoints(_root(folder))]
+    names = f"; name one of its checkpoints: {', '.join(inside[:_MOST_NAMES])}" if inside else ""
+    raise JobError(f"{folder} is no checkpoint, there is no {INDEX} in it{names}")
 
 
 def _root(folder: Path) -> Path:

@@ -58,7 +58,7 @@ def _picklable(error: BaseException) -> BaseException:
         copy = pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 - whatever its class does when it is pickled
         copy = None
-    if isinstance(copy, type(error)):
+    if isinstance(copy, type(error)) and str(copy) == str(error):
         return error
     told = RuntimeError(f"{type(error).__name__}: {error}")
     for note in getattr(error, "__notes__", []):
