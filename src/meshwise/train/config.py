@@ -101,9 +101,8 @@ def _problems(flags: Mapping[Key, list[str]], kind: type[Job]) -> list[str]:
 
 def _merge(base: J, job: J) -> J:
     """`job` with the arguments that `base` has and `job` does not: a flag changes one argument, not all of them."""
-    sections: dict[str, Any] = {}
     for section, name in _mappings(type(job)):
         own = getattr(job, section)
         arguments = {**getattr(getattr(base, section), name), **getattr(own, name)}
-        sections[section] = dataclasses.replace(own, **{name: arguments})
-    return dataclasses.replace(job, **sections)
+        job = dataclasses.replace(job, **{section: dataclasses.replace(own, **{name: arguments})})
+    return job
