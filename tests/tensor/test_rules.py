@@ -241,10 +241,19 @@ class Fused(nn.Module):
 
 def test_an_order_that_does_not_show_is_asked_for() -> None:
     model = nn.ModuleList(Block(Fused(16, 4), width=16, hidden=48) for _ in range(2))
-    with pytest.raises(ValueError, match=r"looks fused of 3.*rule: 'first sections=3'"):
+    with pytest.raises(ValueError, match=r"looks fused of 3.*rule: 'first sections=3'") as caught:
         find_parts(model, plan=Plan())
+    assert 'as in {"*.attention.qkv": "first sections=3"}' in str(caught.value)
     parts = find_parts(model, plan=Plan(), rules={"*.attention.qkv": "first sections=3"})
     assert str(parts["0.attention.qkv"].cut) == "[16|16|16:4]"
+
+
+def test_the_rule_to_copy_is_one_that_the_module_can_have() -> None:
+    model = nn.Sequential(stack(), nn.BatchNorm1d(16))
+    with pytest.raises(ValueError, match="BatchNorm1d") as caught:
+        find_parts(model, plan=Plan())
+    assert 'as in {"1": "whole"}' in str(caught.value)
+    assert find_parts(model, plan=Plan(), rules={"1": "whole"})["1"].role == "whole"
 
 
 def test_heads_that_nothing_counts_are_asked_for() -> None:

@@ -164,12 +164,25 @@ def _refuse_unplaced(module: nn.Module, parts: Mapping[str, Part], *, structure:
     general = _first_of_each(left)
     lines = [f"  {name}  {tuple(module.get_parameter(name).shape)}{structure.reason(name)}" for name in general[:12]]
     more = [f"  and {len(general) - 12} more"] if len(general) > 12 else []
-    example = _general(general[0].rpartition(".")[0] or general[0])
+    example = _example(module, general[0], reason=structure.reason(general[0]))
     raise ValueError(
         "tensor parallelism found no part for these parameters:\n"
         + "\n".join([*lines, *more])
-        + f'\nState one in the rules, as in {{"{example}": "first"}}; the parts are {" ".join(_ALLOWED)}'
+        + f"\nState one in the rules, as in {example}; the parts are {' '.join(_ALLOWED)}"
     )
+
+
+def _example(module: nn.Module, parameter: str, *, reason: str) -> str:
+    """A rule to copy for a parameter without a part: the one its reason tells, or one that its module can have."""
+    name = parameter.rpartition(".")[0]
+    owner = module.get_submodule(name)
+    if not name or next(owner.children(), None) is not None:
+        return f'{{"{_general(parameter)}": "whole"}}'
+    told = re.search(r"rule: '([^']+)'", reason)
+    guess = "first" if isinstance(owner, nn.Linear) else "whole"
+    general = _general(name)
+    alike = all(type(m) is type(owner) for n, m in module.named_modules() if matches(n, pattern=general))
+    return f'{{"{general if alike else name}": "{told[1] if told else guess}"}}'
 
 
 def _places(parts: Mapping[str, Part], name: str) -> bool:
