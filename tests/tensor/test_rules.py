@@ -248,6 +248,13 @@ def test_an_order_that_does_not_show_is_asked_for() -> None:
     assert str(parts["0.attention.qkv"].cut) == "[16|16|16:4]"
 
 
+def test_a_pair_in_a_module_kept_whole_is_whole_too() -> None:
+    parts = find_parts(stack(), plan=Plan(tp=2), rules={"1.attention": "whole"})
+    assert parts["1.attention"].role == "whole"
+    assert not [name for name in parts if name.startswith("1.attention.")]
+    assert parts["2.attention.q"].role == "first"
+
+
 def test_the_rule_to_copy_is_one_that_the_module_can_have() -> None:
     model = nn.Sequential(stack(), nn.BatchNorm1d(16))
     with pytest.raises(ValueError, match="BatchNorm1d") as caught:

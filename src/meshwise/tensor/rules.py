@@ -17,7 +17,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -95,11 +95,20 @@ def find_parts(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -> 
         options={name: rule.options for name, rule in given.items()},
         sharing=sharing,
     )
-    parts = structure.parts
+    whole = {name for name, role in stated.items() if role == "whole"}
+    parts = {
+        name: part for name, part in structure.parts.items() if name in stated or not _lies_in(name, holders=whole)
+    }
     _refuse_unplaced(module, parts, structure=structure)
     refuse_misfits(structure.attentions, plan=plan, sharing=sharing)
     refuse_modes(parts, modules=structure.modules, plan=plan, width=structure.width)
     return parts
+
+
+def _lies_in(name: str, *, holders: Collection[str]) -> bool:
+    """Whether one of the modules around it is among `holders`."""
+    words = name.split(".")
+    return any(".".join(words[:depth]) in holders for depth in range(len(words)))
 
 
 def _matched(module: nn.Module, rules: Rules) -> dict[str, Rule]:
