@@ -55,6 +55,8 @@ FLOORS = (
     ("model",),
     ("data_parallel", "tensor", "pipeline", "optim"),
     ("nonfinite", "microbatch", "checkpoint"),
+    ("sweep",),
+    ("staged",),
     ("trainer",),
     ("parallelize",),
     ("train", "testing", "bench"),

@@ -132,14 +132,14 @@ def test_every_row_of_the_table_refuses_and_its_way_out_works(row: plan.Refusal)
 
 
 def test_a_refused_degree_moves_to_dp() -> None:
-    for text, nearest in {"dp=2 tp=2 pp=2 zero=1": "dp=4 tp=2 zero=1", "dp=auto pp=2": "dp=auto"}.items():
+    for text, nearest in {"dp=2 tp=2 cp=2 zero=1": "dp=4 tp=2 zero=1", "dp=auto cp=2": "dp=auto"}.items():
         with pytest.raises(PlanError, match=re.escape(f"Nearest that works: '{nearest}'")):
             Plan.parse(text)
 
 
 def test_every_conflict_of_a_plan_is_named_at_once() -> None:
-    with pytest.raises(PlanError, match=r"pipeline parallelism .* \(pp>1\); context parallelism .* \(cp>1\)"):
-        Plan(cp=2, pp=2)
+    with pytest.raises(PlanError, match=r"context parallelism .* \(cp>1\); expert parallelism .* \(ep>1\)"):
+        Plan(cp=2, ep=2)
 
 
 REFUSED_WORLDS = [

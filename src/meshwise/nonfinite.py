@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwise.data_parallel.engine import DataParallel
+from meshwise.data_parallel.engine import Engine
 from meshwise.model.table import Row
 
 
@@ -47,7 +47,7 @@ class SkipPolicy:
         )
 
 
-def culprits(engine: DataParallel, *, run: Callable[[Callable[[int, Row, Tensor], None]], None]) -> str:
+def culprits(engine: Engine, *, run: Callable[[Callable[[int, Row, Tensor], None]], None]) -> str:
     """Name the first parameters, ranks and micro-batches whose own gradient is not finite (a collective).
 
     `run(arrival)` repeats this rank's forward and backward and calls `arrival(micro_batch, row, gradient)`.

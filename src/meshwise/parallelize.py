@@ -8,26 +8,36 @@ splits, and where that stores the rows -> units and their buckets -> buffers -> 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from meshwise import tree
 from meshwise.comm.launch import connect
 from meshwise.comm.thread_world import ThreadWorld
 from meshwise.comm.world import World
-from meshwise.data_parallel.engine import DataParallel
+from meshwise.data_parallel.engine import DataParallel, Engine
 from meshwise.model.birth import Source, born
 from meshwise.model.draws import Draws
 from meshwise.model.forward import Forward, Loss, default_forward
 from meshwise.model.table import ParameterOptions, parameter_table
 from meshwise.nonfinite import SkipPolicy
 from meshwise.optim.flat import OptimizerClass, flat_optimizer
-from meshwise.plan import Plan
+from meshwise.pipeline.action import Schedule, ScheduleError
+from meshwise.pipeline.build import make_stage
+from meshwise.pipeline.cut import Cut, Wish, cut_model
+from meshwise.pipeline.partition import CutError
+from meshwise.pipeline.schedules import make_schedule
+from meshwise.pipeline.validate import in_flight
+from meshwise.plan import Plan, PlanError
+from meshwise.staged import LiveStage, StagedEngine, StagedSweep
+from meshwise.sweep import Sweep, Task, WholeSweep
 from meshwise.tensor.matmul import Streaming
 from meshwise.tensor.parallelism import tensor_parallel
+from meshwise.tensor.part import Part
 from meshwise.tensor.rules import Rules, find_parts
 from meshwise.tensor.slices import slices
 from meshwise.tensor.twins import mesh_with_twins
@@ -56,6 +66,10 @@ class Options:
     tensor_rules: Rules | None = None
     """With tp, the parts of modules whose names match a pattern: `{"blocks.*.up": "first"}`; see
     `meshwise.tensor.rules.Rules`. None: what the model declares and its structure says."""
+
+    example: Any = None
+    """With pp, a batch like those to come, of any number of rows: the model is cut by running it once. Of a model that
+    is born here, the run is on the meta device, and `partition=time` is by parameters."""
 
     streaming: Streaming = dataclasses.field(default_factory=Streaming)
     """With tp, how operands that are gathered come together: `Streaming(keep=True)` keeps them for the backward,
@@ -89,9 +103,30 @@ def parallelize(
     skip = SkipPolicy.parse(options.nonfinite)
 
     source = born(model, seed=options.seed)
+    setting = Setting(plan, world, options, Task(options.forward or default_forward, loss))
+    engine, sweep = (_in_stages if plan.pp > 1 else _whole)(source, setting=setting)
+    if not any(row.trainable for row in engine.table.rows):
+        raise ValueError("every parameter is frozen; set requires_grad=True on those that should train")
+    update = flat_optimizer(optimizer, groups=engine.slices(), **optimizer_arguments)
+    return Trainer(engine, sweep=sweep, plan=plan, recipe=Recipe(options.clip_norm, skip), optimizer=update)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a model is put under."""
+
+    plan: Plan
+    world: World
+    options: Options
+    task: Task
+
+
+def _whole(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
+    """The model as one, on every rank."""
+    plan, options = setting.plan, setting.options
     table = parameter_table(source.module, options=options.parameter_options)
     parts = find_parts(source.module, plan=plan, rules=options.tensor_rules) if plan.tp > 1 else {}
-    world = world.over(mesh_with_twins(plan, parts=parts.values()))
+    world = setting.world.over(mesh_with_twins(plan, parts=parts.values()))
     if parts:
         table = table.placed(
             tensor_parallel(source.module, plan=plan, world=world, parts=parts, streaming=options.streaming)
@@ -99,16 +134,109 @@ def parallelize(
     _refuse_batch_norm(source.module, parts=world.group(plan.data_axes).size * plan.microbatches)
     engine = DataParallel(source, table=table, world=world, zero=plan.zero)
     _place_buffers(source, world)
-    if not engine.buckets:
-        raise ValueError("every parameter is frozen; set requires_grad=True on those that should train")
+    draws = _draws(source.module, setting, world, parts)
+    return engine, WholeSweep(engine, task=setting.task, draws=draws, rows_meet=_rows_meet(plan, world))
+
+
+def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
+    """The stages of the model that this rank has, after the cut that the first rank makes of it."""
+    plan, options = setting.plan, setting.options
+    parts = find_parts(source.module, plan=plan, rules=options.tensor_rules) if plan.tp > 1 else {}
+    world = setting.world.over(mesh_with_twins(plan, parts=parts.values()))
+    _refuse_batch_norm(source.module, parts=world.group(plan.data_axes).size * plan.microbatches)
+    schedule = _schedule(plan)
+    _agree(source, world)
+    call = _example(source, setting)
+    cut = world.exchange(_cut(source, schedule, call, plan) if world.rank == 0 else None)[0]
+    _place_buffers(source, world)
+    stages: dict[int, LiveStage] = {}
+    for index in schedule.stages_of(world.group("pp").index):
+        stage = make_stage(source.module, cut=cut, index=index, call=call)
+        table = parameter_table(stage.module, options=options.parameter_options).of_stage(
+            spare={name for name, holders in cut.holders.items() if holders[0] < index}
+        )
+        here = {name: part for name, part in parts.items() if _has(stage.module, name)}
+        if here:
+            table = table.placed(
+                tensor_parallel(stage.module, plan=plan, world=world, parts=here, streaming=options.streaming)
+            )
+        engine = DataParallel(source.part(stage.module), table=table, world=world, zero=plan.zero, by_module=False)
+        stages[index] = LiveStage(stage, engine, _draws(stage.module, setting, world, here))
+    if not source.deferred:
+        _let_go(source.module)
+    whole = StagedEngine({index: live.engine for index, live in stages.items()}, ranks=schedule.rank_of, world=world)
+    rows_meet = _rows_meet(plan, world)
+    return whole, StagedSweep(whole, stages=stages, task=setting.task, schedule=schedule, rows_meet=rows_meet)
+
+
+def _rows_meet(plan: Plan, world: World) -> bool:
+    """Whether ranks share out the rows of one product, so that none can do without the others."""
+    return world.group(plan.data_axes).size > world.group("dp").size
+
+
+def _schedule(plan: Plan) -> Schedule:
+    """The plan's table. Raises PlanError when there is none for its numbers."""
+    try:
+        return make_schedule(
+            plan.schedule, pp=plan.pp, microbatches=plan.microbatches, virtual_stages=plan.virtual_stages
+        )
+    except ScheduleError as error:
+        raise PlanError(str(error)) from None
+
+
+def _example(source: Source, setting: Setting) -> Callable[[nn.Module], Any]:
+    """The model's run on one micro-batch of the example, where its parameters are."""
+    plan, batch, forward = setting.plan, setting.options.example, setting.task.forward
+    if batch is None:
+        raise ValueError(
+            f"pp={plan.pp} cuts the model by running it once; give a batch like those to come: Options(example=batch)"
+        )
+    rows = max(1, tree.rows(batch) // (setting.world.over(plan.mesh()).group(plan.data_axes).size * plan.microbatches))
+    device = next(source.module.parameters()).device
+    micro = tree.map_tensors(lambda tensor: tensor.to(device), tree.take_rows(batch, start=0, stop=rows))
+    return lambda model: forward(model, micro)
+
+
+def _cut(source: Source, schedule: Schedule, call: Callable[[nn.Module], Any], plan: Plan) -> Cut:
+    """Raises PlanError when the model has too few pieces, or cannot be cut."""
+    by = "params" if source.deferred and plan.partition == "time" else plan.partition
+    wish = Wish(by=by, in_flight=in_flight(schedule))  # type: ignore[arg-type]
+    try:
+        return cut_model(source.module, stages=schedule.stages, call=call, wish=wish)
+    except CutError as error:
+        raise PlanError(f"the plan '{plan}' cannot work for this model: {error}") from None
+
+
+def _agree(source: Source, world: World) -> None:
+    """The first rank's values count, of a model that every rank has."""
+    if not source.deferred:
+        for parameter in source.module.parameters():
+            value = parameter.detach().to(world.device, memory_format=torch.contiguous_format, copy=True)
+            world.broadcast(value, axes=world.mesh.names).wait()
+            parameter.detach().copy_(value)
+
+
+def _let_go(module: nn.Module) -> None:
+    """Free the parameters of the user's module, which the stages have copies of; NaN cannot pass for the model."""
+    for parameter in module.parameters():
+        value = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
+        nothing = torch.full((), value, dtype=parameter.dtype, device=parameter.device)
+        parameter.data = nothing.expand(parameter.shape)
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    """Whether a stage has a module of this name and its parameters."""
+    found = dict(module.named_modules()).get(name)
+    return found is not None and any(True for _ in found.parameters())
+
+
+def _draws(module: nn.Module, setting: Setting, world: World, parts: Mapping[str, Part]) -> Draws:
+    plan = setting.plan
     local = plan.random == "local"
     if local and parts and isinstance(world, ThreadWorld):
         raise ValueError("random=local draws from torch's own generator, which threads share; give random=global")
-    before, after = slices(source.module, plan=plan, parts=parts)
-    draws = Draws(source.module, seed=options.seed, before=before, after=after, local=local)
-    recipe = Recipe(options.forward or default_forward, loss, options.clip_norm, skip, draws)
-    update = flat_optimizer(optimizer, groups=engine.slices(), **optimizer_arguments)
-    return Trainer(engine, plan=plan, recipe=recipe, optimizer=update)
+    before, after = slices(module, plan=plan, parts=parts)
+    return Draws(module, seed=setting.options.seed, before=before, after=after, local=local)
 
 
 def _place_buffers(source: Source, world: World) -> None:

@@ -92,7 +92,11 @@ COMPATIBILITY = (
         instead="sequence_parallel=0",
     ),
     Refusal(when="tp_mode!=2.5d tp_depth>1", reason="only 2.5d has a depth", instead="tp_depth=1"),
-    Refusal(when="pp>1", reason="pipeline parallelism is not built yet", instead="pp=1 dp=dp*pp"),
+    Refusal(
+        when="pp>1 sequence_parallel>0",
+        reason="a stage leaves the forward before the tokens of a sequence are together again",
+        instead="sequence_parallel=0",
+    ),
     Refusal(when="cp>1", reason="context parallelism is not built yet", instead="cp=1 dp=dp*cp"),
     Refusal(when="ep>1", reason="expert parallelism is not built yet", instead="ep=1 dp=dp*ep"),
 )

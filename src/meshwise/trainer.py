@@ -7,13 +7,12 @@ With them every rank divides, clips, updates and refuses alike, and gradients of
 
 from __future__ import annotations
 
-import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,19 +22,16 @@ from meshwise.checkpoint.save import Saving
 from meshwise.checkpoint.training import Restored, TrainingState
 from meshwise.comm.journal import RanksDisagree, Stamp, disagreement
 from meshwise.comm.world import World
-from meshwise.data_parallel.engine import DataParallel, throw_away
+from meshwise.data_parallel.engine import Engine
 from meshwise.layout.geometry import even_split
 from meshwise.mesh import Mesh
 from meshwise.microbatch import Deal, MicroBatch, micro_batches
-from meshwise.model.draws import Draws
-from meshwise.model.forward import Forward, Loss, call_loss, eval_mode
-from meshwise.model.table import ParameterTable, Row
+from meshwise.model.forward import eval_mode
+from meshwise.model.table import ParameterTable
 from meshwise.nonfinite import NonFiniteError, SkipPolicy, culprits
 from meshwise.optim.flat import state_bytes
 from meshwise.plan import Plan
-
-Sums: TypeAlias = tuple[Tensor, Tensor]
-"""The sum of a loss and its count: two fp64 scalars on the device."""
+from meshwise.sweep import Sweep, zeros
 
 
 @dataclass(frozen=True)
@@ -95,37 +91,41 @@ class Totals:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the numbers of a step are made from a model and a batch."""
+    """How the gradient of a step becomes an update."""
 
-    forward: Forward
-    loss: Loss
     clip_norm: float | None
     nonfinite: SkipPolicy
-    draws: Draws
 
 
 class Trainer:
     """A model under a plan. `parallelize` makes it."""
 
-    def __init__(self, engine: DataParallel, *, plan: Plan, recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, engine: Engine, *, sweep: Sweep, plan: Plan, recipe: Recipe, optimizer: torch.optim.Optimizer
+    ) -> None:
         self.plan = plan
         self.optimizer = optimizer
         self._engine = engine
+        self._sweep = sweep
         self._recipe = recipe
         self._state = TrainingState(engine, optimizer=optimizer, plan=plan)
         self._axes = plan.data_axes
-        self._draws = recipe.draws
         self._steps = 0
         self._skips = 0
         self._clipped = 1.0
-        self._rows_meet = engine.world.group(plan.data_axes).size > engine.world.group("dp").size
-        self._lockstep = self._rows_meet or any(unit.at_rest for unit in engine.units)
 
     @property
     def model(self) -> nn.Module:
-        """The user's module; under zero=3 its parameters are whole only while it runs."""
-        module: nn.Module = self._engine.module
-        return module
+        """The user's module; under zero=3 its parameters are whole only while it runs.
+
+        With pp, this rank's stage of it, a module of the same class; where the rank has several, a list of them.
+        """
+        return self._engine.module
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The model, or the stages of it that this rank has."""
+        return self._engine.modules
 
     @property
     def table(self) -> ParameterTable:
@@ -158,13 +158,12 @@ class Trainer:
         started = time.perf_counter()
         self._engine.check_parameters()
         parts = self._micro_batches(batch, local=local, parts=self.plan.microbatches, total=total)
-        self._draws.begin(self._steps)
+        self._sweep.begin(self._steps)
         self._steps += 1
         random_state = torch.get_rng_state()
         with self.world.record() as called:
-            self._engine.begin_step()
-            sums = self._accumulate(parts)
-            self._draws.finish()
+            sums = self._sweep.train(parts)
+            self._sweep.finish()
             totals = self._exchange(sums, called)
         problem = totals.problem
         if problem is None:
@@ -173,7 +172,7 @@ class Trainer:
         else:
             torch.set_rng_state(random_state)
             if totals.count:
-                problem += culprits(self._engine, run=lambda arrival: self._inspect(parts, arrival))
+                problem += culprits(self._engine, run=lambda seen: self._sweep.inspect(parts, seen=seen))
             self._skips += 1
             if self._skips > self._recipe.nonfinite.most:
                 raise NonFiniteError(problem + self._recipe.nonfinite.advice)
@@ -182,14 +181,15 @@ class Trainer:
 
     def evaluate(self, batches: Iterable[Any], *, local: bool = False) -> EvalResult:
         """The loss over `batches` without training, the model in eval mode. Every rank passes as many batches."""
-        total, tokens = self._zeros()
+        total, tokens = zeros(self.world)
         with torch.no_grad(), eval_mode(self.model):
             for batch in batches:
-                loss, count = self._forward(self._micro_batches(batch, local=local, parts=1))
+                parts = self._micro_batches(batch, local=local, parts=self._sweep.evaluated_in)
+                loss, count = self._sweep.evaluate(parts)
                 total += loss
                 tokens += count
         sums = torch.stack([total, tokens])
-        self.world.all_reduce(sums, axes=self._axes).wait()
+        self.world.all_reduce(sums, axes=("pp", *self._axes)).wait()
         loss_sum, count_sum = sums.tolist()
         return EvalResult(loss_sum / count_sum if count_sum else math.nan, int(count_sum))
 
@@ -198,10 +198,8 @@ class Trainer:
 
         Every rank calls it as often as the others: the parameters may have to be gathered.
         """
-        with torch.no_grad(), eval_mode(self.model), self._engine.gatherer.guard:
-            output = self._recipe.forward(self.model, self._begin_forward(batch))
-        self._engine.gatherer.rest()
-        return output
+        with torch.no_grad(), eval_mode(self.model):
+            return self._sweep.predict(batch)
 
     def _update(self, totals: Totals) -> None:
         clip = self._recipe.clip_norm
@@ -222,72 +220,18 @@ class Trainer:
         start, stop = deal.shares[group.index]
         if local and stop - start != rows:
             raise ValueError(f"this rank's part has {rows} rows; of {total} in total, share() gives it {stop - start}")
-        return micro_batches(batch, deal=deal, parts=parts, lockstep=self._lockstep, offset=start if local else 0)
+        return micro_batches(batch, deal=deal, parts=parts, lockstep=self._sweep.lockstep, offset=start if local else 0)
 
-    def _accumulate(self, parts: Sequence[MicroBatch]) -> Sums:
-        """Forward and backward of every micro-batch; the loss and the count of this rank."""
-        total, tokens = self._zeros()
-        for number, part in enumerate(parts, start=1):
-            last = number == len(parts)
-            if part.rows is None:
-                self._engine.backward(None, last=last)
-                continue
-            with self._draws.running(part.samples):
-                loss, count = self._run(part.rows)
-            # Where the ranks share out the rows of one product, what a spare row gives would reach the others, and what
-            # the others' rows give reaches this rank.
-            keep = part.counts or self._rows_meet
-            with self._draws.running(part.samples, again=True):
-                self._engine.backward(loss if part.counts else loss * 0, last=last, keep=keep)
-            if part.counts:
-                total += loss.detach().double()
-                tokens += count
-        return total, tokens
-
-    def _forward(self, parts: Sequence[MicroBatch]) -> Sums:
-        """Forward of every micro-batch; the loss and the count of this rank."""
-        total, tokens = self._zeros()
-        for part in parts:
-            if part.rows is not None:
-                loss, count = self._run(part.rows)
-                if part.counts:
-                    total += loss.double()
-                    tokens += count
-        return total, tokens
-
-    def _inspect(self, parts: Sequence[MicroBatch], arrival: Callable[[int, Row, Tensor], None]) -> None:
-        """Forward and backward of every micro-batch again, for its gradients to be looked at."""
-        for number, part in enumerate(parts):
-            if part.rows is not None:
-                with self._draws.running(part.samples):
-                    loss, _ = self._run(part.rows)
-                see = functools.partial(arrival, number) if part.counts or self._rows_meet else throw_away
-                if loss.requires_grad:
-                    with self._draws.running(part.samples, again=True):
-                        self._engine.inspect(loss if part.counts else loss * 0, arrival=see)
-        self._engine.gatherer.rest()
-
-    def _run(self, rows: Any) -> Sums:
-        """Forward and loss of one micro-batch: (sum, count), scalars on the device."""
-        with self._engine.gatherer.guard:
-            return call_loss(
-                self.model, self._begin_forward(rows), forward=self._recipe.forward, loss=self._recipe.loss
-            )
-
-    def _begin_forward(self, rows: Any) -> Any:
-        """Begin a pass over the model; the rows, on the device."""
-        self._engine.gatherer.begin(backward=False)
-        return tree.map_tensors(lambda tensor: tensor.to(self.world.device, non_blocking=True), rows)
-
-    def _exchange(self, sums: Sums, called: list[Stamp]) -> Totals:
+    def _exchange(self, sums: tuple[Tensor, Tensor], called: list[Stamp]) -> Totals:
         """Sum loss, count and squared norm over the ranks, and make sure that they called the same collectives.
 
-        Ranks with the same rows of the batch have the same loss; the first of them speaks for all.
+        Ranks with the same rows of the batch have the same loss; the first of them speaks for all. Of a pipeline, only
+        the last stage has one.
         """
         world, before = self.world, list(called)
-        others = [axis for axis in world.mesh.names if axis not in self._axes]
+        others = [axis for axis in world.mesh.names if axis not in ("pp", *self._axes)]
         if world.group(others).index > 0:
-            sums = self._zeros()
+            sums = zeros(self.world)
         own = torch.tensor(float(world.dissent), dtype=torch.float64, device=world.device)
         numbers = torch.stack([*sums, self._engine.squared_norm(), own])
         world.all_reduce(numbers, axes=world.mesh.names).wait()
@@ -295,10 +239,6 @@ class Trainer:
         if dissent:
             raise RanksDisagree(_first_disagreement(world.mesh, dict(world.exchange((world.rank, before)))))
         return Totals(loss, count, squared)
-
-    def _zeros(self) -> Sums:
-        loss, count = torch.zeros(2, dtype=torch.float64, device=self.world.device).unbind()
-        return loss, count
 
     # ---- the whole of things -----------------------------------------------------------------------------------
 
@@ -321,19 +261,17 @@ class Trainer:
         for name, gradient in self._engine.full_gradients():
             yield name, gradient / self._clipped
 
+    def full_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, value) of every floating-point buffer. Every rank iterates to the end."""
+        return ((name, value) for name, value in self._engine.full_buffers() if value.is_floating_point())
+
     def memory(self) -> dict[str, int]:
         """Bytes of model state on this rank.
 
         `parameters` (with fp32 masters), `gradients`, `optimizer` state, and `gathered_peak`, the most parameters that
         were gathered for use at one time.
         """
-        held = [bucket.bytes() for unit in self._engine.units for bucket in unit.buckets]
-        return {
-            "parameters": sum(row["parameters"] for row in held),
-            "gradients": sum(row["gradients"] for row in held),
-            "optimizer": state_bytes(self.optimizer),
-            "gathered_peak": self._engine.gatherer.peak,
-        }
+        return {**self._engine.memory(), "optimizer": state_bytes(self.optimizer)}
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
@@ -384,7 +322,7 @@ class Trainer:
         """Take the hooks off the model."""
         self._state.close()
         self._engine.close()
-        self._draws.close()
+        self._sweep.close()
 
 
 def _first_disagreement(mesh: Mesh, called: Mapping[int, Sequence[Stamp]]) -> str:

@@ -65,7 +65,7 @@ def _fill(module: nn.Module, reader: Reader) -> None:
     held = [
         Holding.whole(parameter.detach(), name=name, slot="parameter") for name, parameter in module.named_parameters()
     ]
-    reader.fill([*held, *(held for held in buffers(module) if held.key in reader.index.tensors)])
+    reader.fill([*held, *(held for held in buffers([module]) if held.key in reader.index.tensors)])
 
 
 def _read_back(saved: nn.Module, folder: Path, build: Callable[[], nn.Module]) -> nn.Module:

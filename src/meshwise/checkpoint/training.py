@@ -24,7 +24,7 @@ from meshwise.checkpoint.load import fill, load, together
 from meshwise.checkpoint.pretrained import is_pretrained, read_pretrained, under_names, unused
 from meshwise.checkpoint.save import Content, Saving, save
 from meshwise.checkpoint.types import dtype_name
-from meshwise.data_parallel.engine import DataParallel
+from meshwise.data_parallel.engine import Engine
 from meshwise.data_parallel.holdings import Holding, buffers, owned
 from meshwise.data_parallel.refill import Refill, Slot
 from meshwise.optim.groups import describe_groups, restore_groups
@@ -43,7 +43,7 @@ class Restored:
 class TrainingState:
     """An engine and its optimizer, as something that is saved and loaded. One save is under way at a time."""
 
-    def __init__(self, engine: DataParallel, *, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    def __init__(self, engine: Engine, *, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
         self._engine = engine
         self._optimizer = optimizer
         self._plan = str(plan)
@@ -130,7 +130,7 @@ class TrainingState:
         """Take up the parameters of a folder of whole tensors, and forget the optimizer's state."""
         engine = self._engine
         names = {row.name: (row.name, *row.aliases) for row in engine.table.rows}
-        names |= {held.name: (held.name,) for held in buffers(engine.module)}
+        names |= {held.name: (held.name,) for held in buffers(engine.modules)}
         base = str(getattr(engine.module, "base_model_prefix", ""))
         index = together(lambda: under_names(read_pretrained(folder), names=names, base=base), world=engine.world)
 
@@ -193,7 +193,7 @@ class TrainingState:
             torch.cuda.set_rng_state(state.tensor, self._engine.world.device)
 
 
-def _slots(index: Index, engine: DataParallel) -> dict[str, dict[str, Slot]]:
+def _slots(index: Index, engine: Engine) -> dict[str, dict[str, Slot]]:
     """What there is to load, by the names that parameters have in this model, whatever they were tied to when saved."""
     found: dict[str, dict[str, Slot]] = {}
     for key, stored in index.tensors.items():

@@ -60,7 +60,8 @@ class Bucket:
         self.dtype = rows[0].dtype
         self.trainable = rows[0].trainable
         self.device = world.device
-        self.counts = all(world.group(axis).index == 0 for axis in rows[0].copies(world.mesh))
+        copies = rows[0].copies(world.mesh)
+        self.counts = not rows[0].spare and all(world.group(axis).index == 0 for axis in copies)
         self.at_rest = replication.zero == 3 and replication.size > 1
         self.shard = self.place.shard(replication.index)
         self.owned = (0, self.place.size) if replication.zero == 0 else self.shard
@@ -153,6 +154,15 @@ class Bucket:
         else:
             view.copy_(value)
             self._filled.add(index)
+
+    def accumulated(self, index: int) -> Tensor:
+        """One parameter's gradient as this rank has accumulated it in this step, zero without any; to be written to."""
+        piece = self.place.pieces[index]
+        view = self._buffer()[piece.start : piece.stop].view(piece.shape)
+        if index not in self._filled:
+            view.zero_()
+            self._filled.add(index)
+        return view
 
     def _buffer(self) -> Tensor:
         if self.gradient is None:

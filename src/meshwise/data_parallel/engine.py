@@ -21,7 +21,8 @@ ranks that took other branches of the model, or had no data, still agree.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -43,11 +44,70 @@ one unit is being reduced while the next accumulates."""
 Arrival = Callable[[Row, Tensor], None]
 
 
+class Engine(Protocol):
+    """What a rank stores of a model, and how it is brought together: a `DataParallel`, or one for each stage."""
+
+    world: World
+    table: ParameterTable
+
+    @property
+    def module(self) -> nn.Module:
+        """What this rank runs of the model."""
+
+    @property
+    def units(self) -> Sequence[LiveUnit]:
+        """What is gathered and reduced together."""
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """The buckets that have gradients."""
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The module, or those of the stages."""
+
+    def slices(self) -> dict[Options, list[nn.Parameter]]:
+        """What an optimizer updates on this rank, by options: the same options in the same order on every rank."""
+
+    def check_parameters(self) -> None:
+        """Raise ValueError when a parameter of the model is not what it was when the plan was applied."""
+
+    def squared_norm(self) -> Tensor:
+        """This rank's share of the squared norm of the summed gradient, fp64."""
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the owned gradients."""
+
+    def publish(self) -> None:
+        """Bring the parameters that this rank updated to the ranks that use them."""
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor) in table order, on every rank; the tensor is valid until the next one is asked for."""
+
+    def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, full reduced gradient) of the trainable parameters in table order, on every rank."""
+
+    def full_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, value) of the buffers, on every rank."""
+
+    def saves(self, buffer: str) -> bool:
+        """Whether this rank is the one that saves a buffer."""
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of parameters and gradients on this rank, and of the parameters that were gathered at most."""
+
+    def close(self) -> None:
+        """Remove the hooks from the model."""
+
+
 class DataParallel:
     """One module whose parameters are shared out over `world` as the rows of `table` say."""
 
-    def __init__(self, source: Source, *, table: ParameterTable, world: World, zero: int) -> None:
-        self.module = source.module
+    def __init__(
+        self, source: Source, *, table: ParameterTable, world: World, zero: int, by_module: bool = True
+    ) -> None:
+        """`by_module`: units are gathered when their modules run; otherwise whoever runs the model says when."""
+        self.module: nn.Module = source.module
         self.table = table
         self.world = world
         self.zero = zero
@@ -55,7 +115,7 @@ class DataParallel:
         self.units = [LiveUnit(unit, replication=replication) for unit in table.units]
         for unit in self.units:
             unit.load(source, place=self._install if source.deferred else self._replace)
-        self.gatherer = Gatherer(self.module, units=self.units)
+        self.gatherer = Gatherer(self.module, units=self.units if by_module else ())
         self._order = [unit for unit in reversed(self.units) if any(True for _ in unit.trainable())]
         self._handles: list[RemovableHandle] = []
         self._waiting: dict[int, set[int]] = {}
@@ -72,6 +132,11 @@ class DataParallel:
     def buckets(self) -> list[Bucket]:
         """The buckets that have gradients, in table order."""
         return [bucket for unit in self.units for bucket in unit.buckets if bucket.trainable]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The module."""
+        return [self.module]
 
     def slices(self) -> dict[Options, list[nn.Parameter]]:
         """What an optimizer updates on this rank, by options: the same options in the same order on every rank."""
@@ -128,6 +193,32 @@ class DataParallel:
             self._settle(0)
         self._reducing = False
 
+    def accumulate(self, arrival: Arrival | None = None) -> None:
+        """Keep the gradients of all backwards from now on, whoever runs them, until `reduce`; or show them only."""
+        self._arrival = arrival
+        self._reducing = False
+        self._expect(None)
+
+    def accumulated(self, name: str) -> Tensor:
+        """What this rank has accumulated of a parameter's gradient: part of a sum, to be written to."""
+        return next(
+            bucket.accumulated(index)
+            for unit in self._order
+            for bucket, index, _ in unit.trainable()
+            if bucket.place.pieces[index].row.name == name
+        )
+
+    def reduce(self) -> None:
+        """Start to reduce what has been accumulated; `settle` ends it."""
+        self._waiting = {}
+        self._started = 0
+        self._start(all_of_them=True)
+
+    def settle(self) -> None:
+        """Wait for the reductions under way."""
+        self._waiting = {}
+        self._settle(0)
+
     def inspect(self, loss: Tensor, *, arrival: Arrival) -> None:
         """Run a backward that shows every gradient of this rank to `arrival` and keeps none."""
         self._arrival = arrival
@@ -155,6 +246,15 @@ class DataParallel:
         """Bring the parameters that this rank updated to the ranks that use them."""
         for work in [bucket.publish() for bucket in self.buckets]:
             work.wait()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of parameters and gradients on this rank, and of the parameters that were gathered at most."""
+        held = [bucket.bytes() for unit in self.units for bucket in unit.buckets]
+        return {
+            "parameters": sum(row["parameters"] for row in held),
+            "gradients": sum(row["gradients"] for row in held),
+            "gathered_peak": self.gatherer.peak,
+        }
 
     def close(self) -> None:
         """Remove the hooks from the model."""
@@ -250,6 +350,14 @@ class DataParallel:
             for row in unit.spec.rows:
                 if row.trainable:
                     yield row.name, self._together(row, values[row.name])
+
+    def full_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, value) of the buffers, on every rank."""
+        return self.module.named_buffers()
+
+    def saves(self, buffer: str) -> bool:  # noqa: ARG002 - every rank has all of them
+        """Whether this rank is the one that saves a buffer."""
+        return self.world.rank == 0
 
     def _together(self, row: Row, part: Tensor) -> Tensor:
         """The full tensor of which this rank and the others along the layout's axes store parts (a collective)."""

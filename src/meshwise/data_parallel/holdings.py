@@ -20,7 +20,7 @@ A complex tensor is held as the real one that torch.view_as_real makes of it, wi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.data_parallel.bucket import Bucket
-from meshwise.data_parallel.engine import DataParallel
+from meshwise.data_parallel.engine import Engine
 from meshwise.data_parallel.place import Piece
 from meshwise.layout.geometry import Rectangle, rectangles
 
@@ -109,7 +109,7 @@ class Slice:
             beside += section.sizes[row.layout.side] if row.shape else 0
 
 
-def owned(engine: DataParallel, *, optimizer: torch.optim.Optimizer) -> Iterator[Holding]:
+def owned(engine: Engine, *, optimizer: torch.optim.Optimizer) -> Iterator[Holding]:
     """What this rank saves: over all ranks, every element of every logical tensor exactly once.
 
     Raises ValueError for optimizer state that is neither one number nor of the shape of its parameter.
@@ -119,14 +119,13 @@ def owned(engine: DataParallel, *, optimizer: torch.optim.Optimizer) -> Iterator
             if bucket.counts:
                 for piece in bucket.place.pieces:
                     yield from _owned(bucket, piece, optimizer)
-    if engine.world.rank == 0:
-        yield from buffers(engine.module)
+    yield from (held for held in buffers(engine.modules) if engine.saves(held.name))
 
 
-def buffers(module: nn.Module) -> Iterator[Holding]:
-    """The persistent buffers of a module, which every rank holds whole; a tied one once."""
+def buffers(modules: Iterable[nn.Module]) -> Iterator[Holding]:
+    """The persistent buffers of modules, which every rank holds whole; a tied one once."""
     seen: set[int] = set()
-    for path, owner in module.named_modules():
+    for path, owner in (named for module in modules for named in module.named_modules()):
         for key, buffer in owner.named_buffers(recurse=False):
             # Which buffers persist, torch tells by state_dict alone, which a model at rest under zero=3 refuses.
             if key not in owner._non_persistent_buffers_set and id(buffer) not in seen:

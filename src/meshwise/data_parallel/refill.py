@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.data_parallel.bucket import Bucket
-from meshwise.data_parallel.engine import DataParallel
+from meshwise.data_parallel.engine import Engine
 from meshwise.data_parallel.holdings import Holding, Slice, buffers, stored, updated
 from meshwise.data_parallel.place import Piece
 from meshwise.model.table import Row
@@ -51,7 +51,7 @@ class Refill:
     is changed before the tensors of `needed` are.
     """
 
-    def __init__(self, engine: DataParallel, *, optimizer: torch.optim.Optimizer, slots: Mapping[str, Slots]) -> None:
+    def __init__(self, engine: Engine, *, optimizer: torch.optim.Optimizer, slots: Mapping[str, Slots]) -> None:
         self._engine = engine
         self._optimizer = optimizer
         self._slots = slots
@@ -74,7 +74,7 @@ class Refill:
                 yield from here.holdings(piece, slot="parameter", within=(here.start, here.stop))
             for part, parameter in updated(bucket):
                 yield from self._state(part, parameter)
-        yield from buffers(self._engine.module)
+        yield from buffers(self._engine.modules)
 
     def finish(self) -> None:
         """Give the optimizer its state.

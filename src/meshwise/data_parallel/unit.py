@@ -144,5 +144,5 @@ class LiveUnit:
         return [nothing.expand(piece.shape) for piece in bucket.place.pieces]
 
 
-def _kind(row: Row, mesh: Mesh) -> tuple[str, bool, tuple[str, ...], tuple[str, ...]]:
-    return str(row.dtype), not row.trainable, row.summed, row.copies(mesh)
+def _kind(row: Row, mesh: Mesh) -> tuple[str, bool, tuple[str, ...], tuple[str, ...], bool]:
+    return str(row.dtype), not row.trainable, row.summed, row.copies(mesh), row.spare

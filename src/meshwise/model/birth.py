@@ -11,6 +11,7 @@ Memory that the constructor never writes is an error that names the tensor, not 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ class Source:
 
     def __init__(self, module: nn.Module, *, record: Record | None) -> None:
         self.module = module
+        self.deferred = record is not None
+        """Whether the parameters of `module` are still to be made of the values: they are on the meta device."""
         self._record = record
         self._tensors: dict[str, Tensor] = {}
         for name, tensor in _named_tensors(module):
@@ -37,11 +40,6 @@ class Source:
             self._tensors[name] = tensor.detach()
             if record and tensor.is_meta:
                 record.settle([tensor], name=name)
-
-    @property
-    def deferred(self) -> bool:
-        """Whether the values are still to be computed: the parameters are on the meta device."""
-        return self._record is not None
 
     def full(self, name: str) -> Tensor:
         """The full values of a parameter or buffer, under any of its names.
@@ -61,6 +59,12 @@ class Source:
                 f"constructor of {type(self.module).__name__}, for example with an initialiser of torch.nn.init"
             )
         return values.clone() if values.untyped_storage().nbytes() > values.nbytes else values
+
+    def part(self, module: nn.Module) -> Source:
+        """The same values for a module with some of the parameters, under the same names, which are to be made anew."""
+        part = copy.copy(self)
+        part.module, part.deferred = module, True
+        return part
 
     def buffers(self) -> None:
         """Compute the buffers, and tensors held as plain attributes, and put them into the module, on the CPU.

@@ -8,7 +8,7 @@ several names, is still one parameter: gathered once, counted once in the norm, 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -67,6 +67,12 @@ class Row:
     summed: tuple[str, ...]
     """The mesh axes over which its gradients are parts of a sum: those of the ranks with other rows of the batch."""
 
+    apart: tuple[str, ...] = ()
+    """The mesh axes whose other ranks hold other parameters: that of a pipeline."""
+
+    spare: bool = False
+    """Whether another stage of a pipeline holds the same parameter, and counts it."""
+
     @property
     def numel(self) -> int:
         """Number of elements."""
@@ -78,7 +84,7 @@ class Row:
 
     def copies(self, mesh: Mesh) -> tuple[str, ...]:
         """The axes over which both the parameter and its gradient are the same on every rank."""
-        return tuple(axis for axis in mesh.names if axis not in (*self.layout.axes, *self.summed))
+        return tuple(axis for axis in mesh.names if axis not in (*self.layout.axes, *self.summed, *self.apart))
 
     def part(self, full: Tensor, *, mesh: Mesh, rank: int) -> Tensor:
         """What `rank` stores of the full tensor: a view where that is one rectangle."""
@@ -137,6 +143,15 @@ class ParameterTable:
         """The table of a model whose parameters, by first name, are stored like this; all of them are given."""
         return ParameterTable(
             tuple(replace(unit, rows=tuple(row.at(placements[row.name]) for row in unit.rows)) for unit in self.units)
+        )
+
+    def of_stage(self, *, spare: Collection[str]) -> ParameterTable:
+        """The table of a stage, of whose parameters earlier stages hold and count those called `spare`."""
+        return ParameterTable(
+            tuple(
+                replace(unit, rows=tuple(replace(row, apart=("pp",), spare=row.name in spare) for row in unit.rows))
+                for unit in self.units
+            )
         )
 
     def row(self, name: str) -> Row:

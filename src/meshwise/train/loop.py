@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from meshwise.comm.attempt import Attempt
 from meshwise.comm.world import World
@@ -74,6 +74,7 @@ def train(world: World, *, job: Job, console: Console | None = None) -> Summary:
             seed=job.train.seed,
             nonfinite=job.train.nonfinite,
             tensor_rules=job.model.tensor_rules,
+            example=default_collate([prepared.data.train[0]]),
         ),
         **prepared.optimizer_arguments,
     )

@@ -66,7 +66,7 @@ def _verify(world: World, subject: Subject, plan: Plan) -> Report:
     judge = Judge(trial.precision)
     outputs = subject.listener()
     trainer = parallelize(subject.prepared(), plan, world=world, **subject.arguments(outputs))
-    outputs.listen(trainer.model)
+    outputs.listen(*trainer.modules)
     oracle = on_first(world, call=lambda: Oracle(subject, judge=judge, device=world.device))
     comparison = Comparison(trainer, outputs=outputs, judge=judge, oracle=oracle)
     comparison.start()

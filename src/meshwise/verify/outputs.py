@@ -7,6 +7,7 @@ not depend on the batch, such as that of a position embedding.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import partial
 from typing import Any
 
@@ -33,9 +34,9 @@ class Outputs:
         self._elements: dict[str, int] = {}
         self._left = 0
 
-    def listen(self, model: nn.Module) -> None:
-        """Hook every module of `model`."""
-        self._names = {module: name for name, module in model.named_modules()}
+    def listen(self, *models: nn.Module) -> None:
+        """Hook every module of the model, or of its stages."""
+        self._names = {module: name for model in models for name, module in model.named_modules()}
         for module, name in self._names.items():
             module.register_forward_hook(partial(self._add, name))
 
@@ -57,24 +58,22 @@ class Outputs:
 
     def mean_squares(self, world: World | None = None) -> dict[str, float]:
         """The mean square of every module's output, by name; with a world, over all its ranks that hold data."""
-        names = list(self._names.values())
-        device = None if world is None else world.device
-        sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
-        for number, name in enumerate(names):
-            if name in self._squares:
-                sums[number, 0] = self._squares[name]
-                sums[number, 1] = self._elements[name]
-        if world is not None:
-            world.all_reduce(sums, axes=world.mesh.names).wait()
-        return {
-            name: square / elements for name, (square, elements) in zip(names, sums.tolist(), strict=True) if elements
-        }
+        own = {name: (float(square), self._elements[name]) for name, square in self._squares.items()}
+        squares: dict[str, float] = defaultdict(float)
+        elements: dict[str, int] = defaultdict(int)
+        for rank in [own] if world is None else world.exchange(own):
+            for name, (square, count) in rank.items():
+                squares[name] += square
+                elements[name] += count
+        return {name: squares[name] / count for name, count in elements.items() if count}
 
     def _add(self, name: str, module: nn.Module, arguments: Any, output: Any) -> None:  # noqa: ARG002 (a forward hook's)
         if self._left <= 0:
             return
         for tensor in tensors(output):
             if tensor.is_floating_point():
+                if bool(tensor.isnan().any()):  # in a stage of a pipeline: computed by another stage
+                    continue
                 square = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64).square()
                 self._squares[name] = self._squares.get(name, 0.0) + square
                 self._elements[name] = self._elements.get(name, 0) + tensor.numel()
@@ -83,4 +82,6 @@ class Outputs:
 def passes_with_data(trainer: Trainer, *, batch: Any) -> int:
     """How many of this rank's forward passes in a step carry data: those after them only keep the ranks in step."""
     start, stop = trainer.share(rows(batch))
-    return sum(first < last for first, last in even_split(stop - start, trainer.plan.microbatches))
+    return len(trainer.modules) * sum(
+        first < last for first, last in even_split(stop - start, trainer.plan.microbatches)
+    )

@@ -63,7 +63,8 @@ class Subject:
 
     def arguments(self, outputs: Outputs) -> dict[str, Any]:
         """The keywords of `parallelize` and of `Single`, with a forward that `outputs` listens to."""
-        options = dataclasses.replace(self.options, forward=outputs.forward)
+        example = next(self.converted()) if self.options.example is None else self.options.example
+        options = dataclasses.replace(self.options, forward=outputs.forward, example=example)
         return {**self.training, "loss": self.loss, "options": options}
 
     def listener(self) -> Outputs:

@@ -1,0 +1,168 @@
+"""The numbers bar with stages: every plan with pp is the same training as one process.
+
+Three steps of AdamW with clipping, float64: loss, norm, every gradient and every parameter to 1e-9, on every rank;
+twelve rows, seven, and two, which are fewer than there are micro-batches.
+"""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwise.comm.world import World
+from meshwise.nonfinite import NonFiniteError
+from meshwise.parallelize import Options, parallelize
+from meshwise.plan import Plan, PlanError
+from meshwise.reference import GPT, GPTConfig, next_token_loss
+from meshwise.testing import Processes, agree, alone, outcome, run
+from meshwise.trainer import Trainer
+
+BOUND = 1e-9
+
+
+def gpt(*, tied: bool = False, dropout: float = 0.0) -> nn.Module:
+    shape = GPTConfig(vocabulary=16, context=4, layers=6, heads=2, width=8, mlp_ratio=2, tied=tied, dropout=dropout)
+    return GPT(shape).double()
+
+
+@functools.cache
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    drawn = [torch.randint(16, (rows, 5), generator=generator) for rows in (12, 7, 2)]
+    return [(tokens[:, :-1], tokens[:, 1:].clone()) for tokens in drawn]
+
+
+def options() -> Options:
+    return Options(clip_norm=0.5, example=batches()[0])
+
+
+def trainer(world: World, plan: str, model: nn.Module | Callable[[], nn.Module]) -> Trainer:
+    return parallelize(model, plan, world=world, loss=next_token_loss, options=options(), lr=1e-2, weight_decay=0.1)
+
+
+def trained(world: World, plan: str, model: nn.Module | Callable[[], nn.Module]) -> Any:
+    made = trainer(world, plan, model)
+    steps = outcome(made, batches=batches())
+    loss = made.evaluate(batches()).loss
+    made.close()
+    return steps, loss
+
+
+@functools.cache
+def expected(*, tied: bool, dropout: float) -> Any:
+    model = functools.partial(gpt, tied=tied, dropout=dropout)
+    return alone(model, batches=batches(), loss=next_token_loss, options=options(), lr=1e-2, weight_decay=0.1)
+
+
+def check(plan: str, *, tied: bool, dropout: float = 0.0, on: Any = "threads") -> None:
+    model = functools.partial(gpt, tied=tied, dropout=dropout)
+    ranks = run(Plan.parse(plan).mesh().size, trained, on=on, args=(plan, model))
+    for steps, loss in ranks:
+        agree(steps, expected(tied=tied, dropout=dropout), bound=BOUND)
+        assert loss == ranks[0][1]
+
+
+VIRTUAL = {"interleaved": 2, "looped": 2, "zb-v": 2, "dualpipev": 2}
+
+
+@pytest.mark.parametrize(
+    "name", ["1f1b", "naive", "gpipe", "interleaved", "looped", "zb-h1", "zb-h2", "zb-v", "dualpipev"]
+)
+def test_every_schedule_trains_like_one_process(name: str) -> None:
+    check(f"pp=2 microbatches=4 schedule={name} virtual_stages={VIRTUAL.get(name, 1)}", tied=True, dropout=0.3)
+
+
+@pytest.mark.parametrize(
+    "plan, tied",
+    [
+        ("pp=4 microbatches=3", False),
+        ("pp=2 dp=2 zero=1 microbatches=4", True),
+        ("pp=2 dp=2 zero=2 microbatches=4 schedule=interleaved virtual_stages=2", True),
+        ("pp=2 dp=2 zero=3 microbatches=2 schedule=zb-h1", True),
+        ("pp=2 dp=2 zero=3 microbatches=4 schedule=zb-v virtual_stages=2", False),
+        ("pp=2 tp=2 zero=1 microbatches=2", True),
+        ("pp=2 tp=4 tp_mode=2d microbatches=2", False),
+    ],
+)
+def test_pipelines_of_replicas_and_of_split_layers_train_like_one_process(plan: str, tied: bool) -> None:
+    check(plan, tied=tied)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("plan", ["pp=4 microbatches=4 schedule=zb-h1", "pp=2 dp=2 zero=2 microbatches=4"])
+def test_on_real_processes_too(plan: str, processes: Processes) -> None:
+    check(plan, tied=True, dropout=0.3, on=processes)
+
+
+def test_a_model_that_exists_is_the_first_ranks_on_all() -> None:
+    model = gpt(tied=True)
+    whole = alone(model, batches=batches(), loss=next_token_loss, options=options(), lr=1e-2, weight_decay=0.1)
+
+    def main(world: World) -> Any:
+        other = gpt(tied=True)
+        if world.rank == 0:
+            other.load_state_dict(model.state_dict())
+        return trained(world, "pp=2 microbatches=2", other)
+
+    for steps, _ in run(2, main):
+        agree(steps, whole, bound=BOUND)
+
+
+def test_a_prediction_is_on_every_rank() -> None:
+    def main(world: World) -> Tensor:
+        out: Tensor = trainer(world, f"pp={world.size}", gpt).predict(batches()[0])
+        return out
+
+    one = run(1, main)[0]
+    for output in run(3, main):
+        agree(output, one, bound=1e-12)
+
+
+def test_a_checkpoint_of_a_pipeline_is_any_plans(tmp_path: Path) -> None:
+    def main(world: World, plan: str, save: str, load: str) -> Any:
+        made = trainer(world, plan, functools.partial(gpt, tied=True))
+        if load:
+            made.load(tmp_path / load)
+        made.step(batches()[0])
+        if save:
+            made.save(tmp_path / save)
+        made.step(batches()[1])
+        return {name: value.clone() for name, value in made.full_parameters()}
+
+    pipeline = "pp=2 dp=2 zero=1 microbatches=4 schedule=zb-v virtual_stages=2"
+    run(4, main, args=(pipeline, "a", ""))
+    of_one = run(1, main, args=("dp=1", "b", "a"))[0]
+    for parameters in run(4, main, args=(pipeline, "", "a")):
+        agree(parameters, of_one, bound=BOUND)
+    again = run(1, main, args=("dp=1", "", "b"))[0]
+    for parameters in run(2, main, args=("pp=2 microbatches=2", "", "b")):
+        agree(parameters, again, bound=BOUND)
+
+
+def test_what_is_not_finite_is_named_with_its_rank_and_micro_batch() -> None:
+    def main(world: World) -> None:
+        def poison(output: Tensor, batch: Any) -> tuple[Tensor, Any]:
+            total, count = next_token_loss(output, batch)
+            return total * (float("nan") if int(batch[0][0, 0]) == int(batches()[0][0][3, 0]) else 1.0), count
+
+        made = parallelize(gpt, "pp=2 microbatches=12", world=world, loss=poison, options=options(), lr=1e-2)
+        made.step(batches()[0])
+
+    with pytest.raises(NonFiniteError, match=r"rank 1: head.weight \(micro-batch \d+\)"):
+        run(2, main)
+
+
+def test_what_a_pipeline_needs_is_said() -> None:
+    def main(world: World, plan: str, example: Any) -> None:
+        parallelize(gpt, plan, world=world, loss=next_token_loss, options=Options(example=example), lr=1e-2)
+
+    with pytest.raises(ValueError, match=r"pp=2 cuts the model by running it once; .* Options\(example=batch\)"):
+        run(2, main, args=("pp=2", None))
+    with pytest.raises(PlanError, match="needs at least virtual_stages=2"):
+        run(2, main, args=("pp=2 microbatches=4 schedule=interleaved", batches()[0]))
+    with pytest.raises(PlanError, match="at most pp·virtual_stages"):
+        run(2, main, args=("pp=2 microbatches=4 schedule=looped virtual_stages=40", batches()[0]))
