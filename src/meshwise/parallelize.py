@@ -1,8 +1,8 @@
 """The one place where the parts meet, in one fixed order.
 
-plan -> world over the plan's mesh -> model (born or as it is) -> parameter table -> parts that tensor parallelism
-splits, and where that stores the rows -> units and their buckets -> buffers -> optimizer over the owned slices
--> trainer
+plan -> world over the plan's mesh -> model (born or as it is) -> with pp, its stages, each of which goes on alone ->
+parameter table -> parts that tensor parallelism splits, and where that stores the rows -> units and their buckets ->
+buffers -> optimizer over the owned slices -> trainer
 """
 
 from __future__ import annotations

@@ -326,8 +326,7 @@ class _Keeper:
 
     def gather(self) -> None:
         """Start to make the parameters whole."""
-        for unit in self._engine.units:
-            unit.start_gather()
+        self._engine.gather()
 
     def ready(self) -> None:
         """Return when they are."""

@@ -208,6 +208,13 @@ class DataParallel:
             if bucket.place.pieces[index].row.name == name
         )
 
+    def gather(self) -> None:
+        """Start to make all parameters whole."""
+        for unit in self.units:
+            unit.start_gather()
+        gathered = sum(bucket.bytes()["gathered"] for unit in self.units for bucket in unit.buckets)
+        self.gatherer.peak = max(self.gatherer.peak, gathered)
+
     def reduce(self) -> None:
         """Start to reduce what has been accumulated; `settle` ends it."""
         self._waiting = {}

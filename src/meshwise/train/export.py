@@ -30,7 +30,7 @@ def write_parameters(trainer: Trainer, *, path: Path | None, metadata: Mapping[s
             pass
         return
     partial = path.with_name(f"{path.name}.partial")
-    kept = [(held.name, held.tensor) for held in buffers([trainer.model])]
+    kept = [(held.name, held.tensor) for held in buffers(trainer.modules)]
     specs = [Spec(row.name, row.dtype, row.shape) for row in trainer.table.rows]
     specs += [Spec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in kept]
     with partial.open("wb") as file:
