@@ -61,7 +61,7 @@ class LiveUnit:
         value = source.full(row.name)
         world = self.buckets[0].replication.world
         if not source.deferred and world.size > 1:
-            value = value.detach().to(world.device).contiguous()
+            value = value.detach().to(world.device).clone(memory_format=torch.contiguous_format)
             world.broadcast(value, axes=world.mesh.names).wait()
         return value
 
