@@ -155,7 +155,7 @@ def test_lanes_do_not_wait_for_each_other(processes: Processes) -> None:
 
 def test_memory_of_tensors_that_are_gone_is_given_back(processes: Processes) -> None:
     for found in run(SIZE, memory_comes_back, on=processes):
-        assert max(found[1:]) <= found[0] + (4 << 20)
+        assert max(found[2:]) <= found[1] + (4 << 20)  # the first round has no memory of an earlier one to keep
         assert found[-1] <= 40 << 20
 
 
