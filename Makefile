@@ -45,7 +45,7 @@ format: install  ## mend what check would complain about, where that is mechanic
 	$(BIN)/ruff format
 
 docs: install  ## make the generated pages of docs/ again
-	$(BIN)/python -c 'from meshwise.plan import plans_page; print(plans_page(), end="")' > docs/plans.md
+	$(BIN)/python -c 'from meshwise.plan.page import plans_page; print(plans_page(), end="")' > docs/plans.md
 
 clean:  ## remove the virtual environment and every cache
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -10,10 +10,12 @@ import tomli_w
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from meshwise import Mesh, Plan, PlanError, plan
+from meshwise import Mesh, Plan, PlanError
+from meshwise.plan import AXES, plan
+from meshwise.plan.compatibility import COMPATIBILITY, Refusal
+from meshwise.plan.page import plans_page
 
 DOCS = Path(__file__).parent.parent / "docs"
-AXES = ("pp", "dp", "cp", "ep", "tp")
 
 
 def plans() -> st.SearchStrategy[Plan]:
@@ -118,8 +120,8 @@ def meeting(key: str, sign: str, bound: str) -> str:
     return bound if sign == "=" else str(int(bound) + (sign == ">"))
 
 
-@pytest.mark.parametrize("row", plan.COMPATIBILITY, ids=lambda row: row.when)
-def test_every_row_of_the_table_refuses_and_its_way_out_works(row: plan.Refusal) -> None:
+@pytest.mark.parametrize("row", COMPATIBILITY, ids=lambda row: row.when)
+def test_every_row_of_the_table_refuses_and_its_way_out_works(row: Refusal) -> None:
     words = [re.fullmatch(r"([a-z_]+)(>=|!=|>|=)([\w.]+)", condition) for condition in row.when.split()]
     text = " ".join(
         f"{key}={meeting(key, sign, bound)}" for key, sign, bound in (word.groups() for word in words if word)
@@ -179,4 +181,4 @@ def test_the_nearest_plans_fill_the_world(degrees: tuple[int, ...], world: int) 
 
 def test_the_page_about_plans_is_the_table() -> None:
     written = (DOCS / "plans.md").read_text(encoding="utf-8")
-    assert written == plan.plans_page(), "docs/plans.md differs from the code; run `make docs`"
+    assert written == plans_page(), "docs/plans.md differs from the code; run `make docs`"

@@ -1,0 +1,69 @@
+"""What cannot work together: a table, which the check of a plan, the documentation and the tests all read."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from operator import eq, ge, gt, ne
+from typing import Any
+
+from meshwise.plan.keys import keys_of
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A row of the compatibility table, all in the notation of plans.
+
+    when     conditions that hold together, as in `tp>1`, `pp>1 zero>=2` or `tp_mode=3d`
+    reason   why that cannot work
+    instead  the changes that lead to the nearest plan that works; a value is a word, or a product of numbers and keys,
+             as in `tp_mode=1d` or `tp=1 dp=dp*tp`
+    """
+
+    when: str
+    reason: str
+    instead: str
+
+    def applies(self, plan: object) -> bool:
+        """Whether every condition holds for `plan`. A degree that is not known yet (`auto`) meets none."""
+        keys = keys_of(plan)
+        comparisons: Mapping[str, Callable[[Any, Any], bool]] = {">": gt, ">=": ge, "=": eq, "!=": ne}
+        for condition in self.when.split():
+            key, sign, bound = re.split(r"(>=|!=|>|=)", condition)
+            value = getattr(plan, key)
+            if value is None or not comparisons[sign](value, bound if keys[key].words else int(bound)):
+                return False
+        return True
+
+    def changes(self, plan: object) -> dict[str, int | str | None]:
+        """The values that `instead` gives the keys it names."""
+        keys = keys_of(plan)
+        changed: dict[str, int | str | None] = {}
+        for change in self.instead.split():
+            key, product = change.split("=")
+            if keys[key].words:
+                changed[key] = product
+                continue
+            factors = [int(name) if name.isdigit() else getattr(plan, name) for name in product.split("*")]
+            changed[key] = None if None in factors else math.prod(factors)
+        return changed
+
+
+COMPATIBILITY = (
+    Refusal(
+        when="tp_mode!=1d sequence_parallel>0",
+        reason="2d, 2.5d and 3d split every activation already",
+        instead="sequence_parallel=0",
+    ),
+    Refusal(when="tp_mode!=2.5d tp_depth>1", reason="only 2.5d has a depth", instead="tp_depth=1"),
+    Refusal(
+        when="pp>1 sequence_parallel>0",
+        reason="a stage leaves the forward before the tokens of a sequence are together again",
+        instead="sequence_parallel=0",
+    ),
+    Refusal(when="cp>1", reason="context parallelism is not built yet", instead="cp=1 dp=dp*cp"),
+    Refusal(when="ep>1", reason="expert parallelism is not built yet", instead="ep=1 dp=dp*ep"),
+)
+"""What cannot work together. A part that lands deletes its row; a part that meets a limit adds one."""

@@ -1,0 +1,105 @@
+"""The keys of a plan: what each means, which values it takes, and how a value is read and shown.
+
+A key is a field of the dataclass `Plan` that carries its `Key` as metadata, so that the check, the command line and the
+documentation all follow from the one line that declares it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class PlanError(ValueError):
+    """A plan that cannot work; the message names the conflict and the nearest plan that works."""
+
+
+_POWERS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a plan key means, and the values it takes: whole numbers between two, or one of a few words.
+
+    auto    the word `auto` stands for None: a value that the world fills in
+    size    a number of bytes, which may be written with K, M, G or T for powers of 1024: `2G`
+    """
+
+    meaning: str
+    least: int = 0
+    most: int | None = None
+    words: tuple[str, ...] = ()
+    auto: bool = False
+    size: bool = False
+
+    def read(self, value: Any) -> Any:
+        """The value that was written as text or in TOML; what cannot be read stays, for `check` to refuse."""
+        if self.auto and value == "auto":
+            return None
+        if self.words or not isinstance(value, str):
+            return value
+        written = re.fullmatch(r"(-?[0-9]+)([KMGT]?)" if self.size else r"(-?[0-9]+)()", value)
+        return int(written[1]) * _POWERS[written[2]] if written else value
+
+    def show(self, value: Any) -> int | str:
+        """The shortest value that `read` gives back."""
+        if value is None:
+            return "auto"
+        if self.size and value:
+            letter = next(letter for letter, power in reversed(_POWERS.items()) if value % power == 0)
+            return f"{value // _POWERS[letter]}{letter}" if letter else int(value)
+        return value  # type: ignore[no-any-return]
+
+    def range(self) -> str:
+        """The values in words, as markdown."""
+        if self.words:
+            return ", ".join(f"`{word}`" for word in self.words)
+        auto = ", or `auto` (None in Python)" if self.auto else ""
+        size = ", with K, M, G or T for powers of 1024" if self.size else ""
+        return (f"{self.least} and up" if self.most is None else f"{self.least} to {self.most}") + auto + size
+
+    def check(self, value: Any, *, name: str) -> None:
+        """Raise PlanError when a value is of the wrong kind or out of range."""
+        if self.auto and value is None:
+            return
+        if self.words:
+            if value not in self.words:
+                near = difflib.get_close_matches(str(value), self.words, n=1, cutoff=0.3) or self.words[:1]
+                raise PlanError(
+                    f"{name}={value}: {name} is one of {' '.join(self.words)}. Nearest that works: '{name}={near[0]}'"
+                )
+            return
+        if type(value) is not int:
+            given = "auto" if value in (None, "auto") else repr(value)
+            example = "2G" if self.size else self.least
+            raise PlanError(
+                f"{name}={given}: {name} is a whole number, {self.range()}; write it as in '{name}={example}'"
+            )
+        nearest = max(self.least, value if self.most is None else min(value, self.most))
+        if value != nearest:
+            raise PlanError(f"{name}={value}: {name} is {self.range()}. Nearest that works: '{name}={nearest}'")
+
+
+def whole_number(default: int, meaning: str, *, least: int = 1, most: int | None = None, auto: bool = False) -> Any:
+    """A field that takes whole numbers."""
+    return field(default=default, metadata={"key": Key(meaning, least, most, auto=auto)})
+
+
+def byte_count(meaning: str) -> Any:
+    """A field that takes a number of bytes, none by default."""
+    return field(default=0, metadata={"key": Key(meaning, size=True)})
+
+
+def one_of(words: str, meaning: str) -> Any:
+    """A field that takes one of `words`, the first by default."""
+    choices = tuple(words.split())
+    return field(default=choices[0], metadata={"key": Key(meaning, words=choices)})
+
+
+def keys_of(plan: Any) -> Mapping[str, Key]:
+    """The keys of a plan, or of the class, in the order they are declared."""
+    return {item.name: item.metadata["key"] for item in dataclasses.fields(plan)}

@@ -1,0 +1,187 @@
+"""The Plan: everything the user chose about how to split a model, as one frozen value.
+
+A choice that is spread over a config file, environment variables and constructor arguments contradicts itself, and
+what cannot work together shows at step 40. A plan is one line of text (`dp=2 zero=1`), a TOML table or keywords; all
+three are the same value, which checks itself when it is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshwise.mesh import Mesh
+from meshwise.plan.compatibility import COMPATIBILITY
+from meshwise.plan.degrees import AXES, GRIDS, distance, factorisations
+from meshwise.plan.keys import PlanError, keys_of, one_of, whole_number
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to split a model over ranks: `Plan.parse("dp=2 zero=1")` or `Plan(dp=2, zero=1)`.
+
+    Prints as the shortest line that parses back. Raises PlanError for a value out of range or a combination that the
+    compatibility table refuses.
+    """
+
+    dp: int | None = whole_number(
+        1, "replicas of the model, each with its own rows of the batch; `auto` fills the world", auto=True
+    )
+    tp: int = whole_number(1, "ranks that split each matrix")
+    pp: int = whole_number(1, "stages that split the sequence of blocks")
+    cp: int = whole_number(1, "ranks that split each sequence of tokens")
+    ep: int = whole_number(1, "ranks that split the experts of a mixture")
+    zero: int = whole_number(
+        0, "what the replicas share out: 1 optimizer state, 2 and gradients, 3 and parameters", most=3, least=0
+    )
+    microbatches: int = whole_number(
+        1, "parts that each rank cuts its share of a step's batch into, one after the other"
+    )
+    tp_mode: str = one_of(
+        "1d 2d 2.5d 3d", "how tp splits a matrix: over a row, a q x q grid, d such grids, a p x p x p cube"
+    )
+    tp_depth: int = whole_number(1, "grids behind each other under `tp_mode=2.5d`")
+    sequence_parallel: int = whole_number(0, "1: between matrices, tp splits the tokens of a sequence", least=0, most=1)
+    random: str = one_of(
+        "global local", "dropout masks: the same under every plan, or drawn by torch's own kernels, fused on a GPU"
+    )
+    schedule: str = one_of(
+        "1f1b naive gpipe interleaved looped zb-h1 zb-h2 zb-v dualpipev", "order of a pipeline's forwards and backwards"
+    )
+    virtual_stages: int = whole_number(1, "stages that each rank of a pipeline holds")
+    partition: str = one_of("time params memory", "what a pipeline's stages are balanced by")
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """The plan written as `key=value` words in any order. Raises PlanError."""
+        values: dict[str, Any] = {}
+        for word in text.split():
+            key, equals, value = word.partition("=")
+            if not equals:
+                raise PlanError(f"{word!r} in the plan {text!r} is not key=value; write it as in 'dp=2 zero=1'")
+            if key in values:
+                raise PlanError(f"{key} is given twice in the plan {text!r}; keep one of them")
+            values[key] = value
+        return cls.from_toml(values)
+
+    @classmethod
+    def from_toml(cls, table: Mapping[str, Any]) -> Plan:
+        """The plan of a TOML table, as in `{"dp": "auto", "zero": 1}`. Raises PlanError."""
+        keys = keys_of(cls)
+        for key in table:
+            if key not in keys:
+                near = difflib.get_close_matches(key, keys, n=1, cutoff=0.4)
+                hint = f"did you mean {near[0]}?" if near else f"the keys are {' '.join(keys)}"
+                raise PlanError(f"unknown plan key {key!r}; {hint}")
+        return cls(**{key: keys[key].read(value) for key, value in table.items()})
+
+    def to_toml(self) -> dict[str, int | str]:
+        """Every key with its value, as a TOML table that `from_toml` reads back."""
+        keys = keys_of(self)
+        return {key: keys[key].show(value) for key, value in self._items()}
+
+    def __str__(self) -> str:
+        defaults = {item.name: item.default for item in dataclasses.fields(self)}
+        words = [f"{key}={value}" for key, value in self.to_toml().items() if getattr(self, key) != defaults[key]]
+        return " ".join(words) or "dp=1"
+
+    def check(self) -> None:
+        """Raise PlanError when a value is out of range or the compatibility table refuses the combination."""
+        keys = keys_of(self)
+        for key, value in self._items():
+            keys[key].check(value, name=key)
+        self._grid()
+        reasons = []
+        nearest = self
+        while refusal := next((row for row in COMPATIBILITY if row.applies(nearest)), None):
+            reasons.append(f"{refusal.reason} ({refusal.when})")
+            nearest = nearest._unchecked(refusal.changes(nearest))
+        if reasons:
+            raise PlanError(f"the plan '{self}' cannot work: {'; '.join(reasons)}. Nearest that works: '{nearest}'")
+
+    def resolve(self, world_size: int) -> Plan:
+        """This plan with `dp=auto` filled in for a world of `world_size` ranks.
+
+        Raises PlanError, with the nearest plans that work, when the degrees do not multiply to `world_size`.
+        """
+        if world_size < 1:
+            raise PlanError(f"a world has at least one rank, not {world_size}")
+        others = math.prod(degree for axis, degree in self._degrees().items() if axis != "dp")
+        if self.dp is None and world_size % others == 0:
+            return dataclasses.replace(self, dp=world_size // others)
+        if self.dp is not None and self.dp * others == world_size:
+            return self
+        needs = f"a multiple of {others}" if self.dp is None else str(self.dp * others)
+        plans = " or ".join(f"'{plan}'" for plan in self._nearest(world_size))
+        raise PlanError(
+            f"the plan '{self}' needs {needs} ranks, but the world has {world_size}. "
+            f"Start that many, or use the nearest plan for {world_size}: {plans}"
+        )
+
+    def mesh(self) -> Mesh:
+        """The mesh with the axes `pp dp cp ep` and those of tp's grid. Raises ValueError while dp is auto.
+
+        tp_mode    1d: tp    2d: row col    2.5d: depth row col    3d: i j l
+        """
+        if self.dp is None:
+            raise ValueError(f"the plan '{self}' has no mesh yet: resolve(world_size) fills in dp=auto")
+        return Mesh((*((axis, getattr(self, axis)) for axis in AXES[:-1]), *self._grid()))
+
+    @property
+    def tensor_axes(self) -> tuple[str, ...]:
+        """The axes of tp's grid."""
+        return tuple(axis for axis, _ in self._grid())
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes whose ranks hold other rows of the batch."""
+        return ("dp", *GRIDS[self.tp_mode].rows)
+
+    def _grid(self) -> tuple[tuple[str, int], ...]:
+        """The axes of tp's grid with their degrees. Raises PlanError when tp ranks do not form it."""
+        grid = GRIDS[self.tp_mode]
+        depth = self.tp_depth if "depth" in grid.axes else 1
+        side = max(1, round((self.tp / depth) ** (1 / grid.power)))
+        filled = side**grid.power * depth
+        if filled != self.tp:
+            raise PlanError(
+                f"tp={self.tp}: {grid.axes} of tp_mode={self.tp_mode} needs {grid.needs} ranks"
+                f"{f' with tp_depth={depth}' if depth > 1 else ''}. Nearest that works: 'tp={filled}'"
+            )
+        return tuple((axis, depth if axis == "depth" else side) for axis in grid.axes.split())
+
+    def _items(self) -> Iterator[tuple[str, Any]]:
+        return ((key, getattr(self, key)) for key in keys_of(self))
+
+    def _degrees(self) -> dict[str, int]:
+        """The degree of each axis, 1 for one that is not known yet."""
+        return {axis: getattr(self, axis) or 1 for axis in AXES}
+
+    def _unchecked(self, changes: Mapping[str, int | str | None]) -> Plan:
+        """This plan with changes, before anyone knows whether it works."""
+        plan = object.__new__(type(self))
+        for key, value in (dict(self._items()) | dict(changes)).items():
+            object.__setattr__(plan, key, value)
+        return plan
+
+    def _nearest(self, world_size: int) -> list[Plan]:
+        """At most two plans that fill `world_size` ranks, those whose degrees change by the smallest factors first."""
+        degrees = self._degrees()
+        plans = []
+        for filling in factorisations(world_size, len(AXES)):
+            changes = dict(zip(AXES, filling, strict=True))
+            if any(changes[axis] > 1 and degrees[axis] == 1 for axis in AXES if axis != "dp"):
+                continue
+            plan = self._unchecked(changes)
+            with contextlib.suppress(PlanError):
+                plan.check()
+                plans.append(plan)
+        return sorted(plans, key=lambda plan: distance(plan._degrees(), degrees))[:2]
