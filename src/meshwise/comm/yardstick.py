@@ -42,7 +42,7 @@ def gloo_calls(world: World, *, size: int) -> Mapping[str, Call]:
         group._reduce_scatter_base(part(y), x).wait()
 
     def broadcast(x: Tensor, _: Tensor) -> None:
-        group.broadcast([x], 0).wait()
+        group.broadcast(x, root=0).wait()
 
     calls = {call.__name__: call for call in (all_reduce, all_gather, reduce_scatter, broadcast)}
     return MappingProxyType(calls)
