@@ -29,13 +29,13 @@ GRIDS: Mapping[str, Grid] = {
 """What each `tp_mode` makes of the axis tp."""
 
 
-def factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+def factorisations(number: int, *, parts: int) -> Iterator[tuple[int, ...]]:
     """All ways to write `number` as a product of `parts` ordered factors."""
     if parts == 1:
         yield (number,)
         return
     for first in _divisors(number):
-        for rest in factorisations(number // first, parts - 1):
+        for rest in factorisations(number // first, parts=parts - 1):
             yield (first, *rest)
 
 
@@ -44,6 +44,6 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // divisor for divisor in small)})
 
 
-def distance(one: Mapping[str, int], other: Mapping[str, int]) -> float:
+def distance(one: Mapping[str, int], *, other: Mapping[str, int]) -> float:
     """By which factors the degrees of two plans differ, as a sum of logarithms."""
     return sum(abs(math.log(one[axis] / other[axis])) for axis in AXES)

@@ -18,7 +18,7 @@ class PlanError(ValueError):
     """A plan that cannot work; the message names the conflict and the nearest plan that works."""
 
 
-_POWERS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_POWERS: Mapping[str, int] = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True)
@@ -37,22 +37,20 @@ class Key:
     size: bool = False
 
     def read(self, value: Any) -> Any:
-        """The value that was written as text or in TOML; what cannot be read stays, for `check` to refuse."""
+        """The value written in TOML; what cannot be read stays, for `check` to refuse."""
         if self.auto and value == "auto":
             return None
-        if self.words or not isinstance(value, str):
-            return value
-        written = re.fullmatch(r"(-?[0-9]+)([KMGT]?)" if self.size else r"(-?[0-9]+)()", value)
+        written = re.fullmatch(r"([0-9]+)([KMGT])", value) if self.size and isinstance(value, str) else None
         return int(written[1]) * _POWERS[written[2]] if written else value
 
     def show(self, value: Any) -> int | str:
         """The shortest value that `read` gives back."""
         if value is None:
             return "auto"
-        if self.size and value:
-            letter = next(letter for letter, power in reversed(_POWERS.items()) if value % power == 0)
-            return f"{value // _POWERS[letter]}{letter}" if letter else int(value)
-        return value  # type: ignore[no-any-return]
+        if not (self.size and isinstance(value, int) and value):
+            return value  # type: ignore[no-any-return]
+        letter = next((letter for letter in "TGMK" if value % _POWERS[letter] == 0), "")
+        return f"{value // _POWERS[letter]}{letter}" if letter else value
 
     def range(self) -> str:
         """The values in words, as markdown."""
@@ -84,20 +82,20 @@ class Key:
             raise PlanError(f"{name}={value}: {name} is {self.range()}. Nearest that works: '{name}={nearest}'")
 
 
-def whole_number(default: int, meaning: str, *, least: int = 1, most: int | None = None, auto: bool = False) -> Any:
+def whole_number(default: int, *, means: str, least: int = 1, most: int | None = None, auto: bool = False) -> Any:
     """A field that takes whole numbers."""
-    return field(default=default, metadata={"key": Key(meaning, least, most, auto=auto)})
+    return field(default=default, metadata={"key": Key(means, least, most, auto=auto)})
 
 
-def byte_count(meaning: str) -> Any:
+def byte_count(means: str) -> Any:
     """A field that takes a number of bytes, none by default."""
-    return field(default=0, metadata={"key": Key(meaning, size=True)})
+    return field(default=0, metadata={"key": Key(means, size=True)})
 
 
-def one_of(words: str, meaning: str) -> Any:
+def one_of(words: str, *, means: str) -> Any:
     """A field that takes one of `words`, the first by default."""
     choices = tuple(words.split())
-    return field(default=choices[0], metadata={"key": Key(meaning, words=choices)})
+    return field(default=choices[0], metadata={"key": Key(means, words=choices)})
 
 
 def keys_of(plan: Any) -> Mapping[str, Key]:

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,31 +31,35 @@ class Plan:
     """
 
     dp: int | None = whole_number(
-        1, "replicas of the model, each with its own rows of the batch; `auto` fills the world", auto=True
+        1, means="replicas of the model, each with its own rows of the batch; `auto` fills the world", auto=True
     )
-    tp: int = whole_number(1, "ranks that split each matrix")
-    pp: int = whole_number(1, "stages that split the sequence of blocks")
-    cp: int = whole_number(1, "ranks that split each sequence of tokens")
-    ep: int = whole_number(1, "ranks that split the experts of a mixture")
+    tp: int = whole_number(1, means="ranks that split each matrix")
+    pp: int = whole_number(1, means="stages that split the sequence of blocks")
+    cp: int = whole_number(1, means="ranks that split each sequence of tokens")
+    ep: int = whole_number(1, means="ranks that split the experts of a mixture")
     zero: int = whole_number(
-        0, "what the replicas share out: 1 optimizer state, 2 and gradients, 3 and parameters", most=3, least=0
+        0, means="what the replicas share out: 1 optimizer state, 2 and gradients, 3 and parameters", most=3, least=0
     )
     microbatches: int = whole_number(
-        1, "parts that each rank cuts its share of a step's batch into, one after the other"
+        1, means="parts that each rank cuts its share of a step's batch into, one after the other"
     )
     tp_mode: str = one_of(
-        "1d 2d 2.5d 3d", "how tp splits a matrix: over a row, a q x q grid, d such grids, a p x p x p cube"
+        "1d 2d 2.5d 3d", means="how tp splits a matrix: over a row, a q x q grid, d such grids, a p x p x p cube"
     )
-    tp_depth: int = whole_number(1, "grids behind each other under `tp_mode=2.5d`")
-    sequence_parallel: int = whole_number(0, "1: between matrices, tp splits the tokens of a sequence", least=0, most=1)
+    tp_depth: int = whole_number(1, means="grids behind each other under `tp_mode=2.5d`")
+    sequence_parallel: int = whole_number(
+        0, means="1: between matrices, tp splits the tokens of a sequence", least=0, most=1
+    )
     random: str = one_of(
-        "global local", "dropout masks: the same under every plan, or drawn by torch's own kernels, fused on a GPU"
+        "global local",
+        means="dropout masks: the same under every plan, or drawn by torch's own kernels, fused on a GPU",
     )
     schedule: str = one_of(
-        "1f1b naive gpipe interleaved looped zb-h1 zb-h2 zb-v dualpipev", "order of a pipeline's forwards and backwards"
+        "1f1b naive gpipe interleaved looped zb-h1 zb-h2 zb-v dualpipev",
+        means="order of a pipeline's forwards and backwards",
     )
-    virtual_stages: int = whole_number(1, "stages that each rank of a pipeline holds")
-    partition: str = one_of("time params memory", "what a pipeline's stages are balanced by")
+    virtual_stages: int = whole_number(1, means="stages that each rank of a pipeline holds")
+    partition: str = one_of("time params memory", means="what a pipeline's stages are balanced by")
 
     def __post_init__(self) -> None:
         self.check()
@@ -69,7 +74,7 @@ class Plan:
                 raise PlanError(f"{word!r} in the plan {text!r} is not key=value; write it as in 'dp=2 zero=1'")
             if key in values:
                 raise PlanError(f"{key} is given twice in the plan {text!r}; keep one of them")
-            values[key] = value
+            values[key] = int(value) if re.fullmatch(r"-?[0-9]+", value) else value
         return cls.from_toml(values)
 
     @classmethod
@@ -176,7 +181,7 @@ class Plan:
         """At most two plans that fill `world_size` ranks, those whose degrees change by the smallest factors first."""
         degrees = self._degrees()
         plans = []
-        for filling in factorisations(world_size, len(AXES)):
+        for filling in factorisations(world_size, parts=len(AXES)):
             changes = dict(zip(AXES, filling, strict=True))
             if any(changes[axis] > 1 and degrees[axis] == 1 for axis in AXES if axis != "dp"):
                 continue
@@ -184,4 +189,4 @@ class Plan:
             with contextlib.suppress(PlanError):
                 plan.check()
                 plans.append(plan)
-        return sorted(plans, key=lambda plan: distance(plan._degrees(), degrees))[:2]
+        return sorted(plans, key=lambda plan: distance(plan._degrees(), other=degrees))[:2]
