@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo test faults test-gpu check format docs clean
+.PHONY: help install demo test grid faults test-gpu check format docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -24,10 +24,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: install  ## train a small GPT on the standard library's source, on 4 local processes
 	$(BIN)/meshwise train examples/demo.toml
 
-test test-gpu: export OMP_NUM_THREADS := 1
+test grid test-gpu: export OMP_NUM_THREADS := 1
 
 test: install  ## the whole suite, two files at a time
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+grid: install  ## every cell of every grid of plans, of which `test` runs a part that has each pair of values
+	$(BIN)/python -m pytest -n 2 -m grid --whole-grids
 
 faults: install  ## 220 faults into a small job (kills, stopped ranks, full disks, harmed files), and what they led to
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m faults.campaign

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from grid import name
 from meshwise.testing import Processes
 
 torch.set_num_threads(1)
@@ -25,6 +26,18 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # The same examples on every run, and no deadline: on a busy machine a slow example says nothing about the code.
 settings.register_profile("meshwise", derandomize=True, deadline=None, database=None, max_examples=100)
 settings.load_profile("meshwise")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--whole-grids", action="store_true", help="every cell of the grids, not only each pair")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    marker = metafunc.definition.get_closest_marker("grid")
+    if marker:
+        (grid,) = marker.args
+        cells = grid.whole() if metafunc.config.getoption("--whole-grids") else grid.pairs()
+        metafunc.parametrize(list(grid.axes), [list(cell.values()) for cell in cells], ids=map(name, cells))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,68 @@
+"""Grids: a test over a product of values, all of it by `make grid`, a part that has each pair of values by `make test`.
+
+A promise that holds for every schedule, ZeRO stage and degree is a product of thousands of cells. What breaks is nearly
+always one value or two that meet, so the part has, for every two axes, every pair of values that the whole grid has;
+which cells they are depends on the grid alone. A test says its grid and takes one argument for each axis:
+
+    @pytest.mark.grid(Grid({"schedule": SCHEDULES, "pp": (2, 4), "zero": (0, 1, 2, 3)}))
+    def test_…(schedule: str, pp: int, zero: int) -> None: …
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+Cell: TypeAlias = dict[str, Any]
+Pair: TypeAlias = tuple[str, Any, str, Any]
+
+CANDIDATES = 50
+"""Of so many cells the one with the most pairs that are still missing is taken next."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """All combinations of the axes' values for which `exists` holds; values are told apart by their `repr`."""
+
+    axes: Mapping[str, Sequence[Any]]
+
+    exists: Callable[[Cell], bool] = field(default=lambda _cell: True)
+    """Which combinations there are: one that is left out says nothing about its pairs."""
+
+    cost: Callable[[Cell], float] = field(default=lambda _cell: 1.0)
+    """What a cell takes, to any scale: of cells with as many missing pairs the cheaper one is taken."""
+
+    def whole(self) -> list[Cell]:
+        """Every cell, the first axis slowest."""
+        product = itertools.product(*self.axes.values())
+        return [cell for values in product if self.exists(cell := dict(zip(self.axes, values, strict=True)))]
+
+    def pairs(self) -> list[Cell]:
+        """Cells that have every pair of values that the whole grid has, few and cheap ones."""
+        draw = random.Random(0)
+        cells = draw.sample(whole := self.whole(), len(whole))
+        having: dict[Pair, list[Cell]] = {}
+        for cell in cells:
+            for pair in _pairs(cell):
+                having.setdefault(pair, []).append(cell)
+        missing = dict.fromkeys(having)
+        chosen = []
+        while missing:
+            holders = having[min(missing, key=lambda pair: len(having[pair]))]
+            candidates = holders if len(holders) <= CANDIDATES else draw.sample(holders, CANDIDATES)
+            best = max(candidates, key=lambda cell: sum(pair in missing for pair in _pairs(cell)) / self.cost(cell))
+            chosen.append(best)
+            for pair in _pairs(best):
+                missing.pop(pair, None)
+        return sorted(chosen, key=whole.index)
+
+
+def _pairs(cell: Cell) -> Iterator[Pair]:
+    for (axis, value), (other, its) in itertools.combinations(cell.items(), 2):
+        yield axis, repr(value), other, repr(its)
+
+
+def name(cell: Cell) -> str:
+    """A cell in one word."""
+    return ",".join(f"{axis}={value}" for axis, value in cell.items())
