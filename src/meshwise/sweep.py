@@ -86,8 +86,10 @@ class WholeSweep:
         """Forward, backward and reduction; the loss and the count of this rank."""
         total, tokens = zeros(self._engine.world)
         self._engine.begin_step()
-        for number, part in enumerate(parts, start=1):
-            last = number == len(parts)
+        journal = self._engine.world.journal
+        for index, part in enumerate(parts):
+            last = index + 1 == len(parts)
+            journal.doing = f"0F{index}"
             if part.rows is None:
                 self._engine.backward(None, last=last)
                 continue
@@ -96,6 +98,7 @@ class WholeSweep:
             # Where the ranks share out the rows of one product, what a spare row gives would reach the others, and what
             # the others' rows give reaches this rank.
             keep = part.counts or self._rows_meet
+            journal.doing = f"0B{index}"
             with self._draws.running(part.samples, again=True):
                 self._engine.backward(loss if part.counts else loss * 0, last=last, keep=keep)
             if part.counts:

@@ -164,7 +164,9 @@ class Trainer:
         with self.world.record() as called:
             sums = self._sweep.train(parts)
             self._sweep.finish()
+            self.world.journal.doing = "exchange"
             totals = self._exchange(sums, called)
+        self.world.journal.doing = "update"
         problem = totals.problem
         if problem is None:
             self._skips = 0
@@ -232,10 +234,7 @@ class Trainer:
         others = [axis for axis in world.mesh.names if axis not in ("pp", *self._axes)]
         if world.group(others).index > 0:
             sums = zeros(self.world)
-        own = torch.tensor(float(world.dissent), dtype=torch.float64, device=world.device)
-        numbers = torch.stack([*sums, self._engine.squared_norm(), own])
-        world.all_reduce(numbers, axes=world.mesh.names).wait()
-        loss, count, squared, dissent = numbers.tolist()
+        (loss, count, squared), dissent = world.totals(torch.stack([*sums, self._engine.squared_norm()]))
         if dissent:
             raise RanksDisagree(_first_disagreement(world.mesh, dict(world.exchange((world.rank, before)))))
         return Totals(loss, count, squared)

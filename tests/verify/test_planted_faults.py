@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.world import Axes, Parts, Work, World
+from meshwise.comm.parts import Parts
+from meshwise.comm.world import Axes, Work, World
 from meshwise.mesh import Mesh
 from meshwise.parallelize import Options
 from meshwise.reference.loss import IGNORED, next_token_loss

@@ -104,7 +104,8 @@ class Journal:
     """The calls of one rank: how many (in all, and on each line), the last ones, a digest per group, the position.
 
     `thread` is the identifier of the thread that made the last call, `called_at` its time by `time.monotonic`.
-    `waited`: seconds that this rank has spent waiting so far.
+    `waited`: seconds that this rank has spent waiting so far. `doing`: what the rank is at between its calls, as the
+    actions of a schedule are printed (`2F0`), or a word; whoever runs the step says it.
     """
 
     def __init__(self) -> None:
@@ -115,6 +116,7 @@ class Journal:
         self.thread = threading.get_ident()
         self.called_at = time.monotonic()
         self.waited = 0.0
+        self.doing = ""
         self.digests: dict[tuple[int, ...], int] = {}
         self._before: dict[tuple[int, ...], int] = {}
         self._recordings: list[list[Stamp]] = []

@@ -25,6 +25,15 @@ from meshwise.comm.world import Axes, Group, Work, World
 from meshwise.mesh import Mesh
 
 
+class _Waited(Work):
+    """A call that its world is told of when it is waited for."""
+
+    def _finish(self) -> None:
+        assert isinstance(self._world, TraceWorld)
+        assert self._stamp is not None
+        self._world.waited(self._stamp)
+
+
 class TraceWorld(World):
     """Rank `rank` of `mesh`, alone. Its `device` is where buffers are made: meta unless told otherwise."""
 
@@ -35,61 +44,66 @@ class TraceWorld(World):
             raise ValueError(f"no rank {rank} in the mesh {mesh}; its ranks are 0 to {mesh.size - 1}")
         super().__init__(rank=rank, mesh=mesh, device=torch.device(device), journal=journal)
 
-    def over(self, mesh: Mesh) -> TraceWorld:
-        """The same rank over another mesh of the same size. Raises ValueError when the sizes differ."""
-        if mesh.size != self.size:
-            raise ValueError(f"the mesh {mesh} has {mesh.size} ranks, the world {self.size}")
-        view = TraceWorld(rank=self.rank, mesh=mesh, device=self.device, journal=self.journal)
-        view.check = self.check
-        return view
-
     def exchange(self, value: Any, *, axes: Axes | None = None) -> list[Any]:
         """This rank's value, as if every rank of the group had the same. Records nothing."""
         return [value] * self.group(self.mesh.names if axes is None else axes).size
 
+    def _require_agreement(self, stamp: Stamp, group: Group) -> None:
+        """Nobody else is there to disagree."""
+
+    def totals(self, x: Tensor) -> tuple[list[float], float]:
+        """As of any world; on meta, where there are no values, every sum is taken to be 1."""
+        if not x.is_meta:
+            return super().totals(x)
+        self.all_reduce(x.new_empty(x.numel() + 1), axes=self.mesh.names).wait()
+        return [1.0] * x.numel(), 0.0
+
+    def waited(self, stamp: Stamp) -> None:
+        """This rank has come to wait for one of its calls, the first time. For whoever follows it."""
+
     def _broadcast(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
         if group.index != source:
             x.zero_()
-        return Work()
+        return _Waited(self, stamp=stamp)
 
     def _reduce(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
         return self._all_reduce(stamp, group, x, how[1])
 
     def _all_reduce(self, stamp: Stamp, group: Group, x: Tensor, op: str) -> Work:
         _with_zeros(x, op)
-        return Work()
+        return _Waited(self, stamp=stamp)
 
     def _all_gather(self, stamp: Stamp, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
         _only(group.index, x, parts)
-        return Work()
+        return _Waited(self, stamp=stamp)
 
     def _reduce_scatter(self, stamp: Stamp, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
         into, op = how
         into.copy_(parts[group.index])
         _with_zeros(into, op)
-        return Work()
+        return _Waited(self, stamp=stamp)
 
     def _all_to_all(self, stamp: Stamp, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
         _only(group.index, parts[group.index], into)
-        return Work()
+        return _Waited(self, stamp=stamp)
 
     def _gather(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
         _only(group.index, x, how[0] or [])
-        return Work()
+        return _Waited(self, stamp=stamp)
 
     def _scatter(self, stamp: Stamp, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
         if how[0] is None:
             into.zero_()
         else:
             into.copy_(how[0][group.index])
-        return Work()
+        return _Waited(self, stamp=stamp)
 
     def _send(self, stamp: Stamp, group: Group, x: Tensor, to: int) -> Work:
-        return Work()
+        return _Waited(self, stamp=stamp)
 
     def _recv(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
         x.zero_()
-        return Work()
+        return _Waited(self, stamp=stamp)
 
     def _barrier(self, stamp: Stamp, group: Group) -> None:
         return

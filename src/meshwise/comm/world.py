@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from meshwise.comm.journal import Journal, Position, Stamp, call_site
+from meshwise.comm.parts import Parts, fit, flat, split
 from meshwise.comm.reduction import require_op
 from meshwise.mesh import Mesh
 
 Axes: TypeAlias = str | Sequence[str]
-Parts: TypeAlias = Tensor | Sequence[Tensor]
 
 
 @dataclass(frozen=True)
@@ -262,6 +262,28 @@ class World(abc.ABC):
         self.all_gather(data, into=parts, axes=group.axes).wait()
         return [pickle.loads(bytes(part.tolist())) for part in parts]
 
+    def totals(self, x: Tensor) -> tuple[list[float], float]:
+        """The sums over all ranks of a few fp64 numbers, on the host, and that of their `dissent`: one all-reduce."""
+        dissent = torch.tensor([float(self.dissent)], dtype=torch.float64, device=self.device)
+        numbers = torch.cat([x, dissent])
+        self.all_reduce(numbers, axes=self.mesh.names).wait()
+        *sums, dissents = numbers.tolist()
+        return sums, dissents
+
+    def send_value(self, value: Any, *, axis: str, to: int) -> list[Work]:
+        """Send a small Python value to group index `to` along one axis, in two messages: its length, and itself."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
+        length = torch.tensor([data.numel()], device=self.device)
+        return [self.send(part, axis=axis, to=to) for part in (length, data)]
+
+    def recv_value(self, *, axis: str, source: int) -> Any:
+        """The Python value that group index `source` along one axis sends next."""
+        length = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.recv(length, axis=axis, source=source).wait()
+        data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
+        self.recv(data, axis=axis, source=source).wait()
+        return pickle.loads(bytes(data.tolist()))
+
     # ---- what an implementation writes: the tensors it gets are flat, contiguous and outside autograd ------------
 
     @abc.abstractmethod
@@ -309,35 +331,6 @@ class World(abc.ABC):
         stamp = Stamp(self.journal.calls, kind, group.axes, shape, dtype, size, call_site(), how)
         self.journal.write(stamp, ranks=group.ranks)
         return stamp
-
-
-def flat(x: Tensor) -> Tensor:
-    """A view of `x` in one dim, outside autograd (as in c10d, writing to it does not count as a change of `x`).
-
-    Raises ValueError when `x` is not contiguous.
-    """
-    if not x.is_contiguous():
-        raise ValueError(f"a collective needs contiguous tensors; {tuple(x.shape)} has strides {x.stride()}")
-    return x.data.view(-1)
-
-
-def split(x: Parts, size: int) -> list[Tensor]:
-    """`x` as `size` flat parts: equal slices (views) of one tensor, or the given parts. Raises ValueError otherwise."""
-    if isinstance(x, Tensor):
-        if x.numel() % size:
-            raise ValueError(f"{x.numel()} elements do not divide into {size} equal parts; pass a list of parts")
-        return list(flat(x).tensor_split(size))
-    if len(x) != size:
-        raise ValueError(f"{len(x)} parts for a group of {size} ranks")
-    return [flat(part) for part in x]
-
-
-def fit(x: Tensor, *, part: Tensor) -> None:
-    """Raise ValueError unless this rank's tensor has the elements and the dtype of its part."""
-    if x.numel() != part.numel() or x.dtype != part.dtype:
-        raise ValueError(
-            f"this rank's tensor has {x.numel()} elements of {x.dtype}, its part {part.numel()} of {part.dtype}"
-        )
 
 
 def _rooted(group: Group, index: int) -> Group:

@@ -15,7 +15,6 @@ skeleton of what crosses, later ones are tensors alone. A micro-batch without ro
 
 from __future__ import annotations
 
-import pickle
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -103,7 +102,7 @@ class _Walk:
         self._ranks, self._jobs = schedule.rank_of, jobs
         self._rows = [[one for one in row if one.microbatch is None or one.microbatch in jobs] for row in schedule.rows]
         self._flights: dict[Place, _Flight] = defaultdict(_Flight)
-        self._leaving: dict[tuple[Kind, Place], Sequence[Tensor]] = {}
+        self._leaving: dict[tuple[Kind, Place], tuple[Mapping[str, Any] | None, Sequence[Tensor]]] = {}
         self._returned: dict[int, Any] = {}
         self._coming = deque(action for action in self._rows[self._rank] if action.kind in RECEIVES)
         self._posted: tuple[Sequence[Tensor], Sequence[Work]] | None = None
@@ -114,6 +113,7 @@ class _Walk:
     def run(self) -> dict[int, Any]:
         """Do this rank's row."""
         for action in self._rows[self._rank]:
+            self._world.journal.doing = str(action)
             self._post()
             self._do(action)
         for rank, sending in self._sending.items():
@@ -167,7 +167,7 @@ class _Walk:
         if self._ranks[stage.index + 1] == self._rank:
             self._enter((stage.index + 1, index), parcel.skeleton, detached)
         else:
-            self._leaving[Kind.SEND_F, place] = [*self._header(stage.index, index, parcel.skeleton), *detached]
+            self._leaving[Kind.SEND_F, place] = self._header(stage.index, index, parcel.skeleton), detached
 
     def _backward(self, place: Place, *, whole: bool) -> None:
         stage, index = place
@@ -190,7 +190,7 @@ class _Walk:
             if self._ranks[stage - 1] == self._rank:
                 self._flights[stage - 1, index].gradients = back
             else:
-                self._leaving[Kind.SEND_B, place] = back
+                self._leaving[Kind.SEND_B, place] = None, back
 
     def _enter(self, place: Place, skeleton: Mapping[str, Any], arrived: Sequence[Tensor]) -> None:
         """Give a stage what it receives."""
@@ -202,23 +202,23 @@ class _Walk:
 
     # ---- what is sent ------------------------------------------------------------------------------------------
 
-    def _header(self, stage: int, index: int, skeleton: Mapping[str, Any]) -> list[Tensor]:
+    def _header(self, stage: int, index: int, skeleton: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """What goes before a message of new shapes, for the next stage to know what is going to arrive."""
         key = (stage, self._jobs[index].shapes)
         if key not in self._agreed:
             self._agreed[key] = skeleton
-            data = torch.frombuffer(bytearray(pickle.dumps(skeleton)), dtype=torch.uint8).to(self._world.device)
-            return [torch.tensor([data.numel()], device=self._world.device), data]
+            return skeleton
         if _described(skeleton) != _described(self._agreed[key]):
             raise StageError(
                 f"stage {stage} sends something else for micro-batch {index} than for another one of the same shapes; "
                 "a pipeline needs a model in which the shapes of activations follow from those of the batch"
             )
-        return []
+        return None
 
     def _send(self, action: Action) -> None:
-        rank, message = self._other_end(action), self._leaving.pop((action.kind, _place(action)))
-        sends = [self._world.send(part.contiguous(), axis="pp", to=rank) for part in message if part.numel()]
+        rank, (header, tensors) = self._other_end(action), self._leaving.pop((action.kind, _place(action)))
+        sends = [] if header is None else self._world.send_value(header, axis="pp", to=rank)
+        sends += [self._world.send(part.contiguous(), axis="pp", to=rank) for part in tensors if part.numel()]
         self._sending[rank].append(sends)
 
     def _acknowledged(self) -> dict[Action, int]:
@@ -269,7 +269,8 @@ class _Walk:
     def _receive(self, action: Action) -> None:
         stage, index = place = _place(action)
         if self._posted is None:
-            self._agreed[stage - 1, self._jobs[index].shapes] = self._asked(self._other_end(action))
+            told = self._world.recv_value(axis="pp", source=self._other_end(action))
+            self._agreed[stage - 1, self._jobs[index].shapes] = told
             self._post()
         assert self._posted is not None
         (arrived, works), self._posted = self._posted, None
@@ -280,15 +281,6 @@ class _Walk:
             self._flights[place].gradients = list(arrived)
         else:
             self._enter(place, self._agreed[stage - 1, self._jobs[index].shapes], arrived)
-
-    def _asked(self, source: int) -> Mapping[str, Any]:
-        """What the stage before is going to send, for the first time."""
-        length = torch.zeros(1, dtype=torch.int64, device=self._world.device)
-        self._world.recv(length, axis="pp", source=source).wait()
-        data = torch.empty(int(length), dtype=torch.uint8, device=self._world.device)
-        self._world.recv(data, axis="pp", source=source).wait()
-        skeleton: Mapping[str, Any] = pickle.loads(bytes(data.tolist()))
-        return skeleton
 
 
 def _place(action: Action) -> Place:

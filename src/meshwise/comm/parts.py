@@ -1,0 +1,39 @@
+"""The tensors of a collective as flat parts, one for each rank of a group, and what has to fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from torch import Tensor
+
+Parts: TypeAlias = Tensor | Sequence[Tensor]
+
+
+def flat(x: Tensor) -> Tensor:
+    """A view of `x` in one dim, outside autograd (as in c10d, writing to it does not count as a change of `x`).
+
+    Raises ValueError when `x` is not contiguous.
+    """
+    if not x.is_contiguous():
+        raise ValueError(f"a collective needs contiguous tensors; {tuple(x.shape)} has strides {x.stride()}")
+    return x.data.view(-1)
+
+
+def split(x: Parts, size: int) -> list[Tensor]:
+    """`x` as `size` flat parts: equal slices (views) of one tensor, or the given parts. Raises ValueError otherwise."""
+    if isinstance(x, Tensor):
+        if x.numel() % size:
+            raise ValueError(f"{x.numel()} elements do not divide into {size} equal parts; pass a list of parts")
+        return list(flat(x).tensor_split(size))
+    if len(x) != size:
+        raise ValueError(f"{len(x)} parts for a group of {size} ranks")
+    return [flat(part) for part in x]
+
+
+def fit(x: Tensor, *, part: Tensor) -> None:
+    """Raise ValueError unless this rank's tensor has the elements and the dtype of its part."""
+    if x.numel() != part.numel() or x.dtype != part.dtype:
+        raise ValueError(
+            f"this rank's tensor has {x.numel()} elements of {x.dtype}, its part {part.numel()} of {part.dtype}"
+        )
