@@ -10,6 +10,10 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from meshwise.comm.meanwhile import Meanwhile, Outlook
+
+_NAP_SECONDS = 0.0005
+
 
 class Ticket:
     """One job of a carrier."""
@@ -28,8 +32,19 @@ class Ticket:
         finally:
             self._done.set()
 
-    def wait(self) -> None:
-        """Block until the job is done; raises what the job raised."""
+    @property
+    def done(self) -> bool:
+        """Whether the job is done."""
+        return self._done.is_set()
+
+    def wait(self, *, meanwhile: Meanwhile | None = None) -> None:
+        """Block until the job is done, doing what is due; raises what the job raised."""
+        while meanwhile is not None and not self.done:
+            outlook = meanwhile()
+            if outlook is Outlook.NOTHING:
+                break
+            if outlook is Outlook.LATER:
+                self._done.wait(_NAP_SECONDS)
         self._done.wait()
         if self._error is not None:
             raise self._error

@@ -27,10 +27,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from meshwise.comm.agreement import as_tensor, require_alike
-from meshwise.comm.carrier import Carrier
+from meshwise.comm.carrier import Carrier, Ticket
 from meshwise.comm.journal import Journal, Stamp
 from meshwise.comm.mailbox import Mailbox, Messages
+from meshwise.comm.meanwhile import Meanwhile
 from meshwise.comm.reduction import reduce_in_order, require_op
 from meshwise.comm.scratch import Scratch
 from meshwise.comm.world import Group, Work, World
@@ -44,10 +44,14 @@ _ONE_PHASE_BYTES = 256 << 10
 
 
 class Transport:
-    """What all views of one rank's world share: the mailbox, the carriers, and the works nobody has waited for."""
+    """What all views of one rank's world share: the mailbox, the carriers, and the works nobody has waited for.
 
-    def __init__(self, mailbox: Mailbox) -> None:
+    `meanwhile`: what is due while this rank waits. With it, threads carry on all that is under way.
+    """
+
+    def __init__(self, mailbox: Mailbox, *, meanwhile: Meanwhile | None = None) -> None:
         self.mailbox = mailbox
+        self.meanwhile = meanwhile
         self.scratch = Scratch()
         self.unfinished: set[Work] = set()
         self._carriers: dict[str, Carrier] = {}
@@ -77,7 +81,7 @@ class _Call:
     @property
     def label(self) -> str:
         """What the tag of every message says besides size and dtype: equal on the ranks that agree."""
-        return f"{self.group.ranks} {self.stamp.agreed}"
+        return f"{self.group.purpose} {self.group.ranks} {self.stamp.agreed}"
 
     @property
     def peers(self) -> list[tuple[int, int]]:
@@ -101,14 +105,6 @@ class GlooWorld(World):
     ) -> None:
         super().__init__(rank=rank, mesh=mesh, device=device, journal=journal)
         self._transport = transport
-
-    def over(self, mesh: Mesh) -> GlooWorld:
-        """The same ranks over another mesh of the same size. Raises ValueError when the sizes differ."""
-        if mesh.size != self.size:
-            raise ValueError(f"the mesh {mesh} has {mesh.size} ranks, the world {self.size}")
-        view = GlooWorld(rank=self.rank, mesh=mesh, device=self.device, transport=self._transport, journal=self.journal)
-        view.check = self.check
-        return view
 
     def close(self) -> None:
         """When all ranks have called it: wait for what is under way, end the threads and close the connections.
@@ -223,8 +219,9 @@ class GlooWorld(World):
         return self._start(call, program, reads=[], writes=[x])
 
     def _barrier(self, stamp: Stamp, group: Group) -> None:
-        call = _Call(stamp, group)
-        self._swap(call, torch.zeros(1, dtype=torch.uint8), label=call.label)
+        token = torch.zeros(group.size, dtype=torch.uint8)
+        parts = list(token.split(1))
+        self._all_gather(stamp, group, parts[group.index], parts)._finish()
 
     # ---- two phases --------------------------------------------------------------------------------------------
 
@@ -297,17 +294,16 @@ class GlooWorld(World):
     ) -> Work:
         """Start `program` on CPU tensors that hold `reads` and will hold `writes`."""
         assert self._transport is not None
-        if self.check and not call.lane:
-            self.require_agreement(call.stamp, group=call.group)
-        lane = f"{call.group.ranks} {call.lane}"
+        transport = self._transport
+        lane = f"{call.group.purpose} {call.group.ranks} {call.lane}"
         if self.device.type == "cuda":
-            finish = _staged(program, reads, writes, self._transport.carrier(lane))
-        else:
-            steps = program(reads, writes)
-            first = next(steps)
-            rest = partial(_complete, itertools.chain([first], steps))
-            finish = self._transport.carrier(lane).carry(rest).wait if carried else rest
-        return _Started(self, call.stamp, self._transport, finish)
+            return _Started(self, call.stamp, transport, _staged(program, reads, writes, transport.carrier(lane)))
+        steps = program(reads, writes)
+        rest = partial(_complete, itertools.chain([next(steps)], steps))
+        if not carried and transport.meanwhile is None:
+            return _Started(self, call.stamp, transport, rest)
+        ticket = transport.carrier(lane).carry(rest)
+        return _Started(self, call.stamp, transport, partial(ticket.wait, meanwhile=transport.meanwhile), ticket)
 
     def _post(
         self,
@@ -321,28 +317,28 @@ class GlooWorld(World):
         label = label or call.label
         return self._transport.mailbox.post(sends=sends, receives=receives, label=label, about=call.stamp)
 
-    def _swap(self, call: _Call, x: Tensor, *, label: str) -> dict[int, Tensor]:
-        """Everyone's `x`, a small CPU tensor, by rank."""
-        found = {rank: torch.empty_like(x) for _, rank in call.peers}
-        sends = [(rank, x) for _, rank in call.peers]
-        self._post(call, sends=sends, receives=found.items(), label=label).wait()
-        return {self.rank: x, **found}
-
-    def require_agreement(self, stamp: Stamp, *, group: Group) -> None:
-        """Raise RanksDisagree unless every rank of the group has called the same."""
-        with self.journal.waiting(stamp):
-            found = self._swap(_Call(stamp, group), as_tensor(stamp), label=f"{group.ranks} check")
-        require_alike(found, journal=self.journal)
-
 
 class _Started(Work):
     """A collective under way. The transport keeps it until somebody has waited, so its messages always get through."""
 
-    def __init__(self, world: World, stamp: Stamp, transport: Transport, finish: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        world: World,
+        stamp: Stamp,
+        transport: Transport,
+        finish: Callable[[], None],
+        ticket: Ticket | None = None,
+    ) -> None:
         super().__init__(world, stamp=stamp)
         self._transport = transport
         self._rest = finish
+        self._ticket = ticket
         transport.unfinished.add(self)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the thread that carries it on is done."""
+        return super().ready or (self._ticket is not None and self._ticket.done)
 
     def _finish(self) -> None:
         self._transport.unfinished.discard(self)

@@ -14,22 +14,22 @@ stay inside; everything else goes by messages. A sum is the sum of the hosts' su
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from meshwise.comm.gloo_world import GlooWorld
-from meshwise.comm.journal import Stamp
+from meshwise.comm.chain import Chains, Steps
+from meshwise.comm.gloo_world import GlooWorld, Transport
+from meshwise.comm.journal import Journal, Stamp
+from meshwise.comm.lane import Lanes
 from meshwise.comm.local_world import LocalWorld
+from meshwise.comm.mailbox import Mailbox
 from meshwise.comm.reduction import is_narrow
+from meshwise.comm.room import Room
 from meshwise.comm.world import Group, Work, World
 from meshwise.mesh import Mesh
-
-Steps: TypeAlias = Iterator[Work]
 
 
 @dataclass(frozen=True)
@@ -41,36 +41,43 @@ class _Grid:
     host: int
     place: int
 
-    @property
-    def inside(self) -> Group:
-        """The ranks of this host."""
-        return self._part(self.rows[self.host], self.place)
+    def inside(self, step: int) -> Group:
+        """The ranks of this host, for the step of that number."""
+        return self._part(self.rows[self.host], self.place, step)
 
-    @property
-    def column(self) -> Group:
+    def column(self, step: int) -> Group:
         """The ranks of this place."""
-        return self._part([row[self.place] for row in self.rows], self.host)
+        return self._part([row[self.place] for row in self.rows], self.host, step)
 
-    def _part(self, indices: Sequence[int], index: int) -> Group:
-        return Group(self.group.axes, tuple(self.group.ranks[at] for at in indices), index)
+    def _part(self, indices: Sequence[int], index: int, step: int) -> Group:
+        ranks = tuple(self.group.ranks[at] for at in indices)
+        return Group(self.group.axes, ranks, index, f"step {step} among {self.group.ranks}, {self.group.purpose}")
 
 
 class HostsWorld(World):
     """Ranks of several hosts. `hosts`: by rank, the number of its host."""
 
-    def __init__(self, *, inside: LocalWorld, between: GlooWorld, hosts: Sequence[int]) -> None:
+    def __init__(self, *, inside: LocalWorld, between: GlooWorld, hosts: Sequence[int], chains: Chains) -> None:
         super().__init__(rank=between.rank, mesh=between.mesh, device=between.device, journal=between.journal)
         self._inside = inside
         self._between = between
         self._hosts = hosts
-        self._chains: deque[_Chain] = deque()
+        self._chains = chains
 
-    def over(self, mesh: Mesh) -> HostsWorld:
-        """The same ranks over another mesh of the same size. Raises ValueError when the sizes differ."""
-        view = HostsWorld(inside=self._inside.over(mesh), between=self._between.over(mesh), hosts=self._hosts)
-        view.check = self.check
-        view._chains = self._chains
-        return view
+    @classmethod
+    def joined(cls, room: Room, *, mailbox: Mailbox, mesh: Mesh, hosts: Sequence[int]) -> HostsWorld:
+        """The world of this rank, which shares a room with those of its host and exchanges messages with the others.
+
+        Whatever it waits for, it does its part in everything else that is under way.
+        """
+        chains = Chains()
+        lanes = Lanes(room, errands=[chains.come_by])
+        journal = Journal()
+        inside = LocalWorld(rank=room.rank, mesh=mesh, lanes=lanes, journal=journal)
+        transport = Transport(mailbox, meanwhile=lanes.come_by)
+        device = torch.device("cpu")
+        between = GlooWorld(rank=room.rank, mesh=mesh, device=device, transport=transport, journal=journal)
+        return cls(inside=inside, between=between, hosts=hosts, chains=chains)
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
         """A tensor in memory that the other ranks of this host can map."""
@@ -78,19 +85,18 @@ class HostsWorld(World):
 
     def close(self) -> None:
         """When all ranks have called it: wait for what is under way and close the connections."""
-        for chain in list(self._chains):
-            chain.wait()
+        self._chains.finish()
         self._between.close()
         self._inside.leave()
 
     # ---- in steps ----------------------------------------------------------------------------------------------
 
     def _all_reduce(self, stamp: Stamp, group: Group, x: Tensor, op: str) -> Work:
-        way = self._way(stamp, group)
+        way = self._way(group)
         return way._all_reduce(stamp, group, x, op) if isinstance(way, World) else self._summed(stamp, way, x, op)
 
     def _reduce(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
-        way = self._way(stamp, group)
+        way = self._way(group)
         return way._reduce(stamp, group, x, how) if isinstance(way, World) else self._summed(stamp, way, x, how[1])
 
     def _summed(self, stamp: Stamp, grid: _Grid, x: Tensor, op: str) -> Work:
@@ -98,16 +104,16 @@ class HostsWorld(World):
             total = _wide(x, op)
             slices = list(total.tensor_split(len(grid.rows[0])))
             own = slices[grid.place]
-            yield self._inside._reduce_scatter(stamp, grid.inside, slices, (own, op))
-            yield self._between._all_reduce(stamp, grid.column, own, op)
-            yield self._inside._all_gather(stamp, grid.inside, own, slices)
+            yield self._inside._reduce_scatter(stamp, grid.inside(1), slices, (own, op))
+            yield self._between._all_reduce(stamp, grid.column(2), own, op)
+            yield self._inside._all_gather(stamp, grid.inside(3), own, slices)
             if total is not x:
                 x.copy_(total)
 
-        return self._chain(stamp, steps())
+        return self._chain(stamp, grid, steps())
 
     def _reduce_scatter(self, stamp: Stamp, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
-        grid = self._way(stamp, group)
+        grid = self._way(group)
         if isinstance(grid, World):
             return grid._reduce_scatter(stamp, group, parts, how)
         into, op = how
@@ -115,50 +121,49 @@ class HostsWorld(World):
         def steps() -> Steps:
             columns = [_wide(torch.cat([parts[at] for at in indices]), op) for indices in zip(*grid.rows, strict=True)]
             own = columns[grid.place]
-            yield self._inside._reduce_scatter(stamp, grid.inside, columns, (own, op))
+            yield self._inside._reduce_scatter(stamp, grid.inside(1), columns, (own, op))
             sizes = [parts[row[grid.place]].numel() for row in grid.rows]
             target = torch.empty_like(into, dtype=own.dtype)
-            yield self._between._reduce_scatter(stamp, grid.column, list(own.split(sizes)), (target, op))
+            yield self._between._reduce_scatter(stamp, grid.column(2), list(own.split(sizes)), (target, op))
             into.copy_(target)
 
-        return self._chain(stamp, steps())
+        return self._chain(stamp, grid, steps())
 
     def _all_gather(self, stamp: Stamp, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
-        grid = self._way(stamp, group)
+        grid = self._way(group)
         if isinstance(grid, World):
             return grid._all_gather(stamp, group, x, parts)
 
         def steps() -> Steps:
             column = [parts[row[grid.place]] for row in grid.rows]
-            yield self._between._all_gather(stamp, grid.column, x, column)
-            for row, part in zip(grid.rows, column, strict=True):
-                yield self._inside._all_gather(stamp, grid.inside, part, [parts[at] for at in row])
+            yield self._between._all_gather(stamp, grid.column(1), x, column)
+            for step, (row, part) in enumerate(zip(grid.rows, column, strict=True), start=2):
+                yield self._inside._all_gather(stamp, grid.inside(step), part, [parts[at] for at in row])
 
-        return self._chain(stamp, steps())
+        return self._chain(stamp, grid, steps())
 
     def _broadcast(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
-        grid = self._way(stamp, group)
+        grid = self._way(group)
         if isinstance(grid, World):
             return grid._broadcast(stamp, group, x, source)
         [(host, place)] = [(h, row.index(source)) for h, row in enumerate(grid.rows) if source in row]
 
         def steps() -> Steps:
-            if grid.place == place:
-                yield self._between._broadcast(stamp, grid.column, x, host)
-            yield self._inside._broadcast(stamp, grid.inside, x, place)
+            yield self._between._broadcast(stamp, grid.column(1), x, host) if grid.place == place else Work()
+            yield self._inside._broadcast(stamp, grid.inside(2), x, place)
 
-        return self._chain(stamp, steps())
+        return self._chain(stamp, grid, steps())
 
     # ---- in one way or the other ---------------------------------------------------------------------------------
 
     def _all_to_all(self, stamp: Stamp, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
-        return self._one(stamp, group)._all_to_all(stamp, group, parts, into)
+        return self._one(group)._all_to_all(stamp, group, parts, into)
 
     def _gather(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
-        return self._one(stamp, group)._gather(stamp, group, x, how)
+        return self._one(group)._gather(stamp, group, x, how)
 
     def _scatter(self, stamp: Stamp, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
-        return self._one(stamp, group)._scatter(stamp, group, how, into)
+        return self._one(group)._scatter(stamp, group, how, into)
 
     def _send(self, stamp: Stamp, group: Group, x: Tensor, to: int) -> Work:
         return self._to(group.ranks[to])._send(stamp, group, x, to)
@@ -167,19 +172,17 @@ class HostsWorld(World):
         return self._to(group.ranks[source])._recv(stamp, group, x, source)
 
     def _barrier(self, stamp: Stamp, group: Group) -> None:
-        self._one(stamp, group)._barrier(stamp, group)
+        self._one(group)._barrier(stamp, group)
 
     def _to(self, rank: int) -> World:
         return self._inside if self._hosts[rank] == self._hosts[self.rank] else self._between
 
-    def _one(self, stamp: Stamp, group: Group) -> World:
-        way = self._way(stamp, group)
+    def _one(self, group: Group) -> World:
+        way = self._way(group)
         return way if isinstance(way, World) else self._between
 
-    def _way(self, stamp: Stamp, group: Group) -> World | _Grid:
+    def _way(self, group: Group) -> World | _Grid:
         """How a collective of this group goes: by one of the worlds, or in steps over a grid."""
-        if self.check:
-            self._between.require_agreement(stamp, group=group)
         rows: dict[int, list[int]] = {}
         for index, rank in enumerate(group.ranks):
             rows.setdefault(self._hosts[rank], []).append(index)
@@ -191,28 +194,8 @@ class HostsWorld(World):
         host = list(rows).index(self._hosts[self.rank])
         return _Grid(group, list(rows.values()), host, own.index(group.index))
 
-    def _chain(self, stamp: Stamp, steps: Steps) -> Work:
-        self._chains.append(_Chain(self, stamp, steps, self._chains))
-        return self._chains[-1]
-
-
-class _Chain(Work):
-    """Steps, each begun when the one before is complete. Chains go in the order of the calls, whoever is waited for."""
-
-    def __init__(self, world: World, stamp: Stamp, steps: Steps, chains: deque[_Chain]) -> None:
-        super().__init__(world, stamp=stamp)
-        self._steps = steps
-        self._chains = chains
-        self._first = next(steps)
-
-    def _finish(self) -> None:
-        while self in self._chains:
-            self._chains.popleft()._complete()
-
-    def _complete(self) -> None:
-        self._first.wait()
-        for work in self._steps:
-            work.wait()
+    def _chain(self, stamp: Stamp, grid: _Grid, steps: Steps) -> Work:
+        return self._chains.begin(steps, world=self, stamp=stamp, group=grid.group)
 
 
 def _wide(x: Tensor, op: str) -> Tensor:

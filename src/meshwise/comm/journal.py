@@ -144,14 +144,15 @@ class Journal:
 
     @contextlib.contextmanager
     def waiting(self, stamp: Stamp) -> Iterator[None]:
-        """Mark this rank as waiting for `stamp` inside the block."""
-        since = time.monotonic()
+        """Mark this rank as waiting for `stamp` inside the block; one may stand in another."""
+        before, since = self.position, time.monotonic()
         self.position = Position(stamp, since)
         try:
             yield
         finally:
-            self.position = Position(self.recent[-1].stamp)
-            self.waited += time.monotonic() - since
+            self.position = before
+            if before.waiting_since is None:
+                self.waited += time.monotonic() - since
 
     @contextlib.contextmanager
     def record(self) -> Iterator[list[Stamp]]:

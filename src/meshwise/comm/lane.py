@@ -24,8 +24,10 @@ from meshwise.comm import board
 from meshwise.comm.board import PAYLOAD_BYTES, RING, Board
 from meshwise.comm.journal import RanksDisagree, Stamp
 from meshwise.comm.lost import lost
-from meshwise.comm.room import Meanwhile, Outlook, Room
+from meshwise.comm.meanwhile import Meanwhile, Outlook
+from meshwise.comm.room import Room
 from meshwise.comm.span import Far, Near, Span
+from meshwise.comm.world import Group
 
 _IN_PAYLOAD, _IN_PRIVATE = 0, -1
 _HEAD, _PART = 1, 3  # words: the tag; place, offset and bytes
@@ -139,10 +141,14 @@ class Lane:
         """Let go of the tensors of calls that everyone has done."""
         while self._calls and self._calls[0].acted:
             call = self._calls[0]
-            if not all(self._count_done(index) > call.number for index in call.users):
+            if not self.is_over(call):
                 return
             self._end(call)
             self._calls.popleft()
+
+    def is_over(self, call: Call) -> bool:
+        """Whether its results are in place and nobody uses its tensors any more."""
+        return call.acted and all(self._count_done(index) > call.number for index in call.users)
 
     @property
     def busy(self) -> bool:
@@ -249,30 +255,27 @@ class Lane:
 
 
 class Lanes:
-    """All lanes of one rank."""
+    """All lanes of one rank. `errands`: what else it does when it comes by."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: Room, *, errands: Sequence[Meanwhile] = ()) -> None:
         self.room = room
         self.closed = False
+        self._errands = errands
         self._lanes: dict[int, Lane] = {}
 
-    def of(self, ranks: tuple[int, ...], *, use: str = "") -> Lane:
-        """The lane of these ranks for this use."""
+    def of(self, group: Group) -> Lane:
+        """The lane of these ranks for their purpose."""
         assert not self.closed, "the world was closed"
-        key = _key(ranks, use)
+        key = _key(group.ranks, group.purpose)
         if key not in self._lanes:
-            self._lanes[key] = Lane(self.room, key=key, ranks=ranks, meanwhile=self.come_by)
+            self._lanes[key] = Lane(self.room, key=key, ranks=group.ranks, meanwhile=self.come_by)
         return self._lanes[key]
 
     def come_by(self) -> Outlook:
-        """Do what has become due in any lane."""
-        outlook = Outlook.NOTHING
-        for lane in self._lanes.values():
-            if lane.busy and lane.advance():
-                outlook = Outlook.DID
-            elif lane.busy and outlook is Outlook.NOTHING:
-                outlook = Outlook.LATER
-        return outlook
+        """Do what has become due in any lane, and the errands."""
+        busy = [lane for lane in self._lanes.values() if lane.busy]
+        outlooks = [Outlook.DID if lane.advance() else Outlook.LATER for lane in busy]
+        return max([*outlooks, *(errand() for errand in self._errands)], default=Outlook.NOTHING)
 
     def close(self) -> None:
         """Wait for every call under way; there will be no other."""
@@ -286,7 +289,7 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _key(ranks: tuple[int, ...], use: str) -> int:
+def _key(ranks: tuple[int, ...], purpose: str) -> int:
     """The name of a lane as a number."""
-    text = f"{use} {ranks}".encode()
+    text = f"{purpose} {ranks}".encode()
     return zlib.crc32(text) << 31 | zlib.crc32(text[::-1]) >> 1

@@ -24,11 +24,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwise.comm.agreement import as_tensor, require_alike
 from meshwise.comm.journal import Journal, Stamp
 from meshwise.comm.lane import Call, Lane, Lanes, travels_in_payload
 from meshwise.comm.span import Near, Span, reduce_spans
-from meshwise.comm.world import Group, Work, World, line
+from meshwise.comm.world import Axes, Group, Work, World, line
 from meshwise.mesh import Mesh
 
 
@@ -63,17 +62,28 @@ class LocalWorld(World):
         super().__init__(rank=rank, mesh=mesh, device=torch.device("cpu"), journal=journal)
         self._lanes = lanes
 
-    def over(self, mesh: Mesh) -> LocalWorld:
-        """The same ranks over another mesh of the same size. Raises ValueError when the sizes differ."""
-        if mesh.size != self.size:
-            raise ValueError(f"the mesh {mesh} has {mesh.size} ranks, the world {self.size}")
-        view = LocalWorld(rank=self.rank, mesh=mesh, lanes=self._lanes, journal=self.journal)
-        view.check = self.check
-        return view
-
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
         """A tensor in memory that the other ranks can map."""
         return self._lanes.room.slabs.empty(numel, dtype=dtype)
+
+    def common(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:
+        """A tensor in one dim that is the same memory for all ranks along `axes`; None for one rank alone.
+
+        Nobody owns it: once all have mapped it, it goes with the last of them.
+        """
+        group, room = self.group(axes), self._lanes.room
+        if group.size == 1:
+            return None
+        size = max(1, numel * dtype.itemsize)
+        segment = room.slabs.make(size) if group.index == 0 else None
+        place = torch.tensor(segment.place if segment else 0)
+        self.broadcast(place, axes=axes).wait()
+        memory = segment.memory if segment else room.peer(group.ranks[0]).slabs.map(int(place))
+        self.barrier(axes=axes)
+        if segment:
+            segment.close()
+        held = room.commons.add(memory, ranks=group.ranks)
+        return held[: numel * dtype.itemsize].view(dtype)
 
     def close(self) -> None:
         """When all ranks have called it: wait for what is under way.
@@ -101,6 +111,9 @@ class LocalWorld(World):
 
     def _all_gather(self, stamp: Stamp, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
         part = self._part(stamp, group)
+        if all(self._lanes.room.commons.holds(held, ranks=group.ranks) for held in parts):
+            _copy_unless_same(x, parts[group.index])
+            return self._begin(part, needs=part.others)
 
         def act() -> None:
             _copy_unless_same(x, parts[group.index])
@@ -146,12 +159,12 @@ class LocalWorld(World):
 
     def _send(self, stamp: Stamp, group: Group, x: Tensor, to: int) -> Work:
         ends = line(group, source=group.index, target=to)
-        part = self._part(stamp, ends, use="messages")
+        part = self._part(stamp, ends)
         return self._begin(part, gives=[x], users=[1])
 
     def _recv(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
         ends = line(group, source=source, target=group.index)
-        part = self._part(stamp, ends, use="messages")
+        part = self._part(stamp, ends)
         return self._begin(part, needs=[0], act=lambda: part.span(0, like=x).copy_to(x))
 
     def _barrier(self, stamp: Stamp, group: Group) -> None:
@@ -211,8 +224,8 @@ class LocalWorld(World):
 
     # ---- how they are carried out ------------------------------------------------------------------------------
 
-    def _part(self, stamp: Stamp, group: Group, *, use: str = "") -> _Part:
-        lane = self._lanes.of(group.ranks, use=use)
+    def _part(self, stamp: Stamp, group: Group) -> _Part:
+        lane = self._lanes.of(group)
         lane.tidy()
         return _Part(stamp, group, lane, Call(stamp))
 
@@ -227,8 +240,6 @@ class LocalWorld(World):
         after: Callable[[], None] | None = None,
     ) -> Work:
         """Post the call, and do what is due."""
-        if self.check and not part.stamp.point_to_point:
-            self._require_agreement(part.stamp, part.group)
         call = part.call
         call.needs, call.act, call.after = needs, act, after
         if travels_in_payload(gives):
@@ -252,23 +263,6 @@ class LocalWorld(World):
             copy.copy_(x)
         return copies
 
-    def _require_agreement(self, stamp: Stamp, group: Group) -> None:
-        """Raise RanksDisagree unless every rank of the group has called the same."""
-        own = as_tensor(stamp)
-        found = {self.rank: own}
-        part = self._part(Stamp(stamp.sequence, "check", stamp.axes, (), "", 0, stamp.site), group, use="check")
-
-        def act() -> None:
-            for index in part.others:
-                into = found[group.ranks[index]] = torch.empty_like(own)
-                part.span(index, like=own).copy_to(into)
-
-        part.call.gives, part.call.needs, part.call.act = [own], part.others, act
-        with self.journal.waiting(stamp):
-            part.lane.post(part.call)
-            part.lane.finish(part.call)
-        require_alike(found, journal=self.journal)
-
 
 class _Begun(Work):
     """A collective under way."""
@@ -277,6 +271,11 @@ class _Begun(Work):
         super().__init__(world, stamp=stamp)
         self._lane = lane
         self._call = call
+
+    @property
+    def ready(self) -> bool:
+        """Whether all has been done."""
+        return super().ready or self._lane.is_over(self._call)
 
     def _finish(self) -> None:
         self._lane.finish(self._call)

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from meshwise.comm.agreement import as_tensor, require_alike
 from meshwise.comm.carrier import Carrier
 from meshwise.comm.journal import Journal, Stamp
 from meshwise.comm.reduction import reduce_in_order, require_op
@@ -101,20 +100,6 @@ class NcclWorld(World):
         super().__init__(rank=rank, mesh=mesh, device=device, journal=journal)
         self._communicators = communicators
 
-    def over(self, mesh: Mesh) -> NcclWorld:
-        """The same ranks over another mesh of the same size. Raises ValueError when the sizes differ."""
-        if mesh.size != self.size:
-            raise ValueError(f"the mesh {mesh} has {mesh.size} ranks, the world {self.size}")
-        view = NcclWorld(
-            rank=self.rank,
-            mesh=mesh,
-            device=self.device,
-            communicators=self._communicators,
-            journal=self.journal,
-        )
-        view.check = self.check
-        return view
-
     def close(self) -> None:
         """When all ranks have called it: finish what is under way and release the communicators."""
         if not self._communicators.closed:
@@ -127,26 +112,26 @@ class NcclWorld(World):
     def _broadcast(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
         options = c10d.BroadcastOptions()
         options.rootRank = source
-        return _Started(self, stamp, self._together(stamp, group).broadcast([x], options).wait, [x])
+        return _Started(self, stamp, self._together(group).broadcast([x], options).wait, [x])
 
     def _reduce(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
         target, op = how
         require_op(op)
         options = c10d.ReduceOptions()
         options.rootRank, options.reduceOp = target, _OPS[op]
-        return _Started(self, stamp, self._together(stamp, group).reduce([x], options).wait, [x])
+        return _Started(self, stamp, self._together(group).reduce([x], options).wait, [x])
 
     def _all_reduce(self, stamp: Stamp, group: Group, x: Tensor, op: str) -> Work:
         require_op(op)
         options = c10d.AllreduceOptions()
         options.reduceOp = _OPS[op]
-        return _Started(self, stamp, self._together(stamp, group).allreduce([x], options).wait, [x])
+        return _Started(self, stamp, self._together(group).allreduce([x], options).wait, [x])
 
     def _all_gather(self, stamp: Stamp, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
         whole = _joined(parts)
         if whole is None:
             return self._all_to_all(stamp, group, [x] * group.size, parts)
-        return _Started(self, stamp, self._together(stamp, group)._allgather_base(whole, x).wait, [x, whole])
+        return _Started(self, stamp, self._together(group)._allgather_base(whole, x).wait, [x, whole])
 
     def _reduce_scatter(self, stamp: Stamp, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
         into, op = how
@@ -155,10 +140,10 @@ class NcclWorld(World):
         if whole is not None:
             options = c10d.ReduceScatterOptions()
             options.reduceOp = _OPS[op]
-            work = self._together(stamp, group)._reduce_scatter_base(into, whole, options)
+            work = self._together(group)._reduce_scatter_base(into, whole, options)
             return _Started(self, stamp, work.wait, [into, whole])
         received = [torch.empty_like(parts[group.index]) for _ in parts]
-        work = self._together(stamp, group).alltoall(received, parts)
+        work = self._together(group).alltoall(received, parts)
 
         def finish() -> None:
             work.wait()
@@ -167,7 +152,7 @@ class NcclWorld(World):
         return _Started(self, stamp, finish, [*parts, *received, into])
 
     def _all_to_all(self, stamp: Stamp, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
-        return _Started(self, stamp, self._together(stamp, group).alltoall(into, parts).wait, [*parts, *into])
+        return _Started(self, stamp, self._together(group).alltoall(into, parts).wait, [*parts, *into])
 
     def _gather(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
         parts, target = how
@@ -214,20 +199,12 @@ class NcclWorld(World):
 
     def _barrier(self, stamp: Stamp, group: Group) -> None:
         token = torch.zeros(1, device=self.device)
-        self._together(stamp, group).allreduce([token], c10d.AllreduceOptions()).wait()
+        self._all_reduce(stamp, group, token, "sum")._finish()
         token.item()
 
-    def _together(self, stamp: Stamp, group: Group) -> c10d.ProcessGroup:
-        """The process group of a collective; in check mode only after the ranks agree about it."""
-        among = self._communicators.of(group.ranks, rank=self.rank)
-        if self.check:
-            with self.journal.waiting(stamp):
-                own = as_tensor(stamp).to(self.device)
-                everyone = own.new_empty(group.size * own.numel())
-                among._allgather_base(everyone, own).wait()
-                found = dict(zip(group.ranks, everyone.cpu().split(own.numel()), strict=True))
-            require_alike(found, journal=self.journal)
-        return among
+    def _together(self, group: Group) -> c10d.ProcessGroup:
+        """The process group of a collective."""
+        return self._communicators.of(group.ranks, rank=self.rank)
 
 
 class _Started(Work):

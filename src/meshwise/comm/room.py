@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 import json
 import os
 import secrets
 import select
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from torch.distributed import distributed_c10d as c10d
 
@@ -17,8 +15,9 @@ from meshwise.comm.board import Board
 from meshwise.comm.direct import Memory
 from meshwise.comm.journal import Stamp
 from meshwise.comm.lost import lost
+from meshwise.comm.meanwhile import Meanwhile, Outlook
 from meshwise.comm.scratch import Scratch
-from meshwise.comm.segment import Mappings, Slabs
+from meshwise.comm.segment import Commons, Mappings, Slabs
 
 _PROOF_WORD = 1
 _LOOKS = 50
@@ -26,17 +25,6 @@ _LOOKS = 50
 # have something to say), and when other work may become due meanwhile.
 _SLEEP_SECONDS = 0.005
 _NAP_SECONDS = 0.001
-
-
-class Outlook(enum.Enum):
-    """What a rank that waits could do instead: it did something, or has nothing to do, or something may come up."""
-
-    DID = enum.auto()
-    NOTHING = enum.auto()
-    LATER = enum.auto()
-
-
-Meanwhile: TypeAlias = Callable[[], Outlook]
 
 
 @dataclass(frozen=True)
@@ -61,6 +49,7 @@ class Room:
         self.rank = rank
         self.board = board
         self.slabs = Slabs()
+        self.commons = Commons()
         self.memory = memory
         self.scratch = Scratch()
         self._peers = {peer.rank: peer for peer in peers}

@@ -56,6 +56,10 @@ class Segment:
     def discard(self) -> None:
         """Give the memory back to the system, whoever still maps it."""
         _advise(self.memory, _REMOVE)
+        self.close()
+
+    def close(self) -> None:
+        """Let nobody else find it; it lasts as long as somebody maps it."""
         os.close(self.place & (1 << _FD_BITS) - 1)
 
 
@@ -103,13 +107,17 @@ class Slabs:
             slab = min(fitting, key=lambda slab: slab.memory.numel())
             self._free.remove(slab)
         else:
-            slab = Segment.make(next(self._numbers), size=-(-size // _PAGE) * _PAGE)
+            slab = self.make(size)
             _advise(slab.memory, _POPULATE_WRITE)
         lease = memoryview(slab.memory.numpy())  # type: ignore[arg-type] # an array is a buffer
         address = slab.memory.data_ptr()
         self._lent[address] = slab
         slab.lease = weakref.ref(lease, lambda _: self._give_back(address))
         return torch.frombuffer(lease, dtype=torch.uint8, count=size)[: numel * dtype.itemsize].view(dtype)
+
+    def make(self, size: int) -> Segment:
+        """New memory of whole pages, for whoever keeps it. Raises OSError when the system refuses."""
+        return Segment.make(next(self._numbers), size=-(-size // _PAGE) * _PAGE)
 
     def locate(self, x: Tensor) -> tuple[int, int] | None:
         """(place, offset in bytes) of a tensor in this memory; None for one that is elsewhere."""
@@ -125,6 +133,29 @@ class Slabs:
             self._free.popleft().discard()
 
 
+class Commons:
+    """Memory that this rank holds together with others: which of its tensors lie in it."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, tuple[int, ...]] = {}
+        self._leases: dict[int, weakref.ref[memoryview]] = {}
+
+    def add(self, memory: Tensor, *, ranks: tuple[int, ...]) -> Tensor:
+        """`memory`, as bytes whose last view tells this when it goes."""
+        lease = memoryview(memory.numpy())  # type: ignore[arg-type] # an array is a buffer
+        address = memory.data_ptr()
+        self._ranks[address] = ranks
+        self._leases[address] = weakref.ref(lease, lambda _: self._forget(address))
+        return torch.frombuffer(lease, dtype=torch.uint8)
+
+    def holds(self, x: Tensor, *, ranks: tuple[int, ...]) -> bool:
+        """Whether `x` lies in memory that exactly these ranks hold together."""
+        return self._ranks.get(x.untyped_storage().data_ptr()) == ranks
+
+    def _forget(self, address: int) -> None:
+        del self._ranks[address], self._leases[address]
+
+
 class Mappings:
     """Another process's slabs, as far as this one has seen them."""
 
@@ -136,9 +167,13 @@ class Mappings:
         """The bytes of a slab. Raises OSError when it cannot be mapped."""
         if place not in self._mapped:
             self._mapped = {known: x for known, x in self._mapped.items() if _is_there(self._process, known)}
-            self._mapped[place] = open_segment(self._process, place=place)
+            self._mapped[place] = self.map(place)
             _advise(self._mapped[place], _POPULATE_READ)
         return self._mapped[place]
+
+    def map(self, place: int) -> Tensor:
+        """The same, for whoever keeps it."""
+        return open_segment(self._process, place=place)
 
 
 def _advise(memory: Tensor, how: int) -> None:

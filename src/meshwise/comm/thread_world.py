@@ -124,14 +124,6 @@ class ThreadWorld(World):
         super().__init__(rank=rank, mesh=mesh, device=torch.device("cpu"), journal=journal)
         self.hub = hub
 
-    def over(self, mesh: Mesh) -> ThreadWorld:
-        """The same ranks seen over another mesh of the same size. Raises ValueError when the sizes differ."""
-        if mesh.size != self.size:
-            raise ValueError(f"the mesh {mesh} has {mesh.size} ranks, this world has {self.size}")
-        view = ThreadWorld(self.hub, rank=self.rank, mesh=mesh, journal=self.journal)
-        view.check = self.check
-        return view
-
     def _broadcast(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
         if group.index == source:
             return self._meet(stamp, group, give=[x], take=_nothing)

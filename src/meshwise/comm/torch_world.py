@@ -77,12 +77,10 @@ def torch_world(
     room = None if rooms is None else _enter(own, rank, rooms, comm)
     if rooms is not None and room is not None and len(set(rooms)) == 1:
         return LocalWorld(rank=rank, mesh=mesh, lanes=Lanes(room))
-    transport = Transport(Mailbox(c10d.PrefixStore("gloo", own), rank=rank, size=size))
-    between = GlooWorld(rank=rank, mesh=mesh, device=device, transport=transport)
-    if rooms is None or room is None:
-        return between
-    inside = LocalWorld(rank=rank, mesh=mesh, lanes=Lanes(room), journal=between.journal)
-    return HostsWorld(inside=inside, between=between, hosts=rooms)
+    mailbox = Mailbox(c10d.PrefixStore("gloo", own), rank=rank, size=size)
+    if rooms is not None and room is not None:
+        return HostsWorld.joined(room, mailbox=mailbox, mesh=mesh, hosts=rooms)
+    return GlooWorld(rank=rank, mesh=mesh, device=device, transport=Transport(mailbox))
 
 
 def _enter(store: c10d.Store, rank: int, hosts: Sequence[int], comm: Comm) -> Room | None:

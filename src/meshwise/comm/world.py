@@ -12,15 +12,18 @@ So a stamp, a recording, a count and a hang report mean the same under every imp
 from __future__ import annotations
 
 import abc
+import copy
+import dataclasses
 import pickle
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
+from meshwise.comm.agreement import as_tensor, require_alike
 from meshwise.comm.journal import Journal, Position, Stamp, call_site
 from meshwise.comm.parts import Parts, fit, flat, split
 from meshwise.comm.reduction import require_op
@@ -31,11 +34,15 @@ Axes: TypeAlias = str | Sequence[str]
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks that take part in one collective, and this rank's index among them."""
+    """The ranks that take part in one collective, and this rank's index among them.
+
+    Calls for another `purpose` are apart from all others of these ranks, as if other ranks made them.
+    """
 
     axes: tuple[str, ...]
     ranks: tuple[int, ...]
     index: int
+    purpose: str = ""
 
     @property
     def size(self) -> int:
@@ -50,6 +57,11 @@ class Work:
         self._world = world
         self._stamp = stamp
         self._done = world is None
+
+    @property
+    def ready(self) -> bool:
+        """Whether `wait` is known to return at once. Some worlds only know it of what was waited for."""
+        return self._done
 
     def wait(self) -> None:
         """Block until the result is in place (on CUDA: until the current stream would see it)."""
@@ -92,12 +104,16 @@ class World(abc.ABC):
         """Where this rank is now, whichever view of the world it called."""
         return self.journal.position
 
-    @abc.abstractmethod
-    def over(self, mesh: Mesh) -> World:
-        """The same ranks seen over another mesh of the same size; the transport and the journal are shared.
+    def over(self, mesh: Mesh) -> Self:
+        """The same ranks seen over another mesh of the same size; all but the mesh is shared.
 
         Raises ValueError when the sizes differ.
         """
+        if mesh.size != self.size:
+            raise ValueError(f"the mesh {mesh} has {mesh.size} ranks, the world {self.size}")
+        view = copy.copy(self)
+        view.mesh, view._groups = mesh, {}
+        return view
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
         """A tensor in one dim for what collectives move again and again: where the ranks reach it soonest.
@@ -105,6 +121,14 @@ class World(abc.ABC):
         Anything else may be given to a collective too. Contents are unspecified.
         """
         return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def common(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:  # noqa: ARG002 - most have none
+        """A tensor in one dim that is the same memory for all ranks along `axes`; None where they cannot share any.
+
+        Every rank of the group calls it. An all-gather of its equal parts into the whole moves nothing and only waits
+        until every rank has written its own. Contents are unspecified.
+        """
+        return None
 
     def close(self) -> None:  # noqa: B027 — most worlds hold nothing to release
         """Release what joins the ranks. Only the world that `connect` returned needs it; safe to call twice."""
@@ -330,7 +354,18 @@ class World(abc.ABC):
         size = elements * tensors[0].element_size() if tensors else 0
         stamp = Stamp(self.journal.calls, kind, group.axes, shape, dtype, size, call_site(), how)
         self.journal.write(stamp, ranks=group.ranks)
+        if self.check and not stamp.point_to_point:
+            self._require_agreement(stamp, group)
         return stamp
+
+    def _require_agreement(self, stamp: Stamp, group: Group) -> None:
+        """Raise RanksDisagree unless every rank of the group has called the same."""
+        own = as_tensor(stamp).to(self.device)
+        parts = list(own.new_empty(group.size, own.numel()))
+        question = Stamp(stamp.sequence, "check", stamp.axes, (), "", 0, stamp.site)
+        with self.journal.waiting(stamp):
+            self._all_gather(question, dataclasses.replace(group, purpose="check"), own, parts)._finish()
+        require_alike(dict(zip(group.ranks, parts, strict=True)), journal=self.journal)
 
 
 def _rooted(group: Group, index: int) -> Group:
@@ -346,7 +381,7 @@ def line(group: Group, *, source: int, target: int) -> Group:
         raise ValueError(
             f"no message from index {source} to {target} along {group.axes[0]}, which has {group.size} ranks"
         )
-    return Group(group.axes, (group.ranks[source], group.ranks[target]), int(group.index == target))
+    return Group(group.axes, (group.ranks[source], group.ranks[target]), int(group.index == target), "messages")
 
 
 def _copy(x: Parts, into: Parts) -> Work:
