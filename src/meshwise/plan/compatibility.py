@@ -10,13 +10,14 @@ from operator import eq, ge, gt, ne
 from typing import Any
 
 from meshwise.plan.keys import keys_of
+from meshwise.plan.offload import Offload
 
 
 @dataclass(frozen=True)
 class Refusal:
     """A row of the compatibility table, all in the notation of plans.
 
-    when     conditions that hold together, as in `tp>1`, `pp>1 zero>=2` or `tp_mode=3d`
+    when     conditions that hold together, as in `tp>1`, `pp>1 zero>=2`, `tp_mode=3d` or `offload.params!=device`
     reason   why that cannot work
     instead  the changes that lead to the nearest plan that works; a value is a word, or a product of numbers and keys,
              as in `tp_mode=1d` or `tp=1 dp=dp*tp`
@@ -32,7 +33,9 @@ class Refusal:
         comparisons: Mapping[str, Callable[[Any, Any], bool]] = {">": gt, ">=": ge, "=": eq, "!=": ne}
         for condition in self.when.split():
             key, sign, bound = re.split(r"(>=|!=|>|=)", condition)
+            key, _, part = key.partition(".")
             value = getattr(plan, key)
+            value = getattr(Offload.parse(value), part) if part else value
             if value is None or not comparisons[sign](value, bound if keys[key].words else int(bound)):
                 return False
         return True
@@ -62,6 +65,11 @@ COMPATIBILITY = (
         when="pp>1 sequence_parallel>0",
         reason="a stage leaves the forward before the tokens of a sequence are together again",
         instead="sequence_parallel=0",
+    ),
+    Refusal(
+        when="zero!=3 offload.params!=device",
+        reason="only zero=3 brings parameters together for their use and puts them to rest after it",
+        instead="zero=3",
     ),
     Refusal(when="cp>1", reason="context parallelism is not built yet", instead="cp=1 dp=dp*cp"),
     Refusal(when="ep>1", reason="expert parallelism is not built yet", instead="ep=1 dp=dp*ep"),

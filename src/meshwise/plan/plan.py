@@ -20,6 +20,7 @@ from meshwise.mesh import Mesh
 from meshwise.plan.compatibility import COMPATIBILITY
 from meshwise.plan.degrees import AXES, GRIDS, distance, factorisations
 from meshwise.plan.keys import PlanError, keys_of, one_of, whole_number
+from meshwise.plan.offload import Offload, offload
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,11 @@ class Plan:
     )
     virtual_stages: int = whole_number(1, means="stages that each rank of a pipeline holds")
     partition: str = one_of("time params memory", means="what a pipeline's stages are balanced by")
+    offload: str = offload("where state rests between uses, as in `optimizer:cpu` or `optimizer:disk,params:disk`")
 
     def __post_init__(self) -> None:
+        for key, value in self._items():
+            object.__setattr__(self, key, keys_of(self)[key].read(value))
         self.check()
 
     @classmethod
@@ -86,7 +90,7 @@ class Plan:
                 near = difflib.get_close_matches(key, keys, n=1, cutoff=0.4)
                 hint = f"did you mean {near[0]}?" if near else f"the keys are {' '.join(keys)}"
                 raise PlanError(f"unknown plan key {key!r}; {hint}")
-        return cls(**{key: keys[key].read(value) for key, value in table.items()})
+        return cls(**table)
 
     def to_toml(self) -> dict[str, int | str]:
         """Every key with its value, as a TOML table that `from_toml` reads back."""
@@ -149,6 +153,11 @@ class Plan:
     def data_axes(self) -> tuple[str, ...]:
         """The axes whose ranks hold other rows of the batch."""
         return ("dp", *GRIDS[self.tp_mode].rows)
+
+    @property
+    def tiers(self) -> Offload:
+        """Where state rests between uses."""
+        return Offload.parse(self.offload)
 
     def _grid(self) -> tuple[tuple[str, int], ...]:
         """The axes of tp's grid with their degrees. Raises PlanError when tp ranks do not form it."""
