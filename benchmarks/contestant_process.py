@@ -7,6 +7,7 @@ turn is the last rank's end minus the first rank's start and needs no barrier in
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import resource
@@ -17,9 +18,7 @@ from typing import Any
 
 import torch
 
-import contestants
 import gpt
-import tensor_contestants
 
 
 def reset_peak() -> None:
@@ -51,8 +50,8 @@ def main() -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(setting["threads"])
     with os.fdopen(int(os.environ["ANSWERS"]), "w", buffering=1) as answers:
-        known = tensor_contestants.contestant if setting["tensor"] else contestants.contestant
-        step = known(setting["contestant"]).build(gpt.Shape(**setting["shape"]), rank, size)
+        known = importlib.import_module(setting["module"])
+        step = known.contestant(setting["contestant"]).build(gpt.Shape(**setting["shape"]), rank, size)
         answers.write(json.dumps({"ready": True}) + "\n")
         number = 0
         for line in sys.stdin:

@@ -16,16 +16,18 @@ from torch import nn
 
 import gpt
 
-Step = Callable[[int], float]
-"""Trains one step of the given number and returns the mean loss over this rank's rows (or over all of them)."""
+Step = Callable[[int], float | None]
+"""Trains one step of the given number and returns the mean loss over this rank's rows (or over all of them); None on a
+rank that has no loss.
+"""
 
 Builder = Callable[[gpt.Shape, int, int], Step]
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """`stage`: the ZeRO stage it is compared at. `package`: what has to be installed in its interpreter. `tensor`:
-    whether it is one of `tensor_contestants`.
+    """`stage`: the ZeRO stage it is compared at. `package`: what has to be installed in its interpreter. `module`: the
+    one whose function `contestant` knows it.
     """
 
     name: str
@@ -33,7 +35,7 @@ class Contestant:
     package: str
     what: str
     build: Builder
-    tensor: bool = False
+    module: str = "contestants"
 
 
 def _autograd_step(

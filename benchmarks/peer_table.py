@@ -16,7 +16,7 @@ from contestants import PEERS, Contestant
 @dataclass(frozen=True)
 class Pair:
     """Two neighbouring turns, ours and one peer's, per step: wall seconds, processor seconds of all ranks together, and
-    the worst rank's peak memory so far (MB).
+    each rank's peak memory so far (MB).
     """
 
     peer: str
@@ -25,8 +25,8 @@ class Pair:
     peer_seconds: float
     ours_processor: float
     peer_processor: float
-    ours_megabytes: float
-    peer_megabytes: float
+    ours_megabytes: tuple[float, ...]
+    peer_megabytes: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ def _line(peer: Contestant, played: Sequence[Pair]) -> Line:
         peer_seconds=statistics.median(pair.peer_seconds for pair in played),
         quartiles=(lower, median, upper),
         processor=statistics.median(_ratio(pair.ours_processor, pair.peer_processor) for pair in played),
-        ours_megabytes=max(pair.ours_megabytes for pair in played),
-        peer_megabytes=max(pair.peer_megabytes for pair in played),
+        ours_megabytes=max(max(pair.ours_megabytes) for pair in played),
+        peer_megabytes=max(max(pair.peer_megabytes) for pair in played),
     )
 
 

@@ -98,8 +98,8 @@ def play(
                 peer_seconds=turns[peer].seconds,
                 ours_processor=turns[ours].processor_seconds,
                 peer_processor=turns[peer].processor_seconds,
-                ours_megabytes=turns[ours].peak_megabytes,
-                peer_megabytes=turns[peer].peak_megabytes,
+                ours_megabytes=turns[ours].megabytes,
+                peer_megabytes=turns[peer].megabytes,
             )
         )
         if turns[ours].losses and abs(turns[ours].losses[-1] / turns[peer].losses[-1] - 1) > 10 * _TOLERANCE:

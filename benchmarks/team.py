@@ -7,6 +7,7 @@ import json
 import os
 import select
 import socket
+import statistics
 import subprocess
 import tempfile
 from dataclasses import dataclass
@@ -25,14 +26,14 @@ class ContestantFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Turn:
-    """Consecutive steps of one contestant: wall seconds per step, processor seconds of all ranks together per step, and
-    the worst rank's peak memory in 10^6 bytes.
+    """Consecutive steps of one contestant: wall seconds per step, processor seconds of all ranks together per step, the
+    losses, and each rank's peak memory in 10^6 bytes.
     """
 
     seconds: float
     processor_seconds: float
     losses: tuple[float, ...]
-    peak_megabytes: float
+    megabytes: tuple[float, ...]
 
 
 class Team:
@@ -45,7 +46,7 @@ class Team:
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed in __exit__)
         setting = {
             "contestant": contestant.name,
-            "tensor": contestant.tensor,
+            "module": contestant.module,
             "shape": dataclasses.asdict(shape),
             "threads": threads,
         }
@@ -110,8 +111,8 @@ class Team:
         return Turn(
             seconds=seconds / steps,
             processor_seconds=processor_seconds / steps,
-            losses=tuple(sum(losses) / len(losses) for losses in by_step),
-            peak_megabytes=max(answer["peak"] for answer in answers),
+            losses=tuple(statistics.fmean(loss for loss in losses if loss is not None) for losses in by_step),
+            megabytes=tuple(answer["peak"] for answer in answers),
         )
 
     def cpu_seconds(self) -> float:

@@ -210,7 +210,7 @@ def _megatron(shape: gpt.Shape, rank: int, size: int) -> Step:
 
 
 def _row(name: str, package: str, what: str, build: Builder) -> Contestant:
-    return Contestant(name, 0, package, what, build, tensor=True)
+    return Contestant(name, 0, package, what, build, module=__name__)
 
 
 OURS = (

@@ -20,7 +20,7 @@ DRAWN = """
 
 def pairs(peer: str = "torch DDP") -> list[Pair]:
     rows = [[float(word) for word in line.split()] for line in DRAWN.splitlines()[2:]]
-    return [Pair(peer, 0, ours, its, 4 * ours, 8 * its, 100 + ours, 200 - its) for ours, its, _ in rows]
+    return [Pair(peer, 0, ours, its, 4 * ours, 8 * its, (50, 100 + ours), (200 - its, 50)) for ours, its, _ in rows]
 
 
 def test_the_ratio_is_the_median_of_paired_ratios_not_the_ratio_of_medians() -> None:

@@ -2,19 +2,20 @@
 
 import pytest
 
+from games import table
 from peer_table import Pair
 from tensor_contestants import contestant
-from tensor_peers import GAMES, parse, table
+from tensor_peers import EVENT, GAMES
 
 
 def pair(ours: float, peer: float) -> Pair:
-    return Pair("torch DTensor", 0, ours, peer, ours, peer, 100.0, 200.0)
+    return Pair("torch DTensor", 0, ours, peer, ours, peer, (100.0,), (200.0,))
 
 
 def test_every_game_is_between_contestants() -> None:
     for game in GAMES:
-        assert contestant(game.ours).package == "meshwise"
-        assert contestant(game.peer).tensor
+        assert game.ours.package == "meshwise"
+        assert contestant(game.peer.name) == game.peer
 
 
 def test_an_unknown_contestant_is_refused_with_the_names_there_are() -> None:
@@ -34,4 +35,4 @@ def test_games_that_were_not_played_have_no_line() -> None:
 
 
 def test_the_command_line_has_defaults() -> None:
-    assert parse([]).rounds == 3
+    assert EVENT.parse([]).rounds == 3
