@@ -77,7 +77,7 @@ class Options:
 
 
 def parallelize(
-    model: nn.Module | Callable[[], nn.Module],
+    model: nn.Module | Callable[[], nn.Module] | Source,
     plan: Plan | str,
     *,
     loss: Loss,
@@ -89,7 +89,8 @@ def parallelize(
     """Put a plain model under a plan, on the ranks of `world` (by default the ones that torchrun started, or one).
 
     `model` is a module, taken as it is (the first rank's values count), or a function that builds one: then no rank
-    holds more of the model than its plan says, and the same seed is the same model under every plan.
+    holds more of the model than its plan says, and the same seed is the same model under every plan. A `Source` is a
+    model that was born already, or one without values for a rehearsal (`birth.shapes_of`).
     `loss(output, batch)` returns (sum, count). The optimizer's own arguments follow by keyword: `lr=3e-4`.
 
     Raises PlanError when the plan does not fit the world, ValueError for a model, optimizer or option that cannot work.
@@ -102,7 +103,7 @@ def parallelize(
         raise ValueError(f"clip_norm={options.clip_norm}; give a norm above 0, or None to leave gradients as they are")
     skip = SkipPolicy.parse(options.nonfinite)
 
-    source = born(model, seed=options.seed)
+    source = model if isinstance(model, Source) else born(model, seed=options.seed)
     setting = Setting(plan, world, options, Task(options.forward or default_forward, loss))
     engine, sweep = (_in_stages if plan.pp > 1 else _whole)(source, setting=setting)
     if not any(row.trainable for row in engine.table.rows):

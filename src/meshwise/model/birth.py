@@ -25,14 +25,16 @@ from meshwise.tree import map_tensors, tensors
 class Source:
     """Where the values of a model's tensors come from."""
 
-    def __init__(self, module: nn.Module, *, record: Record | None) -> None:
+    def __init__(self, module: nn.Module, *, record: Record | None, shapes_only: bool = False) -> None:
+        """`shapes_only`: nobody will ask for values, and where some are asked for there are tensors without."""
         self.module = module
-        self.deferred = record is not None
+        self.deferred = record is not None or shapes_only
         """Whether the parameters of `module` are still to be made of the values: they are on the meta device."""
         self._record = record
+        self._shapes_only = shapes_only
         self._tensors: dict[str, Tensor] = {}
         for name, tensor in _named_tensors(module):
-            if tensor.is_meta and not (record and record.knows(tensor)):
+            if tensor.is_meta and not shapes_only and not (record and record.knows(tensor)):
                 raise ValueError(
                     f"{name} is on the meta device and nothing tells its values; pass the function that builds "
                     f"{type(module).__name__} instead of the module, or give the module its values first"
@@ -50,6 +52,8 @@ class Source:
         if name not in self._tensors:
             raise ValueError(f"{type(self.module).__name__} has no parameter or buffer {name!r}")
         wanted = self._tensors[name]
+        if self._shapes_only:
+            return wanted.to("meta")
         if self._record is None or not wanted.is_meta:
             return wanted
         values = self._record.values([wanted])[0]
@@ -96,6 +100,23 @@ def born(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> Source:
     if not isinstance(module, nn.Module):
         raise ValueError(f"the model function returned {type(module).__name__}; it must return the nn.Module")  # noqa: TRY004
     return Source(module, record=record)
+
+
+def shapes_of(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> Source:
+    """A model, or the one that a function builds, on the meta device, whose values nobody will ask for.
+
+    A module is left as it is. Raises ValueError as `born` does.
+    """
+    if isinstance(model, nn.Module):
+        held: list[Tensor] = [*model.parameters(), *model.buffers()]
+        model = copy.deepcopy(model, memo={id(tensor): _without_values(tensor) for tensor in held})
+        return Source(model, record=None, shapes_only=True)
+    return Source(born(model, seed=seed).module, record=None, shapes_only=True)
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    bare = tensor.detach().to("meta")
+    return nn.Parameter(bare, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
 
 
 def install(module: nn.Module, *, row: Row, tensor: Tensor) -> nn.Parameter:
