@@ -47,7 +47,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def is_the_model(model: nn.Module, call: Call, cut: Cut) -> list[Stage]:
     """Check that the stages give the model's result and all its gradients to 1e-12, and return them."""
-    stages = [make_stage(model, cut=cut, index=index, call=call) for index in range(cut.stages)]
+    stages = [make_stage(model, cut=cut, index=index) for index in range(cut.stages)]
     whole = call(model)
     whole.backward()
     expected = gradients(model)

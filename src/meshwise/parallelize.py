@@ -28,7 +28,7 @@ from meshwise.nonfinite import SkipPolicy
 from meshwise.optim.flat import OptimizerClass, flat_optimizer
 from meshwise.pipeline.action import Schedule, ScheduleError
 from meshwise.pipeline.build import make_stage
-from meshwise.pipeline.cut import Cut, Wish, cut_model
+from meshwise.pipeline.cut import Cut, Where, Wish, cut_model
 from meshwise.pipeline.partition import CutError
 from meshwise.pipeline.schedules import make_schedule
 from meshwise.pipeline.validate import in_flight
@@ -70,6 +70,10 @@ class Options:
     example: Any = None
     """With pp, a batch like those to come, of any number of rows: the model is cut by running it once. Of a model that
     is born here, the run is on the meta device, and `partition=time` is by parameters."""
+
+    cut: Where = dataclasses.field(default_factory=Where)
+    """With pp, where the model may be cut: by hand, `Where(at=("blocks.3", "head"))`, or between the operations that
+    torch.fx traces, `Where(how="trace")`. By default between its pieces, and by a trace where those are too few."""
 
     streaming: Streaming = dataclasses.field(default_factory=Streaming)
     """With tp, how operands that are gathered come together: `Streaming(keep=True)` keeps them for the backward,
@@ -148,11 +152,12 @@ def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
     schedule = _schedule(plan)
     _agree(source, world)
     call = _example(source, setting)
-    cut = world.exchange(_cut(source, schedule, call, plan) if world.rank == 0 else None)[0]
+    cut = _first_ranks_cut(lambda: _cut(source, schedule, call, setting), world)
+    _refuse_lost_parts(cut, parts)
     _place_buffers(source, world)
     stages: dict[int, LiveStage] = {}
     for index in schedule.stages_of(world.group("pp").index):
-        stage = make_stage(source.module, cut=cut, index=index, call=call)
+        stage = make_stage(source.module, cut=cut, index=index)
         table = parameter_table(stage.module, options=options.parameter_options).of_stage(
             spare={name for name, holders in cut.holders.items() if holders[0] < index}
         )
@@ -198,14 +203,43 @@ def _example(source: Source, setting: Setting) -> Callable[[nn.Module], Any]:
     return lambda model: forward(model, micro)
 
 
-def _cut(source: Source, schedule: Schedule, call: Callable[[nn.Module], Any], plan: Plan) -> Cut:
+def _cut(source: Source, schedule: Schedule, call: Callable[[nn.Module], Any], setting: Setting) -> Cut:
     """Raises PlanError when the model has too few pieces, or cannot be cut."""
+    plan = setting.plan
     by = "params" if source.deferred and plan.partition == "time" else plan.partition
-    wish = Wish(by=by, in_flight=in_flight(schedule))  # type: ignore[arg-type]
+    wish = Wish(by=by, where=setting.options.cut, in_flight=in_flight(schedule))  # type: ignore[arg-type]
     try:
         return cut_model(source.module, stages=schedule.stages, call=call, wish=wish)
     except CutError as error:
         raise PlanError(f"the plan '{plan}' cannot work for this model: {error}") from None
+
+
+def _first_ranks_cut(make: Callable[[], Cut], world: World) -> Cut:
+    """What the first rank makes; what goes wrong there is raised on every rank."""
+    cut: Cut | None = None
+    error: Exception | None = None
+    if world.rank == 0:
+        try:
+            cut = make()
+        except Exception as raised:  # noqa: BLE001 -- raised below, when the others know
+            error = raised
+    cut, problem = world.exchange((cut, error and f"{error}"))[0]
+    if error is not None:
+        raise error
+    if cut is None:
+        raise PlanError(problem)
+    return cut
+
+
+def _refuse_lost_parts(cut: Cut, parts: Mapping[str, Part]) -> None:
+    """A trace calls the modules without modules in them, and so knows no part of one around those."""
+    lost = [name for name in parts if cut.trace is not None and not cut.trace.knows(name)]
+    if lost:
+        raise PlanError(
+            f"the model is cut by its trace, which does not call {', '.join(lost)} as a whole, and so tp cannot split "
+            "it; use tp=1, fewer stages (between pieces), or tensor rules for the modules inside: "
+            f"Options(tensor_rules={{'{lost[0]}.*': 'whole'}})"
+        )
 
 
 def _agree(source: Source, world: World) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.pipeline.cut import Wish, cut_model
+from meshwise.pipeline.cut import Where, Wish, cut_model
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from pipeline_stages import is_the_model
 
@@ -127,7 +127,7 @@ def test_the_skips_of_a_unet_are_carried_along(how: Any, stages: int) -> None:
         squares: Tensor = model(IMAGES).square().sum()
         return squares
 
-    is_the_model(model, call, cut_model(model, stages=stages, call=call, wish=Wish("params", how=how)))
+    is_the_model(model, call, cut_model(model, stages=stages, call=call, wish=Wish("params", where=Where(how=how))))
 
 
 @pytest.mark.parametrize("how", ["blocks", "trace"])
@@ -138,7 +138,7 @@ def test_arguments_by_keyword_and_flags(how: Any) -> None:
         squares: Tensor = model(IMAGES, flip=True, mask=IMAGES.flip(-1)).square().sum()
         return squares
 
-    is_the_model(model, call, cut_model(model, stages=3, call=call, wish=Wish("params", how=how)))
+    is_the_model(model, call, cut_model(model, stages=3, call=call, wish=Wish("params", where=Where(how=how))))
 
 
 class Residual(nn.Module):
@@ -180,12 +180,12 @@ def classify(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize("how, stages", [("blocks", 3), ("trace", 2), ("trace", 4), ("auto", 12)])
 def test_a_resnet(how: Any, stages: int) -> None:
     model = Resnet()
-    cut = cut_model(model, stages=stages, call=classify, wish=Wish("params", how=how))
+    cut = cut_model(model, stages=stages, call=classify, wish=Wish("params", where=Where(how=how)))
     is_the_model(model, classify, cut)
-    assert cut.traced == (how != "blocks")
+    assert (cut.trace is not None) == (how != "blocks")
 
 
 def test_a_trace_is_cut_where_little_crosses() -> None:
     """Between the blocks one tensor crosses; inside one the shortcut would as well."""
-    cut = cut_model(Resnet(), stages=3, call=classify, wish=Wish("params", how="trace"))
+    cut = cut_model(Resnet(), stages=3, call=classify, wish=Wish("params", where=Where(how="trace")))
     assert [len(sent) for sent in cut.crossing] == [1, 1]

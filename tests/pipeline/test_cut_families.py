@@ -77,4 +77,4 @@ def test_a_family(name: str) -> None:
     call = summed(inputs)
     cut = cut_model(model, stages=3, call=call, wish=Wish("params"))
     is_the_model(model, call, cut)
-    assert not cut.traced
+    assert cut.trace is None

@@ -81,7 +81,7 @@ def losses_and_gradients(
     cut = cut_model(model, stages=schedule.stages, call=first, wish=Wish("params"))
     mine = schedule.stages_of(world.rank)
     models = {index: copy.deepcopy(model) for index in mine}
-    stages = {index: make_stage(models[index], cut=cut, index=index, call=first) for index in mine}
+    stages = {index: make_stage(models[index], cut=cut, index=index) for index in mine}
     keepers = {index: Plain() for index in mine}
     runtime = Runtime(stages, keepers=keepers, world=world)
     returned = {}
@@ -134,7 +134,7 @@ def test_shapes_that_follow_from_values_are_an_error_that_says_so() -> None:
         model = nn.Sequential(Choosy(4, 4), nn.Linear(4, 4))
         call = functools.partial(total, x=torch.ones(3, 4))
         cut = cut_model(model, stages=2, call=call, wish=Wish("params"))
-        stages = {world.rank: make_stage(model, cut=cut, index=world.rank, call=call)}
+        stages = {world.rank: make_stage(model, cut=cut, index=world.rank)}
         keeper = Plain()
         keeper.did.append("gather")
         runtime = Runtime(stages, keepers={world.rank: keeper}, world=world)
@@ -155,7 +155,7 @@ def test_an_exception_of_one_stage_ends_all_ranks_with_its_own_message() -> None
         world = world.over(Mesh((("pp", 2),)))
         schedule = lower(make_schedule("1f1b", pp=2, microbatches=MICROBATCHES), zero=0)
         cut = cut_model(model, stages=2, call=first, wish=Wish("params"))
-        stage = make_stage(copy.deepcopy(model), cut=cut, index=world.rank, call=first)
+        stage = make_stage(copy.deepcopy(model), cut=cut, index=world.rank)
         if world.rank == 1:
             stage.module.get_submodule("blocks.5").register_forward_pre_hook(fails)
         keeper = Plain()

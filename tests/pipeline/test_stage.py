@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwise.model.birth import born, install
 from meshwise.model.table import parameter_table
 from meshwise.pipeline.build import make_stage
-from meshwise.pipeline.cut import Wish, cut_model
+from meshwise.pipeline.cut import Where, Wish, cut_model
 from meshwise.pipeline.parcel import bones, enter, pack, unpack
 from meshwise.pipeline.partition import CutError
 from meshwise.pipeline.stage import StageError
@@ -55,7 +55,7 @@ def mlp() -> MLP:
 def test_stages_hold_the_models_own_parameters_under_their_names_and_each_somewhere() -> None:
     model = gpt()
     cut = cut_model(model, stages=3, call=lm, wish=PARAMS)
-    stages = [make_stage(model, cut=cut, index=index, call=lm) for index in range(3)]
+    stages = [make_stage(model, cut=cut, index=index) for index in range(3)]
     held = [dict(stage.module.named_parameters()) for stage in stages]
     assert {name for names in held for name in names} == {name for name, _ in model.named_parameters()}
     assert sum(map(len, held)) == len(list(model.parameters()))
@@ -67,7 +67,7 @@ def test_a_tied_parameter_is_on_both_stages_and_named_in_the_cut() -> None:
     model = gpt(tied=True)
     cut = cut_model(model, stages=3, call=lm, wish=PARAMS)
     assert cut.ties == {"embedding.weight": (0, 2)}
-    last = make_stage(model, cut=cut, index=2, call=lm)
+    last = make_stage(model, cut=cut, index=2)
     assert last.module.get_parameter("head.weight") is model.embedding.weight
     assert "embedding.weight is on stages 0, 2: one parameter" in str(cut)
 
@@ -77,7 +77,7 @@ def test_the_model_itself_is_left_as_it_was() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
     cut = cut_model(model, stages=3, call=lm)
-    make_stage(model, cut=cut, index=1, call=lm)
+    make_stage(model, cut=cut, index=1)
     assert torch.equal(torch.get_rng_state(), state)
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -93,7 +93,7 @@ def test_running_statistics_are_not_touched_by_the_cut() -> None:
 def test_micro_batches_may_differ_in_shape_and_be_in_flight_together() -> None:
     model = gpt()
     cut = cut_model(model, stages=2, call=lm, wish=PARAMS)
-    first, last = (make_stage(model, cut=cut, index=index, call=lm) for index in range(2))
+    first, last = (make_stage(model, cut=cut, index=index) for index in range(2))
     calls = [lambda model, part=TOKENS[:, :size]: model(part) for size in (12, 7, 3)]
     sent = [first.run(call, received={}) for call in calls]
     for call, values in zip(calls, sent, strict=True):
@@ -163,7 +163,7 @@ def test_what_the_cut_has_not_seen_is_nan_and_not_another_number() -> None:
     """The example used the last layer alone; a run that uses all of them gets no made-up values."""
     model = Collecting()
     cut = cut_model(model, stages=2, call=lambda model: model(torch.ones(1, 4), every=False), wish=PARAMS)
-    first, last = (make_stage(model, cut=cut, index=index, call=total) for index in range(2))
+    first, last = (make_stage(model, cut=cut, index=index) for index in range(2))
     out = last.run(lambda model: model(torch.ones(3, 4)), received=first.run(total, received={}))
     assert out[0].isnan().all()
     assert out[1:].isfinite().all()
@@ -184,7 +184,7 @@ class Wayward(nn.Module):
 def test_another_order_than_the_example_is_an_error_that_names_it() -> None:
     model = Wayward()
     cut = cut_model(model, stages=2, call=total, wish=PARAMS)
-    stage = make_stage(model, cut=cut, index=0, call=total)
+    stage = make_stage(model, cut=cut, index=0)
     with pytest.raises(StageError, match="b runs where a was due"):
         stage.run(lambda model: model(torch.ones(1, 4), swapped=True), received={})
     assert set(stage.run(total, received={})) == {"a"}
@@ -192,7 +192,7 @@ def test_another_order_than_the_example_is_an_error_that_names_it() -> None:
 
 def test_an_exception_of_the_model_passes_and_the_stage_can_run_again() -> None:
     model = gpt()
-    stage = make_stage(model, cut=cut_model(model, stages=2, call=lm, wish=PARAMS), index=0, call=lm)
+    stage = make_stage(model, cut=cut_model(model, stages=2, call=lm, wish=PARAMS), index=0)
     with pytest.raises(ValueError, match="do not fit the context"):
         stage.run(lambda model: model(TOKENS.repeat(1, 2)), received={})
     assert set(stage.run(lm, received={})) == set(stage.sends)
@@ -200,7 +200,7 @@ def test_an_exception_of_the_model_passes_and_the_stage_can_run_again() -> None:
 
 def test_hooks_of_the_modules_that_are_left_run() -> None:
     model = gpt()
-    stage = make_stage(model, cut=cut_model(model, stages=2, call=lm, wish=PARAMS), index=0, call=lm)
+    stage = make_stage(model, cut=cut_model(model, stages=2, call=lm, wish=PARAMS), index=0)
     ended = []
     for name, module in stage.module.named_modules():
         if name in ("", "blocks.0", "blocks.1"):
@@ -213,14 +213,14 @@ def test_the_table_of_a_stage_has_its_parameters_under_their_names() -> None:
     model = gpt(tied=True)
     cut = cut_model(model, stages=4, call=lm, wish=PARAMS)
     for index in range(4):
-        module = make_stage(model, cut=cut, index=index, call=lm).module
+        module = make_stage(model, cut=cut, index=index).module
         rows = {row.name for row in parameter_table(module).rows}
         assert rows == {name for name, stages in cut.holders.items() if index in stages}
 
 
 def test_what_is_received_has_to_be_what_was_agreed() -> None:
     model = gpt()
-    stage = make_stage(model, cut=cut_model(model, stages=2, call=lm, wish=PARAMS), index=1, call=lm)
+    stage = make_stage(model, cut=cut_model(model, stages=2, call=lm, wish=PARAMS), index=1)
     with pytest.raises(StageError, match=r"stage 1 receives \['blocks.1'\], but was given \[\]"):
         stage.run(lm, received={})
 
@@ -230,10 +230,10 @@ def test_what_is_received_has_to_be_what_was_agreed() -> None:
 
 def test_by_hand_stages_begin_where_they_are_told_to() -> None:
     model = gpt()
-    cut = cut_model(model, stages=3, call=lm, wish=Wish("params", at=("blocks.1", "norm")))
+    cut = cut_model(model, stages=3, call=lm, wish=Wish("params", where=Where(at=("blocks.1", "norm"))))
     assert [cut.keys[bound] for bound in cut.bounds[1:-1]] == ["blocks.1", "norm"]
     is_the_model(model, lm, cut)
-    traced = cut_model(mlp(), stages=2, call=total, wish=Wish("params", at=("gelu",), how="trace"))
+    traced = cut_model(mlp(), stages=2, call=total, wish=Wish("params", where=Where(at=("gelu",), how="trace")))
     assert traced.keys[traced.bounds[1]] == "gelu"
 
 
@@ -249,12 +249,12 @@ def test_by_hand_stages_begin_where_they_are_told_to() -> None:
 )
 def test_names_that_cannot_be_cut_at_are_refused(at: tuple[str, ...], message: str) -> None:
     with pytest.raises(CutError, match=message.replace(".", r"\.")):
-        cut_model(gpt(), stages=3, call=lm, wish=Wish("params", at=at))
+        cut_model(gpt(), stages=3, call=lm, wish=Wish("params", where=Where(at=at)))
 
 
 def test_more_stages_than_pieces_is_refused_with_how_many_fit() -> None:
     with pytest.raises(CutError, match=r"9 stages do not fit: .* at most pp·virtual_stages=8"):
-        cut_model(gpt(), stages=9, call=lm, wish=Wish("params", how="blocks"))
+        cut_model(gpt(), stages=9, call=lm, wish=Wish("params", where=Where(how="blocks")))
     with pytest.raises(CutError, match=r"MLP has 3 pieces, so at most pp·virtual_stages=3; and as a trace: 4 stages"):
         cut_model(mlp(), stages=4, call=total, wish=PARAMS)
 
@@ -265,7 +265,12 @@ def test_what_cannot_be_traced_says_why() -> None:
             return super().forward(x) if x.sum() > 0 else x
 
     with pytest.raises(CutError, match=r"torch.fx cannot trace Deciding: symbolically traced variables"):
-        cut_model(Deciding(nn.Linear(4, 4), nn.Linear(4, 4)), stages=2, call=total, wish=Wish("params", how="trace"))
+        cut_model(
+            Deciding(nn.Linear(4, 4), nn.Linear(4, 4)),
+            stages=2,
+            call=total,
+            wish=Wish("params", where=Where(how="trace")),
+        )
 
 
 def test_a_model_without_values_is_cut_by_anything_but_time() -> None:
@@ -351,14 +356,14 @@ def test_one_stage_is_the_whole_model() -> None:
     model = mlp()
     cut = cut_model(model, stages=1, call=total, wish=PARAMS)
     assert cut.crossing == ()
-    stage = make_stage(model, cut=cut, index=0, call=total)
+    stage = make_stage(model, cut=cut, index=0)
     torch.testing.assert_close(run_stages([stage], total), total(model).detach(), rtol=0, atol=0)
 
 
 def test_a_model_that_is_nowhere_whole_is_cut_and_born_stage_by_stage() -> None:
     source = born(gpt, seed=3)
     cut = cut_model(source.module, stages=2, call=lambda model: model(TOKENS.to("meta")), wish=PARAMS)
-    stages = [make_stage(source.module, cut=cut, index=index, call=lm) for index in range(2)]
+    stages = [make_stage(source.module, cut=cut, index=index) for index in range(2)]
     for stage in stages:
         for row in parameter_table(stage.module).rows:
             install(stage.module, row=row, tensor=source.full(row.name))

@@ -89,7 +89,7 @@ def test_a_schedule_gives_the_gradients_of_one_process(name: str, tied: bool) ->
     schedule = lower(make_schedule(name, pp=2, microbatches=4), zero=3)
     call = lambda model: lm(model, 0)  # noqa: E731
     cut = cut_model(model, stages=schedule.stages, call=call, wish=Wish("params"))
-    stages = [make_stage(model, cut=cut, index=index, call=call) for index in range(cut.stages)]
+    stages = [make_stage(model, cut=cut, index=index) for index in range(cut.stages)]
     for index in range(4):
         lm(model, index).backward()
     expected = gradients(model)

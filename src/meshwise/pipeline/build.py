@@ -8,20 +8,19 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from meshwise.pipeline.cut import Cut
-from meshwise.pipeline.probe import Call, copied
+from meshwise.pipeline.probe import copied
 from meshwise.pipeline.stage import Crossing, Piece, Route, Stage
-from meshwise.pipeline.trace import part_of, trace
+from meshwise.pipeline.trace import part_of
 
 
-def make_stage(model: nn.Module, *, cut: Cut, index: int, call: Call) -> Stage:
+def make_stage(model: nn.Module, *, cut: Cut, index: int) -> Stage:
     """Stage `index` of a model that was cut.
 
     Its parameters and buffers are the model's own tensors, not copies: what the stage trains is the model. Those of
-    other stages are let go; where nobody else holds the model, their memory is free. `call(model)` is the example that
-    the cut was made with, or another of its kind; only a traced model is called.
+    other stages are let go; where nobody else holds the model, their memory is free.
     """
     crossing = Crossing(cut.crossing[index] if index + 1 < cut.stages else (), changed=cut.changed)
-    module = _traced(model, cut, index, call, crossing) if cut.traced else _blocks(model, cut, index, crossing)
+    module = (_blocks if cut.trace is None else _traced)(model, cut, index, crossing)
     receives = cut.crossing[index - 1] if index else ()
     return Stage(module, index=index, count=cut.stages, crossing=crossing, receives=receives)
 
@@ -63,17 +62,16 @@ def _let_go(owner: nn.Module, tensors: MutableMapping[str, Any], held: set[int])
             setattr(owner, name, tensor.detach().to("meta"))
 
 
-def _traced(model: nn.Module, cut: Cut, index: int, call: Call, crossing: Crossing) -> nn.Module:
+def _traced(model: nn.Module, cut: Cut, index: int, crossing: Crossing) -> nn.Module:
     """The stage's part of the model's operations."""
+    assert cut.trace is not None
     start, stop = cut.bounds[index : index + 2]
     last = index + 1 == cut.stages
-    part = part_of(trace(model, call=call), keys=cut.keys[start:stop], sends=crossing.sends, last=last)
+    part = part_of(cut.trace.graph, keys=cut.keys[start:stop], sends=crossing.sends, last=last)
     beside: dict[str, Any] = {"_received": _Received(crossing), "_leaves": _Leaves(crossing)}
-    for node in part.nodes:
-        if node.op in ("call_module", "get_attr") and node.target not in beside:
-            path, _, name = str(node.target).rpartition(".")
-            beside[str(node.target)] = getattr(model.get_submodule(path), name)
-    module = fx.GraphModule({name: beside[name] for name in {str(n.target) for n in part.nodes} & set(beside)}, part)
+    names = {str(node.target): None for node in part.nodes if node.op in ("call_module", "get_attr")}
+    held = {name: beside[name] if name in beside else cut.trace.tensor(name, model=model) for name in names}
+    module = fx.GraphModule(held, part)
     module.training = model.training
     return module
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
@@ -17,7 +17,7 @@ from torch import nn
 from meshwise.model.blocks import Patterns
 from meshwise.pipeline.partition import CutError, Steps, divide
 from meshwise.pipeline.probe import Call, Seen, Step, probe
-from meshwise.pipeline.trace import probe_trace
+from meshwise.pipeline.trace import Trace, probe_trace, trace_model
 
 STATES = 4
 """What a trained parameter takes, in multiples of itself: the parameter, its gradient, two moments of Adam."""
@@ -27,12 +27,8 @@ SLACK = 0.05
 
 
 @dataclass(frozen=True)
-class Wish:
-    """How a model is to be cut."""
-
-    by: Literal["time", "params", "memory"] = "time"
-    """What makes two stages equal: seconds of forward and backward, parameters, or bytes of parameters, their states
-    and activations."""
+class Where:
+    """Where a model may be cut. `Options(cut=Where(at=("blocks.3", "head")))` cuts it by hand."""
 
     at: tuple[str, ...] = ()
     """By hand: the piece, or the operation of a trace, at which each stage but the first begins."""
@@ -43,6 +39,22 @@ class Wish:
     how: Literal["auto", "blocks", "trace"] = "auto"
     """Between the model's pieces, which run the model's own forward, or between the operations that torch.fx traces;
     `auto` traces when there are not enough pieces."""
+
+    def __post_init__(self) -> None:
+        if self.how not in ("auto", "blocks", "trace"):
+            raise CutError(f"how={self.how!r}: a model is cut by its 'blocks', by its 'trace', or by what fits, 'auto'")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """How a model is to be cut."""
+
+    by: Literal["time", "params", "memory"] = "time"
+    """What makes two stages equal: seconds of forward and backward, parameters, or bytes of parameters, their states
+    and activations."""
+
+    where: Where = Where()
+    """Where it may be cut."""
 
     in_flight: tuple[float, ...] = ()
     """For `memory`: how many micro-batches' activations each stage holds, as `validate.in_flight` tells of a schedule;
@@ -80,8 +92,8 @@ class Cut:
     by: str
     """What that is."""
 
-    traced: bool
-    """Whether the keys are operations of a trace."""
+    trace: Trace | None = field(default=None, compare=False)
+    """The operations that the keys are, of a model that is cut between them."""
 
     @property
     def stages(self) -> int:
@@ -134,30 +146,36 @@ def cut_model(model: nn.Module, *, stages: int, call: Call, wish: Wish = Wish())
     timed = wish.by == "time"
     if timed and any(parameter.is_meta for parameter in model.parameters()):
         raise CutError("a model on the meta device has no time to measure; balance by 'params' or 'memory'")
-    if wish.how != "trace":
-        seen = probe(model, call=call, pieces=wish.pieces, timed=timed)
-        if wish.how == "blocks" or len(seen.steps) >= stages:
-            return _cut(model, seen, stages, wish, traced=False)
+    where = wish.where
+    if where.how != "trace":
+        seen = probe(model, call=call, pieces=where.pieces, timed=timed)
+        if where.how == "blocks" or len(seen.steps) >= stages:
+            return _cut(model, seen, stages, wish)
         try:
-            return _cut(model, probe_trace(model, call=call, timed=timed), stages, wish, traced=True)
+            return _cut_trace(model, call, stages, wish)
         except CutError as error:
             raise CutError(
                 f"{stages} stages do not fit: {type(model).__name__} has {len(seen.steps)} pieces, so at most "
                 f"pp·virtual_stages={len(seen.steps)}; and as a trace: {error}"
             ) from None
-    return _cut(model, probe_trace(model, call=call, timed=timed), stages, wish, traced=True)
+    return _cut_trace(model, call, stages, wish)
 
 
-def _cut(model: nn.Module, seen: Seen, stages: int, wish: Wish, *, traced: bool) -> Cut:
+def _cut_trace(model: nn.Module, call: Call, stages: int, wish: Wish) -> Cut:
+    trace = trace_model(model, call=call)
+    return _cut(model, probe_trace(model, trace=trace, call=call, timed=wish.by == "time"), stages, wish, trace=trace)
+
+
+def _cut(model: nn.Module, seen: Seen, stages: int, wish: Wish, *, trace: Trace | None = None) -> Cut:
     keys = tuple(step.key for step in seen.steps)
     loads = _loads(model, seen.steps, stages, wish)
     crossing = [seen.crossing(position) for position in range(len(keys))]
-    if wish.at:
-        bounds = _by_hand(keys, wish.at, stages)
+    if wish.where.at:
+        bounds = _by_hand(keys, wish.where.at, stages)
     else:
         sizes = [float(sum(seen.steps[source].output for source in sources)) for sources in crossing]
         solid = [bool(step.parameters) for step in seen.steps]
-        bounds = divide(Steps(loads, solid, sizes), slack=SLACK if traced else 0.0)
+        bounds = divide(Steps(loads, solid, sizes), slack=0.0 if trace is None else SLACK)
     holders = _holders(model, seen, bounds)
     return Cut(
         keys=keys,
@@ -172,7 +190,7 @@ def _cut(model: nn.Module, seen: Seen, stages: int, wish: Wish, *, traced: bool)
         ),
         loads=tuple(sum(loads[k][start:stop]) for k, (start, stop) in enumerate(pairwise(bounds))),
         by=wish.by,
-        traced=traced,
+        trace=trace,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,40 +24,54 @@ OUTSIDE = ("placeholder", "get_attr", "output")
 """Operations that are no steps: inputs, which every stage has, and parameters, which go with what uses them."""
 
 
-def probe_trace(model: nn.Module, *, call: Call, timed: bool = False) -> Seen:
-    """Trace a model as `call(model)` calls it, and run the trace once on that example. See `probe`.
+@dataclass(frozen=True)
+class Trace:
+    """The operations of a model's forward. Pickles: one rank traces, for all of them.
+
+    That is more than thrift: while fx traces it stands in for the calls of every module of the process.
+    """
+
+    graph: fx.Graph
+
+    constants: Mapping[str, Tensor]
+    """Tensors that the forward makes of nothing, such as `torch.arange(4)`, under the names that the graph has."""
+
+    def tensor(self, name: str, *, model: nn.Module) -> Any:
+        """What a name of the graph stands for: a constant, or a module, parameter or buffer of the model."""
+        if name in self.constants:
+            return self.constants[name]
+        path, _, last = name.rpartition(".")
+        return getattr(model.get_submodule(path), last)
+
+    def knows(self, name: str) -> bool:
+        """Whether it calls a module of this name, or reads such a parameter."""
+        return any(node.target == name for node in self.graph.nodes if node.op in ("call_module", "get_attr"))
+
+
+class _Tracer(fx.Tracer):
+    """Buffers too are read when the stage runs, not when it is traced."""
+
+    proxy_buffer_attributes = True
+
+
+def trace_model(model: nn.Module, *, call: Call) -> Trace:
+    """The operations of the model's forward, for the arguments that `call(model)` gives it.
 
     Raises CutError for a model that cannot be traced.
     """
-    runs = []
-    for _ in range(ROUNDS if timed else 1):
-        watched = copied(model, tensors={parameter: parameter for parameter in model.parameters()})
-        graph = trace(watched, call=call)
-        first = {id(parameter): name for name, parameter in model.named_parameters()}
-        watch = _Watch(watched, graph, names=first, timed=timed)
-        watched.forward = watch.forward
-        with torch.random.fork_rng(), torch.enable_grad():
-            call(watched)
-        runs.append(watch.seen())
-    return fastest(runs)
-
-
-def trace(model: nn.Module, *, call: Call) -> fx.Graph:
-    """The operations of the model's forward, for the arguments that `call(model)` gives it."""
-    args, kwargs = _arguments(model, call)
-    signature = inspect.signature(type(model).forward)
-    given = signature.bind(model, *args, **kwargs)
-    given.apply_defaults()
-    fixed = {name: value for name, value in list(given.arguments.items())[1:] if not any(True for _ in tensors(value))}
+    given = _named(model, *_arguments(model, call))
+    fixed = {name: value for name, value in given.items() if not any(True for _ in tensors(value))}
+    tracer = _Tracer()
+    model = copied(model, tensors={tensor: tensor for tensor in (*model.parameters(), *model.buffers())})
     try:
-        graph = fx.Tracer().trace(model, concrete_args=fixed)
+        graph = tracer.trace(model, concrete_args=fixed)
     except Exception as error:
         raise CutError(f"torch.fx cannot trace {type(model).__name__}: {error}") from error
-    names = set(signature.parameters)
+    names = set(inspect.signature(type(model).forward).parameters)
     for node in graph.nodes:
         if node.op == "placeholder" and node.target not in names:
             node.target = node.target.rpartition("_")[0]  # a fixed argument, which fx gave a number
-    return graph
+    return Trace(graph, {name: tensor for tensor, name in tracer.tensor_attrs.items() if isinstance(tensor, Tensor)})
 
 
 def _arguments(model: nn.Module, call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -76,6 +91,27 @@ def _arguments(model: nn.Module, call: Call) -> tuple[tuple[Any, ...], dict[str,
     raise CutError(f"the example does not call the model, a {type(model).__name__}")
 
 
+def _named(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the model's forward by name, those that are not given too."""
+    given = inspect.signature(type(model).forward).bind(model, *args, **kwargs)
+    given.apply_defaults()
+    return dict(list(given.arguments.items())[1:])
+
+
+def probe_trace(model: nn.Module, *, trace: Trace, call: Call, timed: bool = False) -> Seen:
+    """Run a model's trace once, or more often to take times, as `call(model)` calls the model. See `probe`."""
+    runs = []
+    for _ in range(ROUNDS if timed else 1):
+        watched = copied(model, tensors={parameter: parameter for parameter in model.parameters()})
+        first = {id(parameter): name for name, parameter in model.named_parameters()}
+        watch = _Watch(watched, trace, names=first, timed=timed)
+        watched.forward = watch.forward
+        with torch.random.fork_rng(), torch.enable_grad():
+            call(watched)
+        runs.append(watch.seen())
+    return fastest(runs)
+
+
 def steps_of(graph: fx.Graph) -> list[fx.Node]:
     """The operations that are cut, in order."""
     return [node for node in graph.nodes if node.op not in OUTSIDE]
@@ -84,21 +120,21 @@ def steps_of(graph: fx.Graph) -> list[fx.Node]:
 class _Watch(fx.Interpreter):
     """Runs a graph operation by operation, each on its own, and notes what it took."""
 
-    def __init__(self, model: nn.Module, graph: fx.Graph, *, names: Mapping[int, str], timed: bool) -> None:
-        super().__init__(model, graph=graph)
-        self._model, self._names, self._timed = model, names, timed
-        self._place = {node: place for place, node in enumerate(steps_of(graph))}
+    def __init__(self, model: nn.Module, trace: Trace, *, names: Mapping[int, str], timed: bool) -> None:
+        super().__init__(model, graph=trace.graph)
+        self._model, self._trace, self._names, self._timed = model, trace, names, timed
+        self._place = {node: place for place, node in enumerate(steps_of(trace.graph))}
         self._steps: list[Step] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, with its arguments as they come."""
-        given = inspect.signature(type(self._model).forward).bind(self._model, *args, **kwargs).arguments
-        places = [node.target for node in self.graph.nodes if node.op == "placeholder"]
-        defaults = {node.target: node.args[0] for node in self.graph.nodes if node.op == "placeholder" and node.args}
-        return self.run(*(given.get(str(name), defaults.get(name)) for name in places))
+        given = _named(self._model, args, kwargs)
+        return self.run(*(given[str(node.target)] for node in self.graph.nodes if node.op == "placeholder"))
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one operation, and note it when it is a step."""
+        if n.op == "get_attr":
+            return self._trace.tensor(str(n.target), model=self._model)
         if n not in self._place:
             return super().run_node(n)
         used = self._parameters(n)
