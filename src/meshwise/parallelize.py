@@ -149,7 +149,7 @@ def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
     parts = find_parts(source.module, plan=plan, rules=options.tensor_rules) if plan.tp > 1 else {}
     world = setting.world.over(mesh_with_twins(plan, parts=parts.values()))
     _refuse_batch_norm(source.module, parts=world.group(plan.data_axes).size * plan.microbatches)
-    schedule = _schedule(plan)
+    schedule = plan_schedule(plan)
     _agree(source, world)
     call = _example(source, setting)
     cut = _first_ranks_cut(lambda: _cut(source, schedule, call, setting), world)
@@ -161,7 +161,8 @@ def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
         table = parameter_table(stage.module, options=options.parameter_options).of_stage(
             spare={name for name, holders in cut.holders.items() if holders[0] < index}
         )
-        here = {name: part for name, part in parts.items() if _has(stage.module, name)}
+        # Where the tokens are split and put together is known by the model's blocks, whichever of them a stage has.
+        here = {name: part for name, part in parts.items() if part.role == "block" or _has(stage.module, name)}
         if here:
             table = table.placed(
                 tensor_parallel(stage.module, plan=plan, world=world, parts=here, streaming=options.streaming)
@@ -180,7 +181,7 @@ def _rows_meet(plan: Plan, world: World) -> bool:
     return world.group(plan.data_axes).size > world.group("dp").size
 
 
-def _schedule(plan: Plan) -> Schedule:
+def plan_schedule(plan: Plan) -> Schedule:
     """The plan's table. Raises PlanError when there is none for its numbers."""
     try:
         return make_schedule(

@@ -62,11 +62,6 @@ COMPATIBILITY = (
     ),
     Refusal(when="tp_mode!=2.5d tp_depth>1", reason="only 2.5d has a depth", instead="tp_depth=1"),
     Refusal(
-        when="pp>1 sequence_parallel>0",
-        reason="a stage leaves the forward before the tokens of a sequence are together again",
-        instead="sequence_parallel=0",
-    ),
-    Refusal(
         when="zero!=3 offload.params!=device",
         reason="only zero=3 brings parameters together for their use and puts them to rest after it",
         instead="zero=3",
