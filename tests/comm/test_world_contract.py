@@ -12,12 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in torch's stubs
 
-from meshwise.comm.lane import Lanes
-from meshwise.comm.local_world import LocalWorld
-from meshwise.comm.room import Room
-from meshwise.comm.torch_world import meeting_place, torch_world
+from joined import joined
 from meshwise.comm.world import Group, Work, World
 from meshwise.mesh import Mesh
 from meshwise.testing import Processes, run
@@ -343,16 +339,7 @@ def test_on_threads(main: Callable[[World], None]) -> None:
 
 def joined_by(world: World, name: str, how: str) -> None:
     """Run all mains on another world of the same processes."""
-    found = meeting_place()
-    assert found is not None
-    store = PrefixStore(name, found)
-    if how == "borrowed memory":
-        room = Room.enter(store, rank=world.rank, ranks=range(world.size), memory=None)
-        other: World = LocalWorld(rank=world.rank, mesh=world.mesh, lanes=Lanes(room))
-    elif how == "gloo":
-        other = torch_world(world.device, store=store, comm="gloo")
-    else:
-        other = torch_world(world.device, store=store, host=how.split()[world.rank])
+    other = joined(world, name, how)
     for main in MAINS:
         main(other)
     other.close()

@@ -1,0 +1,29 @@
+"""Other worlds of processes that have met: each way in which ranks can be joined, on one machine."""
+
+from __future__ import annotations
+
+from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in torch's stubs
+
+from meshwise.comm.lane import Lanes
+from meshwise.comm.local_world import LocalWorld
+from meshwise.comm.room import Room
+from meshwise.comm.torch_world import meeting_place, torch_world
+from meshwise.comm.world import World
+
+
+def joined(world: World, name: str, how: str) -> World:
+    """The same ranks over a world of their own, whose store is called `name`. Close it.
+
+    how: "shared memory", "borrowed memory" (where no process may read another's own), "gloo", or the ranks' hosts.
+    """
+    found = meeting_place()
+    assert found is not None
+    store = PrefixStore(name, found)
+    if how == "shared memory":
+        return torch_world(world.device, store=store, comm="local")
+    if how == "borrowed memory":
+        room = Room.enter(store, rank=world.rank, ranks=range(world.size), memory=None)
+        return LocalWorld(rank=world.rank, mesh=world.mesh, lanes=Lanes(room))
+    if how == "gloo":
+        return torch_world(world.device, store=store, comm="gloo")
+    return torch_world(world.device, store=store, host=how.split()[world.rank])
