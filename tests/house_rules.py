@@ -49,9 +49,9 @@ def read(folder: Path) -> Source:
 # ---- imports -----------------------------------------------------------------------------------------------------
 
 FLOORS = (
-    ("mesh", "tree", "reference"),
+    ("mesh", "tree", "reference", "timeline"),
     ("plan", "layout"),
-    ("comm",),
+    ("comm", "precision"),
     ("model",),
     ("data_parallel", "tensor", "pipeline", "optim"),
     ("nonfinite", "microbatch", "checkpoint"),
@@ -59,6 +59,7 @@ FLOORS = (
     ("staged",),
     ("trainer",),
     ("parallelize",),
+    ("simulate",),
     ("train", "testing", "bench"),
     ("verify",),
     ("view",),

@@ -2,26 +2,27 @@
 
 import pytest
 
-from meshwise.pipeline.action import Action, Schedule, ScheduleError
-from meshwise.pipeline.clock import Cost, Timing, clock
+from meshwise.pipeline.action import Schedule, ScheduleError
+from meshwise.pipeline.clock import Cost, clock, peaks
 from meshwise.pipeline.passes import lower
 from meshwise.pipeline.schedules import make_schedule
+from meshwise.timeline import Event, Stream, Timeline
 
 TWO = Schedule.parse("0F0 0F1 0B0 0B1 \n 1F0 1B0 1F1 1B1")
 
 
-def times(timing: Timing) -> dict[str, tuple[float, float]]:
-    return {str(event.action): (event.start, event.end) for event in timing.events}
+def times(timeline: Timeline) -> dict[str, tuple[float, float]]:
+    return {str(event): (event.start, event.stop) for event in timeline.events}
 
 
 def test_a_rank_waits_for_what_it_receives() -> None:
-    timing = clock(TWO)
-    assert times(timing)["0B0"] == (4, 6)
-    assert times(timing)["0RECV_B0"] == (2, 4)
-    assert timing.seconds == 9
-    assert timing.busy == (6, 6)
-    assert timing.idle == (3, 0)
-    assert timing.bubbles == pytest.approx((1 / 3, 1 / 3))
+    timeline = clock(TWO)
+    assert times(timeline)["0B0"] == (4, 6)
+    assert times(timeline)["0RECV_B0"] == (2, 4)
+    assert timeline.seconds == 9
+    assert timeline.busy == (6, 6)
+    assert timeline.idle == (3, 0)
+    assert timeline.bubbles == pytest.approx((1 / 3, 1 / 3))
 
 
 def test_a_link_delays_the_other_side_and_not_the_sender() -> None:
@@ -48,27 +49,35 @@ def test_stages_have_costs_of_their_own() -> None:
 
 def test_gathers_and_reductions_run_beside_the_computations() -> None:
     table = lower(Schedule.parse("0F0 1F0 1B0 0B0"), zero=3)
-    timing = clock(table, costs=Cost(gather=2, reduce=5))
-    at = times(timing)
+    timeline = clock(table, costs=Cost(gather=2, reduce=5))
+    at = times(timeline)
     assert str(table) == "0GATHER 1GATHER 0F0 1F0 1B0 1REDUCE 1FREE 0B0 0REDUCE 0FREE"
     assert (at["0GATHER"], at["1GATHER"]) == ((0, 2), (2, 4))
     assert (at["0F0"], at["1F0"]) == ((2, 3), (4, 5))
     assert (at["1REDUCE"], at["0REDUCE"]) == ((7, 12), (12, 17))
     assert at["0B0"] == (7, 9)
-    assert timing.seconds == 17
+    assert timeline.seconds == 17
 
 
 def test_peaks_weigh_every_stage_by_what_it_holds() -> None:
-    timing = clock(make_schedule("1f1b", pp=2, microbatches=3), costs=[Cost(held=10), Cost(held=3)])
-    assert timing.peaks == (20, 3)
+    assert peaks(make_schedule("1f1b", pp=2, microbatches=3), costs=[Cost(held=10), Cost(held=3)]) == (20, 3)
 
 
 def test_what_a_backward_for_the_input_frees_is_free() -> None:
     table = Schedule.parse("0F0 0I0 0F1 0I1 0W0 0W1")
-    assert clock(table).peaks == (2,)
-    assert clock(table, costs=Cost(held=8, kept=0.25)).peaks == (10,)
+    assert peaks(table) == (2,)
+    assert peaks(table, costs=Cost(held=8, kept=0.25)) == (10,)
 
 
 def test_events_come_with_their_rank() -> None:
-    assert {event.rank for event in clock(TWO).events if event.action.stage == 1} == {1}
-    assert Action.parse("1B1") == clock(TWO).computing[1][-1].action
+    assert {event.rank for event in clock(TWO).events if event.stage == 1} == {1}
+    assert clock(TWO).computing[1][-1] == Event(1, Stream.COMPUTE, "B", 5, 7, stage=1, microbatch=1)
+    assert clock(TWO).stages == ((0,), (1,))
+
+
+def test_what_is_waited_for_within_a_computation_is_not_computing() -> None:
+    computed = [Event(0, Stream.COMPUTE, "F", start, start + 4, 0, 0) for start in (0.0, 5.0)]
+    waits = [Event(0, Stream.WAIT, "all_gather", start, start + 1) for start in (1.0, 4.0, 8.0)]
+    timeline = Timeline((*computed, *waits), ((0,),))
+    assert timeline.busy == (6,)
+    assert timeline.idle == (3,)

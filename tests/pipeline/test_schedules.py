@@ -65,8 +65,8 @@ def test_the_drawing_is_when_things_happen(name: str) -> None:
     """With everything as long as a forward (so half of a whole backward), the columns of a drawing are times."""
     whole = Cost(1, 0.5, 0.5) if name[:2] != "zb" else Cost(1, 1, 1)
     columns = [row.split() for row in DRAWN[name].strip().splitlines()]
-    events = [event for event in clock(Schedule.parse(DRAWN[name]), costs=whole).events if event.action.kind in "FBIW"]
-    assert all(columns[event.rank][round(event.start)] == str(event.action) for event in events)
+    events = [event for event in clock(Schedule.parse(DRAWN[name]), costs=whole).events if event.kind in "FBIW"]
+    assert all(columns[event.rank][round(event.start)] == str(event) for event in events)
 
 
 def grid(name: str, *, least: int = 1) -> Iterator[tuple[int, int, int, Schedule]]:

@@ -13,10 +13,11 @@ from rich.console import Console
 
 from meshwise.bench.plot import require_matplotlib
 from meshwise.pipeline.action import Schedule
-from meshwise.pipeline.clock import Cost, Timing, clock
+from meshwise.pipeline.clock import Cost, clock, peaks
 from meshwise.pipeline.passes import lower
 from meshwise.pipeline.schedules import make_schedule, read_schedule
 from meshwise.plan import Plan, PlanError
+from meshwise.timeline import Timeline
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError
 from meshwise.view.chrome_trace import write_chrome_trace
@@ -116,23 +117,24 @@ def _of_plan(plan: dict[str, Any]) -> Schedule:
 
 def _draw(flags: Draw, lowered: Schedule, *, title: str) -> None:
     console = Console() if Console().is_terminal else Console(width=_WIDTH)
-    timing = clock(lowered, costs=Cost(flags.forward, flags.input, flags.weight, flags.link))
-    console.print(picture(timing, width=console.width), soft_wrap=True)
+    costs = Cost(flags.forward, flags.input, flags.weight, flags.link)
+    timeline = clock(lowered, costs=costs)
+    console.print(picture(timeline, width=console.width), soft_wrap=True)
     console.print()
-    console.print(figures(timing))
+    console.print(figures(timeline, peaks=peaks(lowered, costs=costs)))
     if flags.actions:
         console.print(f"\n{lowered}", highlight=False, soft_wrap=True)
-    for path, write in _files(flags, timing, title):
+    for path, write in _files(flags, timeline, title):
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)
         console.print(f"wrote {path}", highlight=False)
 
 
-def _files(flags: Draw, timing: Timing, title: str) -> Iterator[tuple[Path, Callable[[Path], None]]]:
+def _files(flags: Draw, timeline: Timeline, title: str) -> Iterator[tuple[Path, Callable[[Path], None]]]:
     """The files asked for, each with what writes it."""
     if flags.png is not None:
-        yield flags.png, lambda path: plot_schedules({title: timing}, path=path, form="png")
+        yield flags.png, lambda path: plot_schedules({title: timeline}, path=path, form="png")
     if flags.svg is not None:
-        yield flags.svg, lambda path: plot_schedules({title: timing}, path=path, form="svg")
+        yield flags.svg, lambda path: plot_schedules({title: timeline}, path=path, form="svg")
     if flags.trace is not None:
-        yield flags.trace, lambda path: write_chrome_trace(timing, path=path, seconds=1e-3)
+        yield flags.trace, lambda path: write_chrome_trace(timeline, path=path, seconds=1e-3)

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from meshwise.pipeline.action import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule, ScheduleError
 from meshwise.pipeline.passes import add_transfers, counterpart, receiver
 from meshwise.pipeline.validate import walk
+from meshwise.timeline import Event, Stream, Timeline
 
 
 @dataclass(frozen=True)
@@ -47,72 +47,32 @@ class Cost:
     """The part of them that I leaves for W."""
 
 
-@dataclass(frozen=True)
-class Event:
-    """An action and when it happens. For a send: when the message is on the link."""
-
-    rank: int
-    action: Action
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Timing:
-    """A schedule, timed."""
-
-    schedule: Schedule
-    events: tuple[Event, ...]
-    peaks: tuple[float, ...]
-    """The most that each rank holds at a time, in the unit of `Cost.held`."""
-
-    @cached_property
-    def seconds(self) -> float:
-        """Time of the whole step."""
-        return max(event.end for event in self.events)
-
-    @cached_property
-    def computing(self) -> tuple[tuple[Event, ...], ...]:
-        """The computations of each rank, in order."""
-        rows: list[list[Event]] = [[] for _ in range(self.schedule.ranks)]
-        for event in self.events:
-            if event.action.kind in COMPUTE:
-                rows[event.rank].append(event)
-        return tuple(map(tuple, rows))
-
-    @property
-    def busy(self) -> tuple[float, ...]:
-        """How long each rank computes."""
-        return tuple(sum(event.end - event.start for event in row) for row in self.computing)
-
-    @property
-    def bubbles(self) -> tuple[float, ...]:
-        """The part of the step in which each rank does not compute."""
-        return tuple(1 - busy / self.seconds for busy in self.busy)
-
-    @property
-    def idle(self) -> tuple[float, ...]:
-        """How long each rank does not compute between its first and its last computation.
-
-        The greatest of these is the bubble as it is published: a rank that starts late and ends late by as much
-        could spend the difference in the next step, were there no step of the optimizer, common to all, in between.
-        """
-        spans = (row[-1].end - row[0].start for row in self.computing)
-        return tuple(span - busy for span, busy in zip(spans, self.busy, strict=True))
-
-
-def clock(schedule: Schedule, *, costs: Cost | Sequence[Cost] = Cost()) -> Timing:
+def clock(schedule: Schedule, *, costs: Cost | Sequence[Cost] = Cost()) -> Timeline:
     """Time a table, given one cost for all stages or one for each. Transfers are added when it has none.
 
-    Raises ScheduleError for costs of another number of stages, and for a table that deadlocks.
+    An event of a send is when the message is on the link. Raises ScheduleError for costs of another number of stages,
+    and for a table that deadlocks.
     """
+    lowered = add_transfers(schedule)
+    run = _Run(lowered, _each(costs, schedule))
+    events = tuple(run.event(rank, action) for rank, action in walk(lowered))
+    return Timeline(events, (tuple(range(schedule.ranks)),))
+
+
+def peaks(schedule: Schedule, *, costs: Cost | Sequence[Cost] = Cost()) -> tuple[float, ...]:
+    """The most that each rank holds at a time, in the unit of `Cost.held`.
+
+    Raises ScheduleError for costs of another number of stages.
+    """
+    each = _each(costs, schedule)
+    return tuple(_peak(row, each) for row in schedule.rows)
+
+
+def _each(costs: Cost | Sequence[Cost], schedule: Schedule) -> tuple[Cost, ...]:
     each = (costs,) * schedule.stages if isinstance(costs, Cost) else tuple(costs)
     if len(each) != schedule.stages:
         raise ScheduleError(f"{len(each)} costs for {schedule.stages} stages; give one for each, or one for all")
-    lowered = add_transfers(schedule)
-    run = _Run(lowered, each)
-    events = tuple(run.event(rank, action) for rank, action in walk(lowered))
-    return Timing(lowered, events, tuple(_peak(row, each) for row in lowered.rows))
+    return each
 
 
 def _peak(row: tuple[Action, ...], costs: Sequence[Cost]) -> float:
@@ -160,7 +120,7 @@ class _Run:
             self.collectives[rank] = end
             if action.kind is Kind.GATHER:
                 self.whole[action.stage] = end
-        return Event(rank, action, start, end)
+        return event_of(action, rank=rank, start=start, stop=end)
 
     def _send(self, rank: int, action: Action) -> Event:
         channel = rank, receiver(action, schedule=self.schedule)
@@ -168,7 +128,18 @@ class _Run:
         end = start + self.costs[action.stage - (action.kind is Kind.SEND_B)].link
         self.links[channel] = end
         self.arrivals[channel].append(end)
-        return Event(rank, action, start, end)
+        return event_of(action, rank=rank, start=start, stop=end)
+
+
+def event_of(action: Action, *, rank: int, start: float, stop: float) -> Event:
+    """The event that an action is."""
+    if action.kind in COMPUTE:
+        stream = Stream.COMPUTE
+    elif action.kind in RECEIVES:
+        stream = Stream.WAIT
+    else:
+        stream = Stream.LINK if action.kind in SENDS else Stream.COLLECTIVE
+    return Event(rank, stream, action.kind, start, stop, action.stage, action.microbatch)
 
 
 def _seconds(kind: Kind, cost: Cost) -> float:

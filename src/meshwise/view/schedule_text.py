@@ -9,13 +9,13 @@ A column is the shortest computation; what takes longer is drawn out. A rank wit
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.table import Table
 from rich.text import Text
 
 from meshwise.pipeline.action import Kind
-from meshwise.pipeline.clock import Event, Timing
+from meshwise.timeline import Event, Timeline
 
 STYLES: Mapping[Kind, str] = {
     Kind.F: "black on bright_blue",
@@ -25,13 +25,13 @@ STYLES: Mapping[Kind, str] = {
 }
 
 
-def picture(timing: Timing, *, width: int) -> Text:
+def picture(timeline: Timeline, *, width: int) -> Text:
     """The drawing, folded into panels of at most `width` characters."""
-    unit = min(event.end - event.start for row in timing.computing for event in row)
-    names = [f"rank {rank:>{len(str(timing.schedule.ranks - 1))}} │" for rank in range(timing.schedule.ranks)]
-    cell = 1 + max(len(label(event, timing=timing)) for row in timing.computing for event in row)
-    columns = math.floor(timing.seconds / unit + 0.5)
-    rows = [_row(timing, rank, unit, columns, cell) for rank in range(timing.schedule.ranks)]
+    unit = min(event.seconds for row in timeline.computing for event in row)
+    names = [f"rank {rank:>{len(str(timeline.ranks - 1))}} │" for rank in range(timeline.ranks)]
+    cell = 1 + max(len(label(event, timeline=timeline)) for row in timeline.computing for event in row)
+    columns = math.floor(timeline.seconds / unit + 0.5)
+    rows = [_row(timeline, rank, unit, columns, cell) for rank in range(timeline.ranks)]
     panel = max(1, (width - len(names[0])) // cell) * cell
     panels = []
     for start in range(0, columns * cell, panel):
@@ -40,42 +40,41 @@ def picture(timing: Timing, *, width: int) -> Text:
     return Text("\n\n").join(panels)
 
 
-def label(event: Event, *, timing: Timing) -> str:
+def label(event: Event, *, timeline: Timeline) -> str:
     """What to call a computation: with its stage where that is not the rank."""
-    action = event.action
-    own = timing.schedule.stages == timing.schedule.ranks
-    return f"{'' if own else action.stage}{action.kind}{action.microbatch}"
+    alone = all(len(stages) == 1 for stages in timeline.stages)
+    return f"{'' if alone else event.stage}{event.kind}{event.microbatch}"
 
 
-def _row(timing: Timing, rank: int, unit: float, columns: int, cell: int) -> Text:
+def _row(timeline: Timeline, rank: int, unit: float, columns: int, cell: int) -> Text:
     row = Text()
-    for event, first, last in _placed(timing, rank, unit):
+    for event, first, last in _placed(timeline, rank, unit):
         row.append((". ".ljust(cell)) * (first - len(row) // cell), "dim")
-        drawn = label(event, timing=timing).ljust((last - first) * cell - 1, "─")
-        row.append(drawn, STYLES[event.action.kind])
+        drawn = label(event, timeline=timeline).ljust((last - first) * cell - 1, "─")
+        row.append(drawn, STYLES[Kind(event.kind)])
         row.append(" ")
     row.append((". ".ljust(cell)) * (columns - len(row) // cell), "dim")
     return row
 
 
-def _placed(timing: Timing, rank: int, unit: float) -> Iterator[tuple[Event, int, int]]:
+def _placed(timeline: Timeline, rank: int, unit: float) -> Iterator[tuple[Event, int, int]]:
     """The computations of a rank with their first column and the one after their last."""
-    for event in timing.computing[rank]:
-        yield event, math.floor(event.start / unit + 0.5), math.floor(event.end / unit + 0.5)
+    for event in timeline.computing[rank]:
+        yield event, math.floor(event.start / unit + 0.5), math.floor(event.stop / unit + 0.5)
 
 
-def figures(timing: Timing) -> Table:
+def figures(timeline: Timeline, *, peaks: Sequence[float]) -> Table:
     """Per rank: its stages, how long it computes and waits, and the most it holds."""
-    table = Table(box=None, pad_edge=False, caption=f"step {timing.seconds:.6g}", caption_justify="left")
+    table = Table(box=None, pad_edge=False, caption=f"step {timeline.seconds:.6g}", caption_justify="left")
     for heading in ("rank", "stages", "computing", "idle within", "bubble of the step", "held at most"):
         table.add_column(heading, justify="left" if heading == "stages" else "right")
-    for rank in range(timing.schedule.ranks):
+    for rank in range(timeline.ranks):
         table.add_row(
             str(rank),
-            " ".join(map(str, timing.schedule.stages_of(rank))),
-            f"{timing.busy[rank]:.6g}",
-            f"{timing.idle[rank]:.6g}",
-            f"{100 * timing.bubbles[rank]:.1f} %",
-            f"{timing.peaks[rank]:.6g}",
+            " ".join(map(str, timeline.stages[rank])),
+            f"{timeline.busy[rank]:.6g}",
+            f"{timeline.idle[rank]:.6g}",
+            f"{100 * timeline.bubbles[rank]:.1f} %",
+            f"{peaks[rank]:.6g}",
         )
     return table

@@ -1,0 +1,115 @@
+"""What ranks did, or would do, and when: one value for a clock's prediction, for a recording of a run, and for every
+view of them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+
+class Stream(StrEnum):
+    """What of a rank is busy. The first two take turns; the others run beside them."""
+
+    COMPUTE = "computes"
+    WAIT = "waits"
+    LINK = "sends"
+    COLLECTIVE = "collectives"
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that one rank does, and when, in seconds or in any one unit; prints as an action does: `2F0`."""
+
+    rank: int
+    stream: Stream
+    kind: str
+    """What it is: an action's kind, as in `F` or `SEND_F`, a collective, as in `all_reduce`, or a word."""
+    start: float
+    stop: float
+    stage: int | None = None
+    microbatch: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes."""
+        return self.stop - self.start
+
+    def __str__(self) -> str:
+        stage, microbatch = ("" if number is None else number for number in (self.stage, self.microbatch))
+        return f"{stage}{self.kind}{microbatch}"
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The events of one step, from 0 on, those of a stream of a rank in order."""
+
+    events: tuple[Event, ...]
+    pipelines: tuple[tuple[int, ...], ...]
+    """The ranks of each pipeline, in the order of the rows of its schedule."""
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return sum(map(len, self.pipelines))
+
+    @cached_property
+    def seconds(self) -> float:
+        """Time of the whole step."""
+        return max(event.stop for event in self.events)
+
+    @cached_property
+    def computing(self) -> tuple[tuple[Event, ...], ...]:
+        """The computations of each rank, in order."""
+        return self._of(Stream.COMPUTE)
+
+    @cached_property
+    def waiting(self) -> tuple[tuple[Event, ...], ...]:
+        """What each rank waits for, in order."""
+        return self._of(Stream.WAIT)
+
+    @cached_property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each rank, ascending."""
+        return tuple(tuple(sorted({event.stage for event in row if event.stage is not None})) for row in self.computing)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """How long each rank computes: what it waits for within a computation is not counted."""
+        pairs = zip(self.computing, self.waiting, strict=True)
+        return tuple(sum(one.seconds for one in row) - within(row, waits) for row, waits in pairs)
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """The part of the step in which each rank does not compute."""
+        return tuple(1 - busy / self.seconds for busy in self.busy)
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """How long each rank does not compute between its first and its last computation.
+
+        The greatest of these is the bubble as it is published: a rank that starts late and ends late by as much
+        could spend the difference in the next step, were there no step of the optimizer, common to all, in between.
+        """
+        spans = (row[-1].stop - row[0].start for row in self.computing)
+        return tuple(span - busy for span, busy in zip(spans, self.busy, strict=True))
+
+    def _of(self, stream: Stream) -> tuple[tuple[Event, ...], ...]:
+        rows: list[list[Event]] = [[] for _ in range(self.ranks)]
+        for event in self.events:
+            if event.stream is stream:
+                rows[event.rank].append(event)
+        return tuple(map(tuple, rows))
+
+
+def within(outer: tuple[Event, ...], inner: tuple[Event, ...]) -> float:
+    """How long the inner events are that lie within one of the outer ones; those are in order and do not overlap."""
+    starts = [event.start for event in outer]
+    total = 0.0
+    for event in inner:
+        place = bisect_right(starts, event.start) - 1
+        if place >= 0 and event.stop <= outer[place].stop:
+            total += event.seconds
+    return total
