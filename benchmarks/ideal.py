@@ -1,63 +1,175 @@
 """How far from perfect: the step of every contestant in units of ideal, the one-thread step of one process / ranks.
 
-    python benchmarks/ideal.py                                   # meshwise and torch
+    python benchmarks/ideal.py                                        # meshwise and torch
     python benchmarks/ideal.py --only meshwise --turns 12
-    python benchmarks/ideal.py --python deepspeed=/path/to/python --python fairscale=/path/to/python
+    python benchmarks/ideal.py --python deepspeed=PATH --python fairscale=PATH --python megatron=PATH --docs PAGE
 
 A contestant and the single process are resident together and take turns of one step, so both meet the machine in the
 same state. Two figures: the median over the turns of (its step) / (the single process's next to it / ranks), and the
-same of the best step of each, which is what a quiet machine would show.
+same of the best step of each, which is what a quiet machine would show and what the bars are for. A pipeline of p
+stages and m micro-batches under 1F1B stands still for (p-1) / (m+p-1) of its time, so its ideal is (m+p-1)/m.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from contestants import OURS, PEERS, SINGLE, Contestant
+import torch
+
+import contestants
+import pipeline_contestants
+import tensor_contestants
+from contestants import SINGLE, Contestant
 from gpt import Shape
-from peers import assignments
-from team import Team
+from peer_table import machine, write_between_markers
+from peers import assignments, check_losses
+from team import ContestantFailed, Team
+
+BAR_RANKS = 4
+_BUBBLE = (pipeline_contestants.MICROBATCHES + BAR_RANKS - 1) / pipeline_contestants.MICROBATCHES
+_WARMUP = 2
 
 
-def measure(contestant: Contestant, *, python: str, ranks: int, turns: int) -> tuple[float, float]:
-    """The median and the best step of a contestant, in units of ideal."""
-    shape = Shape()
-    with (
-        Team(SINGLE, python=sys.executable, shape=shape, ranks=1) as single,
-        Team(contestant, python=python, shape=shape, ranks=ranks) as team,
-    ):
-        for one in (single, team):
-            one.wait_until_ready()
-            one.turn(steps=2)
-        ideal, found = [], []
-        for _ in range(turns):
-            ideal.append(single.turn(steps=1).seconds / ranks)
-            found.append(team.turn(steps=1).seconds)
-    ratios = [ours / best for ours, best in zip(found, ideal, strict=True)]
-    return statistics.median(ratios), min(found) / min(ideal)
+@dataclass(frozen=True)
+class Entry:
+    """A contestant, how it splits the model, and at most how many ideals its step is to take on `BAR_RANKS` ranks."""
+
+    split: str
+    contestant: Contestant
+    bar: float | None = None
+
+
+ENTRIES = (
+    *(Entry(f"data, ZeRO {ours.stage}", ours, 1.05) for ours in contestants.OURS),
+    *(Entry(f"data, ZeRO {peer.stage}", peer) for peer in contestants.PEERS),
+    Entry("tensor", tensor_contestants.contestant("meshwise 1d"), 1.25),
+    *(Entry("tensor", tensor_contestants.contestant(name)) for name in ("torch DTensor", "Megatron-Core")),
+    Entry("pipeline", pipeline_contestants.contestant("meshwise 1f1b"), 1.06 * _BUBBLE),
+    *(Entry("pipeline", pipeline_contestants.contestant(f"meshwise zb-{which}"), _BUBBLE) for which in ("h1", "h2")),
+    *(Entry("pipeline", peer) for peer in pipeline_contestants.PEERS),
+)
+
+
+@dataclass(frozen=True)
+class Distance:
+    """What was measured of an entry, in units of ideal; `processor`: of the processor time of the single process."""
+
+    entry: Entry
+    median: float
+    best: float
+    processor: float
+
+    def row(self, *, ranks: int) -> str:
+        """A line of the table."""
+        contestant, bar = self.entry.contestant, self.entry.bar
+        held = ["", ""]
+        if bar is not None and ranks == BAR_RANKS:
+            held = [f"{bar:.3f}", "yes" if self.best <= bar else "no"]
+        cells = [self.entry.split, contestant.name, contestant.what]
+        cells += [f"{self.median:.3f}", f"**{self.best:.3f}**", f"{self.processor:.3f}", *held]
+        return f"| {' | '.join(cells)} |"
+
+
+def measure(entry: Entry, *, single: Team, team: Team, turns: int, reference: Sequence[float]) -> Distance:
+    """Let both take turns. Raises ContestantFailed, also when the losses are not the reference's."""
+    team.wait_until_ready()
+    check_losses(entry.contestant.name, losses=team.turn(steps=_WARMUP).losses, reference=reference)
+    pairs = [(single.turn(steps=1), team.turn(steps=1)) for _ in range(turns)]
+    ranks = team.ranks
+    return Distance(
+        entry=entry,
+        median=statistics.median(ours.seconds / alone.seconds for alone, ours in pairs) * ranks,
+        best=min(ours.seconds for _, ours in pairs) / min(alone.seconds for alone, _ in pairs) * ranks,
+        processor=statistics.median(
+            ours.processor_seconds / max(alone.processor_seconds, 1e-9) for alone, ours in pairs
+        ),
+    )
+
+
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=BAR_RANKS, help="processes per contestant")
+    parser.add_argument("--turns", type=int, default=8, help="steps of each, one after the other's")
+    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="those whose name or split has it")
+    parser.add_argument("--python", action="append", default=[], metavar="PACKAGE=PATH", help="a peer's interpreter")
+    parser.add_argument("--shape", action="append", default=[], metavar="SIZE=N", help="another model: layers=2 …")
+    parser.add_argument("--docs", type=Path, help="write the table between the markers `ideal` of this file")
+    return parser.parse_args(words)
+
+
+def command(arguments: argparse.Namespace) -> str:
+    """The command line that repeats this run, without this machine's paths."""
+    words = [f"python benchmarks/ideal.py --ranks {arguments.ranks} --turns {arguments.turns}"]
+    words += [f"--only {only!r}" for only in arguments.only]
+    words += [f"--shape {size}" for size in arguments.shape]
+    words += [f"--python {word.partition('=')[0]}=PYTHON" for word in arguments.python]
+    return " ".join(words)
+
+
+def table(distances: Sequence[Distance], *, ranks: int, remarks: Sequence[str]) -> str:
+    """What goes into the page."""
+    head = ["| split | contestant | its setting | median | best | processor | bar | met |", "|---" * 8 + "|"]
+    rows = [distance.row(ranks=ranks) for distance in distances]
+    return "\n".join([*head, *rows, "", *(f"- {remark}" for remark in remarks)]) + "\n"
+
+
+def chosen(arguments: argparse.Namespace, packages: Sequence[str]) -> list[Entry]:
+    """The entries that the command line names and whose package is there. Raises SystemExit when there is none."""
+    entries = [
+        entry
+        for entry in ENTRIES
+        if entry.contestant.package in packages
+        and (not arguments.only or any(text in f"{entry.split} {entry.contestant.name}" for text in arguments.only))
+    ]
+    if not entries:
+        names = ", ".join(entry.contestant.name for entry in ENTRIES)
+        raise SystemExit(f"--only {arguments.only}: no such contestant; there are {names}")
+    return entries
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Measure those chosen, one line each as soon as it is known."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4, help="processes per contestant")
-    parser.add_argument("--turns", type=int, default=8, help="steps of each, one after the other's")
-    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="contestants whose name has it")
-    parser.add_argument("--python", action="append", default=[], metavar="PACKAGE=PATH", help="a peer's interpreter")
-    arguments = parser.parse_args(words)
-    given = assignments(arguments.python, option="--python", known=["deepspeed", "fairscale"])
+    """Measure those chosen, one line each as soon as it is known; 0 when all were measured."""
+    arguments = parse(words)
+    sizes = assignments(arguments.shape, option="--shape", known=[field.name for field in dataclasses.fields(Shape)])
+    shape = Shape(**{name: int(size) for name, size in sizes.items()})
+    given = assignments(arguments.python, option="--python", known=["deepspeed", "fairscale", "megatron"])
     pythons = {"meshwise": sys.executable, "torch": sys.executable, **given}
-    for contestant in (*OURS, *PEERS):
-        chosen = not arguments.only or any(text in contestant.name for text in arguments.only)
-        if chosen and contestant.package in pythons:
-            median, best = measure(
-                contestant, python=pythons[contestant.package], ranks=arguments.ranks, turns=arguments.turns
-            )
-            print(f"{contestant.name:24} median {median:.3f}  best {best:.3f}", flush=True)
-    return 0
+    entries = chosen(arguments, list(pythons))
+    distances, failures = [], []
+    with Team(SINGLE, python=sys.executable, shape=shape, ranks=1) as single:
+        single.wait_until_ready()
+        reference = single.turn(steps=_WARMUP).losses
+        for entry in entries:
+            python = pythons[entry.contestant.package]
+            try:
+                with Team(entry.contestant, python=python, shape=shape, ranks=arguments.ranks) as team:
+                    found = measure(entry, single=single, team=team, turns=arguments.turns, reference=reference)
+            except ContestantFailed as error:
+                failures.append(str(error).splitlines()[0])
+                print(error, file=sys.stderr, flush=True)
+                continue
+            distances.append(found)
+            print(found.row(ranks=arguments.ranks), flush=True)
+    remarks = [
+        f"Machine: {machine()}, torch {torch.__version__}; {arguments.ranks} processes of one thread.",
+        f"Model: {shape}, fp32, fused AdamW, one parameter group, no clipping.",
+        f"{arguments.turns} turns. Median and best: steps in units of ideal. Bars are for the best step.",
+        "Processor: processor time of all ranks in units of that of the single process.",
+        f"Made by `{command(arguments)}`.",
+        *failures,
+    ]
+    text = table(distances, ranks=arguments.ranks, remarks=remarks)
+    print(text)
+    if arguments.docs:
+        write_between_markers(arguments.docs, text=text, table="ideal")
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

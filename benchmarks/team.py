@@ -41,6 +41,7 @@ class Team:
 
     def __init__(self, contestant: Contestant, *, python: str, shape: Shape, ranks: int, threads: int = 1) -> None:
         self.contestant = contestant
+        self.ranks = ranks
         self._answers: list[IO[str]] = []
         self._processes: list[subprocess.Popen[str]] = []
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed in __exit__)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from meshwise.bench.bandwidth import BUS_FACTORS, Measurement
-from meshwise.bench.collectives import Sweep, measure
+from meshwise.bench.bandwidth import BUS_FACTORS, COPY, Measurement
+from meshwise.bench.collectives import WAYS, Sweep, measure
 from meshwise.bench.plot import MissingExtraError, plot
 from meshwise.bench.tables import as_csv, as_json, as_table
 from meshwise.cli.main import main
@@ -75,10 +75,12 @@ def test_what_cannot_be_measured_is_refused_with_what_can(sweep: Sweep, said: st
 
 
 @pytest.mark.processes
-def test_real_processes_are_measured(processes: Processes) -> None:
-    found, _ = processes.run(2, measured, args=(Sweep(ALL, (4096, 1 << 20), (2,), rounds=2),))[0]
+def test_real_processes_are_measured_on_everything(processes: Processes) -> None:
+    found, _ = processes.run(2, measured, args=(Sweep(ALL, (4096, 1 << 18), (2,), rounds=2, on=WAYS),))[0]
 
-    assert {one.kind for one in found} == set(ALL)
+    everywhere = {(kind, on) for kind in ALL if kind != COPY for on in ("ordinary", "shared")} | {(COPY, "ordinary")}
+    beside = {(kind, "gloo") for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")}
+    assert {(one.kind, one.on) for one in found} == everywhere | beside
     assert all(1e3 < one.bus_bandwidth < 1e12 for one in found), "bytes per second"
 
 
