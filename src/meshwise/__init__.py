@@ -2,11 +2,13 @@
 
 from meshwise.comm import RankLostError, RanksDisagree, World, connect, run
 from meshwise.layout import Layout
+from meshwise.measure import measure
 from meshwise.mesh import Mesh
 from meshwise.nonfinite import NonFiniteError
 from meshwise.parallelize import Options, parallelize
 from meshwise.plan import Plan, PlanError
-from meshwise.trainer import EvalResult, StepResult, Trainer
+from meshwise.result import EvalResult, StepResult
+from meshwise.trainer import Trainer
 from meshwise.verify import Report, verify
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "Trainer",
     "World",
     "connect",
+    "measure",
     "parallelize",
     "run",
     "verify",

@@ -7,6 +7,7 @@ buffers -> optimizer over the owned slices -> trainer
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from meshwise.comm.launch import connect
 from meshwise.comm.thread_world import ThreadWorld
 from meshwise.comm.world import World
 from meshwise.data_parallel.engine import DataParallel, Engine
+from meshwise.data_parallel.replication import Keeping
+from meshwise.memory.staging import Swap
+from meshwise.memory.tiers import Tiers
 from meshwise.model.birth import Source, born
 from meshwise.model.draws import Draws
 from meshwise.model.forward import Forward, Loss, default_forward
@@ -31,8 +35,13 @@ from meshwise.pipeline.build import make_stage
 from meshwise.pipeline.cut import Cut, Where, Wish, cut_model
 from meshwise.pipeline.partition import CutError
 from meshwise.pipeline.schedules import make_schedule
+from meshwise.pipeline.schedules.in_order import naive
 from meshwise.pipeline.validate import in_flight
 from meshwise.plan import Plan, PlanError
+from meshwise.precision.conversion import Doors, computing, convert, for_loss, place_buffer
+from meshwise.precision.policy import Precision, precision_of
+from meshwise.precision.scale import Scale
+from meshwise.result import Recipe
 from meshwise.staged import LiveStage, StagedEngine, StagedSweep
 from meshwise.sweep import Sweep, Task, WholeSweep
 from meshwise.tensor.matmul import Streaming
@@ -41,7 +50,7 @@ from meshwise.tensor.part import Part
 from meshwise.tensor.rules import Rules, find_parts
 from meshwise.tensor.slices import slices
 from meshwise.tensor.twins import mesh_with_twins
-from meshwise.trainer import Recipe, Trainer
+from meshwise.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,15 @@ class Options:
     cut: Where = dataclasses.field(default_factory=Where)
     """With pp, where the model may be cut: by hand, `Where(at=("blocks.3", "head"))`, or between the operations that
     torch.fx traces, `Where(how="trace")`. By default between its pieces, and by a trace where those are too few."""
+
+    precision: Precision | None = None
+    """A record of your own dtypes in place of the plan's `precision` and `wire`."""
+
+    loss_scale: Scale = dataclasses.field(default_factory=Scale)
+    """The first loss scale, where the precision has one (fp16)."""
+
+    swap: Swap = dataclasses.field(default_factory=Swap)
+    """With `offload=…:disk`, the folder of the file and the staging buffers: `Swap(folder=Path("/nvme"))`."""
 
     streaming: Streaming = dataclasses.field(default_factory=Streaming)
     """With tp, how operands that are gathered come together: `Streaming(keep=True)` keeps them for the backward,
@@ -108,12 +126,17 @@ def parallelize(
     skip = SkipPolicy.parse(options.nonfinite)
 
     source = model if isinstance(model, Source) else born(model, seed=options.seed)
-    setting = Setting(plan, world, options, Task(options.forward or default_forward, loss))
+    precision = options.precision or precision_of(plan)
+    tiers = Tiers(plan.tiers, device=world.device, swap=options.swap)
+    undo = contextlib.ExitStack()
+    task = Task(_computed(options.forward or default_forward, precision, world.device), loss)
+    setting = Setting(plan, world, options, task, Keeping(plan.zero, precision, tiers), undo)
     engine, sweep = (_in_stages if plan.pp > 1 else _whole)(source, setting=setting)
     if not any(row.trainable for row in engine.table.rows):
         raise ValueError("every parameter is frozen; set requires_grad=True on those that should train")
     update = flat_optimizer(optimizer, groups=engine.slices(), **optimizer_arguments)
-    return Trainer(engine, sweep=sweep, plan=plan, recipe=Recipe(options.clip_norm, skip), optimizer=update)
+    recipe = Recipe(options.clip_norm, skip, precision, options.loss_scale if precision.scaled else None)
+    return Trainer(engine, sweep=sweep, plan=plan, recipe=recipe, optimizer=update, undo=undo)
 
 
 @dataclass(frozen=True)
@@ -124,37 +147,52 @@ class Setting:
     world: World
     options: Options
     task: Task
+    keeping: Keeping
+    undo: contextlib.ExitStack
+
+
+def _computed(forward: Forward, precision: Precision, device: torch.device) -> Forward:
+    """The forward in the dtype of the record, its output wide enough for a loss."""
+
+    def run(model: nn.Module, batch: Any) -> Any:
+        with computing(precision, device=device):
+            output = forward(model, batch)
+        return for_loss(output)
+
+    return forward if precision.computes is None else run
 
 
 def _whole(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
     """The model as one, on every rank."""
     plan, options = setting.plan, setting.options
+    parts = _parts(source, setting)
     table = parameter_table(source.module, options=options.parameter_options)
-    parts = find_parts(source.module, plan=plan, rules=options.tensor_rules) if plan.tp > 1 else {}
     world = setting.world.over(mesh_with_twins(plan, parts=parts.values()))
     if parts:
         table = table.placed(
             tensor_parallel(source.module, plan=plan, world=world, parts=parts, streaming=options.streaming)
         )
     _refuse_batch_norm(source.module, parts=world.group(plan.data_axes).size * plan.microbatches)
-    engine = DataParallel(source, table=table, world=world, zero=plan.zero)
-    _place_buffers(source, world)
+    engine = DataParallel(source, table=table, world=world, keeping=setting.keeping)
+    _place_buffers(source, world, setting.keeping.precision)
     draws = _draws(source.module, setting, world, parts)
-    return engine, WholeSweep(engine, task=setting.task, draws=draws, rows_meet=_rows_meet(plan, world))
+    schedule = naive(1, microbatches=plan.microbatches)
+    rows_meet = _rows_meet(plan, world)
+    return engine, WholeSweep(engine, task=setting.task, draws=draws, schedule=schedule, rows_meet=rows_meet)
 
 
 def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
     """The stages of the model that this rank has, after the cut that the first rank makes of it."""
     plan, options = setting.plan, setting.options
-    parts = find_parts(source.module, plan=plan, rules=options.tensor_rules) if plan.tp > 1 else {}
+    parts = _parts(source, setting)
     world = setting.world.over(mesh_with_twins(plan, parts=parts.values()))
     _refuse_batch_norm(source.module, parts=world.group(plan.data_axes).size * plan.microbatches)
     schedule = plan_schedule(plan)
     _agree(source, world)
+    _place_buffers(source, world, setting.keeping.precision)
     call = _example(source, setting)
     cut = _first_ranks_cut(lambda: _cut(source, schedule, call, setting), world)
     _refuse_lost_parts(cut, parts)
-    _place_buffers(source, world)
     stages: dict[int, LiveStage] = {}
     for index in schedule.stages_of(world.group("pp").index):
         stage = make_stage(source.module, cut=cut, index=index)
@@ -167,13 +205,24 @@ def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
             table = table.placed(
                 tensor_parallel(stage.module, plan=plan, world=world, parts=here, streaming=options.streaming)
             )
-        engine = DataParallel(source.part(stage.module), table=table, world=world, zero=plan.zero, by_module=False)
+        engine = DataParallel(
+            source.part(stage.module), table=table, world=world, keeping=setting.keeping, by_module=False
+        )
         stages[index] = LiveStage(stage, engine, _draws(stage.module, setting, world, here))
     if not source.deferred:
         _let_go(source.module)
     whole = StagedEngine({index: live.engine for index, live in stages.items()}, ranks=schedule.rank_of, world=world)
     rows_meet = _rows_meet(plan, world)
     return whole, StagedSweep(whole, stages=stages, task=setting.task, schedule=schedule, rows_meet=rows_meet)
+
+
+def _parts(source: Source, setting: Setting) -> Mapping[str, Part]:
+    """The parts that tp splits; the model that they were found in, by its own numbers, has its dtypes from then on."""
+    plan, module, precision = setting.plan, source.module, setting.keeping.precision
+    parts = find_parts(module, plan=plan, rules=setting.options.tensor_rules) if plan.tp > 1 else {}
+    convert(module, precision=precision)
+    setting.undo.callback(Doors(module, precision=precision).close)
+    return parts
 
 
 def _rows_meet(plan: Plan, world: World) -> bool:
@@ -199,7 +248,7 @@ def _example(source: Source, setting: Setting) -> Callable[[nn.Module], Any]:
             f"pp={plan.pp} cuts the model by running it once; give a batch like those to come: Options(example=batch)"
         )
     rows = max(1, tree.rows(batch) // (setting.world.over(plan.mesh()).group(plan.data_axes).size * plan.microbatches))
-    device = next(source.module.parameters()).device
+    device = setting.world.device if source.deferred else next(source.module.parameters()).device
     micro = tree.map_tensors(lambda tensor: tensor.to(device), tree.take_rows(batch, start=0, stop=rows))
     return lambda model: forward(model, micro)
 
@@ -246,9 +295,10 @@ def _refuse_lost_parts(cut: Cut, parts: Mapping[str, Part]) -> None:
 def _agree(source: Source, world: World) -> None:
     """The first rank's values count, of a model that every rank has."""
     if not source.deferred:
-        for parameter in source.module.parameters():
-            value = parameter.detach().to(world.device, memory_format=torch.contiguous_format, copy=True)
+        for name, parameter in source.module.named_parameters():
+            value = source.full(name).to(world.device, memory_format=torch.contiguous_format, copy=True)
             world.broadcast(value, axes=world.mesh.names).wait()
+            source.full(name).copy_(value)
             parameter.detach().copy_(value)
 
 
@@ -275,12 +325,12 @@ def _draws(module: nn.Module, setting: Setting, world: World, parts: Mapping[str
     return Draws(module, seed=setting.options.seed, before=before, after=after, local=local)
 
 
-def _place_buffers(source: Source, world: World) -> None:
+def _place_buffers(source: Source, world: World, precision: Precision) -> None:
     """Buffers are whole everywhere, on the device, and the first rank's values count for a model taken as it is."""
     source.buffers()
     for module in source.module.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
-            placed = buffer.to(world.device).contiguous()
+            placed = place_buffer(buffer, precision=precision, device=world.device)
             if not source.deferred:
                 world.broadcast(placed, axes=world.mesh.names).wait()
             setattr(module, name, placed)

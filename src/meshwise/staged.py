@@ -33,7 +33,7 @@ from meshwise.pipeline.parcel import bones, pack, unpack
 from meshwise.pipeline.passes import add_gathers, add_transfers, lower
 from meshwise.pipeline.runtime import Job, Runtime
 from meshwise.pipeline.stage import Stage, signature
-from meshwise.sweep import Seen, Sums, Task, placed, zeros
+from meshwise.sweep import Seen, Sums, Task, placed, scaled, zeros
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class StagedEngine:
     def __init__(self, stages: Mapping[int, DataParallel], *, ranks: Sequence[int], world: World) -> None:
         """`stages` are this rank's, `ranks` where each stage of all is, by index along `pp`. Every rank calls it."""
         self.world = world
+        self.tiers = next(iter(stages.values())).tiers
         self._stages = stages
         self._ranks = ranks
         own = {index: (engine.table, _buffers(engine.module)) for index, engine in stages.items()}
@@ -112,7 +113,7 @@ class StagedEngine:
                 engine.scale_gradients(factor)
 
     def publish(self) -> None:
-        """Bring the parameters that this rank updated to the ranks that use them."""
+        """Bring what this rank holds of the masters to the ranks that use them."""
         for engine in self._stages.values():
             engine.publish()
 
@@ -219,7 +220,7 @@ class StagedSweep:
         self._engine, self._stages, self._task = engine, stages, task
         self._world = engine.world
         zero = max(stage.engine.zero for stage in stages.values())
-        self._training = lower(schedule, zero=zero)
+        self.schedule = lower(schedule, zero=zero)
         forwards = add_transfers(_forwards(schedule))
         self._forwards = add_gathers(forwards) if zero == 3 else forwards
         self.evaluated_in = schedule.microbatches
@@ -243,12 +244,13 @@ class StagedSweep:
         for live in self._stages.values():
             live.draws.close()
 
-    def train(self, parts: Sequence[MicroBatch]) -> Sums:
-        """Forward, backward and reduction; the loss and the count of this rank."""
+    def train(self, parts: Sequence[MicroBatch], *, scale: float) -> Sums:
+        """Forward, backward of the loss times `scale`, and reduction; the loss and the count of this rank."""
         sums = zeros(self._world)
         for keeper in self._keepers.values():
             keeper.begin(parts)
-        self._runtime.run(self._training, jobs=self._jobs(parts, sums))
+        self._runtime.run(self.schedule, jobs=self._jobs(parts, sums, scale))
+        self._world.journal.doing = "settle"
         self._engine.sum_ties()
         for keeper in self._keepers.values():
             keeper.settle()
@@ -264,7 +266,7 @@ class StagedSweep:
         """Forward and backward again, for the gradients to be looked at."""
         for keeper in self._keepers.values():
             keeper.begin(parts, seen=seen)
-        self._runtime.run(self._training, jobs=self._jobs(parts, zeros(self._world)))
+        self._runtime.run(self.schedule, jobs=self._jobs(parts, zeros(self._world)))
 
     def predict(self, batch: Any) -> Any:
         """The output for a batch, which the last stage sends to the others."""
@@ -280,23 +282,23 @@ class StagedSweep:
             self._world.broadcast(tensor, axes="pp", source=source).wait()
         return unpack(told[source], arrived=arrived)["output"]
 
-    def _jobs(self, parts: Sequence[MicroBatch], sums: Sums) -> dict[int, Job]:
+    def _jobs(self, parts: Sequence[MicroBatch], sums: Sums, scale: float = 1.0) -> dict[int, Job]:
         grads = torch.is_grad_enabled()
         return {
-            index: Job(functools.partial(self._run, part, sums), (signature(part.rows), grads))
+            index: Job(functools.partial(self._run, part, sums, scale), (signature(part.rows), grads))
             for index, part in enumerate(parts)
             if part.rows is not None
         }
 
-    def _run(self, part: MicroBatch, sums: Sums, model: nn.Module) -> Tensor:
+    def _run(self, part: MicroBatch, sums: Sums, scale: float, model: nn.Module) -> Tensor:
         """Forward and loss of one micro-batch; only on the last stage it comes to an end, and counts."""
         rows = placed(part.rows, world=self._world)
         loss, count = call_loss(model, rows, forward=self._task.forward, loss=self._task.loss)
         if not part.counts:
-            return loss * 0
+            return scaled(loss, by=0.0)
         sums[0].add_(loss.detach().double())
         sums[1].add_(count)
-        return loss
+        return scaled(loss, by=scale)
 
 
 class _Keeper:

@@ -21,6 +21,7 @@ from meshwise.microbatch import MicroBatch
 from meshwise.model.draws import Draws
 from meshwise.model.forward import Forward, Loss, call_loss
 from meshwise.model.table import Row
+from meshwise.pipeline.action import Schedule
 
 Sums: TypeAlias = tuple[Tensor, Tensor]
 """The sum of a loss and its count: two fp64 scalars on the device."""
@@ -43,6 +44,9 @@ class Sweep(Protocol):
     lockstep: bool
     """Whether every micro-batch has to be run, one without rows too: other ranks wait for what it calls."""
 
+    schedule: Schedule
+    """What each rank along `pp` does in a step, in order."""
+
     evaluated_in: int
     """How many micro-batches the rows of an evaluation are cut into."""
 
@@ -52,8 +56,8 @@ class Sweep(Protocol):
     def finish(self) -> None:
         """The step's forwards and backwards are over."""
 
-    def train(self, parts: Sequence[MicroBatch]) -> Sums:
-        """Forward, backward and reduction; the loss and the count of this rank."""
+    def train(self, parts: Sequence[MicroBatch], *, scale: float) -> Sums:
+        """Forward, backward of the loss times `scale`, and reduction; the loss and the count of this rank."""
 
     def evaluate(self, parts: Sequence[MicroBatch]) -> Sums:
         """Forward of every micro-batch; the loss and the count of this rank."""
@@ -73,8 +77,11 @@ class WholeSweep:
 
     evaluated_in = 1
 
-    def __init__(self, engine: DataParallel, *, task: Task, draws: Draws, rows_meet: bool) -> None:
-        """`rows_meet`: ranks share out the rows of one product."""
+    def __init__(
+        self, engine: DataParallel, *, task: Task, draws: Draws, schedule: Schedule, rows_meet: bool
+    ) -> None:
+        """`schedule` has one row, of one stage. `rows_meet`: ranks share out the rows of one product."""
+        self.schedule = schedule
         self._engine = engine
         self._task = task
         self._draws = draws
@@ -82,8 +89,8 @@ class WholeSweep:
         self.lockstep = rows_meet or any(unit.at_rest for unit in engine.units)
         self.begin, self.finish, self.close = draws.begin, draws.finish, draws.close
 
-    def train(self, parts: Sequence[MicroBatch]) -> Sums:
-        """Forward, backward and reduction; the loss and the count of this rank."""
+    def train(self, parts: Sequence[MicroBatch], *, scale: float) -> Sums:
+        """Forward, backward of the loss times `scale`, and reduction; the loss and the count of this rank."""
         total, tokens = zeros(self._engine.world)
         self._engine.begin_step()
         journal = self._engine.world.journal
@@ -100,7 +107,7 @@ class WholeSweep:
             keep = part.counts or self._rows_meet
             journal.doing = f"0B{index}"
             with self._draws.running(part.samples, again=True):
-                self._engine.backward(loss if part.counts else loss * 0, last=last, keep=keep)
+                self._engine.backward(scaled(loss, by=scale if part.counts else 0.0), last=last, keep=keep)
             if part.counts:
                 total += loss.detach().double()
                 tokens += count
@@ -146,6 +153,11 @@ class WholeSweep:
         """Begin a pass over the model; the rows, on the device."""
         self._engine.gatherer.begin(backward=False)
         return placed(rows, world=self._engine.world)
+
+
+def scaled(loss: Tensor, *, by: float) -> Tensor:
+    """The loss to go backward from."""
+    return loss if by == 1.0 else loss * by
 
 
 def placed(rows: Any, *, world: World) -> Any:

@@ -7,10 +7,11 @@ With them every rank divides, clips, updates and refuses alike, and gradients of
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,98 +22,54 @@ from meshwise import tree
 from meshwise.checkpoint.save import Saving
 from meshwise.checkpoint.training import Restored, TrainingState
 from meshwise.comm.journal import RanksDisagree, Stamp, disagreement
-from meshwise.comm.world import World
+from meshwise.comm.world import Work, World
 from meshwise.data_parallel.engine import Engine
+from meshwise.data_parallel.unit import LiveUnit
 from meshwise.layout.geometry import even_split
+from meshwise.memory.update import Update
 from meshwise.mesh import Mesh
 from meshwise.microbatch import Deal, MicroBatch, micro_batches
 from meshwise.model.forward import eval_mode
 from meshwise.model.table import ParameterTable
-from meshwise.nonfinite import NonFiniteError, SkipPolicy, culprits
+from meshwise.nonfinite import NonFiniteError, culprits
 from meshwise.optim.flat import state_bytes
+from meshwise.pipeline.action import Schedule
 from meshwise.plan import Plan
+from meshwise.precision.live import KINDS, live
+from meshwise.precision.scale import Scale
+from meshwise.result import EvalResult, Recipe, StepResult, Totals
 from meshwise.sweep import Sweep, zeros
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one step came to, the same on every rank.
-
-    loss        sum of the loss over the global batch, divided by its count
-    grad_norm   2-norm of the gradient of that loss over all logical parameters, before clipping
-    tokens      the count that `loss` returned, summed over the global batch
-    seconds     wall time of this rank's step
-    skipped     True when the update was not applied, with the reason in `problem`
-    """
-
-    loss: float
-    grad_norm: float
-    tokens: int
-    seconds: float
-    skipped: bool = False
-    problem: str | None = None
-
-
-@dataclass(frozen=True)
-class EvalResult:
-    """The loss over all batches of an evaluation (sum of sums over sum of counts), the same on every rank."""
-
-    loss: float
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Sums over the global batch: of the loss, of what it counted, and of the squares of the summed gradient."""
-
-    loss: float
-    count: float
-    squared: float
-
-    @property
-    def mean(self) -> float:
-        """The loss per count."""
-        return self.loss / self.count if self.count else math.nan
-
-    @property
-    def norm(self) -> float:
-        """The 2-norm of the averaged gradient."""
-        return math.sqrt(self.squared) / self.count if self.count and self.squared >= 0 else math.nan
-
-    @property
-    def problem(self) -> str | None:
-        """Why these numbers must not be applied; None when they may."""
-        if not self.count:
-            return "the loss counted nothing in this step: every rank returned a count of 0"
-        if math.isfinite(self.mean) and math.isfinite(self.norm):
-            return None
-        return f"the loss is {self.mean} and the gradient norm {self.norm}"
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How the gradient of a step becomes an update."""
-
-    clip_norm: float | None
-    nonfinite: SkipPolicy
 
 
 class Trainer:
     """A model under a plan. `parallelize` makes it."""
 
     def __init__(
-        self, engine: Engine, *, sweep: Sweep, plan: Plan, recipe: Recipe, optimizer: torch.optim.Optimizer
+        self,
+        engine: Engine,
+        *,
+        sweep: Sweep,
+        plan: Plan,
+        recipe: Recipe,
+        optimizer: torch.optim.Optimizer,
+        undo: contextlib.ExitStack,
     ) -> None:
+        """`undo` takes away what was put around the model, when training is over."""
         self.plan = plan
         self.optimizer = optimizer
         self._engine = engine
         self._sweep = sweep
         self._recipe = recipe
-        self._state = TrainingState(engine, optimizer=optimizer, plan=plan)
+        chunks = [chunk for bucket in engine.buckets for chunk in bucket.chunks]
+        self._update = Update(optimizer, chunks=chunks, tiers=engine.tiers)
+        self._state = TrainingState(engine, update=self._update, plan=plan)
         self._axes = plan.data_axes
         self._steps = 0
         self._skips = 0
         self._clipped = 1.0
+        self._scale = recipe.scale
+        self._applied = True
+        self._undo = undo
 
     @property
     def model(self) -> nn.Module:
@@ -128,6 +85,27 @@ class Trainer:
         return self._engine.modules
 
     @property
+    def units(self) -> Sequence[LiveUnit]:
+        """What this rank stores of the parameters, gathered and reduced together."""
+        return self._engine.units
+
+    @property
+    def precision(self) -> Mapping[str, str]:
+        """The dtypes that this rank works in, read from its tensors: `parameters`, `compute`, `reduction`,
+        `accumulation`, `master`, `optimizer_state` and `buffers`.
+
+        Gradients and optimizer state are made in the first step; before it, these say what they will be.
+        """
+        buckets = [bucket for unit in self._engine.units for bucket in unit.buckets]
+        found = {kind: {one[kind] for one in (bucket.dtypes() for bucket in buckets) if kind in one} for kind in KINDS}
+        found["compute"] = {self._recipe.precision.computes or dtype for dtype in found["parameters"]}
+        found["buffers"] = {buffer.dtype for module in self.modules for buffer in module.buffers()}
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        if made := {value.dtype for value in states if isinstance(value, Tensor) and value.dim()}:
+            found["optimizer_state"] = made
+        return live(found)
+
+    @property
     def table(self) -> ParameterTable:
         """One row for each logical parameter."""
         return self._engine.table
@@ -137,6 +115,11 @@ class Trainer:
         """What joins the ranks."""
         return self._engine.world
 
+    @property
+    def schedule(self) -> Schedule:
+        """What each rank along `pp` does in a step, in order."""
+        return self._sweep.schedule
+
     # ---- training ----------------------------------------------------------------------------------------------
 
     def share(self, size: int) -> tuple[int, int]:
@@ -144,42 +127,47 @@ class Trainer:
         group = self.world.group(self._axes)
         return even_split(size, group.size)[group.index]
 
-    def step(self, batch: Any, *, local: bool = False, total: int | None = None) -> StepResult:
+    def step(
+        self, batch: Any, *, local: bool = False, total: int | None = None, only: Collection[int] | None = None
+    ) -> StepResult:
         """One optimizer step on a batch: a tree of tensors whose dim 0 counts the samples.
 
         `batch` is the global batch, the same on every rank, of which each rank takes its share; with `local=True` it
         is this rank's part already, and may have no rows. Rows that do not divide evenly are fine. Dropout goes by the
         number of a row in the global batch, and so has to know of a local part how many rows there are in `total`, cut
-        as `share` says; by default all parts are as long as this one.
+        as `share` says; by default all parts are as long as this one. `only` passes over all other micro-batches than
+        those with these numbers: a rehearsal need not run what is alike.
 
         Raises NonFiniteError when the loss or the gradient is not finite and the policy says so, RanksDisagree when
         the ranks called different collectives, LossError when `loss` does not return (sum, count).
         """
         started = time.perf_counter()
+        self.world.journal.doing = "begin"
         self._engine.check_parameters()
         parts = self._micro_batches(batch, local=local, parts=self.plan.microbatches, total=total)
+        if only is not None:
+            parts = [part if index in only else part.skipped() for index, part in enumerate(parts)]
         self._sweep.begin(self._steps)
         self._steps += 1
         random_state = torch.get_rng_state()
+        scale = 1.0 if self._scale is None else self._scale.value
         with self.world.record() as called:
-            sums = self._sweep.train(parts)
+            sums = self._sweep.train(parts, scale=scale)
             self._sweep.finish()
             self.world.journal.doing = "exchange"
             totals = self._exchange(sums, called)
         self.world.journal.doing = "update"
         problem = totals.problem
+        self._applied = problem is None
         if problem is None:
             self._skips = 0
-            self._update(totals)
+            self._apply(totals)
         else:
             torch.set_rng_state(random_state)
-            if totals.count:
-                problem += culprits(self._engine, run=lambda seen: self._sweep.inspect(parts, seen=seen))
-            self._skips += 1
-            if self._skips > self._recipe.nonfinite.most:
-                raise NonFiniteError(problem + self._recipe.nonfinite.advice)
+            problem = self._left_out(problem, totals, parts)
+        self.world.journal.doing = ""
         seconds = time.perf_counter() - started
-        return StepResult(totals.mean, totals.norm, int(totals.count), seconds, problem is not None, problem)
+        return StepResult(totals.mean, totals.norm, int(totals.count), seconds, not self._applied, problem, scale)
 
     def evaluate(self, batches: Iterable[Any], *, local: bool = False) -> EvalResult:
         """The loss over `batches` without training, the model in eval mode. Every rank passes as many batches."""
@@ -203,14 +191,34 @@ class Trainer:
         with torch.no_grad(), eval_mode(self.model):
             return self._sweep.predict(batch)
 
-    def _update(self, totals: Totals) -> None:
+    def _left_out(self, problem: str, totals: Totals, parts: Sequence[MicroBatch]) -> str:
+        """Why a step's update is left out. Raises NonFiniteError when it must not be."""
+        scale = self._scale
+        if scale is not None and totals.overflowed and not scale.exhausted:
+            self._scale = scale.overflowed()
+            return (
+                f"the gradient overflowed at a loss scale of {scale.value:g}; it is {self._scale.value:g} from now on"
+            )
+        if totals.count:
+            problem += culprits(self._engine, run=lambda seen: self._sweep.inspect(parts, seen=seen))
+        self._skips += 1
+        if self._skips > self._recipe.nonfinite.most:
+            raise NonFiniteError(problem + self._recipe.nonfinite.advice)
+        return problem
+
+    def _apply(self, totals: Totals) -> None:
         clip = self._recipe.clip_norm
         self._clipped = 1.0 if clip is None else min(1.0, clip / (totals.norm + 1e-6))
-        self._engine.scale_gradients(self._clipped / totals.count)
-        for bucket in self._engine.buckets:
-            bucket.lend_gradients()
-        self.optimizer.step()
-        self._engine.publish()
+        factor = self._clipped / totals.count
+        if self._scale is not None:
+            factor /= self._scale.value
+            self._scale = self._scale.updated()
+        self._engine.scale_gradients(factor)
+        works: list[Work] = []
+        last = {bucket.chunks[-1]: bucket for bucket in self._engine.buckets}
+        self._update.step(lambda chunk: works.append(last[chunk].publish()) if chunk in last else None)
+        for work in works:
+            work.wait()
 
     # ---- micro-batches -----------------------------------------------------------------------------------------
 
@@ -237,7 +245,8 @@ class Trainer:
         (loss, count, squared), dissent = world.totals(torch.stack([*sums, self._engine.squared_norm()]))
         if dissent:
             raise RanksDisagree(_first_disagreement(world.mesh, dict(world.exchange((world.rank, before)))))
-        return Totals(loss, count, squared)
+        scale = 1.0 if self._scale is None else self._scale.value
+        return Totals(loss, count, squared / scale**2)
 
     # ---- the whole of things -----------------------------------------------------------------------------------
 
@@ -253,7 +262,7 @@ class Trainer:
 
         Raises RuntimeError when the last step was skipped: what its gradients hold is not finite.
         """
-        if self._skips:
+        if not self._applied:
             raise RuntimeError(
                 "the last step was skipped, so there are no gradients to look at; see StepResult.problem"
             )
@@ -288,7 +297,8 @@ class Trainer:
         `keep_last` removes the checkpoints beside it that are older than so many valid ones. Raises SaveError on every
         rank when this save (with `wait`), or the one before, came to nothing; what was saved earlier is as it was.
         """
-        kept = {"steps": self._steps, "skips": self._skips, "user": dict(extra or {})}
+        scale = self._scale and self._scale.state()
+        kept = {"steps": self._steps, "skips": self._skips, "scale": scale, "user": dict(extra or {})}
         saving = self._state.save(Path(folder), extra=kept, keep_last=keep_last)
         if wait:
             saving.wait()
@@ -314,6 +324,8 @@ class Trainer:
 
     def _took_up(self, kept: Mapping[str, Any]) -> Mapping[str, Any]:
         self._steps, self._skips = int(kept["steps"]), int(kept["skips"])
+        if self._scale is not None and kept.get("scale") is not None:
+            self._scale = Scale.restored(kept["scale"])
         extra: Mapping[str, Any] = kept["user"]
         return extra
 
@@ -322,6 +334,8 @@ class Trainer:
         self._state.close()
         self._engine.close()
         self._sweep.close()
+        self._engine.tiers.close()
+        self._undo.close()
 
 
 def _first_disagreement(mesh: Mesh, called: Mapping[int, Sequence[Stamp]]) -> str:

@@ -15,41 +15,27 @@ A whole buffer of a stage that keeps only a shard exists while a unit needs it, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.world import Work, World
-from meshwise.data_parallel.place import Options, Place
+from meshwise.comm.world import Work
+from meshwise.data_parallel.place import Options, Piece, Place, Run
+from meshwise.data_parallel.replication import Replication
+from meshwise.memory.tiers import Loan
+from meshwise.memory.visit import Chunk
 from meshwise.model.table import Row
-
-
-@dataclass(frozen=True)
-class Replication:
-    """How parameters are kept over the ranks that share them."""
-
-    world: World
-    axes: tuple[str, ...]
-    zero: int
-
-    @property
-    def size(self) -> int:
-        """How many ranks share the parameters."""
-        return self.world.group(self.axes).size
-
-    @property
-    def index(self) -> int:
-        """Which of the equal shards is this rank's."""
-        return self.world.group(self.axes).index
 
 
 class Bucket:
     """The parameters of one unit that share dtype, trainability and the axes over which they are replicated.
 
-    `whole` is the buffer that the model's parameters view: its storage is empty while a ZeRO-3 unit is at rest.
-    `owned` is the slice [start, stop) this rank updates; `master` holds it in at least fp32 and is `owned` itself
-    when the dtypes are equal. `slices` are what an optimizer updates: the parts of the master that share options.
+    `whole` is the buffer that the model's parameters view: its storage is empty while a ZeRO-3 unit is at rest. Ranks
+    that can share memory hold one between them from stage 1 on (`shared`), of which each writes its shard: gathering
+    and publishing then move nothing. `kept`, from element `kept_from` on, is what this rank has to fill.
+    `owned` is the slice [start, stop) this rank updates; `master` holds it in the dtype that the precision says, of the
+    unrounded values, and is `owned` itself when the dtypes are equal. `slices` are what an optimizer updates: the parts
+    of the master that share options.
     """
 
     def __init__(self, rows: Sequence[Row], *, replication: Replication) -> None:
@@ -62,56 +48,103 @@ class Bucket:
         self.device = world.device
         copies = rows[0].copies(world.mesh)
         self.counts = not rows[0].spare and all(world.group(axis).index == 0 for axis in copies)
-        self.at_rest = replication.zero == 3 and replication.size > 1
+        self.away = replication.tiers.leaves("params")
+        self.at_rest = replication.zero == 3 and (replication.size > 1 or self.away)
         self.shard = self.place.shard(replication.index)
         self.owned = (0, self.place.size) if replication.zero == 0 else self.shard
         # What the other ranks read is made by the world: published slices, shards at rest, gradients.
         empty = replication.world.empty
-        if replication.zero in (1, 2):
-            self.whole = empty(self.place.size, dtype=self.dtype)
-        else:
+        common = None
+        if replication.zero and not self.away:
+            common = world.common(self.place.size, dtype=self.dtype, axes=replication.axes)
+        self.shared = common is not None
+        if common is not None:
+            self.whole, self.kept = common, common[slice(*self.shard)]
+        elif self.at_rest:
             self.whole = torch.empty(self.place.size, dtype=self.dtype, device=self.device)
-        self.kept = empty(self.shard[1] - self.shard[0], dtype=self.dtype) if self.at_rest else self.whole
+            size = self.shard[1] - self.shard[0]
+            away = self.away
+            self.kept = (
+                replication.tiers.empty("params", numel=size, dtype=self.dtype)
+                if away
+                else empty(size, dtype=self.dtype)
+            )
+        elif replication.zero:
+            self.whole = self.kept = empty(self.place.size, dtype=self.dtype)
+        else:
+            self.whole = self.kept = torch.empty(self.place.size, dtype=self.dtype, device=self.device)
+        self.kept_from = self.shard[0] if self.shared or self.at_rest else 0
         self._bytes = self.whole.untyped_storage().nbytes()
-        if self.at_rest:
-            self.whole.untyped_storage().resize_(0)
+        self.free()
         self.gradient: Tensor | None = None
         self.reduced: Tensor | None = None
         self.master: Tensor | None = None
         self.slices: list[tuple[Options, nn.Parameter]] = []
+        self.chunks: list[Chunk] = []
+        self.factor = 1.0
+        self._square: Tensor | None = None
+        self._loan: Loan | None = None
         self._filled: set[int] = set()
         self._arriving: tuple[Work, Tensor] | None = None
         self._rounds = 0
 
     @property
     def has_master(self) -> bool:
-        """Whether what is updated is a copy of the parameters in a wider type."""
-        return self.master is not None and self.master.dtype != self.dtype
+        """Whether what is updated is a copy of the parameters: in another dtype, or where the optimizer runs."""
+        return self.master is not None and not _within(self.master, self.own)
 
     # ---- parameters --------------------------------------------------------------------------------------------
+
+    @property
+    def own(self) -> Tensor:
+        """The parameters that this rank updates."""
+        return self.whole[slice(*self.owned)] if self.kept is self.whole else self.kept
 
     def fill(self, values: Iterable[Tensor]) -> None:
         """Take the full parameters in piece order, one at a time; keep what this rank stores."""
         mesh, rank = self.replication.world.mesh, self.replication.world.rank
-        start, stop = self.shard if self.at_rest else (0, self.place.size)
+        start, stop = self.kept_from, self.kept_from + self.kept.numel()
         self.kept.zero_()
-        for piece, value in zip(self.place.pieces, values, strict=True):
-            low, high = max(piece.start, start), min(piece.stop, stop)
-            if low < high:
-                part = piece.row.part(value.detach(), mesh=mesh, rank=rank).reshape(-1)
-                self.kept[low - start : high - start].copy_(part[low - piece.start : high - piece.start])
         if self.trainable:
             self._make_master()
+        for piece, value in zip(self.place.pieces, values, strict=True):
+            if max(piece.start, start) < min(piece.stop, stop):
+                part = piece.row.part(value.detach(), mesh=mesh, rank=rank).reshape(-1)
+                _put(part, piece, into=self.kept, start=start)
+                if self.has_master and self.master is not None:
+                    _put(part, piece, into=self.master, start=self.owned[0])
+        if self.shared:
+            self.replication.world.barrier(axes=self.replication.axes)
 
     def _make_master(self) -> None:
-        own = self.kept if self.at_rest else self.whole[slice(*self.owned)]
-        self.master = own if self.dtype.itemsize >= 4 else own.float()
-        if self.replication.zero >= 2:
-            self.reduced = torch.zeros_like(self.master)
-        low, high = self.owned
-        for run in self.place.runs:
-            if part := run.within(low, stop=high):
-                self.slices.append((part.options, nn.Parameter(self.master[part.start - low : part.stop - low])))
+        own, tiers = self.own, self.replication.tiers
+        wide = self.replication.precision.master_of(self.dtype)
+        if wide == self.dtype and own.device.type == tiers.updates_on.type:
+            self.master = own
+        elif tiers.leaves("masters"):
+            self.master = tiers.empty("masters", numel=own.numel(), dtype=wide).zero_()
+        else:
+            self.master = torch.zeros_like(own, dtype=wide)
+        if tiers.leaves("gradients"):
+            self.reduced = tiers.empty("gradients", numel=own.numel(), dtype=wide).zero_()
+        elif self.replication.zero >= 2:
+            self.reduced = torch.zeros(own.numel(), dtype=wide, device=self.device)
+        self.chunks = [self._chunk(runs) for runs in self.place.chunks(self.owned, most=tiers.most)]
+
+    def _chunk(self, runs: Sequence[Run]) -> Chunk:
+        """Runs next to each other, to be updated at once."""
+        assert self.master is not None
+        low = self.owned[0]
+        slices = [nn.Parameter(self.master[run.start - low : run.stop - low]) for run in runs]
+        self.slices += zip([run.options for run in runs], slices, strict=True)
+        here = slice(runs[0].start - low, runs[-1].stop - low)
+
+        def gradient() -> Tensor:
+            assert self.reduced is not None
+            return self.reduced[here]
+
+        narrow = self.own[here] if self.has_master else None
+        return Chunk(tuple(slices), self.master[here], narrow, gradient, lambda: self.factor)
 
     def views(self) -> list[Tensor]:
         """The full parameters, in piece order, as views of `whole`."""
@@ -119,22 +152,38 @@ class Bucket:
 
     def gather(self) -> Work:
         """Make `whole` whole again from the shards."""
-        self.whole.untyped_storage().resize_(self._bytes)
-        return self.replication.world.all_gather(self.kept, into=self.whole, axes=self.replication.axes)
+        if not self.shared:
+            self.whole.untyped_storage().resize_(self._bytes)
+        kept = self.fetch().wait()
+        return self.replication.world.all_gather(kept, into=self.whole, axes=self.replication.axes)
+
+    def fetch(self) -> Loan:
+        """Start to bring the shard from where it rests."""
+        if self._loan is None:
+            self._loan = self.replication.tiers.bring(self.kept)
+        return self._loan
+
+    def let_go(self) -> None:
+        """The shard has been gathered, or is not wanted after all."""
+        if self._loan is not None:
+            self._loan.release()
+            self._loan = None
 
     def free(self) -> None:
-        """Give the memory of `whole` back; its views stay valid for the next gather."""
-        self.whole.untyped_storage().resize_(0)
+        """Give the memory of `whole` back, where a shard is kept elsewhere; its views stay valid for later gathers."""
+        if self.at_rest and not self.shared:
+            self.whole.untyped_storage().resize_(0)
 
     def publish(self) -> Work:
-        """Bring the updated master into the parameters of all ranks."""
-        assert self.master is not None
-        own = self.kept if self.at_rest else self.whole[slice(*self.owned)]
-        if self.master.dtype != self.dtype:
-            own.copy_(self.master)
+        """Bring the parameters that this rank has updated to all ranks."""
         if self.replication.zero in (1, 2):
-            return self.replication.world.all_gather(own, into=self.whole, axes=self.replication.axes)
+            return self.replication.world.all_gather(self.own, into=self.whole, axes=self.replication.axes)
         return Work()
+
+    def round_off(self) -> None:
+        """Make the parameters of the master."""
+        if self.has_master and self.master is not None:
+            self.own.copy_(self.master)
 
     # ---- gradients ---------------------------------------------------------------------------------------------
 
@@ -166,8 +215,8 @@ class Bucket:
 
     def _buffer(self) -> Tensor:
         if self.gradient is None:
-            assert self.master is not None
-            self.gradient = self.replication.world.empty(self.place.size, dtype=self.master.dtype)
+            dtype = self.replication.precision.accumulation_of(self.dtype)
+            self.gradient = self.replication.world.empty(self.place.size, dtype=dtype)
             self.gradient[slice(*self.place.padding)].zero_()
         return self.gradient
 
@@ -178,18 +227,27 @@ class Bucket:
             if index not in self._filled:
                 buffer[piece.start : piece.stop].zero_()
         world, axes, zero = self.replication.world, self.replication.axes, self.replication.zero
+        wire = self._on_wire(buffer)
         if zero == 0:
-            self._arriving = (world.all_reduce(buffer, axes=axes), buffer)
-            self.reduced = buffer
+            self._arriving = (world.all_reduce(wire, axes=axes), wire)
         elif zero == 1:
-            self.reduced = buffer[slice(*self.shard)]
-            self._arriving = (world.reduce_scatter(buffer, into=self.reduced, axes=axes), buffer)
+            target = wire[slice(*self.shard)]
+            self._arriving = (world.reduce_scatter(wire, into=target, axes=axes), target)
         else:
             assert self.reduced is not None
-            target = self.reduced if self._rounds == 0 else torch.empty_like(self.reduced)
-            self._arriving = (world.reduce_scatter(buffer, into=target, axes=axes), target)
+            first = self._rounds == 0 and self.reduced.dtype == wire.dtype
+            direct = first and not self.replication.tiers.leaves("gradients")
+            target = self.reduced if direct else wire.new_empty(self.reduced.numel())
+            self._arriving = (world.reduce_scatter(wire, into=target, axes=axes), target)
             self._filled.clear()
         self._rounds += 1
+
+    def _on_wire(self, buffer: Tensor) -> Tensor:
+        """The gradients in the dtype that they travel in."""
+        dtype = self.replication.precision.reduction_of(self.dtype)
+        return (
+            buffer if dtype == buffer.dtype else self.replication.world.empty(buffer.numel(), dtype=dtype).copy_(buffer)
+        )
 
     def settle(self) -> None:
         """Wait for the reduction that is under way, if any."""
@@ -198,45 +256,104 @@ class Bucket:
         work, target = self._arriving
         work.wait()
         self._arriving = None
-        if self.replication.zero >= 2:
-            assert self.reduced is not None
-            if self._rounds > 1:
-                self.reduced.add_(target)
-            self.gradient = None
-
-    def counted(self) -> Tensor:
-        """The part of the reduced gradient that this rank counts: over all ranks, every logical element once."""
+        self.factor = 1.0
+        if self.replication.tiers.leaves("gradients"):
+            self._put_to_rest(self._updating(target))
+            return
+        if self.replication.zero < 2:
+            self.reduced = self._updating(target)
+            return
         assert self.reduced is not None
-        shard = self.reduced[slice(*self.shard)] if self.replication.zero == 0 else self.reduced
+        if self._rounds > 1:
+            self.reduced.add_(target)
+        elif target is not self.reduced:
+            self.reduced.copy_(target)
+        self.gradient = None
+
+    def _updating(self, arrived: Tensor) -> Tensor:
+        """Reduced gradients in the dtype that they update in: where they were accumulated, when that is the same."""
+        assert self.master is not None
+        assert self.gradient is not None
+        if arrived.dtype == self.master.dtype:
+            return arrived
+        if self.gradient.dtype == self.master.dtype:
+            return self.gradient[slice(*self.owned)].copy_(arrived)
+        return arrived.to(self.master.dtype)
+
+    def _put_to_rest(self, arrived: Tensor) -> None:
+        """Move the reduced gradient to its tier, with that of the micro-batches before, when its norm is known."""
+        tiers = self.replication.tiers
+        assert self.reduced is not None
+        if self._rounds > 1:
+            tiers.settle()
+            before = tiers.bring(self.reduced)
+            arrived = before.wait() + arrived
+            before.release()
+        self._square = _square(self._counted(arrived))
+        tiers.store(arrived, into=self.reduced)
+        self.gradient = None
+
+    def square(self) -> Tensor:
+        """The squared norm, fp64, of the reduced gradient that this rank counts: over all ranks, each element once."""
+        if self._square is not None:
+            return self._square
+        assert self.reduced is not None
+        return _square(self._counted(self.reduced))
+
+    def _counted(self, reduced: Tensor) -> Tensor:
+        shard = reduced[slice(*self.shard)] if self.replication.zero == 0 else reduced
         return shard if self.counts else shard[:0]
-
-    def lend_gradients(self) -> None:
-        """Let the optimizer's slices see their parts of the reduced gradient."""
-        assert self.reduced is not None
-        low = 0
-        for _, parameter in self.slices:
-            parameter.grad = self.reduced[low : low + parameter.numel()]
-            low += parameter.numel()
 
     def full_gradient(self) -> Tensor:
         """The whole reduced gradient on every rank (a collective)."""
         assert self.reduced is not None
+        reduced = self.reduced.to(self.device)
+        reduced = reduced if self.factor == 1.0 else reduced * self.factor
         if self.replication.zero == 0:
-            return self.reduced
-        whole = torch.empty(self.place.size, dtype=self.reduced.dtype, device=self.device)
-        self.replication.world.all_gather(self.reduced.contiguous(), into=whole, axes=self.replication.axes).wait()
+            return reduced
+        whole = torch.empty(self.place.size, dtype=reduced.dtype, device=self.device)
+        self.replication.world.all_gather(reduced.contiguous(), into=whole, axes=self.replication.axes).wait()
         return whole
 
-    # ---- memory ------------------------------------------------------------------------------------------------
+    # ---- what is there -----------------------------------------------------------------------------------------
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Of its tensors; of those that a step makes, before the first one, what they will be."""
+        found = {"parameters": self.whole.dtype}
+        if self.master is not None:
+            precision = self.replication.precision
+            found["master"] = self.master.dtype
+            found["optimizer_state"] = precision.optimizer_state_of(self.dtype)
+            found["reduction"] = precision.reduction_of(self.dtype)
+            gradient = self.gradient
+            found["accumulation"] = precision.accumulation_of(self.dtype) if gradient is None else gradient.dtype
+        return found
 
     def bytes(self) -> dict[str, int]:
         """Bytes on this rank now: parameters (with fp32 masters), gradients, and parameters gathered for use."""
         parameters = _nbytes(self.kept)
         if self.master is not None and self.master.dtype != self.dtype:
             parameters += _nbytes(self.master)
-        gradients = _nbytes(self.gradient) + (_nbytes(self.reduced) if self.replication.zero >= 2 else 0)
-        gathered = self.whole.untyped_storage().nbytes() if self.at_rest else 0
+        apart = self.replication.zero >= 2 or (self.gradient is not None and not _within(self.reduced, self.gradient))
+        gradients = _nbytes(self.gradient) + (_nbytes(self.reduced) if apart else 0)
+        gathered = self.whole.untyped_storage().nbytes() if self.at_rest and not self.shared else 0
         return {"parameters": parameters, "gradients": gradients, "gathered": gathered}
+
+
+def _put(part: Tensor, piece: Piece, *, into: Tensor, start: int) -> None:
+    """Copy the elements of a piece that lie in [start, start + size of `into`) of the bucket."""
+    low, high = max(piece.start, start), min(piece.stop, start + into.numel())
+    if low < high:
+        into[low - start : high - start].copy_(part[low - piece.start : high - piece.start])
+
+
+def _square(values: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(values)
+    return norm.double().square()
+
+
+def _within(view: Tensor | None, buffer: Tensor) -> bool:
+    return view is None or view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
 
 
 def _nbytes(tensor: Tensor | None) -> int:

@@ -29,11 +29,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from meshwise.comm.world import World
-from meshwise.data_parallel.bucket import Bucket, Replication
+from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.gather import Gatherer
 from meshwise.data_parallel.graph import reached
 from meshwise.data_parallel.place import Options
+from meshwise.data_parallel.replication import Keeping, Replication
 from meshwise.data_parallel.unit import LiveUnit
+from meshwise.memory.tiers import Tiers
 from meshwise.model.birth import Source, install
 from meshwise.model.table import ParameterTable, Row
 
@@ -49,6 +51,7 @@ class Engine(Protocol):
 
     world: World
     table: ParameterTable
+    tiers: Tiers
 
     @property
     def module(self) -> nn.Module:
@@ -79,7 +82,7 @@ class Engine(Protocol):
         """Multiply the owned gradients."""
 
     def publish(self) -> None:
-        """Bring the parameters that this rank updated to the ranks that use them."""
+        """Bring what this rank holds of the masters to the ranks that use them."""
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) in table order, on every rank; the tensor is valid until the next one is asked for."""
@@ -104,14 +107,15 @@ class DataParallel:
     """One module whose parameters are shared out over `world` as the rows of `table` say."""
 
     def __init__(
-        self, source: Source, *, table: ParameterTable, world: World, zero: int, by_module: bool = True
+        self, source: Source, *, table: ParameterTable, world: World, keeping: Keeping, by_module: bool = True
     ) -> None:
         """`by_module`: units are gathered when their modules run; otherwise whoever runs the model says when."""
         self.module: nn.Module = source.module
         self.table = table
         self.world = world
-        self.zero = zero
-        replication = Replication(world, ("dp",), zero)
+        self.zero = keeping.zero
+        self.tiers = keeping.tiers
+        replication = Replication(world, ("dp",), keeping)
         self.units = [LiveUnit(unit, replication=replication) for unit in table.units]
         for unit in self.units:
             unit.load(source, place=self._install if source.deferred else self._replace)
@@ -241,16 +245,25 @@ class DataParallel:
         """This rank's share of the squared norm of the summed gradient, fp64: shards counted once, ties once."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for bucket in self.buckets:
-            total += torch.linalg.vector_norm(bucket.counted()).double().square()
+            total += bucket.square()
+        self.tiers.settle()
         return total
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply the owned gradients."""
-        if factor != 1.0:
-            torch._foreach_mul_([bucket.reduced for bucket in self.buckets if bucket.reduced is not None], factor)
+        """Multiply the owned gradients; those on disk when they are read."""
+        here = []
+        for bucket in self.buckets:
+            if bucket.reduced is not None and self.tiers.on_disk(bucket.reduced):
+                bucket.factor = factor
+            elif bucket.reduced is not None:
+                here.append(bucket.reduced)
+        if here and factor != 1.0:
+            torch._foreach_mul_(here, factor)
 
     def publish(self) -> None:
-        """Bring the parameters that this rank updated to the ranks that use them."""
+        """Bring what this rank holds of the masters to the ranks that use them."""
+        for bucket in self.buckets:
+            bucket.round_off()
         for work in [bucket.publish() for bucket in self.buckets]:
             work.wait()
 

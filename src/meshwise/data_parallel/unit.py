@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.comm.world import Work
-from meshwise.data_parallel.bucket import Bucket, Replication
+from meshwise.data_parallel.bucket import Bucket
+from meshwise.data_parallel.replication import Replication
 from meshwise.mesh import Mesh
 from meshwise.model.birth import Source
 from meshwise.model.table import Row, Unit
+
+_SHARED = "the ranks of this host hold one copy of it together, so that each of them would write to it"
 
 
 class LiveUnit:
@@ -87,12 +90,25 @@ class LiveUnit:
                         f"the tensor of {name!r} was replaced after the model was parallelized, so what is trained is "
                         "no longer what the model uses; set values and devices before parallelize"
                     )
-                if bucket.has_master and parameter._version != version:
+                if (bucket.has_master or bucket.shared) and parameter._version != version:
+                    why = "the next step would overwrite it from its float32 copy" if bucket.has_master else _SHARED
                     return (
-                        f"{name!r} was written to after the model was parallelized, and the next step would overwrite "
-                        f"it from its float32 copy; set values before parallelize, or load them with trainer.load"
+                        f"{name!r} was written to after the model was parallelized, and {why}; set values before "
+                        "parallelize, or load them with trainer.load"
                     )
         return ""
+
+    def fetch(self) -> None:
+        """Start to bring the shards from where they rest, for a gather to come."""
+        if not (self.whole or self._gathering):
+            for bucket in self.buckets:
+                if bucket.at_rest:
+                    bucket.fetch()
+
+    def let_go(self) -> None:
+        """The shards have been gathered, or will not be."""
+        for bucket in self.buckets:
+            bucket.let_go()
 
     def start_gather(self) -> None:
         """Start to make the parameters whole; does nothing when they are, or are about to be."""
@@ -108,12 +124,14 @@ class LiveUnit:
         for work in self._gathering:
             work.wait()
         self._gathering = []
+        self.let_go()
         self.whole = True
         self._show([bucket.views() for bucket in self.buckets])
 
     def free(self) -> None:
         """Put the parameters to rest."""
         if not self.at_rest or not (self.whole or self._gathering):
+            self.let_go()
             return
         self.ready()
         self.whole = False

@@ -19,7 +19,7 @@ from typing import Any
 from meshwise.mesh import Mesh
 from meshwise.plan.compatibility import COMPATIBILITY
 from meshwise.plan.degrees import AXES, GRIDS, distance, factorisations
-from meshwise.plan.keys import PlanError, keys_of, one_of, whole_number
+from meshwise.plan.keys import PlanError, byte_count, keys_of, one_of, whole_number
 from meshwise.plan.offload import Offload, offload
 
 
@@ -61,6 +61,13 @@ class Plan:
     )
     virtual_stages: int = whole_number(1, means="stages that each rank of a pipeline holds")
     partition: str = one_of("time params memory", means="what a pipeline's stages are balanced by")
+    recompute: str = one_of(
+        "none selective full",
+        means="what blocks compute again in the backward instead of keeping it: nothing, all but matrix products, all",
+    )
+    budget: int = byte_count("bytes of activations that a rank may keep: blocks are recomputed until they fit; 0: any")
+    precision: str = one_of("fp32 bf16 fp16", means="what is computed in, beside fp32 masters; fp32: as the model is")
+    wire: str = one_of("auto fp32 bf16 fp16", means="what gradients are reduced in; auto: what is computed in")
     offload: str = offload("where state rests between uses, as in `optimizer:cpu` or `optimizer:disk,params:disk`")
 
     def __post_init__(self) -> None:

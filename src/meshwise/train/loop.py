@@ -25,6 +25,7 @@ from meshwise.comm.attempt import Attempt
 from meshwise.comm.world import World
 from meshwise.nonfinite import NonFiniteError
 from meshwise.parallelize import Options, parallelize
+from meshwise.result import StepResult
 from meshwise.train.checkpoints import Checkpoints
 from meshwise.train.data import length, read
 from meshwise.train.events import End, Events, NonFinite, Sample, Start, Step, Validation
@@ -39,7 +40,8 @@ from meshwise.train.prepare import Prepared, prepare
 from meshwise.train.resume import Progress, checked_origin, kept, on_first_rank, take_up
 from meshwise.train.sample import generate
 from meshwise.train.schedule import rate
-from meshwise.trainer import StepResult, Trainer
+from meshwise.train.timeline import Timelines
+from meshwise.trainer import Trainer
 from meshwise.tree import map_tensors
 
 
@@ -143,10 +145,13 @@ class _Run:
         job, trainer, progress = self._job.train, self._trainer, self._progress
         pace, watched = Pace(trainer.world), Stopwatch(trainer.world)
         before = progress.step
+        timelines = Timelines(trainer, count=job.timeline, path=self._folder.timeline, emit=self._emit)
+        timelines.plan(before + 1, last=job.steps)
         began = last = time.monotonic()
         batches = self._batches()
         for step in range(before + 1, job.steps + 1):
             lr = self._set_rate()
+            timelines.before(step)
             watched.start()
             result = self._step(step, next(batches))
             busy = watched.stop()
@@ -170,6 +175,7 @@ class _Run:
                 self._emit(NonFinite(step, result.problem))
             for slow in pace.note(step, seconds=busy):
                 self._emit(slow)
+            timelines.after(step)
             if job.validate_every and step % job.validate_every == 0 and step < job.steps:
                 self._validate(step)
                 now = time.monotonic()

@@ -20,13 +20,14 @@ from meshwise.checkpoint.training import Restored
 from meshwise.comm.attempt import Attempt
 from meshwise.comm.world import World
 from meshwise.plan import PlanError
+from meshwise.result import StepResult
 from meshwise.train.changes import changes
 from meshwise.train.config import to_toml
 from meshwise.train.events import Event, Resume
 from meshwise.train.job import JobError
 from meshwise.train.origin import Origin, find_origin
 from meshwise.train.prepare import Prepared
-from meshwise.trainer import StepResult, Trainer
+from meshwise.trainer import Trainer
 
 T = TypeVar("T")
 

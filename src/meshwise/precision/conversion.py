@@ -1,0 +1,89 @@
+"""How parameters and activations get the dtype that is computed in.
+
+A model that is only cast to bf16 breaks as soon as something in it is not: the data, a rotary table, a mask, a norm
+that the author computes in fp32. Three measures together let a plain model be what it is:
+
+- parameters are kept in the dtype. Those of a norm with running statistics stay as they are: its kernel takes
+  activations of another dtype, but parameters only of that of the statistics;
+- a module that has such parameters of its own gets its inputs in their dtype (a door);
+- between modules autocast is on, so that a product of an fp32 tensor (a query turned by a rotary table in fp32) and a
+  bf16 one is computed in bf16. As the products are in bf16 already, it converts nothing most of the time.
+
+What decides precision stays wide: torch's kernels for norms and softmax compute statistics in fp32 whatever they read,
+those of split layers do so here, and the output is converted to fp32 before the loss sees it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.hooks import RemovableHandle
+
+from meshwise.precision.policy import NARROW, Precision
+from meshwise.tree import map_tensors
+
+
+def convert(module: nn.Module, *, precision: Precision) -> None:
+    """Give the parameters of a model their dtype."""
+    dtype = precision.parameters
+    if dtype is None:
+        return
+    kept = {id(parameter) for part in module.modules() if _has_statistics(part) for parameter in part.parameters()}
+    for parameter in module.parameters():
+        if parameter.is_floating_point() and id(parameter) not in kept:
+            parameter.data = parameter.data.to(dtype)
+
+
+def place_buffer(buffer: Tensor, *, precision: Precision, device: torch.device) -> Tensor:
+    """A buffer on the device, in its dtype."""
+    dtype = precision.buffers if precision.buffers and buffer.is_floating_point() else buffer.dtype
+    return buffer.to(device, dtype).contiguous()
+
+
+class Doors:
+    """The doors of one model; none when its parameters are as declared."""
+
+    def __init__(self, module: nn.Module, *, precision: Precision) -> None:
+        self._handles: list[RemovableHandle] = []
+        if precision.parameters is None:
+            return
+        for part in module.modules():
+            own = [p for p in part.parameters(recurse=False) if p.dtype == precision.parameters]
+            if own and not _has_statistics(part):
+                self._handles.append(part.register_forward_pre_hook(_door(precision.parameters), with_kwargs=True))
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def computing(precision: Precision, *, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Inside, products are computed in the record's dtype."""
+    dtype = precision.computes
+    if dtype not in NARROW:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=dtype, cache_enabled=precision.parameters is None)
+
+
+def for_loss(output: Any) -> Any:
+    """What the model returned, floating tensors in fp32 at least."""
+    return map_tensors(lambda tensor: tensor.float() if tensor.dtype in NARROW else tensor, output)
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    return isinstance(module, _NormBase) and module.track_running_stats
+
+
+def _door(dtype: torch.dtype) -> Any:
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+    def before(_module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return map_tensors(cast, args), map_tensors(cast, kwargs)
+
+    return before

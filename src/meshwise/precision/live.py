@@ -1,0 +1,15 @@
+"""The record as the tensors of a rank show it, beside the one that was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+KINDS = ("parameters", "compute", "reduction", "accumulation", "master", "optimizer_state", "buffers")
+
+
+def live(found: Mapping[str, Iterable[torch.dtype]]) -> dict[str, str]:
+    """The dtypes of every kind by name; `none` where a rank has nothing of a kind."""
+    names = {kind: sorted({str(dtype).removeprefix("torch.") for dtype in found.get(kind, ())}) for kind in KINDS}
+    return {kind: " ".join(dtypes) or "none" for kind, dtypes in names.items()}

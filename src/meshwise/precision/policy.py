@@ -1,0 +1,101 @@
+"""The record of dtypes: what a model is kept, computed, accumulated, summed and updated in.
+
+Which dtype a training runs in is seven questions, and a framework that answers them in seven places (a cast here, an
+autocast there, a flag of the optimizer) cannot say what it did. Here the answers are one value, the same under every
+plan, and the trainer prints it beside what its tensors really are.
+
+                    fp32          bf16        fp16
+    parameters      as declared   bfloat16    float16      what the model uses; under zero=3 what is gathered
+    compute         as declared   bfloat16    float16      products and what is saved for the backward
+    reduction       as updated    bfloat16    float16      what gradients travel in; `wire=fp32`: float32
+    accumulation    as updated    float32     float32      where the gradients of micro-batches are added up
+    master          at least float32                       what the optimizer updates, of the unrounded parameters
+    optimizer state as updated                             torch's optimizers keep it in the dtype of what they update
+    buffers         as declared                            statistics and rotary tables lose too much when rounded
+
+The parameters are stored in the dtype that is computed in, and fp32 masters updated beside them, as Megatron-LM and
+FSDP2's mixed precision do (Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740): gathers and activations
+are half as large, and no use of a parameter converts it. `conversion` says how activations get their dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from meshwise.plan import Plan
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of a training. None: as the table above says for `fp32`.
+
+    Complex and integer parameters stay as they are declared. Raises ValueError for a dtype that is not floating, and
+    for one to compute in that differs from a narrow one of the parameters.
+    """
+
+    parameters: torch.dtype | None = None
+    compute: torch.dtype | None = None
+    reduction: torch.dtype | None = None
+    accumulation: torch.dtype | None = None
+    master: torch.dtype | None = None
+    buffers: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for what, dtype in vars(self).items():
+            if dtype is not None and not dtype.is_floating_point:
+                raise ValueError(f"{what}={dtype}; give a floating dtype, as torch.bfloat16")
+        if self.parameters in NARROW and self.compute not in (None, self.parameters):
+            raise ValueError(
+                f"parameters={self.parameters} compute={self.compute}: what was rounded is not computed in more; give "
+                f"parameters={self.compute}"
+            )
+
+    @property
+    def computes(self) -> torch.dtype | None:
+        """What products are computed in; None: as the model declares."""
+        return self.compute or self.parameters
+
+    @property
+    def scaled(self) -> bool:
+        """Whether gradients underflow without a loss scale."""
+        return torch.float16 in (self.parameters, self.compute, self.reduction)
+
+    def master_of(self, dtype: torch.dtype) -> torch.dtype:
+        """What a parameter of this dtype is updated in."""
+        if self.master is not None and dtype.is_floating_point:
+            return self.master
+        return dtype if dtype.itemsize >= 4 else torch.float32
+
+    def accumulation_of(self, dtype: torch.dtype) -> torch.dtype:
+        """What the gradients of a parameter of this dtype are added up in."""
+        return self.accumulation if self.accumulation and dtype.is_floating_point else self.master_of(dtype)
+
+    def reduction_of(self, dtype: torch.dtype) -> torch.dtype:
+        """What the gradients of a parameter of this dtype travel in."""
+        return self.reduction if self.reduction and dtype.is_floating_point else self.accumulation_of(dtype)
+
+    def optimizer_state_of(self, dtype: torch.dtype) -> torch.dtype:
+        """What the optimizer keeps for a parameter of this dtype."""
+        return self.master_of(dtype)
+
+
+NARROW = (torch.bfloat16, torch.float16)
+"""The dtypes that are computed in beside fp32 masters."""
+
+RECORDS: Mapping[str, Precision] = {
+    "fp32": Precision(),
+    "bf16": Precision(parameters=torch.bfloat16, compute=torch.bfloat16, reduction=torch.bfloat16),
+    "fp16": Precision(parameters=torch.float16, compute=torch.float16, reduction=torch.float16),
+}
+"""By the word of the plan."""
+
+WIRES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def precision_of(plan: Plan) -> Precision:
+    """The record that a plan asks for."""
+    record = RECORDS[plan.precision]
+    return record if plan.wire == "auto" else replace(record, reduction=WIRES[plan.wire])
