@@ -27,6 +27,7 @@ from meshwise.checkpoint.types import dtype_name
 from meshwise.data_parallel.engine import Engine
 from meshwise.data_parallel.holdings import Holding, buffers, owned
 from meshwise.data_parallel.refill import Refill, Slot
+from meshwise.memory.update import Update
 from meshwise.optim.groups import describe_groups, restore_groups
 from meshwise.plan import Plan
 
@@ -43,9 +44,10 @@ class Restored:
 class TrainingState:
     """An engine and its optimizer, as something that is saved and loaded. One save is under way at a time."""
 
-    def __init__(self, engine: Engine, *, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    def __init__(self, engine: Engine, *, update: Update, plan: Plan) -> None:
         self._engine = engine
-        self._optimizer = optimizer
+        self._update = update
+        self._optimizer = optimizer = update.optimizer
         self._plan = str(plan)
         self._saving: Saving | None = None
         self._hook = optimizer.register_step_pre_hook(lambda *_: self.staged())
@@ -61,6 +63,7 @@ class TrainingState:
             saving, self._saving = self._saving, None
             if not saving.told:
                 saving.wait()
+        self._update.check()
         engine = self._engine
         own = {
             "plan": self._plan,
@@ -92,7 +95,7 @@ class TrainingState:
 
         def needed(index: Index) -> Iterator[Holding]:
             self._check_optimizer(index)
-            refill = Refill(engine, optimizer=self._optimizer, slots=_slots(index, engine))
+            refill = Refill(engine, update=self._update, slots=_slots(index, engine))
             refills.append(refill)
             yield from refill.needed()
             if (index.extra.get("plan"), index.extra.get("ranks")) == (self._plan, engine.world.size):
@@ -100,6 +103,7 @@ class TrainingState:
 
         index = load(folder, needed=needed, world=engine.world)
         together(lambda: self._take_up(index, refills[0], generators), world=engine.world)
+        self._update.mended()
         engine.publish()
         return index.extra
 
@@ -137,12 +141,13 @@ class TrainingState:
         def look_up() -> tuple[Refill, list[Holding]]:
             found = {row.name: index.tensors.get(f"parameter/{row.name}") for row in engine.table.rows}
             slots = {name: {"parameter": Slot(it.dtype, it.shape)} for name, it in found.items() if it is not None}
-            refill = Refill(engine, optimizer=self._optimizer, slots=slots)
+            refill = Refill(engine, update=self._update, slots=slots)
             return refill, [held for held in refill.needed() if held.slot != "buffer" or held.key in index.tensors]
 
         refill, needed = together(look_up, world=engine.world)
         fill(index, needed=needed, world=engine.world)
         refill.finish()
+        self._update.mended()
         engine.publish()
         return unused(index, names=names, base=base)
 

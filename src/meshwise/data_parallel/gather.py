@@ -8,6 +8,8 @@ reverse order of their creation, so when it reaches the output of another unit t
     forward     need A | need B: free A, start C | need C: free B, start D | ...
     backward    need D | need C: start B | need B: free D ...
 
+Where shards rest on another tier than the device, the one after what comes next is on its way from there already.
+
 What comes next is what came next in the last pass: a wrong guess costs a gather, never a result. Ranks guess alike,
 because all of them saw the same passes.
 
@@ -130,6 +132,8 @@ class Gatherer:
         if (follower := self._next()) is not None and follower not in self._whole:
             follower.start_gather()
             self._whole.append(follower)
+        if (later := self._next(2)) is not None and later not in self._whole:
+            later.fetch()
         self.peak = max(self.peak, sum(bucket.bytes()["gathered"] for u in self._whole for bucket in u.buckets))
 
     def _need_now(self, unit: LiveUnit) -> None:
@@ -150,10 +154,10 @@ class Gatherer:
                 other.free()
                 self._whole.remove(other)
 
-    def _next(self) -> LiveUnit | None:
+    def _next(self, ahead: int = 1) -> LiveUnit | None:
         here, last = len(self._seen) - 1, self._passes[self._backward]
-        if here + 1 < len(last) and last[here] is self._seen[here]:
-            return last[here + 1]
+        if here + ahead < len(last) and last[here] is self._seen[here]:
+            return last[here + ahead]
         return None
 
     def _finish_pass(self) -> None:

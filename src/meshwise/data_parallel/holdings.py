@@ -137,7 +137,7 @@ def stored(bucket: Bucket) -> Slice:
     """The parameters that this rank keeps between steps, as they are updated: what a load has to fill."""
     if bucket.master is not None:
         return Slice(bucket, bucket.owned[0], bucket.master)
-    return Slice(bucket, bucket.shard[0] if bucket.at_rest else 0, bucket.kept)
+    return Slice(bucket, bucket.kept_from, bucket.kept)
 
 
 def updated(bucket: Bucket) -> Iterator[tuple[Slice, nn.Parameter]]:

@@ -11,7 +11,7 @@ weight decay one contiguous slice, so an elementwise optimizer sees at most one 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -80,6 +80,13 @@ class Place:
     def padding(self) -> tuple[int, int]:
         """The slice that belongs to no parameter."""
         return self.pieces[-1].stop, self.size
+
+    def chunks(self, owned: tuple[int, int], *, most: int | None) -> Iterator[list[Run]]:
+        """What is owned, in parts of at most so many elements, each as its runs."""
+        start, stop = owned
+        for low in range(start, stop, most or stop - start):
+            high = min(stop, low + most) if most else stop
+            yield [part for run in self.runs if (part := run.within(low, stop=high))]
 
     def shard(self, index: int) -> tuple[int, int]:
         """[start, stop) of the part that `index` owns."""

@@ -17,6 +17,7 @@ from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.engine import Engine
 from meshwise.data_parallel.holdings import Holding, Slice, buffers, stored, updated
 from meshwise.data_parallel.place import Piece
+from meshwise.memory.update import Update
 from meshwise.model.table import Row
 
 
@@ -51,9 +52,10 @@ class Refill:
     is changed before the tensors of `needed` are.
     """
 
-    def __init__(self, engine: Engine, *, optimizer: torch.optim.Optimizer, slots: Mapping[str, Slots]) -> None:
+    def __init__(self, engine: Engine, *, update: Update, slots: Mapping[str, Slots]) -> None:
         self._engine = engine
-        self._optimizer = optimizer
+        self._update = update
+        self._optimizer = update.optimizer
         self._slots = slots
         self._numbers: list[_Number] = []
         self._states: list[tuple[nn.Parameter, dict[str, Any]]] = []
@@ -128,7 +130,7 @@ class Refill:
             kind, _, key = slot.partition("/")
             if kind == "optimizer":
                 pieces = _inside(part)
-                new[key] = _like(parameter, self._slots[pieces[0].row.name], slot=slot, old=old.get(key))
+                new[key] = self._like(parameter, self._slots[pieces[0].row.name], slot=slot, old=old.get(key))
                 for piece in pieces:
                     values = Slice(part.bucket, part.start, new[key])
                     yield from values.holdings(piece, slot=slot, within=(part.start, part.stop))
@@ -139,6 +141,17 @@ class Refill:
                     self._numbers.append(_Number(piece.row.name, slot, new, device, number))
                     yield Holding.whole(number, name=piece.row.name, slot=slot)
         self._states.append((parameter, new))
+
+    def _like(self, parameter: nn.Parameter, slots: Slots, *, slot: str, old: object) -> Tensor:
+        """A tensor for state of a slice: what is there already, where it is of the kind needed.
+
+        State that was saved in the dtype of its parameter follows the parameter to the dtype it has now.
+        """
+        follows = slots[slot] == slots["parameter"]
+        dtype = parameter.dtype if follows else slots[slot].dtype
+        if isinstance(old, Tensor) and old.shape == parameter.shape and old.dtype == dtype:
+            return old
+        return self._update.zero_state(parameter, key=slot.partition("/")[2], dtype=dtype)
 
     def _number_device(self, parameter: nn.Parameter) -> torch.device:
         """Where torch's optimizers keep the numbers of a parameter: beside it when a kernel reads them."""
@@ -152,18 +165,6 @@ def _inside(part: Slice) -> list[Piece]:
     """The parameters that have elements in a slice; the last one, whose padding it is, for one without any."""
     pieces = part.bucket.place.pieces
     return [piece for piece in pieces if max(piece.start, part.start) < min(piece.stop, part.stop)] or [pieces[-1]]
-
-
-def _like(parameter: nn.Parameter, slots: Slots, *, slot: str, old: object) -> Tensor:
-    """A tensor for state of a slice: what is there already, where it is of the kind needed.
-
-    State that was saved in the dtype of its parameter follows the parameter to the dtype it has now.
-    """
-    follows = slots[slot] == slots["parameter"]
-    dtype = parameter.dtype if follows else slots[slot].dtype
-    if isinstance(old, Tensor) and old.shape == parameter.shape and old.dtype == dtype:
-        return old
-    return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
 
 
 def _check_shape(row: Row, found: Slot) -> None:

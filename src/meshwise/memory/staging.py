@@ -1,0 +1,66 @@
+"""A fixed number of buffers through which everything passes that is read from disk or written there.
+
+Read-ahead without a bound would hold the whole model in memory, which is what the disk was to spare. Here nothing is
+read before a buffer is free for it, and a buffer is free again when what it held is written.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from meshwise.memory.swap import BLOCK, aligned
+
+
+@dataclass(frozen=True)
+class Swap:
+    """How state rests on disk.
+
+    folder     where the file is made; by default where the system keeps temporary files
+    buffers    how many staging buffers there are for the update: one is read ahead, one updated, one written
+    buffer     bytes of each; larger where what is updated at once does not fit
+    """
+
+    folder: Path | None = None
+    buffers: int = 3
+    buffer: int = 64 * 2**20
+
+    def __post_init__(self) -> None:
+        if self.buffers < 2 or self.buffer < BLOCK:
+            raise ValueError(
+                f"{self.buffers} staging buffers of {self.buffer} bytes; give at least 2, of at least {BLOCK} bytes"
+            )
+
+
+class Staging:
+    """`count` buffers of `size` bytes each, made when they are first needed."""
+
+    def __init__(self, *, count: int, size: int, pin: bool) -> None:
+        self.size = -(-size // BLOCK) * BLOCK
+        self._pin = pin
+        self._left = count
+        self._free: list[Tensor] = []
+        self._returned = threading.Condition()
+        self.bytes = 0
+
+    def take(self, *, wait: bool = True) -> Tensor | None:
+        """A buffer; None when none is free and `wait` is False."""
+        with self._returned:
+            while not self._free:
+                if self._left:
+                    self._left -= 1
+                    self.bytes += self.size
+                    return aligned(self.size, pin=self._pin)
+                if not wait:
+                    return None
+                self._returned.wait()
+            return self._free.pop()
+
+    def give(self, buffer: Tensor) -> None:
+        """Take a buffer back."""
+        with self._returned:
+            self._free.append(buffer)
+            self._returned.notify()

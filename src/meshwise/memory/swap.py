@@ -1,0 +1,242 @@
+"""A file that tensors rest in, and the threads that move them.
+
+A tensor at rest is an ordinary tensor: a view of the file's mapping. Whoever looks at it or fills it (a checkpoint, a
+load, a curious user) needs to know nothing, and pays with page faults. What is moved in every step goes past the page
+cache instead, in large aligned pieces that several threads read and write at once, between the file and buffers that
+the caller brings; the kernel keeps both ways coherent.
+
+    file    | master            | exp_avg           | exp_avg_sq        |       reserved when it is asked for
+            └── mapped: a tensor ┘        ▲ │
+                                  write   │ │  read       pieces of 8 MiB, by a few threads
+                                          │ ▼
+    memory          a buffer, aligned like the file
+
+The file has no name: nothing is left of it when the process ends, whatever ends it, and nobody can remove it before.
+Its space is reserved as it grows, so a full disk is told when a tensor is put there and not when it is written to.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+BLOCK = 4096
+"""Bytes: where direct reads and writes begin and end, in the file and in memory."""
+
+PIECE = 8 * 2**20
+"""Bytes that one thread moves at a time."""
+
+THREADS = 4
+
+REMEMBERED = 10_000
+"""Pieces of which the times are kept, the last ones."""
+
+
+class TierError(RuntimeError):
+    """A tier cannot take a tensor, or does not give it back as it was put there."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """One piece that went between memory and the disk; times are those of `time.perf_counter`."""
+
+    kind: str
+    bytes: int
+    started: float
+    ended: float
+
+
+class Transfer:
+    """Pieces under way."""
+
+    def __init__(self, futures: Sequence[Future[None]]) -> None:
+        self._futures = futures
+
+    @classmethod
+    def of(cls, transfers: Sequence[Transfer]) -> Transfer:
+        """Several as one."""
+        return cls([future for transfer in transfers for future in transfer._futures])
+
+    def wait(self) -> None:
+        """Return when all is moved. Raises TierError when a piece is not."""
+        for future in self._futures:
+            future.result()
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Call once, on whatever thread ends the last piece, also when one came to nothing."""
+        left = [len(self._futures)]
+        lock = threading.Lock()
+
+        def done(_: object) -> None:
+            with lock:
+                left[0] -= 1
+                last = left[0] == 0
+            if last:
+                call()
+
+        for future in self._futures:
+            future.add_done_callback(done)
+        if not self._futures:
+            call()
+
+
+class SwapFile:
+    """A nameless file in `folder`, by default where the system keeps temporary files.
+
+    Raises TierError when there is no such folder or nothing can be written there. `direct` says whether reads and
+    writes go past the page cache; some file systems, those in memory among them, do not have that.
+    """
+
+    def __init__(self, folder: Path | None = None, *, threads: int = THREADS) -> None:
+        self.folder = Path(tempfile.gettempdir()) if folder is None else folder
+        try:
+            self._file = _nameless(self.folder)
+        except OSError as error:
+            raise TierError(
+                f"no file for tensors at rest can be made in {self.folder}: {error.strerror}; name a folder on a disk "
+                "with room, that exists and may be written to"
+            ) from error
+        self.size = 0
+        self._offsets: dict[int, int] = {}
+        self.direct = self._go_direct()
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="swap")
+        self.moved: deque[Moved] = deque(maxlen=REMEMBERED)
+
+    # ---- tensors at rest ---------------------------------------------------------------------------------------
+
+    def allocate(self, numel: int, *, dtype: torch.dtype) -> Tensor:
+        """A tensor in one dim that rests in the file, all zero. Raises TierError when the disk has no room for it."""
+        size = max(1, -(-numel * dtype.itemsize // BLOCK)) * BLOCK
+        self._reserve(size)
+        mapping = mmap.mmap(self._file, size, offset=self.size)
+        tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+        self._offsets[tensor.data_ptr()] = self.size
+        self.size += size
+        return tensor[: numel * dtype.itemsize].view(dtype)
+
+    def locate(self, tensor: Tensor) -> int | None:
+        """Where in the file the first element of a tensor rests; None for one that does not rest here."""
+        if tensor.device.type != "cpu":
+            return None
+        base = tensor.untyped_storage().data_ptr()
+        start = self._offsets.get(base)
+        return None if start is None else start + tensor.data_ptr() - base
+
+    def place(self, tensor: Tensor) -> int:
+        """The same for one that does."""
+        offset = self.locate(tensor)
+        assert offset is not None
+        return offset
+
+    # ---- moving ------------------------------------------------------------------------------------------------
+
+    def read(self, offset: int, *, into: Tensor) -> Transfer:
+        """Start to fill bytes of memory, aligned and of whole blocks, from the file."""
+        return self._move("read", os.preadv, offset, into)
+
+    def write(self, offset: int, *, values: Tensor) -> Transfer:
+        """Start to write bytes of memory, aligned and of whole blocks, to the file."""
+        return self._move("write", os.pwritev, offset, values)
+
+    def later(self, call: Callable[[], object]) -> None:
+        """Call on one of the threads."""
+        self._pool.submit(call)
+
+    def close(self) -> None:
+        """Give the file back, when what is under way has ended; tensors that rest there keep their values."""
+        if self._file >= 0:
+            self._pool.shutdown()
+            os.close(self._file)
+            self._file = -1
+
+    def _move(self, kind: str, call: Callable[..., int], offset: int, memory: Tensor) -> Transfer:
+        assert memory.dtype == torch.uint8
+        assert offset % BLOCK == memory.data_ptr() % BLOCK == memory.numel() % BLOCK == 0
+
+        def move(start: int, data: memoryview) -> None:
+            begun = time.perf_counter()
+            size = len(data)
+            while data:
+                try:
+                    count = call(self._file, [data], start)
+                except OSError as error:
+                    raise TierError(f"cannot {kind} a tensor at rest in {self.folder}: {error.strerror}") from error
+                if count == 0:
+                    raise TierError(
+                        f"the file of tensors at rest in {self.folder} ends at byte {start}, before the {len(data)} "
+                        "that were put there: somebody has cut it; load a checkpoint to go on"
+                    )
+                start, data = start + count, data[count:]
+            self.moved.append(Moved(kind, size, begun, time.perf_counter()))
+
+        data = memory.numpy().data
+        return Transfer(
+            [self._pool.submit(move, offset + low, data[low : low + PIECE]) for low in range(0, len(data), PIECE)]
+        )
+
+    def _reserve(self, size: int) -> None:
+        try:
+            os.posix_fallocate(self._file, self.size, size)
+        except OSError as error:
+            free = shutil.disk_usage(self.folder).free if self.folder.exists() else 0
+            raise TierError(
+                f"{self.folder} has no room for tensors at rest: {error.strerror}; {size} bytes are needed beside the "
+                f"{self.size} there, and {free} are free. Name a folder on another disk, or let less rest on disk"
+            ) from error
+
+    def _go_direct(self) -> bool:
+        """Open the way past the page cache; False where the file system has none."""
+        flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
+        block = self.allocate(BLOCK, dtype=torch.uint8)
+        with suppress(OSError):
+            fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT)
+            # Some take the flag and refuse the write.
+            os.pwritev(self._file, [aligned(BLOCK, pin=False).numpy().data], self.locate(block) or 0)
+            return True
+        fcntl.fcntl(self._file, fcntl.F_SETFL, flags)
+        return False
+
+
+def aligned(size: int, *, pin: bool) -> Tensor:
+    """Bytes of memory that begin where a direct read may; pinned, for copies to and from a GPU."""
+    raw = torch.empty(size + BLOCK, dtype=torch.uint8, pin_memory=pin)
+    start = -raw.data_ptr() % BLOCK
+    return raw[start : start + size]
+
+
+def traffic(moved: Sequence[Moved]) -> Iterator[tuple[str, int, float]]:
+    """(kind, bytes, seconds in which something of this kind was under way) of reads, of writes and of both."""
+    for kind in ("read", "write", "both"):
+        own = sorted((one.started, one.ended) for one in moved if kind in (one.kind, "both"))
+        busy, until = 0.0, float("-inf")
+        for started, ended in own:
+            busy += max(0.0, ended - max(started, until))
+            until = max(until, ended)
+        yield kind, sum(one.bytes for one in moved if kind in (one.kind, "both")), busy
+
+
+def _nameless(folder: Path) -> int:
+    """A file for reading and writing that no folder lists."""
+    with suppress(IsADirectoryError, NotImplementedError):
+        try:
+            return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno not in (95, 22):  # EOPNOTSUPP, EINVAL: this file system makes no file without a name
+                raise
+    descriptor, path = tempfile.mkstemp(prefix="meshwise-", dir=folder)
+    Path(path).unlink()
+    return descriptor

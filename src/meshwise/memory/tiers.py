@@ -1,0 +1,229 @@
+"""Where parameters, masters and gradients rest, and how they come to their use.
+
+    tier      on a GPU                                     on a CPU
+    device    the GPU's memory                             its memory
+    cpu       pinned memory of the host; copies on a       its memory: there is nothing to move
+              stream of their own
+    disk      a file of the rank; staging buffers (pinned when there is a GPU) on the way
+
+A tensor at rest may be looked at and filled like any other, wherever it rests; `bring` and `store` are the fast ways.
+With nothing offloaded a `Tiers` does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from meshwise.memory.staging import Staging, Swap
+from meshwise.memory.swap import BLOCK, SwapFile, Transfer
+from meshwise.plan.offload import Offload
+
+GATHERED_AHEAD = 3
+"""Staging buffers for parameters: those in use, the next, and the one after."""
+
+
+class Loan:
+    """A tensor that rests elsewhere, while it is used where it is needed."""
+
+    def __init__(
+        self, values: Tensor, *, ready: Callable[[], None] | None = None, release: Callable[[], None] | None = None
+    ) -> None:
+        self._values = values
+        self._ready = ready
+        self._release = release
+
+    def wait(self) -> Tensor:
+        """The values, when they are there. Raises TierError when they do not come."""
+        if self._ready is not None:
+            self._ready()
+        return self._values
+
+    def release(self) -> None:
+        """They are not used any more; safe to call twice."""
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+
+
+class Tiers:
+    """The tiers of one rank. Raises TierError when the plan says disk and there is none."""
+
+    def __init__(
+        self, offload: Offload | None = None, *, device: torch.device | None = None, swap: Swap | None = None
+    ) -> None:
+        self.offload = offload or Offload()
+        self.device = device or torch.device("cpu")
+        self.swap = swap or Swap()
+        self.file = SwapFile(self.swap.folder) if self.offload.uses_disk else None
+        self._gathers: Staging | None = None
+        self._largest = 0
+        self._round = BLOCK
+        self._staging: Staging | None = None
+        self._stored: list[Transfer] = []
+        self._copies = torch.cuda.Stream(self.device) if self._on_gpu and self.offload != Offload() else None
+
+    @property
+    def updates_on(self) -> torch.device:
+        """Where the optimizer runs."""
+        return torch.device("cpu") if self.offload.updates_on_cpu else self.device
+
+    @property
+    def most(self) -> int | None:
+        """Elements that are updated at once, whole blocks of any dtype; None: all that lie together.
+
+        So that four tensors of fp32 fit a staging buffer: the master, its gradient and two of the optimizer's.
+        """
+        return max(BLOCK, self.swap.buffer // 16 // BLOCK * BLOCK) if self._moves else None
+
+    @property
+    def staging(self) -> Staging:
+        """The buffers of the update."""
+        if self._staging is None:
+            self._staging = Staging(count=self.swap.buffers, size=self._round, pin=self._on_gpu)
+        return self._staging
+
+    def reserve(self, size: int) -> None:
+        """A round of the update needs so many bytes of a staging buffer."""
+        self._round = max(self._round, size)
+
+    @property
+    def staged(self) -> int:
+        """Bytes of all staging buffers that there are."""
+        return sum(one.bytes for one in (self._gathers, self._staging) if one is not None)
+
+    # ---- at rest -----------------------------------------------------------------------------------------------
+
+    def leaves(self, what: str) -> bool:
+        """Whether it rests elsewhere than where it is used."""
+        tier = getattr(self.offload, what)
+        return tier == "disk" or (tier == "cpu" and self._on_gpu)
+
+    def empty(self, what: str, *, numel: int, dtype: torch.dtype) -> Tensor:
+        """A tensor in one dim where parameters, masters, gradients or the optimizer's state rest.
+
+        Contents are unspecified. Raises TierError when the disk has no room.
+        """
+        if getattr(self.offload, what) == "disk":
+            assert self.file is not None
+            if what in ("params", "gradients"):
+                self._largest = max(self._largest, numel * dtype.itemsize)
+            return self.file.allocate(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, pin_memory=self._on_gpu)
+
+    def where(self, tensor: Tensor) -> str:
+        """The tier that a tensor lies in."""
+        if self.on_disk(tensor):
+            return "disk"
+        return "device" if tensor.device.type == self.device.type else "cpu"
+
+    def on_disk(self, tensor: Tensor) -> bool:
+        """Whether it rests on disk."""
+        return self.file is not None and self.file.locate(tensor) is not None
+
+    # ---- to its use and back -----------------------------------------------------------------------------------
+
+    def bring(self, rest: Tensor) -> Loan:
+        """Start to bring a tensor at rest to the device; one that lies there is lent as it is."""
+        if self.file is not None and (offset := self.file.locate(rest)) is not None:
+            if self._gathers is None:
+                self._gathers = Staging(count=GATHERED_AHEAD, size=self._largest, pin=self._on_gpu)
+            if (buffer := self._gathers.take(wait=False)) is None:
+                return Loan(rest.to(self.device))
+            return self._read(rest, offset, buffer, self._gathers)
+        if rest.device.type == self.device.type:
+            return Loan(rest)
+        assert self._copies is not None
+        with torch.cuda.stream(self._copies):
+            values = rest.to(self.device, non_blocking=True)
+        return Loan(values, ready=lambda: self._join(values))
+
+    def read(self, rest: Tensor, *, into: Tensor) -> Transfer:
+        """Start to read a tensor on disk into whole blocks of memory."""
+        assert self.file is not None
+        return self.file.read(self.file.place(rest), into=into)
+
+    def write(self, rest: Tensor, *, values: Tensor) -> Transfer:
+        """Start to write whole blocks of memory to a tensor on disk."""
+        assert self.file is not None
+        return self.file.write(self.file.place(rest), values=values)
+
+    def store(self, values: Tensor, *, into: Tensor) -> None:
+        """Start to put values of the device where `into` rests; `settle` ends it."""
+        if self.file is None or (offset := self.file.locate(into)) is None:
+            if self._copies is None:
+                into.copy_(values)
+                return
+            self._copies.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._copies):
+                into.copy_(values, non_blocking=True)
+            values.record_stream(self._copies)
+            return
+        source = values.view(torch.uint8)
+        for low in range(0, source.numel(), self.staging.size):
+            piece = source[low : low + self.staging.size]
+            buffer = self.staging.take()
+            assert buffer is not None
+            buffer[: piece.numel()].copy_(piece)
+            transfer = self.file.write(offset + low, values=buffer[: blocks(piece.numel())])
+            transfer.then(lambda buffer=buffer: self.staging.give(buffer))  # type: ignore[misc] # one for each
+            self._stored.append(transfer)
+
+    def settle(self) -> None:
+        """Return when what was stored is there. Raises TierError when it cannot be."""
+        stored, self._stored = self._stored, []
+        for transfer in stored:
+            transfer.wait()
+        if self._copies is not None:
+            self._copies.synchronize()
+
+    def close(self) -> None:
+        """Give the file back."""
+        if self.file is not None:
+            self.file.close()
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def _moves(self) -> bool:
+        """Whether anything that an update needs is elsewhere."""
+        return any(self.leaves(what) for what in ("optimizer", "masters", "gradients", "params"))
+
+    def _read(self, rest: Tensor, offset: int, buffer: Tensor, staging: Staging) -> Loan:
+        assert self.file is not None
+        size = rest.numel() * rest.element_size()
+        transfer = self.file.read(offset, into=buffer[: blocks(size)])
+        values = buffer[:size].view(rest.dtype)
+        if not self._on_gpu:
+            return Loan(values, ready=transfer.wait, release=lambda: staging.give(buffer))
+        moved, copied = torch.empty_like(values, device=self.device), torch.cuda.Event()
+
+        def ready() -> None:
+            transfer.wait()
+            moved.copy_(values, non_blocking=True)
+            copied.record()
+
+        def give() -> None:
+            copied.synchronize()
+            staging.give(buffer)
+
+        def release() -> None:
+            assert self.file is not None
+            self.file.later(give)
+
+        return Loan(moved, ready=ready, release=release)
+
+    def _join(self, values: Tensor) -> None:
+        assert self._copies is not None
+        current = torch.cuda.current_stream(self.device)
+        current.wait_stream(self._copies)
+        values.record_stream(current)
+
+
+def blocks(size: int) -> int:
+    """Bytes of the whole blocks that hold `size`."""
+    return -(-size // BLOCK) * BLOCK
