@@ -169,7 +169,8 @@ class _ReduceScatter(_Map):
 
     def start(self, x: Tensor) -> Finish:
         along = self.along
-        parts = [part.contiguous() for part in x.split(along.sizes, along.dim)]
+        cut = x.split(along.sizes, along.dim)
+        parts = [part if part.is_contiguous() else _copied(part, along.world) for part in cut]
         into = x.new_empty(parts[along.index].shape)
         work = along.world.reduce_scatter(parts, into=into, axes=along.axes)
         return _after(work, into)
@@ -196,7 +197,7 @@ class _AllReduce(_Map):
     axes: Axes
 
     def start(self, x: Tensor) -> Finish:
-        total = x.clone(memory_format=torch.contiguous_format)
+        total = _copied(x, self.world)
         return _after(self.world.all_reduce(total, axes=self.axes), total)
 
     def conjugate(self) -> _Map:
@@ -277,6 +278,13 @@ def _resized(x: Tensor | Sequence[int], dim: int, size: int) -> tuple[int, ...]:
     shape = list(x.shape if isinstance(x, Tensor) else x)
     shape[dim] = size
     return tuple(shape)
+
+
+def _copied(x: Tensor, world: World) -> Tensor:
+    """A contiguous copy, where the other ranks reach it soonest."""
+    if x.device != world.device:
+        return x.clone(memory_format=torch.contiguous_format)
+    return world.empty(x.numel(), dtype=x.dtype).view(x.shape).copy_(x)
 
 
 def _after(work: Work, result: Tensor) -> Finish:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from meshwise.comm.board import PAYLOAD_BYTES
 from meshwise.comm.journal import Journal, Stamp
 from meshwise.comm.lane import Call, Lane, Lanes, travels_in_payload
 from meshwise.comm.span import Near, Span, reduce_spans
@@ -63,7 +64,9 @@ class LocalWorld(World):
         self._lanes = lanes
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """A tensor in memory that the other ranks can map."""
+        """A tensor in memory that the other ranks can map; one whose contents travel in a call needs none."""
+        if numel * dtype.itemsize <= PAYLOAD_BYTES:
+            return super().empty(numel, dtype=dtype)
         return self._lanes.room.slabs.empty(numel, dtype=dtype)
 
     def common(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from torch import Tensor
+
+from meshwise.comm import gradient
 from meshwise.comm.world import World
 from meshwise.layout.layout import Layout
-from meshwise.tensor.matmul import Moved, Streaming
+from meshwise.tensor.matmul import Gathering, Moved, Operand, Streaming, travelling
 from meshwise.tensor.scheme import DIMS, Axes, Move, Scheme
 
 
@@ -24,13 +27,43 @@ class Extents:
     tokens: tuple[int, ...] | None = None
 
 
+@dataclass
+class Arrival:
+    """What was brought together last, for the matrices that are still to read it.
+
+    Which tensor a matrix reads shows when it is called. The first that reads one brings it together, or the module
+    around them does so at its entry; who gets the same tensor then, or what it became, has it there.
+    """
+
+    part: Tensor | None = None
+    version: int = 0
+    operand: Operand | None = None
+    readers: int = 0
+
+    def put(self, part: Tensor, operand: Operand, *, readers: int) -> None:
+        """What `part` became, for so many matrices."""
+        if readers and not part.is_inference():  # whose changes nobody counts
+            self.part, self.version, self.operand, self.readers = part, part._version, operand, readers
+
+    def take(self, x: Tensor) -> Operand | None:
+        """What `x` became, or what has become `x`, for one of the matrices; None when `x` is something else."""
+        operand = self.operand
+        if operand is None or not (x is operand.value or (x is self.part and x._version == self.version)):
+            return None
+        self.readers -= 1
+        if not self.readers:
+            self.part = self.operand = None
+        return operand
+
+
 @dataclass(frozen=True)
 class Context:
-    """The world, the scheme, the extents of the forward under way, and how operands stream."""
+    """The world, the scheme, the extents and the arrival of the forward under way, and how operands stream."""
 
     world: World
     scheme: Scheme
     extents: Extents = dataclasses.field(default_factory=Extents)
+    arrival: Arrival = dataclasses.field(default_factory=Arrival)
     streaming: Streaming = dataclasses.field(default_factory=Streaming)
 
     def degree(self, axes: tuple[str, ...]) -> int:
@@ -54,3 +87,19 @@ class Context:
             return Moved(move.axes)
         sizes = {"rows": self.extents.rows, "tokens": self.extents.tokens, "features": features}[move.dim]
         return Moved(move.axes, DIMS[move.dim], sizes)
+
+    def arrive(self, x: Tensor, moved: Moved, *, readers: int) -> Operand:
+        """`x` brought together, for so many matrices to read it, of which this call is not one."""
+        if not moved.axes:
+            return Operand(x)
+        sent, gathering = travelling(x), None
+        if moved.dim is None:
+            whole = gradient.copy(sent, world=self.world, axes=moved.axes).wait()
+        else:
+            whole = gradient.all_gather(
+                sent, world=self.world, axes=moved.axes, dim=moved.dim, sizes=moved.sizes
+            ).wait()
+            gathering = None if self.streaming.keep else Gathering(self.world, moved)
+        operand = Operand(whole, None if gathering is None else sent.detach(), gathering)
+        self.arrival.put(x, operand, readers=readers)
+        return operand

@@ -13,7 +13,7 @@ from meshwise.model.table import Placement
 from meshwise.tensor.context import Context
 from meshwise.tensor.logits import SplitLogits
 from meshwise.tensor.loss import Vocabulary
-from meshwise.tensor.matmul import Moved, Operation, matmul
+from meshwise.tensor.matmul import Moved, Operand, Operation, matmul
 from meshwise.tensor.part import Part
 from meshwise.tensor.scheme import NOTHING, Product, Scheme
 
@@ -35,6 +35,7 @@ class Projection:
         self.context = context
         self.product = product
         self.part = part
+        self._shares = part.readers > 1 and not part.gathered and context.streaming.panels == 1
         stored = ((product.within, in_cut), (product.out, out_cut))
         axes, cuts = zip(*(stored if part.transposed else reversed(stored)), strict=True)
         self.layout = Layout(axes, cuts=cuts)
@@ -62,17 +63,25 @@ class Projection:
         context, product = self.context, self.product
         operation = Operation(
             world=context.world,
-            x=context.moved(product.x, features=self._x),
+            x=Moved() if self._shares else context.moved(product.x, features=self._x),
             w=self._w,
             y=context.moved(product.y),
             features=self._features,
             within=self._within,
             streaming=context.streaming,
         )
-        y = matmul(x, weight=weight, bias=bias, operation=operation)
+        y = matmul(self._operand(x), weight=weight, bias=bias, operation=operation)
         if self.part.role == "single" and not context.scheme.stream:
             y = gradient.replicate(y, world=context.world, axes=product.features, dim=-1, sizes=self.out_sizes).wait()
         return y
+
+    def _operand(self, x: Tensor) -> Operand:
+        """What is multiplied when the module is given `x`: with others that read it, what arrived for all of them."""
+        context = self.context
+        arrived = context.arrival.take(x) if self._shares or self.part.gathered else None
+        if arrived is not None or not self._shares:
+            return arrived or Operand(x)
+        return context.arrive(x, context.moved(self.product.x, features=self._x), readers=self.part.readers - 1)
 
     def _weight_moves(self, shape: tuple[int, ...]) -> tuple[Moved, int]:
         """How the weight is gathered, and how many input features are multiplied then."""

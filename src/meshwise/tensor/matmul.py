@@ -12,12 +12,19 @@ not in which order they stream, so this is one argument, and the result is the s
         X  ┌──┬──┬──┐     W ├────┤ panel 0          Y += X[:, panel] · W[panel, :]        gather panel p+1
            │ 0│ 1│ 2│       ├────┤ panel 1
            └──┴──┴──┘       ├────┤ panel 2
+
+What ranks add up is written where they reach it soonest (`World.empty`).
+
+Several products may read one X: q, k and v do. Then it is gathered for all of them, once, and, since a rank keeps its
+own part only, once more in the backward for all gradients of their weights (`Gathering`); the gradients of X are added
+up before they travel. So they move what one product with all their columns would move.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -99,6 +106,45 @@ class Operation:
         return not self.y.axes or self.world.group(self.y.axes).index == 0
 
 
+class Gathering:
+    """An X that several products read, brought together once for all their backwards."""
+
+    def __init__(self, world: World, moved: Moved) -> None:
+        self._world = world
+        self._moved = moved
+        self._readers = 0
+        self._left = 0
+        self._arriving: Finish | None = None
+
+    def join(self) -> None:
+        """A product will want it in its backward."""
+        self._readers += 1
+
+    def again(self, stored: Tensor) -> Finish:
+        """For one of the products: the first starts to gather what is `stored`, the last lets go of the result."""
+        if self._arriving is None:
+            self._arriving = _gather(_there(stored), self._moved, world=self._world)
+            self._left = self._readers
+        arriving = self._arriving
+        self._left -= 1
+        if not self._left:
+            self._arriving = None
+        return arriving
+
+
+@dataclass(frozen=True)
+class Operand:
+    """X as a product reads it.
+
+    value       what is multiplied, or the part that the product gathers by itself
+    stored      with `gathering`: this rank's part of `value`, which is kept instead of it
+    """
+
+    value: Tensor
+    stored: Tensor | None = None
+    gathering: Gathering | None = None
+
+
 @dataclass(frozen=True)
 class _Slice:
     """A part of what this rank stores of an operand, along K, and how it meets those of the other ranks."""
@@ -125,85 +171,115 @@ class _Slice:
         return stored if self.size == stored.size(dim) else stored.narrow(dim, self.start, self.size)
 
 
-def matmul(x: Tensor, *, weight: Tensor, bias: Tensor | None = None, operation: Operation) -> Tensor:
+def matmul(x: Operand, *, weight: Tensor, bias: Tensor | None = None, operation: Operation) -> Tensor:
     """X·W plus the bias, this rank's part of it: (…, its K) and its part of (out, in) to (…, its out).
 
     The gradients are those of what this rank stores; that of the bias is the sum over its own rows of Y. Under
     autocast, operands are converted before they travel. Raises ValueError for parts that do not fit `operation`.
     """
+    value, weight, bias = travelling(x.value), travelling(weight), None if bias is None else travelling(bias)
+    kept = x if x.stored is None or x.stored.dtype == value.dtype else Operand(value)
+    result: Tensor = _Multiply.apply(value, weight, bias, operation, kept)
+    return result
+
+
+def travelling(x: Tensor) -> Tensor:
+    """The operand in the dtype that it is multiplied in: that of autocast, where it is on."""
     device = x.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    result: Tensor = _Multiply.apply(x, weight, bias, operation)
-    return result
+        return x.to(torch.get_autocast_dtype(device))
+    return x
 
 
 class _Multiply(torch.autograd.Function):
     """The picture at the top of the file."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, operation: Operation) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, operation: Operation, operand: Operand
+    ) -> Tensor:
         added = bias if operation.adds_bias else None
         y: Tensor | None = None
         kept: list[Tensor] = []
-        for x_part, w_part in _operands(x, weight, operation):
+        for x_coming, w_coming in _operands(_there(x), weight, operation):
+            x_part, w_part = x_coming(), w_coming()
             if y is None:
-                y = functional.linear(x_part, w_part, added)
+                y = _product(x_part, w_part, bias=added, summed=operation.y, world=operation.world)
             else:
                 y.view(-1, y.size(-1)).addmm_(x_part.flatten(0, -2), w_part.t())
             kept += [x_part, w_part] if operation.streaming.keep else []
         assert y is not None
         ctx.operation = operation
-        ctx.has_bias = bias is not None
-        ctx.save_for_backward(x, weight, *kept)
+        ctx.gathering = operand.gathering if ctx.needs_input_grad[1] else None
+        if ctx.gathering is not None:
+            ctx.gathering.join()
+        ctx.save_for_backward(x if operand.stored is None else operand.stored, weight, *kept)
         return _reduce(y, operation.y, world=operation.world)()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         operation: Operation = ctx.operation
-        x, weight, *kept = ctx.saved_tensors
-        for_x, for_w, for_bias, _ = ctx.needs_input_grad
-        arriving = _gather(dy, operation.y, world=operation.world)
-        operands = zip(kept[::2], kept[1::2], strict=True) if kept else _operands(x, weight, operation)
+        x, weight, *kept = (_there(tensor) for tensor in ctx.saved_tensors)
+        for_x, for_w, for_bias, *_ = ctx.needs_input_grad
+        arriving = _gather(_there(dy), operation.y, world=operation.world)
+        whole = x if ctx.gathering is None else ctx.gathering.again(x())
+        operands = zip(kept[::2], kept[1::2], strict=True) if kept else _operands(whole, weight(), operation)
         d_bias = dy.flatten(0, -2).sum(0) if for_bias else None
         dy = arriving()
         dxs: list[Finish] = []
         dws: list[Finish] = []
-        for panel, (x_part, w_part) in zip(operation.panels, operands, strict=True):
+        for panel, (x_coming, w_coming) in zip(operation.panels, operands, strict=True):
             if for_x:
-                dxs.append(_reduce(dy @ w_part, operation.x_panel(panel).moved, world=operation.world))
+                moved = operation.x_panel(panel).moved
+                dx = _product(dy, w_coming().t(), summed=moved, world=operation.world)
+                dxs.append(_reduce(dx, moved, world=operation.world))
             if for_w:
-                dw = _outer(x_part, dy, within=operation.within)
+                dw = _outer(x_coming(), dy, within=operation.within)
                 dws.append(_reduce(dw, operation.w_panel(panel).moved, world=operation.world))
-        return _together(dxs, dim=-1), _together(dws, dim=operation.within), d_bias, None
+        return _together(dxs, dim=-1), _together(dws, dim=operation.within), d_bias, None, None
 
 
-def _operands(x: Tensor, weight: Tensor, operation: Operation) -> Iterator[tuple[Tensor, Tensor]]:
-    """X and W, (out, in), panel by panel; the next panel is on its way while one is used."""
+def _operands(x: Finish, weight: Tensor, operation: Operation) -> Iterator[tuple[Finish, Finish]]:
+    """X and W, (out, in), as they come, panel by panel; the next panel is on its way while one is used."""
+    world, within = operation.world, operation.within
 
     def start(panel: Panel) -> tuple[Finish, Finish]:
         x_panel, w_panel = operation.x_panel(panel), operation.w_panel(panel)
-        return (
-            _gather(x_panel.of(x, dim=-1), x_panel.moved, world=operation.world),
-            _gather(w_panel.of(weight, dim=operation.within), w_panel.moved, world=operation.world),
-        )
+        x_part = _gather(lambda: x_panel.of(x(), dim=-1), x_panel.moved, world=world)
+        w_part = _gather(lambda: w_panel.of(weight, dim=within), w_panel.moved, world=world)
+        return x_part, w_part if within == 1 else lambda: w_part().t()
 
-    panels = operation.panels
-    coming = start(panels[0])
-    for following in [*panels[1:], None]:
-        x_part, w_part = (arrive() for arrive in coming)
-        if following is not None:
-            coming = start(following)
-        yield x_part, w_part if operation.within == 1 else w_part.t()
+    coming = start(operation.panels[0])
+    for following in [*operation.panels[1:], None]:
+        here, coming = coming, start(following) if following is not None else coming
+        yield here
 
 
-def _gather(part: Tensor, moved: Moved, *, world: World) -> Finish:
+def _there(x: Tensor) -> Finish:
+    """What has nowhere to come from."""
+    return lambda: x
+
+
+def _gather(part: Finish, moved: Moved, *, world: World) -> Finish:
     """Start to bring the parts of an operand together."""
     if not moved.axes or moved.dim is None:
-        return lambda: part
-    return gradient.all_gather(part, world=world, axes=moved.axes, dim=moved.dim, sizes=moved.sizes).wait
+        return part
+    return gradient.all_gather(part(), world=world, axes=moved.axes, dim=moved.dim, sizes=moved.sizes).wait
+
+
+def _product(x: Tensor, w: Tensor, *, bias: Tensor | None = None, summed: Moved, world: World) -> Tensor:
+    """X·W plus the bias, for W (out, in); where the ranks `summed` adds up reach it, if they all get the whole sum."""
+    if not summed.axes or summed.dim is not None:
+        return functional.linear(x, w, bias)
+    shape = (*x.shape[:-1], w.size(0))
+    y = world.empty(math.prod(shape), dtype=x.dtype).view(shape)
+    rows, into = x.flatten(0, -2), y.flatten(0, -2)
+    if bias is None:
+        torch.mm(rows, w.t(), out=into)
+    else:
+        torch.addmm(bias, rows, w.t(), out=into)
+    return y
 
 
 def _reduce(summand: Tensor, moved: Moved, *, world: World) -> Finish:

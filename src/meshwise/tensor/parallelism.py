@@ -185,7 +185,7 @@ class _Split:
             for attribute in attributes:
                 setattr(module, attribute, context.own(Layout((axes,)), size=getattr(module, attribute)))
         if part.gathers:
-            region.gather_stream(module, context=context, features=self._width())
+            region.gather_stream(module, context=context, features=self._width(), readers=part.readers)
         if part.even_rows:
             region.require_even_rows(module, name=name, context=context)
         if part.narrows:

@@ -89,11 +89,16 @@ class Part:
     transposed: bool = False
     """first, second, single, head: the weight is stored (in, out), not (out, in)."""
 
+    readers: int = 1
+    """first: how many matrices read the same input, this one and others, so that it is brought together once. With
+    `gathers`: how many there are inside."""
+
     gathered: bool = False
     """first: the enclosing attention or pair has `gathers`, so that the input is there already."""
 
     gathers: bool = False
-    """attention, pair: gather the stream once, at its entry, for all linears that open it."""
+    """attention, pair: gather the stream at its entry, for all linears that open it, and for a forward that asks its
+    input for sizes."""
 
     narrows: int = 0
     """attention with `gathers`: its forward takes the features of its heads from the last size of its input. It is

@@ -19,7 +19,7 @@ from meshwise.comm import gradient
 from meshwise.layout.geometry import even_split
 from meshwise.layout.layout import Layout
 from meshwise.tensor.context import Context
-from meshwise.tensor.scheme import Axes, Move
+from meshwise.tensor.scheme import Axes
 from meshwise.tree import map_tensors, tensors
 
 Change: TypeAlias = Callable[[Tensor], Tensor]
@@ -72,13 +72,13 @@ def leave_tokens(block: nn.Module, *, context: Context) -> None:
     block.register_forward_hook(after)
 
 
-def gather_stream(module: nn.Module, *, context: Context, features: int) -> None:
-    """Gather the stream of `features` at the entry of a module, for all linears inside that open a pair."""
+def gather_stream(module: nn.Module, *, context: Context, features: int, readers: int) -> None:
+    """Gather the stream of `features` at the entry of a module, for so many linears inside that open a pair."""
     move = context.scheme.first.x
     sizes = context.sizes(Layout((move.axes,)), size=features, axes=move.axes)
 
     def gather(x: Tensor) -> Tensor:
-        return arrive(x, move=move, context=context, features=sizes)
+        return context.arrive(x, context.moved(move, features=sizes), readers=readers).value
 
     if context.degree(move.axes) > 1:
         _change_input(module, gather)
@@ -130,16 +130,6 @@ def gather_features(module: nn.Module, *, context: Context, features: int) -> No
 def share_input(module: nn.Module, *, context: Context, axes: Axes) -> None:
     """Let every rank along `axes` use the same input in its own way: its gradients are summed."""
     _change_input(module, lambda x: gradient.copy(x, world=context.world, axes=axes).wait() if x.requires_grad else x)
-
-
-def arrive(x: Tensor, *, move: Move, context: Context, features: tuple[int, ...] | None = None) -> Tensor:
-    """`x` gathered as a move says, for every rank to use in its own way. `features`: the sizes of its parts."""
-    moved = context.moved(move, features=features)
-    if not moved.axes:
-        return x
-    if moved.dim is None:
-        return gradient.copy(x, world=context.world, axes=moved.axes).wait()
-    return gradient.all_gather(x, world=context.world, axes=moved.axes, dim=moved.dim, sizes=moved.sizes).wait()
 
 
 def to_inner_rows(x: Tensor, *, context: Context) -> Tensor:

@@ -125,11 +125,13 @@ class Pairs:
                 group_counts=counts_of_groups(owner, heads=heads),
                 twins=twins,
                 even_rows=not self._sharing.rows_stay and not sizes_unused(owner),
+                readers=len(branch.firsts) if gathers else 1,
                 gathers=gathers,
                 narrows=grain if narrows else 0,
             ),
             branch.second.name: Part("second", grain=grain, transposed=branch.second.flipped),
         }
+        outside = [matrix for matrix in branch.firsts if cross and "q" not in _child(matrix).lower()]
         for matrix in branch.firsts:
             keys = len(branch.firsts) >= 3 and heads.group > 1 and matrix.outputs == heads.key_count * heads.width
             cut = self._cut(matrix, _sections(matrix, heads), grain=heads.width if keys else grain, heads=heads)
@@ -139,7 +141,8 @@ class Pairs:
                     sections=cut[0],
                     grain=cut[1],
                     transposed=matrix.flipped,
-                    whole_tokens=cross and "q" not in _child(matrix).lower(),
+                    whole_tokens=matrix in outside,
+                    readers=len(outside) if matrix in outside else len(branch.firsts) - len(outside),
                     gathered=gathers,
                     shared=keys and twins > 1,
                 )
@@ -150,12 +153,18 @@ class Pairs:
         found = {branch.second.name: Part("second", transposed=branch.second.flipped)}
         gathers = len(branch.firsts) > 1 and self._share_input(branch)
         if gathers:
-            found[_home(branch.firsts[0])] = Part("pair", gathers=True)
+            found[_home(branch.firsts[0])] = Part("pair", gathers=True, readers=len(branch.firsts))
         for matrix in branch.firsts:
             if matrix.outputs % hidden:
                 self._reasons[matrix.name] = f"{matrix} does not fit {branch.second}"
             elif cut := self._cut(matrix, (hidden,) * (matrix.outputs // hidden), grain=1, heads=None):
-                found[matrix.name] = Part("first", sections=cut[0], transposed=matrix.flipped, gathered=gathers)
+                found[matrix.name] = Part(
+                    "first",
+                    sections=cut[0],
+                    transposed=matrix.flipped,
+                    readers=len(branch.firsts),
+                    gathered=gathers,
+                )
         return found
 
     def _share_input(self, branch: Branch) -> bool:
