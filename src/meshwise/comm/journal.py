@@ -22,6 +22,8 @@ from types import FrameType
 
 import torch
 
+from meshwise.comm.stopwatch import Stopwatch
+
 _NOT_CALLERS = (f"{Path(__file__).parent}/", f"{Path(torch.__file__).parent}/")
 _KEPT = 1024
 _SIZES_MAY_DIFFER = ("all_to_all", "gather", "scatter")
@@ -104,8 +106,7 @@ class Journal:
     """The calls of one rank: how many (in all, and on each line), the last ones, a digest per group, the position.
 
     `thread` is the identifier of the thread that made the last call, `called_at` its time by `time.monotonic`.
-    `waited`: seconds that this rank has spent waiting so far. `doing`: what the rank is at between its calls, as the
-    actions of a schedule are printed (`2F0`), or a word; whoever runs the step says it.
+    `waited`: seconds that this rank has spent waiting so far.
     """
 
     def __init__(self) -> None:
@@ -116,10 +117,25 @@ class Journal:
         self.thread = threading.get_ident()
         self.called_at = time.monotonic()
         self.waited = 0.0
-        self.doing = ""
+        self._doing = ""
+        self._stopwatch: Stopwatch | None = None
         self.digests: dict[tuple[int, ...], int] = {}
         self._before: dict[tuple[int, ...], int] = {}
         self._recordings: list[list[Stamp]] = []
+
+    @property
+    def doing(self) -> str:
+        """What the rank is at between its calls, as the actions of a schedule are printed (`2F0`), or a word.
+
+        Whoever runs the step says it; after the step it is empty.
+        """
+        return self._doing
+
+    @doing.setter
+    def doing(self, what: str) -> None:
+        self._doing = what
+        if self._stopwatch is not None:
+            self._stopwatch.begins(what)
 
     def write(self, stamp: Stamp, *, ranks: tuple[int, ...]) -> None:
         """Keep a call that is about to be made among `ranks` (of a message: its source and target)."""
@@ -145,14 +161,17 @@ class Journal:
     @contextlib.contextmanager
     def waiting(self, stamp: Stamp) -> Iterator[None]:
         """Mark this rank as waiting for `stamp` inside the block; one may stand in another."""
-        before, since = self.position, time.monotonic()
+        before, since, watch = self.position, time.monotonic(), self._stopwatch
         self.position = Position(stamp, since)
+        moment = None if watch is None else watch.now()
         try:
             yield
         finally:
             self.position = before
             if before.waiting_since is None:
                 self.waited += time.monotonic() - since
+                if watch is not None and moment is not None:
+                    watch.waited(stamp.kind, since=moment)
 
     @contextlib.contextmanager
     def record(self) -> Iterator[list[Stamp]]:
@@ -163,6 +182,20 @@ class Journal:
             yield stamps
         finally:
             self._recordings = [kept for kept in self._recordings if kept is not stamps]
+
+    @contextlib.contextmanager
+    def timed(self, device: torch.device) -> Iterator[Stopwatch]:
+        """Note what the rank does inside the block, and what it waits for, and when.
+
+        Raises RuntimeError inside another such block.
+        """
+        if self._stopwatch is not None:
+            raise RuntimeError("the times of this rank are being noted already; end the block that does it first")
+        self._stopwatch = Stopwatch(device)
+        try:
+            yield self._stopwatch
+        finally:
+            self._stopwatch = None
 
 
 def disagreement(stamps: Mapping[int, Stamp]) -> str | None:

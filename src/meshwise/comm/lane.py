@@ -217,7 +217,7 @@ class Lane:
         self._is_awaited = True
         if place == _IN_PRIVATE:
             assert self._room.memory is not None
-            return Far(self._room.memory, rank, offset, like.element_size())
+            return Far(self._room.memory, rank, offset, like.numel(), like.element_size())
         return Near(self._room.peer(rank).slabs.at(place)[offset : offset + size].view(like.dtype))
 
     def _is_there(self, index: int, call: Call) -> bool:

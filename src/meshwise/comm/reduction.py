@@ -15,8 +15,8 @@ from torch import Tensor
 
 _OPS: Mapping[str, Callable[..., Any]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _NARROW = (torch.float16, torch.bfloat16)
-# Elements that stay in the cache of a core between one part and the next.
-_BLOCK = 32 << 10
+# Elements that stay in a cache between one part and the next, and pay for their calls.
+_BLOCK = 128 << 10
 
 
 def reduce_in_order(parts: Sequence[Tensor], *, into: Tensor, scratch: Tensor, op: str) -> None:
@@ -27,15 +27,12 @@ def reduce_in_order(parts: Sequence[Tensor], *, into: Tensor, scratch: Tensor, o
     rounded once. Raises ValueError for an unknown op.
     """
     require_op(op)
-    if into.numel() <= _BLOCK:
-        _reduce(parts, into, scratch, op)
-        return
-    for start in range(0, into.numel(), _BLOCK):
-        block = slice(start, start + _BLOCK)
-        _reduce([part[block] for part in parts], into[block], scratch[block], op)
+    for *shown, target, total in zip(*(x.split(_BLOCK) for x in (*parts, into, scratch)), strict=True):
+        reduce_block(shown, into=target, scratch=total, op=op)
 
 
-def _reduce(parts: Sequence[Tensor], into: Tensor, scratch: Tensor, op: str) -> None:
+def reduce_block(parts: Sequence[Tensor], *, into: Tensor, scratch: Tensor, op: str) -> None:
+    """The same of parts that are small enough to be added in one go."""
     if op == "sum" and is_narrow(into.dtype):
         total = parts[0].float()
         for part in parts[1:]:

@@ -8,21 +8,18 @@ tensor once and writes it once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-import torch
 from torch import Tensor
 
 from meshwise.comm.direct import Memory
-from meshwise.comm.reduction import reduce_in_order
+from meshwise.comm.reduction import reduce_block
 from meshwise.comm.scratch import Scratch
 
-# Bytes of a block: the parts of four ranks fit into the cache of a core. What the system copies should also pay for
-# the call into it.
-_NEAR_BYTES = 128 << 10
-_FAR_BYTES = 512 << 10
+# Bytes of a block: it pays for its calls, and what four ranks read of it stays in the cache that they share.
+_BLOCK_BYTES = 512 << 10
 
 
 @dataclass(frozen=True)
@@ -39,13 +36,15 @@ class Near:
         """Copy all of it."""
         into.copy_(self.tensor)
 
-    def read(self, start: int, *, block: Tensor) -> Tensor:
-        """The elements from `start` on, as many as `block` has; it need not be used."""
-        return self.tensor[start : start + block.numel()]
+    def reader(self, step: int, *, block: Tensor) -> _Reader:  # noqa: ARG002 - nothing needs to be copied
+        """What gives block after block of `step` elements, each asked for by its number."""
+        blocks: Sequence[Tensor] = self.tensor.split(step)
+        return blocks.__getitem__
 
-    def write(self, start: int, *, block: Tensor) -> None:
-        """Overwrite the elements from `start` on."""
-        self.tensor[start : start + block.numel()].copy_(block)
+    def writer(self, step: int) -> _Writer:
+        """What overwrites them."""
+        blocks = self.tensor.split(step)
+        return lambda number, x: blocks[number].copy_(x)
 
 
 @dataclass(frozen=True)
@@ -55,27 +54,35 @@ class Far:
     memory: Memory
     rank: int
     address: int
+    numel: int
     itemsize: int
 
-    def cut(self, start: int, *, stop: int) -> Far:  # noqa: ARG002 - the reader knows how much it reads
+    def cut(self, start: int, *, stop: int) -> Far:
         """The elements [start, stop)."""
-        return replace(self, address=self.address + start * self.itemsize)
+        return replace(self, address=self.address + start * self.itemsize, numel=stop - start)
 
     def copy_to(self, into: Tensor) -> None:
-        """Copy as much as `into` holds. Raises OSError."""
+        """Copy all of it. Raises OSError."""
         self.memory.read(self.rank, address=self.address, into=into)
 
-    def read(self, start: int, *, block: Tensor) -> Tensor:
-        """The elements from `start` on, in `block`. Raises OSError."""
-        self.memory.read(self.rank, address=self.address + start * self.itemsize, into=block)
-        return block
+    def reader(self, step: int, *, block: Tensor) -> _Reader:
+        """What gives block after block of `step` elements, in `block`. Calling it raises OSError."""
 
-    def write(self, start: int, *, block: Tensor) -> None:
-        """Overwrite the elements from `start` on. Raises OSError."""
-        self.memory.write(self.rank, address=self.address + start * self.itemsize, x=block)
+        def read(number: int) -> Tensor:
+            into = block[: self.numel - number * step]
+            self.memory.read(self.rank, address=self.address + number * step * self.itemsize, into=into)
+            return into
+
+        return read
+
+    def writer(self, step: int) -> _Writer:
+        """What overwrites them. Calling it raises OSError."""
+        return lambda number, x: self.memory.write(self.rank, address=self.address + number * step * self.itemsize, x=x)
 
 
 Span: TypeAlias = Near | Far
+_Reader: TypeAlias = Callable[[int], Tensor]
+_Writer: TypeAlias = Callable[[int, Tensor], object]
 
 
 def reduce_spans(spans: Sequence[Span], *, into: Tensor, copies: Sequence[Span], op: str, scratch: Scratch) -> None:
@@ -83,20 +90,15 @@ def reduce_spans(spans: Sequence[Span], *, into: Tensor, copies: Sequence[Span],
 
     Raises OSError when memory of another process cannot be read or written.
     """
-    near = [span.tensor for span in spans if isinstance(span, Near)]
-    if len(near) == len(spans) and not copies and into.numel() * into.element_size() <= _NEAR_BYTES:
-        reduce_in_order(near, into=into, scratch=torch.empty_like(into), op=op)
-        return
-    far = any(isinstance(span, Far) for span in (*spans, *copies))
-    step = max(1, (_FAR_BYTES if far else _NEAR_BYTES) // into.element_size())
+    step = max(1, _BLOCK_BYTES // into.element_size())
     total = scratch.borrow(like=into[:step])
     blocks = [scratch.borrow(like=total) if isinstance(span, Far) else total for span in spans]
-    for start in range(0, into.numel(), step):
-        part = into[start : start + step]
-        size = part.numel()
-        shown = [span.read(start, block=block[:size]) for span, block in zip(spans, blocks, strict=True)]
-        reduce_in_order(shown, into=part, scratch=total[:size], op=op)
-        for copy in copies:
-            copy.write(start, block=part)
+    readers = [span.reader(step, block=block) for span, block in zip(spans, blocks, strict=True)]
+    writers = [copy.writer(step) for copy in copies]
+    for number, part in enumerate(into.split(step)):
+        shown = [read(number) for read in readers]
+        reduce_block(shown, into=part, scratch=total[: part.numel()], op=op)
+        for write in writers:
+            write(number, part)
     for block in (total, *(block for block in blocks if block is not total)):
         scratch.give_back(block)

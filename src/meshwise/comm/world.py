@@ -27,6 +27,7 @@ from meshwise.comm.agreement import as_tensor, require_alike
 from meshwise.comm.journal import Journal, Position, Stamp, call_site
 from meshwise.comm.parts import Parts, fit, flat, split
 from meshwise.comm.reduction import require_op
+from meshwise.comm.stopwatch import Stopwatch
 from meshwise.mesh import Mesh
 
 Axes: TypeAlias = str | Sequence[str]
@@ -151,6 +152,10 @@ class World(abc.ABC):
     def record(self) -> AbstractContextManager[list[Stamp]]:
         """Collect the stamps of the collectives called inside the block, on any view of this world."""
         return self.journal.record()
+
+    def timed(self) -> AbstractContextManager[Stopwatch]:
+        """Note what this rank does inside the block, on any view of this world, and what it waits for, and when."""
+        return self.journal.timed(self.device)
 
     def digest(self, axes: Axes) -> int:
         """A 32-bit digest of all collectives this rank's group along `axes` has called: equal on all its ranks."""

@@ -1,0 +1,95 @@
+"""When a rank began what, and how long it waited within it: noted while it runs, read when it is over.
+
+A note is one reading of a clock: of the host's, or on a CUDA device of the device's, by an event on the current stream.
+So what is measured is when the device did it, and nothing waits for anything before `read`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a rank was at, as `Journal.doing` says, or what it waited for, from when to when."""
+
+    what: str
+    start: float
+    stop: float
+    waits: bool = False
+
+
+class Clock(Protocol):
+    """Tells the time."""
+
+    def now(self) -> Any:
+        """This moment."""
+
+    def seconds(self, moment: Any) -> float:
+        """A moment as `time.monotonic` would tell it."""
+
+
+class HostClock:
+    """The host's own."""
+
+    def now(self) -> float:
+        """This moment."""
+        return time.monotonic()
+
+    def seconds(self, moment: float) -> float:
+        """The moment itself."""
+        return moment
+
+
+class DeviceClock:
+    """The clock of a CUDA device."""
+
+    def __init__(self) -> None:
+        torch.cuda.synchronize()
+        self._zero, self._first = time.monotonic(), self.now()
+
+    def now(self) -> torch.cuda.Event:
+        """When the current stream comes to this place."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, moment: torch.cuda.Event) -> float:
+        """The moment as `time.monotonic` would tell it; waits until it is there."""
+        moment.synchronize()
+        return self._zero + float(self._first.elapsed_time(moment)) / 1e3
+
+
+class Stopwatch:
+    """The notes of one rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock: Clock = DeviceClock() if device.type == "cuda" else HostClock()
+        self._marks: list[tuple[str, Any]] = []
+        self._waits: list[tuple[str, Any, Any]] = []
+
+    def now(self) -> Any:
+        """This moment."""
+        return self._clock.now()
+
+    def begins(self, what: str) -> None:
+        """What was before ends, and this begins; nothing, if it is empty."""
+        self._marks.append((what, self._clock.now()))
+
+    def waited(self, what: str, *, since: Any) -> None:
+        """A wait is over."""
+        self._waits.append((what, since, self._clock.now()))
+
+    def read(self, *, offset: float = 0.0) -> list[Span]:
+        """What this rank was at, in order, and then its waits; `offset` is how far its clock is ahead."""
+        marks = [(what, self._clock.seconds(moment) - offset) for what, moment in self._marks]
+        spans = [Span(what, start, stop) for (what, start), (_, stop) in pairwise(marks) if what]
+        for what, since, until in self._waits:
+            start, stop = (self._clock.seconds(moment) - offset for moment in (since, until))
+            spans.append(Span(what, start, stop, waits=True))
+        return spans
