@@ -4,18 +4,22 @@ A block of width h with an MLP of 4 h has four matrices: qkv (h, 3h), projection
 (4h, h). Over them, the inputs of b·s tokens are 7 b·s·h elements, the outputs 9 b·s·h and the matrices 12 h².
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from meshwise.comm.trace_world import TraceWorld
 from meshwise.plan import Plan
 from meshwise.reference.gpt import Block, GPTConfig
 from meshwise.tensor.matmul import Streaming
+from meshwise.tensor.rules import find_parts
+from meshwise.testing import SavedForBackward
 from meshwise.testing.count import Counts, count
-from tensor.splitting import gpt_parts, install
+from tensor.splitting import install
 
 H, TOKENS, HEADS, ROWS = 64, 16, 8, 64
 B_S_H = ROWS * TOKENS * H
@@ -23,30 +27,70 @@ FREE, KEPT, PANELS = Streaming(), Streaming(keep=True), Streaming(panels=4)
 STATISTICS = 2 * 2 * ROWS * TOKENS  # of two norms: two numbers a token
 
 
+CONFIG = GPTConfig(width=H, heads=HEADS, layers=1, mlp_ratio=4)
+
+
 class Stream(nn.Module):
     """One block as a model."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block(config)])
+        self.blocks = nn.ModuleList([block])
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.blocks[0](x)
         return output
 
 
-def traffic(plan: str, streaming: Streaming) -> tuple[Counts, Counts]:
+def one_matrix() -> nn.Module:
+    return Stream(Block(CONFIG))
+
+
+class Gated(nn.Module):
+    """A block as users write it: what its first matrices read is a variable, and they may be one or several."""
+
+    def __init__(self, *, fused: bool) -> None:
+        super().__init__()
+        self.heads, self.fused = HEADS, fused
+        self.norm, self.mlp_norm = nn.LayerNorm(H), nn.LayerNorm(H)
+        if fused:
+            self.qkv, self.out = nn.Linear(H, 3 * H), nn.Linear(H, H)
+            self.gate_up = nn.Linear(H, 4 * H)
+        else:
+            self.q, self.k, self.v, self.out = (nn.Linear(H, H) for _ in range(4))
+            self.gate, self.up = (nn.Linear(H, 2 * H) for _ in range(2))
+        self.down = nn.Linear(2 * H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        parts = self.qkv(y).chunk(3, dim=-1) if self.fused else (self.q(y), self.k(y), self.v(y))
+        q, k, v = (part.unflatten(-1, (-1, H // HEADS)).transpose(1, 2) for part in parts)
+        x = x + self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        y = self.mlp_norm(x)
+        gate, up = self.gate_up(y).chunk(2, dim=-1) if self.fused else (self.gate(y), self.up(y))
+        output: Tensor = x + self.down(functional.silu(gate) * up)
+        return output
+
+
+def gated(*, fused: bool) -> nn.Module:
+    return Stream(Gated(fused=fused))
+
+
+def stream(world: TraceWorld, plan: str, *, device: str = "meta") -> Tensor:
+    """What one rank has of a block's input."""
+    rows = ROWS // world.group(Plan.parse(plan).data_axes).size
+    features = H if Plan.parse(plan).tp_mode == "1d" else H // world.mesh.axes[-1][1]
+    return torch.zeros(rows, TOKENS, features, device=device, requires_grad=True)
+
+
+def traffic(plan: str, streaming: Streaming, build: Callable[[], nn.Module] = one_matrix) -> tuple[Counts, Counts]:
     """The collectives of one rank's forward and backward of a block, in elements."""
-    config = GPTConfig(width=H, heads=HEADS, layers=1, mlp_ratio=4)
     mesh = Plan.parse(plan).mesh()
     world = TraceWorld(rank=mesh.size - 1, mesh=mesh)
     with torch.device("meta"):
-        model = Stream(config)
-    parts = {name: part for name, part in gpt_parts(config).items() if name.startswith("blocks")}
-    install(model, plan=plan, world=world, parts=parts, streaming=streaming)
-    rows = ROWS // world.group(Plan.parse(plan).data_axes).size
-    features = H if Plan.parse(plan).tp_mode == "1d" else H // mesh.axes[-1][1]
-    x = torch.empty(rows, TOKENS, features, device="meta", requires_grad=True)
+        model = build()
+    install(model, plan=plan, world=world, parts=find_parts(model, plan=Plan.parse(plan)), streaming=streaming)
+    x = stream(world, plan)
     with world.record() as forward:
         y = model(x)
     with world.record() as backward:
@@ -116,6 +160,28 @@ def test_3d_moves_a_square_of_the_sides_less(p: int) -> None:
         "all_gather[j]": 2 * whole,
         "all_reduce[l]": numbers,
     }
+
+
+EVERY = ("tp=4", "tp=4 sequence_parallel=1", "tp=16 tp_mode=2d", "tp=8 tp_mode=2.5d tp_depth=2", "tp=8 tp_mode=3d")
+
+
+@pytest.mark.parametrize("streaming", [FREE, KEPT], ids=["free", "kept"])
+@pytest.mark.parametrize("plan", EVERY)
+def test_matrices_that_read_one_tensor_move_and_keep_what_one_matrix_would(plan: str, streaming: Streaming) -> None:
+    one, several = (traffic(plan, streaming, partial(gated, fused=fused)) for fused in (True, False))
+    assert [elements(counts) for counts in several] == [elements(counts) for counts in one]
+    if streaming == FREE:
+        assert saved(plan, fused=False) == saved(plan, fused=True)
+
+
+def saved(plan: str, *, fused: bool) -> int:
+    """Bytes that a forward of a block leaves for its backward, on one rank."""
+    mesh = Plan.parse(plan).mesh()
+    world, model = TraceWorld(rank=0, mesh=mesh, device="cpu"), gated(fused=fused)
+    install(model, plan=plan, world=world, parts=find_parts(model, plan=Plan.parse(plan)))
+    with SavedForBackward(model) as kept:
+        model(stream(world, plan, device="cpu"))
+    return kept.bytes
 
 
 @pytest.mark.parametrize("plan", ["tp=4 sequence_parallel=1", "tp=16 tp_mode=2d", "tp=8 tp_mode=3d"])
