@@ -11,6 +11,7 @@ from torch.nn import functional
 from meshwise.pipeline.cut import Where, Wish, cut_model
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from pipeline_stages import is_the_model
+from reference.convolutional import ResNet, UNet
 
 TOKENS = torch.arange(24).reshape(2, 12) * 7 % 31
 TARGETS = TOKENS.roll(-1, dims=1)
@@ -92,36 +93,13 @@ def test_a_t5_is_cut_anywhere_in_its_encoder_and_decoder(stages: int) -> None:
     assert len(cut.ties["shared.weight"]) > 1
 
 
-class Unet(nn.Module):
-    """Skip connections, changes in place, a parameter of its own, pooling and upsampling between the layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down1, self.norm1 = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
-        self.down2 = nn.Conv2d(4, 8, 3, padding=1)
-        self.middle = nn.Conv2d(8, 8, 3, padding=1)
-        self.up2 = nn.Conv2d(16, 4, 3, padding=1)
-        self.up1 = nn.Conv2d(8, 3, 3, padding=1)
-        self.scale = nn.Parameter(torch.full((3, 1, 1), 0.7))
-        self.act = nn.LeakyReLU(0.1, inplace=True)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None, flip: bool = False) -> Tensor:
-        a = self.act(self.norm1(self.down1(x)))
-        b = self.act(self.down2(functional.max_pool2d(a, 2)))
-        c = self.act(self.middle(functional.max_pool2d(b, 2)))
-        c = self.act(self.up2(torch.cat((functional.interpolate(c, scale_factor=2.0), b), 1)))
-        y: Tensor = self.up1(torch.cat((functional.interpolate(c, scale_factor=2.0), a), 1)) * self.scale
-        y = y.flip(-1) if flip else y
-        return y if mask is None else y * mask
-
-
 IMAGES = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8).sin().double()
 
 
 @pytest.mark.parametrize("how", ["blocks", "trace"])
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_the_skips_of_a_unet_are_carried_along(how: Any, stages: int) -> None:
-    model = Unet()
+    model = UNet(norm=nn.BatchNorm2d)
 
     def call(model: nn.Module) -> Tensor:
         squares: Tensor = model(IMAGES).square().sum()
@@ -132,44 +110,13 @@ def test_the_skips_of_a_unet_are_carried_along(how: Any, stages: int) -> None:
 
 @pytest.mark.parametrize("how", ["blocks", "trace"])
 def test_arguments_by_keyword_and_flags(how: Any) -> None:
-    model = Unet()
+    model = UNet(norm=nn.BatchNorm2d)
 
     def call(model: nn.Module) -> Tensor:
         squares: Tensor = model(IMAGES, flip=True, mask=IMAGES.flip(-1)).square().sum()
         return squares
 
     is_the_model(model, call, cut_model(model, stages=3, call=call, wish=Wish("params", where=Where(how=how))))
-
-
-class Residual(nn.Module):
-    """A ResNet's basic block."""
-
-    def __init__(self, wide: int, wider: int) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(wide, wider, 3, padding=1), nn.Conv2d(wider, wider, 3, padding=1)
-        self.norm1, self.norm2 = nn.BatchNorm2d(wider), nn.BatchNorm2d(wider)
-        self.shortcut = nn.Conv2d(wide, wider, 1) if wide != wider else nn.Identity()
-        self.act = nn.ReLU(inplace=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm2(self.second(self.act(self.norm1(self.first(x)))))
-        y += self.shortcut(x)
-        out: Tensor = self.act(y)
-        return out
-
-
-class Resnet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
-        self.layer1 = nn.Sequential(Residual(4, 4), Residual(4, 4))
-        self.layer2 = nn.Sequential(Residual(4, 8), Residual(8, 8))
-        self.head = nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layer2(self.layer1(self.stem(x)))
-        logits: Tensor = self.head(x.mean((-2, -1)))
-        return logits
 
 
 def classify(model: nn.Module) -> Tensor:
@@ -179,7 +126,7 @@ def classify(model: nn.Module) -> Tensor:
 
 @pytest.mark.parametrize("how, stages", [("blocks", 3), ("trace", 2), ("trace", 4), ("auto", 12)])
 def test_a_resnet(how: Any, stages: int) -> None:
-    model = Resnet()
+    model = ResNet(norm=nn.BatchNorm2d)
     cut = cut_model(model, stages=stages, call=classify, wish=Wish("params", where=Where(how=how)))
     is_the_model(model, classify, cut)
     assert (cut.trace is not None) == (how != "blocks")
@@ -187,5 +134,5 @@ def test_a_resnet(how: Any, stages: int) -> None:
 
 def test_a_trace_is_cut_where_little_crosses() -> None:
     """Between the blocks one tensor crosses; inside one the shortcut would as well."""
-    cut = cut_model(Resnet(), stages=3, call=classify, wish=Wish("params", where=Where(how="trace")))
+    cut = cut_model(ResNet(norm=nn.BatchNorm2d), stages=3, call=classify, wish=Wish("params", where=Where(how="trace")))
     assert [len(sent) for sent in cut.crossing] == [1, 1]

@@ -16,7 +16,7 @@ from meshwise.pipeline.build import make_stage
 from meshwise.pipeline.cut import Where, Wish, cut_model
 from meshwise.pipeline.parcel import bones, enter, pack, unpack
 from meshwise.pipeline.partition import CutError
-from meshwise.pipeline.stage import StageError
+from meshwise.pipeline.stage import StageError, Void
 from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig, next_token_loss
 from pipeline_stages import is_the_model, run_stages
 
@@ -167,6 +167,17 @@ def test_what_the_cut_has_not_seen_is_nan_and_not_another_number() -> None:
     out = last.run(lambda model: model(torch.ones(3, 4)), received=first.run(total, received={}))
     assert out[0].isnan().all()
     assert out[1:].isfinite().all()
+
+
+def test_nan_that_was_written_to_is_nan_again_the_next_time() -> None:
+    void, like = Void(), torch.empty(2, 3)
+    first = void.like(like, device=like.device, fresh=False)
+    assert void.like(like, device=like.device, fresh=False).data_ptr() == first.data_ptr()
+    first.zero_()
+    assert void.like(like, device=like.device, fresh=False).isnan().all()
+    own = void.like(like, device=like.device, fresh=True).zero_()
+    assert void.like(like.flatten(), device=like.device, fresh=False).isnan().all()
+    assert not own.any()
 
 
 class Wayward(nn.Module):

@@ -109,12 +109,13 @@ def shapes_of(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> Sourc
     """
     if isinstance(model, nn.Module):
         held: list[Tensor] = [*model.parameters(), *model.buffers()]
-        model = copy.deepcopy(model, memo={id(tensor): _without_values(tensor) for tensor in held})
+        model = copy.deepcopy(model, memo={id(tensor): without_values(tensor) for tensor in held})
         return Source(model, record=None, shapes_only=True)
     return Source(born(model, seed=seed).module, record=None, shapes_only=True)
 
 
-def _without_values(tensor: Tensor) -> Tensor:
+def without_values(tensor: Tensor) -> Tensor:
+    """The tensor on the meta device; a parameter stays one."""
     bare = tensor.detach().to("meta")
     return nn.Parameter(bare, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
+from meshwise.model.birth import without_values
 from meshwise.pipeline.cut import Cut
 from meshwise.pipeline.probe import copied
 from meshwise.pipeline.stage import Crossing, Piece, Route, Stage
@@ -19,7 +20,7 @@ def make_stage(model: nn.Module, *, cut: Cut, index: int) -> Stage:
     Its parameters and buffers are the model's own tensors, not copies: what the stage trains is the model. Those of
     other stages are let go; where nobody else holds the model, their memory is free.
     """
-    crossing = Crossing(cut.crossing[index] if index + 1 < cut.stages else (), changed=cut.changed)
+    crossing = Crossing(cut.crossing[index] if index + 1 < cut.stages else (), changed=cut.changed, alike=cut.alike)
     module = (_blocks if cut.trace is None else _traced)(model, cut, index, crossing)
     receives = cut.crossing[index - 1] if index else ()
     return Stage(module, index=index, count=cut.stages, crossing=crossing, receives=receives)
@@ -31,7 +32,7 @@ def _blocks(model: nn.Module, cut: Cut, index: int, crossing: Crossing) -> nn.Mo
     held = {id(model.get_parameter(name)) for name, stages in cut.holders.items() if index in stages}
     every = [*model.parameters(), *model.buffers()]
     module = copied(model, tensors={tensor: tensor for tensor in every})
-    shadow = copied(model, tensors={tensor: _meta(tensor) for tensor in every})
+    shadow = copied(model, tensors={tensor: without_values(tensor) for tensor in every})
     route = Route(cut.keys, modules=[module.get_submodule(name) for name in cut.modules], start=start, stop=stop)
     for owner in module.modules():
         _let_go(owner, owner._parameters, held)
@@ -42,12 +43,6 @@ def _blocks(model: nn.Module, cut: Cut, index: int, crossing: Crossing) -> nn.Mo
                 _let_go(owner, owner._buffers, held)
         piece.forward = Piece(piece, shadow=shadow.get_submodule(name), route=route, crossing=crossing)
     return module
-
-
-def _meta(tensor: Tensor) -> Tensor:
-    """The tensor without its values; a parameter stays one."""
-    bare = tensor.detach().to("meta")
-    return nn.Parameter(bare, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
 
 
 def _let_go(owner: nn.Module, tensors: MutableMapping[str, Any], held: set[int]) -> None:

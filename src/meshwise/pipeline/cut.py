@@ -80,6 +80,9 @@ class Cut:
     changed: frozenset[str]
     """Keys of outputs that the model changes in place between its pieces: what is sent is a copy, made before."""
 
+    alike: frozenset[str]
+    """Keys of outputs that are as large as what their piece is given."""
+
     holders: Mapping[str, tuple[int, ...]]
     """The stages that hold each parameter, under its first name."""
 
@@ -183,6 +186,7 @@ def _cut(model: nn.Module, seen: Seen, stages: int, wish: Wish, *, trace: Trace 
         bounds=bounds,
         crossing=tuple(tuple(keys[source] for source in crossing[bound]) for bound in bounds[1:-1]),
         changed=frozenset(keys[step] for step in seen.changed),
+        alike=frozenset(step.key for step in seen.steps if step.alike),
         holders=holders,
         parameters=tuple(
             sum(model.get_parameter(name).numel() for name, on in holders.items() if stage in on)

@@ -3,7 +3,10 @@ what each costs.
 
 The outputs of every piece are cut off from the piece and marked. Whatever reaches a later piece, through sums, residual
 connections and anything else that the model does between its pieces, leads back to marks along autograd's graph; so it
-is seen which outputs would have to cross a cut. The run works on meta tensors too, where only time cannot be measured.
+is seen which outputs would have to cross a cut.
+
+Of a model on the meta device the pieces run there, where only time cannot be measured. What lies between them runs
+where the example is, on zeros: models look at values there, of masks and positions, as they will in a stage.
 """
 
 from __future__ import annotations
@@ -14,12 +17,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from meshwise.model.birth import without_values
 from meshwise.model.blocks import Patterns, partition
 from meshwise.pipeline.parcel import Entrance
 from meshwise.tree import map_tensors, tensors
@@ -63,6 +68,9 @@ class Step:
     took: Took
     """What it took."""
 
+    alike: bool = False
+    """Whether it returns one tensor, of the shape and dtype of the first that it is given, as blocks of a stream do."""
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -93,13 +101,16 @@ def probe(model: nn.Module, *, call: Call, pieces: Patterns = (), timed: bool = 
     """
     found = [piece for unit in partition(model, units=pieces) for piece in unit]
     everywhere = tuple(name for piece in found if piece.spans for name in piece.parameters)
+    bare = is_bare(model)
     runs = []
     for _ in range(ROUNDS if timed else 1):
         watched = copied(model, tensors={parameter: parameter for parameter in model.parameters()})
+        shadow = copied(model, tensors={t: without_values(t) for t in _tensors(model)}) if bare else watched
+        if bare:
+            watched.register_forward_pre_hook(partial(_give_zeros, names=everywhere), with_kwargs=True)
         watch = _Watch({piece.module: piece.parameters for piece in found}, timed=timed)
         for name in (piece.module for piece in found if not piece.spans):
-            module = watched.get_submodule(name)
-            module.forward = _Watched(name, module, watch)
+            watched.get_submodule(name).forward = _Watched(name, shadow.get_submodule(name), watch, bare=bare)
         with torch.random.fork_rng(), torch.enable_grad():
             result = call(watched)
         runs.append(Seen(tuple(watch.steps), watch.sources(tensors(result)), everywhere, watch.changed()))
@@ -120,6 +131,19 @@ def copied(model: nn.Module, *, tensors: Mapping[Tensor, Tensor]) -> nn.Module:
     return copy.deepcopy(model, memo={id(old): new for old, new in tensors.items()})
 
 
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _give_zeros(model: nn.Module, args: Any, kwargs: Any, *, names: Sequence[str]) -> None:
+    """Parameters without values, which the model uses outside of its pieces, as zeros where the example is."""
+    device = device_of((args, kwargs))
+    for name in names:
+        path, _, key = name.rpartition(".")
+        zeros = torch.zeros_like(model.get_parameter(name), device=device)
+        setattr(model.get_submodule(path), key, nn.Parameter(zeros))
+
+
 class _Watch:
     """What has been seen so far, and the marks: leaves that stand for the outputs of steps."""
 
@@ -131,12 +155,13 @@ class _Watch:
         self._marks: dict[int, tuple[int, Tensor]] = {}
         self._marked: list[tuple[int, Tensor, int]] = []
 
-    def step(self, name: str, output: Any, *, needs: frozenset[int], took: Took) -> Any:
+    def step(self, name: str, output: Any, *, inputs: Any, needs: frozenset[int], took: Took) -> Any:
         """Note one call, and return its output cut off and marked."""
         index, number = len(self.steps), self._calls[name]
         self._calls[name] += 1
         key = f"{name}:{number + 1}" if number else name
-        self.steps.append(Step(key, name, self._parameters[name], needs, size(output), took))
+        alike = _described(output) == _described(next(tensors(inputs), None))
+        self.steps.append(Step(key, name, self._parameters[name], needs, size(output), took, alike))
         return map_tensors(lambda tensor: self._mark(tensor, index), output)
 
     def _mark(self, tensor: Tensor, index: int) -> Tensor:
@@ -172,19 +197,23 @@ class _Watch:
 class _Watched:
     """Stands where a piece's forward was."""
 
-    def __init__(self, name: str, module: nn.Module, watch: _Watch) -> None:
-        self._name, self._module, self._watch = name, module, watch
+    def __init__(self, name: str, module: nn.Module, watch: _Watch, *, bare: bool) -> None:
+        self._name, self._module, self._watch, self._bare = name, module, watch, bare
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the piece on its own, and note what it took."""
-        needs = self._watch.sources(tensors((args, kwargs)))
+        needs, device = self._watch.sources(tensors((args, kwargs))), device_of((args, kwargs))
+        if self._bare:
+            args, kwargs = on_meta((args, kwargs))
         output, took = alone(
             lambda args, kwargs: type(self._module).forward(self._module, *args, **kwargs),
             inputs=(args, kwargs),
             parameters=list(self._module.parameters()),
             timed=self._watch.timed,
         )
-        return self._watch.step(self._name, output, needs=needs, took=took)
+        if self._bare:
+            output = as_zeros(output, device=device)
+        return self._watch.step(self._name, output, inputs=(args, kwargs), needs=needs, took=took)
 
 
 def alone(
@@ -218,6 +247,31 @@ def alone(
     if timed and results and wanted:
         torch.autograd.grad(results, wanted, [torch.ones_like(one) for one in results], allow_unused=True)
     return output, Took(sum(kept.values()), _now(leaves) - begin if timed else 0.0)
+
+
+def _described(value: Any) -> Any:
+    """The shape and dtype of a tensor; of anything else something that equals nothing."""
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else object()
+
+
+def is_bare(model: nn.Module) -> bool:
+    """Whether its parameters have no values."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def on_meta(values: Any) -> Any:
+    """A tree of values with its tensors on the meta device."""
+    return map_tensors(lambda tensor: tensor.to("meta"), values)
+
+
+def as_zeros(values: Any, *, device: torch.device) -> Any:
+    """A tree of values with zeros in place of its tensors."""
+    return map_tensors(lambda tensor: torch.zeros_like(tensor, device=device), values)
+
+
+def device_of(inputs: Any) -> torch.device:
+    """Where the first tensor of a call's arguments is; the CPU when there is none."""
+    return next((tensor.device for tensor in tensors(inputs)), torch.device("cpu"))
 
 
 def size(value: Any) -> int:

@@ -45,9 +45,9 @@ class Left(Exception):
 class Crossing:
     """What one run of a stage has received and computed so far. Lives as long as the stage, open during a run."""
 
-    def __init__(self, sends: Sequence[str], *, changed: Collection[str]) -> None:
-        self.sends = sends
-        self._changed = changed
+    def __init__(self, sends: Sequence[str], *, changed: Collection[str], alike: Collection[str]) -> None:
+        self.sends, self.changed, self.alike = sends, changed, alike
+        self.void = Void()
         self.open = False
         self.received: dict[str, Any] = {}
         self.sent: dict[str, Any] = {}
@@ -64,7 +64,7 @@ class Crossing:
     def keep(self, key: str, *, value: Any) -> None:
         """Send this value at the end, if it is needed: as it is now, whatever the model does to it."""
         if key in self.sends:
-            self.sent[key] = map_tensors(Tensor.clone, value) if key in self._changed else value
+            self.sent[key] = map_tensors(Tensor.clone, value) if key in self.changed else value
 
     def leave(self) -> None:
         """End the model's forward."""
@@ -155,9 +155,16 @@ class Piece:
         return self._nothing(key, args, kwargs)
 
     def _nothing(self, key: str, args: Any, kwargs: Any) -> Any:
-        """NaN in the shapes that the piece would return, computed once per shapes of its inputs."""
+        """NaN in the shapes that the piece would return."""
+        crossing = self._crossing
+        first = next(tensors((args, kwargs)), torch.empty(()))
+        shapes = first if key in crossing.alike else self._shapes_for(key, args, kwargs)
+        fresh = key in crossing.changed
+        return map_tensors(lambda like: crossing.void.like(like, device=first.device, fresh=fresh), shapes)
+
+    def _shapes_for(self, key: str, args: Any, kwargs: Any) -> Any:
+        """What the piece would return, on the meta device; computed once per shapes of its inputs."""
         asked = (self._module.training, signature((args, kwargs)))
-        device = next((tensor.device for tensor in tensors((args, kwargs))), torch.device("cpu"))
         if asked not in self._shapes:
             self._shadow.train(self._module.training)
             args, kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
@@ -168,7 +175,26 @@ class Piece:
                 raise StageError(
                     f"the shape of the output of {key} cannot be told without its values: {error}"
                 ) from error
-        return map_tensors(lambda tensor: _poison(tensor, device), self._shapes[asked])
+        return self._shapes[asked]
+
+
+class Void:
+    """NaN (of integers 0) in any shape, all in the same memory: a stage of a deep model returns it many times."""
+
+    def __init__(self) -> None:
+        self._flat: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def like(self, tensor: Tensor, *, device: torch.device, fresh: bool) -> Tensor:
+        """NaN in the shape and dtype of a tensor; `fresh`, in memory of its own, that may be written to."""
+        place = (tensor.dtype, device)
+        flat = self._flat.get(place)
+        if fresh or flat is None or flat.numel() < tensor.numel() or flat._version:
+            value = math.nan if tensor.dtype.is_floating_point or tensor.dtype.is_complex else 0
+            flat = torch.full((tensor.numel(),), value, dtype=tensor.dtype, device=device)
+            if fresh:
+                return flat.view(tensor.shape)
+            self._flat[place] = flat
+        return flat[: tensor.numel()].view(tensor.shape)
 
 
 class Route:
@@ -187,11 +213,6 @@ class Route:
                 f"{name} runs where {due} was due; a pipeline needs a model whose pieces always run in the same order"
             )
         return self._keys[position]
-
-
-def _poison(tensor: Tensor, device: torch.device) -> Tensor:
-    value = math.nan if tensor.dtype.is_floating_point or tensor.dtype.is_complex else 0
-    return torch.full(tensor.shape, value, dtype=tensor.dtype, device=device)
 
 
 def signature(tree: Any) -> Any:

@@ -16,7 +16,20 @@ import torch
 from torch import Tensor, fx, nn
 
 from meshwise.pipeline.partition import CutError
-from meshwise.pipeline.probe import ROUNDS, Call, Seen, Step, alone, copied, fastest, size
+from meshwise.pipeline.probe import (
+    ROUNDS,
+    Call,
+    Seen,
+    Step,
+    alone,
+    as_zeros,
+    copied,
+    device_of,
+    fastest,
+    is_bare,
+    on_meta,
+    size,
+)
 from meshwise.pipeline.stage import Left
 from meshwise.tree import tensors
 
@@ -123,18 +136,21 @@ class _Watch(fx.Interpreter):
     def __init__(self, model: nn.Module, trace: Trace, *, names: Mapping[int, str], timed: bool) -> None:
         super().__init__(model, graph=trace.graph)
         self._model, self._trace, self._names, self._timed = model, trace, names, timed
+        self._bare = is_bare(model)
         self._place = {node: place for place, node in enumerate(steps_of(trace.graph))}
         self._steps: list[Step] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, with its arguments as they come."""
         given = _named(self._model, args, kwargs)
-        return self.run(*(given[str(node.target)] for node in self.graph.nodes if node.op == "placeholder"))
+        inputs = [given[str(node.target)] for node in self.graph.nodes if node.op == "placeholder"]
+        return as_zeros(self.run(*on_meta(inputs)), device=device_of(inputs)) if self._bare else self.run(*inputs)
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one operation, and note it when it is a step."""
         if n.op == "get_attr":
-            return self._trace.tensor(str(n.target), model=self._model)
+            value = self._trace.tensor(str(n.target), model=self._model)
+            return on_meta(value) if self._bare else value
         if n not in self._place:
             return super().run_node(n)
         used = self._parameters(n)

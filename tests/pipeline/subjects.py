@@ -1,0 +1,87 @@
+"""What the grid of pipelines is run over: models as small as can be for so many stages, with batches and a loss."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meshwise.pipeline.cut import Where
+from meshwise.reference import GPT, GPTConfig, next_token_loss
+from reference.convolutional import ResNet
+from tensor.exact import with_exact_norms
+
+VOCABULARY, TOKENS, WIDTH, HEADS = 11, 3, 8, 2
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model of `stages` pieces or more, and what it is trained on."""
+
+    build: Callable[[int], nn.Module]
+    batch: Callable[[int], Any]
+    loss: Callable[[Any, Any], tuple[Tensor, Any]]
+    forward: Callable[[nn.Module, Any], Any] | None = None
+    where: Where = field(default_factory=Where)
+    rules: dict[str, str] | None = None
+
+
+def gpt(stages: int, *, tied: bool) -> nn.Module:
+    layers = max(2, stages - 2)
+    return GPT(GPTConfig(VOCABULARY, TOKENS, layers, HEADS, width=WIDTH, mlp_ratio=1.5, tied=tied, bias=True)).double()
+
+
+def llama(stages: int) -> nn.Module:
+    transformers = pytest.importorskip("transformers", reason="the extra with Hugging Face's models is not installed")
+    shape = {"hidden_size": WIDTH, "intermediate_size": 12, "num_attention_heads": HEADS, "num_key_value_heads": HEADS}
+    config = transformers.LlamaConfig(**shape, vocab_size=VOCABULARY, num_hidden_layers=max(2, stages - 2))
+    return with_exact_norms(transformers.LlamaForCausalLM(config)).double()
+
+
+def t5(stages: int) -> nn.Module:
+    transformers = pytest.importorskip("transformers", reason="the extra with Hugging Face's models is not installed")
+    shape = {"d_model": WIDTH, "d_kv": 4, "d_ff": 12, "num_heads": HEADS, "num_layers": max(1, stages // 2 - 1)}
+    config = transformers.T5Config(**shape, vocab_size=VOCABULARY, dropout_rate=0.0, decoder_start_token_id=0)
+    return with_exact_norms(transformers.T5ForConditionalGeneration(config)).double()
+
+
+def tokens(rows: int) -> Any:
+    generator = torch.Generator().manual_seed(rows)
+    drawn = torch.randint(1, VOCABULARY, (rows, TOKENS + 1), generator=generator)
+    return drawn[:, :-1], drawn[:, 1:].clone()
+
+
+def images(rows: int) -> Any:
+    generator = torch.Generator().manual_seed(rows)
+    pixels = torch.randn(rows, 3, 4, 4, generator=generator, dtype=torch.float64)
+    return pixels, torch.randint(5, (rows,), generator=generator)
+
+
+def classes(logits: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return functional.cross_entropy(logits, batch[1], reduction="sum"), len(logits)
+
+
+def logits_of(model: nn.Module, batch: Any) -> Any:
+    return model(input_ids=batch[0], use_cache=False).logits
+
+
+def logits_of_pair(model: nn.Module, batch: Any) -> Any:
+    return model(input_ids=batch[0], decoder_input_ids=batch[0].flip(1), use_cache=False).logits
+
+
+SUBJECTS = {
+    "gpt": Subject(lambda stages: gpt(stages, tied=False), tokens, next_token_loss),
+    "tied": Subject(lambda stages: gpt(stages, tied=True), tokens, next_token_loss),
+    "resnet": Subject(
+        lambda stages: ResNet(1 if stages < 8 else 2).double(),
+        images,
+        classes,
+        where=Where(how="trace"),
+        rules={"stem.*": "whole", "layer*.*.*": "whole", "head": "head"},
+    ),
+    "llama": Subject(llama, tokens, next_token_loss, forward=logits_of),
+    "t5": Subject(t5, tokens, next_token_loss, forward=logits_of_pair),
+}

@@ -1,0 +1,94 @@
+"""The numbers bar with stages, over everything that they are combined with: three steps of AdamW with clipping, in
+float64, the loss and norm of every step and every parameter to 1e-9 of one process.
+
+    schedule × pp × model × zero × tp × dp
+
+The rows of a batch are one fewer than divide evenly, so that the last replica lacks its last micro-batch. The whole
+product is run by `make grid`; `make test` runs cells of it that have each pair of values.
+"""
+
+import functools
+from typing import Any
+
+import pytest
+
+from grid import Cell, Grid
+from meshwise.comm.world import World
+from meshwise.parallelize import Options, parallelize
+from meshwise.plan import Plan
+from meshwise.testing import Single, agree, run
+from pipeline.subjects import SUBJECTS
+
+BOUND = 1e-9
+STEPS = 3
+VIRTUAL = {"interleaved": 2, "looped": 2, "zb-v": 2, "dualpipev": 2}
+SPLIT = {"1": "tp=1", "2": "tp=2", "2-tokens": "tp=2 sequence_parallel=1"}
+
+
+def exists(cell: Cell) -> bool:
+    """Images have no tokens to split, and T5's attention cannot be given a part of them, with stages or without."""
+    return cell["tp"] != "2-tokens" or cell["model"] not in ("resnet", "t5")
+
+
+def plan_of(schedule: str, pp: int, zero: int, tp: str, dp: int) -> Plan:
+    virtual = VIRTUAL.get(schedule, 1)
+    microbatches = 2 * pp if schedule in ("zb-v", "dualpipev") else pp
+    words = f"pp={pp} dp={dp} zero={zero} {SPLIT[tp]} schedule={schedule} virtual_stages={virtual}"
+    return Plan.parse(f"{words} microbatches={microbatches}")
+
+
+GRID = Grid(
+    {
+        "schedule": ("naive", "gpipe", "1f1b", "interleaved", "looped", "zb-h1", "zb-h2", "zb-v", "dualpipev"),
+        "pp": (2, 4),
+        "model": tuple(SUBJECTS),
+        "zero": (0, 1, 2, 3),
+        "tp": tuple(SPLIT),
+        "dp": (1, 2),
+    },
+    exists=exists,
+    cost=lambda cell: plan_of(cell["schedule"], cell["pp"], 0, cell["tp"], cell["dp"]).mesh().size,
+)
+
+
+def training(model: str, rows: int) -> dict[str, Any]:
+    subject = SUBJECTS[model]
+    options = Options(
+        clip_norm=0.5,
+        forward=subject.forward,
+        example=subject.batch(rows),
+        cut=subject.where,
+        tensor_rules=subject.rules,
+    )
+    return {"loss": subject.loss, "options": options, "lr": 1e-2, "weight_decay": 0.1}
+
+
+@functools.cache
+def expected(model: str, stages: int, rows: int) -> Any:
+    single = Single(functools.partial(SUBJECTS[model].build, stages), **training(model, rows))
+    numbers = []
+    for _ in range(STEPS):
+        loss, _ = single.backward(SUBJECTS[model].batch(rows))
+        numbers.append((loss, single.update()))
+    return {"numbers": numbers, "parameters": dict(single.parameters())}
+
+
+def trained(world: World, plan: Plan, model: str, stages: int, rows: int) -> Any:
+    built = functools.partial(SUBJECTS[model].build, stages)
+    trainer = parallelize(built, plan, world=world, **training(model, rows))
+    results = [trainer.step(SUBJECTS[model].batch(rows)) for _ in range(STEPS)]
+    parameters = {name: value.clone() for name, value in trainer.full_parameters()}
+    trainer.close()
+    return {"numbers": [(result.loss, result.grad_norm) for result in results], "parameters": parameters}
+
+
+def check(plan: Plan, model: str, on: Any = "threads") -> None:
+    stages = plan.pp * plan.virtual_stages
+    rows = plan.microbatches * (plan.dp or 1) - 1
+    for found in run(plan.mesh().size, trained, on=on, args=(plan, model, stages, rows)):
+        agree(found, expected(model, stages, rows), bound=BOUND)
+
+
+@pytest.mark.grid(GRID)
+def test_a_pipeline_is_one_process(schedule: str, pp: int, model: str, zero: int, tp: str, dp: int) -> None:
+    check(plan_of(schedule, pp, zero, tp, dp), model)
