@@ -48,7 +48,7 @@ def test_pictures_are_written(tmp_path: Path) -> None:
 
 def test_the_trace_has_every_action_in_its_row_and_an_arrow_for_every_message(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    write_chrome_trace(clock(ONE, costs=Cost(link=0.5)), path=path, seconds=1e-3)
+    write_chrome_trace({"1f1b": clock(ONE, costs=Cost(link=0.5))}, path=path, seconds=1e-3)
     events = json.loads(path.read_text())["traceEvents"]
     bars = {event["name"]: event for event in events if event["ph"] == "X"}
     assert (bars["1F0"]["ts"], bars["1F0"]["dur"], bars["1F0"]["pid"], bars["1F0"]["tid"]) == (1500, 1000, 1, 0)
@@ -84,7 +84,7 @@ def test_the_command_draws_a_table_of_ones_own(tmp_path: Path, capsys: pytest.Ca
 
 
 BAD = [
-    (["draw"], "name what to draw; there is: meshwise draw schedule"),
+    (["draw"], "name what to draw; there is: meshwise draw schedule, meshwise draw timeline"),
     (["draw", "mesh"], "no drawing 'mesh'"),
     (["draw", "schedule"], "give either a plan or a table"),
     (["draw", "schedule", "--plan=pp=4 microbatches=6 schedule=interleaved"], "Nearest that works: 'pp=4"),

@@ -29,7 +29,10 @@ class Cost:
     """Time of I."""
 
     weight: float = 1.0
-    """Time of W. B takes `input + weight`."""
+    """Time of W."""
+
+    backward: float | None = None
+    """Time of B; by default `input + weight`."""
 
     link: float = 0.0
     """Time for this stage's output to reach the next stage's rank, or for its gradient to come back."""
@@ -143,4 +146,5 @@ def event_of(action: Action, *, rank: int, start: float, stop: float) -> Event:
 
 
 def _seconds(kind: Kind, cost: Cost) -> float:
-    return {Kind.F: cost.forward, Kind.B: cost.input + cost.weight, Kind.I: cost.input, Kind.W: cost.weight}[kind]
+    whole = cost.input + cost.weight if cost.backward is None else cost.backward
+    return {Kind.F: cost.forward, Kind.B: whole, Kind.I: cost.input, Kind.W: cost.weight}[kind]

@@ -30,6 +30,7 @@ FREE = (
     "train.validate_every",
     "train.validate_batches",
     "train.tensorboard",
+    "train.timeline",
     "train.save_every",
     "train.keep_last",
     "train.output",

@@ -96,6 +96,20 @@ class Slow:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """Where the time of a step went: the one of the last `steps` steps whose time is the median, action by action.
+
+    table   per rank, in words
+    path    the file for `meshwise draw timeline`
+    """
+
+    step: int
+    steps: int
+    table: str
+    path: str
+
+
+@dataclass(frozen=True)
 class Saved:
     """A checkpoint of the state after `step` is complete, `seconds` after it was begun; training stood for `held`."""
 
@@ -142,7 +156,7 @@ class End:
     following: str
 
 
-Event: TypeAlias = Start | Resume | Step | NonFinite | Slow | Saved | SaveFailed | Validation | Sample | End
+Event: TypeAlias = Start | Resume | Step | NonFinite | Slow | Measured | Saved | SaveFailed | Validation | Sample | End
 
 
 class Sink(Protocol):

@@ -5,6 +5,7 @@ runs/demo/metrics.jsonl             every event, one a line
 runs/demo/checkpoints/              with train.save_every
 runs/demo/launch                    the launcher's name for the job, when it may start the ranks again
 runs/demo/tensorboard/              with train.tensorboard
+runs/demo/timeline.json             with train.timeline
 runs/demo/parameters.safetensors    the full parameters and buffers at the end
 runs/demo/failure-rank-1.txt        the traceback of a rank that failed
 """
@@ -23,6 +24,13 @@ from meshwise.train.job import Job, JobError
 from meshwise.train.origin import CHECKPOINTS, mark, numbered
 from meshwise.train.records import JsonLines, TensorBoard
 from meshwise.train.terminal import terminal
+
+TIMELINE = "timeline.json"
+"""In the folder of a run: a step, action by action (`meshwise.pipeline.measured`)."""
+
+
+TIMELINE = "timeline.json"
+"""In the folder of a run: a step, action by action (`meshwise.pipeline.measured`)."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,11 @@ class RunFolder:
         """The checkpoints that the run keeps."""
         return self.path / CHECKPOINTS
 
+    @property
+    def timeline(self) -> Path:
+        """A step, action by action."""
+        return self.path / TIMELINE
+
     def sinks(self, console: Console, *, every: int) -> list[Sink]:
         """Where the events of the run go; `every`: steps between lines for people."""
         sinks: list[Sink] = [terminal(console, every=every), JsonLines(self.metrics)]
@@ -77,6 +90,7 @@ class RunFolder:
         """What is where at the end, by what it is."""
         more = {"checkpoints": self.checkpoints} if self.checkpoints.is_dir() else {}
         more |= {"tensorboard": self.path / "tensorboard"} if self.tensorboard else {}
+        more |= {"timeline": self.timeline} if self.timeline.exists() else {}
         known = {"job": self.job, "metrics": self.metrics, "parameters": self.parameters}
         return {name: str(path) for name, path in (known | more).items()}
 

@@ -193,13 +193,16 @@ class TrainJob:
     accept: tuple[str, ...] = ()
     """Keys of the job that may differ from those of the checkpoint though the run is another one with them, as in
     `optimizer.lr`. Without this, resuming with another learning rate, data, model or seed is refused."""
+    timeline: int = 0
+    """Steps that are measured action by action, after the first two of a start: where their time went is printed, and
+    kept in `timeline.json` in the run's folder for `meshwise draw timeline`. 0 measures none."""
     tensorboard: bool = False
     """Write TensorBoard files too; needs the extra `tensorboard`."""
 
     def __post_init__(self) -> None:
         for key in ("steps", "batch", "log_every", "keep_last"):
             _least(f"train.{key}", getattr(self, key), 1)
-        for key in ("validate_every", "save_every"):
+        for key in ("validate_every", "save_every", "timeline"):
             _least(f"train.{key}", getattr(self, key), 0)
         if self.validate_batches is not None:
             _least("train.validate_batches", self.validate_batches, 1)

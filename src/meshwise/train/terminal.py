@@ -16,6 +16,7 @@ from rich.text import Text
 from meshwise.train.events import (
     End,
     Event,
+    Measured,
     NonFinite,
     Resume,
     Sample,
@@ -144,6 +145,9 @@ def _told(event: Event) -> str:
                 f"slow     rank {event.rank} kept the others waiting in step{'s' * (len(event.steps) > 1)} {steps}: "
                 f"busy for {event.seconds:.2f} s, they for {event.others:.2f} s"
             )
+        case Measured():
+            head = f"time     of a step, the median of {event.steps}; drawn by meshwise draw timeline {event.path}"
+            return "\n".join([head, *_indented(event.table)])
         case Saved():
             return (
                 f"saved    step {event.step} in {event.path} ({event.seconds:.1f} s, training stood {event.held:.2f} s)"

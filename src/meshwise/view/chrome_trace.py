@@ -20,26 +20,47 @@ _NAMES = ("computes", "sends", "collectives")
 _MICRO = 1e6
 
 
-def write_chrome_trace(timeline: Timeline, *, path: Path, seconds: float = 1.0) -> None:
-    """Write the JSON; `seconds` is one unit of the timeline's times. Raises OSError when the file cannot be written."""
-    pipeline_of = {rank: number for number, ranks in enumerate(timeline.pipelines) for rank in ranks}
-    events = list(_names(timeline))
-    for event in timeline.events:
-        events += _events(event, seconds * _MICRO, pipeline_of[event.rank])
+def write_chrome_trace(timelines: Mapping[str, Timeline], *, path: Path, seconds: float = 1.0) -> None:
+    """Write the JSON of one or several timelines, under their titles.
+
+    `seconds` is one unit of the timelines' times. Raises OSError when the file cannot be written.
+    """
+    events: list[dict[str, Any]] = []
+    before: list[Timeline] = []
+    for title, timeline in timelines.items():
+        place = _Place(sum(one.ranks for one in before), timeline)
+        events += place.names(f"{title}: " if len(timelines) > 1 else "")
+        for event in timeline.events:
+            events += _events(event, seconds * _MICRO, place)
+        before.append(timeline)
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
 
-def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    for rank, stages in enumerate(timeline.stages):
-        name = f"rank {rank}: stages {' '.join(map(str, stages))}"
-        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}
-        for row, title in enumerate(_NAMES):
-            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": title}}
+class _Place:
+    """Which process of the trace each rank of a timeline is."""
+
+    def __init__(self, first: int, timeline: Timeline) -> None:
+        self.first = first
+        self._stages = timeline.stages
+        self._pipelines = {rank: ranks for ranks in timeline.pipelines for rank in ranks}
+
+    def names(self, title: str) -> Iterator[dict[str, Any]]:
+        """The names of processes and rows."""
+        for rank, stages in enumerate(self._stages):
+            name, pid = f"{title}rank {rank}: stages {' '.join(map(str, stages))}", self.first + rank
+            yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
+            for row, heading in enumerate(_NAMES):
+                yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": row, "args": {"name": heading}}
+
+    def message(self, action: object, rank: int) -> str:
+        """The name of a message, one in the whole trace."""
+        return f"{self.first + self._pipelines[rank][0]}: {action}"
 
 
-def _events(event: Event, scale: float, pipeline: int) -> Iterator[dict[str, Any]]:
+def _events(event: Event, scale: float, where: _Place) -> Iterator[dict[str, Any]]:
     start, stop = event.start * scale, event.stop * scale
-    place = {"pid": event.rank, "tid": ROWS[event.stream]}
+    place = {"pid": where.first + event.rank, "tid": ROWS[event.stream]}
+    message = {"name": "message", "cat": "message", **place}
     yield {
         "ph": "X",
         "name": f"wait {event}" if event.stream is Stream.WAIT else str(event),
@@ -50,9 +71,15 @@ def _events(event: Event, scale: float, pipeline: int) -> Iterator[dict[str, Any
         **place,
     }
     if event.kind in SENDS:
-        yield {"ph": "s", "name": "message", "cat": "message", "id": f"{pipeline}: {event}", "ts": start, **place}
+        yield {
+            "ph": "s",
+            "name": "message",
+            "cat": "message",
+            "id": where.message(event, event.rank),
+            "ts": start,
+            **place,
+        }
     elif event.kind in RECEIVES:
         assert event.stage is not None
         sent = counterpart(Action(event.stage, Kind(event.kind), event.microbatch))
-        arrow = {"ph": "f", "bp": "e", "name": "message", "cat": "message"}
-        yield {**arrow, "id": f"{pipeline}: {sent}", "ts": stop, **place}
+        yield {"ph": "f", "bp": "e", "id": where.message(sent, event.rank), "ts": stop, **message}

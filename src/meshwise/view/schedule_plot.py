@@ -1,4 +1,4 @@
-"""A timed schedule as a picture: a bar for every computation, a row for every rank."""
+"""Timelines as a picture: a bar for every computation, a row for every rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from meshwise.bench.plot import require_matplotlib
 from meshwise.pipeline.action import Kind
-from meshwise.timeline import Timeline
+from meshwise.timeline import Stream, Timeline
 from meshwise.view.schedule_text import label
 
 COLORS: Mapping[Kind, str] = {Kind.F: "#7aa6e0", Kind.B: "#7fc28b", Kind.I: "#71c7c9", Kind.W: "#ecc95c"}
@@ -17,6 +17,7 @@ MEANINGS: Mapping[Kind, str] = {
     Kind.I: "backward, input",
     Kind.W: "backward, weights",
 }
+_BESIDE = "#777777"
 _INCHES, _WIDEST = 0.32, 40.0
 
 
@@ -41,7 +42,9 @@ def plot_schedules(timelines: Mapping[str, Timeline], *, path: Path, form: str |
         _panel(panel, title, timeline)
     kinds = [kind for kind in COLORS if any(_uses(timeline, kind) for timeline in timelines.values())]
     patches = [panels[0].barh(0, 0, color=COLORS[kind], label=MEANINGS[kind]) for kind in kinds]
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(kinds), fontsize="small", frameon=False)
+    if any(event.stream is Stream.COLLECTIVE for timeline in timelines.values() for event in timeline.events):
+        patches.append(panels[0].barh(0, 0, color=_BESIDE, label="gathers and reductions"))
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize="small", frameon=False)
     figure.savefig(path, dpi=110, format=form)
 
 
@@ -61,6 +64,9 @@ def _panel(panel, title: str, timeline: Timeline) -> None:  # type: ignore[no-un
                 panel.text(
                     event.start + width / 2, rank, label(event, timeline=timeline), ha="center", va="center", fontsize=6
                 )
+    for event in timeline.events:
+        if event.stream is Stream.COLLECTIVE:
+            panel.barh(event.rank + 0.36, event.seconds, left=event.start, height=0.14, color=_BESIDE)
     mean = sum(timeline.bubbles) / timeline.ranks
     panel.set_title(f"{title}: step {timeline.seconds:.4g}, bubble {100 * mean:.1f} %", loc="left", fontsize="small")
     panel.set_yticks(range(timeline.ranks), [f"rank {rank}" for rank in range(timeline.ranks)])

@@ -40,6 +40,23 @@ def picture(timeline: Timeline, *, width: int) -> Text:
     return Text("\n\n").join(panels)
 
 
+def strip(timeline: Timeline, *, width: int, seconds: float) -> Text:
+    """The drawing to scale, a row per rank, `seconds` in `width` characters; what is too short for one is not seen."""
+    names = [f"rank {rank:>{len(str(timeline.ranks - 1))}} │" for rank in range(timeline.ranks)]
+    scale = (width - len(names[0])) / seconds
+    return Text("\n").join(Text(name) + _scaled(timeline, rank, scale) for rank, name in enumerate(names))
+
+
+def _scaled(timeline: Timeline, rank: int, scale: float) -> Text:
+    row = Text()
+    for event in timeline.computing[rank]:
+        first, last = (math.floor(moment * scale + 0.5) for moment in (event.start, event.stop))
+        row.append("." * (first - len(row)), "dim")
+        row.append(label(event, timeline=timeline).ljust(last - first, "─")[: last - first], STYLES[Kind(event.kind)])
+    row.append("." * (math.floor(timeline.seconds * scale + 0.5) - len(row)), "dim")
+    return row
+
+
 def label(event: Event, *, timeline: Timeline) -> str:
     """What to call a computation: with its stage where that is not the rank."""
     alone = all(len(stages) == 1 for stages in timeline.stages)

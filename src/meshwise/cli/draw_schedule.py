@@ -1,0 +1,103 @@
+"""`meshwise draw schedule`: a pipeline schedule in the terminal, as a picture, and as a trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwise.cli.drawing import Files, check, drawing_board, save
+from meshwise.pipeline.action import Schedule
+from meshwise.pipeline.clock import Cost, clock, peaks
+from meshwise.pipeline.passes import lower
+from meshwise.pipeline.schedules import make_schedule, read_schedule
+from meshwise.plan import Plan, PlanError
+from meshwise.train.flags import parse_flags
+from meshwise.train.job import JobError
+from meshwise.view.schedule_text import figures, picture
+
+
+@dataclass(frozen=True)
+class Draw(Files):
+    """Draw when each rank computes what, for a plan's schedule or a table of your own."""
+
+    plan: str = ""
+    """The plan, of which pp, microbatches, schedule, virtual_stages and zero are read."""
+
+    table: Path | None = None
+    """A table instead: a text file with one row of actions per rank, as in `0F0 0F1 0B0 0B1`."""
+
+    forward: float = 1.0
+    """Time of a stage's forward."""
+
+    input: float = 1.0
+    """Time of its backward for the input."""
+
+    weight: float = 1.0
+    """Time of its backward for the weights; a whole backward takes both."""
+
+    link: float = 0.0
+    """Time for what a stage sends to arrive."""
+
+    actions: bool = False
+    """Print the table as well, with all that a run would do: sends, receives, gathers, reductions."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Draw what the words name. Raises JobError for a schedule that cannot work, before anything is drawn."""
+    flags = parse_flags(words, prog="meshwise draw schedule", default=Draw())
+    if (flags.table is None) == (not flags.plan):
+        raise JobError('give either a plan or a table: meshwise draw schedule --plan "pp=4 microbatches=8"')
+    if min(flags.forward, flags.input, flags.weight) <= 0 or flags.link < 0:
+        raise JobError("times are positive, and a link's at least 0")
+    plan = plan_words(flags.plan)
+    try:
+        schedule = read_schedule(flags.table) if flags.table else _of_plan(plan)
+        lowered = lower(schedule, zero=plan["zero"])
+        check(flags)
+    except (ValueError, OSError) as error:
+        raise JobError(str(error)) from error
+    _draw(flags, lowered, title=flags.table.name if flags.table else flags.plan)
+    return 0
+
+
+def plan_words(text: str) -> dict[str, Any]:
+    """The keys of a plan, the default where it names none, without asking whether the plan as a whole can run.
+
+    Raises PlanError for a word that is not key=value, an unknown key, and a number that is not one.
+    """
+    defaults = {item.name: item.default for item in dataclasses.fields(Plan)}
+    values: dict[str, Any] = {**defaults, "virtual_stages": None}
+    for word in text.split():
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise PlanError(f"{word!r} in the plan {text!r} is not key=value; write it as in 'pp=4 microbatches=8'")
+        if key not in defaults:
+            near = difflib.get_close_matches(key, defaults, n=1, cutoff=0.4)
+            raise PlanError(f"unknown plan key {key!r}; did you mean {(near or list(defaults))[0]}?")
+        number = isinstance(defaults[key], int) and (key, value) != ("dp", "auto")
+        if number and not value.isdecimal():
+            raise PlanError(f"{key}={value}: {key} is a whole number")
+        values[key] = int(value) if number else value
+    return values
+
+
+def _of_plan(plan: dict[str, Any]) -> Schedule:
+    return make_schedule(
+        plan["schedule"], pp=plan["pp"], microbatches=plan["microbatches"], virtual_stages=plan["virtual_stages"]
+    )
+
+
+def _draw(flags: Draw, lowered: Schedule, *, title: str) -> None:
+    console = drawing_board()
+    costs = Cost(flags.forward, flags.input, flags.weight, link=flags.link)
+    timeline = clock(lowered, costs=costs)
+    console.print(picture(timeline, width=console.width), soft_wrap=True)
+    console.print()
+    console.print(figures(timeline, peaks=peaks(lowered, costs=costs)))
+    if flags.actions:
+        console.print(f"\n{lowered}", highlight=False, soft_wrap=True)
+    save({title: timeline}, files=flags, seconds=1e-3)

@@ -1,0 +1,48 @@
+"""`meshwise draw timeline`: a step of a run as it was, beside what the clock says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from meshwise.cli.drawing import Files, check, drawing_board, save
+from meshwise.pipeline.measured import Measured
+from meshwise.train.flags import parse_flags
+from meshwise.train.folder import TIMELINE
+from meshwise.train.job import JobError
+from meshwise.view.schedule_text import strip
+
+
+@dataclass(frozen=True)
+class Draw(Files):
+    """Draw a step of a run that was trained with `--train.timeline`: what each rank did, and where its time went."""
+
+    run: Annotated[Path, tyro.conf.Positional] = Path("runs/train")
+    """The run's folder, or its timeline.json."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Draw what the words name. Raises JobError when there is nothing that was measured."""
+    flags = parse_flags(words, prog="meshwise draw timeline", default=Draw())
+    path = flags.run / TIMELINE if flags.run.is_dir() else flags.run
+    try:
+        check(flags)
+        measured = Measured.read(path)
+    except FileNotFoundError:
+        raise JobError(f"{path} is not there; train with --train.timeline=3 to measure three steps of a run") from None
+    except (ValueError, OSError) as error:
+        raise JobError(str(error)) from error
+    board = drawing_board()
+    timelines = {"measured": measured.run, "by the clock": measured.predicted}
+    longest = max(timeline.seconds for timeline in timelines.values())
+    for title, timeline in timelines.items():
+        board.print(f"{title}: {timeline.seconds:.4g} s", highlight=False)
+        board.print(strip(timeline, width=board.width, seconds=longest), soft_wrap=True)
+        board.print()
+    board.print(str(measured), highlight=False, soft_wrap=True)
+    save({**timelines, "equal stages": measured.ideal}, files=flags, seconds=1.0)
+    return 0

@@ -1,0 +1,286 @@
+"""Steps measured: the time that a rank loses is taken apart into what caused it, and runs leave their timelines."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwise.cli.main import main as command
+from meshwise.comm.offset import clock_offset
+from meshwise.comm.stopwatch import Span
+from meshwise.comm.world import World
+from meshwise.measure import measure
+from meshwise.parallelize import Options, parallelize
+from meshwise.pipeline.action import COMPUTE, Schedule
+from meshwise.pipeline.clock import Cost, clock
+from meshwise.pipeline.measured import Lost, Measured
+from meshwise.pipeline.passes import lower
+from meshwise.pipeline.schedules import make_schedule
+from meshwise.plan import Plan
+from meshwise.reference import GPT, GPTConfig, next_token_loss
+from meshwise.testing import Processes, run
+from meshwise.timeline import Event, Stream, Timeline
+from meshwise.train.job import DataJob, Job, ModelJob, TrainJob
+from meshwise.train.loop import train
+
+# ---- where the time went ------------------------------------------------------------------------------------------
+
+
+def step_of(run: Timeline) -> Timeline:
+    """A step around the rows of a schedule: 1 before it, 2 after it."""
+    length = run.seconds
+    moved = [dataclasses.replace(event, start=event.start + 1, stop=event.stop + 1) for event in run.events]
+    for rank in range(run.ranks):
+        last = max(event.stop for event in moved if event.rank == rank)
+        around = (("begin", 0.0, 1.0), ("exchange", last, length + 1), ("update", length + 1, length + 3))
+        moved += [Event(rank, Stream.COLLECTIVE, kind, start, stop) for kind, start, stop in around]
+        moved.append(Event(rank, Stream.WAIT, "all_reduce", last, length + 1))
+    return Timeline(tuple(moved), run.pipelines)
+
+
+def lost(schedule: Schedule, run: Timeline) -> tuple[Lost, ...]:
+    found = Measured(schedule, step_of(run))
+    for rank, one in enumerate(found.lost):
+        assert one.seconds == pytest.approx(run.seconds - run.busy[rank])
+    return found.lost
+
+
+SCHEDULE = lower(make_schedule("1f1b", pp=4, microbatches=8), zero=0)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "dualpipev", "interleaved"])
+def test_with_equal_stages_and_nothing_else_the_schedule_is_all_that_is_lost(name: str) -> None:
+    schedule = lower(make_schedule(name, pp=4, microbatches=8), zero=0)
+    for one in lost(schedule, clock(schedule, costs=Cost(1, 1.5, 0.75))):
+        assert one.ideal > 0
+        rest = (one.imbalance, one.receives, one.collectives, one.other)
+        assert rest == pytest.approx((0, 0, 0, 0), abs=1e-9)
+
+
+def test_stages_that_differ_are_the_imbalance() -> None:
+    run = clock(SCHEDULE, costs=[Cost(1, 1, 1), Cost(2, 2, 2), Cost(1, 1, 1), Cost(1, 1, 1)])
+    ideal = clock(SCHEDULE, costs=Cost(1.25, 1.25, 1.25))
+    for rank, one in enumerate(lost(SCHEDULE, run)):
+        assert one.ideal == pytest.approx(ideal.seconds - ideal.busy[rank])
+        assert one.imbalance == pytest.approx(run.seconds - run.busy[rank] - one.ideal)
+        assert (one.receives, one.collectives, one.other) == pytest.approx((0, 0, 0), abs=1e-9)
+
+
+def test_slow_links_are_the_receives() -> None:
+    run = clock(SCHEDULE, costs=Cost(1, 1, 1, link=0.5))
+    for rank, one in enumerate(lost(SCHEDULE, run)):
+        assert one.receives == pytest.approx(run.seconds - run.busy[rank] - one.ideal)
+        assert one.receives > 1
+        assert (one.imbalance, one.collectives, one.other) == pytest.approx((0, 0, 0), abs=1e-9)
+
+
+def test_waits_within_computations_and_reductions_are_the_collectives() -> None:
+    schedule = lower(make_schedule("naive", pp=1, microbatches=2), zero=0)
+    events = [
+        Event(0, Stream.COMPUTE, "F", 0, 3, 0, 0),
+        Event(0, Stream.WAIT, "all_gather", 1, 2),
+        Event(0, Stream.COMPUTE, "B", 3, 7, 0, 0),
+        Event(0, Stream.COMPUTE, "F", 8, 10, 0, 1),
+        Event(0, Stream.COMPUTE, "B", 10, 14, 0, 1),
+        Event(0, Stream.COLLECTIVE, "REDUCE", 14, 16, 0),
+        Event(0, Stream.WAIT, "reduce_scatter", 15, 16),
+    ]
+    [one] = lost(schedule, Timeline(tuple(events), ((0,),)))
+    assert dataclasses.astuple(one) == pytest.approx((0, 0, 0, 3, 1))
+
+
+def test_pipelines_beside_each_other_have_costs_of_their_own() -> None:
+    fast, slow = (clock(SCHEDULE, costs=Cost(*[length] * 3)).events for length in (1, 2))
+    events = [dataclasses.replace(event, rank=2 * event.rank) for event in fast]
+    events += [dataclasses.replace(event, rank=2 * event.rank + 1) for event in slow]
+    run = Timeline(tuple(events), ((0, 2, 4, 6), (1, 3, 5, 7)))
+    found = lost(SCHEDULE, run)
+    assert all(one.receives == pytest.approx(0, abs=1e-9) for one in found)
+    assert found[0].imbalance > found[1].imbalance > 0
+
+
+def test_micro_batches_that_nobody_had_are_not_expected() -> None:
+    few = Schedule(tuple(tuple(one for one in row if (one.microbatch or 0) < 5) for row in SCHEDULE.rows))
+    for one in lost(SCHEDULE, clock(few)):
+        assert (one.imbalance, one.receives, one.other) == pytest.approx((0, 0, 0), abs=1e-9)
+
+
+def test_a_table_tells_it_and_a_file_keeps_it(tmp_path: Path) -> None:
+    measured = Measured(SCHEDULE, step_of(clock(SCHEDULE)))
+    lines = str(measured).splitlines()
+    assert lines[0].split() == [
+        "rank",
+        "stages",
+        "computes",
+        "lost",
+        "ideal",
+        "imbalance",
+        "receives",
+        "collectives",
+        "other",
+    ]
+    assert lines[1].split() == [
+        "0",
+        "0",
+        "24",
+        "s",
+        "27.3",
+        "%",
+        "27.3",
+        "%",
+        "0.0",
+        "%",
+        "0.0",
+        "%",
+        "0.0",
+        "%",
+        "0.0",
+        "%",
+    ]
+    assert lines[5] == "step 36 s, the schedule's part of it 33 s"
+    assert lines[-1] == "bubble 27.3 % on the mean, ideal 27.3 %"
+    measured.write(tmp_path / "a.json")
+    assert Measured.read(tmp_path / "a.json") == measured
+
+
+# ---- what is noted -------------------------------------------------------------------------------------------------
+
+
+def noted(world: World) -> list[Span]:
+    journal = world.journal
+    journal.doing = "before"
+    with world.timed() as watch:
+        for doing in ("2F0", "", "update", ""):
+            journal.doing = doing
+            world.barrier()
+        with pytest.raises(RuntimeError, match="being noted already"), world.timed():
+            pass
+    journal.doing = "after"
+    world.barrier()
+    return watch.read(offset=1000.0)
+
+
+def test_only_what_happens_within_the_block_is_noted() -> None:
+    for spans in run(2, noted):
+        assert [(span.what, span.waits) for span in spans] == [
+            ("2F0", False),
+            ("update", False),
+            *[("barrier", True)] * 4,
+        ]
+        assert all(span.start <= span.stop < torch.inf for span in spans)
+        assert spans[0].start <= spans[2].start <= spans[2].stop <= spans[0].stop
+
+
+def ahead(world: World, seconds: float) -> float:
+    return clock_offset(world, now=lambda: now() + seconds * world.rank)
+
+
+def now() -> float:
+    import time  # noqa: PLC0415
+
+    return time.monotonic()
+
+
+def test_clocks_that_differ_are_set_alike_and_those_that_do_not_are_left() -> None:
+    assert run(3, ahead, args=(100.0,)) == pytest.approx([0, 100, 200], abs=1.0)
+    assert run(3, ahead, args=(0.0,)) == [0, 0, 0]
+
+
+@functools.cache
+def batch() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(16, (8, 5), generator=torch.Generator().manual_seed(1))
+    return tokens[:, :-1], tokens[:, 1:].clone()
+
+
+def gpt() -> GPT:
+    return GPT(GPTConfig(vocabulary=16, context=4, layers=6, heads=2, width=8, mlp_ratio=2))
+
+
+def steps(world: World, plan: str) -> Any:
+    trainer = parallelize(gpt, plan, world=world, loss=next_token_loss, options=Options(example=batch()), lr=1e-2)
+    trainer.step(batch())
+    with measure(trainer) as measuring:
+        for _ in range(2):
+            trainer.step(batch())
+            trainer.evaluate([batch()])
+    trainer.step(batch())
+    return measuring.steps(), trainer.schedule
+
+
+def check(plan: str, on: Any) -> None:
+    ranks = run(Plan.parse(plan).mesh().size, steps, on=on, args=(plan,))
+    for found, schedule in ranks:
+        assert found == ranks[0][0]
+        assert len(found) == 2
+        for one in found:
+            timeline = one.run
+            for pipeline in timeline.pipelines:
+                for rank, row in zip(pipeline, schedule.rows, strict=True):
+                    computed = [str(action) for action in row if action.kind in COMPUTE]
+                    assert [str(event) for event in timeline.computing[rank]] == computed
+            assert all(0 < busy < timeline.seconds for busy in timeline.busy)
+            assert timeline.seconds < one.step.seconds
+            assert {event.kind for event in one.step.events} >= {"begin", "exchange", "update"}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "pp=2 microbatches=4 schedule=zb-v virtual_stages=2",
+        "pp=2 dp=2 zero=3 microbatches=2",
+        "pp=2 tp=2 microbatches=2 schedule=zb-h1",
+        "dp=2 zero=2 microbatches=2",
+    ],
+)
+def test_under_every_plan_the_steps_are_those_of_its_schedule(plan: str) -> None:
+    check(plan, "threads")
+
+
+@pytest.mark.processes
+def test_on_real_processes_too(processes: Processes) -> None:
+    check("pp=2 dp=2 zero=1 microbatches=4", processes)
+
+
+# ---- a run -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_tells_where_its_time_went_and_it_can_be_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("what is read here is of no matter " * 20)
+    job = Job(
+        model=ModelJob(arguments={"layers": 2, "heads": 2, "width": 8}),
+        data=DataJob(files=(str(text),), context=8, validation=0, cache=str(tmp_path / "cache")),
+        train=TrainJob(steps=4, batch=4, timeline=2, output=str(tmp_path / "run")),
+        plan=Plan.parse("pp=2 microbatches=2"),
+    )
+    run(2, lambda world: train(world, job=job))
+    told = capsys.readouterr().out
+    assert "rank stages computes lost ideal imbalance receives collectives other" in " ".join(told.split())
+    events = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    [found] = [event for event in events if event["event"] == "measured"]
+    assert (found["step"], found["steps"]) == (4, 2)
+
+    assert command(["draw", "timeline", str(tmp_path / "run"), f"--trace={tmp_path / 'a.json'}"]) == 0
+    drawn = capsys.readouterr().out
+    assert "measured:" in drawn
+    assert "by the clock:" in drawn
+    assert "bubble" in drawn
+    names = {event["args"]["name"] for event in json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+             if event["name"] == "process_name"}  # fmt: skip
+    assert "measured: rank 1: stages 1" in names
+    assert "by the clock: rank 0: stages 0" in names
+
+
+def test_what_was_not_measured_cannot_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["draw", "timeline", str(tmp_path)]) == 2
+    assert "train with --train.timeline=3" in capsys.readouterr().err
+    (tmp_path / "timeline.json").write_text('{"events": 3}')
+    assert command(["draw", "timeline", str(tmp_path)]) == 2
+    assert "is not a timeline of a run" in capsys.readouterr().err
