@@ -16,7 +16,7 @@ from grid import Cell, Grid
 from meshwise.comm.world import World
 from meshwise.parallelize import Options, parallelize
 from meshwise.plan import Plan
-from meshwise.testing import Single, agree, run
+from meshwise.testing import Processes, Single, agree, run
 from pipeline.subjects import SUBJECTS
 
 BOUND = 1e-9
@@ -92,3 +92,27 @@ def check(plan: Plan, model: str, on: Any = "threads") -> None:
 @pytest.mark.grid(GRID)
 def test_a_pipeline_is_one_process(schedule: str, pp: int, model: str, zero: int, tp: str, dp: int) -> None:
     check(plan_of(schedule, pp, zero, tp, dp), model)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "schedule, pp, model, zero, tp, dp",
+    [
+        ("naive", 2, "t5", 0, "1", 1),
+        ("gpipe", 2, "resnet", 2, "1", 2),
+        ("1f1b", 4, "tied", 0, "1", 1),
+        ("1f1b", 2, "llama", 1, "2", 1),
+        ("1f1b", 2, "gpt", 3, "1", 2),
+        ("interleaved", 2, "tied", 2, "1", 2),
+        ("looped", 2, "llama", 3, "1", 2),
+        ("zb-h1", 4, "gpt", 0, "1", 1),
+        ("zb-h1", 2, "tied", 1, "2-tokens", 1),
+        ("zb-h2", 2, "t5", 3, "1", 2),
+        ("zb-v", 2, "resnet", 0, "1", 1),
+        ("dualpipev", 2, "gpt", 1, "1", 2),
+    ],
+)
+def test_on_real_processes_too(
+    schedule: str, pp: int, model: str, zero: int, tp: str, dp: int, processes: Processes
+) -> None:
+    check(plan_of(schedule, pp, zero, tp, dp), model, on=processes)
