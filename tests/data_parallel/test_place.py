@@ -37,17 +37,23 @@ def test_a_layout_drawn() -> None:
     runs = line(place, [("-" if run.options else "+", run.start, run.stop) for run in place.runs])
     shards = line(place, [(str(index), *place.shard(index)) for index in range(3)])
     assert [pieces, runs, shards] == [
-        "bbdaaaaaaccc",
-        "---+++++++++",
-        "000011112222",
+        "bbd.aaaaaaccc...........",
+        "----++++++++++++++++++++",
+        "000000001111111122222222",
     ]
-    assert place.padding == (48, 48)
+    assert place.padding == [(12, 16), (52, 96)]
+
+
+def test_runs_begin_aligned() -> None:
+    place = laid([row("a", (5,)), row("b", (3,), NO_DECAY), row("c", (4,), NO_DECAY)], parts=1)
+    assert place.runs == (Run(NO_DECAY, 0, 16), Run(DECAY, 16, 32))
+    assert place.padding == [(7, 16), (21, 32)]
 
 
 def test_what_does_not_fill_equal_aligned_shards_is_padded() -> None:
     place = laid([row("a", (33,))], parts=2)
     assert place.size == 64
-    assert place.padding == (33, 64)
+    assert place.padding == [(33, 64)]
     assert place.shard(1) == (32, 64)
 
 
@@ -83,16 +89,20 @@ def test_shards_tile_the_buffer_in_equal_aligned_parts(place: Place) -> None:
 
 
 @given(places)
-def test_pieces_lie_side_by_side_and_only_padding_follows(place: Place) -> None:
+def test_pieces_lie_side_by_side_with_only_padding_between(place: Place) -> None:
     elements = [element for piece in place.pieces for element in range(piece.start, piece.stop)]
-    assert elements + list(range(*place.padding)) == list(range(place.size))
+    between = [element for gap in place.padding for element in range(*gap)]
+    assert elements == sorted(elements)
+    assert sorted(elements + between) == list(range(place.size))
     assert all(piece.stop - piece.start == piece.row.numel for piece in place.pieces)
 
 
 @given(places)
-def test_padding_is_less_than_one_line_a_shard(place: Place) -> None:
-    start, stop = place.padding
-    assert stop - start < place.parts * ALIGNMENT or start == 0
+def test_padding_is_less_than_one_line_a_shard_and_one_a_run(place: Place) -> None:
+    padding = sum(stop - start for start, stop in place.padding)
+    empty = not any(piece.row.numel for piece in place.pieces)
+    assert padding < (place.parts + len(place.runs) - 1) * ALIGNMENT or empty
+    assert all(run.start % ALIGNMENT == 0 for run in place.runs)
 
 
 @given(places)

@@ -217,7 +217,8 @@ class Bucket:
         if self.gradient is None:
             dtype = self.replication.precision.accumulation_of(self.dtype)
             self.gradient = self.replication.world.empty(self.place.size, dtype=dtype)
-            self.gradient[slice(*self.place.padding)].zero_()
+            for gap in self.place.padding:
+                self.gradient[slice(*gap)].zero_()
         return self.gradient
 
     def start_reduce(self) -> None:

@@ -1,19 +1,21 @@
 """Where the parameters of a unit lie in one flat buffer, and which slice of it each rank owns. Arithmetic only.
 
-    | a.weight        | b.weight | b.bias | c.scale | pad |      pieces, sorted by optimizer options
-    |<---- run: decay ----------->|<- run: no decay ----->|      a run: neighbours with the same optimizer options
-    |   rank 0    |   rank 1    |   rank 2    |  rank 3   |      shards: equal, so a gather is one collective
+    | a.weight      | b.weight | pad | b.bias | c.scale | pad |      pieces, sorted by optimizer options
+    |<---- run: decay -------------->|<-- run: no decay ----->|      a run: neighbours with the same optimizer options
+    |   rank 0    |   rank 1     |   rank 2    |    rank 3    |      shards: equal, so a gather is one collective
 
-A shard cuts pieces wherever it falls. Sorting by options makes the elements of a rank that share a learning rate and a
-weight decay one contiguous slice, so an elementwise optimizer sees at most one tensor for each group and unit.
+A shard cuts pieces wherever it falls. Runs begin aligned, like shards, so that wherever one is cut, a kernel that takes
+several elements at a time has whole registers to the end, and gives every element the same bits. Sorting by options
+makes the elements of a rank that share a learning rate and a weight decay one contiguous slice, so an elementwise
+optimizer sees at most one tensor for each group and unit.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from meshwise.model.table import Row
@@ -50,7 +52,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Place:
-    """Pieces in order, runs that cover [0, size) with the padding in the last one, and equal shards."""
+    """Pieces in order, runs that cover [0, size) with padding at the end of each, and equal shards."""
 
     pieces: tuple[Piece, ...]
     runs: tuple[Run, ...]
@@ -60,26 +62,25 @@ class Place:
     @classmethod
     def of(cls, rows: Sequence[Row], *, shapes: Mapping[str, tuple[int, ...]], parts: int) -> Place:
         """Lay `rows`, of these shapes by name, one after the other, padded to `parts` equal aligned shards."""
-        ordered = sorted(rows, key=lambda row: repr(row.options))
         pieces: list[Piece] = []
+        starts: dict[Options, int] = {}
         stop = 0
-        for row in ordered:
+        for row in sorted(rows, key=lambda row: repr(row.options)):
+            if row.options not in starts:
+                starts[row.options] = stop = -(-stop // ALIGNMENT) * ALIGNMENT
             pieces.append(Piece(row, shapes[row.name], stop, stop + math.prod(shapes[row.name])))
             stop = pieces[-1].stop
         unit = parts * ALIGNMENT
         size = max(1, -(-stop // unit)) * unit
-        grouped = [list(group) for _, group in groupby(pieces, key=lambda piece: piece.row.options)]
-        stops = [group[-1].stop for group in grouped[:-1]] + [size]
-        starts = [0, *stops[:-1]]
-        runs = tuple(
-            Run(group[0].row.options, low, high) for group, low, high in zip(grouped, starts, stops, strict=True)
-        )
+        bounds = itertools.pairwise([*starts.values(), size])
+        runs = tuple(Run(options, low, high) for options, (low, high) in zip(starts, bounds, strict=True))
         return cls(tuple(pieces), runs, size, parts)
 
     @property
-    def padding(self) -> tuple[int, int]:
-        """The slice that belongs to no parameter."""
-        return self.pieces[-1].stop, self.size
+    def padding(self) -> list[tuple[int, int]]:
+        """The slices that belong to no parameter."""
+        after = [piece.start for piece in self.pieces[1:]] + [self.size]
+        return [(piece.stop, start) for piece, start in zip(self.pieces, after, strict=True) if piece.stop < start]
 
     def chunks(self, owned: tuple[int, int], *, most: int | None) -> Iterator[list[Run]]:
         """What is owned, in parts of at most so many elements, each as its runs."""
