@@ -38,6 +38,7 @@ from meshwise.pipeline.schedules import make_schedule
 from meshwise.pipeline.schedules.in_order import naive
 from meshwise.pipeline.validate import in_flight
 from meshwise.plan import Plan, PlanError
+from meshwise.plan.keys import is_path
 from meshwise.precision.conversion import Doors, computing, convert, for_loss, place_buffer
 from meshwise.precision.policy import Precision, precision_of
 from meshwise.precision.scale import Scale
@@ -188,6 +189,7 @@ def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
     world = setting.world.over(mesh_with_twins(plan, parts=parts.values()))
     _refuse_batch_norm(source.module, parts=world.group(plan.data_axes).size * plan.microbatches)
     schedule = plan_schedule(plan)
+    _refuse_other_tables(schedule, plan, world)
     _agree(source, world)
     _place_buffers(source, world, setting.keeping.precision)
     call = _example(source, setting)
@@ -238,6 +240,12 @@ def plan_schedule(plan: Plan) -> Schedule:
         )
     except ScheduleError as error:
         raise PlanError(str(error)) from None
+
+
+def _refuse_other_tables(schedule: Schedule, plan: Plan, world: World) -> None:
+    """Each rank has read the file for itself, and may have found another one."""
+    if is_path(plan.schedule) and len(set(world.exchange(str(schedule)))) > 1:
+        raise PlanError(f"the ranks have different tables in schedule={plan.schedule}; give all hosts the same file")
 
 
 def _example(source: Source, setting: Setting) -> Callable[[nn.Module], Any]:

@@ -25,6 +25,7 @@ _POWERS: Mapping[str, int] = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2*
 class Key:
     """What a plan key means, and the values it takes: whole numbers between two, or one of a few words.
 
+    file    instead of one of the words, the path of a file: with a `/` or a `.` in it
     auto    the word `auto` stands for None: a value that the world fills in
     size    a number of bytes, which may be written with K, M, G or T for powers of 1024: `2G`
     """
@@ -35,6 +36,7 @@ class Key:
     words: tuple[str, ...] = ()
     auto: bool = False
     size: bool = False
+    file: bool = False
 
     def read(self, value: Any) -> Any:
         """The value written in TOML; what cannot be read stays, for `check` to refuse."""
@@ -55,7 +57,8 @@ class Key:
     def range(self) -> str:
         """The values in words, as markdown."""
         if self.words:
-            return ", ".join(f"`{word}`" for word in self.words)
+            file = ", or the path of a file" if self.file else ""
+            return ", ".join(f"`{word}`" for word in self.words) + file
         auto = ", or `auto` (None in Python)" if self.auto else ""
         size = ", with K, M, G or T for powers of 1024" if self.size else ""
         return (f"{self.least} and up" if self.most is None else f"{self.least} to {self.most}") + auto + size
@@ -65,10 +68,12 @@ class Key:
         if self.auto and value is None:
             return
         if self.words:
-            if value not in self.words:
+            if value not in self.words and not (self.file and is_path(value)):
                 near = difflib.get_close_matches(str(value), self.words, n=1, cutoff=0.3) or self.words[:1]
+                file = ", or the path of a file, as in ./mine.txt" if self.file else ""
                 raise PlanError(
-                    f"{name}={value}: {name} is one of {' '.join(self.words)}. Nearest that works: '{name}={near[0]}'"
+                    f"{name}={value}: {name} is one of {' '.join(self.words)}{file}. "
+                    f"Nearest that works: '{name}={near[0]}'"
                 )
             return
         if type(value) is not int:
@@ -92,10 +97,15 @@ def byte_count(means: str) -> Any:
     return field(default=0, metadata={"key": Key(means, size=True)})
 
 
-def one_of(words: str, *, means: str) -> Any:
-    """A field that takes one of `words`, the first by default."""
+def one_of(words: str, *, means: str, file: bool = False) -> Any:
+    """A field that takes one of `words`, the first by default; `file`: or a path."""
     choices = tuple(words.split())
-    return field(default=choices[0], metadata={"key": Key(means, words=choices)})
+    return field(default=choices[0], metadata={"key": Key(means, words=choices, file=file)})
+
+
+def is_path(value: object) -> bool:
+    """Whether a value is the path of a file rather than a word."""
+    return isinstance(value, str) and ("/" in value or "." in value) and not any(map(str.isspace, value))
 
 
 def keys_of(plan: Any) -> Mapping[str, Key]:

@@ -57,7 +57,8 @@ class Plan:
     )
     schedule: str = one_of(
         "1f1b naive gpipe interleaved looped zb-h1 zb-h2 zb-v dualpipev",
-        means="order of a pipeline's forwards and backwards",
+        means="order of a pipeline's forwards and backwards; a file has a table of your own",
+        file=True,
     )
     virtual_stages: int = whole_number(1, means="stages that each rank of a pipeline holds")
     partition: str = one_of("time params memory", means="what a pipeline's stages are balanced by")

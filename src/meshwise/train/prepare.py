@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from meshwise.model.forward import Loss
+from meshwise.parallelize import plan_schedule
+from meshwise.plan.keys import is_path
 from meshwise.train.data import Data, load_data
 from meshwise.train.job import Job, JobError
 from meshwise.train.named import loss_function, model_function, optimizer
@@ -45,6 +47,8 @@ def prepare(job: Job, *, ranks: int) -> Prepared:
     through.
     """
     plan = job.plan.resolve(ranks)
+    if plan.pp > 1:
+        plan_schedule(plan)
     replicas = plan.mesh().degree("dp")
     if job.train.batch < replicas:
         raise JobError(
@@ -70,6 +74,7 @@ def _absolute(job: Job) -> Job:
     )
     return dataclasses.replace(
         job,
+        plan=dataclasses.replace(job.plan, schedule=_absolute_path(job.plan.schedule)),
         model=dataclasses.replace(job.model, name=_absolute_name(job.model.name)),
         loss=_absolute_name(job.loss),
         data=data,
@@ -83,6 +88,10 @@ def _absolute_name(name: str) -> str:
     """`path/to/file.py:function` from the root; every other name as it is."""
     where, _, what = name.rpartition(":")
     return f"{Path(where).absolute()}:{what}" if where.endswith(".py") else name
+
+
+def _absolute_path(schedule: str) -> str:
+    return str(Path(schedule).absolute()) if is_path(schedule) else schedule
 
 
 def _absolute_resume(resume: str | None) -> str | None:

@@ -10,6 +10,7 @@ from meshwise.pipeline.action import Schedule, ScheduleError
 from meshwise.pipeline.schedules.in_order import gpipe, interleaved, looped, naive, one_forward_one_backward
 from meshwise.pipeline.schedules.zero_bubble import dualpipev, zb_h1, zb_h2, zb_v
 from meshwise.pipeline.validate import validate
+from meshwise.plan.keys import is_path
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,13 @@ SCHEDULES: Mapping[str, Recipe] = {
 def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int | None = None) -> Schedule:
     """The table of a schedule; `virtual_stages`, the stages a rank, is by default the fewest that it can do with.
 
-    Raises ScheduleError for an unknown name, and for numbers that the schedule cannot do, with the nearest it can.
+    A name with a `/` or a `.` in it is the path of a file with a table, which has to be for these numbers.
+
+    Raises ScheduleError for an unknown name, for numbers that the schedule cannot do, with the nearest it can, and for
+    a table that cannot be read or cannot work.
     """
+    if is_path(name):
+        return _from_file(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
     if name not in SCHEDULES:
         raise ScheduleError(f"unknown schedule {name!r}; the schedules are {' '.join(SCHEDULES)}")
     recipe = SCHEDULES[name]
@@ -86,6 +92,23 @@ def _refusal(name: str, pp: int, *, given: tuple[int, int], works: tuple[int, in
         f"schedule={name} with pp={pp} needs {' and '.join(needs)}, not microbatches={given[0]} virtual_stages="
         f"{given[1]}. Nearest that works: 'pp={pp} microbatches={works[0]} virtual_stages={works[1]} schedule={name}'"
     )
+
+
+def _from_file(path: str, *, pp: int, microbatches: int, virtual_stages: int | None) -> Schedule:
+    """The table of a file, if it is for these numbers."""
+    try:
+        schedule = read_schedule(Path(path))
+    except OSError as error:
+        raise ScheduleError(f"schedule={path} cannot be read: {error.strerror}") from None
+    held = max(len(schedule.stages_of(rank)) for rank in range(schedule.ranks))
+    given = (pp, microbatches, held if virtual_stages is None else virtual_stages)
+    if given != (schedule.ranks, schedule.microbatches, held):
+        raise ScheduleError(
+            f"the table in {path} is not for pp={pp} microbatches={microbatches} virtual_stages={given[2]}. Nearest "
+            f"that works: 'pp={schedule.ranks} microbatches={schedule.microbatches} virtual_stages={held} "
+            f"schedule={path}'"
+        )
+    return schedule
 
 
 def read_schedule(path: Path) -> Schedule:
