@@ -51,22 +51,14 @@ class LiveUnit:
     def load(self, source: Source, *, place: Callable[[Row, Tensor], nn.Parameter]) -> None:
         """Fill the buckets from the source, and put this rank's parameters into the model with `place`."""
         for bucket in self.buckets:
-            bucket.fill(self._agreed(source, row=piece.row) for piece in bucket.place.pieces)
+            world = bucket.replication.world
+            bucket.fill(source.agreed(piece.row.name, world=world) for piece in bucket.place.pieces)
             values = self._at_rest(bucket)
             pieces = bucket.place.pieces
             # As `data`, a parameter has a version of its own, which our writes to the buffer do not change.
             self.parameters.append([place(piece.row, value.data) for piece, value in zip(pieces, values, strict=True)])
             self._versions.append([parameter._version for parameter in self.parameters[-1]])
         self.whole = not self.at_rest
-
-    def _agreed(self, source: Source, *, row: Row) -> Tensor:
-        """The full values, those of the first rank where every rank has a model of its own."""
-        value = source.full(row.name)
-        world = self.buckets[0].replication.world
-        if not source.deferred and world.size > 1:
-            value = value.detach().to(world.device).clone(memory_format=torch.contiguous_format)
-            world.broadcast(value, axes=world.mesh.names).wait()
-        return value
 
     def altered(self) -> str:
         """What somebody else did to a parameter since it was put into the model, and what to do instead."""

@@ -14,8 +14,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 
+import torch
 from torch import Tensor, nn
 
+from meshwise.comm.world import World
 from meshwise.model.record import recording
 from meshwise.model.replay import Record
 from meshwise.model.table import Row
@@ -32,6 +34,7 @@ class Source:
         """Whether the parameters of `module` are still to be made of the values: they are on the meta device."""
         self._record = record
         self._shapes_only = shapes_only
+        self._staging: Tensor | None = None
         self._tensors: dict[str, Tensor] = {}
         for name, tensor in _named_tensors(module):
             if tensor.is_meta and not shapes_only and not (record and record.knows(tensor)):
@@ -63,6 +66,23 @@ class Source:
                 f"constructor of {type(self.module).__name__}, for example with an initialiser of torch.nn.init"
             )
         return values.clone() if values.untyped_storage().nbytes() > values.nbytes else values
+
+    def agreed(self, name: str, *, world: World) -> Tensor:
+        """The full values, of a model that every rank has those of the first rank; every rank asks for the same.
+
+        They are the caller's until the next are asked for: one piece of memory takes them all, because a copy of every
+        parameter, freed among those still in use, would leave the process with holes of the size of the model's blocks.
+        """
+        value = self.full(name)
+        if self.deferred or world.size == 1:
+            return value
+        if self._staging is None:
+            largest = max(tensor.nbytes for tensor in self._tensors.values())
+            self._staging = torch.empty(largest, dtype=torch.uint8, device=world.device)
+        staged = self._staging[: value.nbytes].view(value.dtype).view(value.shape)
+        staged.copy_(value)
+        world.broadcast(staged, axes=world.mesh.names).wait()
+        return staged
 
     def part(self, module: nn.Module) -> Source:
         """The same values for a module with some of the parameters, under the same names, which are to be made anew."""
