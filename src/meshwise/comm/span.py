@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from meshwise.comm.direct import Memory
@@ -91,6 +92,10 @@ def reduce_spans(spans: Sequence[Span], *, into: Tensor, copies: Sequence[Span],
     Raises OSError when memory of another process cannot be read or written.
     """
     step = max(1, _BLOCK_BYTES // into.element_size())
+    near = [span.tensor for span in spans if isinstance(span, Near)]
+    if into.numel() <= step and len(near) == len(spans) and not copies:
+        reduce_block(near, into=into, scratch=torch.empty_like(into), op=op)
+        return
     total = scratch.borrow(like=into[:step])
     blocks = [scratch.borrow(like=total) if isinstance(span, Far) else total for span in spans]
     readers = [span.reader(step, block=block) for span, block in zip(spans, blocks, strict=True)]
