@@ -25,6 +25,10 @@ class MicroBatch:
     counts: bool
     samples: Rows
 
+    def skipped(self) -> MicroBatch:
+        """Nothing to run in its place."""
+        return dataclasses.replace(self, rows=None, counts=False)
+
 
 @dataclass(frozen=True)
 class Deal:

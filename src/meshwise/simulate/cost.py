@@ -1,0 +1,118 @@
+"""What one operation costs, whatever computes it: floating-point operations, and bytes read and written.
+
+Flops are torch's own formulas (2·m·k·n for a product, whatever is done with it); bytes are those of the tensors an
+operation reads and writes, each once. A view costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from meshwise.simulate.tape import Operation, Product
+from meshwise.tree import tensors
+
+aten = torch.ops.aten
+
+LOOK_UPS = frozenset(
+    {"aten::embedding", "aten::index", "aten::index_select", "aten::gather", "aten::slice_backward", "aten::take"}
+)
+"""Operations that read only a part of a tensor: as much as they return."""
+
+NOTHING = frozenset(
+    {
+        "aten::empty",
+        "aten::empty_like",
+        "aten::empty_strided",
+        "aten::new_empty",
+        "aten::new_empty_strided",
+        "aten::detach",
+        "aten::detach_",
+        "aten::_local_scalar_dense",
+        "aten::lift_fresh",
+        "profiler::_record_function_enter_new",
+        "profiler::_record_function_exit",
+    }
+)
+"""Operations that move nothing."""
+
+
+@cache
+def moves_nothing(func: OpOverload) -> bool:
+    """Whether an operation neither computes nor moves anything: it makes a view, or memory without values."""
+    name = func._schema.name
+    if name in NOTHING:
+        return True
+    returns = func._schema.returns
+    return bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+
+
+@cache
+def makes_anew(func: OpOverload) -> bool:
+    """Whether all that an operation does is to return new tensors."""
+    schema = func._schema
+    return bool(schema.returns) and all(one.alias_info is None for one in (*schema.returns, *schema.arguments))
+
+
+def operation(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> Operation:
+    """The cost of one call."""
+    inputs = [*tensors(args), *tensors(kwargs)]
+    outputs = list(tensors(output))
+    flops = _flops(func, args, kwargs, output)
+    written = sum(map(_nbytes, _written(func, args, kwargs, outputs)))
+    read = written if func._schema.name in LOOK_UPS else sum(map(_nbytes, inputs))
+    dtype = next((str(t.dtype).removeprefix("torch.") for t in (*outputs, *inputs)), "")
+    product = _product(func, inputs) if flops else None
+    return Operation(func._schema.name.removeprefix("aten::"), dtype, flops, read + written, product)
+
+
+def _flops(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> int:
+    packet = func._overloadpacket
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
+        return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
+    formula = flop_registry.get(packet)
+    return int(formula(*args, **kwargs, out_val=output)) if formula else 0
+
+
+def _written(
+    func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: list[Tensor]
+) -> Iterator[Tensor]:
+    """New tensors, and arguments that are changed in place."""
+    changed = False
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            changed = True
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            yield from tensors(value)
+    if not changed:
+        yield from outputs
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """What there is to read of a tensor: an expanded one is read once."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _product(func: OpOverload, inputs: Sequence[Tensor]) -> Product | None:
+    """The sizes of a product of two matrices, or of as many as a batch has."""
+    packet = func._overloadpacket
+    if packet in (aten.addmm, aten.baddbmm):
+        inputs = inputs[1:]
+    if packet in (aten.mm, aten.addmm):
+        (m, k), n = inputs[0].shape, inputs[1].shape[1]
+        return Product(1, m, k, n)
+    if packet in (aten.bmm, aten.baddbmm):
+        (batch, m, k), n = inputs[0].shape, inputs[1].shape[2]
+        return Product(batch, m, k, n)
+    if "attention" in packet.__name__:
+        batch, heads, length, width = inputs[0].shape
+        return Product(batch * heads, length, width, length)
+    return None

@@ -1,0 +1,105 @@
+"""How much memory each rank of a plan needs, by category, over the actions of a step.
+
+The peak is that of the first two steps: the first allocates the optimizer's state, the second has it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from meshwise.simulate.rehearsal import Rehearsal
+from meshwise.simulate.tape import Category, Memory, Segment
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The most that a rank has while it does one action."""
+
+    label: str
+    device: Mapping[Category, int]
+    """Bytes where it computes."""
+
+    host: Mapping[Category, int]
+    """Bytes in the host's memory, where the rank computes elsewhere."""
+
+    @property
+    def bytes(self) -> int:
+        """On the device, in all."""
+        return sum(self.device.values())
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The memory of one rank along pp, and of all that are like it."""
+
+    index: int
+    built: Mapping[Category, int]
+    """What there is before the first step."""
+
+    first: tuple[Moment, ...]
+    steady: tuple[Moment, ...]
+    """Action by action, of a run's first step and of those that follow."""
+
+    @property
+    def peak(self) -> Moment:
+        """When it needs most on the device."""
+        return max((*self.first, *self.steady), key=lambda moment: moment.bytes)
+
+    @property
+    def rest(self) -> Mapping[Category, int]:
+        """What there is between steps: before the first action of one that follows."""
+        return self.steady[0].device
+
+
+def memory_of(rehearsal: Rehearsal) -> tuple[RankMemory, ...]:
+    """The memory of every rank along pp."""
+    return tuple(_rank(rehearsal, index) for index in range(len(rehearsal.tapes)))
+
+
+def fullest(ranks: Iterable[RankMemory]) -> RankMemory:
+    """The rank that needs most."""
+    return max(ranks, key=lambda rank: rank.peak.bytes)
+
+
+def _rank(rehearsal: Rehearsal, index: int) -> RankMemory:
+    tape = rehearsal.tapes[index]
+    level = _Level(apart=rehearsal.device != "cpu")
+    level.play(tape.build)
+    built = dict(level.device)
+    first = tuple(map(level.play, rehearsal.step(index, first=True)))
+    # What was run is exact; what stands in for other micro-batches may leave a remainder that the step's end releases.
+    exact = _Level(apart=level.apart)
+    for segment in (tape.build, *tape.first):
+        exact.play(segment)
+    start = Moment("", dict(exact.device), dict(exact.host))
+    steady = (start, *map(exact.play, rehearsal.step(index)))
+    return RankMemory(index, built, first, steady)
+
+
+class _Level:
+    """How much there is of each category now."""
+
+    def __init__(self, *, apart: bool) -> None:
+        self.apart = apart
+        self.device: Counter[Category] = Counter()
+        self.host: Counter[Category] = Counter()
+
+    def play(self, segment: Segment) -> Moment:
+        """Go through a segment; the moment when there is most on the device."""
+        total = most = sum(self.device.values())
+        peak = dict(self.device)
+        host = Counter(self.host)
+        for entry in segment.entries:
+            if not isinstance(entry, Memory):
+                continue
+            if entry.host and self.apart:
+                self.host[entry.category] += entry.bytes
+                host |= self.host
+                continue
+            self.device[entry.category] += entry.bytes
+            total += entry.bytes
+            if total > most:
+                most, peak = total, dict(self.device)
+        return Moment(segment.label, peak, dict(host))

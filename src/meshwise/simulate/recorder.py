@@ -1,0 +1,265 @@
+"""Records what a rank does while the real code runs on meta tensors: every operation, call, allocation and release.
+
+A tensor without values costs nothing to compute, so what runs here is the code that trains, with its own hooks, buffers
+and schedules; nothing is modelled twice. Memory is followed by storages: one is counted from the operation that
+returns it to the moment when nothing refers to it any more.
+
+Two things depend on a device that is not there, and are answered here for the one that is meant: which kernel computes
+attention, and which implementation an optimizer chooses.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwise.comm.journal import Journal
+from meshwise.optim.flat import OptimizerClass
+from meshwise.pipeline.action import Action, Kind, ScheduleError
+from meshwise.simulate.cost import makes_anew, moves_nothing, operation
+from meshwise.simulate.tape import Category, Entry, Memory, Operation, Segment
+from meshwise.tree import tensors
+
+
+class Recorder:
+    """What one rank has done so far. Its `entries` are in order, each with what the journal says the rank was at."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self._entries: list[tuple[str, Entry]] = []
+        self._sizes: dict[int, tuple[Category, int, bool]] = {}
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._watched: list[torch.UntypedStorage] = []
+
+    def note(self, entry: Entry) -> None:
+        """Something happens now."""
+        self._entries.append((self.journal.doing, entry))
+
+    def segments(self) -> tuple[Segment, ...]:
+        """What has happened since the last time this was asked, action by action."""
+        found: list[tuple[str, list[Entry]]] = []
+        for label, entry in self._entries:
+            if not found or found[-1][0] != label:
+                found.append((label, []))
+            found[-1][1].append(entry)
+        self._entries = []
+        return tuple(Segment(label, tuple(entries)) for label, entries in found)
+
+    def saw(self, operation: Operation | None, output: Any) -> None:
+        """An operation has run; None when it computes nothing."""
+        if operation is not None:
+            self.note(operation)
+        for tensor in tensors(output):
+            self.allocated(tensor)
+
+    def allocated(self, tensor: Tensor, *, category: Category | None = None) -> None:
+        """Count the memory of a tensor, once; `category` says what it is for, whatever the rank is at."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            old, size, host = self._sizes[key]
+            if category not in (None, old):
+                self._sizes[key] = (category, size, host)
+                self.note(Memory(old, -size, host))
+                self.note(Memory(category, size, host))
+            return
+        kind = category or _category(self.journal.doing)
+        self._sizes[key] = (kind, storage.nbytes(), not tensor.is_meta)
+        self._references[key] = weakref.ref(storage, lambda _: self._released(key))
+        self.note(Memory(*self._sizes[key]))
+
+    def watch(self, tensor: Tensor, *, category: Category) -> None:
+        """Count the memory of a tensor that may grow and shrink."""
+        self.allocated(tensor, category=category)
+        storage = tensor.untyped_storage()
+        if all(known._cdata != storage._cdata for known in self._watched):
+            self._watched.append(storage)
+
+    def look(self) -> None:
+        """Notice which of the watched tensors have grown or shrunk: no operation tells of it."""
+        for storage in self._watched:
+            category, size, host = self._sizes[storage._cdata]
+            if storage.nbytes() != size:
+                self.note(Memory(category, storage.nbytes() - size, host))
+                self._sizes[storage._cdata] = (category, storage.nbytes(), host)
+
+    def _released(self, key: int) -> None:
+        category, size, host = self._sizes.pop(key)
+        del self._references[key]
+        self.note(Memory(category, -size, host))
+
+
+def _category(doing: str) -> Category:
+    """What memory is for that is allocated by the way."""
+    if doing == "update":
+        return Category.OPTIMIZER
+    try:
+        kind = Action.parse(doing).kind
+    except ScheduleError:
+        return Category.COMMUNICATION
+    return Category.ACTIVATIONS if kind in (Kind.F, Kind.B, Kind.I, Kind.W) else Category.COMMUNICATION
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What an operation on tensors of these shapes costs, and what it returns: sizes, strides and dtypes."""
+
+    operation: Operation | None
+    outputs: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
+    single: bool
+
+
+class Memo(dict[Any, _Known]):
+    """Operations that were run before. A model repeats its blocks, and torch takes its time to tell shapes."""
+
+
+class Operations(TorchDispatchMode):
+    """Shows a recorder every operation below autograd."""
+
+    def __init__(self, recorder: Recorder, *, memo: Memo) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._memo = memo
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        key = (func, _described(args), _described(tuple(kwargs.items()))) if makes_anew(func) else None
+        known = self._memo.get(key) if key else None
+        if known is not None:
+            made = tuple(torch.empty_strided(*each[:2], dtype=each[2], device="meta") for each in known.outputs)
+            self._recorder.saw(known.operation, made)
+            return made[0] if known.single else made
+        output = func(*args, **kwargs)
+        cost = None if moves_nothing(func) else operation(func, args, kwargs, output)
+        self._recorder.saw(cost, output)
+        outputs = [output] if isinstance(output, Tensor) else output
+        if key and isinstance(outputs, list | tuple) and all(isinstance(t, Tensor) and t.is_meta for t in outputs):
+            described = tuple((t.size(), t.stride(), t.dtype) for t in outputs)
+            self._memo[key] = _Known(cost, described, isinstance(output, Tensor))
+        return output
+
+
+def _described(value: Any) -> Any:
+    """What the shapes of a result follow from; hashable."""
+    if isinstance(value, Tensor):
+        return (value.size(), value.stride(), value.dtype, value.device)
+    if isinstance(value, list | tuple):
+        return tuple(map(_described, value))
+    return (type(value), value)
+
+
+class Kernels(TorchFunctionMode):
+    """Chooses the kernel of attention as the device that is meant would."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            given = _SIGNATURE.bind(*args, **kwargs)
+            given.apply_defaults()
+            return (
+                _attention(self._kind, given.arguments) if given.arguments["query"].is_meta else func(*args, **kwargs)
+            )
+        return func(*args, **kwargs)
+
+
+def _plain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,  # noqa: FBT001, FBT002 - torch's own
+    scale: float | None = None,
+    enable_gqa: bool = False,  # noqa: FBT001, FBT002
+) -> None: ...
+
+
+_SIGNATURE = inspect.signature(_plain)
+
+
+def _attention(kind: str, given: dict[str, Any]) -> Tensor:
+    """Attention by the fused kernel where the device has one for it, otherwise by plain operations."""
+    query, key, value, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
+    if given["dropout_p"] or (mask is not None and mask.requires_grad) or not _fused(kind, given):
+        return torch._scaled_dot_product_attention_math(**given)[0]
+    if given["enable_gqa"] and key.size(1) != query.size(1):
+        times = query.size(1) // key.size(1)
+        key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+    causal, scale = given["is_causal"], given["scale"]
+    aten = torch.ops.aten
+    if kind == "cpu":
+        output = aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal, attn_mask=mask, scale=scale
+        )
+    elif mask is None and query.dtype in (torch.float16, torch.bfloat16):
+        output = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
+    else:
+        output = aten._scaled_dot_product_efficient_attention(
+            query, key, value, mask, compute_log_sumexp=query.requires_grad, is_causal=causal, scale=scale
+        )
+    result: Tensor = output[0]
+    return result
+
+
+def _fused(kind: str, given: dict[str, Any]) -> bool:
+    """Whether there is one: on the CPU torch is asked, of small tensors of the same kind."""
+    query, key, value = given["query"], given["key"], given["value"]
+    if query.dim() != 4 or query.shape[-1] != value.shape[-1]:
+        return False
+    if kind != "cpu":
+        return True
+    q, k, v = (torch.empty(1, t.size(1), 2, t.size(3), dtype=t.dtype, device="cpu") for t in (query, key, value))
+    mask = None if given["attn_mask"] is None else torch.empty(2, 2, dtype=given["attn_mask"].dtype, device="cpu")
+    with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
+        choice: int = torch._fused_sdp_choice(
+            q, k, v, mask, 0.0, given["is_causal"], scale=given["scale"], enable_gqa=given["enable_gqa"]
+        )
+    return choice != 0
+
+
+class _Pretence(TorchFunctionMode):
+    """Meta tensors say that they are on the device that is meant."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self._device = torch.device(kind)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func == Tensor.device.__get__ and args[0].is_meta:
+            return self._device
+        if kwargs.get("device") == self._device and self._device.type != "cpu":
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+def as_if_on(kind: str, *, optimizer: OptimizerClass) -> OptimizerClass:
+    """An optimizer that chooses its implementation for parameters on meta as it would for ones on the device."""
+
+    class Rehearsed(optimizer):  # type: ignore[misc, valid-type]
+        __doc__ = optimizer.__doc__
+        __signature__ = inspect.signature(optimizer)
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            with _Pretence(kind):
+                super().__init__(*args, **kwargs)
+
+        def step(self, closure: Callable[[], float] | None = None) -> Any:
+            with _Pretence(kind):
+                return super().step(closure)
+
+    Rehearsed.__name__ = optimizer.__name__
+    return Rehearsed

@@ -1,0 +1,228 @@
+"""A rehearsal: `parallelize` and two steps of the real code, on one rank of each stage and without any values.
+
+| what is alike | is run once |
+|---|---|
+| ranks that differ in dp, tp or cp only | the first of them |
+| micro-batches but the first and the last | one of them |
+| steps after the first, which makes the optimizer's state | the second |
+
+Whatever the code refuses, it refuses here, with the same words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from meshwise import tree
+from meshwise.comm.journal import Journal
+from meshwise.model.birth import Source, shapes_of
+from meshwise.model.forward import Loss
+from meshwise.optim.flat import OptimizerClass
+from meshwise.parallelize import Options, parallelize, plan_schedule
+from meshwise.pipeline.action import Action, Kind, Schedule
+from meshwise.pipeline.passes import lower
+from meshwise.plan import Plan
+from meshwise.simulate.recorder import Kernels, Memo, Operations, Recorder, as_if_on
+from meshwise.simulate.tape import Category, Segment, Tape
+from meshwise.simulate.world import RehearsalWorld, Stages
+from meshwise.trainer import Trainer
+
+Device: TypeAlias = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is trained: everything of a run but its plan."""
+
+    model: nn.Module | Callable[[], nn.Module]
+    """A module, which is left as it is, or the function that builds it."""
+
+    loss: Loss
+    """`loss(output, batch)` returns (sum, count)."""
+
+    batch: Any
+    """A global batch like those to come; of its tensors only the shapes matter, and of how many rows it has."""
+
+    optimizer: OptimizerClass = torch.optim.AdamW
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Of the optimizer."""
+
+    options: Options = field(default_factory=Options)
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What every rank of a plan would do."""
+
+    plan: Plan
+    """With every degree filled in."""
+
+    rows: int
+    """In the global batch."""
+
+    schedule: Schedule
+    """What each rank of the pipeline does, with transfers, gathers and reductions; without pp, one row of F and B."""
+
+    tapes: tuple[Tape, ...]
+    """Of one rank of each stage's, by index along pp."""
+
+    device: Device
+    """What each rank would compute on."""
+
+    def step(self, index: int, *, first: bool = False) -> tuple[Segment, ...]:
+        """Everything that the rank with this index along pp does in a step, in order; `first` for a run's first."""
+        tape = self.tapes[index]
+        run = tape.first if first else tape.steady
+        row = self.schedule.rows[index]
+        found = {segment.label: segment for segment in run}
+        own = {str(action) for action in row} | {"begin"}
+        during = [part for action in row for part in _stand_ins(found, action)]
+        after = [segment for segment in run if segment.label not in own]
+        return (*(segment for segment in run if segment.label == "begin"), *during, *after)
+
+
+def _stand_ins(found: Mapping[str, Segment], action: Action) -> list[Segment]:
+    """What a rank does for an action; of a micro-batch that was not run, what it did for the middle one that was."""
+    if str(action) in found:
+        return [found[str(action)]]
+    if action.microbatch is None:
+        return []
+    ran = sorted(
+        one.microbatch
+        for one in (Action.parse(label) for label in found if label[:1].isdigit())
+        if one.stage == action.stage and one.kind is action.kind and one.microbatch is not None
+    )
+    like = [str(dataclasses.replace(action, microbatch=index)) for index in ran[len(ran) // 2 :][:1]]
+    return [dataclasses.replace(found[label], label=str(action)) for label in like]
+
+
+def rehearse(subject: Subject, plan: Plan | str, *, ranks: int, device: Device = "cpu") -> Rehearsal:
+    """Run the plan on a world of so many ranks that is not there; `device` is what each rank would compute on.
+
+    Raises what `parallelize` and a step raise: PlanError when the plan does not fit the ranks or the model, ValueError
+    for a model, an optimizer or an option that cannot work.
+    """
+    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    plan = plan.resolve(ranks)
+    rows = tree.rows(subject.batch)
+    schedule = schedule_of(plan)
+    shares = math.prod(plan.mesh().degree(axis) for axis in plan.data_axes)
+    each = -(-rows // (shares * plan.microbatches))
+    batch = _shapes(subject.batch, rows=each * plan.microbatches * shares)
+    options = dataclasses.replace(subject.options, example=batch)
+    part = _Part(
+        dataclasses.replace(subject, options=options, batch=batch),
+        plan,
+        _alike(schedule),
+        shapes_of(subject.model, seed=options.seed),
+        device,
+        Stages(plan.pp),
+    )
+    with ThreadPoolExecutor(plan.pp) as threads:
+        futures = [threads.submit(part.tape, index) for index in range(plan.pp)]
+    failures = [failure for failure in (future.exception() for future in futures) if failure is not None]
+    for failure in sorted(failures, key=lambda one: isinstance(one, threading.BrokenBarrierError)):
+        raise failure
+    return Rehearsal(plan, rows, schedule, tuple(future.result() for future in futures), device)
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    """What each rank along pp does in a step. Raises PlanError where there is no such schedule."""
+    if plan.pp == 1:
+        each = range(plan.microbatches)
+        return Schedule((tuple(Action(0, kind, index) for index in each for kind in (Kind.F, Kind.B)),))
+    return lower(plan_schedule(plan), zero=plan.zero)
+
+
+def _alike(schedule: Schedule) -> frozenset[int]:
+    """Micro-batches that stand for all: the first, a middle and the last one of every kind of action of each stage."""
+    found: dict[tuple[int, Kind], list[int]] = defaultdict(list)
+    for action in schedule.actions():
+        if action.microbatch is not None:
+            found[action.stage, action.kind].append(action.microbatch)
+    return frozenset(
+        index for each in map(sorted, found.values()) for index in (each[0], each[len(each) // 2], each[-1])
+    )
+
+
+def _shapes(batch: Any, *, rows: int) -> Any:
+    """A batch of so many rows without values."""
+    return tree.map_tensors(
+        lambda tensor: torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device="meta"), batch
+    )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What every rehearsed rank is given."""
+
+    subject: Subject
+    plan: Plan
+    only: frozenset[int]
+    source: Source
+    device: Device
+    stages: Stages
+    memo: Memo = field(default_factory=Memo)
+
+    def tape(self, index: int) -> Tape:
+        """Be the first rank of those with this index along pp."""
+        with self.stages.running():
+            return self._tape(index)
+
+    def _tape(self, index: int) -> Tape:
+        mesh = self.plan.mesh()
+        rank = index * (mesh.size // self.plan.pp)
+        recorder = Recorder(Journal())
+        world = RehearsalWorld(rank=rank, mesh=mesh, recorder=recorder, stages=self.stages)
+        with Kernels(self.device):
+            trainer = parallelize(
+                self.source,
+                self.plan,
+                loss=self.subject.loss,
+                optimizer=as_if_on(self.device, optimizer=self.subject.optimizer),
+                world=world,
+                options=self.subject.options,
+                **self.subject.arguments,
+            )
+            recorder.segments()
+            _watch(trainer, recorder)
+            build = recorder.segments()
+            with Operations(recorder, memo=self.memo):
+                trainer.step(self.subject.batch, only=self.only)
+                first = self._run(recorder)
+                trainer.step(self.subject.batch, only=self.only)
+                steady = self._run(recorder)
+        return Tape(rank, build[0], first, steady)
+
+    def _run(self, recorder: Recorder) -> tuple[Segment, ...]:
+        """What has been recorded, without what passing over a micro-batch took."""
+        passed = {f"0F{index}" for index in range(self.plan.microbatches) if index not in self.only}
+        return tuple(segment for segment in recorder.segments() if self.plan.pp > 1 or segment.label not in passed)
+
+
+def _watch(trainer: Trainer, recorder: Recorder) -> None:
+    """Count what there is before the first step, and follow what grows and shrinks in a step."""
+    for bucket in (bucket for unit in trainer.units for bucket in unit.buckets):
+        for name, value in vars(bucket).items():
+            if isinstance(value, Tensor):
+                gathered = bucket.at_rest and value is bucket.whole
+                gradient = name in ("gradient", "reduced")
+                usual = Category.GRADIENTS if gradient else Category.PARAMETERS
+                recorder.watch(value, category=Category.GATHERED if gathered else usual)
+    for module in trainer.modules:
+        for buffer in module.buffers():
+            recorder.watch(buffer, category=Category.PARAMETERS)
+    for state in trainer.optimizer.state.values():
+        for value in tree.tensors(state):
+            recorder.watch(value, category=Category.OPTIMIZER)

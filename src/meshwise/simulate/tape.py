@@ -1,0 +1,105 @@
+"""What one rank did in a step, as a value: operations, calls of collectives, and memory, in order.
+
+A tape is cut into segments, each what the rank did for one action of its schedule (`2F0`), or between them
+(`exchange`, `update`). Micro-batches after the first are alike, so a few of them stand for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+from meshwise.comm.journal import Stamp
+
+
+class Category(StrEnum):
+    """What memory is for."""
+
+    PARAMETERS = "parameters"  # with masters in a wider type
+    GATHERED = "gathered"  # parameters that are whole while they are used (ZeRO-3)
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"  # what a forward keeps for its backward, and what both need on the way
+    COMMUNICATION = "communication"  # what is received, and what is on its way to another rank
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """The largest matrix product of an operation: `batch` products of (m, k) and (k, n)."""
+
+    batch: int
+    m: int
+    k: int
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One kernel, with its sizes."""
+
+    name: str
+    dtype: str
+    flops: int
+    bytes: int
+    """Read and written."""
+
+    product: Product | None = None
+    """For what multiplies matrices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A collective, or one end of a message, is started."""
+
+    stamp: Stamp
+    ranks: tuple[int, ...]
+    """The ranks of the group in the world's numbers; of a message, its source and target."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The call with this number has to be over."""
+
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """So many bytes more, or less."""
+
+    category: Category
+    bytes: int
+    host: bool = False
+    """Whether it lies in the host's memory while the rank computes on a device of its own."""
+
+
+Entry: TypeAlias = Operation | Call | Wait | Memory
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What a rank did for one action, in order."""
+
+    label: str
+    entries: tuple[Entry, ...]
+
+    @property
+    def flops(self) -> int:
+        """Of all operations."""
+        return sum(entry.flops for entry in self.entries if isinstance(entry, Operation))
+
+    def calls(self) -> Iterator[Call]:
+        """The collectives, in order."""
+        return (entry for entry in self.entries if isinstance(entry, Call))
+
+
+@dataclass(frozen=True)
+class Tape:
+    """What one rank did: while the plan was applied, in the first step, and in one of those that follow."""
+
+    rank: int
+    build: Segment
+    first: tuple[Segment, ...]
+    steady: tuple[Segment, ...]

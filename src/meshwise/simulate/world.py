@@ -1,0 +1,129 @@
+"""The trace world of a rehearsal: it shows a recorder what is called, and joins the stages of a pipeline.
+
+One rank of each stage is rehearsed, each on a thread of its own, since what a stage receives is decided by the code of
+the one before. Between them small values travel as in a real run; tensors, which have no values, do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.comm.journal import Stamp
+from meshwise.comm.parts import Parts
+from meshwise.comm.trace_world import TraceWorld
+from meshwise.comm.world import Axes, Group, Work
+from meshwise.mesh import Mesh
+from meshwise.simulate.recorder import Recorder
+from meshwise.simulate.tape import Call, Category, Wait
+
+_GLANCE_SECONDS = 0.1
+"""How often a stage that waits for another one looks whether that has failed."""
+
+
+class Stages:
+    """What the stages' threads tell each other.
+
+    One of them runs at a time, until it waits for another: threads that compete for the interpreter would pass it on at
+    every operation.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._turn = threading.Lock()
+        self._barrier = threading.Barrier(count)
+        self._told: list[Any] = [None] * count
+        self._letters: dict[tuple[int, int], queue.Queue[Any]] = defaultdict(queue.Queue)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, a stage runs; when it fails, so do those that wait for it, by threading.BrokenBarrierError."""
+        try:
+            with self._turn:
+                yield
+        except BaseException:
+            self._barrier.abort()
+            raise
+
+    def exchange(self, index: int, *, value: Any) -> list[Any]:
+        """The value of every stage's rank."""
+        self._told[index] = value
+        with self._waiting():
+            self._barrier.wait()
+        told = list(self._told)
+        with self._waiting():
+            self._barrier.wait()
+        return told
+
+    def send(self, value: Any, *, source: int, target: int) -> None:
+        """Leave a value for another stage's rank."""
+        self._letters[source, target].put(value)
+
+    def receive(self, *, source: int, target: int) -> Any:
+        """The next value that was left."""
+        letters = self._letters[source, target]
+        with self._waiting():
+            while not self._barrier.broken:
+                with contextlib.suppress(queue.Empty):
+                    return letters.get(timeout=_GLANCE_SECONDS)
+        raise threading.BrokenBarrierError
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self._turn.release()
+        try:
+            yield
+        finally:
+            self._turn.acquire()
+
+
+class RehearsalWorld(TraceWorld):
+    """Rank `rank` of a mesh, with what it calls recorded."""
+
+    def __init__(self, *, rank: int, mesh: Mesh, recorder: Recorder, stages: Stages) -> None:
+        super().__init__(rank=rank, mesh=mesh, device="meta", journal=recorder.journal)
+        self._recorder = recorder
+        self._stages = stages
+
+    def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
+        """As of any world. What a step makes for the collectives are its gradients."""
+        tensor = super().empty(numel, dtype=dtype)
+        if self.journal.doing:
+            self._recorder.allocated(tensor, category=Category.GRADIENTS)
+        return tensor
+
+    def exchange(self, value: Any, *, axes: Axes | None = None) -> list[Any]:
+        """Every rank's value, a rank that is not rehearsed having that of the one of its stage that is."""
+        group = self.group(self.mesh.names if axes is None else axes)
+        if self._stages.count == 1 or "pp" not in group.axes:
+            return [value] * group.size
+        told = self._stages.exchange(self.group("pp").index, value=value)
+        each = group.size // len(told)  # pp is the outermost axis
+        return [one for one in told for _ in range(each)]
+
+    def send_value(self, value: Any, *, axis: str, to: int) -> list[Work]:
+        """Send a small Python value to another stage."""
+        self._stages.send(value, source=self.group(axis).index, target=to)
+        return []
+
+    def recv_value(self, *, axis: str, source: int) -> Any:
+        """The Python value that another stage sends next."""
+        return self._stages.receive(source=source, target=self.group(axis).index)
+
+    def waited(self, stamp: Stamp) -> None:
+        """This rank waits for a call."""
+        self._recorder.look()
+        self._recorder.note(Wait(stamp.sequence))
+
+    def _stamp(self, kind: str, group: Group, x: Parts, *, how: str = "") -> Stamp:
+        stamp = super()._stamp(kind, group, x, how=how)
+        self._recorder.look()
+        self._recorder.note(Call(stamp, group.ranks))
+        return stamp
