@@ -167,6 +167,7 @@ def _whole(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
     """The model as one, on every rank."""
     plan, options = setting.plan, setting.options
     parts = _parts(source, setting)
+    convert(source.module, precision=setting.keeping.precision)
     table = parameter_table(source.module, options=options.parameter_options)
     world = setting.world.over(mesh_with_twins(plan, parts=parts.values()))
     if parts:
@@ -198,6 +199,7 @@ def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
     stages: dict[int, LiveStage] = {}
     for index in schedule.stages_of(world.group("pp").index):
         stage = make_stage(source.module, cut=cut, index=index)
+        convert(stage.module, precision=setting.keeping.precision)
         table = parameter_table(stage.module, options=options.parameter_options).of_stage(
             spare={name for name, holders in cut.holders.items() if holders[0] < index}
         )
@@ -219,11 +221,10 @@ def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
 
 
 def _parts(source: Source, setting: Setting) -> Mapping[str, Part]:
-    """The parts that tp splits; the model that they were found in, by its own numbers, has its dtypes from then on."""
-    plan, module, precision = setting.plan, source.module, setting.keeping.precision
+    """The parts that tp splits. What is found out about a model is found in the dtype that it was written in."""
+    plan, module = setting.plan, source.module
     parts = find_parts(module, plan=plan, rules=setting.options.tensor_rules) if plan.tp > 1 else {}
-    convert(module, precision=precision)
-    setting.undo.callback(Doors(module, precision=precision).close)
+    setting.undo.callback(Doors(module, precision=setting.keeping.precision).close)
     return parts
 
 
@@ -304,8 +305,7 @@ def _agree(source: Source, world: World) -> None:
     """The first rank's values count, of a model that every rank has."""
     if not source.deferred:
         for name, parameter in source.module.named_parameters():
-            value = source.full(name).to(world.device, memory_format=torch.contiguous_format, copy=True)
-            world.broadcast(value, axes=world.mesh.names).wait()
+            value = source.agreed(name, world=world)
             source.full(name).copy_(value)
             parameter.detach().copy_(value)
 

@@ -123,8 +123,9 @@ class StagedEngine:
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """(name, full reduced gradient) of the trainable parameters in table order, on every rank."""
-        wide = lambda row: row.dtype if row.dtype.itemsize >= 4 else torch.float32  # noqa: E731
-        return self._from_holders(lambda engine: engine.full_gradients(), wide, trainable=True)
+        precision = next(iter(self._stages.values())).keeping.precision
+        dtype = lambda row: precision.master_of(row.dtype)  # noqa: E731
+        return self._from_holders(lambda engine: engine.full_gradients(), dtype, trainable=True)
 
     def full_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """(name, value) of the buffers, on every rank, from the first stage that has each."""

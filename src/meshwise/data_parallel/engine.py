@@ -113,6 +113,7 @@ class DataParallel:
         self.module: nn.Module = source.module
         self.table = table
         self.world = world
+        self.keeping = keeping
         self.zero = keeping.zero
         self.tiers = keeping.tiers
         replication = Replication(world, ("dp",), keeping)

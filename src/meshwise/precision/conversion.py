@@ -16,6 +16,7 @@ those of split layers do so here, and the output is converted to fp32 before the
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -52,9 +53,8 @@ class Doors:
         if precision.parameters is None:
             return
         for part in module.modules():
-            own = [p for p in part.parameters(recurse=False) if p.dtype == precision.parameters]
-            if own and not _has_statistics(part):
-                self._handles.append(part.register_forward_pre_hook(_door(precision.parameters), with_kwargs=True))
+            if any(True for _ in _floating(part)) and not _has_statistics(part):
+                self._handles.append(part.register_forward_pre_hook(_door, with_kwargs=True))
 
     def close(self) -> None:
         """Take the hooks off the model."""
@@ -65,7 +65,7 @@ class Doors:
 def computing(precision: Precision, *, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Inside, products are computed in the record's dtype."""
     dtype = precision.computes
-    if dtype not in NARROW:
+    if dtype not in NARROW or not torch.amp.is_autocast_available(device.type):
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=dtype, cache_enabled=precision.parameters is None)
 
@@ -79,11 +79,16 @@ def _has_statistics(module: nn.Module) -> bool:
     return isinstance(module, _NormBase) and module.track_running_stats
 
 
-def _door(dtype: torch.dtype) -> Any:
+def _floating(module: nn.Module) -> Iterator[Tensor]:
+    """The floating parameters of the module's own. Their values are not asked for: they may be at rest."""
+    return (parameter for parameter in module.parameters(recurse=False) if parameter.dtype.is_floating_point)
+
+
+def _door(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Inputs in the dtype that the module's parameters have now."""
+    dtype = next((parameter.dtype for parameter in _floating(module)), None)
+
     def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+        return tensor.to(dtype) if tensor.is_floating_point() and dtype not in (None, tensor.dtype) else tensor
 
-    def before(_module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return map_tensors(cast, args), map_tensors(cast, kwargs)
-
-    return before
+    return map_tensors(cast, args), map_tensors(cast, kwargs)

@@ -9,8 +9,8 @@ Not the engine on one rank, which would share the engine's mistakes, but the loo
     optimizer.step()                            # torch's own, over the whole tensors
 
 Three things are the engine's by contract and are repeated here: a parameter that the loss did not reach has the
-gradient zero (torch's optimizers would skip it, and with it its weight decay), a parameter narrower than fp32 is
-updated in fp32 and rounded, and dropout is the same function of seed, step, sample and place.
+gradient zero (torch's optimizers would skip it, and with it its weight decay), a parameter narrower than its master is
+updated there and rounded, and dropout is the same function of seed, step, sample and place.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from meshwise.model.draws import Draws, Rows
 from meshwise.model.forward import Loss, call_loss, default_forward
 from meshwise.model.table import matrices_decay, parameter_table
 from meshwise.parallelize import Options
+from meshwise.precision.conversion import Doors, computing, convert, for_loss
+from meshwise.precision.policy import Precision
 from meshwise.tree import map_tensors, rows
 
 
@@ -51,8 +53,12 @@ class Single:
         self._device = torch.device("cpu") if device is None else device
         self.model = whole(model, seed=self._options.seed).to(self._device)
         rule = self._options.parameter_options or matrices_decay
+        self._precision = self._options.precision or Precision()
+        unrounded = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        convert(self.model, precision=self._precision)
+        Doors(self.model, precision=self._precision)
         self._trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self._updated = {name: _wide(parameter) for name, parameter in self._trained.items()}
+        self._updated = {name: self._master(p, unrounded[name]) for name, p in self._trained.items()}
         groups = [{"params": [p], **rule(name, self._trained[name])} for name, p in self._updated.items()]
         self._optimizer = optimizer(groups, **optimizer_arguments)
         self.draws = Draws(self.model, seed=self._options.seed)
@@ -84,10 +90,18 @@ class Single:
         forward = self._options.forward or default_forward
         self.draws.begin(self._steps)
         with self.draws.running(_all_of(batch)):
-            total, count = call_loss(self.model, batch, forward=forward, loss=self._loss)
+            with computing(self._precision, device=self._device):
+                output = forward(self.model, batch)
+            output = output if self._precision.computes is None else for_loss(output)
+            total, count = call_loss(self.model, batch, forward=lambda _model, _batch: output, loss=self._loss)
         if not float(count):
             raise ValueError("the loss counted nothing in this batch: it returned a count of 0")
         return total, float(count)
+
+    def _master(self, parameter: nn.Parameter, unrounded: Tensor) -> nn.Parameter:
+        """The parameter itself, or what is updated in its place."""
+        dtype = self._precision.master_of(parameter.dtype)
+        return parameter if parameter.dtype == dtype else nn.Parameter(unrounded.to(dtype))
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """(name, gradient) of the trained parameters: before `update` as computed, after it clipped."""
@@ -122,8 +136,3 @@ def whole(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> nn.Module
 
 def _all_of(batch: Any) -> Rows:
     return Rows(0, rows(batch))
-
-
-def _wide(parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter itself, or a copy in fp32 of one that is narrower."""
-    return parameter if parameter.dtype.itemsize >= 4 else nn.Parameter(parameter.detach().float())

@@ -18,8 +18,9 @@ from meshwise.comm.launch import connect
 from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
 from meshwise.model.forward import Loss
-from meshwise.parallelize import parallelize
+from meshwise.parallelize import Options, parallelize
 from meshwise.plan import Plan
+from meshwise.precision.policy import precision_of
 from meshwise.verify.compare import Comparison, Oracle, on_first
 from meshwise.verify.precision import Judge, Trial
 from meshwise.verify.report import Report
@@ -40,8 +41,9 @@ def verify(
 
     `model`, `loss`, `plan` and `training` (the optimizer, its arguments, the options) are those of `parallelize`;
     `batches` are global batches, the same on every rank, one for each step. Model and batches are converted to `dtype`
-    (None: they stay as they are). Every rank of `world` calls it and gets the report. Without a world it is
-    `connect()`'s; when that has one rank and the plan needs more, they are threads of this process.
+    (None: they stay as they are); under a plan with another precision than fp32 both sides compute in that. Every rank
+    of `world` calls it and gets the report. Without a world it is `connect()`'s; when that has one rank and the plan
+    needs more, they are threads of this process.
 
     Dropout, and what else a model draws with torch as it trains, is the same under every plan and takes part. With
     `random=local` in the plan, or numbers drawn in other ways, the model is compared in eval mode; the report says so.
@@ -50,7 +52,9 @@ def verify(
     return (sum, count), and when one batch gives two different losses; and whatever model and loss raise.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
-    subject = Subject(model, loss, list(batches), dtype, training, local=plan.random == "local")
+    precision = (training.get("options") or Options()).precision or precision_of(plan)
+    dtype = dtype if precision.computes is None else None
+    subject = Subject(model, loss, list(batches), dtype, training, precision=precision, local=plan.random == "local")
     if not subject.batches:
         raise ValueError("batches is empty; give one global batch for each step to compare")
     world = world or connect()
@@ -63,7 +67,7 @@ def verify(
 def _verify(world: World, subject: Subject, plan: Plan) -> Report:
     trial: Trial = world.exchange(on_first(world, call=lambda: subject.try_out(world.device)))[0]
     subject = dataclasses.replace(subject, evaluating=trial.random)
-    judge = Judge(trial.precision)
+    judge = Judge(subject.coarsest(trial))
     outputs = subject.listener()
     trainer = parallelize(subject.prepared(), plan, world=world, **subject.arguments(outputs))
     outputs.listen(*trainer.modules)

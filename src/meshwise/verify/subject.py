@@ -13,6 +13,8 @@ from torch import nn
 
 from meshwise.model.forward import Loss, default_forward
 from meshwise.parallelize import Options
+from meshwise.precision.policy import Precision
+from meshwise.precision.scale import Scale
 from meshwise.testing.single import Single
 from meshwise.tree import map_tensors
 from meshwise.verify.outputs import Outputs
@@ -25,6 +27,7 @@ Model = nn.Module | Callable[[], nn.Module]
 class Subject:
     """A model and its training, as `verify` got them.
 
+    precision    the dtypes of both sides
     dtype        what model and batches are converted to; None leaves them as they are
     local        whether the plan has every rank draw its own random numbers
     evaluating   whether the model is compared in eval mode
@@ -36,13 +39,15 @@ class Subject:
     batches: Sequence[Any]
     dtype: torch.dtype | None
     training: Mapping[str, Any]
+    precision: Precision = dataclasses.field(default_factory=Precision)
     local: bool = False
     evaluating: bool = False
 
     @property
     def options(self) -> Options:
-        """The options of the training; a step that is not finite is an error, never skipped."""
-        return dataclasses.replace(self.training.get("options") or Options(), nonfinite="raise")
+        """The options of the training; a step that is not finite is an error, never skipped, and no loss is scaled."""
+        options = self.training.get("options") or Options()
+        return dataclasses.replace(options, nonfinite="raise", precision=self.precision, loss_scale=Scale(1.0))
 
     def prepared(self) -> Model:
         """The model in the dtype and mode to compare in; a module is copied, since training would change it."""
@@ -87,6 +92,11 @@ class Subject:
             )
         quiet = dataclasses.replace(self, evaluating=True).try_out(device)
         return dataclasses.replace(quiet, random=True, unknown=trial.unknown)
+
+    def coarsest(self, trial: Trial) -> torch.dtype:
+        """The dtype that rounds most, of those that the forward computes in and those that gradients go through."""
+        dtypes = (trial.precision, self.precision.reduction, self.precision.accumulation)
+        return max((dtype for dtype in dtypes if dtype), key=lambda dtype: torch.finfo(dtype).eps)
 
     def notes(self, trial: Trial) -> Iterator[str]:
         """What a reader of the report has to know about the comparison."""

@@ -1,0 +1,362 @@
+"""Training in half precision: what is stored is what the record says, under every plan, and one process agrees."""
+
+import copy
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meshwise.comm.thread_world import run_threads
+from meshwise.comm.world import World
+from meshwise.nonfinite import NonFiniteError
+from meshwise.parallelize import Options, parallelize
+from meshwise.plan import Plan
+from meshwise.precision.policy import Precision
+from meshwise.precision.scale import Scale
+from meshwise.result import StepResult
+from meshwise.testing.difference import difference
+from meshwise.trainer import Trainer
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+STEPS = 3
+
+
+class Attention(nn.Module):
+    """Turns queries and keys by a table in fp32, as rotary positions do, without a thought of other dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 2
+        self.qkv = nn.Linear(8, 24)
+        self.out = nn.Linear(8, 8)
+        self.register_buffer("table", torch.linspace(0.5, 1.5, 16).view(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        mixed: Tensor = functional.scaled_dot_product_attention(q * self.table, k * self.table, v)
+        return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.attention = Attention()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.first(x))
+        return x + self.drop(self.down(functional.gelu(self.up(self.second(x)))))  # type: ignore[no-any-return]
+
+
+class Model(nn.Module):
+    """A tied one, with positions added in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("positions", torch.linspace(-1, 1, 4).view(4, 1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    assert logits.dtype in (FP32, FP64)  # whatever the model computes in
+    return functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="sum"), batch[1].numel()
+
+
+def batches(rows: int = 8) -> list[tuple[Tensor, Tensor]]:
+    draws = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(16, (rows, 5), generator=draws) for _ in range(STEPS)]
+    return [(drawn[:, :-1], drawn[:, 1:]) for drawn in tokens]
+
+
+def train(world: World, plan: str, build: Callable[[], nn.Module] = Model, **options: Any) -> dict[str, Any]:
+    """Three steps: losses, norms, gradients of the last, masters, and what the trainer says of its dtypes."""
+    example = batches()[0]
+    trainer = parallelize(
+        build, plan, loss=loss, world=world, lr=1e-2, options=Options(clip_norm=0.5, example=example, **options)
+    )
+    before = dict(trainer.precision)
+    results = [trainer.step(batch) for batch in batches()]
+    outcome = {
+        "results": results,
+        "before": before,
+        "after": dict(trainer.precision),
+        "gradients": {name: value.clone() for name, value in trainer.full_gradients()},
+        "parameters": {name: value.clone() for name, value in trainer.full_parameters()},
+    }
+    trainer.close()
+    return outcome
+
+
+def on(plan: str, **options: Any) -> list[dict[str, Any]]:
+    return run_threads(Plan.parse(plan).mesh().size, functools.partial(train, **options), args=(plan,))
+
+
+HALF = {
+    "parameters": "bfloat16",
+    "compute": "bfloat16",
+    "reduction": "bfloat16",
+    "accumulation": "float32",
+    "master": "float32",
+    "optimizer_state": "float32",
+    "buffers": "float32",
+}
+PLANS = (
+    "dp=2",
+    "dp=2 zero=1 microbatches=2",
+    "dp=2 zero=2 microbatches=2",
+    "dp=2 zero=3",
+    "tp=2",
+    "tp=2 sequence_parallel=1",
+    "tp=4 tp_mode=2d",
+    "tp=4 tp_mode=2.5d",
+    "tp=8 tp_mode=3d",
+    "pp=2 microbatches=2",
+    "pp=2 microbatches=2 schedule=zb-h1",
+    "dp=2 tp=2 zero=2",
+    "dp=2 pp=2 zero=3 microbatches=2",
+    "tp=2 pp=2 microbatches=2",
+)
+
+
+def far(one: dict[str, Tensor], other: dict[str, Tensor], *, least: float) -> float:
+    """The largest relative difference of tensors of one kind; what is below `least` of the largest is rounding."""
+    floor = least * max(float(value.abs().max()) for value in other.values())
+    return max(difference(one[name], value, floor=floor).relative for name, value in other.items())
+
+
+# ---- the numbers -------------------------------------------------------------------------------------------------
+
+
+def test_bf16_on_one_rank_is_the_loop_that_one_would_write() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 3))
+
+    torch.manual_seed(0)
+    model = build()
+    x, y = torch.randn(8, 6), torch.randn(8, 3)
+    squares = lambda output, batch: ((output - batch[1]).square().sum(), len(batch[1]))  # noqa: E731
+
+    wide = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(wide.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
+    for _ in range(STEPS):
+        narrow = copy.deepcopy(wide).to(BF16)
+        total = squares(narrow(x.to(BF16)).float(), (x, y))[0]
+        total.backward()
+        for master, parameter in zip(wide.parameters(), narrow.parameters(), strict=True):
+            assert parameter.grad is not None
+            master.grad = parameter.grad.float() / 8
+        optimizer.step()
+
+    trainer = parallelize(model, "precision=bf16", loss=squares, lr=1e-2, weight_decay=0.0)
+    for _ in range(STEPS):
+        result = trainer.step((x, y))
+    assert result.loss == float(total.detach()) / 8
+    for (name, value), master in zip(trainer.full_parameters(), wide.parameters(), strict=True):
+        assert torch.equal(value, master.to(BF16)), name
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, dict[str, Any]]:
+    """One rank, by record."""
+    exact = {"precision": Precision(parameters=FP32, master=FP64)}
+    return {"bf16": on("precision=bf16")[0], "fp16": on("precision=fp16", **SMALL)[0], "exact": on("dp=1", **exact)[0]}
+
+
+SMALL = {"loss_scale": Scale(8.0)}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_plan_agrees_with_one_process_to_what_the_dtype_explains(
+    plan: str, alone: dict[str, dict[str, Any]]
+) -> None:
+    for record, options, eps in (
+        ("bf16", {}, 2**-8),
+        ("fp16", SMALL, 2**-11),
+        ("exact", {"precision": Precision(parameters=FP32, master=FP64)}, 2**-24),
+    ):
+        text = plan if record == "exact" else f"{plan} precision={record}"
+        for found in on(text, **options):
+            single = alone[record]
+            assert far(found["gradients"], single["gradients"], least=0.03) < 64 * eps, record
+            for result, expected in zip(found["results"], single["results"], strict=True):
+                assert result.loss == pytest.approx(expected.loss, rel=8 * eps)
+                assert result.grad_norm == pytest.approx(expected.grad_norm, rel=32 * eps)
+
+
+def test_masters_start_from_values_that_were_never_rounded() -> None:
+    model = nn.Linear(4, 4)
+    value = model.weight.detach().clone()
+    trainer = parallelize(model, "precision=bf16", loss=loss, lr=0.1)
+    assert model.weight.dtype == BF16
+    masters = [value for group in trainer.optimizer.param_groups for value in group["params"]]
+    assert any(torch.equal(master.detach()[:16], value.flatten()) for master in masters if master.numel() >= 16)
+
+
+# ---- the record --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_record_is_that_of_the_live_tensors_on_every_rank(plan: str) -> None:
+    for found in on(f"{plan} precision=bf16"):
+        assert found["before"] == found["after"] == HALF
+    for found in on(f"{plan} wire=bf16"):
+        assert found["after"] == HALF | {"parameters": "float32", "compute": "float32"}
+
+
+def test_a_record_of_ones_own_is_kept() -> None:
+    own = Precision(parameters=BF16, compute=BF16, reduction=FP32, accumulation=BF16, master=FP64, buffers=BF16)
+    found = on("dp=2 zero=2 microbatches=2", precision=own)[0]
+    told = {"reduction": "float32", "accumulation": "bfloat16", "master": "float64", "buffers": "bfloat16"}
+    assert found["after"] == HALF | told | {"optimizer_state": "float64"}
+    assert all(math.isfinite(result.loss) for result in found["results"])
+
+
+def test_autocast_alone_is_a_record_too() -> None:
+    found = on("dp=2", precision=Precision(compute=BF16))[0]
+    assert found["after"] == HALF | {"parameters": "float32", "reduction": "float32"}
+
+
+def test_running_statistics_and_what_goes_with_them_stay_as_they_are() -> None:
+    model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(16, 2))
+    squares = lambda output, batch: (output.square().sum(), len(batch))  # noqa: E731
+    trainer = parallelize(model, "precision=bf16", loss=squares, lr=1e-2)
+    trainer.step(torch.randn(8, 2, 6, generator=torch.Generator().manual_seed(0)))
+    assert trainer.precision["parameters"] == "bfloat16 float32"
+    assert model[1].weight.dtype == model[1].running_mean.dtype == FP32  # type: ignore[union-attr]
+    assert float(model[1].running_mean.abs().sum()) > 0  # type: ignore[operator,union-attr]
+
+
+def test_gradients_travel_in_the_dtype_of_the_wire() -> None:
+    def counted(world: World, plan: str) -> int:
+        trainer = parallelize(Model, plan, loss=loss, world=world, lr=1e-2)
+        with world.record() as stamps:
+            trainer.step(batches()[0])
+        return sum(stamp.bytes for stamp in stamps if stamp.kind in ("all_reduce", "reduce_scatter")) - 32
+
+    size = sum(parameter.numel() for parameter in Model().parameters())
+    for stage, (plan, width) in itertools.product(range(4), (("precision=bf16", 2), ("wire=fp16", 2), ("", 4))):
+        sent = run_threads(2, counted, args=(f"{plan} dp=2 zero={stage}",))[0]
+        assert width * size <= sent < width * (size + 5 * 32), (plan, stage)
+
+
+def test_parameters_are_gathered_and_kept_in_their_own_width() -> None:
+    def kept(world: World, plan: str) -> dict[str, int]:
+        trainer = parallelize(Model, plan, loss=loss, world=world, lr=1e-2)
+        trainer.step(batches()[0])
+        return dict(trainer.memory())
+
+    wide, half = (run_threads(2, kept, args=(f"dp=2 zero=3 {plan}",))[0] for plan in ("", "precision=bf16"))
+    assert half["gathered_peak"] * 2 == wide["gathered_peak"]
+    assert half["parameters"] == wide["parameters"] * 6 // 4
+    assert half["optimizer"] == wide["optimizer"]
+
+
+# ---- the loss scale ----------------------------------------------------------------------------------------------
+
+
+class Spike(nn.Module):
+    """Gradients overflow fp16 where an input is large; the loss does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Steep.apply(self.layers(x), x[:, :1])  # type: ignore[no-any-return,no-untyped-call]
+
+
+class Steep(torch.autograd.Function):
+    """Its input, with a gradient that is multiplied by `slope`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slope: Tensor) -> Tensor:
+        ctx.save_for_backward(slope)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.saved_tensors[0], None
+
+
+def spiked(rows: int = 8) -> list[Tensor]:
+    """Three batches; the last row of the second, one rank's alone, overflows."""
+    made = [torch.full((rows, 4), 0.5) for _ in range(3)]
+    made[1][-1, 0] = 60000.0
+    return made
+
+
+def run_spiked(world: World, plan: str) -> list[tuple[StepResult, dict[str, Tensor]]]:
+    squares = lambda output, batch: (output.square().sum(), len(batch))  # noqa: E731
+    options = Options(
+        loss_scale=Scale(4.0), example=spiked()[0], tensor_rules={"layers.0": "first", "layers.2": "second"}
+    )
+    trainer = parallelize(Spike, plan, loss=squares, world=world, lr=1e-2, options=options)
+    found = []
+    for batch in spiked():
+        result = trainer.step(batch)
+        found.append((result, {name: value.clone() for name, value in trainer.full_parameters()}))
+        if result.skipped:
+            with pytest.raises(RuntimeError, match="the last step was skipped"):
+                next(iter(trainer.full_gradients()))
+    return found
+
+
+@pytest.mark.parametrize(
+    "plan", ["dp=1", "dp=4", "dp=2 zero=1", "dp=2 zero=3", "dp=2 tp=2 zero=2", "dp=2 pp=2 microbatches=2"]
+)
+def test_an_overflow_on_one_rank_is_seen_by_all_and_costs_the_step_alone(plan: str) -> None:
+    for first, spike, last in run_threads(Plan.parse(plan).mesh().size, run_spiked, args=(f"{plan} precision=fp16",)):
+        assert not first[0].skipped
+        assert spike[0].skipped
+        assert spike[0].problem == "the gradient overflowed at a loss scale of 4; it is 2 from now on"
+        assert math.isfinite(spike[0].loss)
+        assert not last[0].skipped
+        assert [result.loss_scale for result, _ in (first, spike, last)] == [4, 4, 2]
+        assert all(torch.equal(spike[1][name], value) for name, value in first[1].items())
+        assert any(not torch.equal(last[1][name], value) for name, value in first[1].items())
+
+
+def test_a_gradient_that_no_scale_mends_is_an_error() -> None:
+    squares = lambda output, batch: (output.square().sum(), len(batch))  # noqa: E731
+    trainer = parallelize(Spike, "precision=fp16", loss=squares, lr=1e-2, options=Options(loss_scale=Scale(2.0**-13)))
+    batch = spiked()[0]
+    batch[0, 0] = math.inf
+    assert trainer.step(batch).loss_scale == 2.0**-13
+    with pytest.raises(NonFiniteError, match="nearest to the loss first"):
+        trainer.step(batch)
+
+
+def test_the_scale_goes_through_a_checkpoint_to_another_plan(tmp_path: Path) -> None:
+    def begin(world: World) -> float:
+        trainer = parallelize(Model, "dp=2 precision=fp16", loss=loss, world=world, lr=1e-2)
+        results = [trainer.step(batches()[0]) for _ in range(2)]
+        assert [result.skipped for result in results] == [True, True]
+        trainer.save(tmp_path / "saved")
+        return trainer.step(batches()[0]).loss_scale
+
+    def go_on(world: World) -> float:
+        trainer: Trainer = parallelize(Model, "dp=1 precision=fp16", loss=loss, world=world, lr=1e-2)
+        trainer.load(tmp_path / "saved")
+        return trainer.step(batches()[0]).loss_scale
+
+    assert run_threads(2, begin) == [2.0**13] * 2
+    assert run_threads(1, go_on) == [2.0**13]
