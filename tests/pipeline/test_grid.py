@@ -7,10 +7,14 @@ The rows of a batch are one fewer than divide evenly, so that the last replica l
 product is run by `make grid`; `make test` runs cells of it that have each pair of values.
 """
 
+import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from grid import Cell, Grid
 from meshwise.comm.world import World
@@ -64,8 +68,19 @@ def training(model: str, rows: int) -> dict[str, Any]:
 
 
 @functools.cache
+def existing(model: str, stages: int) -> nn.Module:
+    torch.manual_seed(1)
+    return SUBJECTS[model].build(stages)
+
+
+def given(model: str, stages: int) -> nn.Module | Callable[[], nn.Module]:
+    subject = SUBJECTS[model]
+    return functools.partial(subject.build, stages) if subject.born else copy.deepcopy(existing(model, stages))
+
+
+@functools.cache
 def expected(model: str, stages: int, rows: int) -> Any:
-    single = Single(functools.partial(SUBJECTS[model].build, stages), **training(model, rows))
+    single = Single(given(model, stages), **training(model, rows))
     numbers = []
     for _ in range(STEPS):
         loss, _ = single.backward(SUBJECTS[model].batch(rows))
@@ -74,8 +89,7 @@ def expected(model: str, stages: int, rows: int) -> Any:
 
 
 def trained(world: World, plan: Plan, model: str, stages: int, rows: int) -> Any:
-    built = functools.partial(SUBJECTS[model].build, stages)
-    trainer = parallelize(built, plan, world=world, **training(model, rows))
+    trainer = parallelize(given(model, stages), plan, world=world, **training(model, rows))
     results = [trainer.step(SUBJECTS[model].batch(rows)) for _ in range(STEPS)]
     parameters = {name: value.clone() for name, value in trainer.full_parameters()}
     trainer.close()
