@@ -36,7 +36,6 @@ from meshwise.pipeline.cut import Cut, Where, Wish, cut_model
 from meshwise.pipeline.partition import CutError
 from meshwise.pipeline.schedules import make_schedule
 from meshwise.pipeline.schedules.in_order import naive
-from meshwise.pipeline.validate import in_flight
 from meshwise.plan import Plan, PlanError
 from meshwise.plan.keys import is_path
 from meshwise.precision.conversion import Doors, computing, convert, for_loss, place_buffer
@@ -79,7 +78,7 @@ class Options:
 
     example: Any = None
     """With pp, a batch like those to come, of any number of rows: the model is cut by running it once. Of a model that
-    is born here, the run is on the meta device, and `partition=time` is by parameters."""
+    is born here, the run is on the meta device, and `partition=time` counts operations."""
 
     cut: Where = dataclasses.field(default_factory=Where)
     """With pp, where the model may be cut: by hand, `Where(at=("blocks.3", "head"))`, or between the operations that
@@ -265,8 +264,7 @@ def _example(source: Source, setting: Setting) -> Callable[[nn.Module], Any]:
 def _cut(source: Source, schedule: Schedule, call: Callable[[nn.Module], Any], setting: Setting) -> Cut:
     """Raises PlanError when the model has too few pieces, or cannot be cut."""
     plan = setting.plan
-    by = "params" if source.deferred and plan.partition == "time" else plan.partition
-    wish = Wish(by=by, where=setting.options.cut, in_flight=in_flight(schedule))  # type: ignore[arg-type]
+    wish = Wish(by=plan.partition, where=setting.options.cut, schedule=schedule)  # type: ignore[arg-type]
     try:
         return cut_model(source.module, stages=schedule.stages, call=call, wish=wish)
     except CutError as error:

@@ -1,5 +1,6 @@
 """The best contiguous cut, against trying all of them."""
 
+import functools
 import itertools
 import math
 
@@ -7,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.pipeline.partition import CutError, Steps, divide
+from meshwise.pipeline.clock import step_seconds
+from meshwise.pipeline.partition import CutError, Steps, divide, quicken
+from meshwise.pipeline.schedules import make_schedule
 
 
 def plain(loads: list[float], stages: int) -> Steps:
@@ -73,3 +76,31 @@ def test_less_is_sent_for_a_little_unevenness() -> None:
     steps = Steps([[10.0, 10.0, 1.0, 19.5]] * 2, [True] * 4, [0, 9, 9, 1])
     assert divide(steps, slack=0.0) == (0, 2, 4)
     assert divide(steps, slack=0.05) == (0, 3, 4)
+
+
+@pytest.mark.parametrize("name, virtual", [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-v", 2)])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_for_a_schedule_no_cut_into_blocks_and_a_head_makes_a_shorter_step(name: str, virtual: int, pp: int) -> None:
+    schedule = make_schedule(name, pp=pp, microbatches=8, virtual_stages=virtual)
+    steps = plain([0.02, *[1.0] * 8, 1.35], schedule.stages)
+    seconds = functools.partial(step_seconds, schedule)
+
+    def taken(bounds: tuple[int, ...]) -> float:
+        return seconds([sum(steps.loads[0][a:b]) for a, b in itertools.pairwise(bounds)])
+
+    even = divide(steps)
+    quick = quicken(steps, bounds=even, seconds=seconds)
+    assert taken(quick) == pytest.approx(min(map(taken, every(steps))), rel=0.01)
+    assert taken(quick) <= taken(even)
+
+
+def test_a_cut_for_a_schedule_leaves_no_stage_without_parameters() -> None:
+    steps = Steps([[1.0, 0.0, 5.0, 0.0, 1.0]] * 3, [True, False, True, False, True], [0.0] * 5)
+    seconds = functools.partial(step_seconds, make_schedule("1f1b", pp=3, microbatches=4))
+    assert quicken(steps, bounds=divide(steps), seconds=seconds) in every(steps)
+
+
+def test_a_rank_that_takes_too_long_alone_ends_the_question() -> None:
+    schedule = make_schedule("1f1b", pp=2, microbatches=4)
+    assert step_seconds(schedule, [1.0, 2.0]) == 9.0
+    assert step_seconds(schedule, [1.0, 2.0], limit=8.0) == math.inf

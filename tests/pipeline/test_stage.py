@@ -16,6 +16,7 @@ from meshwise.pipeline.build import make_stage
 from meshwise.pipeline.cut import Where, Wish, cut_model
 from meshwise.pipeline.parcel import bones, enter, pack, unpack
 from meshwise.pipeline.partition import CutError
+from meshwise.pipeline.schedules import make_schedule
 from meshwise.pipeline.stage import StageError, Void
 from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig, next_token_loss
 from pipeline_stages import is_the_model, run_stages
@@ -284,24 +285,29 @@ def test_what_cannot_be_traced_says_why() -> None:
         )
 
 
-def test_a_model_without_values_is_cut_by_anything_but_time() -> None:
+def test_a_model_without_values_is_cut_by_operations_for_want_of_time() -> None:
     with torch.device("meta"):
         model = gpt()
     call = lambda model: model(TOKENS.to("meta"))  # noqa: E731
     cut = cut_model(model, stages=3, call=call, wish=Wish("memory"))
     assert cut.bounds == cut_model(gpt(), stages=3, call=lm, wish=Wish("memory")).bounds
-    with pytest.raises(CutError, match="no time to measure; balance by 'params' or 'memory'"):
-        cut_model(model, stages=3, call=call)
+    by_work = cut_model(model, stages=3, call=call)
+    assert by_work.by == "operations"
+    assert "FLOP" in str(by_work)
+    products = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "position" not in name)
+    assert sum(by_work.loads) > 3 * 2 * TOKENS.numel() * products, "of a forward, and twice that of the backward"
+    assert max(by_work.loads) < 0.5 * sum(by_work.loads)
 
 
 def test_memory_weighs_the_micro_batches_that_a_stage_holds() -> None:
     """1F1B holds more on early stages, so they get fewer blocks."""
     model = GPT(GPTConfig(vocabulary=31, context=12, layers=12, heads=2, width=8))
     even = cut_model(model, stages=2, call=lm, wish=Wish("memory"))
-    early = cut_model(model, stages=2, call=lm, wish=Wish("memory", in_flight=(4, 1)))
+    two, three = (make_schedule("1f1b", pp=pp, microbatches=4) for pp in (2, 3))
+    early = cut_model(model, stages=2, call=lm, wish=Wish("memory", schedule=two))
     assert early.bounds[1] < even.bounds[1]
-    with pytest.raises(CutError, match="3 numbers for 2 stages"):
-        cut_model(model, stages=2, call=lm, wish=Wish("memory", in_flight=(1, 1, 1)))
+    with pytest.raises(CutError, match="the schedule has 3 stages, the cut 2"):
+        cut_model(model, stages=2, call=lm, wish=Wish("memory", schedule=three))
 
 
 class Slow(nn.Module):

@@ -8,6 +8,7 @@ and the step for the last reduction.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -69,6 +70,19 @@ def peaks(schedule: Schedule, *, costs: Cost | Sequence[Cost] = Cost()) -> tuple
     """
     each = _each(costs, schedule)
     return tuple(_peak(row, each) for row in schedule.rows)
+
+
+def step_seconds(schedule: Schedule, loads: Sequence[float], *, limit: float = math.inf) -> float:
+    """A step's time when a micro-batch takes each stage so long, a third of it each for F, I and W.
+
+    Infinite when a rank alone has to compute for as long as `limit`.
+    """
+    ranks = [0.0] * schedule.ranks
+    for load, rank in zip(loads, schedule.rank_of, strict=True):
+        ranks[rank] += load * schedule.microbatches
+    if max(ranks) >= limit:
+        return math.inf
+    return clock(schedule, costs=[Cost(load / 3, load / 3, load / 3) for load in loads]).seconds
 
 
 def _each(costs: Cost | Sequence[Cost], schedule: Schedule) -> tuple[Cost, ...]:

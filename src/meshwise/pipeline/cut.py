@@ -9,15 +9,20 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Literal
 
 from torch import nn
 
 from meshwise.model.blocks import Patterns
-from meshwise.pipeline.partition import CutError, Steps, divide
-from meshwise.pipeline.probe import Call, Seen, Step, probe
+from meshwise.pipeline.action import Schedule
+from meshwise.pipeline.clock import step_seconds
+from meshwise.pipeline.partition import CutError, Steps, divide, quicken
+from meshwise.pipeline.passes import add_transfers
+from meshwise.pipeline.probe import Call, Seen, Step, is_bare, probe
 from meshwise.pipeline.trace import Trace, probe_trace, trace_model
+from meshwise.pipeline.validate import in_flight
 
 STATES = 4
 """What a trained parameter takes, in multiples of itself: the parameter, its gradient, two moments of Adam."""
@@ -50,15 +55,15 @@ class Wish:
     """How a model is to be cut."""
 
     by: Literal["time", "params", "memory"] = "time"
-    """What makes two stages equal: seconds of forward and backward, parameters, or bytes of parameters, their states
-    and activations."""
+    """What makes two stages equal: seconds of forward and backward (of a model without values, operations), parameters,
+    or bytes of parameters, their states and activations."""
 
     where: Where = Where()
     """Where it may be cut."""
 
-    in_flight: tuple[float, ...] = ()
-    """For `memory`: how many micro-batches' activations each stage holds, as `validate.in_flight` tells of a schedule;
-    by default one each."""
+    schedule: Schedule | None = None
+    """What the stages will run. `memory` then counts the activations that each stage holds at a time, and `time` makes
+    the step short, which is more than small stages: some come earlier than others, and some share a rank."""
 
 
 @dataclass(frozen=True)
@@ -142,14 +147,13 @@ def cut_model(model: nn.Module, *, stages: int, call: Call, wish: Wish = Wish())
     loss; the model, torch's generators and the gradients are left as they were.
 
     Raises CutError when fewer stages fit than are asked for, saying how many; when `at` names no place to cut, or
-    places out of order; when time is to be measured on a model without values; and for a model that cannot be traced.
+    places out of order; for a schedule of another number of stages; and for a model that cannot be traced.
     """
     if wish.by not in ("time", "params", "memory"):
         raise CutError(f"balance by 'time', 'params' or 'memory', not {wish.by!r}")
-    timed = wish.by == "time"
-    if timed and any(parameter.is_meta for parameter in model.parameters()):
-        raise CutError("a model on the meta device has no time to measure; balance by 'params' or 'memory'")
-    where = wish.where
+    if wish.schedule is not None and wish.schedule.stages != stages:
+        raise CutError(f"the schedule has {wish.schedule.stages} stages, the cut {stages}")
+    where, timed = wish.where, wish.by == "time"
     if where.how != "trace":
         seen = probe(model, call=call, pieces=where.pieces, timed=timed)
         if where.how == "blocks" or len(seen.steps) >= stages:
@@ -178,7 +182,10 @@ def _cut(model: nn.Module, seen: Seen, stages: int, wish: Wish, *, trace: Trace 
     else:
         sizes = [float(sum(seen.steps[source].output for source in sources)) for sources in crossing]
         solid = [bool(step.parameters) for step in seen.steps]
-        bounds = divide(Steps(loads, solid, sizes), slack=0.0 if trace is None else SLACK)
+        steps = Steps(loads, solid, sizes)
+        bounds = divide(steps, slack=0.0 if trace is None else SLACK)
+        if wish.schedule is not None and wish.by == "time" and trace is None:
+            bounds = quicken(steps, bounds=bounds, seconds=partial(step_seconds, add_transfers(wish.schedule)))
     holders = _holders(model, seen, bounds)
     return Cut(
         keys=keys,
@@ -193,7 +200,7 @@ def _cut(model: nn.Module, seen: Seen, stages: int, wish: Wish, *, trace: Trace 
             for stage in range(stages)
         ),
         loads=tuple(sum(loads[k][start:stop]) for k, (start, stop) in enumerate(pairwise(bounds))),
-        by=wish.by,
+        by="operations" if wish.by == "time" and is_bare(model) else wish.by,
         trace=trace,
     )
 
@@ -212,16 +219,14 @@ def _holders(model: nn.Module, seen: Seen, bounds: Sequence[int]) -> dict[str, t
 def _loads(model: nn.Module, steps: Sequence[Step], stages: int, wish: Wish) -> list[list[float]]:
     """Per stage, the load of each step."""
     if wish.by == "time":
-        return [[step.took.seconds for step in steps]] * stages
+        return [[step.took.work for step in steps]] * stages
     counted = [[model.get_parameter(name) for name in step.parameters] for step in steps]
     if wish.by == "params":
         return [[float(sum(p.numel() for p in step)) for step in counted]] * stages
-    in_flight = wish.in_flight or (1.0,) * stages
-    if len(in_flight) != stages:
-        raise CutError(f"in_flight has {len(in_flight)} numbers for {stages} stages")
     states = [float(sum(p.nbytes * (STATES if p.requires_grad else 1) for p in step)) for step in counted]
     held = [step.took.activations for step in steps]
-    return [[state + times * kept for state, kept in zip(states, held, strict=True)] for times in in_flight]
+    times_held = (1.0,) * stages if wish.schedule is None else in_flight(wish.schedule)
+    return [[state + times * kept for state, kept in zip(states, held, strict=True)] for times in times_held]
 
 
 def _by_hand(keys: Sequence[str], at: Sequence[str], stages: int) -> tuple[int, ...]:
@@ -240,4 +245,6 @@ def _by_hand(keys: Sequence[str], at: Sequence[str], stages: int) -> tuple[int, 
 def _amount(load: float, by: str) -> str:
     if by == "time":
         return f"{1000 * load:.3g} ms"
+    if by == "operations":
+        return f"{load / 1e9:,.3g} GFLOP"
     return f"{load / 2**20:,.1f} MiB" if by == "memory" else f"{load:,.0f}"

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 
 class CutError(ValueError):
@@ -55,6 +56,42 @@ def divide(steps: Steps, *, slack: float = 0.0) -> tuple[int, ...]:
     return _cheapest(table, limit)
 
 
+class StepSeconds(Protocol):
+    """How long a step takes when the stages have these loads; it may be infinite when that is `limit` or more."""
+
+    def __call__(self, loads: Sequence[float], *, limit: float) -> float:
+        """In the unit of the loads."""
+
+
+def quicken(steps: Steps, *, bounds: tuple[int, ...], seconds: StepSeconds) -> tuple[int, ...]:
+    """Bounds from which no move of one step, from one stage to another, makes a step of the schedule shorter.
+
+    From the given ones the best move is made until there is none. Moving a step from stage i to stage j moves every
+    bound between them by one.
+    """
+    table = _Table(steps)
+    best = seconds(table.loads(bounds), limit=math.inf)
+    while True:
+        found = bounds
+        for moved in _moves(bounds, table.count):
+            loads = table.loads(moved)
+            taken = seconds(loads, limit=best) if max(loads) < math.inf else math.inf
+            if taken < best * (1 - 1e-9):
+                best, found = taken, moved
+        if found == bounds:
+            return bounds
+        bounds = found
+
+
+def _moves(bounds: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
+    """Every run of inner bounds moved by one, where that leaves no stage empty."""
+    for first, last in itertools.combinations_with_replacement(range(1, len(bounds) - 1), 2):
+        for by in (-1, 1):
+            moved = (*bounds[:first], *(bound + by for bound in bounds[first : last + 1]), *bounds[last + 1 :])
+            if all(start < stop for start, stop in itertools.pairwise(moved)) and moved[-1] == count:
+                yield moved
+
+
 def _cheapest(table: _Table, limit: float) -> tuple[int, ...]:
     """The bounds with the least sent, then the least sum of squared loads, when no stage may exceed `limit`."""
     best: list[dict[int, tuple[tuple[float, float], tuple[int, ...]]]] = [{0: ((0.0, 0.0), (0,))}]
@@ -78,6 +115,10 @@ class _Table:
         self.stages, self.count, self.crossing = len(steps.loads), len(steps.solid), steps.crossing
         self._sums = [[0.0, *itertools.accumulate(row)] for row in steps.loads]
         self._solid = [0, *itertools.accumulate(steps.solid)]
+
+    def loads(self, bounds: Sequence[int]) -> list[float]:
+        """What the stages between these bounds would carry."""
+        return [self.load(stage, start, end) for stage, (start, end) in enumerate(itertools.pairwise(bounds))]
 
     def load(self, stage: int, start: int, end: int) -> float:
         """What a stage of these steps would carry; infinite when none of them could be a stage."""

@@ -5,14 +5,16 @@ The outputs of every piece are cut off from the piece and marked. Whatever reach
 connections and anything else that the model does between its pieces, leads back to marks along autograd's graph; so it
 is seen which outputs would have to cross a cut.
 
-Of a model on the meta device the pieces run there, where only time cannot be measured. What lies between them runs
-where the example is, on zeros: models look at values there, of masks and positions, as they will in a stage.
+Of a model on the meta device the pieces run there, and operations are counted in place of time. What lies between
+them runs where the example is, on zeros: models look at values there, of masks and positions, as they will in a stage.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
 
 from meshwise.model.birth import without_values
 from meshwise.model.blocks import Patterns, partition
@@ -32,7 +35,7 @@ from meshwise.tree import map_tensors, tensors
 Call = Callable[[nn.Module], Any]
 
 ROUNDS = 3
-"""Runs that time is measured in; the fastest of each piece counts."""
+"""Runs that time is measured in; the least of each piece, and of those like it, counts."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,8 @@ class Took:
     activations: int
     """Bytes that its forward keeps for its backward."""
 
-    seconds: float
-    """Of its forward and backward; 0 where it was not measured."""
+    work: float
+    """Of its forward and backward: seconds, or without values floating-point operations; 0 where nobody asked."""
 
 
 @dataclass(frozen=True)
@@ -114,16 +117,29 @@ def probe(model: nn.Module, *, call: Call, pieces: Patterns = (), timed: bool = 
         with torch.random.fork_rng(), torch.enable_grad():
             result = call(watched)
         runs.append(Seen(tuple(watch.steps), watch.sources(tensors(result)), everywhere, watch.changed()))
-    return fastest(runs)
+    return fastest(runs, model=model)
 
 
-def fastest(runs: Sequence[Seen]) -> Seen:
-    """The first of several runs of one model, with the least time of each step."""
-    steps = []
-    for same in zip(*(run.steps for run in runs), strict=True):
-        seconds = min(step.took.seconds for step in same)
-        steps.append(dataclasses.replace(same[0], took=Took(same[0].took.activations, seconds)))
+def fastest(runs: Sequence[Seen], *, model: nn.Module) -> Seen:
+    """The first of several runs of one model, with the least work of each step and of those that are like it.
+
+    Steps that are alike (blocks of one kind) do the same, so where their times differ, the machine did something else.
+    """
+    least: dict[Any, float] = {}
+    for step in (step for run in runs for step in run.steps):
+        kind = _kind(step, model)
+        least[kind] = min(step.took.work, least.get(kind, math.inf))
+    steps = (
+        dataclasses.replace(step, took=Took(step.took.activations, least[_kind(step, model)])) for step in runs[0].steps
+    )
     return dataclasses.replace(runs[0], steps=tuple(steps))
+
+
+def _kind(step: Step, model: nn.Module) -> Any:
+    """What is the same of steps that do the same."""
+    what = type(model.get_submodule(step.module)) if step.module else step.key.rstrip("_0123456789")
+    shapes = tuple(model.get_parameter(name).shape for name in step.parameters)
+    return what, shapes, step.output, step.took.activations
 
 
 def copied(model: nn.Module, *, tensors: Mapping[Tensor, Tensor]) -> nn.Module:
@@ -239,14 +255,17 @@ def alone(
             kept[storage._cdata] = storage.nbytes()
         return tensor
 
-    begin = _now(leaves)
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = run(args, kwargs)
-    wanted = [*leaves, *(parameter for parameter in parameters if parameter.requires_grad)]
-    results = [tensor for tensor in tensors(output) if tensor.requires_grad]
-    if timed and results and wanted:
-        torch.autograd.grad(results, wanted, [torch.ones_like(one) for one in results], allow_unused=True)
-    return output, Took(sum(kept.values()), _now(leaves) - begin if timed else 0.0)
+    bare = any(tensor.is_meta for tensor in (*parameters, *tensors((args, kwargs))))
+    with FlopCounterMode(display=False) if timed and bare else contextlib.nullcontext() as counted:
+        begin = _now(leaves)
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = run(args, kwargs)
+        wanted = [*leaves, *(parameter for parameter in parameters if parameter.requires_grad)]
+        results = [tensor for tensor in tensors(output) if tensor.requires_grad]
+        if timed and results and wanted:
+            torch.autograd.grad(results, wanted, [torch.ones_like(one) for one in results], allow_unused=True)
+        seconds = _now(leaves) - begin if timed else 0.0
+    return output, Took(sum(kept.values()), seconds if counted is None else float(counted.get_total_flops()))
 
 
 def _described(value: Any) -> Any:

@@ -122,7 +122,7 @@ def probe_trace(model: nn.Module, *, trace: Trace, call: Call, timed: bool = Fal
         with torch.random.fork_rng(), torch.enable_grad():
             call(watched)
         runs.append(watch.seen())
-    return fastest(runs)
+    return fastest(runs, model=model)
 
 
 def steps_of(graph: fx.Graph) -> list[fx.Node]:
