@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -143,8 +144,10 @@ class StagedEngine:
 
     def memory(self) -> dict[str, int]:
         """Bytes of parameters and gradients on this rank, and of the parameters that were gathered at most."""
-        held = [engine.memory() for engine in self._stages.values()]
-        return {key: sum(one[key] for one in held) for key in held[0]}
+        total: Counter[str] = Counter()
+        for engine in self._stages.values():
+            total.update(engine.memory())
+        return dict(total)
 
     def close(self) -> None:
         """Remove the hooks from the model."""

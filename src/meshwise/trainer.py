@@ -32,7 +32,7 @@ from meshwise.microbatch import Deal, MicroBatch, micro_batches
 from meshwise.model.forward import eval_mode
 from meshwise.model.table import ParameterTable
 from meshwise.nonfinite import NonFiniteError, culprits
-from meshwise.optim.flat import state_bytes
+from meshwise.optim.flat import state_tensors
 from meshwise.pipeline.action import Schedule
 from meshwise.plan import Plan
 from meshwise.precision.live import KINDS, live
@@ -277,9 +277,13 @@ class Trainer:
         """Bytes of model state on this rank.
 
         `parameters` (with fp32 masters), `gradients`, `optimizer` state, and `gathered_peak`, the most parameters that
-        were gathered for use at one time.
+        were gathered for use at one time. What rests elsewhere is apart, as in `disk/optimizer`, and `staging` are the
+        buffers on its way.
         """
-        return {**self._engine.memory(), "optimizer": state_bytes(self.optimizer)}
+        tiers = self._engine.tiers
+        states = [("optimizer", tensor) for tensor in state_tensors(self.optimizer)]
+        staging = {"staging": tiers.staged} if tiers.staged else {}
+        return {**self._engine.memory(), "optimizer": 0, **tiers.bytes(states), **staging}
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 

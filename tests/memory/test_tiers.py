@@ -1,7 +1,6 @@
 """Wherever state rests, the model is the same to the last bit: after steps, in its checkpoints, and after a load."""
 
 import functools
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -158,10 +157,11 @@ def test_a_checkpoint_goes_from_any_tier_to_any_other(origin: str, to: str, tmp_
         first = under(world, f"dp=2 zero=3 offload={origin}")
         for batch in batches():
             first.step(batch)
-        first.save(tmp_path / "saved", wait=False)
+        saving = first.save(tmp_path / "saved", wait=False)
         first.step(batches(5)[3])
         first.step(batches(5)[4])
         expected = outcome(first)
+        saving.wait()
         second = under(world, f"dp=2 zero=3 offload={to}")
         second.load(tmp_path / "saved")
         second.step(batches(5)[3])

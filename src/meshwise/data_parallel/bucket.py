@@ -14,7 +14,7 @@ A whole buffer of a stage that keeps only a shard exists while a unit needs it, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +91,7 @@ class Bucket:
     @property
     def has_master(self) -> bool:
         """Whether what is updated is a copy of the parameters: in another dtype, or where the optimizer runs."""
-        return self.master is not None and not _within(self.master, self.own)
+        return self.master is not None and self.master.data_ptr() != self.own.data_ptr()
 
     # ---- parameters --------------------------------------------------------------------------------------------
 
@@ -330,15 +330,20 @@ class Bucket:
             found["accumulation"] = precision.accumulation_of(self.dtype) if gradient is None else gradient.dtype
         return found
 
-    def bytes(self) -> dict[str, int]:
-        """Bytes on this rank now: parameters (with fp32 masters), gradients, and parameters gathered for use."""
-        parameters = _nbytes(self.kept)
-        if self.master is not None and self.master.dtype != self.dtype:
-            parameters += _nbytes(self.master)
-        apart = self.replication.zero >= 2 or (self.gradient is not None and not _within(self.reduced, self.gradient))
-        gradients = _nbytes(self.gradient) + (_nbytes(self.reduced) if apart else 0)
-        gathered = self.whole.untyped_storage().nbytes() if self.at_rest and not self.shared else 0
-        return {"parameters": parameters, "gradients": gradients, "gathered": gathered}
+    @property
+    def gathered(self) -> int:
+        """Bytes of parameters that are gathered for use now."""
+        return self.whole.untyped_storage().nbytes() if self.at_rest and not self.shared else 0
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What this rank holds now besides, each with what it is: parameters (and their masters), or gradients."""
+        yield "parameters", self.kept
+        if self.has_master and self.master is not None:
+            yield "parameters", self.master
+        if self.gradient is not None:
+            yield "gradients", self.gradient
+        if self.reduced is not None and (self.gradient is None or not _within(self.reduced, self.gradient)):
+            yield "gradients", self.reduced
 
 
 def _put(part: Tensor, piece: Piece, *, into: Tensor, start: int) -> None:
@@ -355,7 +360,3 @@ def _square(values: Tensor) -> Tensor:
 
 def _within(view: Tensor | None, buffer: Tensor) -> bool:
     return view is None or view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
-
-
-def _nbytes(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.numel() * tensor.element_size()

@@ -217,7 +217,7 @@ class DataParallel:
         """Start to make all parameters whole."""
         for unit in self.units:
             unit.start_gather()
-        gathered = sum(bucket.bytes()["gathered"] for unit in self.units for bucket in unit.buckets)
+        gathered = sum(bucket.gathered for unit in self.units for bucket in unit.buckets)
         self.gatherer.peak = max(self.gatherer.peak, gathered)
 
     def reduce(self) -> None:
@@ -270,12 +270,8 @@ class DataParallel:
 
     def memory(self) -> dict[str, int]:
         """Bytes of parameters and gradients on this rank, and of the parameters that were gathered at most."""
-        held = [bucket.bytes() for unit in self.units for bucket in unit.buckets]
-        return {
-            "parameters": sum(row["parameters"] for row in held),
-            "gradients": sum(row["gradients"] for row in held),
-            "gathered_peak": self.gatherer.peak,
-        }
+        held = [each for unit in self.units for bucket in unit.buckets for each in bucket.tensors()]
+        return {"parameters": 0, "gradients": 0, **self.tiers.bytes(held), "gathered_peak": self.gatherer.peak}
 
     def close(self) -> None:
         """Remove the hooks from the model."""

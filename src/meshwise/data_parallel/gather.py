@@ -134,7 +134,7 @@ class Gatherer:
             self._whole.append(follower)
         if (later := self._next(2)) is not None and later not in self._whole:
             later.fetch()
-        self.peak = max(self.peak, sum(bucket.bytes()["gathered"] for u in self._whole for bucket in u.buckets))
+        self.peak = max(self.peak, sum(bucket.gathered for u in self._whole for bucket in u.buckets))
 
     def _need_now(self, unit: LiveUnit) -> None:
         # Also when it happens to be whole: nothing tells when the backward of this use comes, so it has to stay.

@@ -42,6 +42,9 @@ PIECE = 8 * 2**20
 
 THREADS = 4
 
+REGION = 64 * 2**20
+"""Bytes that are mapped together, at least."""
+
 REMEMBERED = 10_000
 """Pieces of which the times are kept, the last ones."""
 
@@ -112,6 +115,7 @@ class SwapFile:
             ) from error
         self.size = 0
         self._offsets: dict[int, int] = {}
+        self._room = torch.empty(0, dtype=torch.uint8)
         self.direct = self._go_direct()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="swap")
         self.moved: deque[Moved] = deque(maxlen=REMEMBERED)
@@ -122,11 +126,11 @@ class SwapFile:
         """A tensor in one dim that rests in the file, all zero. Raises TierError when the disk has no room for it."""
         size = max(1, -(-numel * dtype.itemsize // BLOCK)) * BLOCK
         self._reserve(size)
-        mapping = mmap.mmap(self._file, size, offset=self.size)
-        tensor = torch.frombuffer(mapping, dtype=torch.uint8)
-        self._offsets[tensor.data_ptr()] = self.size
+        if size > self._room.numel():
+            self._map(max(size, self.size, REGION))
+        tensor, self._room = self._room[: numel * dtype.itemsize].view(dtype), self._room[size:]
         self.size += size
-        return tensor[: numel * dtype.itemsize].view(dtype)
+        return tensor
 
     def locate(self, tensor: Tensor) -> int | None:
         """Where in the file the first element of a tensor rests; None for one that does not rest here."""
@@ -161,7 +165,7 @@ class SwapFile:
         if self._file >= 0:
             self._pool.shutdown()
             os.close(self._file)
-            self._file = -1
+            self._file, self._room = -1, torch.empty(0, dtype=torch.uint8)
 
     def _move(self, kind: str, call: Callable[..., int], offset: int, memory: Tensor) -> Transfer:
         assert memory.dtype == torch.uint8
@@ -187,6 +191,12 @@ class SwapFile:
         return Transfer(
             [self._pool.submit(move, offset + low, data[low : low + PIECE]) for low in range(0, len(data), PIECE)]
         )
+
+    def _map(self, size: int) -> None:
+        """Map so many bytes after those in use. Each mapping keeps a descriptor, so there are few, ever larger ones."""
+        os.ftruncate(self._file, self.size + size)
+        self._room = torch.frombuffer(mmap.mmap(self._file, size, offset=self.size), dtype=torch.uint8)
+        self._offsets[self._room.data_ptr()] = self.size
 
     def _reserve(self, size: int) -> None:
         try:

@@ -12,7 +12,8 @@ With nothing offloaded a `Tiers` does nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -118,6 +119,14 @@ class Tiers:
         if self.on_disk(tensor):
             return "disk"
         return "device" if tensor.device.type == self.device.type else "cpu"
+
+    def bytes(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+        """Bytes of tensors by what they are, those that are not on the device with their tier: `disk/optimizer`."""
+        total: Counter[str] = Counter()
+        for what, tensor in tensors:
+            tier = self.where(tensor)
+            total[what if tier == "device" else f"{tier}/{what}"] += tensor.nbytes
+        return dict(total)
 
     def on_disk(self, tensor: Tensor) -> bool:
         """Whether it rests on disk."""

@@ -53,12 +53,12 @@ def flat_optimizer(
     return optimizer([{"params": list(owned), **dict(options)} for options, owned in groups.items()], **arguments)
 
 
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the optimizer's state tensors on this rank."""
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The optimizer's state on this rank, each tensor once."""
     tensors = {
         id(value): value
         for state in optimizer.state.values()
         for value in state.values()
         if isinstance(value, torch.Tensor)
     }
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return list(tensors.values())

@@ -1,0 +1,202 @@
+"""Tensors that rest in a file: what is written is read, by whichever way, and what goes wrong is told."""
+
+import fcntl
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwise.memory.staging import Staging, Swap
+from meshwise.memory.swap import BLOCK, PIECE, Moved, SwapFile, TierError, Transfer, aligned, traffic
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[SwapFile]:
+    made = SwapFile(tmp_path)
+    yield made
+    made.close()
+
+
+def block(values: Tensor) -> Tensor:
+    """Memory of whole blocks that begins with `values`."""
+    memory = aligned(-(-values.nbytes // BLOCK) * BLOCK, pin=False)
+    memory[: values.nbytes].view(values.dtype).copy_(values)
+    return memory
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("numel", [1, 1000, 2 * PIECE // 8 + 3])
+def test_what_is_written_is_read_by_either_way(file: SwapFile, numel: int, dtype: torch.dtype) -> None:
+    file.allocate(5, dtype=torch.float32)
+    rest = file.allocate(numel, dtype=dtype)
+    assert rest.shape == (numel,)
+    assert not rest.any()
+    values = torch.arange(numel).to(dtype)
+    file.write(file.place(rest), values=block(values)).wait()
+    assert torch.equal(rest, values)
+    rest.neg_()
+    memory = torch.zeros_like(block(values))
+    memory = block(torch.zeros_like(values))
+    file.read(file.place(rest), into=memory).wait()
+    assert torch.equal(memory[: values.nbytes].view(dtype), -values)
+
+
+def test_a_view_is_found_where_it_rests(file: SwapFile) -> None:
+    first, second = (file.allocate(4096, dtype=torch.float32) for _ in range(2))
+    assert file.place(second) - file.place(first) == 4 * 4096
+    assert file.place(second[1024:]) - file.place(second) == 4096
+    assert file.locate(torch.zeros(4)) is None
+
+
+def test_an_ordinary_disk_is_read_and_written_past_the_page_cache(file: SwapFile) -> None:
+    descriptor = os.open(file.folder, os.O_TMPFILE | os.O_RDWR)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_DIRECT)
+        os.pwritev(descriptor, [aligned(BLOCK, pin=False).numpy().data], 0)
+    except OSError:
+        pytest.skip("this file system has no direct reads and writes")
+    finally:
+        os.close(descriptor)
+    assert file.direct
+
+
+def test_a_file_system_without_direct_access_goes_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(22, "Invalid argument")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwritev", refuse)
+        file = SwapFile(tmp_path)
+    assert not file.direct
+    rest = file.allocate(3000, dtype=torch.float32)
+    file.write(file.place(rest), values=block(torch.ones(3000))).wait()
+    assert rest.sum() == 3000
+    file.close()
+
+
+def test_the_file_has_no_name(file: SwapFile, tmp_path: Path) -> None:
+    file.allocate(100, dtype=torch.float32)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_that_makes_no_nameless_file_gets_one_whose_name_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def plain(path: object, flags: int, *rest: int, **more: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(95, "Operation not supported")
+        return real(path, flags, *rest, **more)  # type: ignore[arg-type] # as os.open takes it
+
+    monkeypatch.setattr(os, "open", plain)
+    file = SwapFile(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert file.allocate(3, dtype=torch.float32).tolist() == [0, 0, 0]
+    file.close()
+
+
+def test_a_removed_folder_is_told_at_once_and_does_not_matter_later(tmp_path: Path) -> None:
+    folder = tmp_path / "swap"
+    folder.mkdir()
+    file = SwapFile(folder)
+    folder.rmdir()
+    rest = file.allocate(1000, dtype=torch.float32)
+    file.write(file.place(rest), values=block(torch.ones(1000))).wait()
+    assert rest.sum() == 1000
+    file.close()
+    with pytest.raises(TierError, match=rf"can be made in {folder}: No such file or directory; name a folder"):
+        SwapFile(folder)
+
+
+def test_a_full_disk_is_told_before_anything_is_written(file: SwapFile) -> None:
+    with pytest.raises(TierError, match=r"has no room for tensors at rest: .*; \d+ bytes are needed beside"):
+        file.allocate(1 << 50, dtype=torch.float32)
+    assert file.allocate(3, dtype=torch.float32).tolist() == [0, 0, 0]
+
+
+def test_a_file_that_was_cut_is_told(file: SwapFile) -> None:
+    rest = file.allocate(4096, dtype=torch.float32)
+    place, memory = file.place(rest), aligned(4 * 4096, pin=False)
+    os.ftruncate(file._file, place)
+    with pytest.raises(TierError, match=r"ends at byte \d+, before the 16384 that were put there"):
+        file.read(place, into=memory).wait()
+
+
+def test_a_disk_that_fails_is_told(file: SwapFile) -> None:
+    rest = file.allocate(10, dtype=torch.float32)
+    place = file.place(rest)
+    descriptor = file._file
+    file._file = os.open(file.folder, os.O_RDONLY)
+    with pytest.raises(TierError, match="cannot write a tensor at rest in"):
+        file.write(place, values=block(torch.ones(10))).wait()
+    os.close(file._file)
+    file._file = descriptor
+
+
+def test_nothing_is_left_open_when_it_is_closed(tmp_path: Path) -> None:
+    def open_files() -> list[str]:
+        links = [os.path.realpath(one) for one in Path("/proc/self/fd").iterdir()]
+        return [link for link in links if link.startswith(str(tmp_path))]
+
+    file = SwapFile(tmp_path)
+    assert len(open_files()) == 2  # of the file and of its mapping
+    for _ in range(100):
+        file.allocate(1000, dtype=torch.float32)
+    assert len(open_files()) == 2
+    kept = file.allocate(1000, dtype=torch.float32).fill_(2)
+    file.close()
+    file.close()
+    assert kept.sum() == 2000
+    del kept, file
+    gc.collect()
+    assert open_files() == []
+
+
+def test_a_process_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from meshwise.memory.swap import SwapFile; import torch\n"
+        f"file = SwapFile(Path({str(tmp_path)!r})); file.allocate(1000, dtype=torch.float32); os.kill(os.getpid(), 9)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], check=False, env={**os.environ})
+    assert ended.returncode == -9
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_transfer_tells_its_end_once_whatever_comes_of_it(file: SwapFile) -> None:
+    ended: list[str] = []
+    rest = file.allocate(3 * PIECE // 4, dtype=torch.float32)
+    transfer = file.read(file.place(rest), into=aligned(3 * PIECE, pin=False))
+    transfer.then(lambda: ended.append("read"))
+    transfer.wait()
+    file.read(file.size, into=aligned(BLOCK, pin=False)).then(lambda: ended.append("failed"))
+    Transfer([]).then(lambda: ended.append("nothing"))
+    file.close()
+    assert sorted(ended) == ["failed", "nothing", "read"]
+
+
+def test_staging_buffers_are_no_more_than_their_number() -> None:
+    staging = Staging(count=2, size=BLOCK + 1, pin=False)
+    first, second = staging.take(), staging.take()
+    assert staging.bytes == 2 * staging.size == 4 * BLOCK
+    assert staging.take(wait=False) is None
+    assert first is not None
+    staging.give(first)
+    assert staging.take() is first
+    assert second is not None
+    assert second.data_ptr() % BLOCK == 0
+    with pytest.raises(ValueError, match="1 staging buffers of 10 bytes; give at least 2, of at least 4096 bytes"):
+        Swap(buffers=1, buffer=10)
+
+
+def test_traffic_counts_the_time_in_which_something_moved() -> None:
+    moved = [Moved("read", 10, 0.0, 1.0), Moved("read", 10, 0.5, 2.0), Moved("write", 5, 1.5, 3.0)]
+    assert list(traffic(moved)) == [("read", 20, 2.0), ("write", 5, 1.5), ("both", 25, 3.0)]
