@@ -1,0 +1,103 @@
+"""`meshwise simulate`: what a job would take under its plan, on ranks that need not be there."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from meshwise.cli.ranks import local_ranks
+from meshwise.comm.launch import run
+from meshwise.comm.world import World
+from meshwise.parallelize import Options
+from meshwise.simulate.measure import MALLOC, Measured, measure
+from meshwise.simulate.memory import memory_of
+from meshwise.simulate.rehearsal import Subject, rehearse
+from meshwise.simulate.tables import memory_table
+from meshwise.train.config import read_job
+from meshwise.train.data import length, read
+from meshwise.train.job import Job, JobError
+from meshwise.train.order import Order
+from meshwise.train.prepare import Prepared, prepare
+
+_WIDTH = 120
+"""Of the tables where the output is not a terminal."""
+
+
+@dataclass(frozen=True)
+class SimulateJob(Job):
+    """A training job, rehearsed: its own code runs on one rank of each kind, on tensors without values."""
+
+    memory: bool = False
+    """Tell the memory of each rank, by category."""
+    measure: bool = False
+    """Take three steps of the job on local ranks as well, and print what they took beside the prediction. Ranks on
+    CPUs talk by messages, since what they share cannot be counted as anybody's."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Rehearse the job that the arguments describe. Raises JobError or PlanError where the job itself would."""
+    job = read_job(_spelled_out(arguments), prog="meshwise simulate", kind=SimulateJob)
+    size = local_ranks(job)
+    prepared = prepare(job, ranks=size)
+    if not job.memory:
+        raise JobError("say what to simulate: --memory")
+    subject = subject_of(prepared)
+    rehearsal = rehearse(subject, prepared.job.plan, ranks=size, device=_device())
+    measured: Sequence[Measured] = ()
+    if job.measure:
+        os.environ.update(MALLOC)
+        measured = run(size, _rank, args=(job,), comm="gloo" if _device() == "cpu" else None)[0]
+    console = Console() if Console().is_terminal else Console(width=_WIDTH)
+    console.print(f"{prepared.job.plan} on {size} ranks, at most:", highlight=False)
+    console.print(shown(memory_table(memory_of(rehearsal), measured)))
+    return 0
+
+
+def _spelled_out(words: Sequence[str]) -> list[str]:
+    """`--memory` for `--memory=True`: what is asked for needs no value."""
+    wishes = {f"--{item.name}" for item in dataclasses.fields(SimulateJob) if item.type == "bool"}
+    followed = zip(words, [*words[1:], ""], strict=True)
+    return [f"{word}=True" if word in wishes and after not in ("True", "False") else word for word, after in followed]
+
+
+def subject_of(prepared: Prepared) -> Subject:
+    """What a job trains, with its first global batch."""
+    job, data = prepared.job, prepared.data.train
+    order = Order(length(data), seed=job.train.seed)
+    batch: Any = next(read(data, numbers=range(0, job.train.batch, job.train.batch), share=_everything, order=order))
+    options = Options(
+        clip_norm=job.train.clip_norm, seed=job.train.seed, tensor_rules=job.model.tensor_rules, example=batch
+    )
+    return Subject(
+        prepared.model, prepared.loss, batch, prepared.optimizer, prepared.optimizer_arguments, options=options
+    )
+
+
+def _rank(world: World, job: SimulateJob) -> list[Measured]:
+    prepared = prepare(job, ranks=world.size)
+    return measure(world, subject_of(prepared), prepared.job.plan)
+
+
+def _everything(size: int) -> tuple[int, int]:
+    return 0, size
+
+
+def _device() -> Any:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def shown(rows: Sequence[tuple[str, ...]]) -> Table:
+    """A table for the terminal."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in rows[0]:
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in rows[1:]:
+        table.add_row(*row)
+    return table

@@ -1,0 +1,46 @@
+"""What a rehearsal has found, as tables of text: titles, then rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from meshwise.simulate.measure import Measured
+from meshwise.simulate.memory import RankMemory
+from meshwise.simulate.tape import Category
+
+Table = list[tuple[str, ...]]
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def memory_table(ranks: Sequence[RankMemory], measured: Sequence[Measured] = ()) -> Table:
+    """The peak of each rank along pp, by category; what was measured beside it."""
+    held = [category for category in Category if any(rank.peak.device.get(category) for rank in ranks)]
+    hosts = any(moment.host for rank in ranks for moment in rank.steady)
+    titles = ("pp", *held, "peak", "during", *(["on the host"] if hosts else []))
+    rows: Table = [(*titles, "measured", "error") if measured else titles]
+    for rank in ranks:
+        peak = rank.peak
+        cells = [str(rank.index), *(text(peak.device.get(category, 0)) for category in held), text(peak.bytes)]
+        cells.append(peak.label)
+        if hosts:
+            cells.append(text(max(sum(moment.host.values()) for moment in (*rank.first, *rank.steady))))
+        if measured:
+            most = max(one.peak for one in measured if one.index == rank.index)
+            cells += [text(most), f"{100 * (peak.bytes / most - 1):+.1f} %"]
+        rows.append(tuple(cells))
+    return rows
+
+
+def by_category(ranks: Sequence[RankMemory]) -> Mapping[str, int]:
+    """The peak of the rank that needs most, in bytes."""
+    peak = max((rank.peak for rank in ranks), key=lambda moment: moment.bytes)
+    return {str(category): size for category, size in peak.device.items()}
+
+
+def text(size: float) -> str:
+    """`4.0 KiB` for 4096."""
+    power = 0
+    while abs(size) >= 1024 and power < len(_UNITS) - 1:
+        size, power = size / 1024, power + 1
+    return f"{size:.0f} {_UNITS[power]}" if power == 0 else f"{size:.1f} {_UNITS[power]}"
