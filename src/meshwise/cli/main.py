@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from meshwise.cli import bench, checkpoint, doctor, draw, train, verify
+from meshwise.cli import bench, checkpoint, doctor, draw, simulate, train, verify
 from meshwise.comm.journal import RanksDisagree
 from meshwise.comm.lost import RankLostError
 from meshwise.model.forward import LossError
@@ -39,6 +39,7 @@ class Command:
 COMMANDS: Mapping[str, Command] = {
     "train": Command("train a job on local ranks, or under torchrun", train.main),
     "verify": Command("prove that a plan is the same model, on a few steps of a job", verify.main),
+    "simulate": Command("foretell what a plan takes, on ranks that need not be there", simulate.main),
     "checkpoint": Command("list, show, check, compare and export checkpoints", checkpoint.main),
     "bench": Command("measure the collectives of this machine", bench.main),
     "draw": Command("draw when each rank of a pipeline computes what", draw.main),
