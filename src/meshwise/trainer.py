@@ -34,6 +34,7 @@ from meshwise.model.table import ParameterTable
 from meshwise.nonfinite import NonFiniteError, culprits
 from meshwise.optim.flat import state_tensors
 from meshwise.pipeline.action import Schedule
+from meshwise.pipeline.cut import Cut
 from meshwise.plan import Plan
 from meshwise.precision.live import KINDS, live
 from meshwise.precision.scale import Scale
@@ -120,6 +121,11 @@ class Trainer:
         """What each rank along `pp` does in a step, in order."""
         return self._sweep.schedule
 
+    @property
+    def cut(self) -> Cut | None:
+        """With pp, which stage runs what, what they send, and how even they are: prints as a table."""
+        return self._sweep.cut
+
     # ---- training ----------------------------------------------------------------------------------------------
 
     def share(self, size: int) -> tuple[int, int]:
@@ -144,6 +150,7 @@ class Trainer:
         started = time.perf_counter()
         self.world.journal.doing = "begin"
         self._engine.check_parameters()
+        self._update.check()
         parts = self._micro_batches(batch, local=local, parts=self.plan.microbatches, total=total)
         if only is not None:
             parts = [part if index in only else part.skipped() for index, part in enumerate(parts)]

@@ -79,6 +79,7 @@ class Bucket:
         self.gradient: Tensor | None = None
         self.reduced: Tensor | None = None
         self.master: Tensor | None = None
+        self.has_master = False
         self.slices: list[tuple[Options, nn.Parameter]] = []
         self.chunks: list[Chunk] = []
         self.factor = 1.0
@@ -87,11 +88,6 @@ class Bucket:
         self._filled: set[int] = set()
         self._arriving: tuple[Work, Tensor] | None = None
         self._rounds = 0
-
-    @property
-    def has_master(self) -> bool:
-        """Whether what is updated is a copy of the parameters: in another dtype, or where the optimizer runs."""
-        return self.master is not None and self.master.data_ptr() != self.own.data_ptr()
 
     # ---- parameters --------------------------------------------------------------------------------------------
 
@@ -125,6 +121,7 @@ class Bucket:
             self.master = tiers.empty("masters", numel=own.numel(), dtype=wide).zero_()
         else:
             self.master = torch.zeros_like(own, dtype=wide)
+        self.has_master = self.master is not own
         if tiers.leaves("gradients"):
             self.reduced = tiers.empty("gradients", numel=own.numel(), dtype=wide).zero_()
         elif self.replication.zero >= 2:

@@ -1,0 +1,66 @@
+"""A model under plans with tiers: what the tests of them train, and what it comes to."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.comm import World
+from meshwise.memory.staging import Swap
+from meshwise.parallelize import Options, parallelize
+from meshwise.trainer import Trainer
+
+STEPS, WIDTH = 3, 128
+SMALL = Swap(buffers=2, buffer=1 << 16)
+"""Staging buffers that hold a part of a layer, so that every update takes rounds."""
+
+
+class Blocks(nn.Module):
+    """Blocks of which one has more elements than are updated at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x)) + x
+        result: Tensor = self.head(self.norm(x))
+        return result
+
+
+def squares(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
+    return output.square().sum(), len(batch)
+
+
+def batches(count: int = STEPS) -> list[Tensor]:
+    return list(torch.randn(count, 8, WIDTH, generator=torch.Generator().manual_seed(0)))
+
+
+def under(world: World, plan: str, *, kind: type = torch.optim.AdamW, swap: Swap = SMALL, **arguments: Any) -> Trainer:
+    options = Options(clip_norm=0.5, swap=swap, example=batches()[0])
+    arguments = {"lr": 1e-2, "weight_decay": 0.1} | arguments
+    return parallelize(Blocks, plan, loss=squares, world=world, optimizer=kind, options=options, **arguments)
+
+
+def outcome(trainer: Trainer) -> dict[str, Tensor]:
+    found = {name: value.clone() for name, value in trainer.full_parameters()}
+    return found | {f"gradient of {name}": value.clone() for name, value in trainer.full_gradients()}
+
+
+def trained(world: World, plan: str, **arguments: Any) -> dict[str, Tensor]:
+    trainer = under(world, plan, **arguments)
+    results = [trainer.step(batch) for batch in batches()]
+    numbers = {f"loss and norm {n}": torch.tensor([r.loss, r.grad_norm]) for n, r in enumerate(results)}
+    found = outcome(trainer) | numbers
+    trainer.close()
+    return found
+
+
+def the_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Every bit of it."""
+    assert found.keys() == expected.keys()
+    different = [name for name, value in expected.items() if not torch.equal(found[name], value)]
+    assert not different
