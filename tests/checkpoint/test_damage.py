@@ -103,7 +103,7 @@ TORN: Mapping[str, tuple[str, Callable[[Path], None]]] = {
     f"{what.__name__} {name}": (name, what)
     for name in (DATA, INDEX)
     for what in (truncated, emptied, lengthened, zeroed, flipped, torn_header, removed, linked)
-    if (what, name) not in ((removed, INDEX), (linked, INDEX))
+    if (what, name) != (linked, INDEX)
 }
 
 

@@ -1,10 +1,12 @@
 """`meshwise checkpoint`: what a user sees of checkpoints, and the status of each command."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from meshwise.checkpoint.index import INDEX
 from meshwise.cli.main import main
 from meshwise.comm.world import World
 from meshwise.parallelize import parallelize
@@ -96,10 +98,52 @@ def test_export_says_that_it_has_checked(root: Path, tmp_path: Path, capsys: pyt
 def test_what_is_no_checkpoint_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "show", str(tmp_path)]) == 2
     assert "is no checkpoint" in capsys.readouterr().err
-    assert main(["checkpoint", "check", str(tmp_path)]) == 1
+    assert main(["checkpoint", "check", str(tmp_path)]) == 2
+    assert "no checkpoint in" in capsys.readouterr().err
+    assert main(["checkpoint", "list", str(tmp_path)]) == 0
+    assert capsys.readouterr() == (f"no checkpoint in {tmp_path}\n", "")
     with pytest.raises(SystemExit) as caught:
         main(["checkpoint", "mend", str(tmp_path)])
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "words", ["list GONE", "show GONE", "check GONE", "diff GONE GONE", "export GONE out", "list FILE"]
+)
+def test_a_folder_that_is_not_there_is_one_message_on_stderr_and_status_2(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    words = words.replace("GONE", str(tmp_path / "gone")).replace("FILE", str(tmp_path / "file"))
+    assert main(["checkpoint", *words.split()]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert re.fullmatch(
+        r"meshwise checkpoint: .*(gone is not there|file is a file); name a run or its checkpoints\n", err
+    )
+
+
+@pytest.mark.parametrize("words", ["show ONE", "diff ONE ONE", "export ONE out"])
+def test_damage_is_told_on_stderr_with_status_1(words: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "step-2" / INDEX).unlink()
+    assert main(["checkpoint", *words.replace("ONE", str(root / "step-2")).split()]) == 1
+    out, err = capsys.readouterr()
+    assert not out
+    assert err == (
+        f"meshwise checkpoint: damaged checkpoint:\n  {root / 'step-2' / INDEX}: "
+        "expected the index of a checkpoint, found no such file\n"
+    )
+
+
+def test_a_checkpoint_without_its_index_is_listed_and_checked_as_damaged(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (root / "step-2" / INDEX).unlink()
+    for words in ("list", "check"):
+        assert main(["checkpoint", words, str(root)]) == 1
+        told = " ".join(capsys.readouterr().out.split())
+        assert "expected the index of a checkpoint, found no such file" in told
+        assert "step-1" in told
 
 
 @pytest.mark.parametrize("words", ["show RUN", "diff RUN/checkpoints/step-1 RUN", "export RUN into"])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +41,16 @@ def test_help_of_a_command_ends_well(capsys: pytest.CaptureFixture[str]) -> None
 
     assert end.value.code == 0
     assert "meshwise train [JOB.toml]" in capsys.readouterr().out
+
+
+def test_a_reader_that_has_seen_enough_ends_it_without_a_word(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "meshwise", "train", "--help"]
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, check=False, cwd=tmp_path)
+    os.close(writing)
+
+    assert (ended.returncode, ended.stderr) == (141, b"")
 
 
 BAD_JOBS = {

@@ -257,7 +257,6 @@ def harmed_files(reference: Reference, folder: Path, *, number: int, draw: rando
 def _resumed(reference: Reference, run: Path, path: Path, newest: int) -> Iterator[tuple[str, str]]:
     """Go on with the harmed run; what is wrong with how it does."""
     job = in_folder(reference.job, run)
-    there = path.exists()
 
     def main(world: World) -> None:
         with Path("/dev/null").open("w") as nowhere:
@@ -267,7 +266,7 @@ def _resumed(reference: Reference, run: Path, path: Path, newest: int) -> Iterat
     said = events(run)
     [resume] = [event for event in said if event["event"] == "resume"]
     told = any(str(path.parent) in damage for damage in resume["damaged"])
-    if resume["step"] == newest - 1 and there and not told:
+    if resume["step"] == newest - 1 and not told:
         yield WRONG, f"{path} was passed over in silence"
     if resume["step"] not in (newest, newest - 1):
         yield LOST, f"{path}: went on from step {resume['step']} though {newest - 1} was whole"

@@ -23,6 +23,9 @@ from meshwise.checkpoint.damage import Damage, DamageError
 from meshwise.checkpoint.index import INDEX, Index, read_index
 
 LATEST = "latest"
+DATA = "rank-*.safetensors"
+"""The files of a checkpoint that hold its tensors."""
+
 _PARTIAL, _REPLACED = ".partial-", ".replaced-"
 
 
@@ -80,7 +83,7 @@ def publish(aside: Path, *, folder: Path) -> None:
     flush_folder(folder.parent)
     point_latest(folder)
     if replaced is not None:
-        shutil.rmtree(replaced)
+        remove(replaced)
 
 
 def point_latest(folder: Path) -> None:
@@ -115,12 +118,18 @@ def leftovers(root: Path) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint or a leftover. Its index goes first, so that half of it is never taken for one."""
-    if path.is_dir() and not path.is_symlink():
-        (path / INDEX).unlink(missing_ok=True)
-        shutil.rmtree(path)
-    else:
+    """Remove a checkpoint or a leftover. Its name says first that it is partial: half of it is never taken for one."""
+    if not path.is_dir() or path.is_symlink():
         path.unlink()
+        return
+    if _PARTIAL not in path.name:
+        path = path.rename(path.with_name(f"{path.name}{_PARTIAL}{secrets.token_hex(4)}"))
+    shutil.rmtree(path)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether this is a checkpoint, or one that has lost its index."""
+    return path.is_dir() and _PARTIAL not in path.name and ((path / INDEX).exists() or any(path.glob(DATA)))
 
 
 def next_sequence(root: Path) -> int:
@@ -137,6 +146,4 @@ def remove_quietly(path: Path) -> None:
 
 def _folders(root: Path) -> Iterator[Path]:
     if root.is_dir():
-        for path in root.iterdir():
-            if path.is_dir() and _PARTIAL not in path.name and (path / INDEX).exists():
-                yield path
+        yield from (path for path in root.iterdir() if is_checkpoint(path))

@@ -6,7 +6,7 @@
     diff ONE OTHER           the tensors that are not bit for bit the same, whatever plans these were saved under
     export CHECKPOINT INTO   a Hugging Face folder, checked by its logits on random tokens
 
-The status is 0 when all is well, 1 when something is damaged, different or not exported.
+The status is 0 when all is well, 1 when something is damaged, different or not exported, 2 when there is no checkpoint.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Column, Table
 
 from meshwise.checkpoint.check import damages, differences
 from meshwise.checkpoint.damage import DamageError
 from meshwise.checkpoint.export import ExportError, export
-from meshwise.checkpoint.folder import LATEST, checkpoints
+from meshwise.checkpoint.folder import LATEST, checkpoints, is_checkpoint
 from meshwise.checkpoint.index import INDEX, Index, read_index
 from meshwise.train.config import from_text, from_toml
 from meshwise.train.job import Job, JobError
@@ -47,7 +48,7 @@ def main(words: Sequence[str]) -> int:
     try:
         return act(flags, console)
     except (DamageError, ExportError, OSError) as error:
-        console.print(f"meshwise checkpoint: {error}", style="red", markup=False)
+        print(f"meshwise checkpoint: {error}", file=sys.stderr)
         return 1
 
 
@@ -84,7 +85,7 @@ def _list(flags: argparse.Namespace, console: Console) -> int:
             plan = str(index.extra.get("plan", ""))
             table.add_row(path.name, str(len(index.tensors)), f"{index.nbytes / 1e6:.1f}", plan, mark)
         else:
-            table.add_row(path.name, "", "", "", f"[red]damaged: {index.damages[0]}[/]")
+            table.add_row(path.name, "", "", "", f"[red]damaged: {escape(str(index.damages[0]))}[/]")
     console.print(table if found else f"no checkpoint in {root}")
     return 0 if all(isinstance(index, Index) for _, index in found) else 1
 
@@ -109,11 +110,10 @@ def _show(flags: argparse.Namespace, console: Console) -> int:
 
 def _check(flags: argparse.Namespace, console: Console) -> int:
     """One checkpoint, or all of a run."""
-    one = (flags.folder / INDEX).exists()
+    one = is_checkpoint(flags.folder)
     folders = [flags.folder] if one else [path for path, _ in checkpoints(_root(flags.folder))]
     if not folders:
-        console.print(f"no checkpoint in {flags.folder}")
-        return 1
+        raise JobError(f"no checkpoint in {flags.folder}, and so nothing to check; name a checkpoint or a run")
     wrong = 0
     for folder in folders:
         found = list(damages(folder))
@@ -159,7 +159,7 @@ def _job(flags: argparse.Namespace) -> Job:
 
 def _require(folder: Path) -> None:
     """Refuse a folder that is no checkpoint, with the checkpoints that lie below it. Raises JobError."""
-    if (folder / INDEX).exists():
+    if is_checkpoint(folder):
         return
     inside = [str(path) for path, _ in checkpoints(_root(folder))]
     names = f"; name one of its checkpoints: {', '.join(inside[:_MOST_NAMES])}" if inside else ""
@@ -167,5 +167,7 @@ def _require(folder: Path) -> None:
 
 
 def _root(folder: Path) -> Path:
-    """The folder with the checkpoints: the one given, or that of the run given."""
+    """The folder with the checkpoints: the one given, or that of the run given. Raises JobError when it is none."""
+    if not folder.is_dir():
+        raise JobError(f"{folder} is {'a file' if folder.exists() else 'not there'}; name a run or its checkpoints")
     return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder

@@ -4,12 +4,14 @@
 1     the run failed; one message, which names the file with the traceback of the rank that did
 2     the job, the plan, the loss or the command line cannot work; one message, no traceback
 130   Ctrl-C
+141   nobody reads what it prints any more: `meshwise train --help | head`
 """
 
 from __future__ import annotations
 
 import difflib
 import os
+import select
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +28,7 @@ from meshwise.train.failure import leave_traceback, notes
 from meshwise.train.job import JobError
 
 _RANK_0_SECONDS = 5
+_STDOUT = 1
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,20 @@ COMMANDS: Mapping[str, Command] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `meshwise` with these words (by default the process's own) and return the exit status."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        try:
+            return _answer(list(sys.argv[1:] if arguments is None else arguments))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _is_unread():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)  # for what Python still writes when it ends
+        return 141
+
+
+def _answer(words: list[str]) -> int:
+    """The status of the command that the words are."""
     if not words or words[0] in ("-h", "--help"):
         print(_overview())
         return 0 if words else 2
@@ -74,10 +90,19 @@ def _guarded(name: str, words: Sequence[str]) -> int:
         return _say(f"meshwise {name}: stopped by Ctrl-C", status=130, once=True)
     except (NonFiniteError, RankLostError, RanksDisagree) as error:
         return _say(f"meshwise {name} failed: {error}", status=1)
-    except Exception as error:  # noqa: BLE001 - the report of whatever the user's own code raised
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and _is_unread():
+            raise
         leave_traceback(error)
         told = "\n  ".join([f"{type(error).__name__}: {error}", *notes(error)])
         return _say(f"meshwise {name} failed: {told}", status=1)
+
+
+def _is_unread() -> bool:
+    """Whether stdout is a pipe whose reader is gone."""
+    poll = select.poll()
+    poll.register(_STDOUT, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _say(message: str, *, status: int, once: bool = False) -> int:
