@@ -58,7 +58,7 @@ FLOORS = (
     ("nonfinite", "microbatch", "checkpoint"),
     ("sweep",),
     ("staged", "result"),
-    ("trainer",),
+    ("trainer", "cutting"),
     ("parallelize", "measure"),
     ("simulate",),
     ("train", "testing", "bench"),

@@ -7,7 +7,6 @@ buffers -> optimizer over the owned slices -> trainer
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,28 +15,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwise import tree
 from meshwise.comm.launch import connect
 from meshwise.comm.thread_world import ThreadWorld
 from meshwise.comm.world import World
+from meshwise.cutting import Example, agreed_schedule, cut_source, first_ranks, refuse_lost
 from meshwise.data_parallel.engine import DataParallel, Engine
 from meshwise.data_parallel.replication import Keeping
+from meshwise.memory.around import Around
+from meshwise.memory.blocks import Blocks
 from meshwise.memory.staging import Swap
 from meshwise.memory.tiers import Tiers
 from meshwise.model.birth import Source, born
+from meshwise.model.blocks import Patterns
 from meshwise.model.draws import Draws
 from meshwise.model.forward import Forward, Loss, default_forward
+from meshwise.model.recall import Recall
 from meshwise.model.table import ParameterOptions, parameter_table
 from meshwise.nonfinite import SkipPolicy
 from meshwise.optim.flat import OptimizerClass, flat_optimizer
-from meshwise.pipeline.action import Schedule, ScheduleError
 from meshwise.pipeline.build import make_stage
-from meshwise.pipeline.cut import Cut, Where, Wish, cut_model
-from meshwise.pipeline.partition import CutError
-from meshwise.pipeline.schedules import make_schedule
+from meshwise.pipeline.cut import Where
 from meshwise.pipeline.schedules.in_order import naive
+from meshwise.pipeline.validate import in_flight
 from meshwise.plan import Plan, PlanError
-from meshwise.plan.keys import is_path
 from meshwise.precision.conversion import Doors, computing, convert, for_loss, place_buffer
 from meshwise.precision.policy import Precision, precision_of
 from meshwise.precision.scale import Scale
@@ -84,6 +84,10 @@ class Options:
     """With pp, where the model may be cut: by hand, `Where(at=("blocks.3", "head"))`, or between the operations that
     torch.fx traces, `Where(how="trace")`. By default between its pieces, and by a trace where those are too few."""
 
+    recomputed: Patterns = ()
+    """With `recompute` or `budget`, the modules that are recomputed as one, as patterns over their names:
+    `("encoder.layers.*", "decoder.layers.*")`. By default the model's blocks."""
+
     precision: Precision | None = None
     """A record of your own dtypes in place of the plan's `precision` and `wire`."""
 
@@ -128,15 +132,15 @@ def parallelize(
     source = model if isinstance(model, Source) else born(model, seed=options.seed)
     precision = options.precision or precision_of(plan)
     tiers = Tiers(plan.tiers, device=world.device, swap=options.swap)
-    undo = contextlib.ExitStack()
+    around = Around(Blocks(plan, world=world, patterns=options.recomputed))
     task = Task(_computed(options.forward or default_forward, precision, world.device), loss)
-    setting = Setting(plan, world, options, task, Keeping(plan.zero, precision, tiers), undo)
+    setting = Setting(plan, world, options, task, Keeping(plan.zero, precision, tiers), around)
     engine, sweep = (_in_stages if plan.pp > 1 else _whole)(source, setting=setting)
     if not any(row.trainable for row in engine.table.rows):
         raise ValueError("every parameter is frozen; set requires_grad=True on those that should train")
     update = flat_optimizer(optimizer, groups=engine.slices(), **optimizer_arguments)
     recipe = Recipe(options.clip_norm, skip, precision, options.loss_scale if precision.scaled else None)
-    return Trainer(engine, sweep=sweep, plan=plan, recipe=recipe, optimizer=update, undo=undo)
+    return Trainer(engine, sweep=sweep, plan=plan, recipe=recipe, optimizer=update, around=around)
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,7 @@ class Setting:
     options: Options
     task: Task
     keeping: Keeping
-    undo: contextlib.ExitStack
+    around: Around
 
 
 def _computed(forward: Forward, precision: Precision, device: torch.device) -> Forward:
@@ -168,15 +172,20 @@ def _whole(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
     parts = _parts(source, setting)
     convert(source.module, precision=setting.keeping.precision)
     table = parameter_table(source.module, options=options.parameter_options)
+    blocks, recall = setting.around.blocks.names(source.module), Recall()
     world = setting.world.over(mesh_with_twins(plan, parts=parts.values()))
     if parts:
         table = table.placed(
-            tensor_parallel(source.module, plan=plan, world=world, parts=parts, streaming=options.streaming)
+            tensor_parallel(
+                source.module, plan=plan, world=world, parts=parts, streaming=options.streaming, recall=recall
+            )
         )
     _refuse_batch_norm(source.module, parts=world.group(plan.data_axes).size * plan.microbatches)
     engine = DataParallel(source, table=table, world=world, keeping=setting.keeping)
     _place_buffers(source, world, setting.keeping.precision)
     draws = _draws(source.module, setting, world, parts)
+    recall.remember(draws)
+    setting.around.blocks.install(source.module, names=blocks, recall=recall)
     schedule = naive(1, microbatches=plan.microbatches)
     rows_meet = _rows_meet(plan, world)
     return engine, WholeSweep(engine, task=setting.task, draws=draws, schedule=schedule, rows_meet=rows_meet)
@@ -188,16 +197,23 @@ def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
     parts = _parts(source, setting)
     world = setting.world.over(mesh_with_twins(plan, parts=parts.values()))
     _refuse_batch_norm(source.module, parts=world.group(plan.data_axes).size * plan.microbatches)
-    schedule = plan_schedule(plan)
-    _refuse_other_tables(schedule, plan, world)
+    schedule = agreed_schedule(plan, world=world)
     _agree(source, world)
     _place_buffers(source, world, setting.keeping.precision)
-    call = _example(source, setting)
-    cut = _first_ranks_cut(lambda: _cut(source, schedule, call, setting), world)
-    _refuse_lost_parts(cut, parts)
+    example = Example(options.example, setting.task.forward, options.cut)
+    cut = first_ranks(
+        lambda: cut_source(source, plan=plan, schedule=schedule, example=example, device=world.device), world=world
+    )
+    refuse_lost(parts, cut=cut)
+    blocks = setting.around.blocks.names(source.module)
+    if blocks and cut.trace is not None:
+        raise PlanError(
+            f"the plan '{plan}' recomputes blocks, and the model is cut between the operations of its trace, which "
+            "has none; leave out recompute and budget, or use fewer stages, which are cut between blocks"
+        )
     stages: dict[int, LiveStage] = {}
     for index in schedule.stages_of(world.group("pp").index):
-        stage = make_stage(source.module, cut=cut, index=index)
+        stage, recall = make_stage(source.module, cut=cut, index=index), Recall()
         convert(stage.module, precision=setting.keeping.precision)
         table = parameter_table(stage.module, options=options.parameter_options).of_stage(
             spare={name for name, holders in cut.holders.items() if holders[0] < index}
@@ -206,97 +222,36 @@ def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
         here = {name: part for name, part in parts.items() if part.role == "block" or _has(stage.module, name)}
         if here:
             table = table.placed(
-                tensor_parallel(stage.module, plan=plan, world=world, parts=here, streaming=options.streaming)
+                tensor_parallel(
+                    stage.module, plan=plan, world=world, parts=here, streaming=options.streaming, recall=recall
+                )
             )
         engine = DataParallel(
             source.part(stage.module), table=table, world=world, keeping=setting.keeping, by_module=False
         )
-        stages[index] = LiveStage(stage, engine, _draws(stage.module, setting, world, here))
+        stages[index] = live = LiveStage(stage, engine, _draws(stage.module, setting, world, here))
+        recall.remember(live.draws)
+        held = in_flight(schedule)[index]
+        setting.around.blocks.install(stage.module, names=blocks, recall=recall, in_flight=held)
     if not source.deferred:
         _let_go(source.module)
     whole = StagedEngine({index: live.engine for index, live in stages.items()}, ranks=schedule.rank_of, world=world)
     rows_meet = _rows_meet(plan, world)
-    return whole, StagedSweep(whole, stages=stages, task=setting.task, schedule=schedule, rows_meet=rows_meet)
+    sweep = StagedSweep(whole, stages=stages, task=setting.task, schedule=schedule, cut=cut, rows_meet=rows_meet)
+    return whole, sweep
 
 
 def _parts(source: Source, setting: Setting) -> Mapping[str, Part]:
     """The parts that tp splits. What is found out about a model is found in the dtype that it was written in."""
     plan, module = setting.plan, source.module
     parts = find_parts(module, plan=plan, rules=setting.options.tensor_rules) if plan.tp > 1 else {}
-    setting.undo.callback(Doors(module, precision=setting.keeping.precision).close)
+    setting.around.undo.callback(Doors(module, precision=setting.keeping.precision).close)
     return parts
 
 
 def _rows_meet(plan: Plan, world: World) -> bool:
     """Whether ranks share out the rows of one product, so that none can do without the others."""
     return world.group(plan.data_axes).size > world.group("dp").size
-
-
-def plan_schedule(plan: Plan) -> Schedule:
-    """The plan's table. Raises PlanError when there is none for its numbers."""
-    try:
-        return make_schedule(
-            plan.schedule, pp=plan.pp, microbatches=plan.microbatches, virtual_stages=plan.virtual_stages
-        )
-    except ScheduleError as error:
-        raise PlanError(str(error)) from None
-
-
-def _refuse_other_tables(schedule: Schedule, plan: Plan, world: World) -> None:
-    """Each rank has read the file for itself, and may have found another one."""
-    if is_path(plan.schedule) and len(set(world.exchange(str(schedule)))) > 1:
-        raise PlanError(f"the ranks have different tables in schedule={plan.schedule}; give all hosts the same file")
-
-
-def _example(source: Source, setting: Setting) -> Callable[[nn.Module], Any]:
-    """The model's run on one micro-batch of the example, where its parameters are."""
-    plan, batch, forward = setting.plan, setting.options.example, setting.task.forward
-    if batch is None:
-        raise ValueError(
-            f"pp={plan.pp} cuts the model by running it once; give a batch like those to come: Options(example=batch)"
-        )
-    rows = max(1, tree.rows(batch) // (setting.world.over(plan.mesh()).group(plan.data_axes).size * plan.microbatches))
-    device = setting.world.device if source.deferred else next(source.module.parameters()).device
-    micro = tree.map_tensors(lambda tensor: tensor.to(device), tree.take_rows(batch, start=0, stop=rows))
-    return lambda model: forward(model, micro)
-
-
-def _cut(source: Source, schedule: Schedule, call: Callable[[nn.Module], Any], setting: Setting) -> Cut:
-    """Raises PlanError when the model has too few pieces, or cannot be cut."""
-    plan = setting.plan
-    wish = Wish(by=plan.partition, where=setting.options.cut, schedule=schedule)  # type: ignore[arg-type]
-    try:
-        return cut_model(source.module, stages=schedule.stages, call=call, wish=wish)
-    except CutError as error:
-        raise PlanError(f"the plan '{plan}' cannot work for this model: {error}") from None
-
-
-def _first_ranks_cut(make: Callable[[], Cut], world: World) -> Cut:
-    """What the first rank makes; what goes wrong there is raised on every rank."""
-    cut: Cut | None = None
-    error: Exception | None = None
-    if world.rank == 0:
-        try:
-            cut = make()
-        except Exception as raised:  # noqa: BLE001 -- raised below, when the others know
-            error = raised
-    cut, problem = world.exchange((cut, error and f"{error}"))[0]
-    if error is not None:
-        raise error
-    if cut is None:
-        raise PlanError(problem)
-    return cut
-
-
-def _refuse_lost_parts(cut: Cut, parts: Mapping[str, Part]) -> None:
-    """A trace calls the modules without modules in them, and so knows no part of one around those."""
-    lost = [name for name in parts if cut.trace is not None and not cut.trace.knows(name)]
-    if lost:
-        raise PlanError(
-            f"the model is cut by its trace, which does not call {', '.join(lost)} as a whole, and so tp cannot split "
-            "it; use tp=1, fewer stages (between pieces), or tensor rules for the modules inside: "
-            f"Options(tensor_rules={{'{lost[0]}.*': 'whole'}})"
-        )
 
 
 def _agree(source: Source, world: World) -> None:

@@ -30,6 +30,7 @@ from meshwise.model.draws import Draws, Rows
 from meshwise.model.forward import call_loss
 from meshwise.model.table import ParameterTable, Row
 from meshwise.pipeline.action import Action, Kind, Schedule
+from meshwise.pipeline.cut import Cut
 from meshwise.pipeline.parcel import bones, pack, unpack
 from meshwise.pipeline.passes import add_gathers, add_transfers, lower
 from meshwise.pipeline.runtime import Job, Runtime
@@ -217,10 +218,18 @@ class StagedSweep:
     """This rank runs stages."""
 
     def __init__(
-        self, engine: StagedEngine, *, stages: Mapping[int, LiveStage], task: Task, schedule: Schedule, rows_meet: bool
+        self,
+        engine: StagedEngine,
+        *,
+        stages: Mapping[int, LiveStage],
+        task: Task,
+        schedule: Schedule,
+        cut: Cut,
+        rows_meet: bool,
     ) -> None:
         """`rows_meet`: ranks share out the rows of one product."""
         self.lockstep = rows_meet
+        self.cut: Cut | None = cut
         self._engine, self._stages, self._task = engine, stages, task
         self._world = engine.world
         zero = max(stage.engine.zero for stage in stages.values())

@@ -22,6 +22,7 @@ from meshwise.model.draws import Draws
 from meshwise.model.forward import Forward, Loss, call_loss
 from meshwise.model.table import Row
 from meshwise.pipeline.action import Schedule
+from meshwise.pipeline.cut import Cut
 
 Sums: TypeAlias = tuple[Tensor, Tensor]
 """The sum of a loss and its count: two fp64 scalars on the device."""
@@ -46,6 +47,9 @@ class Sweep(Protocol):
 
     schedule: Schedule
     """What each rank along `pp` does in a step, in order."""
+
+    cut: Cut | None
+    """The model's stages, where it has some."""
 
     evaluated_in: int
     """How many micro-batches the rows of an evaluation are cut into."""
@@ -75,11 +79,10 @@ class Sweep(Protocol):
 class WholeSweep:
     """This rank runs the whole model."""
 
+    cut: Cut | None = None
     evaluated_in = 1
 
-    def __init__(
-        self, engine: DataParallel, *, task: Task, draws: Draws, schedule: Schedule, rows_meet: bool
-    ) -> None:
+    def __init__(self, engine: DataParallel, *, task: Task, draws: Draws, schedule: Schedule, rows_meet: bool) -> None:
         """`schedule` has one row, of one stage. `rows_meet`: ranks share out the rows of one product."""
         self.schedule = schedule
         self._engine = engine

@@ -7,7 +7,6 @@ With them every rank divides, clips, updates and refuses alike, and gradients of
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -53,9 +52,9 @@ class Trainer:
         plan: Plan,
         recipe: Recipe,
         optimizer: torch.optim.Optimizer,
-        undo: contextlib.ExitStack,
+        around: Around,
     ) -> None:
-        """`undo` takes away what was put around the model, when training is over."""
+        """`around` is what surrounds the model."""
         self.plan = plan
         self.optimizer = optimizer
         self._engine = engine
@@ -70,7 +69,7 @@ class Trainer:
         self._clipped = 1.0
         self._scale = recipe.scale
         self._applied = True
-        self._undo = undo
+        self._around = around
 
     @property
     def model(self) -> nn.Module:
@@ -346,7 +345,7 @@ class Trainer:
         self._engine.close()
         self._sweep.close()
         self._engine.tiers.close()
-        self._undo.close()
+        self._around.close()
 
 
 def _first_disagreement(mesh: Mesh, called: Mapping[int, Sequence[Stamp]]) -> str:

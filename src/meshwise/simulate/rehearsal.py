@@ -25,10 +25,11 @@ from torch import Tensor, nn
 
 from meshwise import tree
 from meshwise.comm.journal import Journal
+from meshwise.cutting import plan_schedule
 from meshwise.model.birth import Source, shapes_of
 from meshwise.model.forward import Loss
 from meshwise.optim.flat import OptimizerClass
-from meshwise.parallelize import Options, parallelize, plan_schedule
+from meshwise.parallelize import Options, parallelize
 from meshwise.pipeline.action import Action, Kind, Schedule
 from meshwise.pipeline.passes import lower
 from meshwise.plan import Plan
@@ -70,6 +71,9 @@ class Rehearsal:
 
     rows: int
     """In the global batch."""
+
+    tokens: int
+    """Elements of its first tensor."""
 
     schedule: Schedule
     """What each rank of the pipeline does, with transfers, gathers and reductions; without pp, one row of F and B."""
@@ -134,7 +138,8 @@ def rehearse(subject: Subject, plan: Plan | str, *, ranks: int, device: Device =
     failures = [failure for failure in (future.exception() for future in futures) if failure is not None]
     for failure in sorted(failures, key=lambda one: isinstance(one, threading.BrokenBarrierError)):
         raise failure
-    return Rehearsal(plan, rows, schedule, tuple(future.result() for future in futures), device)
+    tokens = next(tree.tensors(subject.batch)).numel()
+    return Rehearsal(plan, rows, tokens, schedule, tuple(future.result() for future in futures), device)
 
 
 def schedule_of(plan: Plan) -> Schedule:

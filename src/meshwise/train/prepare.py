@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwise.cutting import plan_schedule
 from meshwise.model.forward import Loss
-from meshwise.parallelize import plan_schedule
 from meshwise.plan.keys import is_path
 from meshwise.train.data import Data, load_data
 from meshwise.train.job import Job, JobError

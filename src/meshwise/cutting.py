@@ -1,0 +1,100 @@
+"""The cut of a model under a plan: one cut for all ranks, made by the first from one micro-batch of an example."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwise import tree
+from meshwise.comm.world import World
+from meshwise.model.birth import Source
+from meshwise.model.forward import Forward
+from meshwise.pipeline.action import Schedule, ScheduleError
+from meshwise.pipeline.cut import Cut, Where, Wish, cut_model
+from meshwise.pipeline.partition import CutError
+from meshwise.pipeline.schedules import make_schedule
+from meshwise.plan import Plan, PlanError
+from meshwise.plan.keys import is_path
+
+
+@dataclass(frozen=True)
+class Example:
+    """What a model is cut by: a batch like those to come, and how the model is called on it."""
+
+    batch: Any
+    forward: Forward
+    where: Where
+
+
+def plan_schedule(plan: Plan) -> Schedule:
+    """The plan's table. Raises PlanError when there is none for its numbers."""
+    try:
+        return make_schedule(
+            plan.schedule, pp=plan.pp, microbatches=plan.microbatches, virtual_stages=plan.virtual_stages
+        )
+    except ScheduleError as error:
+        raise PlanError(str(error)) from None
+
+
+def agreed_schedule(plan: Plan, *, world: World) -> Schedule:
+    """The same, of a file on every rank. Raises PlanError when they have read different ones."""
+    schedule = plan_schedule(plan)
+    if is_path(plan.schedule) and len(set(world.exchange(str(schedule)))) > 1:
+        raise PlanError(f"the ranks have different tables in schedule={plan.schedule}; give all hosts the same file")
+    return schedule
+
+
+def cut_source(source: Source, *, plan: Plan, schedule: Schedule, example: Example, device: torch.device) -> Cut:
+    """The cut of a model for the stages of a schedule; `device` is where an example goes whose model has no values.
+
+    Raises ValueError without an example, PlanError when the model has too few pieces, or cannot be cut.
+    """
+    if example.batch is None:
+        raise ValueError(
+            f"pp={plan.pp} cuts the model by running it once; give a batch like those to come: Options(example=batch)"
+        )
+    shares = plan.microbatches * math.prod(plan.mesh().degree(axis) for axis in plan.data_axes)
+    rows = max(1, tree.rows(example.batch) // shares)
+    device = device if source.deferred else next(source.module.parameters()).device
+    micro = tree.map_tensors(lambda tensor: tensor.to(device), tree.take_rows(example.batch, start=0, stop=rows))
+    call: Callable[[nn.Module], Any] = lambda model: example.forward(model, micro)  # noqa: E731
+    wish = Wish(by=plan.partition, where=example.where, schedule=schedule)  # type: ignore[arg-type]
+    try:
+        return cut_model(source.module, stages=schedule.stages, call=call, wish=wish)
+    except CutError as error:
+        raise PlanError(f"the plan '{plan}' cannot work for this model: {error}") from None
+
+
+def first_ranks(make: Callable[[], Cut], *, world: World) -> Cut:
+    """The cut that the first rank makes; what goes wrong there is raised on every rank."""
+    cut: Cut | None = None
+    error: Exception | None = None
+    if world.rank == 0:
+        try:
+            cut = make()
+        except Exception as raised:  # noqa: BLE001 -- raised below, when the others know
+            error = raised
+    cut, problem = world.exchange((cut, error and f"{error}"))[0]
+    if error is not None:
+        raise error
+    if cut is None:
+        raise PlanError(problem)
+    return cut
+
+
+def refuse_lost(parts: Iterable[str], *, cut: Cut) -> None:
+    """Raise PlanError for parts that tensor parallelism splits and a trace does not know: it has no module around
+    modules, only those that it calls.
+    """
+    lost = [name for name in parts if cut.trace is not None and not cut.trace.knows(name)]
+    if lost:
+        raise PlanError(
+            f"the model is cut by its trace, which does not call {', '.join(lost)} as a whole, and so tp cannot split "
+            "it; use tp=1, fewer stages (between pieces), or tensor rules for the modules inside: "
+            f"Options(tensor_rules={{'{lost[0]}.*': 'whole'}})"
+        )
