@@ -25,6 +25,9 @@ from meshwise.comm.world import Work, World
 from meshwise.data_parallel.engine import Engine
 from meshwise.data_parallel.unit import LiveUnit
 from meshwise.layout.geometry import even_split
+from meshwise.memory.around import Around
+from meshwise.memory.blocks import Blocks
+from meshwise.memory.tiers import Tiers
 from meshwise.memory.update import Update
 from meshwise.mesh import Mesh
 from meshwise.microbatch import Deal, MicroBatch, micro_batches
@@ -88,6 +91,16 @@ class Trainer:
     def units(self) -> Sequence[LiveUnit]:
         """What this rank stores of the parameters, gathered and reduced together."""
         return self._engine.units
+
+    @property
+    def blocks(self) -> Blocks:
+        """What each block computes again in its backward, and what the choice of a budget was made by."""
+        return self._around.blocks
+
+    @property
+    def tiers(self) -> Tiers:
+        """Where state rests between its uses."""
+        return self._engine.tiers
 
     @property
     def precision(self) -> Mapping[str, str]:
@@ -171,6 +184,7 @@ class Trainer:
         else:
             torch.set_rng_state(random_state)
             problem = self._left_out(problem, totals, parts)
+        self._around.finish()
         self.world.journal.doing = ""
         seconds = time.perf_counter() - started
         return StepResult(totals.mean, totals.norm, int(totals.count), seconds, not self._applied, problem, scale)

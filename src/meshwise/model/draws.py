@@ -27,7 +27,7 @@ import functools
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -87,6 +87,9 @@ class Region:
     shares: int = 0
 
 
+Place: TypeAlias = tuple["_Frame", Region]
+"""A point of a forward; see `Draws.here`."""
+
 Points: TypeAlias = Mapping[str, Callable[[], Region]]
 """Modules by name, and the region that begins there, asked for each time."""
 
@@ -111,6 +114,10 @@ class _Frame:
     visit: Visit | None
     calls: dict[str, int] = field(default_factory=dict)
     draws: int = 0
+
+    def copied(self) -> _Frame:
+        """The same call, to go on from here once more."""
+        return replace(self, calls=dict(self.calls))
 
 
 class Draws:
@@ -205,6 +212,20 @@ class Draws:
     def drew(self) -> bool:
         """Whether the model drew anything since the step began."""
         return self._drew
+
+    def here(self) -> Place:
+        """The point of the forward that the model is at."""
+        return self._stack[-1].copied(), self._region
+
+    @contextlib.contextmanager
+    def at(self, place: Place) -> Iterator[None]:
+        """Inside, the model draws again what it drew from `place` on, for the samples at hand."""
+        left = self._stack, self._region
+        self._stack, self._region = [self._stack[0], place[0].copied()], place[1]
+        try:
+            yield
+        finally:
+            self._stack, self._region = left
 
     # ---- what a draw asks --------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -72,7 +72,7 @@ class Interception(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _BACKWARDS and kwargs.get("inputs") is None:
+        if func in _BACKWARDS:
             return self._backward(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name not in MAY_DRAW or kwargs.get("generator") is not None:
@@ -91,15 +91,19 @@ class Interception(TorchFunctionMode):
         with self._below:
             return func(*args, **kwargs)
 
-    def _backward(self, tensors: Any, *, gradient: Any = None, grad_tensors: Any = None, **options: Any) -> None:
+    def _backward(
+        self, tensors: Any, *, gradient: Any = None, grad_tensors: Any = None, inputs: Any = None, **options: Any
+    ) -> None:
         # A mode is off while it answers, but a forward that is repeated in the backward draws again. Given edges of the
         # graph, which are no tensors, torch does not ask the mode a second time.
         outputs = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         given = [gradient] * len(outputs) if grad_tensors is None else list(grad_tensors)
+        wanted = [inputs] if isinstance(inputs, Tensor) else inputs
         with self:
             torch.autograd.backward(
-                [get_gradient_edge(output) for output in outputs],
+                [_edge(output) for output in outputs],
                 [torch.ones_like(o) if g is None else g for o, g in zip(outputs, given, strict=True)],
+                inputs=None if wanted is None else [_edge(one) for one in wanted],
                 **options,
             )
 
@@ -131,6 +135,10 @@ class Interception(TorchFunctionMode):
         with self._below:
             output, weights = func(*given.args, **given.kwargs)
         return output, weights if wanted else None
+
+
+def _edge(end: Tensor | GradientEdge) -> GradientEdge:
+    return get_gradient_edge(end) if isinstance(end, Tensor) else end
 
 
 class _Below(TorchDispatchMode):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,6 +12,7 @@ from torch import Tensor
 from meshwise.comm import gradient
 from meshwise.comm.world import World
 from meshwise.layout.layout import Layout
+from meshwise.model.recall import Recall
 from meshwise.tensor.matmul import Gathering, Moved, Operand, Streaming, travelling
 from meshwise.tensor.scheme import DIMS, Axes, Move, Scheme
 
@@ -25,6 +28,20 @@ class Extents:
 
     rows: tuple[int, ...] | None = None
     tokens: tuple[int, ...] | None = None
+
+    def here(self) -> Extents:
+        """Those of the forward under way, for `at`."""
+        return dataclasses.replace(self)
+
+    @contextlib.contextmanager
+    def at(self, place: Extents) -> Iterator[None]:
+        """Inside, a part of that forward is repeated."""
+        left = self.here()
+        self.rows, self.tokens = place.rows, place.tokens
+        try:
+            yield
+        finally:
+            self.rows, self.tokens = left.rows, left.tokens
 
 
 @dataclass
@@ -65,6 +82,7 @@ class Context:
     extents: Extents = dataclasses.field(default_factory=Extents)
     arrival: Arrival = dataclasses.field(default_factory=Arrival)
     streaming: Streaming = dataclasses.field(default_factory=Streaming)
+    recall: Recall = dataclasses.field(default_factory=Recall)
 
     def degree(self, axes: tuple[str, ...]) -> int:
         """How many ranks lie along `axes`."""

@@ -69,6 +69,7 @@ class Projection:
             features=self._features,
             within=self._within,
             streaming=context.streaming,
+            recall=context.recall,
         )
         y = matmul(self._operand(x), weight=weight, bias=bias, operation=operation)
         if self.part.role == "single" and not context.scheme.stream:

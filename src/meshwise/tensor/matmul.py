@@ -37,6 +37,7 @@ from torch.nn import functional
 from meshwise.comm import gradient
 from meshwise.comm.world import World
 from meshwise.layout.geometry import even_split
+from meshwise.model.recall import Recall
 
 Finish: TypeAlias = Callable[[], Tensor]
 Panel: TypeAlias = tuple[int, int]
@@ -86,6 +87,7 @@ class Operation:
     features: int
     within: int = 1
     streaming: Streaming = dataclasses.field(default_factory=Streaming)
+    recall: Recall = dataclasses.field(default_factory=Recall)
 
     @property
     def panels(self) -> list[Panel]:
@@ -199,22 +201,27 @@ class _Multiply(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, operation: Operation, operand: Operand
     ) -> Tensor:
         added = bias if operation.adds_bias else None
-        y: Tensor | None = None
         kept: list[Tensor] = []
-        for x_coming, w_coming in _operands(_there(x), weight, operation):
-            x_part, w_part = x_coming(), w_coming()
-            if y is None:
-                y = _product(x_part, w_part, bias=added, summed=operation.y, world=operation.world)
-            else:
-                y.view(-1, y.size(-1)).addmm_(x_part.flatten(0, -2), w_part.t())
-            kept += [x_part, w_part] if operation.streaming.keep else []
-        assert y is not None
+
+        def multiply() -> Tensor:
+            y: Tensor | None = None
+            for x_coming, w_coming in _operands(_there(x), weight, operation):
+                x_part, w_part = x_coming(), w_coming()
+                if y is None:
+                    y = _product(x_part, w_part, bias=added, summed=operation.y, world=operation.world)
+                else:
+                    y.view(-1, y.size(-1)).addmm_(x_part.flatten(0, -2), w_part.t())
+                kept.extend([x_part, w_part] if operation.streaming.keep else [])
+            assert y is not None
+            return _reduce(y, operation.y, world=operation.world)()
+
+        y = multiply() if operation.streaming.keep else operation.recall.once(multiply)
         ctx.operation = operation
         ctx.gathering = operand.gathering if ctx.needs_input_grad[1] else None
         if ctx.gathering is not None:
             ctx.gathering.join()
         ctx.save_for_backward(x if operand.stored is None else operand.stored, weight, *kept)
-        return _reduce(y, operation.y, world=operation.world)()
+        return y
 
     @staticmethod
     @once_differentiable

@@ -8,8 +8,10 @@ installs it.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 
 from meshwise.comm.world import World
 from meshwise.layout.layout import ANYWHERE, Cut, Layout
+from meshwise.model.recall import Recall
 from meshwise.model.table import Placement
 from meshwise.plan import Plan
 from meshwise.tensor import region
@@ -37,6 +40,7 @@ def tensor_parallel(
     world: World,
     parts: Mapping[str, Part],
     streaming: Streaming | None = None,
+    recall: Recall | None = None,
 ) -> Mapping[str, Placement]:
     """Make a model compute on what each rank stores, and say where each parameter is stored, by its first name.
 
@@ -47,6 +51,8 @@ def tensor_parallel(
     for what cannot be split: an embedding with `max_norm`, a tied parameter whose two parts are stored differently.
     """
     outside = Context(world, scheme_on(world.mesh, plan=plan, blocks=False), streaming=streaming or Streaming())
+    outside = dataclasses.replace(outside, recall=recall or outside.recall)
+    outside.recall.remember(outside.extents)
     inside = dataclasses.replace(outside, scheme=scheme_on(world.mesh, plan=plan, blocks=True))
     split = _Split(module, parts, outside=outside, inside=inside)
     for name, part in parts.items():
@@ -136,6 +142,8 @@ class _Split:
         context = self._context(name, part)
         scheme, inner = context.scheme, part.role == "inner"
         axes, rows = (scheme.inner, scheme.inner_rows) if inner else (scheme.stream, (*scheme.rows, *scheme.tokens))
+        if part.shared:
+            axes, rows = tuple(axis for axis in axes if axis not in scheme.twins), (*rows, *scheme.twins)
         module = self._modules.get(name)
         if isinstance(module, nn.Embedding):
             _require_plain_embedding(module, name)
@@ -151,13 +159,14 @@ class _Split:
 
     def _norm(self, name: str, part: Part) -> None:
         context, module = self._context(name, part), self._modules[name]
-        self._by_features(name, dataclasses.replace(part, role="vector"))
-        axes = context.scheme.stream
+        self._by_features(name, dataclasses.replace(part, role="inner" if part.inner else "vector"))
+        axes = context.scheme.inner if part.inner else context.scheme.stream
+        axes = tuple(axis for axis in axes if not part.shared or axis not in context.scheme.twins)
         if context.degree(axes) == 1:
             return
         assert part.norm is not None
-        features = _features_of_norm(module, name)
-        sizes = context.sizes(Layout((axes,)), size=features, axes=axes)
+        layout = Layout((axes,), cuts=(part.cut if part.inner else ANYWHERE,))
+        sizes = context.sizes(layout, size=_features_of_norm(module, name), axes=axes)
         _become(module, ShardedNorm, sharding=SplitNorm(context.world, axes, sizes, part.norm))
 
     def _whole(self, name: str, part: Part) -> None:
@@ -175,15 +184,20 @@ class _Split:
     def _around(self, name: str, part: Part) -> None:
         """A module around a pair: it counts what this rank has."""
         context, module = self._context(name, part), self._modules[name]
+        inner = context.scheme.inner
         for attribute, grain in part.counts:
-            count = getattr(module, attribute)
-            layout = Layout((context.scheme.inner,), cuts=(Cut(grain=grain),))
+            count = operator.attrgetter(attribute)(module)
+            layout = Layout((inner,), cuts=(Cut(grain=grain),))
             counts = [context.own(layout, size=size) for size in (count if isinstance(count, tuple) else (count,))]
-            setattr(module, attribute, tuple(counts) if isinstance(count, tuple) else counts[0])
-        keys = tuple(axis for axis in context.scheme.inner if axis not in context.scheme.twins)
+            _set_count(module, attribute, tuple(counts) if isinstance(count, tuple) else counts[0])
+        keys = tuple(axis for axis in inner if axis not in context.scheme.twins)
         for attributes, axes in ((part.key_counts, keys), (part.group_counts, context.scheme.twins)):
             for attribute in attributes:
-                setattr(module, attribute, context.own(Layout((axes,)), size=getattr(module, attribute)))
+                size = operator.attrgetter(attribute)(module)
+                _set_count(module, attribute, context.own(Layout((axes,)), size=size))
+        if part.by_head and context.degree(inner) > 1:
+            heads = Layout((inner,), cuts=(Cut(grain=part.grain),))
+            region.take_heads(module, context=context, names=part.by_head, heads=heads, size=part.heads)
         if part.gathers:
             region.gather_stream(module, context=context, features=self._width(), readers=part.readers)
         if part.even_rows:
@@ -229,6 +243,16 @@ class _Split:
             if part.role == "first":
                 return self._parameters[name].shape[1]
         raise ValueError("no linear opens a pair, so nothing tells how many features the stream has")
+
+
+def _set_count(module: nn.Module, attribute: str, count: Any) -> None:
+    """Of a configuration, which others read as well, the module gets a copy."""
+    holder, _, name = attribute.rpartition(".")
+    owner: Any = module
+    if holder:
+        owner = copy.copy(getattr(module, holder))
+        setattr(module, holder, owner)
+    setattr(owner, name, count)
 
 
 def _become(module: nn.Module, front: type[nn.Module], *, sharding: Any) -> None:

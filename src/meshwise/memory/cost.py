@@ -1,0 +1,103 @@
+"""What a block's activations take, and what it takes to compute them again: measured on the first forwards of a run.
+
+| block    | keeps nothing again | selective       | full            | seconds again: selective, full |
+|----------|---------------------|-----------------|-----------------|--------------------------------|
+| blocks.0 | all that is saved   | products, input | input           | without the products, all      |
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from meshwise.plan import PlanError
+
+MODES = ("none", "selective", "full")
+"""What of a block is computed again, from the dearest in memory to the cheapest."""
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one block, by mode: bytes that a micro-batch keeps, and seconds that its backward takes longer.
+
+    in_flight   how many micro-batches' activations the block holds at most
+    """
+
+    bytes: Mapping[str, int]
+    seconds: Mapping[str, float]
+    in_flight: float = 1.0
+
+    def held(self, mode: str) -> int:
+        """Bytes of all micro-batches in flight."""
+        return int(self.bytes[mode] * self.in_flight)
+
+    def least(self, other: Cost) -> Cost:
+        """Of two measurements the larger bytes, which others may need as well, and the shorter, less disturbed time."""
+        return replace(
+            self,
+            bytes={mode: max(self.bytes[mode], other.bytes[mode]) for mode in MODES},
+            seconds={mode: min(self.seconds[mode], other.seconds[mode]) for mode in MODES},
+        )
+
+
+def pick(costs: Mapping[str, Cost], *, budget: int, allowed: Sequence[str]) -> dict[str, str]:
+    """The mode of every block with which all of them keep at most `budget` bytes, at little cost in time.
+
+    From everything computed again, the block that wins most seconds a byte is let keep more, for as long as that fits.
+    Raises PlanError, with the least budget that works, when nothing fits.
+    """
+    chosen = {name: min(allowed, key=cost.held) for name, cost in costs.items()}
+    left = budget - sum(cost.held(chosen[name]) for name, cost in costs.items())
+    if left < 0:
+        raise PlanError(
+            f"budget={budget}: with all {len(costs)} blocks of this rank recomputed they keep {budget - left} bytes. "
+            f"Nearest that works: 'budget={-(-(budget - left) // MIB)}M', or more microbatches"
+        )
+    while True:
+        steps = [
+            (cost.seconds[chosen[name]] - cost.seconds[mode], cost.held(mode) - cost.held(chosen[name]), name, mode)
+            for name, cost in costs.items()
+            for mode in allowed
+        ]
+        fitting = [step for step in steps if step[0] > 0 and step[1] <= left]
+        if not fitting:
+            return chosen
+        _, size, name, mode = max(fitting, key=lambda step: step[0] / max(step[1], 1))
+        chosen[name] = mode
+        left -= size
+
+
+class Clock:
+    """Seconds of spans on a device, without making it wait before they are asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._spans: list[tuple[Any, Any]] = []
+        self._began: Any = None
+
+    def __enter__(self) -> Clock:
+        self._began = self._now()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._spans.append((self._began, self._now()))
+
+    def seconds(self) -> float:
+        """The sum of all spans."""
+        if not self._cuda:
+            return float(sum(ended - began for began, ended in self._spans))
+        torch.cuda.synchronize()
+        return float(sum(began.elapsed_time(ended) for began, ended in self._spans)) / 1000
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

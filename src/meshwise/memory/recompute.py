@@ -1,0 +1,281 @@
+"""A block that keeps its inputs and computes the rest again in its backward.
+
+torch's `checkpoint` does this for a function that one wraps, and for one backward: what it computed again belongs to
+the call of backward that asked, so that a backward in two parts (a zero-bubble pipeline) would compute it anew for each
+product of the second part. Here what was computed again belongs to what was saved, and lives as long as that:
+
+    forward     every tensor that autograd saves becomes an empty slot
+                                                                       ┌── the first slot that is asked for
+    backward    the forward is repeated, and fills the slots in order  ┘   repeats all; it stops with the last slot
+                a node that has run lets go of its slots, as it would have let go of tensors
+
+The block's inputs are saved by a node of their own, for whoever moves saved activations elsewhere. What a repeated
+forward has to find as it was is put back: torch's own generators, autocast, and what `Recall` remembers. It is repeated
+from inside, so that the hooks on the block itself do not run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from meshwise.memory.cost import Clock, Cost
+from meshwise.memory.kept import Kept
+from meshwise.model.recall import Recall, Tape
+from meshwise.tree import map_tensors
+
+
+class RecomputeError(RuntimeError):
+    """A block computed something else when its forward was repeated."""
+
+
+class Block:
+    """Stands where a module's `forward` was; `mode` says what is computed again, `cost` what each would come to."""
+
+    def __init__(self, module: nn.Module, *, name: str, mode: str, recall: Recall) -> None:
+        self.name = name
+        self.mode = mode
+        self.recall = recall
+        self.cost: Cost | None = None
+        self.measures = False
+        self.run = module.forward
+        self._module = module
+        self._own = "forward" in vars(module)
+        self.__wrapped__ = self.run
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the module."""
+        if self.mode == "none" or not torch.is_grad_enabled():
+            return self.run(*args, **kwargs)
+        if self.measures:
+            return self._measured(args, kwargs)
+        call = _Call(self, args, kwargs)
+        with saved_tensors_hooks(call.pack, call.unpack), call.first():
+            output = self.run(*args, **kwargs)
+        call.over()
+        return output
+
+    def _measured(self, args: Any, kwargs: Any) -> Any:
+        """The forward under `full`, while the cost of every mode is found out."""
+        device = next((parameter.device for parameter in self._module.parameters()), torch.device("cpu"))
+        whole, products = Clock(device), Clock(device)
+        known = {parameter.untyped_storage()._cdata for parameter in self._module.parameters()}
+        call = _Call(self, args, kwargs)
+        saved: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> _Slot:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known:
+                saved[storage._cdata] = storage.nbytes()
+            return call.pack(tensor)
+
+        with saved_tensors_hooks(pack, call.unpack), whole, call.first(clock=products):
+            output = self.run(*args, **kwargs)
+        call.over()
+        given, kept = call.bytes()
+        sizes = {"none": max(sum(saved.values()), given), "selective": given + kept, "full": given}
+        times = {"none": 0.0, "selective": whole.seconds() - products.seconds(), "full": whole.seconds()}
+        cost = Cost(sizes, times)
+        self.cost = cost if self.cost is None else self.cost.least(cost)
+        call.forget()
+        return output
+
+    def close(self) -> None:
+        """Put the module's forward back."""
+        if self._own:
+            self._module.forward = self.run
+        else:
+            del self._module.forward
+
+
+@dataclass
+class _Slot:
+    """A tensor that autograd saved: what it has to be like, and its values once they were computed again."""
+
+    call: _Call
+    like: tuple[torch.Size, torch.dtype, torch.device]
+    value: Tensor | None = None
+
+
+class _Call:
+    """One forward of a block, and its repetition."""
+
+    def __init__(self, block: Block, args: Any, kwargs: Any) -> None:
+        self._block = block
+        self._selective = block.mode == "selective"
+        self._tape = Tape()
+        self._needed = 0
+        self._slots: list[weakref.ref[_Slot]] = []
+        self._found = block.recall.here()
+        self._around = _surroundings()
+        self._inputs = _Inputs(args, kwargs)
+
+    # ---- the first time ----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def first(self, *, clock: Clock | None = None) -> Iterator[None]:
+        """Inside, the forward runs for the first time. With a clock, results are kept in any mode."""
+        recall = self._block.recall
+        if not self._selective and clock is None:
+            with recall.suspended():
+                yield
+            return
+        with recall.keeping(self._tape), Kept(recall, clock=clock):
+            yield
+
+    def bytes(self) -> tuple[int, int]:
+        """Of its inputs, and of the results that are kept."""
+        return self._inputs.bytes(), self._tape.bytes()
+
+    def forget(self) -> None:
+        """Keep no results after all."""
+        self._tape = Tape()
+
+    def pack(self, tensor: Tensor) -> _Slot:
+        """Autograd saves a tensor."""
+        slot = _Slot(self, (tensor.shape, tensor.dtype, tensor.device))
+        self._slots.append(weakref.ref(slot))
+        self._needed = len(self._tape.results)
+        return slot
+
+    def over(self) -> None:
+        """The forward is over: results that came after the last tensor that was saved are not needed."""
+        del self._tape.results[self._needed :]
+
+    def unpack(self, slot: _Slot) -> Tensor:
+        """Autograd wants it back."""
+        if slot.value is None:
+            self._repeat()
+        if slot.value is None:
+            raise RecomputeError(self._differs("fewer tensors"))
+        return slot.value
+
+    # ---- again -------------------------------------------------------------------------------------------------
+
+    def _repeat(self) -> None:
+        args, kwargs = self._inputs.leaves()
+        recall = self._block.recall
+        filled = _Filling(self)
+        play = recall.playing(self._tape) if self._selective else recall.suspended()
+        with contextlib.ExitStack() as stack:
+            for context in (torch.enable_grad(), self._around(), recall.at(self._found), play):
+                stack.enter_context(context)
+            if self._selective:
+                stack.enter_context(Kept(recall))
+            stack.enter_context(saved_tensors_hooks(filled.pack, _again))
+            stack.enter_context(contextlib.suppress(_Enough))
+            self._block.run(*args, **kwargs)
+        self._tape = Tape()
+
+    def _differs(self, what: str) -> str:
+        return (
+            f"{self._block.name} saved {what} when its forward was repeated; a block that is recomputed has to "
+            "compute the same twice: does it read something that changed in between, or take another branch? "
+            "Leave it out: Options(recomputed=(…)) names the modules to recompute"
+        )
+
+
+class _Filling:
+    """A repeated forward fills the slots of the first."""
+
+    def __init__(self, call: _Call) -> None:
+        self._call = call
+        self._count = 0
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Autograd saves a tensor, again."""
+        call = self._call
+        if self._count == len(call._slots):
+            raise RecomputeError(call._differs("more tensors"))
+        slot = call._slots[self._count]()
+        self._count += 1
+        kept = tensor.detach()
+        if slot is not None:
+            if slot.like != (tensor.shape, tensor.dtype, tensor.device):
+                raise RecomputeError(
+                    call._differs(f"a tensor of shape {tuple(tensor.shape)} for {tuple(slot.like[0])}")
+                )
+            slot.value = kept
+        if self._count == len(call._slots):
+            raise _Enough
+        return kept
+
+
+class _Enough(Exception):
+    """All slots are filled. No error, but an Exception, so that torch runs the hooks of the modules that are left."""
+
+
+def _again(tensor: Tensor) -> Tensor:
+    """A backward inside a forward that is repeated."""
+    return tensor
+
+
+class _Inputs:
+    """The arguments of a block, their tensors saved by autograd."""
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        given: list[Tensor] = []
+        hole = torch.empty(0)
+
+        def taken(tensor: Tensor) -> Tensor:
+            given.append(tensor)
+            return hole
+
+        self._tree = map_tensors(taken, args), map_tensors(taken, kwargs)
+        self._requires_grad = [tensor.requires_grad for tensor in given]
+        saved: Tensor = _Save.apply(torch.empty(0, requires_grad=True), *given)
+        self._node: Any = saved.grad_fn
+
+    def bytes(self) -> int:
+        """What they hold."""
+        held = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in self._node.saved_tensors}
+        return sum(held.values())
+
+    def leaves(self) -> tuple[Any, Any]:
+        """The arguments, their tensors cut off from what they came from."""
+        saved = zip(self._node.saved_tensors, self._requires_grad, strict=True)
+        leaves = iter([tensor.detach().requires_grad_(needs) for tensor, needs in saved])
+        args, kwargs = self._tree
+        return map_tensors(lambda _: next(leaves), args), map_tensors(lambda _: next(leaves), kwargs)
+
+
+class _Save(torch.autograd.Function):
+    """Saves tensors, and has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *given: Tensor) -> Tensor:
+        ctx.save_for_backward(*given)
+        return anchor.clone()
+
+
+Around: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+def _surroundings() -> Around:
+    """Autocast and torch's own generators as they are now, to run something in."""
+    cuda = torch.cuda.is_initialized()
+    devices = ["cpu", "cuda"] if cuda else ["cpu"]
+    casts = [(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)) for device in devices]
+    cached = torch.is_autocast_cache_enabled()
+    state, on_cuda = torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None
+
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for device, dtype, enabled in casts:
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cached))
+            stack.enter_context(torch.random.fork_rng(devices=[torch.cuda.current_device()] if cuda else []))
+            torch.set_rng_state(state)
+            if on_cuda is not None:
+                torch.cuda.set_rng_state(on_cuda)
+            yield
+
+    return around
