@@ -58,12 +58,15 @@ ENTRIES = (
 
 @dataclass(frozen=True)
 class Distance:
-    """What was measured of an entry, in units of ideal; `processor`: of the processor time of the single process."""
+    """What was measured of an entry, in units of ideal; `processor`: of the processor time of the single process;
+    `megabytes`: the peak of the worst rank in the timed steps.
+    """
 
     entry: Entry
     median: float
     best: float
     processor: float
+    megabytes: float
 
     def row(self, *, ranks: int) -> str:
         """A line of the table."""
@@ -72,7 +75,7 @@ class Distance:
         if bar is not None and ranks == BAR_RANKS:
             held = [f"{bar:.3f}", "yes" if self.best <= bar else "no"]
         cells = [self.entry.split, contestant.name, contestant.what]
-        cells += [f"{self.median:.3f}", f"**{self.best:.3f}**", f"{self.processor:.3f}", *held]
+        cells += [f"{self.median:.3f}", f"**{self.best:.3f}**", f"{self.processor:.3f}", f"{self.megabytes:.0f}", *held]
         return f"| {' | '.join(cells)} |"
 
 
@@ -80,6 +83,7 @@ def measure(entry: Entry, *, single: Team, team: Team, turns: int, reference: Se
     """Let both take turns. Raises ContestantFailed, also when the losses are not the reference's."""
     team.wait_until_ready()
     check_losses(entry.contestant.name, losses=team.turn(steps=_WARMUP).losses, reference=reference)
+    team.reset_peak()
     pairs = [(single.turn(steps=1), team.turn(steps=1)) for _ in range(turns)]
     ranks = team.ranks
     return Distance(
@@ -89,6 +93,7 @@ def measure(entry: Entry, *, single: Team, team: Team, turns: int, reference: Se
         processor=statistics.median(
             ours.processor_seconds / max(alone.processor_seconds, 1e-9) for alone, ours in pairs
         ),
+        megabytes=max(max(ours.megabytes) for _, ours in pairs),
     )
 
 
@@ -115,7 +120,7 @@ def command(arguments: argparse.Namespace) -> str:
 
 def table(distances: Sequence[Distance], *, ranks: int, remarks: Sequence[str]) -> str:
     """What goes into the page."""
-    head = ["| split | contestant | its setting | median | best | processor | bar | met |", "|---" * 8 + "|"]
+    head = ["| split | contestant | its setting | median | best | processor | MB | bar | met |", "|---" * 9 + "|"]
     rows = [distance.row(ranks=ranks) for distance in distances]
     return "\n".join([*head, *rows, "", *(f"- {remark}" for remark in remarks)]) + "\n"
 
@@ -162,6 +167,7 @@ def main(words: Sequence[str] | None = None) -> int:
         f"Model: {shape}, fp32, fused AdamW, one parameter group, no clipping.",
         f"{arguments.turns} turns. Median and best: steps in units of ideal. Bars are for the best step.",
         "Processor: processor time of all ranks in units of that of the single process.",
+        "MB: high-water mark of resident memory of the worst rank, libraries too; memory that ranks share counts once.",
         f"Made by `{command(arguments)}`.",
         *failures,
     ]

@@ -28,11 +28,11 @@ def test_a_pipeline_is_held_to_its_bubble() -> None:
 
 
 def test_the_best_step_is_held_against_the_bar_at_the_number_of_ranks_it_is_for() -> None:
-    near = Distance(entry("meshwise zero=1"), median=1.07, best=1.04, processor=1.01)
-    assert near.row(ranks=4).endswith("| 1.070 | **1.040** | 1.010 | 1.050 | yes |")
-    assert Distance(near.entry, 1.07, 1.06, 1.0).row(ranks=4).endswith("| 1.050 | no |")
-    assert near.row(ranks=2).endswith("| 1.010 |  |  |")
-    assert Distance(entry("torch DDP"), 1.2, 1.1, 1.0).row(ranks=4).endswith("| 1.000 |  |  |")
+    near = Distance(entry("meshwise zero=1"), median=1.07, best=1.04, processor=1.01, megabytes=700.4)
+    assert near.row(ranks=4).endswith("| 1.070 | **1.040** | 1.010 | 700 | 1.050 | yes |")
+    assert Distance(near.entry, 1.07, 1.06, 1.0, 700).row(ranks=4).endswith("| 1.050 | no |")
+    assert near.row(ranks=2).endswith("| 1.010 | 700 |  |  |")
+    assert Distance(entry("torch DDP"), 1.2, 1.1, 1.0, 700).row(ranks=4).endswith("| 1.000 | 700 |  |  |")
 
 
 def test_the_command_on_the_page_has_no_path_of_a_machine() -> None:
