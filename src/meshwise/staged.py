@@ -58,15 +58,16 @@ class StagedEngine:
         self._ranks = ranks
         own = {index: (engine.table, _buffers(engine.module)) for index, engine in stages.items()}
         told = {index: told for ranks in world.exchange(own, axes="pp") for index, told in ranks.items()}
-        self._tables = [told[index][0] for index in range(len(ranks))]
+        # In a rehearsal, stages that are like another one are not there to tell.
+        self._tables = {index: told[index][0] for index in sorted(told)}
         first: dict[str, tuple[int, Tensor]] = {}
-        for index in range(len(ranks)):
+        for index in self._tables:
             for name, like in told[index][1].items():
                 first.setdefault(name, (index, like))
         self._buffers = first
         units = [
             dataclasses.replace(unit, rows=tuple(row for row in unit.rows if not row.spare))
-            for table in self._tables
+            for table in self._tables.values()
             for unit in table.units
         ]
         self.table = ParameterTable(tuple(unit for unit in units if unit.rows))
@@ -158,7 +159,7 @@ class StagedEngine:
     def sum_ties(self) -> None:
         """Sum the gradients of each parameter that several stages hold, on all of them."""
         holders: dict[str, list[int]] = {}
-        for index, table in enumerate(self._tables):
+        for index, table in self._tables.items():
             for row in table.rows:
                 if row.trainable:
                     holders.setdefault(row.name, []).append(index)
@@ -197,7 +198,7 @@ class StagedEngine:
         trainable: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
         """The values of every stage's engine, sent by its rank to the others along `pp`."""
-        for index, table in enumerate(self._tables):
+        for index, table in self._tables.items():
             here = self._stages.get(index)
             found = iter(()) if here is None else values(here)
             for row in table.rows:
@@ -237,7 +238,7 @@ class StagedSweep:
         forwards = add_transfers(_forwards(schedule))
         self._forwards = add_gathers(forwards) if zero == 3 else forwards
         self.evaluated_in = schedule.microbatches
-        tied = {row.name for table in engine._tables for row in table.rows if row.spare}
+        tied = {row.name for table in engine._tables.values() for row in table.rows if row.spare}
         self._keepers = {index: _Keeper(live, tied=tied) for index, live in stages.items()}
         runs = {index: live.stage for index, live in stages.items()}
         self._runtime = Runtime(runs, keepers=self._keepers, world=self._world)

@@ -76,6 +76,9 @@ class _Flight:
 Place = tuple[int, int]
 """A stage and a micro-batch."""
 
+Header = Sequence[tuple[int, Any]]
+"""What crosses, each with its number among what the stage sends: stages that are alike have the same."""
+
 
 class Runtime:
     """This rank's stages over the axis `pp`."""
@@ -102,7 +105,7 @@ class _Walk:
         self._ranks, self._jobs = schedule.rank_of, jobs
         self._rows = [[one for one in row if one.microbatch is None or one.microbatch in jobs] for row in schedule.rows]
         self._flights: dict[Place, _Flight] = defaultdict(_Flight)
-        self._leaving: dict[tuple[Kind, Place], tuple[Mapping[str, Any] | None, Sequence[Tensor]]] = {}
+        self._leaving: dict[tuple[Kind, Place], tuple[Header | None, Sequence[Tensor]]] = {}
         self._returned: dict[int, Any] = {}
         self._coming = deque(action for action in self._rows[self._rank] if action.kind in RECEIVES)
         self._posted: tuple[Sequence[Tensor], Sequence[Work]] | None = None
@@ -202,12 +205,12 @@ class _Walk:
 
     # ---- what is sent ------------------------------------------------------------------------------------------
 
-    def _header(self, stage: int, index: int, skeleton: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    def _header(self, stage: int, index: int, skeleton: Mapping[str, Any]) -> Header | None:
         """What goes before a message of new shapes, for the next stage to know what is going to arrive."""
         key = (stage, self._jobs[index].shapes)
         if key not in self._agreed:
             self._agreed[key] = skeleton
-            return skeleton
+            return [(self._stages[stage].sends.index(name), value) for name, value in skeleton.items()]
         if _described(skeleton) != _described(self._agreed[key]):
             raise StageError(
                 f"stage {stage} sends something else for micro-batch {index} than for another one of the same shapes; "
@@ -270,7 +273,8 @@ class _Walk:
         stage, index = place = _place(action)
         if self._posted is None:
             told = self._world.recv_value(axis="pp", source=self._other_end(action))
-            self._agreed[stage - 1, self._jobs[index].shapes] = told
+            names = self._stages[stage].receives
+            self._agreed[stage - 1, self._jobs[index].shapes] = {names[number]: value for number, value in told}
             self._post()
         assert self._posted is not None
         (arrived, works), self._posted = self._posted, None
