@@ -21,6 +21,7 @@ from meshwise import tree
 from meshwise.checkpoint.save import Saving
 from meshwise.checkpoint.training import Restored, TrainingState
 from meshwise.comm.journal import RanksDisagree, Stamp, disagreement
+from meshwise.comm.thread_world import ThreadWorld
 from meshwise.comm.world import Work, World
 from meshwise.data_parallel.engine import Engine
 from meshwise.data_parallel.unit import LiveUnit
@@ -28,6 +29,7 @@ from meshwise.layout.geometry import even_split
 from meshwise.memory.around import Around
 from meshwise.memory.blocks import Blocks
 from meshwise.memory.tiers import Tiers
+from meshwise.memory.freed import give_back_freed
 from meshwise.memory.update import Update
 from meshwise.mesh import Mesh
 from meshwise.microbatch import Deal, MicroBatch, micro_batches
@@ -73,6 +75,8 @@ class Trainer:
         self._scale = recipe.scale
         self._applied = True
         self._around = around
+        # Ranks that are threads share a process, of which a training is only a part.
+        self._takes_shape = not isinstance(self.world, ThreadWorld)
 
     @property
     def model(self) -> nn.Module:
@@ -185,6 +189,9 @@ class Trainer:
             torch.set_rng_state(random_state)
             problem = self._left_out(problem, totals, parts)
         self._around.finish()
+        if self._takes_shape:
+            give_back_freed()
+            self._takes_shape = False
         self.world.journal.doing = ""
         seconds = time.perf_counter() - started
         return StepResult(totals.mean, totals.norm, int(totals.count), seconds, not self._applied, problem, scale)

@@ -25,7 +25,7 @@ def file(tmp_path: Path) -> Iterator[SwapFile]:
 
 def block(values: Tensor) -> Tensor:
     """Memory of whole blocks that begins with `values`."""
-    memory = aligned(-(-values.nbytes // BLOCK) * BLOCK, pin=False)
+    memory = aligned(-(-values.nbytes // BLOCK) * BLOCK)
     memory[: values.nbytes].view(values.dtype).copy_(values)
     return memory
 
@@ -58,7 +58,7 @@ def test_an_ordinary_disk_is_read_and_written_past_the_page_cache(file: SwapFile
     descriptor = os.open(file.folder, os.O_TMPFILE | os.O_RDWR)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_DIRECT)
-        os.pwritev(descriptor, [aligned(BLOCK, pin=False).numpy().data], 0)
+        os.pwritev(descriptor, [aligned(BLOCK).numpy().data], 0)
     except OSError:
         pytest.skip("this file system has no direct reads and writes")
     finally:
@@ -125,7 +125,7 @@ def test_a_full_disk_is_told_before_anything_is_written(file: SwapFile) -> None:
 
 def test_a_file_that_was_cut_is_told(file: SwapFile) -> None:
     rest = file.allocate(4096, dtype=torch.float32)
-    place, memory = file.place(rest), aligned(4 * 4096, pin=False)
+    place, memory = file.place(rest), aligned(4 * 4096)
     os.ftruncate(file._file, place)
     with pytest.raises(TierError, match=r"ends at byte \d+, before the 16384 that were put there"):
         file.read(place, into=memory).wait()
@@ -174,17 +174,17 @@ def test_a_process_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
 def test_a_transfer_tells_its_end_once_whatever_comes_of_it(file: SwapFile) -> None:
     ended: list[str] = []
     rest = file.allocate(3 * PIECE // 4, dtype=torch.float32)
-    transfer = file.read(file.place(rest), into=aligned(3 * PIECE, pin=False))
+    transfer = file.read(file.place(rest), into=aligned(3 * PIECE))
     transfer.then(lambda: ended.append("read"))
     transfer.wait()
-    file.read(file.size, into=aligned(BLOCK, pin=False)).then(lambda: ended.append("failed"))
+    file.read(file.size, into=aligned(BLOCK)).then(lambda: ended.append("failed"))
     Transfer([]).then(lambda: ended.append("nothing"))
     file.close()
     assert sorted(ended) == ["failed", "nothing", "read"]
 
 
 def test_staging_buffers_are_no_more_than_their_number() -> None:
-    staging = Staging(count=2, size=BLOCK + 1, pin=False)
+    staging = Staging(count=2, size=BLOCK + 1, on=torch.device("cpu"))
     first, second = staging.take(), staging.take()
     assert staging.bytes == 2 * staging.size == 4 * BLOCK
     assert staging.take(wait=False) is None

@@ -10,6 +10,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from meshwise.memory.swap import BLOCK, aligned
@@ -38,9 +39,10 @@ class Swap:
 class Staging:
     """`count` buffers of `size` bytes each, made when they are first needed."""
 
-    def __init__(self, *, count: int, size: int, pin: bool) -> None:
+    def __init__(self, *, count: int, size: int, on: torch.device) -> None:
+        """`on`: the device that computes; for a GPU they are pinned."""
         self.size = -(-size // BLOCK) * BLOCK
-        self._pin = pin
+        self._device = on
         self._left = count
         self._free: list[Tensor] = []
         self._returned = threading.Condition()
@@ -53,7 +55,7 @@ class Staging:
                 if self._left:
                     self._left -= 1
                     self.bytes += self.size
-                    return aligned(self.size, pin=self._pin)
+                    return aligned(self.size, on=self._device)
                 if not wait:
                     return None
                 self._returned.wait()

@@ -215,15 +215,18 @@ class SwapFile:
         with suppress(OSError):
             fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT)
             # Some take the flag and refuse the write.
-            os.pwritev(self._file, [aligned(BLOCK, pin=False).numpy().data], self.locate(block) or 0)
+            os.pwritev(self._file, [aligned(BLOCK).numpy().data], self.locate(block) or 0)
             return True
         fcntl.fcntl(self._file, fcntl.F_SETFL, flags)
         return False
 
 
-def aligned(size: int, *, pin: bool) -> Tensor:
-    """Bytes of memory that begin where a direct read may; pinned, for copies to and from a GPU."""
-    raw = torch.empty(size + BLOCK, dtype=torch.uint8, pin_memory=pin)
+def aligned(size: int, *, on: torch.device | None = None) -> Tensor:
+    """Bytes of memory that begin where a direct read may; `on` a GPU: pinned, for copies to and from it."""
+    kind = "cpu" if on is None else on.type
+    raw = torch.empty(
+        size + BLOCK, dtype=torch.uint8, device="meta" if kind == "meta" else "cpu", pin_memory=kind == "cuda"
+    )
     start = -raw.data_ptr() % BLOCK
     return raw[start : start + size]
 

@@ -13,11 +13,12 @@ With nothing offloaded a `Tiers` does nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from meshwise.memory.rehearsed import RehearsedFile
 from meshwise.memory.staging import Staging, Swap
 from meshwise.memory.swap import BLOCK, SwapFile, Transfer
 from meshwise.plan.offload import Offload
@@ -58,7 +59,9 @@ class Tiers:
         self.offload = offload or Offload()
         self.device = device or torch.device("cpu")
         self.swap = swap or Swap()
-        self.file = SwapFile(self.swap.folder) if self.offload.uses_disk else None
+        self.file: SwapFile | RehearsedFile | None = None
+        if self.offload.uses_disk:
+            self.file = RehearsedFile() if self.device.type == "meta" else SwapFile(self.swap.folder)
         self._gathers: Staging | None = None
         self._largest = 0
         self._round = BLOCK
@@ -69,7 +72,7 @@ class Tiers:
     @property
     def updates_on(self) -> torch.device:
         """Where the optimizer runs."""
-        return torch.device("cpu") if self.offload.updates_on_cpu else self.device
+        return torch.device("cpu") if self.offload.updates_on_cpu and self._on_gpu else self.device
 
     @property
     def most(self) -> int | None:
@@ -83,7 +86,7 @@ class Tiers:
     def staging(self) -> Staging:
         """The buffers of the update."""
         if self._staging is None:
-            self._staging = Staging(count=self.swap.buffers, size=self._round, pin=self._on_gpu)
+            self._staging = Staging(count=self.swap.buffers, size=self._round, on=self.device)
         return self._staging
 
     def reserve(self, size: int) -> None:
@@ -112,7 +115,7 @@ class Tiers:
             if what in ("params", "gradients"):
                 self._largest = max(self._largest, numel * dtype.itemsize)
             return self.file.allocate(numel, dtype=dtype)
-        return torch.empty(numel, dtype=dtype, pin_memory=self._on_gpu)
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self._on_gpu)
 
     def where(self, tensor: Tensor) -> str:
         """The tier that a tensor lies in."""
@@ -128,6 +131,11 @@ class Tiers:
             total[what if tier == "device" else f"{tier}/{what}"] += tensor.nbytes
         return dict(total)
 
+    @property
+    def resting(self) -> Sequence[Tensor]:
+        """What rests on disk in a rehearsal."""
+        return self.file.tensors if isinstance(self.file, RehearsedFile) else ()
+
     def on_disk(self, tensor: Tensor) -> bool:
         """Whether it rests on disk."""
         return self.file is not None and self.file.locate(tensor) is not None
@@ -138,7 +146,7 @@ class Tiers:
         """Start to bring a tensor at rest to the device; one that lies there is lent as it is."""
         if self.file is not None and (offset := self.file.locate(rest)) is not None:
             if self._gathers is None:
-                self._gathers = Staging(count=GATHERED_AHEAD, size=self._largest, pin=self._on_gpu)
+                self._gathers = Staging(count=GATHERED_AHEAD, size=self._largest, on=self.device)
             if (buffer := self._gathers.take(wait=False)) is None:
                 return Loan(rest.to(self.device))
             return self._read(rest, offset, buffer, self._gathers)

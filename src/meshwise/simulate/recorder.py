@@ -84,6 +84,13 @@ class Recorder:
         if all(known._cdata != storage._cdata for known in self._watched):
             self._watched.append(storage)
 
+    def elsewhere(self, tensor: Tensor) -> None:
+        """Do not count the memory of a tensor that takes none where the rank computes."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        self._sizes[key] = (Category.PARAMETERS, 0, False)
+        self._references[key] = weakref.ref(storage, lambda _: self._released(key))
+
     def look(self) -> None:
         """Notice which of the watched tensors have grown or shrunk: no operation tells of it."""
         for storage in self._watched:

@@ -27,12 +27,15 @@ from meshwise import tree
 from meshwise.comm.journal import Journal
 from meshwise.cutting import plan_schedule
 from meshwise.model.birth import Source, shapes_of
-from meshwise.model.forward import Loss
+from meshwise.model.forward import Loss, default_forward
 from meshwise.optim.flat import OptimizerClass
 from meshwise.parallelize import Options, parallelize
 from meshwise.pipeline.action import Action, Kind, Schedule
+from meshwise.pipeline.cut import Wish, cut_model
+from meshwise.pipeline.partition import CutError
 from meshwise.pipeline.passes import lower
 from meshwise.plan import Plan
+from meshwise.simulate.alike import alike
 from meshwise.simulate.recorder import Kernels, Memo, Operations, Recorder, as_if_on
 from meshwise.simulate.tape import Category, Segment, Tape
 from meshwise.simulate.world import RehearsalWorld, Stages
@@ -89,17 +92,26 @@ class Rehearsal:
         tape = self.tapes[index]
         run = tape.first if first else tape.steady
         row = self.schedule.rows[index]
-        found = {segment.label: segment for segment in run}
+        mine, theirs = (self.schedule.stages_of(rank) for rank in (index, tape.index))
+        found = {_renamed(segment.label, dict(zip(theirs, mine, strict=True))): segment for segment in run}
         own = {str(action) for action in row} | {"begin"}
         during = [part for action in row for part in _stand_ins(found, action)]
-        after = [segment for segment in run if segment.label not in own]
+        after = [segment for label, segment in found.items() if label not in own]
         return (*(segment for segment in run if segment.label == "begin"), *during, *after)
+
+
+def _renamed(label: str, stages: Mapping[int, int]) -> str:
+    """The label of what another rank does, for the stages of this one."""
+    if not label[:1].isdigit():
+        return label
+    action = Action.parse(label)
+    return str(dataclasses.replace(action, stage=stages[action.stage]))
 
 
 def _stand_ins(found: Mapping[str, Segment], action: Action) -> list[Segment]:
     """What a rank does for an action; of a micro-batch that was not run, what it did for the middle one that was."""
     if str(action) in found:
-        return [found[str(action)]]
+        return [dataclasses.replace(found[str(action)], label=str(action))]
     if action.microbatch is None:
         return []
     ran = sorted(
@@ -125,21 +137,35 @@ def rehearse(subject: Subject, plan: Plan | str, *, ranks: int, device: Device =
     each = -(-rows // (shares * plan.microbatches))
     batch = _shapes(subject.batch, rows=each * plan.microbatches * shares)
     options = dataclasses.replace(subject.options, example=batch)
-    part = _Part(
-        dataclasses.replace(subject, options=options, batch=batch),
-        plan,
-        _alike(schedule),
-        shapes_of(subject.model, seed=options.seed),
-        device,
-        Stages(plan.pp),
-    )
-    with ThreadPoolExecutor(plan.pp) as threads:
-        futures = [threads.submit(part.tape, index) for index in range(plan.pp)]
-    failures = [failure for failure in (future.exception() for future in futures) if failure is not None]
+    source = shapes_of(subject.model, seed=options.seed)
+    like, options = _kinds(source, schedule, plan, options)
+    subject_here = dataclasses.replace(subject, options=options, batch=batch)
+    part = _Part(subject_here, plan, _alike(schedule), source, device, Stages(like))
+    ranks_run = sorted(set(like))
+    with ThreadPoolExecutor(len(ranks_run)) as threads:
+        futures = {index: threads.submit(part.tape, index) for index in ranks_run}
+    failures = [failure for failure in (future.exception() for future in futures.values()) if failure is not None]
     for failure in sorted(failures, key=lambda one: isinstance(one, threading.BrokenBarrierError)):
         raise failure
     tokens = next(tree.tensors(subject.batch)).numel()
-    return Rehearsal(plan, rows, tokens, schedule, tuple(future.result() for future in futures), device)
+    return Rehearsal(plan, rows, tokens, schedule, tuple(futures[index].result() for index in like), device)
+
+
+def _kinds(source: Source, schedule: Schedule, plan: Plan, options: Options) -> tuple[tuple[int, ...], Options]:
+    """For each rank along pp the one that is rehearsed for it; and options by which all cut the model as was found."""
+    if plan.pp == 1:
+        return (0,), options
+    forward = options.forward or default_forward
+    micro = tree.take_rows(options.example, start=0, stop=1)
+    wish = Wish(by="params" if plan.partition == "time" else plan.partition, where=options.cut, schedule=schedule)  # type: ignore[arg-type]
+    try:
+        cut = cut_model(source.module, stages=schedule.stages, call=lambda model: forward(model, micro), wish=wish)
+    except CutError:
+        return tuple(range(plan.pp)), options  # for the real code to say
+    if cut.trace is None:
+        at = tuple(cut.keys[bound] for bound in cut.bounds[1:-1])
+        options = dataclasses.replace(options, cut=dataclasses.replace(options.cut, at=at))
+    return alike(source.module, cut=cut, schedule=schedule), options
 
 
 def schedule_of(plan: Plan) -> Schedule:
@@ -208,7 +234,7 @@ class _Part:
                 first = self._run(recorder)
                 trainer.step(self.subject.batch, only=self.only)
                 steady = self._run(recorder)
-        return Tape(rank, build[0], first, steady)
+        return Tape(index, build[0], first, steady)
 
     def _run(self, recorder: Recorder) -> tuple[Segment, ...]:
         """What has been recorded, without what passing over a micro-batch took."""
@@ -218,9 +244,11 @@ class _Part:
 
 def _watch(trainer: Trainer, recorder: Recorder) -> None:
     """Count what there is before the first step, and follow what grows and shrinks in a step."""
+    for tensor in trainer.tiers.resting:
+        recorder.elsewhere(tensor)
     for bucket in (bucket for unit in trainer.units for bucket in unit.buckets):
         for name, value in vars(bucket).items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and not trainer.tiers.on_disk(value):
                 gathered = bucket.at_rest and value is bucket.whole
                 gradient = name in ("gradient", "reduced")
                 usual = Category.GRADIENTS if gradient else Category.PARAMETERS
