@@ -28,8 +28,8 @@ from meshwise.data_parallel.unit import LiveUnit
 from meshwise.layout.geometry import even_split
 from meshwise.memory.around import Around
 from meshwise.memory.blocks import Blocks
-from meshwise.memory.tiers import Tiers
 from meshwise.memory.freed import give_back_freed
+from meshwise.memory.tiers import Tiers
 from meshwise.memory.update import Update
 from meshwise.mesh import Mesh
 from meshwise.microbatch import Deal, MicroBatch, micro_batches
