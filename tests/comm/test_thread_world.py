@@ -54,7 +54,7 @@ def test_views_over_other_meshes_share_transport_and_journal() -> None:
 
 
 def test_a_mesh_of_another_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="the mesh dp=3 has 3 ranks, this world has 2"):
+    with pytest.raises(ValueError, match="the mesh dp=3 has 3 ranks, the world 2"):
         run_threads(2, lambda world: world.over(Mesh.of(dp=3)))
 
 
