@@ -83,8 +83,24 @@ def test_the_command_draws_a_table_of_ones_own(tmp_path: Path, capsys: pytest.Ca
     assert "1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE" in capsys.readouterr().out
 
 
+CUT = ["draw", "cut", "--model.arguments", "layers=2", "width=8", "heads=2", "--data.context=4"]
+
+
+def test_the_command_shows_where_a_jobs_model_would_be_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*CUT, "--plan=pp=2 microbatches=2 partition=params", "--model.cut-at", "blocks.1"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "stage  runs                      parameters  params  part    then sends",
+        "0      embedding … blocks.0 (3)  2,864       2,864   50.2 %  blocks.0",
+        "1      blocks.1 … head (3)       2,840       2,840   49.8 %",
+        "by params, the largest stage is 1.00 times the mean",
+    ]
+
+
 BAD = [
-    (["draw"], "name what to draw; there is: meshwise draw schedule, meshwise draw timeline"),
+    (["draw"], "name what to draw; there is: meshwise draw schedule, meshwise draw cut, meshwise draw timeline"),
+    ([*CUT, "--plan=dp=2"], "the plan 'dp=2' has one stage"),
+    ([*CUT, "--plan=pp=9"], "9 stages do not fit: GPT has 6 pieces, so at most pp·virtual_stages=6"),
+    ([*CUT, "--plan=pp=2", "--model.cut-at", "block.1"], "a stage cannot begin at 'block.1'; it can at, for"),
     (["draw", "mesh"], "no drawing 'mesh'"),
     (["draw", "schedule"], "give either a plan or a table"),
     (["draw", "schedule", "--plan=pp=4 microbatches=6 schedule=interleaved"], "Nearest that works: 'pp=4"),

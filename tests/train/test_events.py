@@ -34,6 +34,7 @@ RUN: list[Event] = [
     Start(
         "dp=2 zero=1",
         "dp | 0 1\nrank | 0 1",
+        "",
         "CPU",
         1234,
         "12 MB",

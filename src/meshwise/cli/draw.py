@@ -1,14 +1,15 @@
-"""`meshwise draw`: a schedule before a run, a step of a run after it."""
+"""`meshwise draw`: a schedule and a cut before a run, a step of a run after it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from meshwise.cli import draw_schedule, draw_timeline
+from meshwise.cli import draw_cut, draw_schedule, draw_timeline
 from meshwise.train.job import JobError
 
 DRAWINGS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "schedule": draw_schedule.main,
+    "cut": draw_cut.main,
     "timeline": draw_timeline.main,
 }
 

@@ -73,7 +73,12 @@ def subject_of(prepared: Prepared) -> Subject:
     order = Order(length(data), seed=job.train.seed)
     batch: Any = next(read(data, numbers=range(0, job.train.batch, job.train.batch), share=_everything, order=order))
     options = Options(
-        clip_norm=job.train.clip_norm, seed=job.train.seed, tensor_rules=job.model.tensor_rules, example=batch
+        clip_norm=job.train.clip_norm,
+        seed=job.train.seed,
+        tensor_rules=job.model.tensor_rules,
+        swap=job.swap.made,
+        cut=job.model.where,
+        example=batch,
     )
     return Subject(
         prepared.model, prepared.loss, batch, prepared.optimizer, prepared.optimizer_arguments, options=options

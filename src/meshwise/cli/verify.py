@@ -93,7 +93,12 @@ def _rank(world: World, job: VerifyJob) -> Report:
             world=world,
             dtype=getattr(torch, job.dtype),
             optimizer=prepared.optimizer,
-            options=Options(clip_norm=job.train.clip_norm, seed=job.train.seed, tensor_rules=job.model.tensor_rules),
+            options=Options(
+                clip_norm=job.train.clip_norm,
+                seed=job.train.seed,
+                tensor_rules=job.model.tensor_rules,
+                cut=job.model.where,
+            ),
             **prepared.optimizer_arguments,
         )
     except Exception as error:

@@ -16,10 +16,11 @@ from typing import Any, Protocol, TypeAlias
 
 @dataclass(frozen=True)
 class Start:
-    """The run begins. Memory is bytes of model state on rank 0, by kind."""
+    """The run begins. Memory is bytes of model state on rank 0, by kind; `stages` the table of the cut, with pp."""
 
     plan: str
     mesh: str
+    stages: str
     device: str
     parameters: int
     data: str

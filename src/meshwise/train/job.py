@@ -12,11 +12,14 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 from tyro.constructors import PrimitiveConstructorSpec
 
+from meshwise.memory.staging import Swap
 from meshwise.nonfinite import SkipPolicy
+from meshwise.pipeline.cut import Where
 from meshwise.plan import Plan
 
 
@@ -81,6 +84,16 @@ class ModelJob:
     tensor_rules: Arguments = field(default_factory=dict)
     """With tp, the parts of modules whose names match a pattern, where they are not found by themselves:
     `blocks.*.up=first blocks.*.down=second`. See docs/tensor.md."""
+    cut: Literal["auto", "blocks", "trace"] = "auto"
+    """With pp, where the model is cut: between its blocks, between the operations of its trace, or by what fits."""
+    cut_at: tuple[str, ...] = ()
+    """With pp, the blocks, or the operations of the trace, at which each stage but the first begins, as in
+    `["blocks.3", "head"]`. Default: as even as can be, as the plan's `partition` says. `meshwise draw cut` shows it."""
+
+    @property
+    def where(self) -> Where:
+        """Where it may be cut."""
+        return Where(at=self.cut_at, how=self.cut)
 
     def __post_init__(self) -> None:
         for pattern, part in self.tensor_rules.items():
@@ -212,6 +225,27 @@ class TrainJob:
 
 
 @dataclass(frozen=True)
+class SwapJob:
+    """How state rests on disk, with `offload=…:disk` in the plan."""
+
+    folder: str | None = None
+    """Folder of a fast disk, where each rank makes a file without a name. Default: that of temporary files."""
+    buffers: int = 3
+    """Staging buffers of the update: one is read ahead, one updated, one written."""
+    megabytes: int = 64
+    """Size of each."""
+
+    @property
+    def made(self) -> Swap:
+        """As `parallelize` takes it."""
+        return Swap(None if self.folder is None else Path(self.folder), self.buffers, self.megabytes * 2**20)
+
+    def __post_init__(self) -> None:
+        _least("swap.buffers", self.buffers, 2)
+        _least("swap.megabytes", self.megabytes, 1)
+
+
+@dataclass(frozen=True)
 class SampleJob:
     """The text a model of bytes writes at the end of the run."""
 
@@ -238,6 +272,7 @@ class Job:
     schedule: ScheduleJob = ScheduleJob()
     train: TrainJob = TrainJob()
     sample: SampleJob = SampleJob()
+    swap: SwapJob = SwapJob()
     plan: PlanLine = Plan(dp=None)  # noqa: RUF009 -- a frozen value
     """How the model is split over the ranks, as in "dp=2 zero=1"; `dp=auto` fills the ranks there are."""
     loss: str = "cross-entropy"

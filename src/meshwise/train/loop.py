@@ -26,6 +26,7 @@ from meshwise.comm.world import World
 from meshwise.nonfinite import NonFiniteError
 from meshwise.parallelize import Options, parallelize
 from meshwise.result import StepResult
+from meshwise.simulate.shortage import ShortageError, is_shortage
 from meshwise.train.checkpoints import Checkpoints
 from meshwise.train.data import length, read
 from meshwise.train.events import End, Events, NonFinite, Sample, Start, Step, Validation
@@ -76,6 +77,8 @@ def train(world: World, *, job: Job, console: Console | None = None) -> Summary:
             seed=job.train.seed,
             nonfinite=job.train.nonfinite,
             tensor_rules=job.model.tensor_rules,
+            swap=job.swap.made,
+            cut=job.model.where,
             example=default_collate([prepared.data.train[0]]),
         ),
         **prepared.optimizer_arguments,
@@ -87,6 +90,8 @@ def train(world: World, *, job: Job, console: Console | None = None) -> Summary:
             return _Run(trainer, prepared, folder, events).run(origin)
     except Exception as error:
         leave_traceback(error, world=world, folder=folder.path)
+        if is_shortage(error):
+            raise ShortageError(str(error), held=trainer.memory()) from error
         raise
     finally:
         trainer.close()
@@ -131,6 +136,7 @@ class _Run:
         start = Start(
             plan=str(job.plan),
             mesh=trainer.world.mesh.picture(),
+            stages="" if trainer.cut is None else str(trainer.cut),
             device=_device(trainer.world.device),
             parameters=sum(row.numel for row in trainer.table.rows),
             data=self._data.picture,

@@ -128,6 +128,7 @@ def _told(event: Event) -> str:
                 [
                     f"plan     {event.plan}   (on {event.device})",
                     *_indented(event.mesh),
+                    *_indented(event.stages),
                     f"model    {event.parameters:,} parameters; on rank 0: {_memory(event.memory)}",
                     f"data     {event.data}",
                     f"run      {event.steps:,} steps of {event.batch:,} samples, into {event.output}",
