@@ -117,8 +117,12 @@ class _Walk:
         """Do this rank's row."""
         for action in self._rows[self._rank]:
             self._world.journal.doing = str(action)
-            self._post()
-            self._do(action)
+            try:
+                self._post()
+                self._do(action)
+            except Exception as error:
+                error.add_note(f"in {action}: {_place_text(action)}, on rank {self._rank} of the pipeline")
+                raise
         for rank, sending in self._sending.items():
             self._release(rank, self._waited[rank] + len(sending))
         assert not self._flights, f"left in flight: {sorted(self._flights)}"
@@ -160,8 +164,9 @@ class _Walk:
         result = stage.run(self._jobs[index].call, received=flight.received)
         flight.received = {}
         if stage.index + 1 == stage.count:
-            self._returned[index] = result
-            flight.outputs = [result] if torch.is_grad_enabled() and result.requires_grad else []
+            training = torch.is_grad_enabled()
+            self._returned[index] = result.detach() if training else result  # the loss itself holds on to its graph
+            flight.outputs = [result] if training and result.requires_grad else []
             flight.gradients = [torch.ones_like(output) for output in flight.outputs]
             return
         parcel = pack(result)
@@ -290,6 +295,10 @@ class _Walk:
 def _place(action: Action) -> Place:
     assert action.microbatch is not None
     return action.stage, action.microbatch
+
+
+def _place_text(action: Action) -> str:
+    return f"stage {action.stage}" + ("" if action.microbatch is None else f", micro-batch {action.microbatch}")
 
 
 def _described(skeleton: Mapping[str, Any]) -> Any:
