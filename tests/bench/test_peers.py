@@ -105,7 +105,7 @@ SMALL = ["layers=1", "width=32", "heads=2", "sequence=16", "vocabulary=64", "bat
 def test_a_small_match_is_played_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "benchmarks.md"
     page.write_text("<!-- peers: begin -->\n<!-- peers: end -->\n")
-    words = ["--ranks", "2", "--rounds", "1", "--pairs", "1", "--steps", "1", "--only", "tuned", "--docs", str(page)]
+    words = ["--ranks", "1", "--rounds", "1", "--pairs", "1", "--steps", "1", "--only", "tuned", "--docs", str(page)]
 
     status = main([*words, *(word for size in SMALL for word in ("--shape", size))])
 

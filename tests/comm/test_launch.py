@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwise.comm import RankLostError, RanksDisagree, World, connect, run, torchrun_line
+from meshwise.comm import RankLostError, RanksDisagree, World, connect, launch, run, torchrun_line
 
 pytestmark = pytest.mark.processes
 
@@ -45,10 +45,10 @@ run({size}, blocked, args=("{folder}",))
 """
 
 
-def total(world: World, offset: float) -> tuple[float, torch.Tensor, int]:
+def total(world: World, offset: float) -> tuple[float, torch.Tensor, int, str]:
     x = torch.tensor(world.rank + offset)
     world.all_reduce(x, axes="rank").wait()
-    return x.item(), torch.full((2,), world.rank), torch.get_num_threads()
+    return x.item(), torch.full((2,), world.rank), torch.get_num_threads(), type(world).__name__
 
 
 def raises_on_the_last(world: World) -> None:
@@ -122,10 +122,11 @@ def all_gone(pids: list[int]) -> bool:
 def test_run_returns_what_main_returned_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     handler, environment = signal.getsignal(signal.SIGINT), dict(os.environ)
-    results = run(SIZE, total, args=(0.5,))
+    results = run(SIZE, total, args=(0.5,), comm="gloo")
     assert [result[0] for result in results] == [2.0, 2.0]
     assert [result[1].tolist() for result in results] == [[0, 0], [1, 1]]
     assert [result[2] for result in results] == [max(1, len(os.sched_getaffinity(0)) // SIZE)] * SIZE
+    assert [result[3] for result in results] == ["GlooWorld"] * SIZE, "as it was told"
     assert signal.getsignal(signal.SIGINT) is handler
     assert dict(os.environ) == environment
 
@@ -209,6 +210,13 @@ def test_another_size_than_torchruns_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ValueError, match=r"run\(4, …\) in a job of 1 ranks; start torchrun with 4 processes"):
         run(4, total, args=(0.0,))
+
+
+def test_a_way_to_join_ranks_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_worlds", dict)  # as if this process had not joined any
+    monkeypatch.setenv("MESHWISE_COMM", "mpi")
+    with pytest.raises(ValueError, match="MESHWISE_COMM=mpi: ranks of one host are joined by auto, local, gloo"):
+        connect(device="cpu")
 
 
 def test_without_torchrun_the_world_is_this_process() -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import time
 import uuid
 from pathlib import Path
+from subprocess import PIPE
 from unittest import mock
 
 import pytest
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in torch's stubs
 
+from joined import joined
 from meshwise.comm import World
 from meshwise.comm.board import RING, Board
 from meshwise.comm.gloo_world import GlooWorld
@@ -57,6 +61,34 @@ def the_same_bits_wherever_tensors_lie(world: World) -> None:
             x[part] *= world.rank + 1
             world.all_gather(x[part], into=x, axes="rank").wait()
             assert x.equal(torch.cat([expected.split(length)[rank] * (rank + 1) for rank in range(world.size)]))
+
+
+def the_same_bits_as_by_messages(world: World, name: str) -> None:
+    """Both add in the order of the group, whatever the size and the groups."""
+    view, gloo = (either.over(Mesh.of(a=2, b=2)) for either in (world, joined(world, name, "gloo")))
+    axes: str | tuple[str, ...]
+    for axes in ("a", "b", ("a", "b")):
+        for length in LENGTHS:
+            x = torch.randn(length, generator=torch.Generator().manual_seed(world.rank), dtype=torch.float64)
+            here, there = x.clone(), x.clone()
+            view.all_reduce(here, axes=axes).wait()
+            gloo.all_reduce(there, axes=axes).wait()
+            assert here.equal(there)
+            whole = x.repeat(view.group(axes).size)
+            view.reduce_scatter(whole, into=here, axes=axes).wait()
+            gloo.reduce_scatter(whole, into=there, axes=axes).wait()
+            assert here.equal(there)
+    gloo.close()
+
+
+def processor_time_of_waiting(world: World) -> float:
+    """Seconds of processor time while rank 0 keeps the others waiting for half a second."""
+    world.barrier()
+    before = time.process_time()
+    if world.rank == 0:
+        time.sleep(0.5)
+    world.barrier()
+    return time.process_time() - before
 
 
 def one_runs_ahead(world: World) -> None:
@@ -145,6 +177,14 @@ def test_sums_have_the_same_bits_wherever_tensors_lie(processes: Processes) -> N
     run(SIZE, the_same_bits_wherever_tensors_lie, on=processes)
 
 
+def test_sums_have_the_bits_of_messages(processes: Processes) -> None:
+    run(SIZE, the_same_bits_as_by_messages, on=processes, args=(uuid.uuid4().hex,))
+
+
+def test_nobody_burns_a_core_while_one_is_late(processes: Processes) -> None:
+    assert max(run(SIZE, processor_time_of_waiting, on=processes)) < 0.15
+
+
 def test_a_rank_may_run_ahead_of_the_others(processes: Processes) -> None:
     run(SIZE, one_runs_ahead, on=processes)
 
@@ -177,6 +217,30 @@ def test_what_is_announced_is_what_is_mapped() -> None:
     assert other[3] == 7
     with pytest.raises(OSError, match="is not the memory that was announced"):
         open_segment(os.getpid(), place=segment.place + (1 << 20))
+
+
+MAKER = """
+from meshwise.comm.segment import Segment
+segment = Segment.make(5, size=8192)
+segment.memory[3] = 7
+print(segment.place, flush=True)
+input()
+"""
+
+
+def test_nothing_is_left_of_the_memory_of_a_killed_process() -> None:
+    """It has no name that could outlive it; who has mapped it keeps what was mapped."""
+    named = set(Path("/dev/shm").iterdir())
+    with subprocess.Popen([sys.executable, "-c", MAKER], stdin=PIPE, stdout=PIPE, text=True) as maker:
+        assert maker.stdout is not None
+        place = int(maker.stdout.readline())
+        memory = open_segment(maker.pid, place=place)
+        assert {path for path in Path("/dev/shm").iterdir() if "meshwise" in path.name} <= named
+        maker.kill()
+        maker.wait()
+        assert memory[3] == 7
+        with pytest.raises(OSError, match="is not the memory that was announced"):
+            open_segment(maker.pid, place=place)
 
 
 def test_a_slab_is_lent_again_when_its_last_view_is_gone() -> None:
