@@ -21,6 +21,7 @@ from meshwise.comm.world import World
 from meshwise.cutting import Example, agreed_schedule, cut_source, first_ranks, refuse_lost
 from meshwise.data_parallel.engine import DataParallel, Engine
 from meshwise.data_parallel.replication import Keeping
+from meshwise.memory.activations import Saving, activations
 from meshwise.memory.around import Around
 from meshwise.memory.blocks import Blocks
 from meshwise.memory.staging import Swap
@@ -94,6 +95,9 @@ class Options:
     loss_scale: Scale = dataclasses.field(default_factory=Scale)
     """The first loss scale, where the precision has one (fp16)."""
 
+    saving: Saving = dataclasses.field(default_factory=Saving)
+    """With `offload=activations:…`, what is worth moving, and how far ahead it is brought back."""
+
     swap: Swap = dataclasses.field(default_factory=Swap)
     """With `offload=…:disk`, the folder of the file and the staging buffers: `Swap(folder=Path("/nvme"))`."""
 
@@ -132,8 +136,10 @@ def parallelize(
     source = model if isinstance(model, Source) else born(model, seed=options.seed)
     precision = options.precision or precision_of(plan)
     tiers = Tiers(plan.tiers, device=world.device, swap=options.swap)
-    around = Around(Blocks(plan, world=world, patterns=options.recomputed))
-    task = Task(_computed(options.forward or default_forward, precision, world.device), loss)
+    tier = activations(plan.tiers.activations, device=world.device, swap=options.swap, how=options.saving)
+    around = Around(Blocks(plan, world=world, patterns=options.recomputed), tier)
+    forward = _computed(options.forward or default_forward, precision, world.device)
+    task = Task(around.saved(forward), loss)
     setting = Setting(plan, world, options, task, Keeping(plan.zero, precision, tiers), around)
     engine, sweep = (_in_stages if plan.pp > 1 else _whole)(source, setting=setting)
     if not any(row.trainable for row in engine.table.rows):

@@ -305,12 +305,12 @@ class Trainer:
 
         `parameters` (with fp32 masters), `gradients`, `optimizer` state, and `gathered_peak`, the most parameters that
         were gathered for use at one time. What rests elsewhere is apart, as in `disk/optimizer`, and `staging` are the
-        buffers on its way.
+        buffers on its way. Of activations in another tier it is the most that were there at one time.
         """
         tiers = self._engine.tiers
         states = [("optimizer", tensor) for tensor in state_tensors(self.optimizer)]
         staging = {"staging": tiers.staged} if tiers.staged else {}
-        return {**self._engine.memory(), "optimizer": 0, **tiers.bytes(states), **staging}
+        return {**self._engine.memory(), "optimizer": 0, **tiers.bytes(states), **staging, **self._around.memory()}
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 

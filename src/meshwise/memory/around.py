@@ -4,16 +4,38 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
+from typing import Any
 
+from torch import nn
+
+from meshwise.memory.activations import Activations
 from meshwise.memory.blocks import Blocks
+from meshwise.model.forward import Forward
 
 
 @dataclass(frozen=True)
 class Around:
-    """The blocks that are recomputed, and what is to be taken off the model when training is over."""
+    """The blocks that are recomputed, the tier of activations, and what is taken off when training is over."""
 
     blocks: Blocks
+    activations: Activations | None = None
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def saved(self, forward: Forward) -> Forward:
+        """The forward, with what it saves for its backward in its tier."""
+        tier = self.activations
+        if tier is None:
+            return forward
+
+        def run(model: nn.Module, batch: Any) -> Any:
+            with tier.saving(model):
+                return forward(model, batch)
+
+        return run
+
+    def memory(self) -> dict[str, int]:
+        """The most bytes of activations that were in another tier at one time."""
+        return {} if self.activations is None else {f"{self.activations.tier}/activations": self.activations.peak}
 
     def finish(self) -> None:
         """A step is over; every rank calls it."""
@@ -22,4 +44,6 @@ class Around:
     def close(self) -> None:
         """Leave the model as it was."""
         self.blocks.close()
+        if self.activations is not None:
+            self.activations.close()
         self.undo.close()
