@@ -1,7 +1,7 @@
 """The numbers bar: every plan is the same training as one process.
 
 Three steps of AdamW with clipping, float64: loss, gradient norm, every gradient and every parameter of every step to
-1e-9, on every rank, over the whole grid
+1e-9, on every rank, over the grid
 
     zero 0 1 2 3  ×  dp 1 2 3 4  ×  micro-batches 1 3  ×  untied, tied  ×  all trained, some frozen
 
@@ -24,6 +24,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from grid import Grid
 from meshwise.comm.world import World
 from meshwise.parallelize import Options, parallelize
 from meshwise.plan import Plan
@@ -101,11 +102,19 @@ def check(plan: str, case: Case, on: Any = "threads") -> None:
         agree(steps, whole, bound=BOUND)
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("dp", [1, 2, 3, 4])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+GRID = Grid(
+    {
+        "zero": (0, 1, 2, 3),
+        "dp": (1, 2, 3, 4),
+        "microbatches": (1, 3),
+        "tied": (False, True),
+        "frozen": (False, True),
+    },
+    cost=lambda cell: cell["dp"],
+)
+
+
+@pytest.mark.grid(GRID)
 def test_a_plan_is_one_process(zero: int, dp: int, microbatches: int, tied: bool, frozen: bool) -> None:
     check(f"dp={dp} zero={zero} microbatches={microbatches}", Case(tied, frozen))
 
