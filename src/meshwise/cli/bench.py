@@ -1,4 +1,4 @@
-"""`meshwise bench collectives`: what the links of this machine or job could do, and what the collectives do."""
+"""`meshwise bench`: what the links of this machine or job could do, what the collectives do, what a rank computes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from meshwise.bench.machine import Interface, link_text, network_interfaces
 from meshwise.bench.plot import plot, require_matplotlib
 from meshwise.bench.sizes import parse_size
 from meshwise.bench.tables import as_csv, as_json, as_table
+from meshwise.cli import calibrate
 from meshwise.cli.ranks import MOST_BY_DEFAULT, chosen
 from meshwise.comm import World, run, torchrun_line
 from meshwise.train.flags import parse_flags
@@ -68,11 +69,13 @@ class Collectives:
 def main(words: Sequence[str]) -> int:
     """Run the benchmark that the words name. Raises JobError before any rank is started."""
     if words and words[0] in ("-h", "--help"):
-        print("usage: meshwise bench collectives [OPTIONS]; meshwise bench collectives --help tells the options")
+        print("usage: meshwise bench collectives|calibrate [OPTIONS]; with --help, each tells its options")
         return 0
+    if words and words[0] == "calibrate":
+        return calibrate.main(words[1:])
     if not words or words[0] != "collectives":
         given = f"no benchmark {words[0]!r}" if words and not words[0].startswith("-") else "name a benchmark"
-        raise JobError(f"{given}; there is: meshwise bench collectives")
+        raise JobError(f"{given}; there are: meshwise bench collectives, meshwise bench calibrate")
     flags = parse_flags(words[1:], prog="meshwise bench collectives", default=Collectives())
     size = _ranks(flags)
     sweep = _sweep(flags, size)

@@ -55,7 +55,8 @@ class RankMemory:
 
 def memory_of(rehearsal: Rehearsal) -> tuple[RankMemory, ...]:
     """The memory of every rank along pp."""
-    return tuple(_rank(rehearsal, index) for index in range(len(rehearsal.tapes)))
+    known: dict[int, _Change] = {}
+    return tuple(_rank(rehearsal, index, known) for index in range(len(rehearsal.tapes)))
 
 
 def fullest(ranks: Iterable[RankMemory]) -> RankMemory:
@@ -63,14 +64,14 @@ def fullest(ranks: Iterable[RankMemory]) -> RankMemory:
     return max(ranks, key=lambda rank: rank.peak.bytes)
 
 
-def _rank(rehearsal: Rehearsal, index: int) -> RankMemory:
+def _rank(rehearsal: Rehearsal, index: int, known: dict[int, _Change]) -> RankMemory:
     tape = rehearsal.tapes[index]
-    level = _Level(apart=rehearsal.device != "cpu")
+    level = _Level(apart=rehearsal.device != "cpu", known=known)
     level.play(tape.build)
     built = dict(level.device)
     first = tuple(map(level.play, rehearsal.step(index, first=True)))
     # What was run is exact; what stands in for other micro-batches may leave a remainder that the step's end releases.
-    exact = _Level(apart=level.apart)
+    exact = _Level(apart=level.apart, known=known)
     for segment in (tape.build, *tape.first):
         exact.play(segment)
     start = Moment("", dict(exact.device), dict(exact.host))
@@ -78,28 +79,55 @@ def _rank(rehearsal: Rehearsal, index: int) -> RankMemory:
     return RankMemory(index, built, first, steady)
 
 
-class _Level:
-    """How much there is of each category now."""
+@dataclass(frozen=True)
+class _Change:
+    """What a segment does to the memory there is: in all, and up to the moment when it has most on the device."""
 
-    def __init__(self, *, apart: bool) -> None:
-        self.apart = apart
-        self.device: Counter[Category] = Counter()
-        self.host: Counter[Category] = Counter()
+    device: Counter[Category]
+    host: Counter[Category]
+    most: Counter[Category]
+    most_host: Counter[Category]
 
-    def play(self, segment: Segment) -> Moment:
-        """Go through a segment; the moment when there is most on the device."""
-        total = most = sum(self.device.values())
-        peak = dict(self.device)
-        host = Counter(self.host)
+    @classmethod
+    def of(cls, segment: Segment, *, apart: bool) -> _Change:
+        """`apart`: the host's memory is not that of the device."""
+        device, host = Counter[Category](), Counter[Category]()
+        total = highest = 0
+        most, most_host = Counter[Category](), Counter[Category]()
         for entry in segment.entries:
             if not isinstance(entry, Memory):
                 continue
-            if entry.host and self.apart:
-                self.host[entry.category] += entry.bytes
-                host |= self.host
+            if entry.host and apart:
+                host[entry.category] += entry.bytes
+                most_host |= host
                 continue
-            self.device[entry.category] += entry.bytes
+            device[entry.category] += entry.bytes
             total += entry.bytes
-            if total > most:
-                most, peak = total, dict(self.device)
-        return Moment(segment.label, peak, dict(host))
+            if total > highest:
+                highest, most = total, Counter(device)
+        return cls(device, host, most, most_host)
+
+
+class _Level:
+    """How much there is of each category now."""
+
+    def __init__(self, *, apart: bool, known: dict[int, _Change]) -> None:
+        """`known`: of segments with the same entries, by their identity."""
+        self.apart = apart
+        self.device: Counter[Category] = Counter()
+        self.host: Counter[Category] = Counter()
+        self._known = known
+
+    def play(self, segment: Segment) -> Moment:
+        """Go through a segment; the moment when there is most on the device."""
+        change = self._known.get(id(segment.entries))
+        if change is None:
+            change = self._known[id(segment.entries)] = _Change.of(segment, apart=self.apart)
+        moment = Moment(segment.label, _sum(self.device, change.most), _sum(self.host, change.most_host))
+        self.device.update(change.device)
+        self.host.update(change.host)
+        return moment
+
+
+def _sum(one: Mapping[Category, int], other: Mapping[Category, int]) -> dict[Category, int]:
+    return {category: one.get(category, 0) + other.get(category, 0) for category in {**one, **other}}

@@ -15,9 +15,10 @@ import dataclasses
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -89,13 +90,27 @@ class Rehearsal:
 
     def step(self, index: int, *, first: bool = False) -> tuple[Segment, ...]:
         """Everything that the rank with this index along pp does in a step, in order; `first` for a run's first."""
-        tape = self.tapes[index]
-        run = tape.first if first else tape.steady
+        return (self._first if first else self._steady)[index]
+
+    @cached_property
+    def _first(self) -> list[tuple[Segment, ...]]:
+        return [self._step(index, tape.first) for index, tape in enumerate(self.tapes)]
+
+    @cached_property
+    def _steady(self) -> list[tuple[Segment, ...]]:
+        return [self._step(index, tape.steady) for index, tape in enumerate(self.tapes)]
+
+    def _step(self, index: int, run: Sequence[Segment]) -> tuple[Segment, ...]:
         row = self.schedule.rows[index]
-        mine, theirs = (self.schedule.stages_of(rank) for rank in (index, tape.index))
+        mine, theirs = (self.schedule.stages_of(rank) for rank in (index, self.tapes[index].index))
         found = {_renamed(segment.label, dict(zip(theirs, mine, strict=True))): segment for segment in run}
         own = {str(action) for action in row} | {"begin"}
-        during = [part for action in row for part in _stand_ins(found, action)]
+        stand_ins = _stand_ins(found)
+        during = [
+            dataclasses.replace(part, label=str(action))
+            for action in row
+            if (part := found.get(str(action)) or stand_ins.get((action.stage, action.kind))) is not None
+        ]
         after = [segment for label, segment in found.items() if label not in own]
         return (*(segment for segment in run if segment.label == "begin"), *during, *after)
 
@@ -108,19 +123,13 @@ def _renamed(label: str, stages: Mapping[int, int]) -> str:
     return str(dataclasses.replace(action, stage=stages[action.stage]))
 
 
-def _stand_ins(found: Mapping[str, Segment], action: Action) -> list[Segment]:
-    """What a rank does for an action; of a micro-batch that was not run, what it did for the middle one that was."""
-    if str(action) in found:
-        return [dataclasses.replace(found[str(action)], label=str(action))]
-    if action.microbatch is None:
-        return []
-    ran = sorted(
-        one.microbatch
-        for one in (Action.parse(label) for label in found if label[:1].isdigit())
-        if one.stage == action.stage and one.kind is action.kind and one.microbatch is not None
-    )
-    like = [str(dataclasses.replace(action, microbatch=index)) for index in ran[len(ran) // 2 :][:1]]
-    return [dataclasses.replace(found[label], label=str(action)) for label in like]
+def _stand_ins(found: Mapping[str, Segment]) -> dict[tuple[int, Kind], Segment]:
+    """What a rank did for the middle one of the micro-batches that were run, for each kind of action of each stage."""
+    ran: dict[tuple[int, Kind], list[tuple[int, str]]] = defaultdict(list)
+    for label in found:
+        if label[:1].isdigit() and (action := Action.parse(label)).microbatch is not None:
+            ran[action.stage, action.kind].append((action.microbatch, label))
+    return {key: found[sorted(each)[len(each) // 2][1]] for key, each in ran.items()}
 
 
 def rehearse(subject: Subject, plan: Plan | str, *, ranks: int, device: Device = "cpu") -> Rehearsal:

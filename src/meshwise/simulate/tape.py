@@ -99,7 +99,9 @@ class Segment:
 class Tape:
     """What one rank did: while the plan was applied, in the first step, and in one of those that follow."""
 
-    rank: int
+    index: int
+    """Of the rank along pp."""
+
     build: Segment
     first: tuple[Segment, ...]
     steady: tuple[Segment, ...]

@@ -1,16 +1,17 @@
 """The trace world of a rehearsal: it shows a recorder what is called, and joins the stages of a pipeline.
 
-One rank of each stage is rehearsed, each on a thread of its own, since what a stage receives is decided by the code of
-the one before. Between them small values travel as in a real run; tensors, which have no values, do not.
+One rank of each kind of stage is rehearsed, each on a thread of its own, since what a stage receives is decided by the
+code of the one before. Between them small values travel as in a real run; tensors, which have no values, do not. What
+would come from a stage that is not rehearsed comes from the one that is like it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
-from collections import defaultdict
-from collections.abc import Iterator
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ from meshwise.mesh import Mesh
 from meshwise.simulate.recorder import Recorder
 from meshwise.simulate.tape import Call, Category, Wait
 
-_GLANCE_SECONDS = 0.1
-"""How often a stage that waits for another one looks whether that has failed."""
+_GLANCE_SECONDS = 1e-3
+"""How often a stage that waits for another one looks."""
 
 
 class Stages:
@@ -35,12 +36,13 @@ class Stages:
     every operation.
     """
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, alike: Sequence[int]) -> None:
+        """`alike`: for each stage's rank, the one that is rehearsed for it."""
+        self.alike = tuple(alike)
         self._turn = threading.Lock()
-        self._barrier = threading.Barrier(count)
-        self._told: list[Any] = [None] * count
-        self._letters: dict[tuple[int, int], queue.Queue[Any]] = defaultdict(queue.Queue)
+        self._barrier = threading.Barrier(len(set(alike)))
+        self._told: dict[int, Any] = {}
+        self._letters: dict[tuple[int, int], list[Any]] = defaultdict(list)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -57,23 +59,24 @@ class Stages:
         self._told[index] = value
         with self._waiting():
             self._barrier.wait()
-        told = list(self._told)
+        told = [self._told[rank] for rank in self.alike]
         with self._waiting():
             self._barrier.wait()
         return told
 
     def send(self, value: Any, *, source: int, target: int) -> None:
         """Leave a value for another stage's rank."""
-        self._letters[source, target].put(value)
+        self._letters[source, target - source].append(value)
 
-    def receive(self, *, source: int, target: int) -> Any:
-        """The next value that was left."""
-        letters = self._letters[source, target]
+    def receive(self, number: int, *, source: int, target: int) -> Any:
+        """The value with this number of those that were left for a stage's rank."""
+        letters = self._letters[self.alike[source], target - source]
         with self._waiting():
-            while not self._barrier.broken:
-                with contextlib.suppress(queue.Empty):
-                    return letters.get(timeout=_GLANCE_SECONDS)
-        raise threading.BrokenBarrierError
+            while len(letters) <= number and not self._barrier.broken:
+                time.sleep(_GLANCE_SECONDS)
+        if len(letters) <= number:
+            raise threading.BrokenBarrierError
+        return letters[number]
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -91,6 +94,7 @@ class RehearsalWorld(TraceWorld):
         super().__init__(rank=rank, mesh=mesh, device="meta", journal=recorder.journal)
         self._recorder = recorder
         self._stages = stages
+        self._received: Counter[int] = Counter()
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
         """As of any world. What a step makes for the collectives are its gradients."""
@@ -102,7 +106,7 @@ class RehearsalWorld(TraceWorld):
     def exchange(self, value: Any, *, axes: Axes | None = None) -> list[Any]:
         """Every rank's value, a rank that is not rehearsed having that of the one of its stage that is."""
         group = self.group(self.mesh.names if axes is None else axes)
-        if self._stages.count == 1 or "pp" not in group.axes:
+        if len(self._stages.alike) == 1 or "pp" not in group.axes:
             return [value] * group.size
         told = self._stages.exchange(self.group("pp").index, value=value)
         each = group.size // len(told)  # pp is the outermost axis
@@ -115,7 +119,8 @@ class RehearsalWorld(TraceWorld):
 
     def recv_value(self, *, axis: str, source: int) -> Any:
         """The Python value that another stage sends next."""
-        return self._stages.receive(source=source, target=self.group(axis).index)
+        self._received[source] += 1
+        return self._stages.receive(self._received[source] - 1, source=source, target=self.group(axis).index)
 
     def waited(self, stamp: Stamp) -> None:
         """This rank waits for a call."""

@@ -1,0 +1,222 @@
+"""Predictions beside published measurements: what was measured on clusters of A100, and what the rehearsal says.
+
+    python benchmarks/published.py --numbers FOLDER [--table ptdp] [--docs docs/simulation.md]
+
+The runs that are published were made with Megatron-LM: fp16 with fp32 masters, full recomputation, attention as
+products and a softmax, gradients reduced at the end of the step. So the model here is written that way, and its
+rehearsal is priced on `a100-80` without overlap. What was fitted, and on which rows, `FITTED` says; errors are told of
+all others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import math
+import pickle
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meshwise.parallelize import Options
+from meshwise.pipeline.cut import Where
+from meshwise.simulate.clock import predict
+from meshwise.simulate.cluster import Cluster, load
+from meshwise.simulate.rehearsal import Rehearsal, Subject, rehearse
+
+FITTED = {"single": 30}
+"""Of these tables every so-manieth row was used to fit the constants of the cluster; of no other table any row."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published run."""
+
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int
+    batch: int
+    micro_batch: int
+    tp: int
+    dp: int
+    pp: int
+    virtual: int
+    vocabulary: int
+    seconds: float
+
+    @property
+    def plan(self) -> str:
+        """As a plan of ours."""
+        microbatches = self.batch // (self.dp * self.micro_batch)
+        schedule = f"schedule=interleaved virtual_stages={self.virtual}" if self.virtual > 1 else ""
+        return (
+            f"tp={self.tp} dp={self.dp} pp={self.pp} microbatches={microbatches} precision=fp16 recompute=full "
+            f"partition=params {schedule}"
+        )
+
+    @property
+    def ranks(self) -> int:
+        """How many GPUs."""
+        return self.tp * self.dp * self.pp
+
+
+class Attention(nn.Module):
+    """Causal attention as two products and a softmax, as it was computed before it was fused."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.head_width = width // heads
+        self.heads = (heads, heads, heads)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.projection = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, width) to the same."""
+        q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2).split(self.heads, dim=1)
+        scores = (q @ k.transpose(-1, -2)) * (1 / math.sqrt(self.head_width))
+        mixed = functional.softmax(scores, dim=-1) @ v
+        output: Tensor = self.projection(mixed.transpose(1, 2).flatten(2))
+        return output
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.first_norm, self.second_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, width) to the same."""
+        x = x + self.attention(self.first_norm(x))
+        output: Tensor = x + self.down(functional.gelu(self.up(self.second_norm(x))))
+        return output
+
+
+class Megatron(nn.Module):
+    """A GPT as the published runs had it."""
+
+    def __init__(self, row: Row) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(row.vocabulary, row.hidden)
+        self.positions = nn.Embedding(row.sequence, row.hidden)
+        self.blocks = nn.ModuleList(Block(row.hidden, row.heads) for _ in range(row.layers))
+        self.norm = nn.LayerNorm(row.hidden)
+        self.head = nn.Linear(row.hidden, row.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, T) to logits."""
+        x = self.embedding(tokens) + self.positions(torch.arange(tokens.size(1), device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def cross_entropy(output: Tensor, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
+    """The sum over all tokens."""
+    return functional.cross_entropy(output.flatten(0, 1), batch[1].flatten(), reduction="sum"), batch[1].numel()
+
+
+def rehearsed(row: Row) -> Rehearsal:
+    """The run, rehearsed: every stage has as many layers."""
+    tokens = torch.empty(row.batch, row.sequence, dtype=torch.long, device="meta")
+    parts = row.pp * row.virtual
+    at = tuple(f"blocks.{stage * row.layers // parts}" for stage in range(1, parts))
+    options = Options(cut=Where(at=at), example=(tokens, tokens))
+    subject = Subject(lambda: Megatron(row), cross_entropy, (tokens, tokens), options=options)
+    return rehearse(subject, row.plan, ranks=row.ranks, device="cuda")
+
+
+def ptdp(numbers: Path) -> Iterator[Row]:
+    """Weak scaling of Narayanan et al., 2021, table 1. Micro-batches of one sequence; as few virtual stages as divide."""
+    for line in _lines(numbers / "megatron_ptdp_table1.csv"):
+        layers, pp = int(line["layers"]), int(line["pp"])
+        each = layers // pp
+        virtual = next((v for v in range(2, each + 1) if each % v == 0), 1) if pp > 1 else 1
+        yield Row(
+            layers, int(line["hidden"]), int(line["heads"]), int(line["seq"]), int(line["global_batch"]), 1,
+            int(line["tp"]), int(line["dp_derived"]), pp, virtual, int(line["vocab"]),
+            float(line["iter_time_s_derived_from_eq3"]),
+        )  # fmt: skip
+
+
+def single(numbers: Path) -> Iterator[Row]:
+    """VTrain's runs on one node of 8 A100."""
+    yield from _vtrain(numbers / "vtrain_ground_truth_single.csv")
+
+
+def multi(numbers: Path) -> Iterator[Row]:
+    """VTrain's runs on 64 to 512 A100."""
+    yield from _vtrain(numbers / "vtrain_ground_truth_multi.csv")
+
+
+def _vtrain(path: Path) -> Iterator[Row]:
+    for line in _lines(path):
+        get: Callable[[str], int] = lambda key, line=line: int(line[key])  # type: ignore[misc] # noqa: E731
+        yield Row(
+            get("layers"), get("hidden"), get("heads"), get("seq"), get("global_batch"), get("micro_batch"),
+            get("tp"), get("dp"), get("pp"), 1, 51200, float(line["iter_time_ms"]) / 1e3,
+        )  # fmt: skip
+
+
+def _lines(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+TABLES = {"ptdp": ptdp, "single": single, "multi": multi}
+
+
+def main() -> None:
+    """Predict the rows that were not fitted, and tell the errors."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--numbers", type=Path, required=True)
+    parser.add_argument("--table", choices=TABLES, default="ptdp")
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--keep", type=Path)
+    arguments = parser.parse_args()
+    cluster = dataclasses.replace(load("a100-80"), overlap=False)
+    errors = []
+    for index, row in enumerate(TABLES[arguments.table](arguments.numbers)):
+        if index % arguments.every:
+            continue
+        seconds = predict(_kept(row, arguments.keep), _of(cluster, row)).seconds
+        errors.append(seconds / row.seconds - 1)
+        print(
+            f"{row.plan}  {row.layers}x{row.hidden}  {seconds:.3f}  {row.seconds:.3f}  {100 * errors[-1]:+.1f} %",
+            flush=True,
+        )
+    print(
+        f"mean absolute error {100 * statistics.mean(map(abs, errors)):.1f} %, median {100 * statistics.median(map(abs, errors)):.1f} %"
+    )
+
+
+def _of(cluster: Cluster, row: Row) -> Cluster:
+    return dataclasses.replace(cluster, nodes=-(-row.ranks // cluster.ranks_per_node))
+
+
+def _kept(row: Row, folder: Path | None) -> Rehearsal:
+    """The rehearsal, from a folder of those made before."""
+    if folder is None:
+        return rehearsed(row)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{abs(hash(dataclasses.replace(row, seconds=0.0)))}.pickle"
+    if not path.exists():
+        path.write_bytes(pickle.dumps(rehearsed(row)))
+    kept: Any = pickle.loads(path.read_bytes())
+    return kept
+
+
+if __name__ == "__main__":
+    main()

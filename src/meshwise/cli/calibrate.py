@@ -1,0 +1,82 @@
+"""`meshwise bench calibrate`: this machine, measured as a simulation needs to know it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tomli_w
+import torch
+from rich.console import Console
+
+from meshwise.bench.calibrate import Effort, calibrate
+from meshwise.bench.sizes import parse_size
+from meshwise.cli.ranks import MOST_BY_DEFAULT, chosen
+from meshwise.comm import World, run, torchrun_line
+from meshwise.simulate.cluster import Cluster, to_table
+from meshwise.train.flags import parse_flags
+from meshwise.train.job import JobError
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Measure what this machine computes, moves and sends, with all its ranks at it, and write it as a cluster."""
+
+    output: Path = Path("cluster.toml")
+    """The file to write, which `meshwise simulate --on` reads."""
+
+    ranks: int | None = None
+    """Local ranks to start; by default one per GPU, or one per core, at most 4. Under torchrun its ranks are used."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What to measure; auto takes the GPUs when there are any."""
+
+    comm: Literal["auto", "local", "gloo"] = "auto"
+    """How ranks on CPUs of one host talk: as they will in training."""
+
+    rounds: int = Effort.rounds
+    """Times that everything takes its turn."""
+
+    lengths: tuple[int, ...] = Effort.lengths
+    """Of each dim of a matrix product."""
+
+    sizes: tuple[str, ...] = ("16K", "128K", "1M", "8M", "64M")
+    """Bytes that operations and collectives move."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Calibrate. Raises JobError before any rank is started."""
+    flags = parse_flags(words, prog="meshwise bench calibrate", default=Calibration())
+    if flags.device == "cuda" and not torch.cuda.is_available():
+        raise JobError("--device cuda, and torch sees no GPU here; try --device cpu, or ask `meshwise doctor`")
+    try:
+        effort = Effort(flags.lengths, tuple(parse_size(size) for size in flags.sizes), flags.rounds)
+    except ValueError as error:
+        raise JobError(str(error)) from error
+    if flags.rounds < 1 or not flags.lengths or min(flags.lengths) < 1 or not flags.sizes:
+        raise JobError("nothing to measure: give at least one round, one length of at least 1 and one size")
+    size = _ranks(flags)
+    if "RANK" not in os.environ:
+        line = torchrun_line(size, ["-m", "meshwise", "bench", "calibrate", *words])
+        print(f"starting {size} local ranks; the same with torchrun:\n  {line}", flush=True)
+    device = None if flags.device == "auto" else flags.device
+    cluster: Cluster = run(size, _rank, args=(effort,), device=device, comm=chosen(flags.comm))[0]
+    if os.environ.get("RANK", "0") == "0":
+        flags.output.parent.mkdir(parents=True, exist_ok=True)
+        flags.output.write_text(tomli_w.dumps(to_table(cluster)), encoding="utf-8")
+        Console().print(f"wrote {flags.output}: {cluster.device.name}, {size} ranks", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _rank(world: World, effort: Effort) -> Cluster:
+    return calibrate(world, effort=effort)
+
+
+def _ranks(flags: Calibration) -> int:
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    gpus = torch.cuda.device_count() if flags.device != "cpu" else 0
+    return flags.ranks or gpus or max(1, min(MOST_BY_DEFAULT, os.cpu_count() or 1))

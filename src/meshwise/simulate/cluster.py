@@ -1,0 +1,229 @@
+"""Clusters as data: what a device computes, what a link carries, how many ranks share a node.
+
+A model of a machine with a few constants of physical meaning, each of which is measured (`meshwise bench calibrate`)
+or read in a data sheet:
+
+    products      best · k/(k + inner) · P/(P + outputs) of the peak, for P = batch·m·n results of k terms each
+    all else      bytes at the rate that a tensor of that size is read and written with, or at the operation's own
+    collectives   latency · steps + bytes over the link's rate at that size, each as its ring or tree moves them
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import math
+import re
+import tomllib
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class ClusterError(ValueError):
+    """A cluster that is not described as one; the message names the file, the key and what to write."""
+
+
+Curve = tuple[tuple[float, float], ...]
+"""(size in bytes, bytes per second), sizes ascending; between them along a straight line of the logarithms."""
+
+
+@dataclass(frozen=True)
+class Products:
+    """The part of the peak that a product of matrices reaches, by its shape."""
+
+    best: float = 0.8
+    """Of a large one."""
+
+    inner: float = 0.0
+    """The length of the summed dim at which half of that is reached."""
+
+    outputs: float = 0.0
+    """The number of results (batch·m·n) at which half of that is reached: fewer do not fill the device."""
+
+    def efficiency(self, *, inner: float, outputs: float) -> float:
+        """Of a product with sums of `inner` terms and so many `outputs`."""
+        return self.best * inner / (inner + self.inner) * outputs / (outputs + self.outputs)
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a rank computes on: a GPU, or a core of a CPU while all cores compute."""
+
+    name: str = ""
+    """Its name."""
+
+    kind: str = "cuda"
+    """`cuda` or `cpu`: which kernels torch would choose."""
+
+    memory: float = 0.0
+    """Bytes that a rank may use."""
+
+    own: float = 0.0
+    """Bytes of them that the libraries take."""
+
+    peak: Mapping[str, float] = field(default_factory=dict)
+    """Floating-point operations per second by dtype, as in `bfloat16 = 312e12`."""
+
+    products: Products = field(default_factory=Products)
+    """Which part of that matrix products reach."""
+
+    attention: Products = field(default_factory=Products)
+    """Which part of that fused attention reaches, its outputs being queries and its inner length the keys."""
+
+    bandwidth: Curve = ()
+    """Bytes per second read and written, by the bytes that an operation moves."""
+
+    rates: Mapping[str, float] = field(default_factory=dict)
+    """Bytes per second of operations that are slower than that: `gelu = 1.5e9`."""
+
+    launch: float = 0.0
+    """Seconds that the host takes to start an operation; on a GPU, beside what it computes meanwhile."""
+
+    kernel: float = 0.0
+    """Seconds that an operation takes at least, once it is started."""
+
+    step: float = 0.0
+    """Seconds of a step that are spent between its operations."""
+
+    fused: float = 1.0
+    """The part of the bytes of elementwise operations that is left where kernels are fused; 1: none are."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins ranks. Rates are of one rank, each way, as nccl-tests' bus bandwidth."""
+
+    latency: float = 0.0
+    """Seconds before the first byte, for each step of a collective."""
+
+    bandwidth: Curve = ()
+    """Bytes per second, by the bytes of the whole collective."""
+
+    collectives: Mapping[str, Curve] = field(default_factory=dict)
+    """The same of collectives that differ."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes that are alike."""
+
+    device: Device = field(default_factory=Device)
+    """What each rank computes on."""
+
+    ranks_per_node: int = 8
+    """Ranks that share a node."""
+
+    nodes: int = 1
+    """How many nodes there are."""
+
+    inside: Link = field(default_factory=Link)
+    """Between ranks of a node."""
+
+    between: Link = field(default_factory=Link)
+    """Between nodes, through one adapter."""
+
+    adapters: int = 8
+    """Adapters of a node; where ranks are more than they, they share them."""
+
+    overlap: bool = True
+    """Whether collectives run beside computations."""
+
+    @property
+    def ranks(self) -> int:
+        """In all."""
+        return self.nodes * self.ranks_per_node
+
+
+def at(curve: Curve, size: float) -> float:
+    """The rate of a curve for so many bytes; beyond its ends, that of the end."""
+    if not curve or size <= curve[0][0]:
+        return curve[0][1] if curve else math.inf
+    for (low, slow), (high, fast) in itertools.pairwise(curve):
+        if size <= high:
+            part = math.log(size / low) / math.log(high / low)
+            rate: float = slow * (fast / slow) ** part
+            return rate
+    return curve[-1][1]
+
+
+def load(name: str | Path) -> Cluster:
+    """A cluster that is shipped (`h100`), or described in a TOML file. Raises ClusterError for anything else."""
+    path = Path(name)
+    shipped = resources.files("meshwise.simulate") / "clusters"
+    known = sorted(entry.name.removesuffix(".toml") for entry in shipped.iterdir() if entry.name.endswith(".toml"))
+    try:
+        text = (shipped / f"{name}.toml").read_text("utf-8") if str(name) in known else path.read_text("utf-8")
+    except OSError as error:
+        near = difflib.get_close_matches(str(name), known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"those that are known are {', '.join(known)}"
+        raise ClusterError(f"no cluster {str(name)!r}, and no file of that name; {hint}") from error
+    try:
+        return _read(Cluster, tomllib.loads(text), at=str(name))
+    except tomllib.TOMLDecodeError as error:
+        raise ClusterError(f"{name} is not TOML: {error}") from error
+
+
+def parse_cluster(text: str) -> Cluster:
+    """`64x8 h100`: so many nodes of so many ranks of a cluster that `load` knows; `8 h100` is one node.
+
+    Raises ClusterError.
+    """
+    found = re.fullmatch(r"(?:(?:(\d+)x)?(\d+)\s+)?(\S+)", text.strip())
+    if found is None:
+        raise ClusterError(f"{text!r} is not a cluster; write nodes x ranks and a name, as in '64x8 h100'")
+    nodes, each, name = found.groups()
+    cluster = load(name)
+    ranks = int(each) if each else cluster.ranks_per_node
+    if not ranks or nodes == "0":
+        raise ClusterError(f"{text!r} has no ranks; write nodes x ranks and a name, as in '64x8 h100'")
+    return dataclasses.replace(cluster, nodes=int(nodes or 1), ranks_per_node=ranks)
+
+
+def to_table(value: Any) -> Any:
+    """What `tomli_w` writes for `load` to read back."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {item.name: to_table(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: to_table(one) for key, one in value.items()}
+    return [to_table(one) for one in value] if isinstance(value, tuple) else value
+
+
+def _read(kind: type[T], table: Mapping[str, Any], *, at: str) -> T:
+    """A dataclass from a table, with no key too many."""
+    hints = typing.get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in hints:
+            near = (difflib.get_close_matches(key, hints, n=1, cutoff=0.3) or list(hints))[0]
+            raise ClusterError(f"{at}: unknown key {key}; did you mean {near}?")
+        hint = hints[key]
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            values[key] = _read(hint, value, at=f"{at}: {key}")
+        elif isinstance(value, list):
+            values[key] = _curve(value, at=f"{at}: {key}")
+        elif isinstance(value, dict):
+            values[key] = {
+                name: _curve(one, at=f"{at}: {key}.{name}") if isinstance(one, list) else float(one)
+                for name, one in value.items()
+            }
+        elif isinstance(value, hint if isinstance(hint, type) else object) or hint is float:
+            values[key] = value if hint in (str, int, bool) else float(value)
+        else:
+            raise ClusterError(f"{at}: {key} = {value!r} has to be of type {hint.__name__}")
+    return kind(**values)
+
+
+def _curve(rows: list[Any], *, at: str) -> Curve:
+    if not all(isinstance(row, list) and len(row) == 2 for row in rows):
+        raise ClusterError(f"{at} is a list of [bytes, bytes per second]")
+    curve = tuple((float(size), float(rate)) for size, rate in rows)
+    if not all(size > 0 and rate > 0 for size, rate in curve) or list(curve) != sorted(curve):
+        raise ClusterError(f"{at}: sizes and rates are above 0, and sizes ascend")
+    return curve

@@ -1,0 +1,83 @@
+"""What an operation and a collective cost on a cluster, in seconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from meshwise.simulate.cluster import Cluster, Curve, at
+from meshwise.simulate.tape import Call, Operation
+
+FUSED = frozenset({"_fused_adamw_", "_fused_adam_", "_fused_sgd_"})
+"""Operations that are fused already, however many tensors they go through."""
+
+
+@dataclass
+class Prices:
+    """The prices of one cluster. Each operation and each call is priced once."""
+
+    cluster: Cluster
+    _known: dict[Operation, float] = field(default_factory=dict)
+
+    def seconds(self, operation: Operation) -> float:
+        """Of one operation, once it is started."""
+        if operation not in self._known:
+            self._known[operation] = self._seconds(operation)
+        return self._known[operation]
+
+    def _seconds(self, operation: Operation) -> float:
+        device = self.cluster.device
+        if operation.product is None:
+            own = device.rates.get(operation.name)
+            if own is not None:
+                return device.kernel + operation.bytes / own
+            moved = operation.bytes * (1.0 if operation.name in FUSED else device.fused)
+            return device.kernel + moved / at(device.bandwidth, moved)
+        one = operation.product
+        attention = "attention" in operation.name
+        curve = device.attention if attention else device.products
+        inner, outputs = (one.n, one.batch * one.m) if attention else (one.k, one.batch * one.m * one.n)
+        peak = device.peak.get(operation.dtype) or max(device.peak.values())
+        computing = operation.flops / (peak * curve.efficiency(inner=inner, outputs=outputs))
+        return device.kernel + max(computing, operation.bytes / at(device.bandwidth, operation.bytes))
+
+    def collective(self, call: Call) -> float:
+        """Of one collective, when every rank is in one of its kind along the same axes at the same time."""
+        kind, size, ranks = call.stamp.kind, call.stamp.bytes, call.ranks
+        count = len(ranks)
+        if kind == "barrier":
+            return self._latency(ranks) * math.ceil(math.log2(count))
+        moved = size * traffic(kind, count)
+        steps = 1 if kind in ("send", "recv") else math.ceil(math.log2(count))
+        return self._latency(ranks) * steps + moved / self._rate(kind, size, ranks)
+
+    def crosses(self, ranks: Sequence[int]) -> bool:
+        """Whether ranks lie in more than one node."""
+        return len({rank // self.cluster.ranks_per_node for rank in ranks}) > 1
+
+    def _latency(self, ranks: Sequence[int]) -> float:
+        return (self.cluster.between if self.crosses(ranks) else self.cluster.inside).latency
+
+    def _rate(self, kind: str, size: float, ranks: Sequence[int]) -> float:
+        """Bytes per second of one rank.
+
+        A ring through several nodes enters and leaves each once for every adapter that its ranks there have; the
+        other groups of the same axes are at it at the same time, with the adapters of theirs.
+        """
+        cluster = self.cluster
+        inside = at(cluster.inside.collectives.get(kind, cluster.inside.bandwidth), size)
+        if not self.crosses(ranks):
+            return inside
+        curve: Curve = cluster.between.collectives.get(kind, cluster.between.bandwidth)
+        nodes = len({rank // cluster.ranks_per_node for rank in ranks})
+        here = len(ranks) / nodes
+        share = min(1.0, cluster.adapters / cluster.ranks_per_node)
+        return min(inside, at(curve, size) * here * share) if here > 1 else at(curve, size) * share
+
+
+def traffic(kind: str, count: int) -> float:
+    """What each rank sends of a collective, as a part of its bytes (of the whole side, where one side is larger)."""
+    if kind in ("send", "recv"):
+        return 1.0
+    return (2.0 if kind == "all_reduce" else 1.0) * (count - 1) / count
