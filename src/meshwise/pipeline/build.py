@@ -65,6 +65,7 @@ def _traced(model: nn.Module, cut: Cut, index: int, crossing: Crossing) -> nn.Mo
     part = part_of(cut.trace.graph, keys=cut.keys[start:stop], sends=crossing.sends, last=last)
     beside: dict[str, Any] = {"_received": _Received(crossing), "_leaves": _Leaves(crossing)}
     names = {str(node.target): None for node in part.nodes if node.op in ("call_module", "get_attr")}
+    model = copied(model, tensors={tensor: tensor for tensor in (*model.parameters(), *model.buffers())})
     held = {name: beside[name] if name in beside else cut.trace.tensor(name, model=model) for name in names}
     module = fx.GraphModule(held, part)
     module.training = model.training

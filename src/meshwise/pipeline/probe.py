@@ -260,12 +260,23 @@ def alone(
         begin = _now(leaves)
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             output = run(args, kwargs)
-        wanted = [*leaves, *(parameter for parameter in parameters if parameter.requires_grad)]
         results = [tensor for tensor in tensors(output) if tensor.requires_grad]
-        if timed and results and wanted:
-            torch.autograd.grad(results, wanted, [torch.ones_like(one) for one in results], allow_unused=True)
+        if timed and results:
+            with _gradients_kept(parameters):
+                torch.autograd.backward(results, [torch.ones_like(one) for one in results])
         seconds = _now(leaves) - begin if timed else 0.0
     return output, Took(sum(kept.values()), seconds if counted is None else float(counted.get_total_flops()))
+
+
+@contextlib.contextmanager
+def _gradients_kept(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Afterwards the parameters have the gradients that they had before."""
+    before = [parameter.grad for parameter in parameters]
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
 
 
 def _described(value: Any) -> Any:

@@ -7,13 +7,19 @@ as `self.training` where the forward itself reads them (modules keep their own).
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import io
+import pickle
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
 
 from meshwise.pipeline.partition import CutError
 from meshwise.pipeline.probe import (
@@ -56,9 +62,54 @@ class Trace:
         path, _, last = name.rpartition(".")
         return getattr(model.get_submodule(path), last)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        named: Callable[[Any], Any] = lambda one: _Name(one.name) if isinstance(one, fx.Node) else one  # noqa: E731
+        rows: list[Any] = [
+            (node.op, node.name, node.target, map_aggregate((node.args, node.kwargs), named))
+            for node in self.graph.nodes
+        ]
+        data = io.BytesIO()
+        _Pickler(data).dump((rows, self.constants))
+        return _unpickled, (data.getvalue(),)
+
     def knows(self, name: str) -> bool:
         """Whether it calls a module of this name, or reads such a parameter."""
         return any(node.target == name for node in self.graph.nodes if node.op in ("call_module", "get_attr"))
+
+
+@dataclass(frozen=True)
+class _Name:
+    """In a pickle, an operation whose result is used: they hang together in chains that are too long to follow."""
+
+    name: str
+
+
+class _Pickler(pickle.Pickler):
+    """Functions by the name they are found under: some of torch, as max_pool2d, were defined inside of another one."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """How to get such a function again; everything else goes the usual way."""
+        if isinstance(obj, FunctionType) and obj.__qualname__ != obj.__name__:
+            name = (obj.__module__, obj.__name__)
+            if getattr(sys.modules.get(name[0]), name[1], None) is obj:
+                return _named_function, name
+        return NotImplemented
+
+
+def _named_function(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+def _unpickled(data: bytes) -> Trace:
+    rows, constants = pickle.loads(data)
+    graph = fx.Graph()
+    made: dict[str, fx.Node] = {}
+    node_of: Callable[[Any], Any] = lambda one: made[one.name] if isinstance(one, _Name) else one  # noqa: E731
+    for op, name, target, inputs in rows:
+        args, kwargs = map_aggregate(inputs, node_of)
+        made[name] = graph.create_node(op, target, args, kwargs, name=name)
+        assert made[name].name == name
+    return Trace(graph, constants)
 
 
 class _Tracer(fx.Tracer):

@@ -1,0 +1,390 @@
+"""Models and batches that pipelines stumble over, trained by `parallelize` as by one process: loss, norm, every
+gradient and every parameter of all steps to 1e-9.
+
+Skips, changes in place, frozen stages, recomputation, functions with a backward of their own, layers that run twice,
+values that are no tensors, noise, odd batches; and an exception on any stage.
+"""
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from meshwise.comm.world import World
+from meshwise.parallelize import Options, parallelize
+from meshwise.pipeline.cut import Where
+from meshwise.plan import Plan, PlanError
+from meshwise.testing import Processes, agree, alone, outcome, run
+from meshwise.trainer import Trainer
+from reference.convolutional import ResNet, UNet
+
+BOUND = 1e-9
+WIDTH = 6
+
+Batch = Any
+Loss = Callable[[Any, Batch], tuple[Tensor, int]]
+
+
+def squares(output: Any, batch: Batch) -> tuple[Tensor, int]:
+    return output.square().sum(), len(output)
+
+
+def numbers(*rows: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(size, WIDTH, generator=generator, dtype=torch.float64) for size in rows]
+
+
+def images(*rows: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(size, 3, 8, 8, generator=generator, dtype=torch.float64) for size in rows]
+
+
+class Chain(nn.Module):
+    """Layers, one after the other; what they are made of is what is unusual."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def linears(count: int = 4) -> list[nn.Module]:
+    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count)]
+
+
+def made(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(2)
+    return build().double()
+
+
+def trainer(world: World, plan: str, model: nn.Module, **settings: Any) -> Trainer:
+    options = settings.pop("options")
+    return parallelize(copy.deepcopy(model), plan, world=world, options=options, lr=1e-2, weight_decay=0.1, **settings)
+
+
+def trains_like_one(
+    model: nn.Module, plan: str, batches: list[Batch], *, loss: Loss = squares, where: Where | None = None
+) -> None:
+    options = Options(clip_norm=0.5, example=batches[0], cut=where or Where())
+    whole = alone(copy.deepcopy(model), batches=batches, loss=loss, options=options, lr=1e-2, weight_decay=0.1)
+
+    def main(world: World) -> Any:
+        split = trainer(world, plan, model, loss=loss, options=options)
+        steps = outcome(split, batches=batches)
+        split.close()
+        return steps
+
+    for steps in run(Plan.parse(plan).mesh().size, main):
+        agree(steps, whole, bound=BOUND)
+
+
+# ---- what a forward may do ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["blocks", "trace"])
+@pytest.mark.parametrize("plan", ["pp=3 microbatches=2", "pp=2 dp=2 zero=3 microbatches=2 schedule=zb-h1"])
+def test_skips_over_stages(how: Any, plan: str) -> None:
+    trains_like_one(made(UNet), plan, images(6, 3, 4), where=Where(how=how))
+
+
+def test_a_resnet_cut_within_its_blocks() -> None:
+    trains_like_one(made(ResNet), "pp=4 microbatches=4 schedule=looped virtual_stages=2", images(6, 5, 1))
+
+
+class InPlace(nn.Module):
+    """Changes its input, and the model changes its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x.mul_(0.5).relu_()).add_(x)
+        return out
+
+
+class ChangesBetween(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        for layer in self.layers:
+            x = layer(x)
+            x *= 2
+        return x
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_changes_in_place_at_every_edge(schedule: str) -> None:
+    model = made(lambda: ChangesBetween(*(InPlace() for _ in range(4))))
+    trains_like_one(model, f"pp=4 microbatches=3 schedule={schedule}", numbers(6, 5, 4))
+
+
+class Doubled(torch.autograd.Function):
+    """A function with a backward of its own, which needs what its forward saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        x: Tensor = ctx.saved_tensors[0]
+        return 2 * gradient * x.cos()
+
+
+class WithDoubled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return Doubled.apply(self.linear(x))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h2"])
+def test_a_backward_of_ones_own_is_what_is_run(schedule: str) -> None:
+    model = made(lambda: Chain(*(WithDoubled() for _ in range(3))))
+    trains_like_one(model, f"pp=3 microbatches=4 schedule={schedule}", numbers(8, 4, 5))
+
+
+class Recomputed(nn.Module):
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = nn.Sequential(*linears(2), nn.Dropout(0.3)), reentrant
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("schedule, reentrant", [("1f1b", True), ("1f1b", False), ("zb-h1", False), ("gpipe", True)])
+def test_recomputation_by_the_model_itself(schedule: str, reentrant: bool) -> None:
+    model = made(lambda: Chain(nn.Linear(WIDTH, WIDTH), *(Recomputed(reentrant=reentrant) for _ in range(3))))
+    trains_like_one(model, f"pp=2 microbatches=3 schedule={schedule}", numbers(6, 5, 4))
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_recomputation_by_the_plan(schedule: str, recompute: str) -> None:
+    model = made(lambda: Chain(*(nn.Sequential(*linears(2), nn.Dropout(0.3)) for _ in range(4))))
+    trains_like_one(model, f"pp=2 microbatches=3 schedule={schedule} recompute={recompute}", numbers(6, 5, 4))
+
+
+class Twice(nn.Module):
+    """One layer on both ends, and noise that the model draws by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.middle = nn.ModuleList(linears())
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.shared(x)
+        for layer in self.middle:
+            x = layer(x) + 0.1 * torch.rand_like(x) * self.training
+        return self.shared(x)
+
+
+@pytest.mark.parametrize("plan", ["pp=2 microbatches=2", "pp=3 dp=2 zero=2 microbatches=2 schedule=zb-h1"])
+def test_a_layer_that_runs_on_two_stages_and_noise_between_layers(plan: str) -> None:
+    trains_like_one(made(Twice), plan, numbers(8, 4, 4))
+
+
+# ---- what is trained ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("frozen", [(0,), (1,), (3,), (0, 1), (1, 2), (0, 1, 2)], ids=str)
+def test_frozen_stages_at_the_beginning_in_the_middle_and_at_the_end(schedule: str, frozen: tuple[int, ...]) -> None:
+    def build() -> nn.Module:
+        layers = linears(4)
+        for index in frozen:
+            layers[index].requires_grad_(False)
+        return Chain(*layers)
+
+    trains_like_one(made(build), f"pp=4 microbatches=2 schedule={schedule}", numbers(4, 3, 4))
+
+
+def test_norms_over_the_batch_are_of_the_whole_batch_or_refused() -> None:
+    model = made(lambda: ResNet(1, norm=nn.BatchNorm2d))
+    trains_like_one(model, "pp=2", images(4, 4, 4))
+    trains_like_one(model.eval(), "pp=2 microbatches=2", images(4, 3, 4))
+
+
+# ---- what crosses, goes in and comes out --------------------------------------------------------------------------
+
+
+class Carrying(nn.Module):
+    """Takes and returns a value beside the stream: integers, a mask, a number, nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, state: dict[str, Any]) -> dict[str, Any]:
+        x, mask, depth = state["x"], state["mask"], state["depth"]
+        return {"x": x + self.linear(x) * mask, "mask": ~mask, "depth": depth + 1, "none": None, "ids": mask.long()}
+
+
+class Carries(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        state: dict[str, Any] = {"x": x, "mask": x > 0, "depth": 0}
+        for layer in self.layers:
+            state = layer(state)
+        found: Tensor = state["x"] * state["depth"] + state["ids"]
+        return found
+
+
+def test_values_without_gradients_cross_with_those_that_have_some() -> None:
+    trains_like_one(made(lambda: Carries(*(Carrying() for _ in range(3)))), "pp=3 microbatches=2", numbers(4, 3, 4))
+
+
+class Flagged(Chain):
+    def forward(self, x: Tensor, scale: float = 1.0, name: str = "", extra: Any = None) -> dict[str, Any]:
+        for layer in self.layers:
+            x = layer(x) * scale
+        return {"out": x, "name": name, "extra": extra}
+
+
+def test_batches_and_outputs_hold_what_they_like() -> None:
+    model = made(lambda: Flagged(*linears()))
+    batches = [{"x": x, "scale": 0.5, "name": "a", "extra": [x.long(), None]} for x in numbers(4, 3, 5)]
+    trains_like_one(model, "pp=2 microbatches=2", batches, loss=lambda out, batch: squares(out["out"], batch))
+
+    def main(world: World) -> Any:
+        options = Options(example=batches[0])
+        split = trainer(
+            world, "pp=2 microbatches=2", model, loss=lambda out, batch: squares(out["out"], batch), options=options
+        )
+        return split.predict(batches[0])
+
+    expected = model(**batches[0])
+    for output in run(2, main):
+        assert output["name"] == "a"
+        assert output["extra"][1] is None
+        agree(output["out"], expected["out"].detach(), bound=1e-12)
+
+
+@pytest.mark.parametrize(
+    "plan", ["pp=2 microbatches=4", "pp=3 microbatches=2 schedule=zb-h1", "pp=2 dp=2 microbatches=3"]
+)
+def test_odd_batches(plan: str) -> None:
+    """Fewer rows than micro-batches, one row, and never as many as the step before."""
+    trains_like_one(made(lambda: Chain(*linears())), plan, numbers(5, 1, 7, 2))
+
+
+def test_lengths_may_differ_from_step_to_step() -> None:
+    generator = torch.Generator().manual_seed(3)
+    batches = [torch.randn(3, length, WIDTH, generator=generator, dtype=torch.float64) for length in (4, 9, 1, 4)]
+    trains_like_one(made(lambda: Chain(*linears())), "pp=2 microbatches=2", batches)
+
+
+def test_evaluation_draws_nothing_and_leaves_no_gradient() -> None:
+    model = made(lambda: Chain(*linears(), nn.Dropout(0.5)))
+    (batch,) = numbers(5)
+
+    def main(world: World) -> tuple[float, bool]:
+        split = trainer(world, "pp=2 microbatches=2", model, loss=squares, options=Options(example=batch))
+        loss = split.evaluate([batch]).loss
+        return loss, split.model.training
+
+    expected, count = squares(copy.deepcopy(model).eval()(batch), batch)
+    for loss, training in run(2, main):
+        agree(loss, float(expected.detach()) / count, bound=1e-12)
+        assert training
+
+
+# ---- what goes wrong ----------------------------------------------------------------------------------------------
+
+
+class Trap(nn.Module):
+    """Fails in its forward, or in its backward, when it meets the number."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.linear, self.where = nn.Linear(WIDTH, WIDTH), where
+
+    def forward(self, x: Tensor) -> Any:
+        if self.where == "forward" and (x > 100).any():
+            raise LookupError("a number over 100")
+        y = self.linear(x)
+        if self.where == "backward" and y.requires_grad and (x > 100).any():
+            y.register_hook(_fail)
+        return y
+
+
+def _fail(_gradient: Tensor) -> Tensor:
+    raise LookupError("a number over 100")
+
+
+def caught(world: World, stage: int, where: str) -> None:
+    layers: list[nn.Module] = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    layers[stage] = Trap(where)
+    for layer in layers:
+        nn.init.eye_(layer.get_submodule("linear").weight if isinstance(layer, Trap) else layer.weight)  # type: ignore[arg-type]
+    good, bad = torch.ones(4, WIDTH), torch.ones(4, WIDTH).index_fill(0, torch.tensor([2]), 1000.0)
+    split = trainer(world, "pp=3 microbatches=4", Chain(*layers), loss=squares, options=Options(example=good))
+    split.step(good)
+    split.step(bad)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_an_exception_is_every_ranks_with_its_own_type(stage: int, where: str) -> None:
+    with pytest.raises(LookupError, match="a number over 100"):
+        run(3, caught, args=(stage, where))
+
+
+@pytest.mark.processes
+def test_an_exception_ends_real_processes_within_seconds(processes: Processes) -> None:
+    run(3, print, on=processes)  # started, and warm
+    began = time.monotonic()
+    with pytest.raises(LookupError, match="a number over 100"):
+        run(3, caught, on=processes, args=(1, "backward"))
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(
+    "build, plan, message",
+    [
+        (
+            lambda: Chain(*linears(3)),
+            "pp=8",
+            r"8 stages do not fit: Chain has 3 pieces, so at most .*=3; and as a trace",
+        ),
+        (lambda: nn.Linear(WIDTH, WIDTH), "pp=2", r"2 stages do not fit"),
+        (
+            lambda: Chain(*linears(3), nn.Dropout()),
+            "pp=2 microbatches=3 schedule=interleaved virtual_stages=2",
+            "multiple",
+        ),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_on_every_rank(build: Any, plan: str, message: str) -> None:
+    (batch,) = numbers(4)
+
+    def main(world: World) -> str:
+        with pytest.raises(PlanError, match=message) as raised:
+            trainer(world, plan, made(build), loss=squares, options=Options(example=batch))
+        return str(raised.value)
+
+    assert len(set(run(Plan.parse(plan).mesh().size, main))) == 1
+
+
+def test_a_cut_by_hand_that_names_nothing_is_refused_on_every_rank() -> None:
+    (batch,) = numbers(4)
+
+    def main(world: World) -> None:
+        options = Options(example=batch, cut=Where(at=("layer.2",)))
+        with pytest.raises(PlanError, match=r"cannot begin at 'layer.2'; it can at, for example, layers"):
+            trainer(world, "pp=2", made(lambda: Chain(*linears())), loss=squares, options=options)
+
+    run(2, main)
