@@ -87,26 +87,28 @@ def test_stores_of_one_machine_listen_on_its_loopback_interface_alone() -> None:
     assert all(listening(port) == {"0100007F"} for port in ports)
 
 
+LISTENING = """
+import os
+from pathlib import Path
+from meshwise.comm import run
+
+def main(world):
+    world.barrier()
+    own = {os.readlink(path) for pid in (os.getpid(), os.getppid())
+           for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
+    rows = [row.split() for name in ("tcp", "tcp6")
+            for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    world.barrier()
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
+
+print(*(address for found in run(2, main, comm="gloo") for address in found))
+"""
+
+
 @pytest.mark.processes
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs the socket tables of Linux")
-def test_a_local_job_listens_nowhere_else(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os\n"
-        "from pathlib import Path\n"
-        "from meshwise.comm import run\n"
-        "def main(world):\n"
-        "    world.barrier()\n"
-        "    own = {os.readlink(path) for pid in (os.getpid(), os.getppid())\n"
-        "           for path in Path(f'/proc/{pid}/fd').iterdir() if path.is_symlink()}\n"
-        "    rows = [row.split() for name in ('tcp', 'tcp6')\n"
-        "            for row in Path(f'/proc/net/{name}').read_text().splitlines()[1:]]\n"
-        "    world.barrier()\n"
-        "    return {row[1].partition(':')[0] for row in rows if row[3] == '0A' and f'socket:[{row[9]}]' in own}\n"
-        "if __name__ == '__main__':\n"
-        "    print(*(address for found in run(2, main, comm='gloo') for address in found))\n"
-    )
-    said = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=100)
+def test_a_local_job_listens_nowhere_else() -> None:
+    said = subprocess.run([sys.executable, "-c", LISTENING], capture_output=True, text=True, check=False, timeout=100)
     assert said.returncode == 0, said.stderr
     assert set(said.stdout.split()) == {"0100007F"}
 
