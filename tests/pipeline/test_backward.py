@@ -46,14 +46,15 @@ class Twice(nn.Module):
 
 
 class Recomputed(nn.Module):
-    """A block under an activation checkpoint."""
+    """A block under torch's activation checkpoint, between layers that are not."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, reentrant: bool) -> None:
         super().__init__()
-        self.before, self.block = nn.Linear(8, 8), Block(CONFIG)
+        self.before, self.block, self.after = nn.Linear(8, 8), Block(CONFIG), nn.Linear(8, 8)
+        self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(self.block, self.before(x), use_reentrant=False)
+        out: Tensor = self.after(checkpoint(self.block, self.before(x), use_reentrant=self.reentrant))
         return out
 
 
@@ -61,7 +62,8 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "blocks": lambda: nn.Sequential(Block(CONFIG), Block(CONFIG)),
     "shared": Twice,
     "convolutions": lambda: nn.Sequential(nn.Conv1d(12, 6, 3), nn.BatchNorm1d(6), nn.ReLU(inplace=True)),
-    "recomputed": Recomputed,
+    "recomputed": lambda: Recomputed(reentrant=False),
+    "recomputed, reentrant": lambda: Recomputed(reentrant=True),
 }
 
 
@@ -84,8 +86,28 @@ def test_i_and_w_are_the_backward(name: str) -> None:
         weights.run()
     found = [x.grad, *(parameter.grad for parameter in model.parameters())]
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
-    if name == "blocks":
-        assert during_input < parts.count == whole.count
+    assert parts.count == whole.count, "nothing is computed twice, nothing that was thrown away more than once again"
+    if name in ("blocks", "recomputed"):
+        assert during_input < parts.count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_under_autocast_i_and_w_are_the_backward_bit_by_bit(dtype: torch.dtype) -> None:
+    model = nn.Sequential(Block(CONFIG), Block(CONFIG)).to(dtype)
+    x = torch.randn(2, 12, 8).to(dtype).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model(x)
+    out.backward(torch.ones_like(out), retain_graph=True)
+    expected = [x.grad, *(parameter.grad for parameter in model.parameters())]
+    x.grad = None
+    model.zero_grad()
+    weights = backward_input([out], gradients=[torch.ones_like(out)], received=[x], parameters=model.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    weights.run()
+    for found, wanted in zip([x.grad, *(p.grad for p in model.parameters())], expected, strict=True):
+        assert found is not None
+        assert wanted is not None
+        assert torch.equal(found, wanted)
 
 
 def test_w_has_all_parameters_of_a_block_and_may_wait() -> None:

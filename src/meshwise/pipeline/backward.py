@@ -10,20 +10,24 @@ gradients of its two operands independently of each other, and autograd leaves o
 
 What is computed is what one backward computes, node by node (Qi et al., 2023; torch's pipelining does it so as well).
 A parameter that hangs on the spine in several places gets its gradient with I: from one of the places, autograd would
-reach the others again.
+reach the others again. So does one whose place torch's checkpoint computes again: it would for every place anew.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
+from torch.utils.checkpoint import checkpoint
 
 Gradients: TypeAlias = Sequence[Tensor | None]
+
+_REENTRANT = "CheckpointFunctionBackward"
+"""torch's reentrant checkpoint: a node that runs a backward of its own, and cannot be asked for a part of it."""
 
 
 class WeightBackward:
@@ -57,6 +61,9 @@ def backward_input(
     graph = _Graph([edge.node for edge in map(torch.autograd.graph.get_gradient_edge, outputs)])
     spine = graph.leading_to({_node(leaf) for leaf in received})
     later = WeightBackward()
+    if any(node.name() == _REENTRANT for node in graph.nodes):
+        torch.autograd.backward(outputs, gradients)
+        return later
     if not spine:
         later.later(
             [*map(torch.autograd.graph.get_gradient_edge, outputs)],
@@ -65,9 +72,10 @@ def backward_input(
         )
         return later
     places = {parameter: graph.entrances(node, spine=spine) for parameter, node in trained.items()}
-    now = [parameter for parameter, nodes in places.items() if len(nodes) > 1 or None in nodes]
+    again = {node for node in set().union(*places.values()) if node is not None and _computed_again(node)}
+    now = [parameter for parameter, nodes in places.items() if len(nodes) > 1 or None in nodes or nodes & again]
     hooks = []
-    for place in {node for nodes in places.values() if len(nodes) == 1 for node in nodes if node is not None}:
+    for place in {node for nodes in places.values() if len(nodes) == 1 for node in nodes if node is not None} - again:
         hanging = [parameter for parameter, nodes in places.items() if nodes == {place}]
         hooks.append(place.register_prehook(partial(_arrived, later, place, hanging)))
     torch.autograd.backward(
@@ -81,6 +89,19 @@ def backward_input(
 def _arrived(later: WeightBackward, place: Node, parameters: Sequence[Tensor], gradients: Gradients) -> None:
     edges = [GradientEdge(place, index) for index in range(len(gradients))]
     later.later(edges, gradients=gradients, parameters=parameters)
+
+
+def _computed_again(node: Node) -> bool:
+    """Whether torch's checkpoint has in its hands what the node has saved."""
+    saved = (getattr(node, name) for name in _saved_by(type(node)))
+    each = (one for some in saved for one in (some if isinstance(some, list | tuple) else (some,)))
+    return any(type(one.data).__module__ == checkpoint.__module__ for one in each)
+
+
+@cache
+def _saved_by(kind: type[Node]) -> tuple[str, ...]:
+    """The attributes of a kind of node under which the tensors are that it has saved."""
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 def _node(leaf: Tensor) -> Node:
