@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from meshwise.comm.chain import Chains
+from meshwise.comm.group import Group
 from meshwise.comm.journal import Stamp
 from meshwise.comm.meanwhile import Outlook
 from meshwise.comm.trace_world import TraceWorld
-from meshwise.comm.world import Group, Work
+from meshwise.comm.world import Work
 from meshwise.mesh import Mesh
 
 WORLD = TraceWorld(rank=0, mesh=Mesh.of(rank=2))

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from joined import joined
-from meshwise.comm.world import Group, Work, World
+from meshwise.comm.group import Group
+from meshwise.comm.world import Work, World
 from meshwise.mesh import Mesh
 from meshwise.testing import Processes, run
 

@@ -18,9 +18,10 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TypeAlias
 
+from meshwise.comm.group import Group
 from meshwise.comm.journal import Stamp
 from meshwise.comm.meanwhile import Outlook
-from meshwise.comm.world import Group, Work, World
+from meshwise.comm.world import Work, World
 
 Steps: TypeAlias = Iterator[Work]
 

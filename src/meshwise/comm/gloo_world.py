@@ -28,12 +28,14 @@ import torch
 from torch import Tensor
 
 from meshwise.comm.carrier import Carrier, Ticket
+from meshwise.comm.group import Group
 from meshwise.comm.journal import Journal, Stamp
 from meshwise.comm.mailbox import Mailbox, Messages
 from meshwise.comm.meanwhile import Meanwhile
+from meshwise.comm.parts import put
 from meshwise.comm.reduction import reduce_in_order, require_op
 from meshwise.comm.scratch import Scratch
-from meshwise.comm.world import Group, Work, World
+from meshwise.comm.world import Work, World
 from meshwise.mesh import Mesh
 
 Steps: TypeAlias = Iterator[Messages]
@@ -107,15 +109,9 @@ class GlooWorld(World):
         self._transport = transport
 
     def close(self) -> None:
-        """When all ranks have called it: wait for what is under way, end the threads and close the connections.
-
-        A collective of its own, so that a rank which leaves while others still count on it shows up as a disagreement.
-        """
+        """When all ranks have called it: wait for what is under way, end the threads and close the connections."""
         if self._transport is not None and not self._transport.mailbox.closed:
-            group = self.group(self.mesh.names)
-            stamp = self._stamp("close", group, ())
-            with self.journal.waiting(stamp):
-                self._barrier(stamp, group)
+            self._meet_to_close()
             self._transport.close()
 
     # ---- one phase ---------------------------------------------------------------------------------------------
@@ -143,7 +139,7 @@ class GlooWorld(World):
                 sends=[(rank, x) for _, rank in call.peers],
                 receives=[(rank, writes[index]) for index, rank in reversed(call.peers)],
             )
-            _copy_unless_same(x, writes[group.index])
+            put(x, into=writes[group.index])
             yield messages
 
         return self._start(call, program, reads=[x], writes=parts)
@@ -157,7 +153,7 @@ class GlooWorld(World):
                 sends=[(rank, reads[index]) for index, rank in call.peers],
                 receives=[(rank, writes[index]) for index, rank in reversed(call.peers)],
             )
-            _copy_unless_same(reads[group.index], writes[group.index])
+            put(reads[group.index], into=writes[group.index])
             yield messages
 
         return self._start(call, program, reads=parts, writes=into)
@@ -172,7 +168,7 @@ class GlooWorld(World):
                 yield self._post(call, sends=[(group.ranks[target], x)])
             else:
                 messages = self._post(call, receives=[(rank, writes[index]) for index, rank in call.peers])
-                _copy_unless_same(x, writes[target])
+                put(x, into=writes[target])
                 yield messages
 
         return self._start(call, program, reads=[x], writes=parts or [])
@@ -187,7 +183,7 @@ class GlooWorld(World):
                 yield self._post(call, receives=[(group.ranks[source], into)])
             else:
                 messages = self._post(call, sends=[(rank, reads[index]) for index, rank in call.peers])
-                _copy_unless_same(reads[source], into)
+                put(reads[source], into=into)
                 yield messages
 
         return self._start(call, program, reads=parts or [], writes=[into])
@@ -372,8 +368,3 @@ def _staged(program: Program, reads: list[Tensor], writes: list[Tensor], carrier
             x.copy_(copy, non_blocking=True)
 
     return finish
-
-
-def _copy_unless_same(x: Tensor, into: Tensor) -> None:
-    if x.data_ptr() != into.data_ptr():
-        into.copy_(x)

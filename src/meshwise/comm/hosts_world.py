@@ -22,13 +22,14 @@ from torch import Tensor
 
 from meshwise.comm.chain import Chains, Steps
 from meshwise.comm.gloo_world import GlooWorld, Transport
+from meshwise.comm.group import Group
 from meshwise.comm.journal import Journal, Stamp
 from meshwise.comm.lane import Lanes
 from meshwise.comm.local_world import LocalWorld
 from meshwise.comm.mailbox import Mailbox
 from meshwise.comm.reduction import is_narrow
 from meshwise.comm.room import Room
-from meshwise.comm.world import Group, Work, World
+from meshwise.comm.world import Axes, Work, World
 from meshwise.mesh import Mesh
 
 
@@ -82,6 +83,11 @@ class HostsWorld(World):
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
         """A tensor in memory that the other ranks of this host can map."""
         return self._inside.empty(numel, dtype=dtype)
+
+    def common(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:
+        """A tensor in one dim that is the same memory for all ranks along `axes`; None unless they are on one host."""
+        here = self._way(self.group(axes)) is self._inside
+        return self._inside.over(self.mesh).common(numel, dtype=dtype, axes=axes) if here else None
 
     def close(self) -> None:
         """When all ranks have called it: wait for what is under way and close the connections."""

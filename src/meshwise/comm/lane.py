@@ -22,12 +22,12 @@ from torch import Tensor
 
 from meshwise.comm import board
 from meshwise.comm.board import PAYLOAD_BYTES, RING, Board
+from meshwise.comm.group import Group
 from meshwise.comm.journal import RanksDisagree, Stamp
 from meshwise.comm.lost import lost
 from meshwise.comm.meanwhile import Meanwhile, Outlook
 from meshwise.comm.room import Room
 from meshwise.comm.span import Far, Near, Span
-from meshwise.comm.world import Group
 
 _IN_PAYLOAD, _IN_PRIVATE = 0, -1
 _HEAD, _PART = 1, 3  # words: the tag; place, offset and bytes

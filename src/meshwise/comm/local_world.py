@@ -25,10 +25,12 @@ import torch
 from torch import Tensor
 
 from meshwise.comm.board import PAYLOAD_BYTES
+from meshwise.comm.group import Group, line
 from meshwise.comm.journal import Journal, Stamp
 from meshwise.comm.lane import Call, Lane, Lanes, travels_in_payload
+from meshwise.comm.parts import put
 from meshwise.comm.span import Near, Span, reduce_spans
-from meshwise.comm.world import Axes, Group, Work, World, line
+from meshwise.comm.world import Axes, Work, World
 from meshwise.mesh import Mesh
 
 
@@ -89,16 +91,10 @@ class LocalWorld(World):
         return held[: numel * dtype.itemsize].view(dtype)
 
     def close(self) -> None:
-        """When all ranks have called it: wait for what is under way.
-
-        A collective of its own, so that a rank which leaves while others still count on it shows up as a disagreement.
-        """
+        """When all ranks have called it: wait for what is under way."""
         if not self._lanes.closed:
-            group = self.group(self.mesh.names)
-            stamp = self._stamp("close", group, ())
-            with self.journal.waiting(stamp):
-                self._barrier(stamp, group)
-                self._lanes.close()
+            self._meet_to_close()
+            self._lanes.close()
 
     def leave(self) -> None:
         """Wait for what is under way. The ranks have agreed to close."""
@@ -115,11 +111,11 @@ class LocalWorld(World):
     def _all_gather(self, stamp: Stamp, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
         part = self._part(stamp, group)
         if all(self._lanes.room.commons.holds(held, ranks=group.ranks) for held in parts):
-            _copy_unless_same(x, parts[group.index])
+            put(x, into=parts[group.index])
             return self._begin(part, needs=part.others)
 
         def act() -> None:
-            _copy_unless_same(x, parts[group.index])
+            put(x, into=parts[group.index])
             for index in part.others:
                 part.span(index, like=parts[index]).copy_to(parts[index])
 
@@ -129,7 +125,7 @@ class LocalWorld(World):
         part = self._part(stamp, group)
 
         def act() -> None:
-            _copy_unless_same(parts[group.index], into[group.index])
+            put(parts[group.index], into=into[group.index])
             for index in part.others:
                 part.span(index, like=into[index], which=group.index).copy_to(into[index])
 
@@ -142,7 +138,7 @@ class LocalWorld(World):
             return self._begin(part, gives=[x], users=[target])
 
         def act() -> None:
-            _copy_unless_same(x, parts[target])
+            put(x, into=parts[target])
             for index in part.others:
                 part.span(index, like=parts[index]).copy_to(parts[index])
 
@@ -157,7 +153,7 @@ class LocalWorld(World):
                 needs=[source],
                 act=lambda: part.span(source, like=into, which=group.index).copy_to(into),
             )
-        _copy_unless_same(parts[source], into)
+        put(parts[source], into=into)
         return self._begin(part, gives=parts, users=part.others)
 
     def _send(self, stamp: Stamp, group: Group, x: Tensor, to: int) -> Work:
@@ -282,8 +278,3 @@ class _Begun(Work):
 
     def _finish(self) -> None:
         self._lane.finish(self._call)
-
-
-def _copy_unless_same(x: Tensor, into: Tensor) -> None:
-    if x.data_ptr() != into.data_ptr():
-        into.copy_(x)

@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.comm.carrier import Carrier
+from meshwise.comm.group import Group
 from meshwise.comm.journal import Journal, Stamp
 from meshwise.comm.reduction import reduce_in_order, require_op
-from meshwise.comm.world import Group, Work, World
+from meshwise.comm.world import Work, World
 from meshwise.mesh import Mesh
 
 Backend: TypeAlias = Callable[[c10d.Store, int, int], c10d.ProcessGroup]
@@ -103,10 +104,7 @@ class NcclWorld(World):
     def close(self) -> None:
         """When all ranks have called it: finish what is under way and release the communicators."""
         if not self._communicators.closed:
-            group = self.group(self.mesh.names)
-            stamp = self._stamp("close", group, ())
-            with self.journal.waiting(stamp):
-                self._barrier(stamp, group)
+            self._meet_to_close()
             self._communicators.close()
 
     def _broadcast(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:

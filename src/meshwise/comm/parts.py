@@ -37,3 +37,9 @@ def fit(x: Tensor, *, part: Tensor) -> None:
         raise ValueError(
             f"this rank's tensor has {x.numel()} elements of {x.dtype}, its part {part.numel()} of {part.dtype}"
         )
+
+
+def put(x: Tensor, *, into: Tensor) -> None:
+    """Copy `x` into `into`, unless it lies there already."""
+    if x.data_ptr() != into.data_ptr():
+        into.copy_(x)

@@ -29,9 +29,10 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from meshwise.comm.group import Group, line
 from meshwise.comm.journal import Journal, Stamp
 from meshwise.comm.meeting import Ended, Hub, Meeting
-from meshwise.comm.world import Group, Work, World, line
+from meshwise.comm.world import Work, World
 from meshwise.mesh import Mesh
 
 Result = TypeVar("Result")

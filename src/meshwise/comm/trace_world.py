@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwise.comm.group import Group
 from meshwise.comm.journal import Journal, Stamp
-from meshwise.comm.world import Axes, Group, Work, World
+from meshwise.comm.world import Axes, Work, World
 from meshwise.mesh import Mesh
 
 

@@ -1,7 +1,7 @@
 """The World: what joins the ranks.
 
-A scheme never asks which machine it runs on. It asks a `World` for collectives along the named axes of a mesh, and
-three implementations answer: `torch_world` (c10d: gloo and NCCL), `thread_world` (ranks as threads of one process) and
+A scheme never asks which machine it runs on. It asks a `World` for collectives along the named axes of a mesh. Those
+of real processes are chosen by `torch_world`; beside them stand `thread_world` (ranks as threads of one process) and
 `trace_world` (one rank of a world of any size that moves nothing and records everything).
 
 The public methods live here, once: they resolve the axes to a group, answer a group of one without communication,
@@ -17,38 +17,20 @@ import dataclasses
 import pickle
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
 from meshwise.comm.agreement import as_tensor, require_alike
+from meshwise.comm.group import Group, line, rooted
 from meshwise.comm.journal import Journal, Position, Stamp, call_site
-from meshwise.comm.parts import Parts, fit, flat, split
+from meshwise.comm.parts import Parts, fit, flat, put, split
 from meshwise.comm.reduction import require_op
 from meshwise.comm.stopwatch import Stopwatch
 from meshwise.mesh import Mesh
 
 Axes: TypeAlias = str | Sequence[str]
-
-
-@dataclass(frozen=True)
-class Group:
-    """The ranks that take part in one collective, and this rank's index among them.
-
-    Calls for another `purpose` are apart from all others of these ranks, as if other ranks made them.
-    """
-
-    axes: tuple[str, ...]
-    ranks: tuple[int, ...]
-    index: int
-    purpose: str = ""
-
-    @property
-    def size(self) -> int:
-        """How many ranks take part."""
-        return len(self.ranks)
 
 
 class Work:
@@ -172,7 +154,7 @@ class World(abc.ABC):
 
     def broadcast(self, x: Tensor, *, axes: Axes, source: int = 0) -> Work:
         """Overwrite `x` everywhere with the source's `x`."""
-        group = _rooted(self.group(axes), source)
+        group = rooted(self.group(axes), root=source)
         if group.size == 1:
             return Work()
         stamp = self._stamp("broadcast", group, x, how=f"from {source}")
@@ -181,7 +163,7 @@ class World(abc.ABC):
     def reduce(self, x: Tensor, *, axes: Axes, target: int = 0, op: str = "sum") -> Work:
         """Reduce into the target's `x`; the other ranks' `x` is unspecified afterwards. op: sum, max or min."""
         require_op(op)
-        group = _rooted(self.group(axes), target)
+        group = rooted(self.group(axes), root=target)
         if group.size == 1:
             return Work()
         stamp = self._stamp("reduce", group, x, how=f"{op} to {target}")
@@ -232,7 +214,7 @@ class World(abc.ABC):
 
     def gather(self, x: Tensor, *, into: Parts | None, axes: Axes, target: int = 0) -> Work:
         """Every rank's `x` on the target; `into` is None elsewhere."""
-        group = _rooted(self.group(axes), target)
+        group = rooted(self.group(axes), root=target)
         if group.size == 1:
             assert into is not None
             return _copy(x, into)
@@ -246,7 +228,7 @@ class World(abc.ABC):
 
     def scatter(self, x: Parts | None, *, into: Tensor, axes: Axes, source: int = 0) -> Work:
         """The source's parts, one to each rank; `x` is None elsewhere."""
-        group = _rooted(self.group(axes), source)
+        group = rooted(self.group(axes), root=source)
         if group.size == 1:
             assert x is not None
             return _copy(x, into)
@@ -348,6 +330,16 @@ class World(abc.ABC):
     @abc.abstractmethod
     def _barrier(self, stamp: Stamp, group: Group) -> None: ...
 
+    def _meet_to_close(self) -> None:
+        """Return when every rank has called it.
+
+        A collective of its own, so that a rank which leaves while others still count on it shows up as a disagreement.
+        """
+        group = self.group(self.mesh.names)
+        stamp = self._stamp("close", group, ())
+        with self.journal.waiting(stamp):
+            self._barrier(stamp, group)
+
     # ---- stamps ------------------------------------------------------------------------------------------------
 
     def _stamp(self, kind: str, group: Group, x: Parts, *, how: str = "") -> Stamp:
@@ -373,26 +365,9 @@ class World(abc.ABC):
         require_alike(dict(zip(group.ranks, parts, strict=True)), journal=self.journal)
 
 
-def _rooted(group: Group, index: int) -> Group:
-    """The group, which has a rank of this index. Raises ValueError otherwise."""
-    if not 0 <= index < group.size:
-        raise ValueError(f"no index {index} along {'·'.join(group.axes)}, which has {group.size} ranks")
-    return group
-
-
-def line(group: Group, *, source: int, target: int) -> Group:
-    """The two ends of a message as a group of their own. Raises ValueError when they are not two ranks of the group."""
-    if source == target or not (0 <= source < group.size and 0 <= target < group.size):
-        raise ValueError(
-            f"no message from index {source} to {target} along {group.axes[0]}, which has {group.size} ranks"
-        )
-    return Group(group.axes, (group.ranks[source], group.ranks[target]), int(group.index == target), "messages")
-
-
 def _copy(x: Parts, into: Parts) -> Work:
     """The collective of a group of one."""
     [source], [target] = split(x, 1), split(into, 1)
     fit(source, part=target)
-    if source.data_ptr() != target.data_ptr():
-        target.copy_(source)
+    put(source, into=target)
     return Work()

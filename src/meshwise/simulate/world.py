@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwise.comm.group import Group
 from meshwise.comm.journal import Stamp
 from meshwise.comm.parts import Parts
 from meshwise.comm.trace_world import TraceWorld
-from meshwise.comm.world import Axes, Group, Work
+from meshwise.comm.world import Axes, Work
 from meshwise.mesh import Mesh
 from meshwise.simulate.recorder import Recorder
 from meshwise.simulate.tape import Call, Category, Wait
