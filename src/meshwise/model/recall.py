@@ -111,14 +111,20 @@ class Recall:
             return compute()
         if self._plays and tape.played < len(tape.results):
             tape.played += 1
-            return map_tensors(Tensor.detach, tape.results[tape.played - 1])
+            return map_tensors(same_memory, tape.results[tape.played - 1])
         with self.suspended():
             result = compute()
         if not self._plays:
-            tape.results.append(map_tensors(Tensor.detach, result))
+            tape.results.append(map_tensors(same_memory, result))
         return result
 
     def protect(self, tensor: Tensor) -> None:
         """Somebody is going to write to this tensor."""
         if self._tape is not None:
             self._tape.protect(tensor)
+
+
+def same_memory(tensor: Tensor) -> Tensor:
+    """Another tensor over the same memory, which autograd knows nothing of: not even that it is a view."""
+    memory = tensor.untyped_storage()
+    return tensor.new_empty(0).set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -37,7 +37,7 @@ from torch.nn import functional
 from meshwise.comm import gradient
 from meshwise.comm.world import World
 from meshwise.layout.geometry import even_split
-from meshwise.model.recall import Recall
+from meshwise.model.recall import Recall, same_memory
 
 Finish: TypeAlias = Callable[[], Tensor]
 Panel: TypeAlias = tuple[int, int]
@@ -111,7 +111,7 @@ class Operation:
 class Gathering:
     """An X that several products read, brought together once for all their backwards."""
 
-    def __init__(self, world: World, moved: Moved) -> None:
+    def __init__(self, world: World, *, moved: Moved) -> None:
         self._world = world
         self._moved = moved
         self._readers = 0
@@ -215,7 +215,8 @@ class _Multiply(torch.autograd.Function):
             assert y is not None
             return _reduce(y, operation.y, world=operation.world)()
 
-        y = multiply() if operation.streaming.keep else operation.recall.once(multiply)
+        # No view, so that the model may write to it: an activation in place.
+        y = same_memory(multiply() if operation.streaming.keep else operation.recall.once(multiply))
         ctx.operation = operation
         ctx.gathering = operand.gathering if ctx.needs_input_grad[1] else None
         if ctx.gathering is not None:

@@ -1,0 +1,403 @@
+"""Recomputation: the same numbers bit for bit under every plan, and the memory that the formula says."""
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwise.comm.thread_world import run_threads
+from meshwise.comm.world import World
+from meshwise.memory.cost import Cost, pick
+from meshwise.memory.recompute import Block, RecomputeError
+from meshwise.model.recall import Recall
+from meshwise.parallelize import Options, parallelize
+from meshwise.plan import Plan, PlanError
+from meshwise.testing.count import count
+from meshwise.tree import tensors
+from meshwise.verify.check import verify
+
+WIDTH, TOKENS, WORDS, LAYERS, STEPS = 16, 4, 32, 3, 2
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 2
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (-1, WIDTH // 2)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        mixed = functional.scaled_dot_product_attention(q, k, v, dropout_p=0.2 if self.training else 0.0)
+        return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Layer(nn.Module):
+    """With dropout of two kinds, an activation in place, and a tensor beside the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = Attention()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.relu, self.drop = nn.ReLU(inplace=True), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
+        x = x + self.attention(self.first(x))
+        return x + self.drop(self.down(self.relu(self.up(self.second(x))))) * scale
+
+
+class Model(nn.Module):
+    """Tied at its ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, scale=self.scale)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    return functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="sum"), batch[1].numel()
+
+
+def batches(rows: int = 8) -> list[tuple[Tensor, Tensor]]:
+    draws = torch.Generator().manual_seed(1)
+    drawn = [torch.randint(WORDS, (rows, TOKENS + 1), generator=draws) for _ in range(STEPS)]
+    return [(tokens[:, :-1], tokens[:, 1:]) for tokens in drawn]
+
+
+def train(world: World, plan: str, *, rows: int = 8, **options: Any) -> tuple[Any, dict[str, Tensor], dict[str, str]]:
+    """Losses and norms, parameters after the last step, and how the blocks were recomputed then."""
+    given = batches(rows)
+    options = {"example": given[0], "clip_norm": 0.5} | options
+    trainer = parallelize(Model, plan, loss=loss, world=world, lr=1e-2, options=Options(**options))
+    numbers = [(result.loss, result.grad_norm) for result in map(trainer.step, given)]
+    values = {name: value.clone() for name, value in trainer.full_parameters()}
+    modes = dict(trainer.blocks.modes)
+    trainer.close()
+    return numbers, values, modes
+
+
+def on(plan: str, **options: Any) -> list[tuple[Any, dict[str, Tensor], dict[str, str]]]:
+    return run_threads(Plan.parse(plan).mesh().size, functools.partial(train, **options), args=(plan,))
+
+
+PLANS = (
+    "dp=2 zero=1",
+    "dp=2 zero=3 microbatches=2",
+    "dp=3 zero=2 microbatches=2",
+    "tp=2",
+    "tp=2 sequence_parallel=1",
+    "tp=4 tp_mode=2d",
+    "tp=4 tp_mode=2.5d",
+    "tp=8 tp_mode=3d",
+    "pp=2 microbatches=3",
+    "pp=2 microbatches=4 schedule=gpipe",
+    "pp=2 microbatches=4 schedule=zb-h1",
+    "pp=2 microbatches=4 schedule=zb-v virtual_stages=2",
+    "pp=2 microbatches=4 schedule=interleaved virtual_stages=2",
+    "dp=2 pp=2 zero=3 microbatches=2 schedule=zb-h1",
+    "dp=2 tp=2 zero=3",
+    "tp=2 pp=2 microbatches=2",
+)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_mode_gives_the_same_bits(plan: str) -> None:
+    plain = on(plan)
+    for mode in ("full", "selective"):
+        for found, single in zip(on(f"{plan} recompute={mode}"), plain, strict=True):
+            assert found[0] == single[0], mode
+            assert all(torch.equal(found[1][name], value) for name, value in single[1].items()), mode
+            assert set(found[2].values()) == {mode}
+
+
+@pytest.mark.parametrize("plan", ["dp=2 zero=3", "dp=2 tp=2", "tp=2 pp=2 microbatches=2 schedule=zb-h1"])
+def test_a_budget_and_half_precision_give_the_same_bits(plan: str) -> None:
+    for mode, base in (("budget=24K", ""), ("precision=bf16 recompute=selective", "precision=bf16")):
+        for found, single in zip(on(f"{plan} {mode}"), on(f"{plan} {base}"), strict=True):
+            assert found[0] == single[0], mode
+            assert all(torch.equal(found[1][name], value) for name, value in single[1].items()), mode
+            assert found[2]
+
+
+@pytest.mark.parametrize("plan", ["tp=4 tp_mode=2d", "dp=2 pp=2 zero=3 microbatches=2 schedule=zb-h1"])
+def test_rows_that_do_not_divide_are_repeated_as_they_were(plan: str) -> None:
+    for mode in ("full", "selective"):
+        found, expected = on(f"{plan} recompute={mode}", rows=5)[0], on(plan, rows=5)[0]
+        assert found[0] == expected[0]
+        assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
+
+
+def test_one_process_agrees() -> None:
+    for mode in ("full", "selective"):
+        report = verify(
+            Model, loss, batches(), f"dp=2 zero=3 microbatches=2 recompute={mode}", options=Options(clip_norm=0.5)
+        )
+        assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_block_is_repeated_once_a_micro_batch(schedule: str) -> None:
+    """Also by a backward in two parts, which asks for what was saved several times."""
+
+    def runs(world: World, plan: str) -> int:
+        trainer = parallelize(Model, plan, loss=loss, world=world, lr=1e-2, options=Options(example=batches()[0]))
+        calls: list[str] = []
+        for module in trainer.modules:
+            for part in module.modules():
+                if isinstance(part, Attention) and any(True for _ in part.parameters()):
+                    part.register_forward_hook(lambda *_: calls.append(""))
+        trainer.step(batches()[0])
+        return len(calls)
+
+    plan = f"pp=2 microbatches=4 schedule={schedule}"
+    assert sum(run_threads(2, runs, args=(plan,))) == 4 * LAYERS
+    assert sum(run_threads(2, runs, args=(f"{plan} recompute=full",))) == 2 * 4 * LAYERS
+
+
+# ---- collectives -------------------------------------------------------------------------------------------------
+
+
+def called(world: World, plan: str) -> Any:
+    trainer = parallelize(Model, plan, loss=loss, world=world, lr=1e-2)
+    trainer.step(batches()[0])
+    with world.record() as stamps:
+        trainer.step(batches()[0])
+    return count(stamps)
+
+
+def test_a_repeated_forward_gathers_no_parameters_again() -> None:
+    """The unit is whole for its backward, in which the forward is repeated: the formula of ZeRO-3 stays."""
+    plan = "dp=2 zero=3 microbatches=2"
+    plain = run_threads(2, called, args=(plan,))[0]
+    for mode in ("full", "selective"):
+        run_threads(2, called, args=(f"{plan} recompute={mode}",))[0].check(plain)
+
+
+def test_kept_products_are_not_reduced_again() -> None:
+    """Of each block, two products are summed over tp in the forward: again under full, and not under selective."""
+    plain, full, selective = (
+        run_threads(2, called, args=(f"tp=2 {more}",))[0] for more in ("", "recompute=full", "recompute=selective")
+    )
+    sums = [counts["all_reduce[tp]"][0] for counts in (plain, full, selective)]
+    assert sums[2] == sums[0]
+    assert LAYERS <= sums[1] - sums[0] <= 2 * LAYERS
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------
+
+
+class Alive(TorchDispatchMode):
+    """The bytes of all storages that were made inside and are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._seen: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage()._cdata for tensor in tensors((args, kwargs))}
+        for tensor in tensors(result):
+            storage = tensor.untyped_storage()
+            known = self._seen.get(storage._cdata)
+            if storage._cdata not in given and (known is None or known() is None):
+                self._seen[storage._cdata] = weakref.ref(storage)
+                self.bytes += storage.nbytes()
+                weakref.finalize(storage, self._gone, storage.nbytes())
+        return result
+
+    def _gone(self, size: int) -> None:
+        self.bytes -= size
+
+
+def saved(model: nn.Module, x: Tensor, *, mode: str) -> int:
+    """Bytes that are held between forward and backward."""
+    recall = Recall()
+    blocks = [Block(part, name=name, mode=mode, recall=recall) for name, part in model.named_children()]
+    with Alive() as alive:
+        output = model(x)
+        held = alive.bytes
+        output.sum().backward()
+    for block in blocks:
+        block.close()
+    return held
+
+
+class Plain(nn.Module):
+    """A block whose activations one can count: norm, up, gelu, down."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(functional.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+def test_memory_is_cut_to_the_inputs_and_the_products_that_are_kept() -> None:
+    rows, width, layers = 64, 32, 4
+    model = nn.Sequential(*(Plain(width) for _ in range(layers)))
+    x = torch.randn(rows, width, requires_grad=True)
+    unit = rows * width * 4
+    output = unit  # of the last block, which the loss has
+    statistics = 2 * rows * 4
+    found = {mode: saved(model, x, mode=mode) for mode in ("none", "selective", "full")}
+    between = (layers - 1) * unit  # the stream between blocks: every block's input but the first, which was there
+    assert found["full"] == between + output
+    assert found["selective"] == between + output + layers * 4 * unit  # up's output; down's is needed by nobody
+    assert found["none"] == between + output + layers * (unit + 4 * unit + 4 * unit + statistics)
+
+
+def most_alive(layers: int, *, width: int, rows: int) -> int:
+    """The most bytes while a backward under `full` runs, as seen when gradients arrive."""
+    model = nn.Sequential(*(Plain(width) for _ in range(layers)))
+    x = torch.randn(rows, width, requires_grad=True)
+    recall = Recall()
+    for name, part in model.named_children():
+        Block(part, name=name, mode="full", recall=recall)
+    seen: list[int] = []
+    with Alive() as alive:
+        output = model(x)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: seen.append(alive.bytes))
+        output.sum().backward()
+    return max(seen)
+
+
+def test_what_was_computed_again_goes_as_the_backward_goes_on() -> None:
+    """A layer more costs its input and its gradients, and not what was computed again."""
+    width, rows = 32, 256
+    grows = (most_alive(6, width=width, rows=rows) - most_alive(2, width=width, rows=rows)) / 4
+    gradients = sum(parameter.nbytes for parameter in Plain(width).parameters())
+    assert grows <= rows * width * 4 + gradients
+
+
+# ---- the budget --------------------------------------------------------------------------------------------------
+
+
+def cost(none: int, selective: int, full: int, *seconds: float, in_flight: float = 1) -> Cost:
+    times = dict(zip(("none", "selective", "full"), (0.0, *seconds), strict=True))
+    return Cost({"none": none, "selective": selective, "full": full}, times, in_flight)
+
+
+@pytest.mark.parametrize(
+    "budget, modes",
+    [
+        (30, "full full full"),
+        (39, "full full full"),
+        (49, "full full none"),
+        (50, "full selective full"),  # 4 seconds for 20 bytes, where b.none is 5 for 90 and c.none 1 for 10
+        (60, "full selective none"),
+        (130, "full none none"),
+        (400, "none none none"),
+    ],
+)
+def test_a_budget_buys_the_most_seconds_a_byte(budget: int, modes: str) -> None:
+    costs = {"a": cost(210, 150, 10, 1.0, 2.0), "b": cost(100, 30, 10, 1.0, 5.0), "c": cost(20, 20, 10, 1.0, 1.0)}
+    assert " ".join(pick(costs, budget=budget, allowed=("none", "selective", "full")).values()) == modes
+
+
+def test_micro_batches_in_flight_count() -> None:
+    costs = {"a": cost(100, 50, 10, 1.0, 2.0, in_flight=3)}
+    assert pick(costs, budget=299, allowed=("none", "full")) == {"a": "full"}
+    assert pick(costs, budget=300, allowed=("none", "full")) == {"a": "none"}
+    with pytest.raises(PlanError, match="with all 1 blocks of this rank recomputed they keep 30 bytes"):
+        pick(costs, budget=29, allowed=("none", "full"))
+
+
+def test_a_budget_is_met_and_explained() -> None:
+    def run(world: World, plan: str) -> tuple[dict[str, str], dict[str, Cost], str]:
+        trainer = parallelize(Model, plan, loss=loss, world=world, lr=1e-2, options=Options(example=batches()[0]))
+        before = dict(trainer.blocks.modes)
+        assert set(before.values()) == {"full"}
+        for batch in batches():
+            trainer.step(batch)
+        return dict(trainer.blocks.modes), dict(trainer.blocks.costs), trainer.blocks.table()
+
+    for budget, plan in itertools.product((24, 48), ("dp=1", "dp=2 tp=2", "pp=2 microbatches=4")):
+        for modes, costs, table in run_threads(Plan.parse(plan).mesh().size, run, args=(f"{plan} budget={budget}K",)):
+            held = sum(costs[name].held(mode) for name, mode in modes.items())
+            assert held <= budget * 1024
+            assert set(costs) == set(modes) >= {next(iter(modes))}
+            assert all(cost.bytes["none"] > cost.bytes["selective"] > cost.bytes["full"] for cost in costs.values())
+            assert all(name in table and modes[name] in table for name in modes)
+
+
+def test_a_budget_that_cannot_be_met_is_refused_with_one_that_can() -> None:
+    with pytest.raises(PlanError, match="Nearest that works: 'budget=1M'"):
+        on("dp=1 budget=1K")
+
+
+# ---- what goes wrong ---------------------------------------------------------------------------------------------
+
+
+def test_a_block_that_computes_something_else_is_an_error() -> None:
+    class Fickle(nn.Module):
+        def __init__(self, change: Callable[[Tensor, int], Tensor]) -> None:
+            super().__init__()
+            self.weight, self.calls, self.change = nn.Parameter(torch.ones(4)), 0, change
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.change(x * self.weight, self.calls)
+
+    def fails(change: Callable[[Tensor, int], Tensor], message: str) -> None:
+        module = Fickle(change)
+        Block(module, name="odd", mode="full", recall=Recall())
+        with pytest.raises(RecomputeError, match=f"odd saved {message} when its forward was repeated"):
+            module(torch.ones(2, 4, requires_grad=True)).sum().backward()
+
+    fails(lambda x, calls: x.exp() if calls == 1 else x, "fewer tensors")
+    fails(lambda x, calls: x[: 3 - calls].exp(), r"a tensor of shape \(1, 4\) for \(2, 4\)")
+
+
+def test_a_model_without_blocks_is_told_how_to_name_some() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+
+    squares = lambda output, batch: (output.square().sum(), len(batch))  # noqa: E731
+    with pytest.raises(PlanError, match=r"Options\(recomputed="):
+        parallelize(build, "recompute=full", loss=squares)
+    trainer = parallelize(build, "recompute=full", loss=squares, lr=0.1, options=Options(recomputed=("0", "2")))
+    assert trainer.blocks.modes == {"0": "full", "2": "full"}
+    trainer.step(torch.ones(2, 4))
+    trainer.close()
+    assert all("forward" not in vars(part) for part in trainer.model.modules())
+
+
+def test_evaluation_repeats_nothing() -> None:
+    trainer = parallelize(Model, "recompute=full", loss=loss, lr=1e-2)
+    plain = parallelize(Model, "dp=1", loss=loss, lr=1e-2)
+    assert trainer.evaluate(iter(batches())) == plain.evaluate(iter(batches()))
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_a_backward_twice_through_one_graph(mode: str) -> None:
+    model, x = Plain(8), torch.randn(3, 8, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad is not None
+    once, x.grad = x.grad, None
+    Block(model, name="plain", mode=mode, recall=Recall())
+    output = model(x).sum()
+    output.backward(retain_graph=True)
+    assert torch.equal(x.grad, once)
+    output.backward()
+    assert torch.equal(x.grad, once * 2)
