@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Sequence
 
@@ -9,8 +10,10 @@ import torch
 from rich.console import Console
 
 from meshwise.cli.ranks import chosen, local_ranks
+from meshwise.cli.simulate import subject_of
 from meshwise.comm.launch import run, torchrun_line
 from meshwise.comm.world import World
+from meshwise.simulate.shortage import ShortageError, is_shortage, room_left, shortage
 from meshwise.train.config import read_job
 from meshwise.train.failure import leave_traceback
 from meshwise.train.job import Job
@@ -38,8 +41,28 @@ def main(arguments: Sequence[str]) -> int:
 def _rank(world: World, job: Job) -> None:
     # What a model draws in other ways than torch's (see model/draws) depends on this generator: a stream for each rank.
     torch.manual_seed(job.train.seed * world.size + world.rank)
+    short: Exception | None = None
     try:
         train(world, job=job)
     except Exception as error:
         leave_traceback(error, world=world)
-        raise
+        if not is_shortage(error):
+            raise
+        short = error
+    if short is not None:
+        raise _answered(short, world, job)
+
+
+def _answered(error: Exception, world: World, job: Job) -> ShortageError:
+    """What the rank has run out of, and which plan would not, when what it held is free again."""
+    held = error.held if isinstance(error, ShortageError) else {}
+    seen: BaseException | None = error
+    while seen is not None:
+        # What the frames of a traceback held is free when it goes; it has been written to a file.
+        seen = seen.with_traceback(None).__cause__ or seen.__context__
+    gc.collect()
+    prepared = prepare(job, ranks=world.size)
+    room = room_left(world.device)
+    subject = subject_of(prepared)
+    answer = shortage(subject, plan=prepared.job.plan, ranks=world.size, room=room, held=held)
+    return ShortageError(f"rank {world.rank} has no memory left: {error}\n{answer}", held=held)

@@ -95,7 +95,10 @@ def shortage(subject: Subject, *, plan: Plan, ranks: int, room: int, held: Mappi
 
     predicted = needs(plan)
     for candidate in _cheaper(plan, device=device):
-        total = sum(needs(candidate).values())
+        try:
+            total = sum(needs(candidate).values())
+        except (ValueError, RuntimeError):
+            continue  # this model cannot be trained under it
         if total <= room:
             return Shortage(plan, predicted, held, room, candidate, total)
     return Shortage(plan, predicted, held, room, None, 0)
