@@ -297,8 +297,8 @@ class Trainer:
             yield name, gradient / self._clipped
 
     def full_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, value) of every floating-point buffer. Every rank iterates to the end."""
-        return ((name, value) for name, value in self._engine.full_buffers() if value.is_floating_point())
+        """(name, value) of every buffer, of all stages. Every rank iterates to the end."""
+        return self._engine.full_buffers()
 
     def memory(self) -> dict[str, int]:
         """Bytes of model state on this rank.

@@ -5,21 +5,27 @@ twelve rows, seven, and two, which are fewer than there are micro-batches.
 """
 
 import functools
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from meshwise.comm.world import World
+from meshwise.model.birth import Source
 from meshwise.nonfinite import NonFiniteError
 from meshwise.parallelize import Options, parallelize
+from meshwise.pipeline.cut import Where
 from meshwise.plan import Plan, PlanError
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import Processes, agree, alone, outcome, run
+from meshwise.train.export import write_parameters
 from meshwise.trainer import Trainer
+from reference.convolutional import ResNet
 
 BOUND = 1e-9
 
@@ -92,6 +98,62 @@ def test_pipelines_of_replicas_and_of_split_layers_train_like_one_process(plan: 
     check(plan, tied=tied)
 
 
+class Running(nn.Module):
+    """A layer with a mean that follows its outputs, a count, and a table that is not part of its state."""
+
+    mean: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) + self.table
+        with torch.no_grad():
+            self.mean.lerp_(y.mean(0), 0.1)
+            self.count += 1
+        return y - self.mean
+
+
+def running() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), Running(), nn.Linear(4, 4), Running()).double()
+
+
+def squares(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
+    return output.square().sum(), output.numel()
+
+
+def buffers(world: World, plan: str, into: Path) -> dict[str, Tensor]:
+    """What they are after two steps, on every rank; and the file of the model's parameters."""
+    batch = torch.linspace(-1, 1, 24).double().reshape(6, 4)
+    made = parallelize(running, plan, world=world, loss=squares, options=Options(example=batch), lr=1e-2)
+    for _ in range(2):
+        made.step(batch)
+    write_parameters(made, path=None if world.rank else into, metadata={})
+    return {name: value.clone() for name, value in made.full_buffers()}
+
+
+@pytest.mark.parametrize("plan", ["pp=2", "pp=3", "pp=2 schedule=interleaved virtual_stages=2 microbatches=2"])
+def test_buffers_of_all_stages_are_the_models(plan: str, tmp_path: Path) -> None:
+    world, microbatches = Plan.parse(plan).mesh().size, Plan.parse(plan).microbatches
+    one = run(1, buffers, args=(f"dp=1 microbatches={microbatches}", tmp_path / "one"))[0]
+    assert one["1.count"] == 2 * microbatches
+    for found in run(world, buffers, args=(plan, tmp_path / "all")):
+        assert found.keys() == one.keys()
+        agree(
+            {name: value.double() for name, value in found.items()},
+            {n: v.double() for n, v in one.items()},
+            bound=BOUND,
+        )
+    files = [load_file(tmp_path / name) for name in ("all", "one")]
+    assert files[0].keys() == files[1].keys() == running().state_dict().keys()
+    agree({n: v.double() for n, v in files[0].items()}, {n: v.double() for n, v in files[1].items()}, bound=BOUND)
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("plan", ["pp=4 microbatches=4 schedule=zb-h1", "pp=2 dp=2 zero=2 microbatches=4"])
 def test_on_real_processes_too(plan: str, processes: Processes) -> None:
@@ -143,6 +205,56 @@ def test_a_checkpoint_of_a_pipeline_is_any_plans(tmp_path: Path) -> None:
         agree(parameters, again, bound=BOUND)
 
 
+@pytest.mark.parametrize("ways", [("trace", "blocks"), ("blocks", "trace")], ids="-".join)
+def test_a_checkpoint_of_a_trace_is_any_cuts(ways: tuple[str, str], tmp_path: Path) -> None:
+    """Parameters and running statistics have the model's own names, however it is cut."""
+    generator = torch.Generator().manual_seed(1)
+    images = [torch.randn(4, 3, 4, 4, generator=generator, dtype=torch.float64) for _ in range(2)]
+    model = functools.partial(ResNet, 1, norm=nn.BatchNorm2d)
+
+    def squares(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+        return output.square().sum(), len(output)
+
+    def main(world: World, how: Any, *, load: bool) -> Any:
+        options = Options(example=images[0], cut=Where(how=how))
+        plan = f"pp={world.size} microbatches=1"
+        made = parallelize(lambda: model().double(), plan, world=world, loss=squares, options=options, lr=1e-2)
+        if load:
+            made.load(tmp_path / "a")
+        else:
+            made.step(images[0])
+            made.save(tmp_path / "a")
+        made.step(images[1])
+        return dict(made.full_parameters()), {name: value.clone() for name, value in made.full_buffers()}
+
+    whole = run(2, functools.partial(main, load=False), args=(ways[0],))[0]
+    for size in (1, 3):
+        for found in run(size, functools.partial(main, load=True), args=(ways[1],)):
+            agree(found, whole, bound=BOUND)
+
+
+def test_no_rank_computes_more_of_a_model_than_its_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, set[str]] = {}
+    full = Source.full
+
+    def noted(source: Source, name: str) -> Tensor:
+        asked.setdefault(threading.current_thread().name, set()).add(name)
+        return full(source, name)
+
+    def main(world: World) -> tuple[set[str], set[str], int]:
+        made = trainer(world, "pp=2 dp=2 tp=2 zero=3 microbatches=2", gpt)
+        own = {name for name, _ in made.model.named_parameters()}
+        return asked[threading.current_thread().name] & names, own, made.memory()["parameters"]
+
+    names = {name for name, _ in gpt().named_parameters()}
+    monkeypatch.setattr(Source, "full", noted)
+    ranks = run(8, main)
+    assert all(mine <= own < names for mine, own, _ in ranks)
+    assert set.union(*(mine for mine, _, _ in ranks)) == names
+    total = sum(parameter.numel() * parameter.itemsize for parameter in gpt().parameters())
+    assert sum(held for _, _, held in ranks) < 1.3 * total
+
+
 def test_what_is_not_finite_is_named_with_its_rank_and_micro_batch() -> None:
     def main(world: World) -> None:
         def poison(output: Tensor, batch: Any) -> tuple[Tensor, Any]:
@@ -166,3 +278,24 @@ def test_what_a_pipeline_needs_is_said() -> None:
         run(2, main, args=("pp=2 microbatches=4 schedule=interleaved", batches()[0]))
     with pytest.raises(PlanError, match="at most pp·virtual_stages"):
         run(2, main, args=("pp=2 microbatches=4 schedule=looped virtual_stages=40", batches()[0]))
+
+
+def test_autocast_in_the_models_forward_is_that_of_one_process_under_a_split_backward() -> None:
+    def forward(model: nn.Module, batch: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(batch[0]).float()
+
+    def main(world: World, plan: str) -> Any:
+        made = parallelize(
+            lambda: gpt(tied=True).float(),
+            plan,
+            world=world,
+            loss=next_token_loss,
+            options=Options(example=batches()[0], forward=forward),
+            lr=1e-2,
+        )
+        return [made.step(batch).loss for batch in batches()]
+
+    one = run(1, main, args=("dp=1 microbatches=4",))[0]
+    for losses in run(2, main, args=("pp=2 microbatches=4 schedule=zb-h1",)):
+        assert losses == pytest.approx(one, rel=1e-6)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from meshwise.comm import World
-from meshwise.parallelize import parallelize
+from meshwise.parallelize import Options, parallelize
 from meshwise.testing import run
 from meshwise.train.export import write_parameters
 
@@ -36,12 +36,13 @@ def squares(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
     return output.square().sum(), len(batch)
 
 
-@pytest.mark.parametrize("plan", ["dp=1", "dp=2 zero=1", "dp=2 zero=3"])
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2 zero=1", "dp=2 zero=3", "pp=2"])
 def test_a_plain_module_loads_the_file_and_gives_the_same(plan: str, tmp_path: Path) -> None:
     file, batch = tmp_path / "parameters.safetensors", torch.randn(4, 4)
 
     def main(world: World) -> Tensor:
-        trainer = parallelize(Counting, plan, loss=squares, world=world, lr=0.1)
+        options = Options(example=batch)
+        trainer = parallelize(Counting, plan, loss=squares, world=world, options=options, lr=0.1)
         trainer.step(batch)
         write_parameters(trainer, path=None if world.rank else file, metadata={})
         predicted: Tensor = trainer.predict(batch)

@@ -25,12 +25,14 @@ def write_parameters(trainer: Trainer, *, path: Path | None, metadata: Mapping[s
     Every rank calls it, those that do not write with no path. The file is renamed into place when complete; `metadata`
     is kept in its header. Raises OSError.
     """
+    own = [held.name for held in buffers(trainer.modules)]
+    persistent = {name for names in trainer.world.exchange(own) for name in names}
+    kept = [(name, value) for name, value in trainer.full_buffers() if name in persistent]
     if path is None:
         for _ in trainer.full_parameters():
             pass
         return
     partial = path.with_name(f"{path.name}.partial")
-    kept = [(held.name, held.tensor) for held in buffers(trainer.modules)]
     specs = [Spec(row.name, row.dtype, row.shape) for row in trainer.table.rows]
     specs += [Spec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in kept]
     with partial.open("wb") as file:

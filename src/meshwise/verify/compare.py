@@ -163,7 +163,8 @@ class Comparison:
     def _compare_values(self, step: int) -> tuple[dict[str, Figure], list[Divergence]]:
         """Figures of the values, and the values that are not the same on every rank."""
         digests: dict[str, int] = {}
-        values = itertools.chain(self._trainer.full_parameters(), self._trainer.full_buffers())
+        buffers = ((name, value) for name, value in self._trainer.full_buffers() if value.is_floating_point())
+        values = itertools.chain(self._trainer.full_parameters(), buffers)
         figures = self._compare(_VALUE, _digested(values, digests), step)
         world = self._trainer.world
         own = torch.tensor(list(digests.values()), dtype=torch.int64, device=world.device)
