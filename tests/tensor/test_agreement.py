@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.tensor.matmul import Streaming
+from meshwise.tensor.rules import find_parts
 from tensor.splitting import SCHEMES, gpt_parts, split_agrees
 
 UNEVEN = GPTConfig(vocabulary=13, context=7, layers=2, heads=3, width=9, mlp_ratio=1.6, bias=True)
@@ -70,6 +72,15 @@ def test_autocast_computes_in_half_precision_as_it_does_on_one_process(plan: str
     split_agrees(
         built(UNEVEN).float(), plan=plan, parts=gpt_parts(UNEVEN), batch=(tokens(4, UNEVEN), autocast), bound=0.03
     )
+
+
+@pytest.mark.parametrize("plan", ["tp=2 sequence_parallel=1", "tp=4 tp_mode=2d", "tp=8 tp_mode=3d"])
+def test_blocks_may_share_a_module(plan: str) -> None:
+    model = built(UNEVEN)
+    first, second = model.get_submodule("blocks").children()
+    second.mlp, second.attention_norm = first.mlp, first.attention_norm
+    parts = find_parts(model, plan=Plan.parse(plan))
+    split_agrees(model, plan=plan, parts=parts, batch=(tokens(5, UNEVEN), loss))
 
 
 def test_checkpointed_blocks_move_as_they_did() -> None:

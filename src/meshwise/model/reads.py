@@ -26,7 +26,7 @@ _NOT_VALUES = frozenset({"dtype", "device", "shape", "ndim", "size", "dim", "num
 def read_from_children(module: nn.Module) -> list[nn.Parameter]:
     """The parameters of descendants whose values `module.forward` names, in the order of their names."""
     found: dict[nn.Parameter, None] = {}
-    for path in sorted(_dotted_names(type(module))):
+    for path in sorted(dotted_names(type(module))):
         owner: nn.Module | None = module
         for depth, name in enumerate(path):
             if owner is None:
@@ -38,7 +38,7 @@ def read_from_children(module: nn.Module) -> list[nn.Parameter]:
     return list(found)
 
 
-def _dotted_names(kind: type[nn.Module]) -> set[tuple[str, ...]]:
+def dotted_names(kind: type[nn.Module]) -> set[tuple[str, ...]]:
     """All names `self.a.b` in `forward` and in the methods it mentions, as ("a", "b"), each as long as it goes."""
     found: set[tuple[str, ...]] = set()
     seen: set[str] = set()

@@ -57,7 +57,7 @@ class Arrival:
     operand: Operand | None = None
     readers: int = 0
 
-    def put(self, part: Tensor, operand: Operand, *, readers: int) -> None:
+    def put(self, part: Tensor, *, operand: Operand, readers: int) -> None:
         """What `part` became, for so many matrices."""
         if readers and not part.is_inference():  # whose changes nobody counts
             self.part, self.version, self.operand, self.readers = part, part._version, operand, readers
@@ -106,7 +106,7 @@ class Context:
         sizes = {"rows": self.extents.rows, "tokens": self.extents.tokens, "features": features}[move.dim]
         return Moved(move.axes, DIMS[move.dim], sizes)
 
-    def arrive(self, x: Tensor, moved: Moved, *, readers: int) -> Operand:
+    def arrive(self, x: Tensor, *, moved: Moved, readers: int) -> Operand:
         """`x` brought together, for so many matrices to read it, of which this call is not one."""
         if not moved.axes:
             return Operand(x)
@@ -117,7 +117,7 @@ class Context:
             whole = gradient.all_gather(
                 sent, world=self.world, axes=moved.axes, dim=moved.dim, sizes=moved.sizes
             ).wait()
-            gathering = None if self.streaming.keep else Gathering(self.world, moved)
+            gathering = None if self.streaming.keep else Gathering(self.world, moved=moved)
         operand = Operand(whole, None if gathering is None else sent.detach(), gathering)
-        self.arrival.put(x, operand, readers=readers)
+        self.arrival.put(x, operand=operand, readers=readers)
         return operand

@@ -82,7 +82,7 @@ class Projection:
         arrived = context.arrival.take(x) if self._shares or self.part.gathered else None
         if arrived is not None or not self._shares:
             return arrived or Operand(x)
-        return context.arrive(x, context.moved(self.product.x, features=self._x), readers=self.part.readers - 1)
+        return context.arrive(x, moved=context.moved(self.product.x, features=self._x), readers=self.part.readers - 1)
 
     def _weight_moves(self, shape: tuple[int, ...]) -> tuple[Moved, int]:
         """How the weight is gathered, and how many input features are multiplied then."""

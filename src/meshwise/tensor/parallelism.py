@@ -69,6 +69,7 @@ class _Split:
         self._parts = parts
         self._modules = dict(module.named_modules(remove_duplicate=False))
         self._parameters = dict(module.named_parameters(remove_duplicate=False))
+        self._played: dict[nn.Module, str] = {}
         self._first_names: dict[nn.Parameter, str] = {}
         for name, parameter in self._parameters.items():
             self._first_names.setdefault(parameter, name)
@@ -92,19 +93,24 @@ class _Split:
         if name not in self._modules and name not in self._parameters:
             near = difflib.get_close_matches(name, [*self._modules, *self._parameters], n=3, cutoff=0.4)
             raise ValueError(f"a part for {name!r}, which names no module and no parameter; near names: {near}")
+        module = self._modules.get(name)
+        if module is not None and self._played.setdefault(module, name) != name:
+            return  # it plays its part already, under another name
         self._roles[part.role](name, part)
 
     def placements(self) -> Mapping[str, Placement]:
         """Every parameter's. Raises ValueError when one has none."""
         placed = {**self._kept_whole, **self._placed}
         found: dict[str, Placement] = {}
+        by: dict[str, str] = {}
         for name, placement in placed.items():
             first = self._first_names[self._parameters[name]]
             if found.setdefault(first, placement) != placement:
                 raise ValueError(
-                    f"{first} and {name} are one parameter, but their parts store it as '{found[first].layout}' and as "
-                    f"'{placement.layout}'; give them parts that agree"
+                    f"{by[first]} and {name} are one parameter, but their parts store it as '{found[first].layout}' "
+                    f"and as '{placement.layout}'; give them parts that agree, or take tp_mode=1d"
                 )
+            by.setdefault(first, name)
         missing = [name for name in self._first_names.values() if name not in found]
         if missing:
             raise ValueError(

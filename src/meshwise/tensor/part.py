@@ -16,7 +16,7 @@ the features of attention heads, or of an MLP's hidden layer.
     embedding   an embedding over the vocabulary                              numbers  stream
     positions   an embedding that is added (positions, token types)           numbers  stream
     patches     a convolution whose output channels become features           input    stream
-    norm        a LayerNorm or RMSNorm over the stream's features             stream   stream
+    norm        a LayerNorm or RMSNorm over the stream's features, or inner   stream   stream
     vector      parameters whose last dim is the stream's features, used element by element
     inner       parameters, or an embedding, whose last dim is counted by heads: one number for each
     each_head   a module that treats every head alike (a norm of queries and keys): kept whole
@@ -84,7 +84,7 @@ class Part:
     """first, inner: the sizes of what is fused along the inner dim, such as q, k and v; () is one."""
 
     grain: int = 1
-    """first, second, inner: inner features that stay together: the width of a head (of all heads that share a key)."""
+    """first, second, inner, norm: inner features that stay together: the width of a head (of all that share a key)."""
 
     transposed: bool = False
     """first, second, single, head: the weight is stored (in, out), not (out, in)."""
@@ -120,11 +120,18 @@ class Part:
     group_counts: tuple[str, ...] = ()
     """attention: attributes that count the heads that share a key head."""
 
+    by_head: tuple[str, ...] = ()
+    """attention: arguments of its forward that hold something for every head of all `heads`, `grain` of which stay
+    together."""
+
+    heads: int = 0
+
     twins: int = 1
     """attention: how many ranks hold the same key head, because there are more ranks than key heads."""
 
     shared: bool = False
-    """first: of keys or values that twins share, so that it is not split over them and its gradient is their sum."""
+    """first, norm: of keys or values that twins share, so that it is not split over them and its gradient is their
+    sum."""
 
     becomes: type[nn.Module] | None = None
     """attention: the class that takes over, as a base in front of the module's own; it finds its `Context` and its
@@ -132,6 +139,9 @@ class Part:
 
     norm: Norm | None = None
     """norm: how it normalises."""
+
+    inner: bool = False
+    """norm: over what lies within a pair, all heads of queries or of keys, which are cut as those are."""
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:

@@ -9,6 +9,7 @@ attention besides the stream, and has a batch dim, has to follow.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -78,7 +79,7 @@ def gather_stream(module: nn.Module, *, context: Context, features: int, readers
     sizes = context.sizes(Layout((move.axes,)), size=features, axes=move.axes)
 
     def gather(x: Tensor) -> Tensor:
-        return context.arrive(x, context.moved(move, features=sizes), readers=readers).value
+        return context.arrive(x, moved=context.moved(move, features=sizes), readers=readers).value
 
     if context.degree(move.axes) > 1:
         _change_input(module, gather)
@@ -171,6 +172,28 @@ def move_rows(attention: nn.Module, *, context: Context) -> None:
 
         beside = [name for name in given if "mask" in name or name in _POSITIONS]
         return args, {**given, **{name: map_tensors(move, given[name]) for name in beside}}
+
+    attention.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def take_heads(attention: nn.Module, *, context: Context, names: Sequence[str], heads: Layout, size: int) -> None:
+    """Of what an attention is handed for each of `size` heads, under these names, keep that of its own heads."""
+    own = heads.local((size,), mesh=context.world.mesh, rank=context.world.rank).slices[0]
+    order = list(inspect.signature(attention.forward).parameters)
+
+    def take(x: Tensor) -> Tensor:
+        """(heads, …), (rows · heads, …) or (rows, heads, …); what has the heads of a rank already is left."""
+        apart = x if x.dim() == 4 else x.unflatten(0, (-1, size)) if x.size(0) % size == 0 else x[None]
+        if apart.size(1) != size:
+            return x
+        kept = to_inner_rows(apart, context=context)[:, own]
+        return kept if x.dim() == 4 else kept.flatten(0, 1)
+
+    def before(
+        _module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        placed = [map_tensors(take, x) if name in names else x for name, x in zip(order, args, strict=False)]
+        return tuple(placed), {name: map_tensors(take, x) if name in names else x for name, x in given.items()}
 
     attention.register_forward_pre_hook(before, with_kwargs=True)
 

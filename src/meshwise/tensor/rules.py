@@ -26,6 +26,7 @@ from torch import nn
 from meshwise.plan import Plan
 from meshwise.tensor.families.fitting import refuse_misfits, refuse_modes
 from meshwise.tensor.families.known import DECLARED
+from meshwise.tensor.families.matrix import as_matrix
 from meshwise.tensor.families.sharing import Sharing
 from meshwise.tensor.families.structure import Structure
 from meshwise.tensor.part import Part
@@ -62,6 +63,11 @@ class Rule:
     @classmethod
     def parse(cls, text: str, *, pattern: str) -> Rule:
         """Raises ValueError for a word that is no part, and for an option that the part does not take."""
+        if not isinstance(text, str):
+            raise ValueError(  # noqa: TRY004 - what a user states is a value
+                f"rule {pattern!r}: {text!r} is no text; a rule is a part with options, such as 'first sections=3', "
+                "and what shall be found by itself has none"
+            )
         role, *words = text.split() or [""]
         if role not in _ALLOWED:
             near = difflib.get_close_matches(role, _ALLOWED, n=1, cutoff=0.4)
@@ -87,7 +93,7 @@ def find_parts(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -> 
     """
     given = _matched(module, rules or {})
     stated = {name: rule.role for name, rule in given.items()}
-    declared = _declared(module)
+    declared = _declared(module, stated=stated)
     sharing = Sharing.of(plan)
     structure = Structure(
         module,
@@ -100,7 +106,8 @@ def find_parts(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -> 
         name: part for name, part in structure.parts.items() if name in stated or not _lies_in(name, holders=whole)
     }
     _refuse_unplaced(module, parts, structure=structure)
-    refuse_misfits(structure.attentions, plan=plan, sharing=sharing)
+    split = [each for each in structure.attentions if each.name not in whole and not _lies_in(each.name, holders=whole)]
+    refuse_misfits(split, plan=plan, sharing=sharing)
     refuse_modes(parts, modules=structure.modules, plan=plan, width=structure.width)
     return parts
 
@@ -142,9 +149,9 @@ def _general(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
-def _declared(module: nn.Module) -> dict[str, str]:
+def _declared(module: nn.Module, *, stated: Collection[str]) -> dict[str, str]:
     """The parts of the matrices that a transformers model declares, by name. Raises ValueError for a word among them
-    that has no part here.
+    that has no part here, unless a rule is `stated` for the module or one around it.
     """
     found: dict[str, str] = {}
     names = [name for name, _ in module.named_modules(remove_duplicate=False)]
@@ -154,11 +161,16 @@ def _declared(module: nn.Module) -> dict[str, str]:
             continue
         for pattern, word in plan.items():
             below = f"{owner_name}.{pattern}" if owner_name else pattern
-            matched = [name for name in names if matches(name, pattern=below)]
+            matched = [
+                name
+                for name in names
+                if matches(name, pattern=below) and name not in stated and not _lies_in(name, holders=stated)
+            ]
             if matched and word not in DECLARED:
+                around = below.rpartition(".")[0]
                 raise ValueError(
                     f"{type(owner).__name__} declares {below!r} as {word!r} for tensor parallelism, which has no part "
-                    f"here; state one in the rules ({' '.join(_ALLOWED)})"
+                    f'here. A rule that works keeps the module around it whole on every rank: {{"{around}": "whole"}}'
                 )
             if role := DECLARED.get(word):
                 found |= dict.fromkeys(matched, role)
@@ -173,25 +185,28 @@ def _refuse_unplaced(module: nn.Module, parts: Mapping[str, Part], *, structure:
     general = _first_of_each(left)
     lines = [f"  {name}  {tuple(module.get_parameter(name).shape)}{structure.reason(name)}" for name in general[:12]]
     more = [f"  and {len(general) - 12} more"] if len(general) > 12 else []
-    example = _example(module, general[0], reason=structure.reason(general[0]))
+    examples = [_example(module, name, reason=structure.reason(name)) for name in general]
     raise ValueError(
         "tensor parallelism found no part for these parameters:\n"
         + "\n".join([*lines, *more])
-        + f"\nState one in the rules, as in {example}; the parts are {' '.join(_ALLOWED)}"
+        + f"\nState them in the rules, as in {{{', '.join(list(dict.fromkeys(examples))[:4])}}}; the parts are "
+        + " ".join(_ALLOWED)
     )
 
 
 def _example(module: nn.Module, parameter: str, *, reason: str) -> str:
     """A rule to copy for a parameter without a part: the one its reason tells, or one that its module can have."""
     name = parameter.rpartition(".")[0]
+    told = re.search(r"rule(?: for (\S+))?: '([^']+)'", reason)
+    if told and told[1]:
+        return f'"{_general(told[1])}": "{told[2]}"'
     owner = module.get_submodule(name)
     if not name or next(owner.children(), None) is not None:
-        return f'{{"{_general(parameter)}": "whole"}}'
-    told = re.search(r"rule: '([^']+)'", reason)
-    guess = "first" if isinstance(owner, nn.Linear) else "whole"
+        return f'"{_general(parameter)}": "whole"'
+    guess = "first" if as_matrix(owner, name=name) else "whole"
     general = _general(name)
     alike = all(type(m) is type(owner) for n, m in module.named_modules() if matches(n, pattern=general))
-    return f'{{"{general if alike else name}": "{told[1] if told else guess}"}}'
+    return f'"{general if alike else name}": "{told[2] if told else guess}"'
 
 
 def _places(parts: Mapping[str, Part], name: str) -> bool:

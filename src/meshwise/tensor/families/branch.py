@@ -23,7 +23,7 @@ another branch begins. What someone declares, the user or the model, goes before
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -71,6 +71,9 @@ class Reading:
     declared: Mapping[str, str]
     """By name: "first", "second", or any other word for a matrix that is in no branch; "attention" for a module."""
 
+    names: Collection[str]
+    """The first names of the model's modules. What has been read under one is not read again under another."""
+
     def branches(self, block: nn.Module, *, name: str) -> tuple[list[Branch], list[Matrix]]:
         """The branches of a block called `name`, and the matrices that belong to none."""
         found: list[Branch] = []
@@ -83,8 +86,8 @@ class Reading:
         own_heads = counts_heads(module) or self.declared.get(name) == "attention"
         for child_name, child in module.named_children():
             below = f"{name}.{child_name}" if name else child_name
-            if isinstance(child, nn.MultiheadAttention):
-                continue  # a branch by itself
+            if below not in self.names or isinstance(child, nn.MultiheadAttention):
+                continue  # known by another name, or a branch by itself
             matrix = as_matrix(child, name=below)
             if matrix is None:
                 items = self._walk(child, below, found)
@@ -101,6 +104,9 @@ class Reading:
                     left = []
         if _ends(left):
             found.append(_branch(left))
+            left = []
+        elif len(left) > 1 and [item.role for item in left] == ["second"] + ["first"] * (len(left) - 1):
+            found.append(_branch([*left[1:], left[0]]))  # the whole module has them in the other order
             left = []
         return left
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from meshwise.plan import Plan, PlanError
+from meshwise.tensor.families.matrix import CONVOLUTIONS
 from meshwise.tensor.families.pair import Attention
 from meshwise.tensor.families.sharing import Sharing
 from meshwise.tensor.part import Part
@@ -27,9 +28,11 @@ def refuse_misfits(attentions: Sequence[Attention], *, plan: Plan, sharing: Shar
         if not _fits(attention, ranks=ranks, sharing=sharing):
             heads = attention.heads
             why = "they cannot be shared out evenly" if heads.key_count >= ranks else "they are fewer"
+            whole = f"; or keep it whole on every rank, by the rule '{attention.name}': 'whole'"
             raise PlanError(
                 f"{attention.name} has {heads.count} heads over {heads.key_count} key heads, and '{plan}' shares them "
                 f"out over {ranks} ranks: {why}. {_nearest(attentions, plan=plan, sharing=sharing)}"
+                f"{whole if plan.tp_mode == '1d' and not plan.sequence_parallel else ''}"
             )
     twins = {twins for attention in attentions if (twins := attention.heads.twins(ranks)) > 1}
     if len(twins) > 1:
@@ -41,7 +44,17 @@ def refuse_misfits(attentions: Sequence[Attention], *, plan: Plan, sharing: Shar
 
 
 def refuse_modes(parts: Mapping[str, Part], *, modules: Mapping[str, nn.Module], plan: Plan, width: int | None) -> None:
-    """Raise PlanError for a part that a scheme other than 1d does not have."""
+    """Raise PlanError for a part that a scheme does not have, other than 1d where the stream is whole."""
+    if plan.sequence_parallel:
+        blocks = [name for name, part in parts.items() if part.role == "block"]
+        for name, part in parts.items():
+            within = any(name.startswith(f"{block}.") for block in blocks)
+            if part.role == "whole" and within and name in modules and any(True for _ in modules[name].children()):
+                raise PlanError(
+                    f"{name} ({type(modules[name]).__name__}) is kept whole inside a block, where '{plan}' gives a "
+                    "rank a part of the tokens, and whether it mixes them does not show. Nearest that works: "
+                    "sequence_parallel=0"
+                )
     if plan.tp_mode == "1d":
         return
     for name, part in parts.items():
@@ -50,20 +63,32 @@ def refuse_modes(parts: Mapping[str, Part], *, modules: Mapping[str, nn.Module],
             raise PlanError(
                 f"{name}: {reason}, which tp_mode={plan.tp_mode} has no part for. Nearest that works: tp_mode=1d"
             )
+    ends = any(part.role == "head" or _reads_all(modules.get(name), part, width) for name, part in parts.items())
+    if not ends and width is not None:
+        raise PlanError(
+            f"the model returns its stream of {width} features, of which tp_mode={plan.tp_mode} gives a rank a part: "
+            "it has no head or classifier that reads all of them. Nearest that works: tp_mode=1d"
+        )
 
 
 def _only_1d(module: nn.Module, part: Part, width: int | None, *, rows_move: bool) -> str:
     if part.role == "whole":
-        gathered = isinstance(module, nn.Linear) and module.in_features == width
         reads_stream = any(width in parameter.shape for parameter in module.parameters())
-        if reads_stream and not gathered:
+        if reads_stream and not _reads_all(module, part, width):
             return f"{type(module).__name__} is kept whole, and what it reads is the stream, split by features"
+    if part.role == "patches" and isinstance(module, CONVOLUTIONS) and module.in_channels == width:
+        return f"{type(module).__name__} reads the stream, which is split by features"
     if isinstance(module, nn.MultiheadAttention):
         if module.in_proj_weight is None:
             return "its keys and values have another width than the stream"
         if rows_move and not module.batch_first:
             return "batch_first=False puts the rows of the batch into dim 1"
     return ""
+
+
+def _reads_all(module: nn.Module | None, part: Part, width: int | None) -> bool:
+    """Whether a module is kept whole and is given all features of the stream."""
+    return part.role == "whole" and isinstance(module, nn.Linear) and module.in_features == width
 
 
 def _fits(attention: Attention, *, ranks: int, sharing: Sharing) -> bool:

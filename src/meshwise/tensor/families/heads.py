@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwise.model.reads import source_of
+from meshwise.model.reads import dotted_names, source_of
 from meshwise.tensor.families.known import (
     CONFIGURATIONS,
     FEATURES,
@@ -30,6 +30,8 @@ from meshwise.tensor.families.known import (
     KEY_HEADS,
     full_name,
 )
+
+_KEEPS_ORDER = frozenset({"clamp", "contiguous", "float", "to", "type_as"})
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,11 @@ class Heads:
     def features(self) -> int:
         """Features of all heads: what the output matrix reads."""
         return self.count * self.width
+
+    @property
+    def keys(self) -> int:
+        """Features of all key heads: what the matrices of keys and of values write."""
+        return self.key_count * self.width
 
     @property
     def group(self) -> int:
@@ -71,19 +78,20 @@ def find_heads(
     when the sizes are not those of an attention with these heads.
     """
     for module in (*homes, *around):
-        own = vars(module)
-        sources = [own, *(_fields(own.get(name)) for name in CONFIGURATIONS)]
-        for source in sources:
+        own, read = vars(module), _numbers(module)
+        sources = {"": own, **{name: _fields(own.get(name)) for name in CONFIGURATIONS}}
+        for holder, source in sources.items():
+            sure = module in homes and (not holder or any(f"{holder}.{name}" in read for name in HEADS))
             count = _count(source, HEADS)
             if not count or features % count:
                 continue
-            width = next((found for each in (source, *sources) if (found := _count(each, HEAD_WIDTHS))), 0)
-            keys = next((found for each in (source, *sources) if (found := _key_count(each))), count)
+            width = next((found for each in (source, *sources.values()) if (found := _count(each, HEAD_WIDTHS))), 0)
+            keys = next((found for each in (source, *sources.values()) if (found := _key_count(each))), count)
             width = width or features // count
             for key_count in dict.fromkeys((keys, count, *_equal_pair(firsts, width=width))):
                 if count % key_count == 0:
                     heads = Heads(count, key_count, width)
-                    if heads.features == features and _fits(heads, firsts, sure=source is own and module in homes):
+                    if heads.features == features and _fits(heads, firsts, sure=sure):
                         return heads
     return None
 
@@ -93,7 +101,8 @@ def order_of_fused(owner: nn.Module, *, child: str, sizes: Sequence[int], width:
     head), or None when the module does not tell.
 
     A module tells by being of a known class, by keeping the sizes of the sections (in features or in heads) as a
-    tuple, or by what it does to the output: `self.qkv(x).split(...)`, `.chunk(3, ...)`, `.view(..., 3, heads, width)`.
+    tuple, or by what it does to the output: `self.qkv(x).split(...)`, `.chunk(3, ...)`, `.view(..., 3, heads, width)`,
+    `[..., :size]`.
     """
     for kind in type(owner).__mro__:
         if INTERLEAVED.get(full_name(kind)) == child:
@@ -106,12 +115,12 @@ def order_of_fused(owner: nn.Module, *, child: str, sizes: Sequence[int], width:
 
 def counted(module: nn.Module, *, heads: Heads, group: int) -> tuple[tuple[str, int], ...]:
     """The attributes of a module that count query heads or their features, each with how many of those stay together,
-    when `group` query heads do.
+    when `group` query heads do. `config.num_heads` is one of the configuration that it reads when it runs.
     """
     found = []
-    for name, value in vars(module).items():
+    for name, value in _numbers(module).items():
         numbers = value if isinstance(value, tuple) else (value,)
-        grains = [_grain(name, number, heads, group) for number in numbers]
+        grains = [_grain(name.rpartition(".")[2], number, heads, group) for number in numbers]
         if grains and all(grains):
             found.append((name, min(grains)))
     return tuple(found)
@@ -119,12 +128,21 @@ def counted(module: nn.Module, *, heads: Heads, group: int) -> tuple[tuple[str, 
 
 def counts_of_keys(module: nn.Module, *, heads: Heads) -> tuple[str, ...]:
     """The attributes of a module that count key heads."""
-    return tuple(name for name, value in vars(module).items() if name in KEY_HEADS and value == heads.key_count)
+    found = _numbers(module).items()
+    return tuple(name for name, value in found if name.rpartition(".")[2] in KEY_HEADS and value == heads.key_count)
 
 
 def counts_of_groups(module: nn.Module, *, heads: Heads) -> tuple[str, ...]:
     """The attributes of a module that count the query heads of one key head."""
-    return tuple(name for name, value in vars(module).items() if name in GROUPS and value == heads.group)
+    found = _numbers(module).items()
+    return tuple(name for name, value in found if name.rpartition(".")[2] in GROUPS and value == heads.group)
+
+
+def _numbers(module: nn.Module) -> dict[str, Any]:
+    """What a module keeps, and what its forward reads from its configuration, as `config.name`."""
+    own = vars(module)
+    read = [path for path in dotted_names(type(module)) if len(path) == 2 and path[0] in CONFIGURATIONS]
+    return {**own, **{f"{holder}.{name}": _fields(own.get(holder)).get(name) for holder, name in sorted(read)}}
 
 
 def _grain(name: str, number: Any, heads: Heads, group: int) -> int:
@@ -178,43 +196,54 @@ def _fits(heads: Heads, firsts: Sequence[int], *, sure: bool) -> bool:
     """Whether matrices of these sizes are the q, k and v of these heads. Two matrices of an MLP (a gate and what it
     gates) may add up to the same; so less than three matrices must come to the usual three, or heads be `sure`.
     """
-    adds_up = sum(firsts) == heads.features + 2 * heads.key_count * heads.width
+    adds_up = sum(firsts) == heads.features + 2 * heads.keys
     return adds_up and (sure or len(firsts) >= 3 or sum(firsts) == 3 * heads.features)
 
 
 def _split_at_once(kind: type[nn.Module]) -> Iterator[str]:
-    """Names of children whose output is split or chunked: in the same expression, or under the name it is given."""
+    """Names of children whose output is taken apart: in the same expression, or under the name it is given."""
     try:
         tree = source_of(inspect.unwrap(kind.forward))
     except (OSError, SyntaxError, TypeError):
         return
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.Call | ast.Subscript)]
     given: dict[str, str | None] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            given[node.id] = None if node.id in given else ""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(name := node.targets[0], ast.Name) and given[name.id] == "":
-            given[name.id] = _called_child(node.value)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _takes_apart(node):
-            source = node.func.value
-            child = given.get(source.id) if isinstance(source, ast.Name) else _called_child(source)
-            if child:
-                yield child
+    for node in sorted(nodes, key=_when):
+        if isinstance(node, ast.Assign):
+            child = _comes_from(node.value, given)
+            names = [n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+            given |= {name: child if isinstance(node.targets[0], ast.Name) else None for name in names}
+        elif (source := _taken_apart(node)) and (child := _comes_from(source, given)):
+            yield child
 
 
-def _takes_apart(call: ast.Call) -> bool:
-    """Whether a call is `.split(…)`, `.chunk(…)`, or a view by `…, 3, heads, width`: sections before heads."""
-    name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-    last = call.args[-3:]
+def _when(node: ast.Assign | ast.Call | ast.Subscript) -> tuple[int, int, bool]:
+    """When it has been carried out, in a forward without branches: an assignment after what it assigns."""
+    return node.end_lineno or 0, node.end_col_offset or 0, isinstance(node, ast.Assign)
+
+
+def _comes_from(node: ast.expr, given: Mapping[str, str | None]) -> str | None:
+    """NAME of an expression `self.NAME(...)`, of a name it was given, or of the same numbers in another form."""
+    if isinstance(node, ast.Name):
+        return given.get(node.id)
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return None
+    if isinstance(node.func.value, ast.Name) and node.func.value.id == "self":
+        return node.func.attr
+    return _comes_from(node.func.value, given) if node.func.attr in _KEEPS_ORDER else None
+
+
+def _taken_apart(node: ast.Call | ast.Subscript) -> ast.expr | None:
+    """What is taken apart, sections before heads: by `.split(…)`, `.chunk(…)`, a view by `…, 3, heads, width`, or
+    `[..., start:stop]`.
+    """
+    if isinstance(node, ast.Subscript):
+        index = node.slice.elts if isinstance(node.slice, ast.Tuple) else []
+        of_features = len(index) == 2 and isinstance(index[0], ast.Constant) and index[0].value is Ellipsis
+        return node.value if of_features and isinstance(index[1], ast.Slice) and index[1].step is None else None
+    if not isinstance(node.func, ast.Attribute):
+        return None
+    last = node.args[-3:]
     three = len(last) == 3 and isinstance(last[0], ast.Constant) and last[0].value == 3
-    return name in ("split", "chunk") or (name in ("view", "reshape") and three)
-
-
-def _called_child(node: ast.expr) -> str | None:
-    """NAME of an expression `self.NAME(...)`."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        owner = node.func.value
-        if isinstance(owner, ast.Name) and owner.id == "self":
-            return node.func.attr
-    return None
+    apart = node.func.attr in ("split", "chunk") or (node.func.attr in ("view", "reshape") and three)
+    return node.func.value if apart else None

@@ -41,10 +41,15 @@ FEATURES = (
 CONFIGURATIONS = ("config", "cfg", "args")
 """Names under which modules keep what they were built from."""
 
+BY_HEAD = ("alibi", "position_bias")
+"""Names of arguments of an attention that hold something for every head: (heads, …), (rows · heads, …) with three dims,
+(1 or rows, heads, …) with four."""
+
 STORED_AS_INPUTS_BY_OUTPUTS = ("transformers.pytorch_utils.Conv1D",)
 """Matrices whose weight is (inputs, outputs), and that are otherwise linear layers."""
 
 INTERLEAVED: Mapping[str, str] = {
+    "transformers.models.bloom.modeling_bloom.BloomAttention": "query_key_value",
     "transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXAttention": "query_key_value",
 }
 """Attention whose fused matrix goes head by head, q, k and v of each side by side, and which matrix that is. Any other
@@ -54,6 +59,7 @@ DECLARED: Mapping[str, str | None] = {
     "colwise": "first",
     "packed_colwise": "first",
     "rowwise": "second",
+    "rowwise_split_input": "second",
     "replicated_with_grad_allreduce": "each_head",
     "colwise_gather_output": None,
     "embedding_rowwise": None,

@@ -13,6 +13,8 @@ from torch import nn
 
 from meshwise.tensor.families.known import STORED_AS_INPUTS_BY_OUTPUTS, full_name
 
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
 
 @dataclass(frozen=True)
 class Matrix:

@@ -24,6 +24,8 @@ from meshwise.tensor.part import Norm
 
 _ROWS = 3
 _EXACT, _NEAR = 1e-12, 1e-5
+_USUAL = (1e-5, 1e-6)
+"""Epsilons that a forward may name without keeping them."""
 
 
 def as_norm(module: nn.Module) -> tuple[int, Norm] | None:
@@ -79,8 +81,9 @@ def _width(module: nn.Module) -> int | None:
     if any(True for _ in module.children()):
         return None
     shapes = {tuple(parameter.shape) for parameter in module.parameters(recurse=False)}
-    if not shapes and isinstance(module, nn.LayerNorm | nn.RMSNorm):
-        shapes = {tuple(module.normalized_shape)}
+    normalized = getattr(module, "normalized_shape", None)
+    if not shapes and isinstance(normalized, tuple | list):
+        shapes = {tuple(normalized)}
     [shape] = shapes if len(shapes) == 1 else [()]
     return shape[0] if len(shape) == 1 else None
 
@@ -93,11 +96,11 @@ def _with_random_parameters(module: nn.Module) -> nn.Module:
 
 
 def _candidates(module: nn.Module) -> list[Norm]:
-    """Both formulas with every small positive number that the module keeps."""
+    """Both formulas with every small positive number that the module keeps, and the usual ones."""
     kept: list[float | None] = [value for value in vars(module).values() if type(value) is float and 0 < value < 1]
     return [
         Norm(centred, epsilon, offset=offset)
-        for epsilon in dict.fromkeys([*kept, None])
+        for epsilon in dict.fromkeys([*kept, None, *_USUAL])
         for centred in (True, False)
         for offset in (0.0, 1.0)
     ]

@@ -11,14 +11,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from inspect import signature
 
 from torch import nn
 
 from meshwise.tensor.families.branch import Branch
 from meshwise.tensor.families.entry import only_read_by, sizes_unused, splits_by_width
 from meshwise.tensor.families.heads import Heads, counted, counts_of_groups, counts_of_keys, find_heads, order_of_fused
-from meshwise.tensor.families.known import HEADS
+from meshwise.tensor.families.known import BY_HEAD, HEADS
 from meshwise.tensor.families.matrix import Matrix
+from meshwise.tensor.families.mixing import mixes_features
 from meshwise.tensor.families.norm import as_norm
 from meshwise.tensor.families.sharing import Sharing
 from meshwise.tensor.multihead import ShardedMultiheadAttention
@@ -128,12 +130,15 @@ class Pairs:
                 readers=len(branch.firsts) if gathers else 1,
                 gathers=gathers,
                 narrows=grain if narrows else 0,
+                by_head=tuple(name for name in BY_HEAD if name in signature(owner.forward).parameters),
+                heads=heads.count,
+                grain=group,
             ),
             branch.second.name: Part("second", grain=grain, transposed=branch.second.flipped),
         }
         outside = [matrix for matrix in branch.firsts if cross and "q" not in _child(matrix).lower()]
         for matrix in branch.firsts:
-            keys = len(branch.firsts) >= 3 and heads.group > 1 and matrix.outputs == heads.key_count * heads.width
+            keys = len(branch.firsts) >= 3 and heads.group > 1 and matrix.outputs == heads.keys
             cut = self._cut(matrix, _sections(matrix, heads), grain=heads.width if keys else grain, heads=heads)
             if cut is not None:
                 found[matrix.name] = Part(
@@ -146,10 +151,17 @@ class Pairs:
                     gathered=gathers,
                     shared=keys and twins > 1,
                 )
-        return found | self._between(home, heads, grain=grain)
+        return found | self._between(home, heads, grain=grain, twins=twins)
 
     def _mlp(self, branch: Branch) -> dict[str, Part]:
         hidden = branch.second.inputs
+        if self._mixes(branch):
+            reason = (
+                f"{_home(branch.second)} mixes features between them and {branch.second}, so ranks cannot share them"
+            )
+            matrices = (*branch.firsts, branch.second)
+            self._reasons |= {m.name: f"{reason}; rule for {_home(m)}: 'whole'" for m in matrices}
+            return {}
         found = {branch.second.name: Part("second", transposed=branch.second.flipped)}
         gathers = len(branch.firsts) > 1 and self._share_input(branch)
         if gathers:
@@ -166,6 +178,18 @@ class Pairs:
                     gathered=gathers,
                 )
         return found
+
+    def _mixes(self, branch: Branch) -> bool:
+        """Whether the module that holds the matrices of an MLP is seen to mix features between them."""
+        homes = {_home(matrix) for matrix in (*branch.firsts, branch.second)}
+        if len(homes) > 1 or any(matrix.outputs % branch.second.inputs for matrix in branch.firsts):
+            return False
+        return mixes_features(
+            self._modules[homes.pop()],
+            firsts={_child(matrix): matrix.outputs // branch.second.inputs for matrix in branch.firsts},
+            second=_child(branch.second),
+            sizes=(branch.second.inputs, branch.second.outputs),
+        )
 
     def _share_input(self, branch: Branch) -> bool:
         """Whether the first matrices read one and the same tensor, the input of the module that holds them."""
@@ -196,7 +220,7 @@ class Pairs:
         )
         return None
 
-    def _between(self, home: str, heads: Heads, *, grain: int) -> dict[str, Part]:
+    def _between(self, home: str, heads: Heads, *, grain: int, twins: int) -> dict[str, Part]:
         """What lies between the matrices of an attention, in the module that holds the first of them."""
         found: dict[str, Part] = {}
         for name, module in self._modules[home].named_modules(prefix=home):
@@ -205,8 +229,15 @@ class Pairs:
             elif norm := as_norm(module):
                 if norm[0] == heads.width:
                     found[name] = Part("each_head")
-                elif norm[0] >= heads.key_count * heads.width and _OF_QUERY_OR_KEY.search(name.rpartition(".")[2]):
-                    self._reasons[name] = "it normalises over all heads, of which a rank has a part"
+                elif _OF_QUERY_OR_KEY.search(name.rpartition(".")[2]) and norm[0] in (heads.features, heads.keys):
+                    keys = norm[0] < heads.features
+                    found[name] = Part(
+                        "norm",
+                        norm=norm[1],
+                        inner=True,
+                        grain=heads.width if keys else grain,
+                        shared=keys and twins > 1,
+                    )
         for name, parameter in self._modules[home].named_parameters(recurse=False, prefix=home):
             if parameter.shape[-1:] == (heads.count,):
                 found[name] = Part("inner", grain=grain // heads.width)
@@ -235,7 +266,7 @@ class Pairs:
 
 def _sections(matrix: Matrix, heads: Heads) -> tuple[int, ...]:
     """The sizes of what an attention's first matrix writes, when they lie one after the other."""
-    keys = heads.key_count * heads.width
+    keys = heads.keys
     fused = {heads.features + 2 * keys: (heads.features, keys, keys), heads.features: (heads.features,), keys: (keys,)}
     return fused.get(matrix.outputs, (keys,) * (matrix.outputs // keys))
 

@@ -18,14 +18,12 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from meshwise.tensor.families.branch import Reading, stream_width
-from meshwise.tensor.families.matrix import as_matrix, computes_as, matrices
+from meshwise.tensor.families.matrix import CONVOLUTIONS, as_matrix, computes_as, matrices
 from meshwise.tensor.families.norm import as_norm, goes_feature_by_feature
 from meshwise.tensor.families.pair import Attention, Pairs, by_rule
 from meshwise.tensor.families.sharing import Sharing
 from meshwise.tensor.multihead import UnnestedEncoder
 from meshwise.tensor.part import Part
-
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class Structure:
@@ -79,7 +77,7 @@ class Structure:
     def _read_block(self, block: nn.Module, name: str) -> None:
         if self.width is None:
             return
-        branches, left = Reading(self.width, self._stated).branches(block, name=name)
+        branches, left = Reading(self.width, self._stated, self.modules.keys()).branches(block, name=name)
         if name:
             self._reasons |= {matrix.name: f"{matrix} forms no pair with a second" for matrix in left}
             self._parts[name] = Part("block")
@@ -143,7 +141,7 @@ class Structure:
             shared = self._vocabulary is not None and module.weight is self._vocabulary.weight
             shared = shared and computes_as(module, kind=nn.Embedding)
             return "embedding" if shared else "positions"
-        if isinstance(module, _CONVOLUTIONS):
+        if isinstance(module, CONVOLUTIONS):
             return "patches" if module.out_channels == self.width else "whole"
         return "whole" if as_norm(module) else None
 

@@ -1,0 +1,144 @@
+"""What cannot be split, under any plan or under this one, is refused with the nearest that works."""
+
+import pytest
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meshwise.plan import Plan, PlanError
+from meshwise.tensor.rules import find_parts
+from meshwise.tensor.twins import mesh_with_twins
+from tensor.plain import Attention, Block, gpt, stack
+
+
+class Mlp(nn.Module):
+    """An MLP with a say in what lies between its matrices."""
+
+    def __init__(self, between: nn.Module, *, fused: bool = False) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 96 if fused else 48)
+        self.between = between
+        self.fused = fused
+        self.down = nn.Linear(48, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fused:
+            gate, up = self.up(x).chunk(2, dim=-1)
+            y = functional.silu(gate) * up
+        else:
+            y = self.up(x)
+        output: Tensor = self.down(self.between(y))
+        return output
+
+
+class Experts(Mlp):
+    """Softmax over the hidden features, in the forward itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.down(self.up(x).softmax(dim=-1))
+        return output
+
+
+def with_mlp(mlp: nn.Module) -> nn.Module:
+    """Blocks that share one MLP."""
+    model = stack()
+    for block in (model[1], model[2]):
+        block.mlp = mlp
+        del block.up, block.down
+    return model
+
+
+@pytest.mark.parametrize(
+    "mlp", [Experts(nn.Identity()), Mlp(nn.Softmax(dim=-1)), Mlp(nn.LayerNorm(48, elementwise_affine=False))]
+)
+def test_features_that_are_mixed_between_two_matrices_are_seen(mlp: nn.Module) -> None:
+    with pytest.raises(ValueError, match=r"mlp mixes features between them and 1\.mlp\.down") as raised:
+        find_parts(with_mlp(mlp), plan=Plan())
+    assert 'as in {"*.mlp": "whole"}' in str(raised.value)
+    parts = find_parts(with_mlp(mlp), plan=Plan(), rules={"*.mlp": "whole"})
+    assert (parts["1.mlp"].role, parts["1.attention.q"].role) == ("whole", "first")
+
+
+@pytest.mark.parametrize(
+    "mlp", [Mlp(nn.GELU()), Mlp(nn.Dropout(0.5)), Mlp(nn.Softmax(dim=-2)), Mlp(nn.Tanh(), fused=True)]
+)
+def test_what_goes_feature_by_feature_is_shared_out(mlp: nn.Module) -> None:
+    parts = find_parts(with_mlp(mlp), plan=Plan())
+    assert (parts["1.mlp.up"].role, parts["1.mlp.down"].role) == ("first", "second")
+
+
+# ---- what cannot work under a plan -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, plan, message",
+    [
+        (4, 4, "tp=8", "4 heads over 4 key heads.*8 ranks: they are fewer. Nearest that works: tp=3 or tp=4"),
+        (4, 2, "tp=4", "Nearest that works: tp=1 or tp=2"),
+        (6, 3, "tp=2", "cannot be shared out evenly. Nearest that works: tp=1 or tp=3"),
+        (4, 1, "tp=4 tp_mode=2d", "over 2 ranks: they are fewer. Nearest that works: tp=1"),
+        (4, 1, "tp=8 tp_mode=3d", "over 2 ranks.*Nearest that works: tp=1"),
+    ],
+)
+def test_fewer_heads_than_ranks_name_the_nearest_degrees(heads: int, kv_heads: int, plan: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        find_parts(gpt(width=24, heads=heads, kv_heads=kv_heads), plan=Plan.parse(plan))
+
+
+def test_uneven_heads_are_allowed_where_every_rank_has_one() -> None:
+    find_parts(gpt(width=24, heads=6), plan=Plan.parse("tp=4"))
+
+
+def test_fewer_key_heads_than_ranks_are_shared_by_twins() -> None:
+    plan = Plan.parse("dp=2 tp=4")
+    parts = find_parts(stack(kv_heads=2), plan=plan)
+    assert [name for name in ("q", "k", "v", "out") if parts[f"1.attention.{name}"].shared] == ["k", "v"]
+    assert [parts[f"1.attention.{name}"].grain for name in ("q", "k", "v", "out")] == [4, 4, 4, 4]
+    assert str(mesh_with_twins(plan, parts=parts.values())) == "pp=1 dp=2 cp=1 ep=1 tp=2 twin=2"
+
+
+def test_twins_need_numbers_that_divide() -> None:
+    attention = Attention(24, 6, kv_heads=2)
+    model = nn.ModuleList([Block(attention, width=24, hidden=48)])
+    assert find_parts(model, plan=Plan.parse("tp=6"))["0.attention"].twins == 3
+    with pytest.raises(PlanError, match=r"6 heads over 2 key heads.*Nearest that works: tp=2 or tp=6"):
+        find_parts(model, plan=Plan.parse("tp=4"))
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize(
+    "options, plan, message",
+    [
+        ({}, "tp=8 tp_mode=3d", "batch_first=False puts the rows of the batch into dim 1.*Nearest.*tp_mode=1d"),
+        ({"kdim": 7, "vdim": 7}, "tp=4 tp_mode=2d", "keys and values have another width than the stream"),
+    ],
+)
+def test_a_part_that_a_scheme_does_not_have_is_refused(options: dict[str, int], plan: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        find_parts(nn.MultiheadAttention(16, 4, **options), plan=Plan.parse(plan))
+
+
+def test_a_group_of_modules_is_kept_whole_where_the_stream_is_whole() -> None:
+    model = gpt()
+    model.head = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 24))  # type: ignore[assignment]
+    find_parts(model, plan=Plan.parse("tp=2"), rules={"head": "whole"})
+    with pytest.raises(PlanError, match="head: Sequential is kept whole, and what it reads is the stream"):
+        find_parts(model, plan=Plan.parse("tp=4 tp_mode=2d"), rules={"head": "whole"})
+    find_parts(model, plan=Plan.parse("tp=4 tp_mode=2d"))
+
+
+def test_a_model_that_returns_its_stream_keeps_it_whole() -> None:
+    model = nn.Sequential(nn.Embedding(24, 16), Block(Attention(16, 4, kv_heads=4), width=16, hidden=48))
+    find_parts(model, plan=Plan.parse("tp=2"))
+    with pytest.raises(PlanError, match=r"returns its stream of 16 features.*Nearest that works: tp_mode=1d"):
+        find_parts(model, plan=Plan.parse("tp=4 tp_mode=2d"))
+
+
+def test_what_is_kept_whole_in_a_block_sees_all_tokens() -> None:
+    with pytest.raises(PlanError, match=r"1.attention \(Attention\) is kept whole inside a block.*sequence_parallel=0"):
+        find_parts(stack(), plan=Plan.parse("tp=2 sequence_parallel=1"), rules={"*.attention": "whole"})
+
+
+def test_heads_kept_whole_need_not_be_shared_out() -> None:
+    with pytest.raises(PlanError, match=r"or keep it whole on every rank, by the rule 'blocks\.0\.attention': 'whole'"):
+        find_parts(gpt(kv_heads=1), plan=Plan.parse("tp=2"))
+    find_parts(gpt(kv_heads=1), plan=Plan.parse("tp=2"), rules={"blocks.*.attention": "whole"})
