@@ -41,12 +41,12 @@ class Faulty(Passing):  # type: ignore[misc, valid-type]
 
     def all_reduce(self, x: Tensor, *, axes: Axes, op: str = "sum") -> Work:
         if is_totals(x):
-            self.totals(x)
+            self.of_totals(x)
         elif is_gradient(x):
             return self.gradient(x, axes)
         return super().all_reduce(x, axes=axes, op=op)  # type: ignore[no-any-return]
 
-    def totals(self, x: Tensor) -> None:
+    def of_totals(self, x: Tensor) -> None:
         """What this rank adds to the sums of a step: loss, count, squared norm, digest."""
 
     def gradient(self, x: Tensor, axes: Axes) -> Work:
@@ -79,7 +79,7 @@ class ReducedTwice(Faulty):
 class NormCountedTwice(Faulty):
     """Both ranks add the whole squared norm."""
 
-    def totals(self, x: Tensor) -> None:
+    def of_totals(self, x: Tensor) -> None:
         x[2] *= 2
 
 
