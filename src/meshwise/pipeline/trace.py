@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
+from meshwise.model.birth import without_values
 from meshwise.pipeline.partition import CutError
 from meshwise.pipeline.probe import (
     ROUNDS,
@@ -165,8 +166,9 @@ def _named(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 def probe_trace(model: nn.Module, *, trace: Trace, call: Call, timed: bool = False) -> Seen:
     """Run a model's trace once, or more often to take times, as `call(model)` calls the model. See `probe`."""
     runs = []
+    buffers = {buffer: without_values(buffer) for buffer in model.buffers()} if is_bare(model) else {}
     for _ in range(ROUNDS if timed else 1):
-        watched = copied(model, tensors={parameter: parameter for parameter in model.parameters()})
+        watched = copied(model, tensors={parameter: parameter for parameter in model.parameters()} | buffers)
         first = {id(parameter): name for name, parameter in model.named_parameters()}
         watch = _Watch(watched, trace, names=first, timed=timed)
         watched.forward = watch.forward
