@@ -37,15 +37,15 @@ class Near:
         """Copy all of it."""
         into.copy_(self.tensor)
 
-    def reader(self, step: int, *, block: Tensor) -> _Reader:  # noqa: ARG002 - nothing needs to be copied
-        """What gives block after block of `step` elements, each asked for by its number."""
-        blocks: Sequence[Tensor] = self.tensor.split(step)
-        return blocks.__getitem__
+    def reader(self, blocks: int, *, block: Tensor) -> _Reader:  # noqa: ARG002 - nothing needs to be copied
+        """What gives the blocks, as many as `chunk` cuts, each asked for by its number."""
+        chunks: Sequence[Tensor] = self.tensor.chunk(blocks)
+        return chunks.__getitem__
 
-    def writer(self, step: int) -> _Writer:
+    def writer(self, blocks: int) -> _Writer:
         """What overwrites them."""
-        blocks = self.tensor.split(step)
-        return lambda number, x: blocks[number].copy_(x)
+        chunks = self.tensor.chunk(blocks)
+        return lambda number, x: chunks[number].copy_(x)
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,9 @@ class Far:
         """Copy all of it. Raises OSError."""
         self.memory.read(self.rank, address=self.address, into=into)
 
-    def reader(self, step: int, *, block: Tensor) -> _Reader:
-        """What gives block after block of `step` elements, in `block`. Calling it raises OSError."""
+    def reader(self, blocks: int, *, block: Tensor) -> _Reader:
+        """What gives the blocks in `block`, as many as `chunk` cuts. Calling it raises OSError."""
+        step = -(-self.numel // blocks)
 
         def read(number: int) -> Tensor:
             into = block[: self.numel - number * step]
@@ -76,8 +77,9 @@ class Far:
 
         return read
 
-    def writer(self, step: int) -> _Writer:
+    def writer(self, blocks: int) -> _Writer:
         """What overwrites them. Calling it raises OSError."""
+        step = -(-self.numel // blocks)
         return lambda number, x: self.memory.write(self.rank, address=self.address + number * step * self.itemsize, x=x)
 
 
@@ -91,19 +93,20 @@ def reduce_spans(spans: Sequence[Span], *, into: Tensor, copies: Sequence[Span],
 
     Raises OSError when memory of another process cannot be read or written.
     """
-    step = max(1, _BLOCK_BYTES // into.element_size())
+    blocks = max(1, -(-into.numel() * into.element_size() // _BLOCK_BYTES))
     near = [span.tensor for span in spans if isinstance(span, Near)]
-    if into.numel() <= step and len(near) == len(spans) and not copies:
+    if blocks == 1 and len(near) == len(spans) and not copies:
         reduce_block(near, into=into, scratch=torch.empty_like(into), op=op)
         return
-    total = scratch.borrow(like=into[:step])
-    blocks = [scratch.borrow(like=total) if isinstance(span, Far) else total for span in spans]
-    readers = [span.reader(step, block=block) for span, block in zip(spans, blocks, strict=True)]
-    writers = [copy.writer(step) for copy in copies]
-    for number, part in enumerate(into.split(step)):
+    parts = into.chunk(blocks)
+    total = scratch.borrow(like=parts[0])
+    borrowed = [scratch.borrow(like=total) if isinstance(span, Far) else total for span in spans]
+    readers = [span.reader(blocks, block=block) for span, block in zip(spans, borrowed, strict=True)]
+    writers = [copy.writer(blocks) for copy in copies]
+    for number, part in enumerate(parts):
         shown = [read(number) for read in readers]
         reduce_block(shown, into=part, scratch=total[: part.numel()], op=op)
         for write in writers:
             write(number, part)
-    for block in (total, *(block for block in blocks if block is not total)):
+    for block in (total, *(block for block in borrowed if block is not total)):
         scratch.give_back(block)
