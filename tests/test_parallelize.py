@@ -23,10 +23,6 @@ def linear() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
 
 
-def normed() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
-
-
 def on_ranks(size: int, model: Callable[[], nn.Module], plan: str = "dp=auto", **settings: Any) -> None:
     def main(world: World) -> None:
         parallelize(model, plan, world=world, **{"loss": squares, "lr": 1e-2, **settings})
@@ -35,22 +31,6 @@ def on_ranks(size: int, model: Callable[[], nn.Module], plan: str = "dp=auto", *
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size, plan", [(2, "dp=2"), (1, "microbatches=2"), (2, "dp=2 zero=3")])
-def test_batch_norm_in_training_is_refused_with_what_to_change(size: int, plan: str) -> None:
-    with pytest.raises(
-        ValueError, match=r"1 \(BatchNorm1d\).*1/2 of each batch.*use GroupNorm or LayerNorm.*eval mode"
-    ):
-        on_ranks(size, normed, plan)
-
-
-def test_batch_norm_sees_the_whole_batch_on_one_rank() -> None:
-    on_ranks(1, normed)
-
-
-def test_batch_norm_in_eval_mode_is_a_scale_and_splits() -> None:
-    on_ranks(2, lambda: normed().eval())
 
 
 @pytest.mark.parametrize("clip", [0.0, -1.0, float("nan")])

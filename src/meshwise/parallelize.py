@@ -19,6 +19,7 @@ from meshwise.comm.launch import connect
 from meshwise.comm.thread_world import ThreadWorld
 from meshwise.comm.world import World
 from meshwise.cutting import Example, agreed_schedule, cut_source, first_ranks, refuse_lost
+from meshwise.data_parallel.batch_norm import Statistics, batch_norms, take_over
 from meshwise.data_parallel.engine import DataParallel, Engine
 from meshwise.data_parallel.replication import Keeping
 from meshwise.memory.activations import Saving, activations
@@ -186,7 +187,7 @@ def _whole(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
                 source.module, plan=plan, world=world, parts=parts, streaming=options.streaming, recall=recall
             )
         )
-    _refuse_batch_norm(source.module, parts=world.group(plan.data_axes).size * plan.microbatches)
+    joined = _batch_norms_join(source.module, setting, world)
     engine = DataParallel(source, table=table, world=world, keeping=setting.keeping)
     _place_buffers(source, world, setting.keeping.precision)
     draws = _draws(source.module, setting, world, parts)
@@ -194,7 +195,11 @@ def _whole(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
     setting.around.blocks.install(source.module, names=blocks, recall=recall)
     schedule = naive(1, microbatches=plan.microbatches)
     rows_meet = _rows_meet(plan, world)
-    return engine, WholeSweep(engine, task=setting.task, draws=draws, schedule=schedule, rows_meet=rows_meet)
+    statistics = Statistics(source.module, world=world, axes=plan.data_axes, joined=joined)
+    sweep = WholeSweep(
+        engine, task=setting.task, draws=draws, statistics=statistics, schedule=schedule, rows_meet=rows_meet
+    )
+    return engine, sweep
 
 
 def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
@@ -202,7 +207,7 @@ def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
     plan, options = setting.plan, setting.options
     parts = _parts(source, setting)
     world = setting.world.over(mesh_with_twins(plan, parts=parts.values()))
-    _refuse_batch_norm(source.module, parts=world.group(plan.data_axes).size * plan.microbatches)
+    joined = _batch_norms_join(source.module, setting, world)
     schedule = agreed_schedule(plan, world=world)
     _agree(source, world)
     _place_buffers(source, world, setting.keeping.precision)
@@ -235,7 +240,8 @@ def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
         engine = DataParallel(
             source.part(stage.module), table=table, world=world, keeping=setting.keeping, by_module=False
         )
-        stages[index] = live = LiveStage(stage, engine, _draws(stage.module, setting, world, here))
+        statistics = Statistics(stage.module, world=world, axes=plan.data_axes, joined=joined)
+        stages[index] = live = LiveStage(stage, engine, _draws(stage.module, setting, world, here), statistics)
         recall.remember(live.draws)
         held = in_flight(schedule)[index]
         setting.around.blocks.install(stage.module, names=blocks, recall=recall, in_flight=held)
@@ -303,12 +309,13 @@ def _place_buffers(source: Source, world: World, precision: Precision) -> None:
             setattr(module, name, placed)
 
 
-def _refuse_batch_norm(module: nn.Module, *, parts: int) -> None:
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    for name, part in module.named_modules():
-        if parts > 1 and isinstance(part, kinds) and part.training:
-            raise ValueError(
-                f"{name or type(part).__name__} ({type(part).__name__}) would take its statistics over 1/{parts} of "
-                "each batch, so the split model would not be the same model; use GroupNorm or LayerNorm, put it into "
-                "eval mode, or train with dp=1 microbatches=1"
-            )
+def _batch_norms_join(module: nn.Module, setting: Setting, world: World) -> bool:
+    """Whether ranks take the statistics of batch norms together. Raises ValueError where they cannot."""
+    norms = list(batch_norms(module))
+    setting.around.undo.push(take_over(module))
+    if norms and _rows_meet(setting.plan, world):
+        raise ValueError(
+            f"{norms[0]} takes statistics over the batch, and tp_mode={setting.plan.tp_mode} splits the features that "
+            "they are of; use tp_mode=1d, or GroupNorm or LayerNorm"
+        )
+    return bool(norms) and world.group(setting.plan.data_axes).size > 1

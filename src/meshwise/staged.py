@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.comm.world import World
+from meshwise.data_parallel.batch_norm import Statistics
 from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.engine import DataParallel
 from meshwise.data_parallel.place import Options
 from meshwise.data_parallel.unit import LiveUnit
 from meshwise.microbatch import MicroBatch
-from meshwise.model.draws import Draws, Rows
+from meshwise.model.draws import Draws
 from meshwise.model.forward import call_loss
 from meshwise.model.table import ParameterTable, Row
 from meshwise.pipeline.action import Action, Kind, Schedule
@@ -45,6 +46,7 @@ class LiveStage:
     stage: Stage
     engine: DataParallel
     draws: Draws
+    statistics: Statistics
 
 
 class StagedEngine:
@@ -71,6 +73,11 @@ class StagedEngine:
             for unit in table.units
         ]
         self.table = ParameterTable(tuple(unit for unit in units if unit.rows))
+
+    @property
+    def tied(self) -> frozenset[str]:
+        """The parameters that several stages hold."""
+        return frozenset(row.name for table in self._tables.values() for row in table.rows if row.spare)
 
     @property
     def module(self) -> nn.Module:
@@ -229,7 +236,7 @@ class StagedSweep:
         rows_meet: bool,
     ) -> None:
         """`rows_meet`: ranks share out the rows of one product."""
-        self.lockstep = rows_meet
+        self.lockstep = rows_meet or any(live.statistics.joined for live in stages.values())
         self.cut: Cut | None = cut
         self._engine, self._stages, self._task = engine, stages, task
         self._world = engine.world
@@ -238,8 +245,7 @@ class StagedSweep:
         forwards = add_transfers(_forwards(schedule))
         self._forwards = add_gathers(forwards) if zero == 3 else forwards
         self.evaluated_in = schedule.microbatches
-        tied = {row.name for table in engine._tables.values() for row in table.rows if row.spare}
-        self._keepers = {index: _Keeper(live, tied=tied) for index, live in stages.items()}
+        self._keepers = {index: _Keeper(live, tied=engine.tied) for index, live in stages.items()}
         runs = {index: live.stage for index, live in stages.items()}
         self._runtime = Runtime(runs, keepers=self._keepers, world=self._world)
 
@@ -318,17 +324,17 @@ class StagedSweep:
 class _Keeper:
     """Keeps the parameters of one stage for the interpreter."""
 
-    def __init__(self, live: LiveStage, *, tied: set[str]) -> None:
-        self._engine, self._draws = live.engine, live.draws
+    def __init__(self, live: LiveStage, *, tied: frozenset[str]) -> None:
+        self._engine, self._draws, self._statistics = live.engine, live.draws, live.statistics
         self._late = any(row.name in tied for row in live.engine.table.rows)
-        self._samples: Sequence[Rows] = ()
+        self._parts: Sequence[MicroBatch] = ()
         self._seen: Seen | None = None
         self._index = 0
         self._waits = False
 
     def begin(self, parts: Sequence[MicroBatch], *, seen: Seen | None = None) -> None:
         """A step begins; with `seen`, one whose gradients are only looked at."""
-        self._samples, self._seen, self._waits = [part.samples for part in parts], seen, False
+        self._parts, self._seen, self._waits = parts, seen, False
         if seen is None:
             self._engine.begin_step()
         self._engine.accumulate(None if seen is None else self._show)
@@ -338,7 +344,15 @@ class _Keeper:
         self._index = index
         if not torch.is_grad_enabled():
             return contextlib.nullcontext()
-        return self._draws.running(self._samples[index], again=again)
+        return self._inside(self._parts[index], again=again)
+
+    @contextlib.contextmanager
+    def _inside(self, part: MicroBatch, *, again: bool) -> Iterator[None]:
+        with (
+            self._draws.running(part.samples, again=again),
+            self._statistics.running(counts=part.counts, again=again),
+        ):
+            yield
 
     def gather(self) -> None:
         """Start to make the parameters whole."""

@@ -6,8 +6,9 @@ runs as a whole and for one of which it runs stages; this is where the two diffe
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from meshwise import tree
 from meshwise.comm.world import World
+from meshwise.data_parallel.batch_norm import Statistics
 from meshwise.data_parallel.engine import DataParallel, throw_away
 from meshwise.microbatch import MicroBatch
 from meshwise.model.draws import Draws
@@ -82,14 +84,24 @@ class WholeSweep:
     cut: Cut | None = None
     evaluated_in = 1
 
-    def __init__(self, engine: DataParallel, *, task: Task, draws: Draws, schedule: Schedule, rows_meet: bool) -> None:
+    def __init__(
+        self,
+        engine: DataParallel,
+        *,
+        task: Task,
+        draws: Draws,
+        statistics: Statistics,
+        schedule: Schedule,
+        rows_meet: bool,
+    ) -> None:
         """`schedule` has one row, of one stage. `rows_meet`: ranks share out the rows of one product."""
         self.schedule = schedule
         self._engine = engine
         self._task = task
         self._draws = draws
+        self._statistics = statistics
         self._rows_meet = rows_meet
-        self.lockstep = rows_meet or any(unit.at_rest for unit in engine.units)
+        self.lockstep = rows_meet or statistics.joined or any(unit.at_rest for unit in engine.units)
         self.begin, self.finish, self.close = draws.begin, draws.finish, draws.close
 
     def train(self, parts: Sequence[MicroBatch], *, scale: float) -> Sums:
@@ -103,13 +115,13 @@ class WholeSweep:
             if part.rows is None:
                 self._engine.backward(None, last=last)
                 continue
-            with self._draws.running(part.samples):
+            with self._running(part):
                 loss, count = self._run(part.rows)
             # Where the ranks share out the rows of one product, what a spare row gives would reach the others, and what
             # the others' rows give reaches this rank.
             keep = part.counts or self._rows_meet
             journal.doing = f"0B{index}"
-            with self._draws.running(part.samples, again=True):
+            with self._running(part, again=True):
                 self._engine.backward(scaled(loss, by=scale if part.counts else 0.0), last=last, keep=keep)
             if part.counts:
                 total += loss.detach().double()
@@ -121,7 +133,8 @@ class WholeSweep:
         total, tokens = zeros(self._engine.world)
         for part in parts:
             if part.rows is not None:
-                loss, count = self._run(part.rows)
+                with self._statistics.running(counts=part.counts):
+                    loss, count = self._run(part.rows)
                 if part.counts:
                     total += loss.double()
                     tokens += count
@@ -131,11 +144,11 @@ class WholeSweep:
         """Forward and backward again, for the gradients to be looked at."""
         for number, part in enumerate(parts):
             if part.rows is not None:
-                with self._draws.running(part.samples):
+                with self._running(part):
                     loss, _ = self._run(part.rows)
                 arrival = functools.partial(seen, number) if part.counts or self._rows_meet else throw_away
                 if loss.requires_grad:
-                    with self._draws.running(part.samples, again=True):
+                    with self._running(part, again=True):
                         self._engine.inspect(loss if part.counts else loss * 0, arrival=arrival)
         self._engine.gatherer.rest()
 
@@ -145,6 +158,15 @@ class WholeSweep:
             output = self._task.forward(self._engine.module, self._begin_forward(batch))
         self._engine.gatherer.rest()
         return output
+
+    @contextlib.contextmanager
+    def _running(self, part: MicroBatch, *, again: bool = False) -> Iterator[None]:
+        """Inside, the model runs a micro-batch: forward, or (`again`) backward."""
+        with (
+            self._draws.running(part.samples, again=again),
+            self._statistics.running(counts=part.counts, again=again),
+        ):
+            yield
 
     def _run(self, rows: Any) -> Sums:
         """Forward and loss of one micro-batch: (sum, count), scalars on the device."""

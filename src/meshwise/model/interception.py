@@ -13,6 +13,7 @@ A draw with a generator of its own (`generator=`) is the caller's affair and lef
 
 from __future__ import annotations
 
+import abc
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -60,36 +61,19 @@ class Source(Protocol):
         """An operation drew from torch's own generator."""
 
 
-class Interception(TorchFunctionMode):
-    """Answers for the functions that draw."""
-
-    def __init__(self, source: Source) -> None:
-        super().__init__()
-        self._source = source
-        self._below = _Below(source)
+class Throughout(TorchFunctionMode, abc.ABC):
+    """A mode that answers in a backward too, where parts of a forward may be repeated."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         if func in _BACKWARDS:
-            return self._backward(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        if name not in MAY_DRAW or kwargs.get("generator") is not None:
-            return func(*args, **kwargs)
-        if self._source.local:
-            given = kwargs.get("device") or next((a.device for a in args if isinstance(a, Tensor)), None)
-            self._source.reseed(torch.device(given or torch.get_default_device()))
-            return func(*args, **kwargs)
-        if func is functional.dropout:
-            return self._dropout(*args, **kwargs)
-        self._below.scores = False
-        if name == "scaled_dot_product_attention":
-            return self._attention(func, args, kwargs)
-        if name == "multi_head_attention_forward":
-            return self._multi_head_attention(func, args, kwargs)
-        with self._below:
-            return func(*args, **kwargs)
+            return self._backward(*args, **(kwargs or {}))
+        return self.answer(func, args, kwargs or {})
+
+    @abc.abstractmethod
+    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a function of torch gives."""
 
     def _backward(
         self, tensors: Any, *, gradient: Any = None, grad_tensors: Any = None, inputs: Any = None, **options: Any
@@ -106,6 +90,34 @@ class Interception(TorchFunctionMode):
                 inputs=None if wanted is None else [_edge(one) for one in wanted],
                 **options,
             )
+
+
+class Interception(Throughout):
+    """Answers for the functions that draw."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self._source = source
+        self._below = _Below(source)
+
+    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `func` gives, with our draws in place of torch's."""
+        name = getattr(func, "__name__", "")
+        if name not in MAY_DRAW or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        if self._source.local:
+            given = kwargs.get("device") or next((a.device for a in args if isinstance(a, Tensor)), None)
+            self._source.reseed(torch.device(given or torch.get_default_device()))
+            return func(*args, **kwargs)
+        if func is functional.dropout:
+            return self._dropout(*args, **kwargs)
+        self._below.scores = False
+        if name == "scaled_dot_product_attention":
+            return self._attention(func, args, kwargs)
+        if name == "multi_head_attention_forward":
+            return self._multi_head_attention(func, args, kwargs)
+        with self._below:
+            return func(*args, **kwargs)
 
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002, FBT001, FBT002 (F.dropout's own)
         if not training or not 0.0 < p < 1.0 or not input.numel():

@@ -1,0 +1,141 @@
+"""Batch normalisation over the batch: over a micro-batch of all ranks, not over the rows of one.
+
+Under a plan with replicas a rank has some of the rows, and a batch norm would take its statistics over those: the split
+model would be another model. Here its statistics are those of the micro-batch with this number on all ranks together,
+as one process has them that trains on the same micro-batches of the global batch, one after the other. So `dp` changes
+nothing; `microbatches` does, as it does on one process.
+
+From the mean, the squared deviations and the number of values of each rank those of all are (Chan, Golub, LeVeque,
+"Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979)
+
+    n = Σ nᵢ        mean = Σ nᵢ meanᵢ / n        M = Σ (Mᵢ + nᵢ (meanᵢ - mean)²)        variance = M / n
+
+which loses no digits where the mean is large, and takes one all-gather of 2C+1 numbers per rank forward, one
+reduce-scatter of as many backward. A rank without rows takes part with n = 0.
+
+`F.batch_norm` is answered for while the model runs, whatever class of the model's calls it; modules stay what they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from meshwise.comm import gradient
+from meshwise.comm.world import World
+from meshwise.model.interception import Throughout
+
+
+class Statistics(Throughout):
+    """The statistics of the batch norms of a module, on one rank."""
+
+    def __init__(self, module: nn.Module, *, world: World, axes: tuple[str, ...], joined: bool) -> None:
+        """`axes`: those along which ranks have other rows of the batch. `joined`: the model has such norms somewhere,
+        and so the ranks along them have to run their micro-batches together.
+        """
+        super().__init__()
+        self._world, self._axes = world, axes
+        self._norms = list(batch_norms(module).values())
+        self.joined = joined
+        self._counts = True
+        self._again = False
+        self._counter: Tensor | None = None
+
+    @contextlib.contextmanager
+    def running(self, *, counts: bool, again: bool = False) -> Iterator[None]:
+        """Inside, the model runs rows that count or do not. `again`: what runs repeats parts of their forward."""
+        if not self._norms or not self.joined:
+            yield
+            return
+        self._counts, self._again, self._counter = counts, again, None
+        with self:
+            yield
+
+    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `func` gives: of the whole micro-batch, where it is a batch norm that takes statistics."""
+        if func is functional.batch_norm:
+            return self._batch_norm(*args, **kwargs)
+        if func is Tensor.add_ and any(args[0] is norm.num_batches_tracked for norm in self._norms):
+            self._counter = args[0]
+        return func(*args, **kwargs)
+
+    def _batch_norm(
+        self,
+        input: Tensor,  # noqa: A002 - the arguments are those of F.batch_norm
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,  # noqa: FBT001, FBT002
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if not training:
+            return functional.batch_norm(
+                input, running_mean, running_var, weight=weight, bias=bias, training=False, momentum=momentum, eps=eps
+            )
+        x = input if input.dtype.itemsize >= 4 else input.float()
+        mean, squares, count = self._of_all(x if self._counts else x[:0])
+        variance = squares / count.clamp(min=1)
+        with torch.no_grad():
+            self._remember(running_mean, mean, count, momentum)
+            self._remember(running_var, squares / (count - 1).clamp(min=1), count, momentum)
+            if self._counter is not None:
+                self._counter.sub_((count == 0 if not self._again else count >= 0).long().squeeze())
+            self._counter = None
+        scale = torch.rsqrt(variance + eps) if weight is None else torch.rsqrt(variance + eps) * weight
+        shift = -mean * scale if bias is None else bias - mean * scale
+        shape = (-1, *(1,) * (x.ndim - 2))
+        return torch.addcmul(shift.view(shape), x, scale.view(shape)).to(input.dtype)
+
+    def _of_all(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The mean [C], the sum of squared deviations [C] and the number [1] of the values of x[B, C, …] on all ranks.
+
+        Raises ValueError, as torch does, when there is one value only.
+        """
+        others = [dim for dim in range(x.ndim) if dim != 1]
+        number = x.numel() // x.shape[1]
+        if number:
+            variance, own = torch.var_mean(x, others, correction=0)
+        else:
+            variance = own = x.sum(others)  # zeros that lead back to x, as on the ranks with rows
+        told = torch.cat([own, variance * number, own.new_full((1,), number)])
+        ranks = gradient.all_gather(told[None], world=self._world, axes=self._axes).wait()
+        means, squares, counts = ranks.split([x.shape[1], x.shape[1], 1], dim=1)
+        count = counts.sum(0)
+        if number <= 1 and count.item() == 1:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
+        mean = (counts * means).sum(0) / count.clamp(min=1)
+        return mean, (squares + counts * (means - mean).square()).sum(0), count
+
+    def _remember(self, running: Tensor | None, value: Tensor, count: Tensor, momentum: float) -> None:
+        """Take a value into what is kept for eval mode, unless it is of no rows or of a forward that is repeated."""
+        if running is not None and not self._again:
+            running.lerp_(value.to(running.dtype), momentum * (count > 0).to(running.dtype))
+
+
+class _OneOfMany(nn.SyncBatchNorm):
+    """A SyncBatchNorm whose statistics are the engine's affair, with or without replicas."""
+
+    forward = _BatchNorm.forward
+
+
+def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
+    """The modules of a model that take statistics over the batch, by name."""
+    return {name: part for name, part in module.named_modules() if isinstance(part, _BatchNorm)}
+
+
+def take_over(module: nn.Module) -> contextlib.ExitStack:
+    """Let every SyncBatchNorm, which would talk to torch's own process group, be a plain one until the stack closes."""
+    undo = contextlib.ExitStack()
+    for norm in batch_norms(module).values():
+        if type(norm) is nn.SyncBatchNorm:
+            norm.__class__ = _OneOfMany
+            undo.callback(setattr, norm, "__class__", nn.SyncBatchNorm)
+    return undo

@@ -1,0 +1,195 @@
+"""Batch norms under replicas are those of one process that trains on the same micro-batches of the global batch.
+
+What is a micro-batch of one process is this one of all ranks together:
+
+    10 rows, dp=2 microbatches=2     rank 0: 0 1 2 | 3 4     rank 1: 5 6 7 | 8 9
+    one process                      0 1 2 5 6 7  |  3 4 8 9
+
+In float64, loss, every gradient, every parameter and every running statistic after three steps to 1e-9.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from grid import Grid
+from meshwise.comm.world import World
+from meshwise.layout.geometry import even_split
+from meshwise.parallelize import Options, parallelize
+from meshwise.plan import Plan
+from meshwise.testing import Processes, agree, run
+
+BOUND = 1e-9
+ROWS = {1: (10, 7, 3), 2: (10, 7, 6)}
+"""Of each step, by the number of micro-batches: 3 rows are fewer than some plans have ranks, and of 7 rows 4 ranks have
+a second micro-batch but for one.
+"""
+
+
+class Own(nn.BatchNorm1d):
+    """A model's own class, which calls torch's function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+# A bias before a norm has the gradient 0 but for rounding, of which AdamW would make whole steps.
+def conv(norm: Callable[[int], nn.Module], dims: int) -> nn.Module:
+    layer = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[dims]
+    return nn.Sequential(
+        layer(2, 5, 2, bias=False), norm(5), nn.Tanh(), nn.Flatten(), nn.Linear(5 * 2**dims, 3)
+    ).double()
+
+
+def flat(norm: Callable[[int], nn.Module]) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6, bias=False), norm(6), nn.Tanh(), nn.Linear(6, 3, bias=False), norm(3)).double()
+
+
+MODELS: Mapping[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
+    "1d": ((4,), lambda: flat(nn.BatchNorm1d)),
+    "over time": ((2, 3), lambda: conv(nn.BatchNorm1d, 1)),
+    "2d": ((2, 3, 3), lambda: conv(nn.BatchNorm2d, 2)),
+    "3d": ((2, 3, 3, 3), lambda: conv(nn.BatchNorm3d, 3)),
+    "without momentum": ((4,), lambda: flat(lambda width: nn.BatchNorm1d(width, momentum=None))),
+    "without statistics kept": ((4,), lambda: flat(lambda width: nn.BatchNorm1d(width, track_running_stats=False))),
+    "without scale": ((4,), lambda: flat(lambda width: nn.BatchNorm1d(width, affine=False))),
+    "synchronised by torch": ((4,), lambda: flat(nn.SyncBatchNorm)),
+    "the model's own": ((4,), lambda: flat(Own)),
+    "far from zero": ((4,), lambda: nn.Sequential(Shifted(), flat(nn.BatchNorm1d))),
+    "of the input": ((4,), lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).double()),
+}
+
+
+class Shifted(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1e3
+
+
+@functools.cache
+def existing(kind: str) -> nn.Module:
+    torch.manual_seed(3)
+    return MODELS[kind][1]()
+
+
+def made(kind: str) -> nn.Module:
+    return copy.deepcopy(existing(kind))
+
+
+def batches(kind: str, plan: Plan) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.randn(rows, *MODELS[kind][0], generator=generator, dtype=torch.float64)
+        for rows in ROWS[plan.microbatches]
+    ]
+
+
+def loss(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
+    return (output.sin() + output.square()).sum(), len(output)
+
+
+def together(batch: Tensor, plan: Plan) -> Iterator[Tensor]:
+    """What the ranks run at one time, one micro-batch after the other."""
+    shares = [batch[start:stop] for start, stop in even_split(len(batch), plan.dp or 1)]
+    cuts = [[share[a:b] for a, b in even_split(len(share), plan.microbatches)] for share in shares]
+    for parts in zip(*cuts, strict=True):
+        if len(rows := torch.cat(parts)):
+            yield rows
+
+
+def state(model: nn.Module, **more: Any) -> dict[str, Any]:
+    buffers = {name: value.double() for name, value in model.named_buffers()}
+    return {**more, "buffers": {name: value.clone() for name, value in buffers.items()}}
+
+
+def on_one_process(kind: str, plan: Plan) -> list[Any]:
+    """The loop one would write by hand."""
+    model, steps = made(kind), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    for batch in batches(kind, plan):
+        optimizer.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        for rows in together(batch, plan):
+            part = loss(model(rows), rows)[0] / len(batch)
+            part.backward()
+            total += part.detach()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        parameters = {name: value.detach().clone() for name, value in model.named_parameters()}
+        steps.append(state(model, loss=total, norm=norm, parameters=parameters))
+    model.eval()
+    last = batches(kind, plan)[0]
+    steps.append({"evaluated": loss(model(last), last)[0] / len(last)})
+    return steps
+
+
+def under(world: World, kind: str, plan: Plan) -> list[Any]:
+    options = Options(
+        clip_norm=0.5, example=batches(kind, plan)[0], tensor_rules={"*": "whole"} if plan.tp > 1 else None
+    )
+    trainer = parallelize(made(kind), plan, loss=loss, world=world, options=options, lr=1e-2, weight_decay=0.0)
+    steps = []
+    for batch in batches(kind, plan):
+        result = trainer.step(batch)
+        parameters = {name: value.clone() for name, value in trainer.full_parameters()}
+        buffers = {name: value.double() for name, value in trainer._engine.full_buffers()}
+        values = {"loss": result.loss, "norm": result.grad_norm, "parameters": parameters}
+        steps.append({**values, "buffers": {name: value.clone() for name, value in buffers.items()}})
+    steps.append({"evaluated": trainer.evaluate(batches(kind, plan)[:1]).loss})
+    trainer.close()
+    return steps
+
+
+def check(kind: str, plan: str, on: Any = "threads") -> None:
+    parsed = Plan.parse(plan)
+    whole = on_one_process(kind, parsed)
+    for steps in run(parsed.mesh().size, under, on=on, args=(kind, parsed)):
+        agree(steps, whole, bound=BOUND)
+
+
+GRID = Grid({"kind": tuple(MODELS), "dp": (1, 2, 4), "zero": (0, 1, 2, 3), "microbatches": (1, 2)})
+
+
+@pytest.mark.grid(GRID)
+def test_a_plan_is_one_process_with_the_same_micro_batches(kind: str, dp: int, zero: int, microbatches: int) -> None:
+    check(kind, f"dp={dp} zero={zero} microbatches={microbatches}")
+
+
+@pytest.mark.parametrize("plan", ["pp=2 microbatches=2", "dp=2 pp=2 microbatches=2 zero=1"])
+def test_with_other_axes_too(plan: str) -> None:
+    check("1d", plan)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down, self.last = (
+            nn.LayerNorm(8),
+            nn.Linear(8, 16),
+            nn.Linear(16, 8),
+            nn.BatchNorm1d(8),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.last(x + self.down(torch.relu(self.up(self.norm(x)))))
+        return output
+
+
+def in_a_grid(world: World) -> None:
+    rules = {"0.norm": "norm", "0.last": "whole", "1": "head"}
+    model = nn.Sequential(Block(), nn.Linear(8, 4))
+    parallelize(model, "tp=4 tp_mode=2d", loss=loss, world=world, options=Options(tensor_rules=rules), lr=1e-2)
+
+
+def test_a_grid_that_splits_the_features_is_refused_with_what_to_change() -> None:
+    with pytest.raises(ValueError, match=r"0\.last takes statistics over the batch.*use tp_mode=1d, or GroupNorm"):
+        run(4, in_a_grid)
+
+
+@pytest.mark.processes
+def test_on_real_processes(processes: Processes) -> None:
+    check("2d", "dp=4 zero=2 microbatches=2", on=processes)
