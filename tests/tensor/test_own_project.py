@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from meshwise import verify
+from meshwise.cli.main import main
 
 MODEL = """
 import torch
@@ -87,7 +88,7 @@ from torch.nn import functional
 
 def loss(logits, batch):
     targets = batch[1]
-    total = functional.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), reduction="sum")
+    total = functional.cross_entropy(logits.view(-1, logits.size(-1)), targets.flatten(), reduction="sum")
     return total, targets.numel()
 
 
@@ -109,9 +110,37 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[A
         del sys.modules[name]
 
 
-@pytest.mark.parametrize("plan", ["tp=2", "tp=4 tp_mode=2d", "tp=2 dp=2 zero=1", "tp=2 sequence_parallel=1"])
-def test_it_is_the_same_model(project: tuple[Any, Any], plan: str) -> None:
+JOB = """
+loss = "poet_train:loss"
+[model]
+name = "poet_model:Poet"
+arguments = {vocabulary = 256, context = 8}
+[data]
+files = ["text.txt"]
+context = 8
+[train]
+batch = 5
+clip_norm = 0.5
+"""
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=4 tp_mode=2d"])
+def test_the_command_says_that_it_is_the_same_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], plan: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    files = {"poet_model.py": MODEL, "poet_train.py": TRAIN, "job.toml": JOB, "text.txt": "It is a truth. " * 40}
+    for name, text in files.items():
+        Path(name).write_text(text)
+    assert main(["verify", "job.toml", "--comm=threads", f"--plan={plan}"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"{plan} is the same model as one process")
+    assert "transformer.h.1.mlp.gate.weight" in text
+
+
+@pytest.mark.parametrize("plan", ["tp=2 dp=2 zero=1", "tp=2 sequence_parallel=1"])
+def test_the_function_says_so_too(project: tuple[Any, Any], plan: str) -> None:
     model, train = project
     report = verify(model.Poet, train.loss, list(train.batches(3)), plan, lr=1e-2)
     assert report.ok, str(report)
-    assert "is the same model as one process" in str(report)
