@@ -90,8 +90,7 @@ def table() -> str:
     remarks = [
         "",
         f"- Model: {model}.",
-        "- Norms are whole under 1D, where the stream is whole before the first block and behind the last one; buckets "
-        + "are padded.",
+        "- Norms are whole under 1D, where the stream is whole outside of the blocks; buckets are padded.",
         f"- Measured on the first rank of a traced world; plans of {ON_PROCESSES} ranks on processes too, which agree.",
         "- Made by `python benchmarks/tensor_memory.py --docs docs/benchmarks.md`.",
     ]
