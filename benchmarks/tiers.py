@@ -1,0 +1,188 @@
+"""What the tiers cost: steps beside the same plan without them, and the disk beside what dd gets from it.
+
+    python benchmarks/tiers.py --folder /path/on/the/disk --docs docs/benchmarks.md
+
+Steps of one GPT on one rank, plan by plan in turns of one step each, in one process; the ratio is the median over the
+turns, of wall time and of processor time. The disk: the update of a model whose optimizer state rests
+there, and in turns with it two processes of dd, one that reads and one that writes, past the page cache as well. The
+rate is bytes moved over the time from the first read of an update to its last write, computation included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.comm import World, run_threads
+from meshwise.memory.staging import Swap
+from meshwise.memory.swap import SwapFile
+from meshwise.parallelize import Options, parallelize
+from meshwise.reference import GPT, GPTConfig, next_token_loss
+from meshwise.trainer import Trainer
+from peer_table import machine, write_between_markers
+
+PLANS = (
+    "zero=3",
+    "zero=3 offload=optimizer:cpu",
+    "zero=3 offload=optimizer:disk",
+    "zero=3 offload=params:disk,optimizer:disk",
+)
+GPT_SHAPE = GPTConfig(layers=6, width=384, heads=6, vocabulary=8192, context=256)
+WIDTH, DEPTH = 4096, 6
+DD = 2**30
+
+
+@dataclass
+class Found:
+    """Seconds of the steps of each plan, wall and processor time, and (ours, dd's) bytes a second."""
+
+    wall: dict[str, list[float]] = field(default_factory=dict)
+    processor: dict[str, list[float]] = field(default_factory=dict)
+    disk: list[tuple[float, float]] = field(default_factory=list)
+    direct: bool = True
+
+
+def main() -> None:
+    """Measure, print, and write into the page that `--docs` names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path(), help="a folder on the disk that is measured")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--docs", type=Path, help="write the table between the markers `tiers` of this file")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    found = Found()
+    for measure in (_steps, _disk):
+        run_threads(1, measure, args=(found, arguments.folder, arguments.rounds), timeout=None)
+    text = markdown(found, threads=arguments.threads)
+    print(text)
+    if arguments.docs:
+        write_between_markers(arguments.docs, text=text, table="tiers")
+
+
+def markdown(found: Found, *, threads: int) -> str:
+    """The tables."""
+    lines = ["| plan, one rank | step, s | ratio (quartiles) | of processor time |", "|---|---|---|---|"]
+    for plan, seconds in found.wall.items():
+        wall = _quartiles(seconds, found.wall[PLANS[0]])
+        processor = _quartiles(found.processor[plan], found.processor[PLANS[0]])[1]
+        spread = "" if plan == PLANS[0] else f" ({wall[0]:.3f}-{wall[2]:.3f})"
+        lines.append(f"| `{plan}` | {statistics.median(seconds):.3f} | {wall[1]:.3f}{spread} | {processor:.3f} |")
+    ours, dd = zip(*found.disk, strict=True)
+    low, middle, high = statistics.quantiles([one / other for one, other in found.disk], n=4)
+    way = "past the page cache" if found.direct else "through the page cache: this file system has no direct access"
+    rate = f"{statistics.median(ours) / 1e9:.2f} | {middle:.2f} ({low:.2f}-{high:.2f})"
+    shape = f"{GPT_SHAPE.layers} layers, width {GPT_SHAPE.width}, context 256, vocabulary 8192, batch 8"
+    lines += [
+        "",
+        "| read and written at once | GB/s | ratio (quartiles) |",
+        "|---|---|---|",
+        f"| dd, a reader beside a writer, 16 MiB blocks | {statistics.median(dd) / 1e9:.2f} | |",
+        f"| the update, optimizer state on disk | {rate} |",
+        "",
+        f"- Machine: {machine()}; {threads} threads; {way}.",
+        f"- Steps: GPT of {shape}, AdamW, clipped; {len(found.wall[PLANS[0]])} turns.",
+        f"- Disk: {WIDTH * WIDTH * DEPTH / 1e6:.0f} million parameters, AdamW, {len(ours)} updates.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _quartiles(ours: list[float], theirs: list[float]) -> list[float]:
+    return statistics.quantiles([one / other for one, other in zip(ours, theirs, strict=True)], n=4)
+
+
+def _steps(world: World, found: Found, folder: Path, rounds: int) -> None:
+    tokens = torch.randint(0, 8192, (8, 257))
+    batch = (tokens[:, :-1], tokens[:, 1:])
+    trainers = {plan: _under(world, plan, folder) for plan in PLANS}
+    for turn in range(-2, rounds):
+        for plan in PLANS if turn % 2 else PLANS[::-1]:
+            started, used = time.perf_counter(), time.process_time()
+            trainers[plan].step(batch)
+            if turn >= 0:
+                found.wall.setdefault(plan, []).append(time.perf_counter() - started)
+                found.processor.setdefault(plan, []).append(time.process_time() - used)
+    for trainer in trainers.values():
+        trainer.close()
+
+
+def _disk(world: World, found: Found, folder: Path, rounds: int) -> None:
+    options = Options(swap=Swap(folder=folder))
+    trainer = parallelize(Layers, "offload=optimizer:disk", loss=squares, world=world, options=options, lr=1e-3)
+    file = trainer.tiers.file
+    assert isinstance(file, SwapFile)
+    found.direct = file.direct
+    batch = torch.randn(2, WIDTH)
+    trainer.step(batch)  # makes the state, and writes it for the first time
+    with _dd_files(folder) as (source, target):
+        for _ in range(rounds):
+            file.moved.clear()
+            trainer.step(batch)
+            seconds = max(piece.ended for piece in file.moved) - min(piece.started for piece in file.moved)
+            found.disk.append((sum(piece.bytes for piece in file.moved) / seconds, _dd(source, target)))
+    trainer.close()
+
+
+class Layers(nn.Module):
+    """Some hundred million parameters that are quick to run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., WIDTH) to the same."""
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def squares(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
+    """A loss."""
+    return output.square().sum(), len(batch)
+
+
+def _under(world: World, plan: str, folder: Path) -> Trainer:
+    options = Options(clip_norm=1.0, swap=Swap(folder=folder))
+    return parallelize(lambda: GPT(GPT_SHAPE), plan, loss=next_token_loss, world=world, options=options, lr=1e-3)
+
+
+@contextlib.contextmanager
+def _dd_files(folder: Path) -> Iterator[tuple[Path, Path]]:
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        source, target = Path(made) / "source", Path(made) / "target"
+        for path in (source, target):
+            _wait([_start("/dev/zero", path, "oflag=direct")])
+        yield source, target
+
+
+def _dd(source: Path, target: Path) -> float:
+    """Bytes a second of a reader and a writer together."""
+    started = time.perf_counter()
+    _wait([_start(source, "/dev/null", "iflag=direct"), _start("/dev/zero", target, "oflag=direct", "conv=notrunc")])
+    return 2 * DD / (time.perf_counter() - started)
+
+
+def _start(source: Path | str, target: Path | str, *more: str) -> subprocess.Popen[bytes]:
+    words = ["dd", f"if={source}", f"of={target}", "bs=16M", f"count={DD >> 24}", *more]
+    return subprocess.Popen(words, stderr=subprocess.DEVNULL)
+
+
+def _wait(started: list[subprocess.Popen[bytes]]) -> None:
+    for process in started:
+        if process.wait():
+            raise OSError(f"dd ended with {process.returncode}")
+
+
+if __name__ == "__main__":
+    main()
