@@ -205,7 +205,9 @@ class ToDisk(Mover):
         buffer = self._room.take(rounded, on=self.device)
         buffer[:size].copy_(values)
         written = self.file.write(offset, values=buffer)
-        written.then(lambda: self._room.give(buffer))
+        lent = [buffer]  # a transfer keeps what it calls, and must not keep the buffer
+        del buffer
+        written.then(lambda: self._room.give(lent.pop()))
         return _OnDisk(self, offset, written, size, before)
 
     def _place(self, size: int) -> int:

@@ -1,0 +1,264 @@
+"""Activations on disk between forward and backward: the same bits, less memory, and errors that are told."""
+
+import errno
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meshwise.comm.thread_world import run_threads
+from meshwise.comm.world import World
+from meshwise.memory.activations import Activations, Saving, ToDisk, activations
+from meshwise.memory.staging import Swap
+from meshwise.memory.swap import SwapFile, TierError
+from meshwise.parallelize import Options, parallelize
+from meshwise.plan import Plan
+from meshwise.testing import Processes
+
+CPU = torch.device("cpu")
+ROWS, WIDTH = 32, 16
+
+
+class Layer(nn.Module):
+    """Saves one product under three views, an activation in place, and dropout's mask."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.three, self.back = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.relu, self.drop = nn.ReLU(inplace=True), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c = self.three(x).chunk(3, -1)
+        return x + self.drop(self.relu(self.back(a * torch.sigmoid(b) + c)))  # type: ignore[no-any-return]
+
+
+def model(width: int = WIDTH, layers: int = 3) -> nn.Module:
+    return nn.Sequential(*(Layer(width) for _ in range(layers)))
+
+
+def loss(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
+    return functional.mse_loss(output, batch.flip(-1), reduction="sum"), len(batch)
+
+
+def batch() -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(2))
+
+
+def train(world: World, plan: str, folder: Path) -> tuple[Any, dict[str, Tensor], dict[str, int]]:
+    options = Options(example=batch(), saving=Saving(least=64, ahead=4096), swap=Swap(folder=folder))
+    trainer = parallelize(model, plan, loss=loss, world=world, lr=1e-2, options=options)
+    numbers = [(result.loss, result.grad_norm) for result in (trainer.step(batch()) for _ in range(3))]
+    values = {name: value.clone() for name, value in trainer.full_parameters()}
+    memory = dict(trainer.memory())
+    trainer.close()
+    return numbers, values, memory
+
+
+@pytest.mark.parametrize(
+    "plan",
+    ["dp=2 zero=1", "dp=2 zero=3 microbatches=2", "pp=2 microbatches=4 schedule=zb-h1", "dp=2 recompute=selective"],
+)
+def test_activations_on_disk_give_the_same_bits(plan: str, tmp_path: Path) -> None:
+    run = functools.partial(run_threads, Plan.parse(plan).mesh().size, train)
+    expected = run(args=(plan, tmp_path))[0]
+    for found in run(args=(f"{plan} offload=activations:disk", tmp_path)):
+        assert found[0] == expected[0]
+        assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
+        assert found[2]["disk/activations"] > 0
+    assert not list(tmp_path.iterdir()), "the file has no name"
+
+
+def test_on_a_cpu_activations_are_on_the_cpu(tmp_path: Path) -> None:
+    """So the plan of a GPU runs on a laptop, and nothing is moved there."""
+    assert activations("cpu", device=CPU, swap=Swap(), how=Saving()) is None
+    assert "cpu/activations" not in run_threads(1, train, args=("offload=activations:cpu", tmp_path))[0][2]
+
+
+# ---- what moves --------------------------------------------------------------------------------------------------
+
+
+def tier(folder: Path, **how: int) -> tuple[Activations, ToDisk]:
+    saving = Saving(**{"least": 1024} | how)
+    mover = ToDisk(SwapFile(folder), device=CPU, how=saving)
+    return Activations("disk", mover=mover, how=saving), mover
+
+
+def test_a_storage_moves_once_and_parameters_and_small_tensors_stay(tmp_path: Path) -> None:
+    """Of a layer: its input, the product of three views, what the second matrix reads, the sigmoid, relu, the mask."""
+    away, mover = tier(tmp_path)
+    layer = Layer(64)
+    x = torch.randn(64, 64, requires_grad=True)
+    unit = 64 * 64 * 4
+    with away.saving(layer):
+        output = layer(x)
+    assert away.peak % 4096 == 0
+    assert 6 * unit <= away.peak <= 8 * unit  # not 3 + 3 for the views of one product
+    output.sum().backward()
+    assert x.grad is not None
+    expected, x.grad = x.grad, None
+    layer.drop.p = 0.0
+    plain, moved = layer(x), None
+    with away.saving(layer):
+        moved = layer(x)
+    moved.sum().backward()
+    first, x.grad = x.grad, None
+    plain.sum().backward()
+    assert torch.equal(first, x.grad)
+    assert expected.shape == first.shape
+    mover.close()
+
+
+def test_places_in_the_file_are_used_again(tmp_path: Path) -> None:
+    away, mover = tier(tmp_path)
+    net, x = model(64), torch.randn(64, 64)
+    sizes = []
+    for _ in range(4):
+        with away.saving(net):
+            output = net(x)
+        output.sum().backward()
+        del output
+        sizes.append(mover.file.size)
+    assert sizes[1] == sizes[-1]
+    mover.close()
+
+
+def test_a_graph_that_nobody_goes_back_through_gives_its_places_back(tmp_path: Path) -> None:
+    away, mover = tier(tmp_path)
+    net = model(64)
+    for _ in range(3):
+        with away.saving(net):
+            net(torch.randn(64, 64))
+    peak = away.peak
+    with away.saving(net):
+        net(torch.randn(64, 64))
+    assert away.peak == peak
+    mover.close()
+
+
+def test_a_tensor_that_is_written_to_is_saved_as_it_was(tmp_path: Path) -> None:
+    """Two saves of one memory, with a write in between, are two."""
+    away, mover = tier(tmp_path)
+    x = torch.randn(64, 64, requires_grad=True)
+    y = (x * 1).detach()
+    with away.saving(nn.Identity()):
+        first = x * y
+        y.mul_(2)
+        second = x * y
+    (first + second).sum().backward()
+    assert x.grad is not None
+    assert torch.allclose(x.grad, y / 2 + y)
+    mover.close()
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------
+
+
+def resident() -> int:
+    """Bytes of this process in memory now."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGESIZE")
+
+
+def grown(world: World, plan: str, folder: str) -> int:
+    """By how much the process is larger between forward and backward."""
+    width, rows, layers = 256, 4096, 6
+    options = Options(saving=Saving(ahead=1, staged=2**20), swap=Swap(folder=Path(folder)))
+    seen: list[int] = []
+
+    def measured(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
+        seen.append(resident())
+        return output.square().sum(), len(batch)
+
+    trainer = parallelize(lambda: model(width, layers), plan, loss=measured, world=world, lr=1e-3, options=options)
+    x = torch.randn(rows, width)
+    trainer.step(x[:16])
+    before = resident()
+    trainer.step(x)
+    return seen[-1] - before
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+def test_a_process_is_smaller_by_what_is_on_disk(processes: Processes, tmp_path: Path) -> None:
+    plain, moved, repeated = (
+        processes.run(1, grown, args=(plan, str(tmp_path)))[0]
+        for plan in ("dp=1", "offload=activations:disk", "recompute=full")
+    )
+    unit = 4096 * 256 * 4
+    assert plain > 6 * 7 * unit
+    assert moved < 12 * unit
+    assert repeated < 6 * unit + 12 * unit
+
+
+# ---- what goes wrong ---------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_a_short_read_and_a_broken_one_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def broken(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    net, x = model(64), torch.randn(64, 64)
+
+    def step(away: Activations) -> None:
+        with away.saving(net):
+            output = net(x)
+        output.sum().backward()
+
+    for call, meets, message in (
+        ("posix_fallocate", full, "has no room for tensors at rest"),
+        ("pwritev", broken, "cannot write a tensor at rest"),
+        ("preadv", broken, "cannot read a tensor at rest"),
+        ("preadv", lambda *_: 0, "somebody has cut it"),
+    ):
+        away, mover = tier(tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, meets)
+            with pytest.raises(TierError, match=message):
+                step(away)
+        step(away)  # nothing is left of it
+        mover.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(TierError, match="name a folder on a disk"):
+        activations("disk", device=CPU, swap=Swap(folder=tmp_path / "gone"), how=Saving())
+    with pytest.raises(ValueError, match="give at least 1 byte of each"):
+        Saving(ahead=0)
+
+
+# ---- on a GPU ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_activations_leave_a_gpu(where: str, tmp_path: Path) -> None:
+    device = torch.device("cuda")
+    net, x = model(256, 6).to(device).eval(), torch.randn(4096, 256, device=device)
+    away = activations(where, device=device, swap=Swap(folder=tmp_path), how=Saving())
+    assert away is not None
+
+    def gradients(moved: bool) -> tuple[list[Tensor], int]:
+        net.zero_grad()
+        if moved:
+            with away.saving(net):
+                output = net(x)
+        else:
+            output = net(x)
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated()
+        output.sum().backward()
+        return [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None], held
+
+    (expected, plain), (found, less) = gradients(moved=False), gradients(moved=True)
+    assert all(map(torch.equal, found, expected))
+    assert plain - less > 0.8 * away.peak
+    away.close()
