@@ -134,6 +134,32 @@ def test_a_cast_to_float32_inside_the_model_sets_the_bound_and_the_report_says_s
     assert "float32" in report.setting
 
 
+def test_narrow_numbers_that_no_parameter_made_leave_the_bound_as_it_is() -> None:
+    def loss(output: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
+        weights = torch.ones(len(batch), dtype=torch.float32)
+        return output.square().sum() * torch.tensor(0.5), weights.sum()
+
+    rows = torch.randn(6, 3, dtype=torch.float64)
+    report = verify(lambda: nn.Linear(3, 2), loss, [rows], "dp=2", lr=1e-2)
+    assert report.ok, str(report)
+    assert "bound 1e-09" in report.setting
+    assert not report.notes
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def test_batch_norms_are_those_of_one_process_and_over_micro_batches_compared_without_their_statistics() -> None:
+    rows = [torch.randn(8, 3, dtype=torch.float64) for _ in range(2)]
+    report = verify(normed, squares, rows, "dp=4 zero=2", lr=1e-2)
+    assert report.ok, str(report)
+    assert not report.notes
+    report = verify(normed, squares, rows, "dp=2 microbatches=2", lr=1e-2)
+    assert report.ok, str(report)
+    assert "note: 1 takes statistics over a micro-batch, and the plan makes 2 of a batch" in report.notes[0]
+
+
 def test_a_buffer_that_sees_only_a_ranks_own_rows_is_a_difference() -> None:
     class Centred(nn.Module):
         mean: Tensor

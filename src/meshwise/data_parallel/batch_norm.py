@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +31,20 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from meshwise.comm import gradient
 from meshwise.comm.world import World
 from meshwise.model.interception import Throughout
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of F.batch_norm."""
+
+    input: Tensor
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    training: bool = False
+    momentum: float = 0.1
+    eps: float = 1e-5
 
 
 class Statistics(Throughout):
@@ -57,42 +72,29 @@ class Statistics(Throughout):
         with self:
             yield
 
-    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What `func` gives: of the whole micro-batch, where it is a batch norm that takes statistics."""
-        if func is functional.batch_norm:
-            return self._batch_norm(*args, **kwargs)
+        if func is functional.batch_norm and (call := _Call(*args, **kwargs)).training:
+            return self._normalised(call)
         if func is Tensor.add_ and any(args[0] is norm.num_batches_tracked for norm in self._norms):
             self._counter = args[0]
         return func(*args, **kwargs)
 
-    def _batch_norm(
-        self,
-        input: Tensor,  # noqa: A002 - the arguments are those of F.batch_norm
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,  # noqa: FBT001, FBT002
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        if not training:
-            return functional.batch_norm(
-                input, running_mean, running_var, weight=weight, bias=bias, training=False, momentum=momentum, eps=eps
-            )
-        x = input if input.dtype.itemsize >= 4 else input.float()
+    def _normalised(self, call: _Call) -> Tensor:
+        x = call.input if call.input.dtype.itemsize >= 4 else call.input.float()
         mean, squares, count = self._of_all(x if self._counts else x[:0])
         variance = squares / count.clamp(min=1)
         with torch.no_grad():
-            self._remember(running_mean, mean, count, momentum)
-            self._remember(running_var, squares / (count - 1).clamp(min=1), count, momentum)
+            self._remember(call.running_mean, mean, count, call.momentum)
+            self._remember(call.running_var, squares / (count - 1).clamp(min=1), count, call.momentum)
             if self._counter is not None:
                 self._counter.sub_((count == 0 if not self._again else count >= 0).long().squeeze())
             self._counter = None
-        scale = torch.rsqrt(variance + eps) if weight is None else torch.rsqrt(variance + eps) * weight
-        shift = -mean * scale if bias is None else bias - mean * scale
+        scale = torch.rsqrt(variance + call.eps)
+        scale = scale if call.weight is None else scale * call.weight
+        shift = -mean * scale if call.bias is None else call.bias - mean * scale
         shape = (-1, *(1,) * (x.ndim - 2))
-        return torch.addcmul(shift.view(shape), x, scale.view(shape)).to(input.dtype)
+        return torch.addcmul(shift.view(shape), x, scale.view(shape)).to(call.input.dtype)
 
     def _of_all(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The mean [C], the sum of squared deviations [C] and the number [1] of the values of x[B, C, …] on all ranks.

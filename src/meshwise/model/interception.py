@@ -69,10 +69,10 @@ class Throughout(TorchFunctionMode, abc.ABC):
     ) -> Any:
         if func in _BACKWARDS:
             return self._backward(*args, **(kwargs or {}))
-        return self.answer(func, args, kwargs or {})
+        return self._answer(func, args, kwargs or {})
 
     @abc.abstractmethod
-    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a function of torch gives."""
 
     def _backward(
@@ -100,7 +100,7 @@ class Interception(Throughout):
         self._source = source
         self._below = _Below(source)
 
-    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What `func` gives, with our draws in place of torch's."""
         name = getattr(func, "__name__", "")
         if name not in MAY_DRAW or kwargs.get("generator") is not None:

@@ -54,7 +54,16 @@ def verify(
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     precision = (training.get("options") or Options()).precision or precision_of(plan)
     dtype = dtype if precision.computes is None else None
-    subject = Subject(model, loss, list(batches), dtype, training, precision=precision, local=plan.random == "local")
+    subject = Subject(
+        model,
+        loss,
+        list(batches),
+        dtype,
+        training,
+        precision=precision,
+        local=plan.random == "local",
+        microbatches=plan.microbatches,
+    )
     if not subject.batches:
         raise ValueError("batches is empty; give one global batch for each step to compare")
     world = world or connect()
@@ -66,7 +75,7 @@ def verify(
 
 def _verify(world: World, subject: Subject, plan: Plan) -> Report:
     trial: Trial = world.exchange(on_first(world, call=lambda: subject.try_out(world.device)))[0]
-    subject = dataclasses.replace(subject, evaluating=trial.random)
+    subject = dataclasses.replace(subject, evaluating=trial.random or bool(trial.pooled))
     judge = Judge(subject.coarsest(trial))
     outputs = subject.listener()
     trainer = parallelize(subject.prepared(), plan, world=world, **subject.arguments(outputs))

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwise.testing.difference import difference, floor, size
 from meshwise.testing.single import Single, whole
@@ -39,6 +40,7 @@ class Trial:
     precision   the narrowest floating dtype that it computed in, and `where`, the operation that first gave it
     random      whether the same batch gave two losses, or can: `unknown` are operations whose draws depend on the plan
     drew        whether the model drew random numbers of any kind
+    pooled      a module that takes statistics over a micro-batch, where plan and process have others
     """
 
     precision: torch.dtype
@@ -46,12 +48,13 @@ class Trial:
     random: bool
     drew: bool
     unknown: tuple[str, ...]
+    pooled: str = ""
 
 
 def try_out(single: Single, *, batch: Any) -> Trial:
     """Run a batch forward twice; the buffers are put back. Raises what the model and the loss raise."""
     kept = {name: buffer.detach().clone() for name, buffer in single.model.named_buffers()}
-    with _Narrowest() as seen:
+    with _Narrowest(single.model) as seen:
         first = single.evaluate(batch)
     second = single.evaluate(batch)
     for name, buffer in single.model.named_buffers():
@@ -62,18 +65,25 @@ def try_out(single: Single, *, batch: Any) -> Trial:
 
 
 class _Narrowest(TorchDispatchMode):
-    """Sees every operation below autograd, and keeps the narrowest floating dtype among the results."""
+    """Sees every operation below autograd, and keeps the narrowest floating dtype of what is made of the parameters.
 
-    def __init__(self) -> None:
+    What is not, a count of tokens or a mask, is the same on both sides.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.dtype = torch.float64
         self.where = ""
+        self._made = WeakTensorKeyDictionary(dict.fromkeys(model.parameters(), None))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in tensors(result):
-            if tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > torch.finfo(self.dtype).eps:
-                self.dtype, self.where = tensor.dtype, str(func)
+        if any(tensor in self._made for tensor in tensors((args, kwargs))):
+            for tensor in tensors(result):
+                if tensor.is_floating_point() or tensor.is_complex():
+                    self._made[tensor] = None
+                    if torch.finfo(tensor.dtype).eps > torch.finfo(self.dtype).eps:
+                        self.dtype, self.where = tensor.dtype, str(func)
         return result
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwise.data_parallel.batch_norm import batch_norms
 from meshwise.model.forward import Loss, default_forward
 from meshwise.parallelize import Options
 from meshwise.precision.policy import Precision
@@ -30,6 +31,7 @@ class Subject:
     precision    the dtypes of both sides
     dtype        what model and batches are converted to; None leaves them as they are
     local        whether the plan has every rank draw its own random numbers
+    microbatches how many the plan makes of each batch; one process makes one
     evaluating   whether the model is compared in eval mode
     training     keywords of `parallelize`: the optimizer, its arguments, the options
     """
@@ -41,6 +43,7 @@ class Subject:
     training: Mapping[str, Any]
     precision: Precision = dataclasses.field(default_factory=Precision)
     local: bool = False
+    microbatches: int = 1
     evaluating: bool = False
 
     @property
@@ -82,6 +85,10 @@ class Subject:
         Raises ValueError when it gives two losses, in eval mode too, and what the model and the loss raise.
         """
         single = Single(self.prepared(), device=device, **self.arguments(self.listener()))
+        quietly = dataclasses.replace(self, evaluating=True)
+        pooled = [name for name, norm in batch_norms(single.model).items() if norm.training]
+        if pooled and self.microbatches > 1:
+            return dataclasses.replace(quietly.try_out(device), pooled=pooled[0])
         trial = try_out(single, batch=next(self.converted()))
         if not trial.random and not (self.local and trial.drew):
             return trial
@@ -90,8 +97,7 @@ class Subject:
                 "the same batch gives two different losses, in eval mode too; to be compared, forward and loss have to "
                 "be functions of the parameters and the batch: take random numbers out, or seed them from the batch"
             )
-        quiet = dataclasses.replace(self, evaluating=True).try_out(device)
-        return dataclasses.replace(quiet, random=True, unknown=trial.unknown)
+        return dataclasses.replace(quietly.try_out(device), random=True, unknown=trial.unknown)
 
     def coarsest(self, trial: Trial) -> torch.dtype:
         """The dtype that rounds most, of those that the forward computes in and those that gradients go through."""
@@ -100,7 +106,12 @@ class Subject:
 
     def notes(self, trial: Trial) -> Iterator[str]:
         """What a reader of the report has to know about the comparison."""
-        if self.evaluating:
+        if trial.pooled:
+            yield (
+                f"note: {trial.pooled} takes statistics over a micro-batch, and the plan makes {self.microbatches} of "
+                "a batch, which are other statistics; the model was compared in eval mode, without them"
+            )
+        elif self.evaluating:
             whose = "with random=local every rank draws its own" if self.local else "those depend on the plan"
             names = f" ({', '.join(trial.unknown)})" if trial.unknown else ""
             yield (
