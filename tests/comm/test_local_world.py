@@ -255,3 +255,12 @@ def test_a_slab_is_lent_again_when_its_last_view_is_gone() -> None:
     assert slabs.locate(other) != place, "a view is still there"
     del view
     assert slabs.locate(slabs.empty(100, dtype=torch.float64)) == place
+
+
+def test_very_many_tensors_do_not_use_up_the_file_descriptors() -> None:
+    slabs = Slabs()
+    held = [slabs.empty(1, dtype=torch.float64) for _ in range(300)]
+    shared = [x for x in held if slabs.locate(x) is not None]
+    assert len(shared) == 256
+    del held, shared
+    assert slabs.locate(slabs.empty(1, dtype=torch.float64)) is not None

@@ -30,6 +30,7 @@ _PAGE = mmap.PAGESIZE
 _LABEL = "meshwise-"
 _FD_BITS = 20
 _KEPT = 2
+_MOST = 256
 # madvise: free the pages for everyone who maps them; take the page faults now, as for reading or for writing.
 _REMOVE, _POPULATE_READ, _POPULATE_WRITE = 9, 22, 23
 _C = ctypes.CDLL(None)
@@ -100,7 +101,12 @@ class Slabs:
         self._free: deque[Segment] = deque()
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """A tensor in shared memory, unspecified contents. Its memory is free again when the last view of it is."""
+        """A tensor in shared memory, unspecified contents. Its memory is free again when the last view of it is.
+
+        Each has a file descriptor, of which a process has some thousand: with very many lent, in ordinary memory.
+        """
+        if len(self._lent) >= _MOST:
+            return torch.empty(numel, dtype=dtype)
         size = max(1, numel * dtype.itemsize)
         fitting = [slab for slab in tuple(self._free) if size <= slab.memory.numel() <= size + size // 4 + _PAGE]
         if fitting:

@@ -121,10 +121,10 @@ class Part:
     """attention: attributes that count the heads that share a key head."""
 
     by_head: tuple[str, ...] = ()
-    """attention: arguments of its forward that hold something for every head of all `heads`, `grain` of which stay
-    together."""
+    """attention: arguments of its forward that hold something for every head, of which `grain` stay together."""
 
     heads: int = 0
+    """attention with `by_head`: how many heads there are."""
 
     twins: int = 1
     """attention: how many ranks hold the same key head, because there are more ranks than key heads."""
