@@ -19,7 +19,7 @@ from meshwise.trainer import Trainer
 class Measuring:
     """What has been noted of a trainer's steps on this rank."""
 
-    def __init__(self, trainer: Trainer, watch: Stopwatch) -> None:
+    def __init__(self, trainer: Trainer, *, watch: Stopwatch) -> None:
         self._trainer, self._watch = trainer, watch
 
     def steps(self) -> list[Measured]:
@@ -39,4 +39,4 @@ def measure(trainer: Trainer) -> Iterator[Measuring]:
     A note is a reading of the clock, some dozens in a step; on a GPU an event of its stream, so that nothing waits.
     """
     with trainer.world.timed() as watch:
-        yield Measuring(trainer, watch)
+        yield Measuring(trainer, watch=watch)

@@ -17,6 +17,7 @@ class Stream(StrEnum):
     WAIT = "waits"
     LINK = "sends"
     COLLECTIVE = "collectives"
+    TIERS = "moves between tiers"
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Timeline:
     def busy(self) -> tuple[float, ...]:
         """How long each rank computes: what it waits for within a computation is not counted."""
         pairs = zip(self.computing, self.waiting, strict=True)
-        return tuple(sum(one.seconds for one in row) - within(row, waits) for row, waits in pairs)
+        return tuple(sum(one.seconds for one in row) - within(row, inner=waits) for row, waits in pairs)
 
     @property
     def bubbles(self) -> tuple[float, ...]:
@@ -104,7 +105,7 @@ class Timeline:
         return tuple(map(tuple, rows))
 
 
-def within(outer: tuple[Event, ...], inner: tuple[Event, ...]) -> float:
+def within(outer: tuple[Event, ...], *, inner: tuple[Event, ...]) -> float:
     """How long the inner events are that lie within one of the outer ones; those are in order and do not overlap."""
     starts = [event.start for event in outer]
     total = 0.0

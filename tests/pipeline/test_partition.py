@@ -86,7 +86,7 @@ def test_for_a_schedule_no_cut_into_blocks_and_a_head_makes_a_shorter_step(name:
     seconds = functools.partial(step_seconds, schedule)
 
     def taken(bounds: tuple[int, ...]) -> float:
-        return seconds([sum(steps.loads[0][a:b]) for a, b in itertools.pairwise(bounds)])
+        return seconds(loads=[sum(steps.loads[0][a:b]) for a, b in itertools.pairwise(bounds)])
 
     even = divide(steps)
     quick = quicken(steps, bounds=even, seconds=seconds)
@@ -102,5 +102,5 @@ def test_a_cut_for_a_schedule_leaves_no_stage_without_parameters() -> None:
 
 def test_a_rank_that_takes_too_long_alone_ends_the_question() -> None:
     schedule = make_schedule("1f1b", pp=2, microbatches=4)
-    assert step_seconds(schedule, [1.0, 2.0]) == 9.0
-    assert step_seconds(schedule, [1.0, 2.0], limit=8.0) == math.inf
+    assert step_seconds(schedule, loads=[1.0, 2.0]) == 9.0
+    assert step_seconds(schedule, loads=[1.0, 2.0], limit=8.0) == math.inf

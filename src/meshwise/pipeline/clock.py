@@ -72,7 +72,7 @@ def peaks(schedule: Schedule, *, costs: Cost | Sequence[Cost] = Cost()) -> tuple
     return tuple(_peak(row, each) for row in schedule.rows)
 
 
-def step_seconds(schedule: Schedule, loads: Sequence[float], *, limit: float = math.inf) -> float:
+def step_seconds(schedule: Schedule, *, loads: Sequence[float], limit: float = math.inf) -> float:
     """A step's time when a micro-batch takes each stage so long, a third of it each for F, I and W.
 
     Infinite when a rank alone has to compute for as long as `limit`.

@@ -97,7 +97,7 @@ class Measured:
         computing, waits = run.computing[rank], run.waiting[rank]
         receives = sum(event.seconds for event in waits if event.stage is not None)
         around = run.seconds - (max(event.stop for event in own) - min(event.start for event in own))
-        collectives = within(computing, waits) + sum(e.seconds for e in own if e.stream is Stream.COLLECTIVE)
+        collectives = within(computing, inner=waits) + sum(e.seconds for e in own if e.stream is Stream.COLLECTIVE)
         ideal, predicted = (line.seconds - line.busy[rank] for line in (self.ideal, self.predicted))
         lost = run.seconds - run.busy[rank]
         other = lost - receives - around - collectives
@@ -110,7 +110,7 @@ class Measured:
         for rank, (row, waits) in enumerate(zip(self.run.computing, self.run.waiting, strict=True)):
             for event in row:
                 assert event.stage is not None
-                seconds = event.seconds - within((event,), waits)
+                seconds = event.seconds - within((event,), inner=waits)
                 taken.setdefault((rank, event.stage, Kind(event.kind)), []).append(seconds)
         return [
             [
@@ -186,14 +186,15 @@ def measured(watch: Stopwatch, *, world: World, schedule: Schedule) -> list[Meas
 
 def _steps(rank: int, spans: Sequence[Span]) -> Iterator[list[Event]]:
     """The events of a rank, step by step, each from its begin to its update."""
-    waits = [span for span in spans if span.waits]
+    others = [span for span in spans if span.waits or span.beside]
     step: list[Event] = []
-    for span in (span for span in spans if not span.waits):
+    for span in (span for span in spans if not (span.waits or span.beside)):
         if span.what == "begin" or step:
             step.append(_event(rank, span))
         if span.what == "update" and step:
-            own = (wait for wait in waits if step[0].start <= wait.start and wait.stop <= span.stop)
-            yield step + [Event(rank, Stream.WAIT, wait.what, wait.start, wait.stop) for wait in own]
+            own = (other for other in others if step[0].start <= other.start and other.stop <= span.stop)
+            streams = [(Stream.WAIT if other.waits else Stream.TIERS, other) for other in own]
+            yield step + [Event(rank, stream, other.what, other.start, other.stop) for stream, other in streams]
             step = []
 
 

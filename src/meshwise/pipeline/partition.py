@@ -59,7 +59,7 @@ def divide(steps: Steps, *, slack: float = 0.0) -> tuple[int, ...]:
 class StepSeconds(Protocol):
     """How long a step takes when the stages have these loads; it may be infinite when that is `limit` or more."""
 
-    def __call__(self, loads: Sequence[float], *, limit: float) -> float:
+    def __call__(self, *, loads: Sequence[float], limit: float) -> float:
         """In the unit of the loads."""
 
 
@@ -70,12 +70,12 @@ def quicken(steps: Steps, *, bounds: tuple[int, ...], seconds: StepSeconds) -> t
     bound between them by one.
     """
     table = _Table(steps)
-    best = seconds(table.loads(bounds), limit=math.inf)
+    best = seconds(loads=table.loads(bounds), limit=math.inf)
     while True:
         found = bounds
         for moved in _moves(bounds, table.count):
             loads = table.loads(moved)
-            taken = seconds(loads, limit=best) if max(loads) < math.inf else math.inf
+            taken = seconds(loads=loads, limit=best) if max(loads) < math.inf else math.inf
             if taken < best * (1 - 1e-9):
                 best, found = taken, moved
         if found == bounds:
