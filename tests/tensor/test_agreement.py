@@ -12,6 +12,7 @@ from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.tensor.matmul import Streaming
 from meshwise.tensor.rules import find_parts
+from tensor.plain import Attention
 from tensor.splitting import SCHEMES, gpt_parts, split_agrees
 
 UNEVEN = GPTConfig(vocabulary=13, context=7, layers=2, heads=3, width=9, mlp_ratio=1.6, bias=True)
@@ -81,6 +82,52 @@ def test_blocks_may_share_a_module(plan: str) -> None:
     second.mlp, second.attention_norm = first.mlp, first.attention_norm
     parts = find_parts(model, plan=Plan.parse(plan))
     split_agrees(model, plan=plan, parts=parts, batch=(tokens(5, UNEVEN), loss))
+
+
+class Tempered(Attention):
+    """With a temperature, a bias of the queries and a sink for every head."""
+
+    def __init__(self) -> None:
+        super().__init__(24, 3, kv_heads=3)
+        self.temperature = nn.Parameter(torch.linspace(0.5, 2, 3).view(3, 1, 1))
+        self.shift = nn.Parameter(torch.randn(3, 8))
+        self.sink = nn.Parameter(torch.randn(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (matrix(x).unflatten(-1, (-1, 8)).transpose(1, 2) for matrix in (self.q, self.k, self.v))
+        scores = (q + self.shift[:, None]) @ k.transpose(-2, -1) * self.temperature
+        sinks = self.sink.t()[:, None].expand(len(x), -1, x.size(1), -1)
+        weights = torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-2]
+        output: Tensor = self.out((weights @ v).transpose(1, 2).flatten(2))
+        return output
+
+
+class Tempering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 24)
+        self.blocks = nn.ModuleList([Tempered()])
+        self.classes = nn.Linear(24, 3)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        x = self.embedding(numbers)
+        classes: Tensor = self.classes(x + self.blocks[0](x))
+        return classes
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=3", "tp=4 tp_mode=2d", "tp=8 tp_mode=3d"])
+def test_what_there_is_for_each_head_is_shared_out_with_it(plan: str) -> None:
+    torch.manual_seed(1)
+    model = Tempering().double()
+    roles = {name: part.role for name, part in find_parts(model, plan=Plan.parse(plan)).items()}
+    assert {roles[f"blocks.0.{name}"] for name in ("temperature", "shift", "sink")} == {"inner"}
+    numbers = [torch.randint(0, 11, (8, 6), generator=torch.Generator().manual_seed(5))]
+    split_agrees(
+        model,
+        plan=plan,
+        parts=find_parts(model, plan=Plan.parse(plan)),
+        batch=(numbers, lambda module, inputs: module(*inputs).square().sum()),
+    )
 
 
 def test_checkpointed_blocks_move_as_they_did() -> None:

@@ -158,7 +158,7 @@ class _Split:
             region.share_input(module, context=context, axes=axes)
         held = {name: self._parameters[name]} if module is None else dict(module.named_parameters(prefix=name))
         for key, parameter in held.items():
-            dim = 0 if part.role == "patches" else parameter.dim() - 1
+            dim = _dim_of_features(part, parameter)
             splits = tuple(axes if other == dim else () for other in range(parameter.dim()))
             cuts = tuple(part.cut if inner and other == dim else ANYWHERE for other in range(parameter.dim()))
             self._placed[key] = Placement(Layout(splits, cuts=cuts), (*DATA, *rows))
@@ -249,6 +249,17 @@ class _Split:
             if part.role == "first":
                 return self._parameters[name].shape[1]
         raise ValueError("no linear opens a pair, so nothing tells how many features the stream has")
+
+
+def _dim_of_features(part: Part, parameter: Tensor) -> int:
+    """Which dim of a parameter counts features, or what lies within a pair."""
+    if part.role == "patches":
+        return 0
+    if part.role != "inner":
+        return parameter.dim() - 1
+    if part.dim is not None:
+        return parameter.dim() + part.dim
+    return max((dim for dim, size in enumerate(parameter.shape) if size != 1), default=parameter.dim() - 1)
 
 
 def _set_count(module: nn.Module, attribute: str, count: Any) -> None:

@@ -18,7 +18,7 @@ the features of attention heads, or of an MLP's hidden layer.
     patches     a convolution whose output channels become features           input    stream
     norm        a LayerNorm or RMSNorm over the stream's features, or inner   stream   stream
     vector      parameters whose last dim is the stream's features, used element by element
-    inner       parameters, or an embedding, whose last dim is counted by heads: one number for each
+    inner       parameters, or an embedding, with a dim that is counted by heads: something for each
     each_head   a module that treats every head alike (a norm of queries and keys): kept whole
     attention   the module around a pair, whose attributes count heads
     pair        the module around a pair, without attributes that count
@@ -85,6 +85,9 @@ class Part:
 
     grain: int = 1
     """first, second, inner, norm: inner features that stay together: the width of a head (of all that share a key)."""
+
+    dim: int | None = None
+    """inner: the dim of a parameter that counts, from the end (-1); None is the last that is not 1."""
 
     transposed: bool = False
     """first, second, single, head: the weight is stored (in, out), not (out, in)."""

@@ -239,8 +239,11 @@ class Pairs:
                         shared=keys and twins > 1,
                     )
         for name, parameter in self._modules[home].named_parameters(recurse=False, prefix=home):
-            if parameter.shape[-1:] == (heads.count,):
-                found[name] = Part("inner", grain=grain // heads.width)
+            dims = [dim for dim, size in enumerate(parameter.shape) if size == heads.count]
+            if len(dims) == 1 and set(parameter.shape[dims[0] + 1 :]) <= {1, heads.width}:
+                found[name] = Part("inner", grain=grain // heads.width, dim=dims[0] - parameter.dim())
+            elif dims:
+                self._reasons[name] = "which of its dims counts heads does not show; rule: 'inner' when the last does"
         return found
 
     def torch_attention(self, module: nn.MultiheadAttention, *, name: str) -> dict[str, Part]:
