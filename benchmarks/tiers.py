@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from meshwise.comm import World, run_threads
 from meshwise.memory.staging import Swap
-from meshwise.memory.swap import SwapFile
+from meshwise.memory.swap import SwapFile, traffic
 from meshwise.parallelize import Options, parallelize
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.trainer import Trainer
@@ -128,8 +128,10 @@ def _disk(world: World, found: Found, folder: Path, rounds: int) -> None:
         for _ in range(rounds):
             file.moved.clear()
             trainer.step(batch)
-            seconds = max(piece.ended for piece in file.moved) - min(piece.started for piece in file.moved)
-            found.disk.append((sum(piece.bytes for piece in file.moved) / seconds, _dd(source, target)))
+            moved = trainer.tiers.moved
+            seconds = max(piece.ended for piece in moved) - min(piece.started for piece in moved)
+            total = sum(size for kind, size, _ in traffic(moved) if kind == "both")
+            found.disk.append((total / seconds, _dd(source, target)))
     trainer.close()
 
 

@@ -163,7 +163,7 @@ class Trainer:
         Raises NonFiniteError when the loss or the gradient is not finite and the policy says so, RanksDisagree when
         the ranks called different collectives, LossError when `loss` does not return (sum, count).
         """
-        started = time.perf_counter()
+        started, began = time.perf_counter(), time.monotonic()
         self.world.journal.doing = "begin"
         self._engine.check_parameters()
         self._update.check()
@@ -194,6 +194,8 @@ class Trainer:
             self._takes_shape = False
         self.world.journal.doing = ""
         seconds = time.perf_counter() - started
+        moved = (piece for piece in self.tiers.moved if piece.started >= began)
+        self.world.journal.went_on((piece.kind, piece.started, piece.ended) for piece in moved)
         return StepResult(totals.mean, totals.norm, int(totals.count), seconds, not self._applied, problem, scale)
 
     def evaluate(self, batches: Iterable[Any], *, local: bool = False) -> EvalResult:

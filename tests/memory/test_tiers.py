@@ -11,7 +11,9 @@ from torch import Tensor
 from grid import Cell, Grid
 from memory.offloaded import batches, outcome, the_same, trained, under
 from meshwise.comm import World, run_threads
+from meshwise.measure import measure
 from meshwise.testing import Processes, run
+from meshwise.timeline import Stream, Timeline
 
 TIERS = (
     "optimizer:cpu",
@@ -126,3 +128,22 @@ def test_processes_with_everything_on_disk_give_the_same_bits(processes: Process
     everything = f"{plan} offload=optimizer:disk,gradients:disk,params:disk"
     for own in run(2, trained, on=processes, args=(everything,)):
         the_same(own, without_tiers(2, plan))
+
+
+def test_a_measured_step_shows_the_next_round_read_while_one_is_updated() -> None:
+    def main(world: World) -> Timeline:
+        trainer = under(world, "zero=3 offload=optimizer:disk,params:disk")
+        trainer.step(batches()[0])
+        with measure(trainer) as measuring:
+            trainer.step(batches()[1])
+        trainer.close()
+        [step] = measuring.steps()
+        return step.step
+
+    events = [event for event in run_threads(1, main)[0].events if event.stream is Stream.TIERS]
+    updates = [event for event in events if event.kind == "update"]
+    assert len(updates) > 3
+    reads = [event for event in events if event.kind == "read"]
+    # What a round needs has come before its update starts, so a read that goes on beside one is of a later round.
+    assert any(read.start < update.stop and update.start < read.stop for read in reads for update in updates)
+    assert {event.kind for event in events} == {"read", "update", "write"}

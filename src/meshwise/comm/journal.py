@@ -15,7 +15,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -182,6 +182,12 @@ class Journal:
             yield stamps
         finally:
             self._recordings = [kept for kept in self._recordings if kept is not stamps]
+
+    def went_on(self, events: Iterable[tuple[str, float, float]]) -> None:
+        """What went on beside what the rank was at, and when by `time.monotonic`; noted inside `timed`."""
+        if self._stopwatch is not None:
+            for what, start, stop in events:
+                self._stopwatch.went_on(what, start=start, stop=stop)
 
     @contextlib.contextmanager
     def timed(self, device: torch.device) -> Iterator[Stopwatch]:

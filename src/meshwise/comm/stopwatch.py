@@ -7,7 +7,7 @@ So what is measured is when the device did it, and nothing waits for anything be
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -16,12 +16,16 @@ import torch
 
 @dataclass(frozen=True)
 class Span:
-    """What a rank was at, as `Journal.doing` says, or what it waited for, from when to when."""
+    """What a rank was at, as `Journal.doing` says, or what it waited for, from when to when.
+
+    `beside`: it went on beside what the rank was at, on other threads.
+    """
 
     what: str
     start: float
     stop: float
     waits: bool = False
+    beside: bool = False
 
 
 class Clock(Protocol):
@@ -72,6 +76,7 @@ class Stopwatch:
         self._clock: Clock = DeviceClock() if device.type == "cuda" else HostClock()
         self._marks: list[tuple[str, Any]] = []
         self._waits: list[tuple[str, Any, Any]] = []
+        self._beside: list[Span] = []
 
     def now(self) -> Any:
         """This moment."""
@@ -85,6 +90,10 @@ class Stopwatch:
         """A wait is over."""
         self._waits.append((what, since, self._clock.now()))
 
+    def went_on(self, what: str, *, start: float, stop: float) -> None:
+        """Something went on beside what the rank was at, by the host's clock."""
+        self._beside.append(Span(what, start, stop, beside=True))
+
     def read(self, *, offset: float = 0.0) -> list[Span]:
         """What this rank was at, in order, and then its waits; `offset` is how far its clock is ahead."""
         marks = [(what, self._clock.seconds(moment) - offset) for what, moment in self._marks]
@@ -92,4 +101,5 @@ class Stopwatch:
         for what, since, until in self._waits:
             start, stop = (self._clock.seconds(moment) - offset for moment in (since, until))
             spans.append(Span(what, start, stop, waits=True))
-        return spans
+        beside = (replace(one, start=one.start - offset, stop=one.stop - offset) for one in self._beside)
+        return [*spans, *beside]

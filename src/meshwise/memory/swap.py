@@ -55,7 +55,7 @@ class TierError(RuntimeError):
 
 @dataclass(frozen=True)
 class Moved:
-    """One piece that went between memory and the disk; times are those of `time.perf_counter`."""
+    """One piece that went between memory and the disk, or an update meanwhile; times are those of `time.monotonic`."""
 
     kind: str
     bytes: int
@@ -172,7 +172,7 @@ class SwapFile:
         assert offset % BLOCK == memory.data_ptr() % BLOCK == memory.numel() % BLOCK == 0
 
         def move(start: int, data: memoryview) -> None:
-            begun = time.perf_counter()
+            begun = time.monotonic()
             size = len(data)
             while data:
                 try:
@@ -185,7 +185,7 @@ class SwapFile:
                         "that were put there: somebody has cut it; load a checkpoint to go on"
                     )
                 start, data = start + count, data[count:]
-            self.moved.append(Moved(kind, size, begun, time.perf_counter()))
+            self.moved.append(Moved(kind, size, begun, time.monotonic()))
 
         data = memory.numpy().data
         return Transfer(
@@ -233,6 +233,7 @@ def aligned(size: int, *, on: torch.device | None = None) -> Tensor:
 
 def traffic(moved: Sequence[Moved]) -> Iterator[tuple[str, int, float]]:
     """(kind, bytes, seconds in which something of this kind was under way) of reads, of writes and of both."""
+    moved = [one for one in moved if one.kind in ("read", "write")]
     for kind in ("read", "write", "both"):
         own = sorted((one.started, one.ended) for one in moved if kind in (one.kind, "both"))
         busy, until = 0.0, float("-inf")

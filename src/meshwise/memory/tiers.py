@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshwise.memory.rehearsed import RehearsedFile
 from meshwise.memory.staging import Staging, Swap
-from meshwise.memory.swap import BLOCK, SwapFile, Transfer
+from meshwise.memory.swap import BLOCK, Moved, SwapFile, Transfer
 from meshwise.plan.offload import Offload
 
 GATHERED_AHEAD = 3
@@ -139,6 +139,11 @@ class Tiers:
     def on_disk(self, tensor: Tensor) -> bool:
         """Whether it rests on disk."""
         return self.file is not None and self.file.locate(tensor) is not None
+
+    @property
+    def moved(self) -> list[Moved]:
+        """The reads, updates and writes of the last steps, by when they ended."""
+        return [] if self.file is None else list(self.file.moved)
 
     # ---- to its use and back -----------------------------------------------------------------------------------
 

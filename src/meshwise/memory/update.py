@@ -12,6 +12,7 @@ A round is as many chunks as fit a staging buffer. With nothing elsewhere there 
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwise.memory.swap import TierError, Transfer
+from meshwise.memory.swap import Moved, TierError, Transfer
 from meshwise.memory.tiers import Tiers
 from meshwise.memory.visit import Chunk, Resting, Visit
 
@@ -58,7 +59,10 @@ class Update:
                 visit.bring()
                 for group, values in zip(self._groups, groups, strict=True):
                     group.update(values)  # an optimizer that counts its steps there has to count one
+                begun = time.monotonic()
                 self.optimizer.step()
+                if self._tiers.file is not None:
+                    self._tiers.file.moved.append(Moved("update", _bytes(round_), begun, time.monotonic()))
                 writes.append(visit.write())
                 visit.leave()
                 for chunk, _ in round_:

@@ -1,7 +1,8 @@
 """A timeline as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-A process per rank, with three rows: what it computes (and where it waits for a message), what its links carry, and its
-collectives; an arrow for every message. The format is Google's "Trace Event Format": JSON, times in microseconds.
+A process per rank, with four rows: what it computes (and where it waits for a message), what its links carry, its
+collectives, and what moves between tiers of memory; an arrow for every message. The format is Google's "Trace Event
+Format": JSON, times in microseconds.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from meshwise.pipeline.action import RECEIVES, SENDS, Action, Kind
 from meshwise.pipeline.passes import counterpart
 from meshwise.timeline import Event, Stream, Timeline
 
-ROWS: Mapping[Stream, int] = {Stream.COMPUTE: 0, Stream.WAIT: 0, Stream.LINK: 1, Stream.COLLECTIVE: 2}
-_NAMES = ("computes", "sends", "collectives")
+ROWS: Mapping[Stream, int] = {Stream.COMPUTE: 0, Stream.WAIT: 0, Stream.LINK: 1, Stream.COLLECTIVE: 2, Stream.TIERS: 3}
+_NAMES = ("computes", "sends", "collectives", "tiers")
 _MICRO = 1e6
 
 
