@@ -1,6 +1,7 @@
 """I and then W is one backward: the same gradients, the same matrix products."""
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,14 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from meshwise.pipeline.backward import backward_input
 from meshwise.reference.gpt import Block, GPTConfig
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 CONFIG = GPTConfig(vocabulary=31, context=12, layers=2, heads=2, width=8, positions="rotary")
-
-
-@pytest.fixture(autouse=True)
-def _float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 class Products(TorchDispatchMode):
@@ -89,6 +85,35 @@ def test_i_and_w_are_the_backward(name: str) -> None:
     assert parts.count == whole.count, "nothing is computed twice, nothing that was thrown away more than once again"
     if name in ("blocks", "recomputed"):
         assert during_input < parts.count
+
+
+class Remembered(nn.Module):
+    """Its tensors, without holding them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.seen = nn.Linear(8, 32), nn.Linear(32, 8), list[Any]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.up(x)
+        after = functional.gelu(before)
+        self.seen = [weakref.ref(tensor.untyped_storage()) for tensor in (before, after)]
+        out: Tensor = self.down(after)
+        return out
+
+
+def test_between_i_and_w_only_what_w_needs_is_kept() -> None:
+    """The second product needs its input, which is the activation's output; nobody needs the activation's input."""
+    model = Remembered()
+    x = torch.randn(2, 12, 8, requires_grad=True)
+    out = model(x)
+    before, after = model.seen
+    weights = backward_input([out], gradients=[torch.ones_like(out)], received=[x], parameters=model.parameters())
+    del out
+    assert before() is None
+    assert after() is not None
+    weights.run()
+    assert after() is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,6 +1,5 @@
 """A model cut into stages, one run after the other in one process, is the model: output and every gradient."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,28 +8,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwise.pipeline.cut import Where, Wish, cut_model
-from meshwise.reference import GPT, GPTConfig, next_token_loss
-from pipeline_stages import is_the_model
+from meshwise.reference import next_token_loss
+from pipeline.oracle import TARGETS, TOKENS, gpt, is_the_model, lm
 from reference.convolutional import ResNet, UNet
 
-TOKENS = torch.arange(24).reshape(2, 12) * 7 % 31
-TARGETS = TOKENS.roll(-1, dims=1)
+pytestmark = pytest.mark.usefixtures("float64")
+
 MASK = torch.ones(2, 12, dtype=torch.long).index_fill(1, torch.tensor([10, 11]), 0)
-
-
-@pytest.fixture(autouse=True)
-def _float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def lm(model: nn.Module) -> Tensor:
-    return next_token_loss(model(TOKENS), (TOKENS, TARGETS))[0]
-
-
-def gpt(**config: Any) -> GPT:
-    return GPT(GPTConfig(vocabulary=31, context=12, layers=4, heads=2, width=8, **config))
 
 
 # ---- pieces: the model's own forward -----------------------------------------------------------------------------

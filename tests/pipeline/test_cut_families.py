@@ -1,6 +1,6 @@
 """Families of Hugging Face transformers, cut between their pieces without a line about any of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.pipeline.cut import Wish, cut_model
-from pipeline_stages import is_the_model
+from pipeline.oracle import is_the_model
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 transformers = pytest.importorskip("transformers", reason="the extra with Hugging Face's models is not installed")
 
@@ -53,13 +55,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Tensor]]] = {
         {"pixel_values": torch.linspace(-1, 1, 1536).reshape(2, 3, 16, 16).sin().double()},
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def summed(inputs: dict[str, Tensor]) -> Callable[[nn.Module], Tensor]:

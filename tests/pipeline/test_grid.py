@@ -9,6 +9,7 @@ product is run by `make grid`; `make test` runs cells of it that have each pair 
 
 import copy
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,12 @@ def plan_of(schedule: str, pp: int, zero: int, tp: str, dp: int) -> Plan:
     return Plan.parse(f"{words} microbatches={microbatches}")
 
 
+def cost(cell: Cell) -> float:
+    """Ranks, and what each of them runs; by the root, a dear cell that has many pairs is worth it."""
+    plan = plan_of(cell["schedule"], cell["pp"], 0, cell["tp"], cell["dp"])
+    return math.sqrt(plan.mesh().size * (5 + plan.microbatches * plan.virtual_stages))
+
+
 GRID = Grid(
     {
         "schedule": ("naive", "gpipe", "1f1b", "interleaved", "looped", "zb-h1", "zb-h2", "zb-v", "dualpipev"),
@@ -51,7 +58,7 @@ GRID = Grid(
         "dp": (1, 2),
     },
     exists=exists,
-    cost=lambda cell: plan_of(cell["schedule"], cell["pp"], 0, cell["tp"], cell["dp"]).mesh().size,
+    cost=cost,
 )
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from grid import Grid
 from meshwise.comm.world import World
 from meshwise.mesh import Mesh
 from meshwise.pipeline.build import make_stage
@@ -96,9 +97,7 @@ def losses_and_gradients(
     return {index: loss.detach() for index, loss in returned.items()}, gradients
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("pp", [2, 4])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.grid(Grid({"name": tuple(SCHEDULES), "pp": (2, 4), "tied": (False, True)}))
 def test_a_schedule_on_ranks_gives_the_gradients_of_one_process(name: str, pp: int, tied: bool) -> None:
     present = range(MICROBATCHES) if tied else range(5)  # of the others, nobody has rows
     model = gpt(tied=tied)

@@ -1,8 +1,6 @@
 """What a stage promises, what it refuses, and how a cut is chosen and told."""
 
 import pickle
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -18,27 +16,12 @@ from meshwise.pipeline.parcel import bones, enter, pack, unpack
 from meshwise.pipeline.partition import CutError
 from meshwise.pipeline.schedules import make_schedule
 from meshwise.pipeline.stage import StageError, Void
-from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig, next_token_loss
-from pipeline_stages import is_the_model, run_stages
+from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig
+from pipeline.oracle import TOKENS, gpt, is_the_model, lm, run_stages
 
-TOKENS = torch.arange(24).reshape(2, 12) * 7 % 31
-TARGETS = TOKENS.roll(-1, dims=1)
+pytestmark = pytest.mark.usefixtures("float64")
+
 PARAMS = Wish("params")
-
-
-@pytest.fixture(autouse=True)
-def _float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def lm(model: nn.Module) -> Tensor:
-    return next_token_loss(model(TOKENS), (TOKENS, TARGETS))[0]
-
-
-def gpt(**config: Any) -> GPT:
-    return GPT(GPTConfig(vocabulary=31, context=12, layers=4, heads=2, width=8, **config))
 
 
 def total(model: nn.Module) -> Tensor:

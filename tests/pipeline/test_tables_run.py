@@ -4,7 +4,6 @@ The walk of a table is run action by action in one process; messages are copied,
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,16 +20,11 @@ from meshwise.pipeline.schedules import SCHEDULES, make_schedule
 from meshwise.pipeline.stage import Stage
 from meshwise.pipeline.validate import walk
 from meshwise.reference import GPT, GPTConfig, next_token_loss
-from pipeline_stages import gradients
+from pipeline.oracle import gradients
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 TOKENS = torch.arange(4 * 2 * 12).reshape(4, 2, 12) * 7 % 31
-
-
-@pytest.fixture(autouse=True)
-def _float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def lm(model: nn.Module, index: int) -> Tensor:

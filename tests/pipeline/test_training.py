@@ -1,7 +1,6 @@
-"""The numbers bar with stages: every plan with pp is the same training as one process.
-
-Three steps of AdamW with clipping, float64: loss, norm, every gradient and every parameter to 1e-9, on every rank;
-twelve rows, seven, and two, which are fewer than there are micro-batches.
+"""The numbers bar with stages, as closely as can be: every schedule with dropout and ties, three steps of AdamW with
+clipping, float64; the loss, norm, every gradient and every parameter to 1e-9, on every rank; twelve rows, seven, and
+two, which are fewer than there are micro-batches. What else is combined is in `test_grid.py`.
 """
 
 import functools
@@ -31,7 +30,7 @@ BOUND = 1e-9
 
 
 def gpt(*, tied: bool = False, dropout: float = 0.0) -> nn.Module:
-    shape = GPTConfig(vocabulary=16, context=4, layers=6, heads=2, width=8, mlp_ratio=2, tied=tied, dropout=dropout)
+    shape = GPTConfig(vocabulary=16, context=4, layers=3, heads=2, width=8, mlp_ratio=2, tied=tied, dropout=dropout)
     return GPT(shape).double()
 
 
@@ -86,11 +85,7 @@ def test_every_schedule_trains_like_one_process(name: str) -> None:
     "plan, tied",
     [
         ("pp=4 microbatches=3", False),
-        ("pp=2 dp=2 zero=1 microbatches=4", True),
-        ("pp=2 dp=2 zero=2 microbatches=4 schedule=interleaved virtual_stages=2", True),
-        ("pp=2 dp=2 zero=3 microbatches=2 schedule=zb-h1", True),
-        ("pp=2 dp=2 zero=3 microbatches=4 schedule=zb-v virtual_stages=2", False),
-        ("pp=2 tp=2 zero=1 microbatches=2", True),
+        ("pp=2 dp=2 zero=3 microbatches=4 schedule=zb-v virtual_stages=2", True),
         ("pp=2 tp=4 tp_mode=2d microbatches=2", False),
     ],
 )
@@ -155,9 +150,8 @@ def test_buffers_of_all_stages_are_the_models(plan: str, tmp_path: Path) -> None
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("plan", ["pp=4 microbatches=4 schedule=zb-h1", "pp=2 dp=2 zero=2 microbatches=4"])
-def test_on_real_processes_too(plan: str, processes: Processes) -> None:
-    check(plan, tied=True, dropout=0.3, on=processes)
+def test_on_real_processes_too(processes: Processes) -> None:
+    check("pp=2 dp=2 zero=2 microbatches=4", tied=True, dropout=0.3, on=processes)
 
 
 def test_a_model_that_exists_is_the_first_ranks_on_all() -> None:

@@ -1,4 +1,4 @@
-"""Stages run one after the other in one process, as the oracle of the cutter's tests."""
+"""Stages run one after the other in one process, as the oracle of the cutter's tests, and a language model to cut."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +10,22 @@ from meshwise.pipeline.build import make_stage
 from meshwise.pipeline.cut import Cut
 from meshwise.pipeline.parcel import bones, pack, unpack
 from meshwise.pipeline.stage import Stage
+from meshwise.reference import GPT, GPTConfig, next_token_loss
 
 Call = Callable[[nn.Module], Any]
+
+TOKENS = torch.arange(24).reshape(2, 12) * 7 % 31
+TARGETS = TOKENS.roll(-1, dims=1)
+
+
+def gpt(**config: Any) -> GPT:
+    """Seven pieces."""
+    return GPT(GPTConfig(vocabulary=31, context=12, layers=4, heads=2, width=8, **config))
+
+
+def lm(model: nn.Module) -> Tensor:
+    """Its loss on the example."""
+    return next_token_loss(model(TOKENS), (TOKENS, TARGETS))[0]
 
 
 def run_stages(stages: list[Stage], call: Call) -> Tensor:
