@@ -229,7 +229,7 @@ POSITIONS: Mapping[str, int] = {
     "meshwise.testing.difference.difference": 2,
     "meshwise.tree.map_tensors": 2,
     "meshwise.comm.launch.torchrun_line": 2,
-    "meshwise.comm.world.split": 2,
+    "meshwise.comm.parts.split": 2,
     # What is called back: loss(output, batch), forward(model, batch), parameter_options(name, parameter),
     # arrival(row, gradient), backend(store, rank, size).
     "meshwise.comm.nccl_world.nccl": 3,
