@@ -118,7 +118,7 @@ def test_a_pipeline_is_one_process(schedule: str, pp: int, model: str, zero: int
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "schedule, pp, model, zero, tp, dp",
+    "case",
     [
         ("naive", 2, "t5", 0, "1", 1),
         ("gpipe", 2, "resnet", 2, "1", 2),
@@ -133,8 +133,8 @@ def test_a_pipeline_is_one_process(schedule: str, pp: int, model: str, zero: int
         ("zb-v", 2, "resnet", 0, "1", 1),
         ("dualpipev", 2, "gpt", 1, "1", 2),
     ],
+    ids=lambda case: " ".join(map(str, case)),
 )
-def test_on_real_processes_too(
-    schedule: str, pp: int, model: str, zero: int, tp: str, dp: int, processes: Processes
-) -> None:
+def test_on_real_processes_too(case: tuple[str, int, str, int, str, int], processes: Processes) -> None:
+    schedule, pp, model, zero, tp, dp = case
     check(plan_of(schedule, pp, zero, tp, dp), model, on=processes)
