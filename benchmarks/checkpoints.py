@@ -7,7 +7,9 @@ saves and loads both, alternately ours first and theirs first; the figure is the
 Both flush their files to the disk before a save counts as done; ours computes checksums as it writes and compares them
 as it reads. What was just written is read from the system's cache.
 
-The cost of a save is that of ten steps with a save begun before the first, divided by that of ten steps without.
+The cost of a save is that of ten steps with a save begun before the first, divided by that of ten steps without, its
+neighbours: with and without come first in turn, and the figure is the median over a dozen pairs, because a machine with
+other work to do makes single ones differ by more than a save costs.
 """
 
 from __future__ import annotations
@@ -198,7 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cycles", type=int, default=4, help="pairs of ten steps with and without a save")
+    parser.add_argument("--cycles", type=int, default=12, help="pairs of ten steps with and without a save")
     parser.add_argument("--folder", type=Path, help="where to write; by default a temporary folder")
     parser.add_argument("--docs", type=Path, help="write the table between the markers of this file")
     arguments = parser.parse_args()
