@@ -284,7 +284,7 @@ def _copied(x: Tensor, world: World) -> Tensor:
     """A contiguous copy, where the other ranks reach it soonest."""
     if x.device != world.device:
         return x.clone(memory_format=torch.contiguous_format)
-    return world.empty(x.numel(), dtype=x.dtype).view(x.shape).copy_(x)
+    return world.summand(x.shape, dtype=x.dtype).copy_(x)
 
 
 def _after(work: Work, result: Tensor) -> Finish:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import abc
 import copy
 import dataclasses
+import math
 import pickle
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -104,6 +105,10 @@ class World(abc.ABC):
         Anything else may be given to a collective too. Contents are unspecified.
         """
         return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def summand(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+        """A tensor for an activation, or the gradient of one, that the ranks add up: as `empty` makes it."""
+        return self.empty(math.prod(shape), dtype=dtype).view(tuple(shape))
 
     def common(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:  # noqa: ARG002 - most have none
         """A tensor in one dim that is the same memory for all ranks along `axes`; None where they cannot share any.

@@ -8,6 +8,7 @@ would come from a stage that is not rehearsed comes from the one that is like it
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections import Counter, defaultdict
@@ -103,6 +104,10 @@ class RehearsalWorld(TraceWorld):
         if self.journal.doing:
             self._recorder.allocated(tensor, category=Category.GRADIENTS)
         return tensor
+
+    def summand(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+        """As of any world: it is no gradient of a parameter."""
+        return super().empty(math.prod(shape), dtype=dtype).view(tuple(shape))
 
     def exchange(self, value: Any, *, axes: Axes | None = None) -> list[Any]:
         """Every rank's value, a rank that is not rehearsed having that of the one of its stage that is."""

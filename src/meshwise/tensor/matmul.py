@@ -13,7 +13,7 @@ not in which order they stream, so this is one argument, and the result is the s
            │ 0│ 1│ 2│       ├────┤ panel 1
            └──┴──┴──┘       ├────┤ panel 2
 
-What ranks add up is written where they reach it soonest (`World.empty`).
+What ranks add up is written where they reach it soonest (`World.summand`).
 
 Several products may read one X: q, k and v do. Then it is gathered for all of them, once, and, since a rank keeps its
 own part only, once more in the backward for all gradients of their weights (`Gathering`); the gradients of X are added
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -280,8 +279,7 @@ def _product(x: Tensor, w: Tensor, *, bias: Tensor | None = None, summed: Moved,
     """X·W plus the bias, for W (out, in); where the ranks `summed` adds up reach it, if they all get the whole sum."""
     if not summed.axes or summed.dim is not None:
         return functional.linear(x, w, bias)
-    shape = (*x.shape[:-1], w.size(0))
-    y = world.empty(math.prod(shape), dtype=x.dtype).view(shape)
+    y = world.summand((*x.shape[:-1], w.size(0)), dtype=x.dtype)
     rows, into = x.flatten(0, -2), y.flatten(0, -2)
     if bias is None:
         torch.mm(rows, w.t(), out=into)
