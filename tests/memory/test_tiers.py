@@ -1,5 +1,6 @@
 """Wherever state rests, the model is the same to the last bit: after steps, in its checkpoints, and after a load."""
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor
 
 from grid import Cell, Grid
-from memory.offloaded import batches, outcome, the_same, trained, under
+from memory.offloaded import SMALL, Blocks, batches, outcome, squares, the_same, trained, under
 from meshwise.comm import World, run_threads
 from meshwise.measure import measure
+from meshwise.parallelize import Options, parallelize
 from meshwise.testing import Processes, run
 from meshwise.timeline import Stream, Timeline
 
@@ -147,3 +149,28 @@ def test_a_measured_step_shows_the_next_round_read_while_one_is_updated() -> Non
     # What a round needs has come before its update starts, so a read that goes on beside one is of a later round.
     assert any(read.start < update.stop and update.start < read.stop for read in reads for update in updates)
     assert {event.kind for event in events} == {"read", "update", "write"}
+
+
+def test_frozen_parameters_rest_and_are_evaluated_too() -> None:
+    frozen = Blocks()
+    frozen.blocks[0].requires_grad_(requires_grad=False)
+
+    def main(world: World, plan: str) -> tuple[dict[str, Tensor], float, Tensor]:
+        model = copy.deepcopy(frozen)
+        options = Options(clip_norm=0.5, swap=SMALL)
+        trainer = parallelize(model, plan, loss=squares, world=world, options=options, lr=1e-2)
+        first, second, third = batches()
+        trainer.step(first)
+        evaluated = trainer.evaluate([second]).loss
+        predicted = trainer.predict(third)
+        trainer.step(second)
+        found = outcome(trainer)
+        trainer.close()
+        return found, evaluated, predicted
+
+    offloaded = run_threads(2, main, args=("dp=2 zero=3 offload=params:disk,optimizer:disk",))
+    plain = run_threads(2, main, args=("dp=2 zero=3",))
+    for (found, loss, output), (expected, own, whole) in zip(offloaded, plain, strict=True):
+        the_same(found, expected)
+        assert loss == own
+        assert torch.equal(output, whole)
