@@ -109,8 +109,8 @@ def test_tensors_that_a_plan_splits_are_whole_in_a_checkpoint(
 @pytest.mark.processes
 def test_real_processes_save_and_load_as_threads_do(processes: Processes, tmp_path: Path) -> None:
     folder = tmp_path / "saved"
-    saved = run(2, save, on=processes, args=(Case(), "dp=2 zero=2", folder))[0]
-    there_and_back(Case(), "dp=4 zero=3 microbatches=2", {folder: saved}, tmp_path / "threads")
+    saved = run(4, save, on=processes, args=(Case(), "dp=4 zero=2", folder))[0]
+    there_and_back(Case(), "dp=3 zero=3", {folder: saved}, tmp_path / "threads")
     there_and_back(Case(), "dp=4 zero=1", {folder: saved}, tmp_path / "processes", on=processes)
 
 

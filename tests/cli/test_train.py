@@ -22,7 +22,7 @@ SHORT = ["--train.steps=3", "--train.validate-batches=1", "--sample.length=8", *
 END_SECONDS = 20.0
 
 OWN = """
-import os, signal, time
+import os, signal
 from torch import nn
 
 class Own(nn.Module):
@@ -38,7 +38,7 @@ class Own(nn.Module):
         if self.calls == 3 and os.environ["RANK"] == "1":
             if self.how == "raise":
                 raise ArithmeticError("this model cannot count to three")
-            if self.how == "die" or (self.how == "die once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"):
+            if self.how == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
         return self.head(self.embedding(tokens))
 """
@@ -143,27 +143,21 @@ def test_a_model_that_raises_on_one_rank_is_one_message_and_its_traceback_is_in_
     assert [step for step, _ in steps(folder / "run")] == [1, 2], "what was done before is on disk"
 
 
-def test_a_rank_that_is_killed_is_named(folder: Path) -> None:
-    command = own("die", folder=folder)
-    status, _, err = command.end()
-
-    assert status == 1
-    assert err == "meshwise train failed: rank 1 of 2 ended without an exception, killed by SIGKILL\n"
-    assert not command.left()
-
-
-def test_a_rank_that_is_killed_is_started_again_and_the_run_goes_on(folder: Path) -> None:
-    command = own("die once", "--restarts=1", "--train.steps=5", "--train.save-every=1", folder=folder)
+def test_a_rank_that_is_killed_is_started_again_and_the_run_goes_on_until_that_helps_no_more(folder: Path) -> None:
+    command = own("die", "--restarts=1", "--train.steps=9", "--train.save-every=1", folder=folder)
     status, out, err = command.end()
 
-    assert status == 0, err
+    assert status == 1
     assert "--max-restarts=1" in out
-    assert err.startswith("meshwise: restart 1 of 1, because RankLostError: rank 1 ")
-    assert err.count("\n") == 1
+    restarted, ended = err.splitlines()
+    assert restarted.startswith("meshwise: restart 1 of 1, because ")
+    assert ended == "meshwise train failed: rank 1 of 2 ended without an exception, killed by SIGKILL"
     assert f", from {folder}/run/checkpoints/step-" in out
     done = steps(folder / "run")
-    assert sorted(dict(done)) == [1, 2, 3, 4, 5]
-    assert len(set(done)) == 5, "a step that was done twice had the same loss"
+    last = max(dict(done))
+    assert last >= 3, "each start trains for two steps more; what is on disk may be a step behind"
+    assert sorted(dict(done)) == list(range(1, last + 1))
+    assert len(set(done)) == last, "a step that was done twice had the same loss"
     assert not command.left()
 
 
