@@ -21,6 +21,7 @@ from meshwise.pipeline.cut import Where
 from meshwise.plan import Plan, PlanError
 from meshwise.testing import Processes, agree, alone, outcome, run
 from meshwise.trainer import Trainer
+from meshwise.verify import verify
 from reference.convolutional import ResNet, UNet
 
 BOUND = 1e-9
@@ -98,6 +99,15 @@ def test_skips_over_stages(how: Any, plan: str) -> None:
 
 def test_a_resnet_cut_within_its_blocks() -> None:
     trains_like_one(made(ResNet), "pp=4 microbatches=4 schedule=looped virtual_stages=2", images(6, 5, 1))
+
+
+def test_verify_runs_a_trace_too() -> None:
+    def main(world: World) -> bool:
+        options = Options(cut=Where(how="trace"))
+        settings: dict[str, Any] = {"world": world, "options": options, "lr": 1e-2}
+        return verify(lambda: ResNet(1), squares, images(4, 3), "pp=2 microbatches=2 schedule=zb-h1", **settings).ok
+
+    assert all(run(2, main))
 
 
 class InPlace(nn.Module):
@@ -213,7 +223,7 @@ def test_frozen_stages_at_the_beginning_in_the_middle_and_at_the_end(schedule: s
     trains_like_one(made(build), f"pp=4 microbatches=2 schedule={schedule}", numbers(4, 3, 4))
 
 
-def test_norms_over_the_batch_are_of_the_whole_batch_or_refused() -> None:
+def test_norms_over_the_batch_are_of_the_whole_batch() -> None:
     model = made(lambda: ResNet(1, norm=nn.BatchNorm2d))
     trains_like_one(model, "pp=2", images(4, 4, 4))
     trains_like_one(model.eval(), "pp=2 microbatches=2", images(4, 3, 4))
