@@ -139,7 +139,7 @@ def rehearsed(row: Row) -> Rehearsal:
 
 
 def ptdp(numbers: Path) -> Iterator[Row]:
-    """Weak scaling of Narayanan et al., 2021, table 1. Micro-batches of one sequence; as few virtual stages as divide."""
+    """Weak scaling of Narayanan et al., 2021, table 1. Micro-batches of one sequence, as few virtual stages as divide."""
     for line in _lines(numbers / "megatron_ptdp_table1.csv"):
         layers, pp = int(line["layers"]), int(line["pp"])
         each = layers // pp
@@ -189,9 +189,10 @@ def main() -> None:
     cluster = dataclasses.replace(load("a100-80"), overlap=False)
     errors = []
     for index, row in enumerate(TABLES[arguments.table](arguments.numbers)):
-        if index % arguments.every:
+        fitted = FITTED.get(arguments.table)
+        if index % arguments.every != arguments.every // 2 or (fitted and index % fitted == 0):
             continue
-        seconds = predict(_kept(row, arguments.keep), _of(cluster, row)).seconds
+        seconds = predict(_kept(row, arguments.keep), _of(cluster, row, ADAPTERS[arguments.table])).seconds
         errors.append(seconds / row.seconds - 1)
         print(
             f"{row.plan}  {row.layers}x{row.hidden}  {seconds:.3f}  {row.seconds:.3f}  {100 * errors[-1]:+.1f} %",
@@ -202,8 +203,12 @@ def main() -> None:
     )
 
 
-def _of(cluster: Cluster, row: Row) -> Cluster:
-    return dataclasses.replace(cluster, nodes=-(-row.ranks // cluster.ranks_per_node))
+ADAPTERS = {"ptdp": 8, "single": 8, "multi": 4}
+"""Of a node: Selene has one for each GPU, vTrain's nodes one for two."""
+
+
+def _of(cluster: Cluster, row: Row, adapters: int) -> Cluster:
+    return dataclasses.replace(cluster, nodes=-(-row.ranks // cluster.ranks_per_node), adapters=adapters)
 
 
 def _kept(row: Row, folder: Path | None) -> Rehearsal:

@@ -1,8 +1,9 @@
 """When everything in a step happens: the tapes of all ranks, played together on a cluster.
 
-Each rank computes on one stream, a GPU no sooner than its host has started an operation; the collectives along each set of axes run on streams of their own, one after the
-other, and a rank stops only where its tape says that it waits for one. What a stage takes for a micro-batch is played
-so, and the pipeline's own clock puts the stages together, with their messages, gathers and reductions.
+Each rank computes on one stream, a GPU no sooner than its host has started an operation; the collectives along each set
+of axes run on streams of their own, one after the other, and a rank stops only where its tape says that it waits for
+one. What a stage takes for a micro-batch is played so, and the pipeline's own clock puts the stages together, with
+their messages, gathers and reductions.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def predict(rehearsal: Rehearsal, cluster: Cluster) -> Prediction:
     seconds = along + ends[last].seconds + cluster.device.step
     busy = [rank.busy() for rank in ranks]
     bubble = sum(max(0.0, along - one) for one in busy) / len(busy) / seconds
-    exposed = Counter(ranks[last].play(rehearsal.step(last)).exposed)
+    exposed = ranks[last].play(rehearsal.step(last)).exposed
     return Prediction(rehearsal, cluster, seconds, bubble, exposed, sent, timeline)
 
 
@@ -152,7 +153,7 @@ class _Rank:
         now = computing = host = 0.0
         free: dict[tuple[str, ...], float] = defaultdict(float)
         ends: dict[int, tuple[float, str]] = {}
-        exposed: Counter[str] = Counter()
+        exposed: dict[str, float] = defaultdict(float)
         for segment in segments:
             for entry in segment.entries:
                 if isinstance(entry, Operation):
@@ -180,12 +181,10 @@ class _Rank:
         link: dict[int, float] = {}
         for segment, kind, stage in self._actions():
             if kind in (Kind.SEND_F, Kind.SEND_B):
-                sending = sum(self.prices.collective(call) for call in segment.calls())
-                link[stage if kind is Kind.SEND_F else stage - 1] = sending
+                link[stage if kind is Kind.SEND_F else stage - 1] = self._sending(segment)
             elif kind in COMPUTE | {Kind.REDUCE, Kind.GATHER}:
                 collective = kind in (Kind.REDUCE, Kind.GATHER)
-                calls = sum(map(self.prices.collective, segment.calls()))
-                found[stage][kind].append(calls if collective else self._took(segment))
+                found[stage][kind].append(self._sending(segment) if collective else self._took(segment))
         return {
             stage: Cost(
                 forward=_mean(times[Kind.F]),
@@ -221,6 +220,9 @@ class _Rank:
             kind = _kind(segment)
             if kind is not None:
                 yield segment, kind, Action.parse(segment.label).stage
+
+    def _sending(self, segment: Segment) -> float:
+        return sum(map(self.prices.collective, segment.calls()))
 
     def _took(self, segment: Segment) -> float:
         key = f"{id(segment.entries)}"

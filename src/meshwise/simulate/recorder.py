@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -164,8 +165,11 @@ def _described(value: Any) -> Any:
     return (type(value), value)
 
 
+_IS_CPU = vars(torch._C.TensorBase)["is_cpu"].__get__
+
+
 class Kernels(TorchFunctionMode):
-    """Chooses the kernel of attention as the device that is meant would."""
+    """Answers for the device that is meant: which kernel computes attention, and whether a tensor is on a CPU."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -173,6 +177,10 @@ class Kernels(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func == _IS_CPU and args[0].is_meta:
+            return self._kind == "cpu"
+        if func in (Tensor.backward, torch.autograd.backward):
+            return self._backward(*args, **kwargs)
         if func is functional.scaled_dot_product_attention:
             given = _SIGNATURE.bind(*args, **kwargs)
             given.apply_defaults()
@@ -180,6 +188,15 @@ class Kernels(TorchFunctionMode):
                 _attention(self._kind, given.arguments) if given.arguments["query"].is_meta else func(*args, **kwargs)
             )
         return func(*args, **kwargs)
+
+    def _backward(self, tensors: Any, gradient: Any = None, grad_tensors: Any = None, **options: Any) -> None:
+        # A mode is off while it answers, but a forward may be repeated in the backward. Given edges of the graph, which
+        # are no tensors, torch does not ask the mode a second time.
+        outputs = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        given = [gradient] * len(outputs) if grad_tensors is None else list(grad_tensors)
+        gradients = [torch.ones_like(o) if g is None else g for o, g in zip(outputs, given, strict=True)]
+        with self:
+            torch.autograd.backward([get_gradient_edge(output) for output in outputs], gradients, **options)
 
 
 def _plain(

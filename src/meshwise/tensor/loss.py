@@ -24,6 +24,7 @@ from meshwise.comm.world import World
 
 # Elements worked on at a time.
 _BLOCK = 256 << 10
+_GPU_BLOCK = 1 << 25
 
 
 @dataclass(frozen=True)
@@ -168,8 +169,10 @@ def _softmax_times(local: Tensor, log_sum: Tensor, *, factor: Tensor) -> Tensor:
 
 
 def _blocks(rows: Tensor) -> list[slice]:
-    """Slices of rows small enough to stay in a cache between one operation and the next."""
-    step = max(1, _BLOCK // max(1, rows.size(1)))
+    """Slices of rows small enough to stay in a CPU's cache between one operation and the next; a GPU needs larger ones
+    to be filled.
+    """
+    step = max(1, (_BLOCK if rows.is_cpu else _GPU_BLOCK) // max(1, rows.size(1)))
     return [slice(start, start + step) for start in range(0, rows.size(0), step)]
 
 

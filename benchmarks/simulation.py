@@ -1,0 +1,166 @@
+"""Predicted against measured, on this machine: step time and peak memory of plans that its four cores can run.
+
+    python benchmarks/simulation.py --docs docs/simulation.md
+
+The machine is calibrated first (`meshwise bench calibrate`), then every plan is rehearsed and run: four processes of one
+thread that talk by messages, so that all memory is somebody's. Takes about eight minutes on four quiet cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meshwise.bench.calibrate import Effort, calibrate
+from meshwise.comm.launch import run
+from meshwise.comm.world import World
+from meshwise.parallelize import Options
+from meshwise.plan import Plan
+from meshwise.reference.gpt import GPT, GPTConfig
+from meshwise.simulate.clock import predict
+from meshwise.simulate.cluster import Cluster
+from meshwise.simulate.measure import MALLOC, Measured, measure
+from meshwise.simulate.memory import fullest
+from meshwise.simulate.rehearsal import Subject, rehearse
+from meshwise.simulate.tables import text
+
+STEPS = 6
+MARKS = ("<!-- predicted and measured -->", "<!-- end -->")
+
+GPT_SHAPE = GPTConfig(vocabulary=8192, context=128, layers=4, heads=6, width=384)
+WIDTH, DEPTH = 1024, 6
+
+
+def gpt() -> nn.Module:
+    """A language model of 13 million parameters."""
+    return GPT(GPT_SHAPE)
+
+
+def mlp() -> nn.Module:
+    """Square layers: nearly all products of matrices."""
+    layers = [module for _ in range(DEPTH) for module in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))
+
+
+def next_token(output: Tensor, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
+    """The sum of the cross-entropies."""
+    return functional.cross_entropy(output.flatten(0, 1), batch[1].flatten(), reduction="sum"), batch[1].numel()
+
+
+def squares(output: Tensor, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
+    """The sum of the squared errors."""
+    return functional.mse_loss(output, batch[1], reduction="sum"), len(output)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and what it is trained on."""
+
+    build: Callable[[], nn.Module]
+    loss: Callable[[Any, Any], tuple[Tensor, int]]
+    rows: int
+
+    def subject(self) -> Subject:
+        """The same on every rank."""
+        if self.build is gpt:
+            tokens = torch.randint(GPT_SHAPE.vocabulary, (self.rows, GPT_SHAPE.context), generator=torch.Generator())
+            batch = (tokens, tokens.roll(-1, dims=1))
+        else:
+            values = torch.rand(self.rows, WIDTH, generator=torch.Generator())
+            batch = (values, values)
+        return Subject(self.build, self.loss, batch, options=Options(example=batch))
+
+
+CASES = {"gpt": Case(gpt, next_token, 32), "mlp": Case(mlp, squares, 4096)}
+
+PLANS = (
+    "dp=4",
+    "dp=4 zero=1",
+    "dp=4 zero=2",
+    "dp=4 zero=3",
+    "dp=4 microbatches=4",
+    "dp=4 zero=3 microbatches=2",
+    "dp=2 tp=2",
+    "dp=2 tp=2 zero=1",
+    "dp=2 tp=2 zero=3",
+    "tp=4",
+    "tp=4 tp_mode=2d",
+    "dp=2 pp=2 microbatches=4 partition=params",
+    "dp=2 pp=2 microbatches=8 zero=1 partition=params",
+    "pp=4 microbatches=8 partition=params",
+    "tp=2 pp=2 microbatches=4 partition=params",
+)
+
+
+def main() -> None:
+    """Calibrate, rehearse, run and compare."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--docs", type=Path)
+    parser.add_argument("--plans", nargs="*", default=PLANS)
+    parser.add_argument("--models", nargs="*", default=list(CASES), choices=CASES)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    os.environ.update({"OMP_NUM_THREADS": "1", **MALLOC})
+    cluster: Cluster = run(4, calibrated, args=(arguments.rounds,), comm="gloo")[0]
+    rows = [compare(name, plan, cluster) for name in arguments.models for plan in arguments.plans]
+    time_errors, memory_errors = ([row[place] for row in rows] for place in (4, 7))
+    lines = [
+        "| model | plan | predicted ms | measured ms | error | predicted | measured | error |",
+        "|---|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    lines += [
+        f"| {name} | `{plan}` | {1e3 * told:.0f} | {1e3 * took:.0f} | {100 * off:+.1f} % | {text(size)} | {text(peak)} "
+        f"| {100 * wrong:+.1f} % |"
+        for name, plan, told, took, off, size, peak, wrong in rows
+    ]
+    lines += [
+        "",
+        f"{len(rows)} plans on {cluster.device.name}: the step time is off by {_median(time_errors)} (median), "
+        f"the peak memory by {_median(memory_errors)} (median) and {100 * max(map(abs, memory_errors)):.1f} % at most.",
+    ]
+    print("\n".join(lines))
+    if arguments.docs:
+        page = arguments.docs.read_text(encoding="utf-8")
+        before, _, rest = page.partition(MARKS[0])
+        after = rest.partition(MARKS[1])[2]
+        arguments.docs.write_text("\n".join([before + MARKS[0], *lines, MARKS[1] + after]), encoding="utf-8")
+
+
+def compare(name: str, plan: str, cluster: Cluster) -> tuple[str, str, float, float, float, int, int, float]:
+    """One plan: model, plan, seconds predicted and measured, error, peak predicted and measured, error."""
+    case, ranks = CASES[name], Plan.parse(plan).mesh().size
+    prediction = predict(rehearse(case.subject(), plan, ranks=ranks), cluster)
+    measured: list[Measured] = run(ranks, taken, args=(name, plan), comm="gloo")[0]
+    size = fullest(prediction.memory).peak.bytes + int(cluster.device.own)
+    peak = max(one.peak for one in measured)
+    took = max(one.step for one in measured)
+    return name, plan, prediction.seconds, took, prediction.seconds / took - 1, size, peak, size / peak - 1
+
+
+def calibrated(world: World, rounds: int) -> Cluster:
+    """On every rank."""
+    torch.set_num_threads(1)
+    return calibrate(world, effort=Effort(rounds=rounds))
+
+
+def taken(world: World, name: str, plan: str) -> list[Measured]:
+    """On every rank."""
+    torch.set_num_threads(1)
+    return measure(world, CASES[name].subject(), Plan.parse(plan), steps=STEPS)
+
+
+def _median(errors: Sequence[float]) -> str:
+    return f"{100 * statistics.median(map(abs, errors)):.1f} %"
+
+
+if __name__ == "__main__":
+    main()

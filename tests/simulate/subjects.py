@@ -1,0 +1,26 @@
+"""What is rehearsed in these tests: small models, the same on every rank."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from meshwise.parallelize import Options
+from meshwise.pipeline.cut import Where
+from meshwise.reference.gpt import GPT, GPTConfig
+from meshwise.simulate.rehearsal import Subject
+
+CONFIG = GPTConfig(vocabulary=64, context=16, layers=4, heads=4, width=32)
+
+
+def loss(output: Tensor, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
+    return functional.cross_entropy(output.flatten(0, 1), batch[1].flatten(), reduction="sum"), batch[1].numel()
+
+
+def gpt_subject(config: GPTConfig = CONFIG, *, rows: int = 16, stages: int = 1, **options: object) -> Subject:
+    """A GPT; with stages, the layers are cut evenly among them."""
+    tokens = torch.zeros(rows, config.context, dtype=torch.long)
+    at = tuple(f"blocks.{stage * config.layers // stages}" for stage in range(1, stages))
+    chosen = Options(cut=Where(at=at), example=(tokens, tokens), **options)  # type: ignore[arg-type]
+    return Subject(lambda: GPT(config), loss, (tokens, tokens), options=chosen)

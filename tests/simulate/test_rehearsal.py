@@ -1,0 +1,161 @@
+"""A rehearsal does what a run does: the same calls, the same refusals, on a world of any size."""
+
+import resource
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from meshwise.comm.thread_world import run_threads
+from meshwise.comm.world import World
+from meshwise.parallelize import parallelize
+from meshwise.plan import Plan, PlanError
+from meshwise.reference.gpt import GPT, GPTConfig
+from meshwise.simulate.clock import forward_flops
+from meshwise.simulate.rehearsal import Rehearsal, Subject, rehearse
+from meshwise.simulate.tape import Operation
+from simulate.subjects import CONFIG, gpt_subject, loss
+
+PLANS = (
+    "dp=2",
+    "dp=2 zero=1",
+    "dp=2 zero=2 microbatches=2",
+    "dp=2 zero=3 microbatches=4",
+    "tp=2",
+    "tp=4 tp_mode=2d dp=2",
+    "pp=2 microbatches=4",
+    "pp=2 dp=2 zero=3 microbatches=4 schedule=zb-h1",
+    "pp=2 microbatches=4 schedule=interleaved virtual_stages=2",
+    "dp=2 recompute=full",
+)
+
+
+def _calls(rehearsal: Rehearsal, index: int) -> list[tuple[str, tuple[str, ...], int]]:
+    stamps = (call.stamp for segment in rehearsal.step(index) for call in segment.calls())
+    return [(stamp.kind, stamp.axes, stamp.bytes) for stamp in stamps if stamp.kind != "recv"]
+
+
+def _called(world: World, plan: str, stages: int) -> list[tuple[str, tuple[str, ...], int]]:
+    """The calls of the second step of a real run."""
+    subject = gpt_subject(stages=stages)
+    trainer = parallelize(subject.model, plan, loss=loss, world=world, options=subject.options)
+    trainer.step(subject.batch)
+    with world.record() as stamps:
+        trainer.step(subject.batch)
+    # A receive is posted ahead of its own action, during any other; what is received is what another rank sends.
+    return [(stamp.kind, stamp.axes, stamp.bytes) for stamp in stamps if stamp.kind != "recv"]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_rehearsed_step_makes_the_calls_of_a_real_one(plan: str) -> None:
+    size, parsed = Plan.parse(plan).mesh().size, Plan.parse(plan)
+    stages = parsed.pp * (2 if "virtual" in plan else 1)
+    real: list[Any] = run_threads(size, _called, args=(plan, stages))
+    rehearsal = rehearse(gpt_subject(stages=stages), plan, ranks=size)
+    each = size // parsed.pp
+    for index in range(parsed.pp):
+        assert sorted(_calls(rehearsal, index)) == sorted(real[index * each])
+
+
+def test_micro_batches_that_were_not_run_are_like_one_that_was() -> None:
+    for plan in ("dp=2 microbatches=8", "pp=2 microbatches=8", "dp=2 zero=3 microbatches=8"):
+        rehearsal = rehearse(gpt_subject(rows=16, stages=Plan.parse(plan).pp), plan, ranks=2)
+        few = rehearse(gpt_subject(rows=2, stages=Plan.parse(plan).pp), plan.replace("8", "1"), ranks=2)
+        for index in range(Plan.parse(plan).pp):
+            assert _flops(rehearsal, index) == 8 * _flops(few, index) or "dp" in plan
+
+
+def _flops(rehearsal: Rehearsal, index: int) -> int:
+    return sum(segment.flops for segment in rehearsal.step(index))
+
+
+@pytest.mark.parametrize(
+    "plan", ["dp=2", "tp=2", "tp=2 dp=2 microbatches=4", "pp=2 microbatches=4", "pp=4 tp=2 microbatches=4"]
+)
+def test_flops_of_the_trace_are_those_of_the_published_formula(plan: str) -> None:
+    # Narayanan et al., 2021, section 5.1, without recomputation, and counting the last layer's product once forward.
+    size, parsed = Plan.parse(plan).mesh().size, Plan.parse(plan)
+    rows, config = 16, CONFIG
+    rehearsal = rehearse(gpt_subject(rows=rows, stages=parsed.pp), plan, ranks=size)
+    replicas = size // parsed.pp
+    tokens, h, s = rows * config.context, config.width, config.context
+    formula = tokens * (24 * config.layers * h**2 * (1 + s / (6 * h)) + 2 * h * config.vocabulary)
+    assert sum(forward_flops(rehearsal)) * replicas == formula
+    whole = sum(_flops(rehearsal, index) for index in range(parsed.pp)) * replicas
+    # torch counts five products for the backward of fused attention, which computes the scores once more.
+    assert whole == 3 * formula + tokens * 2 * s * h * config.layers
+
+
+def test_recomputation_is_one_more_forward_of_the_blocks() -> None:
+    plain = rehearse(gpt_subject(), "dp=1", ranks=1)
+    again = rehearse(gpt_subject(), "dp=1 recompute=full", ranks=1)
+    head = 2 * 16 * CONFIG.context * CONFIG.width * CONFIG.vocabulary
+    assert _flops(again, 0) - _flops(plain, 0) == sum(forward_flops(plain)) - head
+
+
+def test_what_a_job_refuses_its_rehearsal_refuses_with_the_same_words() -> None:
+    wrong: list[tuple[str, int, Subject]] = [
+        ("dp=3", 4, gpt_subject()),
+        ("pp=16 microbatches=16", 16, gpt_subject()),
+        ("pp=2 schedule=interleaved microbatches=3 virtual_stages=2", 2, gpt_subject()),
+        ("tp=3 tp_mode=2d", 3, gpt_subject()),
+        ("dp=1", 1, gpt_subject(clip_norm=-1.0)),
+        ("dp=1", 1, gpt_subject(nonfinite="perhaps")),
+        ("dp=1", 1, Subject(lambda: GPT(CONFIG), loss, gpt_subject().batch, optimizer=torch.optim.LBFGS)),
+        ("tp=2", 2, Subject(lambda: torch.nn.LSTM(4, 4), loss, torch.zeros(2, 3, 4))),
+    ]
+    for plan, ranks, subject in wrong:
+        assert _refusal(lambda: rehearse(subject, plan, ranks=ranks)) == _refusal(  # noqa: B023
+            lambda: run_threads(ranks, _parallelized, args=(subject, plan))  # noqa: B023
+        )
+
+
+def _parallelized(world: World, subject: Subject, plan: str) -> None:
+    parallelize(
+        subject.model,
+        plan,
+        loss=subject.loss,
+        optimizer=subject.optimizer,
+        world=world,
+        options=subject.options,
+        **subject.arguments,
+    )
+
+
+def _refusal(run: Any) -> tuple[type, str]:
+    with pytest.raises((PlanError, ValueError)) as caught:
+        run()
+    return type(caught.value), str(caught.value).partition("\n")[0]
+
+
+def test_a_module_is_left_as_it_is() -> None:
+    model = GPT(CONFIG)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    batch = gpt_subject().batch
+    rehearse(Subject(model, loss, batch), "dp=4 zero=3", ranks=4)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_rank_of_65536_is_rehearsed_without_its_memory() -> None:
+    config = GPTConfig(vocabulary=51_200, context=2048, layers=4, heads=160, width=25_600)
+    tokens = torch.empty(8192, 2048, dtype=torch.long, device="meta")
+    began, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    rehearsal = rehearse(
+        Subject(lambda: GPT(config), loss, (tokens, tokens)), "dp=8192 tp=8", ranks=65_536, device="cuda"
+    )
+    assert sum(forward_flops(rehearsal)) > 1e15
+    assert time.process_time() - began < 20
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20
+
+
+def test_attention_is_the_fused_kernel_of_the_device_that_is_meant() -> None:
+    for device, name in (
+        ("cpu", "_scaled_dot_product_flash_attention_for_cpu"),
+        ("cuda", "_scaled_dot_product_efficient_attention"),
+    ):
+        rehearsal = rehearse(gpt_subject(), "dp=1", ranks=1, device=device)  # type: ignore[arg-type]
+        names = {entry.name for part in rehearsal.step(0) for entry in part.entries if isinstance(entry, Operation)}
+        assert name in names
+        assert "_fused_adamw_" in names
