@@ -1,7 +1,5 @@
 """Recomputation: the same numbers bit for bit under every plan, and the memory that the formula says."""
 
-import functools
-import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,94 +10,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memory.repeated import LAYERS, Attention, Model, batches, loss, on
 from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
-from meshwise.memory.cost import Cost, pick
 from meshwise.memory.recompute import Block, RecomputeError
 from meshwise.model.recall import Recall
 from meshwise.parallelize import Options, parallelize
-from meshwise.plan import Plan, PlanError
+from meshwise.plan import PlanError
 from meshwise.testing.count import count
 from meshwise.tree import tensors
 from meshwise.verify.check import verify
 
-WIDTH, TOKENS, WORDS, LAYERS, STEPS = 16, 4, 32, 3, 2
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_heads = 2
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (-1, WIDTH // 2)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        mixed = functional.scaled_dot_product_attention(q, k, v, dropout_p=0.2 if self.training else 0.0)
-        return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-
-class Layer(nn.Module):
-    """With dropout of two kinds, an activation in place, and a tensor beside the stream."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention = Attention()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.relu, self.drop = nn.ReLU(inplace=True), nn.Dropout(0.1)
-
-    def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
-        x = x + self.attention(self.first(x))
-        return x + self.drop(self.down(self.relu(self.up(self.second(x))))) * scale
-
-
-class Model(nn.Module):
-    """Tied at its ends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("scale", torch.tensor(0.5))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x, scale=self.scale)
-        return self.head(self.norm(x))  # type: ignore[no-any-return]
-
-
-def loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    return functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="sum"), batch[1].numel()
-
-
-def batches(rows: int = 8) -> list[tuple[Tensor, Tensor]]:
-    draws = torch.Generator().manual_seed(1)
-    drawn = [torch.randint(WORDS, (rows, TOKENS + 1), generator=draws) for _ in range(STEPS)]
-    return [(tokens[:, :-1], tokens[:, 1:]) for tokens in drawn]
-
-
-def train(world: World, plan: str, *, rows: int = 8, **options: Any) -> tuple[Any, dict[str, Tensor], dict[str, str]]:
-    """Losses and norms, parameters after the last step, and how the blocks were recomputed then."""
-    given = batches(rows)
-    options = {"example": given[0], "clip_norm": 0.5} | options
-    trainer = parallelize(Model, plan, loss=loss, world=world, lr=1e-2, options=Options(**options))
-    numbers = [(result.loss, result.grad_norm) for result in map(trainer.step, given)]
-    values = {name: value.clone() for name, value in trainer.full_parameters()}
-    modes = dict(trainer.blocks.modes)
-    trainer.close()
-    return numbers, values, modes
-
-
-def on(plan: str, **options: Any) -> list[tuple[Any, dict[str, Tensor], dict[str, str]]]:
-    return run_threads(Plan.parse(plan).mesh().size, functools.partial(train, **options), args=(plan,))
-
-
 PLANS = (
-    "dp=2 zero=1",
     "dp=2 zero=3 microbatches=2",
     "dp=3 zero=2 microbatches=2",
     "tp=2",
@@ -108,10 +30,8 @@ PLANS = (
     "tp=4 tp_mode=2.5d",
     "tp=8 tp_mode=3d",
     "pp=2 microbatches=3",
-    "pp=2 microbatches=4 schedule=gpipe",
     "pp=2 microbatches=4 schedule=zb-h1",
     "pp=2 microbatches=4 schedule=zb-v virtual_stages=2",
-    "pp=2 microbatches=4 schedule=interleaved virtual_stages=2",
     "dp=2 pp=2 zero=3 microbatches=2 schedule=zb-h1",
     "dp=2 tp=2 zero=3",
     "tp=2 pp=2 microbatches=2",
@@ -288,62 +208,6 @@ def test_what_was_computed_again_goes_as_the_backward_goes_on() -> None:
     grows = (most_alive(6, width=width, rows=rows) - most_alive(2, width=width, rows=rows)) / 4
     gradients = sum(parameter.nbytes for parameter in Plain(width).parameters())
     assert grows <= rows * width * 4 + gradients
-
-
-# ---- the budget --------------------------------------------------------------------------------------------------
-
-
-def cost(none: int, selective: int, full: int, *seconds: float, in_flight: float = 1) -> Cost:
-    times = dict(zip(("none", "selective", "full"), (0.0, *seconds), strict=True))
-    return Cost({"none": none, "selective": selective, "full": full}, times, in_flight)
-
-
-@pytest.mark.parametrize(
-    "budget, modes",
-    [
-        (30, "full full full"),
-        (39, "full full full"),
-        (49, "full full none"),
-        (50, "full selective full"),  # 4 seconds for 20 bytes, where b.none is 5 for 90 and c.none 1 for 10
-        (60, "full selective none"),
-        (130, "full none none"),
-        (400, "none none none"),
-    ],
-)
-def test_a_budget_buys_the_most_seconds_a_byte(budget: int, modes: str) -> None:
-    costs = {"a": cost(210, 150, 10, 1.0, 2.0), "b": cost(100, 30, 10, 1.0, 5.0), "c": cost(20, 20, 10, 1.0, 1.0)}
-    assert " ".join(pick(costs, budget=budget, allowed=("none", "selective", "full")).values()) == modes
-
-
-def test_micro_batches_in_flight_count() -> None:
-    costs = {"a": cost(100, 50, 10, 1.0, 2.0, in_flight=3)}
-    assert pick(costs, budget=299, allowed=("none", "full")) == {"a": "full"}
-    assert pick(costs, budget=300, allowed=("none", "full")) == {"a": "none"}
-    with pytest.raises(PlanError, match="with all 1 blocks of this rank recomputed they keep 30 bytes"):
-        pick(costs, budget=29, allowed=("none", "full"))
-
-
-def test_a_budget_is_met_and_explained() -> None:
-    def run(world: World, plan: str) -> tuple[dict[str, str], dict[str, Cost], str]:
-        trainer = parallelize(Model, plan, loss=loss, world=world, lr=1e-2, options=Options(example=batches()[0]))
-        before = dict(trainer.blocks.modes)
-        assert set(before.values()) == {"full"}
-        for batch in batches():
-            trainer.step(batch)
-        return dict(trainer.blocks.modes), dict(trainer.blocks.costs), trainer.blocks.table()
-
-    for budget, plan in itertools.product((24, 48), ("dp=1", "dp=2 tp=2", "pp=2 microbatches=4")):
-        for modes, costs, table in run_threads(Plan.parse(plan).mesh().size, run, args=(f"{plan} budget={budget}K",)):
-            held = sum(costs[name].held(mode) for name, mode in modes.items())
-            assert held <= budget * 1024
-            assert set(costs) == set(modes) >= {next(iter(modes))}
-            assert all(cost.bytes["none"] > cost.bytes["selective"] > cost.bytes["full"] for cost in costs.values())
-            assert all(name in table and modes[name] in table for name in modes)
-
-
-def test_a_budget_that_cannot_be_met_is_refused_with_one_that_can() -> None:
-    with pytest.raises(PlanError, match="Nearest that works: 'budget=1M'"):
-        on("dp=1 budget=1K")
 
 
 # ---- what goes wrong ---------------------------------------------------------------------------------------------

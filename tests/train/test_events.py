@@ -41,6 +41,7 @@ RUN: list[Event] = [
         4,
         8,
         {"parameters": 2048, "optimizer": 0},
+        {"parameters": "bfloat16", "compute": "bfloat16", "master": "float32"},
         "runs/a",
     ),
     step(1),
@@ -60,6 +61,7 @@ plan     dp=2 zero=1   (on CPU)
          dp | 0 1
          rank | 0 1
 model    1,234 parameters; on rank 0: parameters 2 KiB
+dtypes   bfloat16: parameters, compute; float32: master
 data     12 MB
 run      4 steps of 8 samples, into runs/a
 step 1/4  loss 2.5000  grad 1.250  lr 3.00e-04  12.3k tok/s  3 MiB  ETA 1:15

@@ -83,7 +83,7 @@ class Activations:
 class Parked(ABC):
     """A storage that is away."""
 
-    def __init__(self, size: int, before: Parked | None) -> None:
+    def __init__(self, size: int, *, before: Parked | None) -> None:
         self.size = size
         self._before = None if before is None else weakref.ref(before)
 
@@ -222,7 +222,7 @@ class ToDisk(Mover):
         """Give the file back."""
         self.file.close()
 
-    def leave(self, offset: int, size: int) -> None:
+    def leave(self, offset: int, *, size: int) -> None:
         """A place in the file is free."""
         with self._lock:
             self._used -= size
@@ -231,7 +231,7 @@ class ToDisk(Mover):
 
 class _OnDisk(Parked):
     def __init__(self, tier: ToDisk, offset: int, written: Transfer, size: int, before: Parked | None) -> None:
-        super().__init__(size, before)
+        super().__init__(size, before=before)
         self._tier, self._offset, self._written = tier, offset, written
         self._buffer: Tensor | None = None
         self._read: Transfer | None = None
@@ -258,7 +258,7 @@ class _OnDisk(Parked):
             if transfer is not None:
                 with contextlib.suppress(Exception):
                     transfer.wait()
-        self._tier.leave(self._offset, -(-self.size // BLOCK) * BLOCK)
+        self._tier.leave(self._offset, size=-(-self.size // BLOCK) * BLOCK)
 
 
 class _Room:
@@ -325,7 +325,7 @@ class ToCPU(Mover):
 
 class _OnHost(Parked):
     def __init__(self, tier: ToCPU, host: Tensor, before: Parked | None) -> None:
-        super().__init__(host.numel(), before)
+        super().__init__(host.numel(), before=before)
         self._tier, self._host = tier, host
         self._back: Tensor | None = None
         self._arrived: torch.cuda.Event | None = None

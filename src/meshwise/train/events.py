@@ -16,7 +16,9 @@ from typing import Any, Protocol, TypeAlias
 
 @dataclass(frozen=True)
 class Start:
-    """The run begins. Memory is bytes of model state on rank 0, by kind; `stages` the table of the cut, with pp."""
+    """The run begins. Memory is bytes of model state on rank 0, by kind, precision its dtypes; `stages` the table
+    of the cut, with pp.
+    """
 
     plan: str
     mesh: str
@@ -27,7 +29,16 @@ class Start:
     steps: int
     batch: int
     memory: dict[str, int]
+    precision: dict[str, str]
     output: str
+
+
+@dataclass(frozen=True)
+class Budgeted:
+    """A budget has picked what the blocks of rank 0 compute again, by this table."""
+
+    step: int
+    table: str
 
 
 @dataclass(frozen=True)
@@ -157,7 +168,9 @@ class End:
     following: str
 
 
-Event: TypeAlias = Start | Resume | Step | NonFinite | Slow | Measured | Saved | SaveFailed | Validation | Sample | End
+Event: TypeAlias = (
+    Start | Resume | Step | NonFinite | Budgeted | Slow | Measured | Saved | SaveFailed | Validation | Sample | End
+)
 
 
 class Sink(Protocol):

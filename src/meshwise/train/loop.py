@@ -29,7 +29,7 @@ from meshwise.result import StepResult
 from meshwise.simulate.shortage import ShortageError, is_shortage
 from meshwise.train.checkpoints import Checkpoints
 from meshwise.train.data import length, read
-from meshwise.train.events import End, Events, NonFinite, Sample, Start, Step, Validation
+from meshwise.train.events import Budgeted, End, Events, NonFinite, Sample, Start, Step, Validation
 from meshwise.train.export import write_parameters
 from meshwise.train.failure import leave_traceback
 from meshwise.train.folder import RunFolder
@@ -143,6 +143,7 @@ class _Run:
             steps=job.train.steps,
             batch=job.train.batch,
             memory=trainer.memory(),
+            precision=dict(trainer.precision),
             output=str(self._folder.path),
         )
         self._emit(start)
@@ -155,6 +156,7 @@ class _Run:
         timelines.plan(before + 1, last=job.steps)
         began = last = time.monotonic()
         batches = self._batches()
+        budgeted = False
         for step in range(before + 1, job.steps + 1):
             lr = self._set_rate()
             timelines.before(step)
@@ -177,6 +179,9 @@ class _Run:
                     skipped=result.skipped,
                 )
             )
+            if not budgeted and trainer.blocks.costs:
+                budgeted = True
+                self._emit(Budgeted(step, trainer.blocks.table()))
             if result.problem is not None:
                 self._emit(NonFinite(step, result.problem))
             for slow in pace.note(step, seconds=busy):

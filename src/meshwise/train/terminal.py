@@ -14,6 +14,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from meshwise.train.events import (
+    Budgeted,
     End,
     Event,
     Measured,
@@ -130,12 +131,15 @@ def _told(event: Event) -> str:
                     *_indented(event.mesh),
                     *_indented(event.stages),
                     f"model    {event.parameters:,} parameters; on rank 0: {_memory(event.memory)}",
+                    f"dtypes   {_dtypes(event.precision)}",
                     f"data     {event.data}",
                     f"run      {event.steps:,} steps of {event.batch:,} samples, into {event.output}",
                 ]
             )
         case Step():
             return f"step {event.step}/{event.steps}  {_numbers(event)}"
+        case Budgeted():
+            return "\n".join(f"budget   {line}" for line in event.table.splitlines())
         case NonFinite():
             return f"NOT FINITE at step {event.step}: {event.problem}"
         case Resume():
@@ -196,6 +200,14 @@ def _indented(picture: str) -> list[str]:
 
 def _memory(memory: Mapping[str, int]) -> str:
     return ", ".join(f"{kind.replace('_', ' ')} {_bytes(size)}" for kind, size in memory.items() if size)
+
+
+def _dtypes(precision: Mapping[str, str]) -> str:
+    """The kinds that share a dtype, together."""
+    kinds: dict[str, list[str]] = {}
+    for kind, dtype in precision.items():
+        kinds.setdefault(dtype, []).append(kind.replace("_", " "))
+    return "; ".join(f"{dtype}: {', '.join(names)}" for dtype, names in kinds.items())
 
 
 def _bytes(size: float) -> str:
