@@ -8,16 +8,17 @@ gradients of its two operands independently of each other, and autograd leaves o
                ▼             ▼                               I runs the spine, and keeps what arrives at n4 and n2
               W b           W a                              W starts again at n4 and at n2, towards the parameters
 
-What is computed is what one backward computes, node by node (Qi et al., 2023; torch's pipelining does it so as well).
+What I has used and W does not need is let go in between. What is computed is what one backward computes, node by node
+(Qi et al., 2023; torch's pipelining does it so as well).
 A parameter that hangs on the spine in several places gets its gradient with I: from one of the places, autograd would
 reach the others again. So does one whose place torch's checkpoint computes again: it would for every place anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -83,6 +84,8 @@ def backward_input(
     )
     for hook in hooks:
         hook.remove()
+    for node in spine - set().union(*places.values()):
+        _forget(node)
     return later
 
 
@@ -91,11 +94,27 @@ def _arrived(later: WeightBackward, place: Node, parameters: Sequence[Tensor], g
     later.later(edges, gradients=gradients, parameters=parameters)
 
 
+def _forget(node: Node) -> None:
+    """Let go of what a node has saved that will not run again: I leaves for W only what W needs."""
+    for saved in _saved(node):
+        if isinstance(saved.data, Tensor):
+            saved.register_hooks(_nothing, _nothing)
+
+
+def _nothing(_saved: object) -> None:
+    """What is kept of a tensor that nobody needs."""
+
+
 def _computed_again(node: Node) -> bool:
     """Whether torch's checkpoint has in its hands what the node has saved."""
-    saved = (getattr(node, name) for name in _saved_by(type(node)))
-    each = (one for some in saved for one in (some if isinstance(some, list | tuple) else (some,)))
-    return any(type(one.data).__module__ == checkpoint.__module__ for one in each)
+    return any(type(saved.data).__module__ == checkpoint.__module__ for saved in _saved(node))
+
+
+def _saved(node: Node) -> Iterator[Any]:
+    """What a node has saved, as torch's SavedTensor: `data` is the tensor, or what a hook has made of it."""
+    for name in _saved_by(type(node)):
+        some = getattr(node, name)
+        yield from some if isinstance(some, list | tuple) else (some,)
 
 
 @cache
