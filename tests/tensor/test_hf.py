@@ -1,4 +1,7 @@
-"""Models of transformers, built from tiny configurations with random weights, are found and split as they are."""
+"""Models of transformers, built from tiny configurations with random weights, are found and split as they are.
+
+Llama and BERT are in `test_grid`. With 2 key heads, 4 ranks share them in pairs.
+"""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -24,10 +27,6 @@ TOKENS, VOCABULARY, WIDTH, KEY_HEADS = 6, 23, 32, 2
 SHAPE = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 TEXT = {**SHAPE, "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-
-
-def llama() -> Any:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT, num_key_value_heads=KEY_HEADS))
 
 
 def qwen2() -> Any:
@@ -72,7 +71,7 @@ def t5() -> Any:
 
 
 Model = Callable[[], Any]
-PLANS = ("tp=2", "tp=4", "tp=4 tp_mode=2d")
+PLANS = ("tp=4", "tp=4 tp_mode=2d")
 
 
 def batches(model: Model, *, sizes: Sequence[int]) -> list[Any]:
@@ -120,11 +119,6 @@ def check(build: Model, plan: str, *, steps: int, bound: float = 1e-9, optimizer
 @pytest.mark.parametrize("build", [qwen2, qwen3, mistral, gpt2, classifier, vit, t5], ids=lambda build: build.__name__)
 def test_a_step_is_that_of_one_process(build: Model, plan: str) -> None:
     check(build, plan, steps=1)
-
-
-@pytest.mark.parametrize("build, plan", [(llama, "tp=4"), (llama, "tp=8 tp_mode=3d"), (bert, "tp=4 tp_mode=2d")])
-def test_three_steps_are_those_of_one_process(build: Model, plan: str) -> None:
-    check(build, plan, steps=3)
 
 
 def phi3() -> Any:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.comm.world import World
-from meshwise.parallelize import Options, parallelize
+from meshwise.parallelize import parallelize
 from meshwise.plan import Plan
 from meshwise.tensor.rules import find_parts
-from meshwise.testing import agree, alone, outcome, run
+from meshwise.testing import run
 from tensor.splitting import split_agrees
 
 WIDTH, HEADS, TOKENS = 12, 4, 5
@@ -82,18 +82,15 @@ def test_an_encoder_is_that_of_one_process(choices: dict[str, bool], plan: str) 
     )
 
 
-@pytest.mark.parametrize("plan", ["tp=8 tp_mode=3d", "dp=2 tp=2 zero=3"])
-def test_three_steps_of_an_encoder_are_those_of_one_process(plan: str) -> None:
-    model = encoder(batch_first=True, norm_first=True, causal=True)
-    batches = [rows(count) for count in (8, 5, 7)]
-    settings: dict[str, Any] = {"loss": squares, "lr": 1e-2, "options": Options(clip_norm=0.5)}
-
-    def main(world: World) -> Any:
-        return outcome(parallelize(copy.deepcopy(model), plan, world=world, **settings), batches=batches)
-
-    expected = alone(model, batches=batches, **settings)
-    for found in run(Plan.parse(plan).mesh().size, main):
-        agree(found, expected, bound=1e-9)
+def test_masks_follow_the_rows_under_3d() -> None:
+    model, plan = encoder(batch_first=True, norm_first=True, causal=True), "tp=8 tp_mode=3d"
+    split_agrees(
+        model,
+        plan=plan,
+        parts=find_parts(model, plan=Plan.parse(plan)),
+        batch=([rows(5)], lambda module, inputs: module(*inputs).square().sum()),
+        bound=1e-10,
+    )
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
