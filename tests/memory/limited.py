@@ -9,6 +9,7 @@ import torch
 
 from meshwise.cli import train as command
 from meshwise.comm import World, run_threads
+from meshwise.simulate.shortage import ShortageError
 from meshwise.train.config import read_job
 from meshwise.train.job import Job
 
@@ -29,6 +30,6 @@ def main(world: World, room: int, words: list[str]) -> None:
 if __name__ == "__main__":
     try:
         run_threads(1, main, args=(int(sys.argv[1]), sys.argv[2:]), timeout=None)
-    except command.ShortageError as error:
+    except ShortageError as error:
         print(error)
         raise SystemExit(3) from None
