@@ -223,10 +223,12 @@ def test_frozen_stages_at_the_beginning_in_the_middle_and_at_the_end(schedule: s
     trains_like_one(made(build), f"pp=4 microbatches=2 schedule={schedule}", numbers(4, 3, 4))
 
 
-def test_norms_over_the_batch_are_of_the_whole_batch() -> None:
+@pytest.mark.parametrize("how", ["blocks", "trace"])
+@pytest.mark.parametrize("plan", ["pp=2", "pp=2 dp=2 zero=2"])
+def test_norms_over_the_batch_are_of_the_rows_of_all_ranks(plan: str, how: Any) -> None:
     model = made(lambda: ResNet(1, norm=nn.BatchNorm2d))
-    trains_like_one(model, "pp=2", images(4, 4, 4))
-    trains_like_one(model.eval(), "pp=2 microbatches=2", images(4, 3, 4))
+    trains_like_one(model, plan, images(4, 5, 4), where=Where(how=how))
+    trains_like_one(model.eval(), f"{plan} microbatches=2", images(4, 3, 4), where=Where(how=how))
 
 
 # ---- what crosses, goes in and comes out --------------------------------------------------------------------------
