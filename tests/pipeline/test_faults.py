@@ -82,23 +82,16 @@ def test_an_error_names_its_stage_and_micro_batch(schedule: str, fault: str, act
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("fault", ["backward", "killed"])
-def test_it_ends_all_processes_within_seconds(
-    fault: str, processes: Processes, capsys: pytest.CaptureFixture[str]
+def test_a_stage_that_is_killed_ends_all_processes_within_seconds(
+    processes: Processes, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kind = RuntimeError if fault == "killed" else ZeroDivisionError
-    with pytest.raises(kind) as caught:
-        run(3, fail, on=processes, args=("pp=3 microbatches=4", fault))
+    with pytest.raises(RuntimeError) as caught:
+        run(3, fail, on=processes, args=("pp=3 microbatches=4", "killed"))
     ended = time.time()
-    began = [float(time) for time in re.findall(r"second step at (\S+)", capsys.readouterr().out + told(caught))]
+    began = [float(at) for at in re.findall(r"second step at (\S+)", capsys.readouterr().out + told(caught))]
     assert ended - min(began) < SECONDS
-    if fault == "killed":
-        assert re.search(
-            r"rank \d (was lost in .*its process has ended|of 3 processes ended by signal SIGKILL)", told(caught)
-        )
-    else:
-        assert re.search(r"in \dB2: stage \d, micro-batch 2, on rank \d of the pipeline", told(caught))
-        assert "in _fail" in told(caught), "the traceback is the stage's own"
+    lost = r"was lost in .*(its process has ended|Connection closed)|of 3 processes ended by signal SIGKILL"
+    assert re.search(rf"rank \d ({lost})", told(caught))
 
 
 def poisoned(output: Tensor, batch: Any) -> tuple[Tensor, int]:
