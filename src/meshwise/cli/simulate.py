@@ -16,10 +16,12 @@ from meshwise.cli.ranks import local_ranks
 from meshwise.comm.launch import run
 from meshwise.comm.world import World
 from meshwise.parallelize import Options
+from meshwise.simulate.clock import predict
+from meshwise.simulate.cluster import Cluster, ClusterError, parse_cluster
 from meshwise.simulate.measure import MALLOC, Measured, measure
 from meshwise.simulate.memory import memory_of
 from meshwise.simulate.rehearsal import Subject, rehearse
-from meshwise.simulate.tables import memory_table
+from meshwise.simulate.tables import memory_table, time_table
 from meshwise.train.config import read_job
 from meshwise.train.data import length, read
 from meshwise.train.job import Job, JobError
@@ -34,6 +36,9 @@ _WIDTH = 120
 class SimulateJob(Job):
     """A training job, rehearsed: its own code runs on one rank of each kind, on tensors without values."""
 
+    on: str = ""
+    """A cluster to tell the time on: one that is shipped, or a file, after its nodes and ranks, as in "64x8 h100"; its
+    ranks are those that dp=auto fills."""
     memory: bool = False
     """Tell the memory of each rank, by category."""
     measure: bool = False
@@ -44,20 +49,34 @@ class SimulateJob(Job):
 def main(arguments: Sequence[str]) -> int:
     """Rehearse the job that the arguments describe. Raises JobError or PlanError where the job itself would."""
     job = read_job(_spelled_out(arguments), prog="meshwise simulate", kind=SimulateJob)
-    size = local_ranks(job)
+    if not (job.memory or job.on):
+        raise JobError('say what to tell: --memory, or --on a cluster, as in --on "64x8 h100"')
+    cluster = _cluster(job.on)
+    size = local_ranks(job) if cluster is None else cluster.ranks
     prepared = prepare(job, ranks=size)
-    if not job.memory:
-        raise JobError("say what to simulate: --memory")
-    subject = subject_of(prepared)
-    rehearsal = rehearse(subject, prepared.job.plan, ranks=size, device=_device())
-    measured: Sequence[Measured] = ()
-    if job.measure:
-        os.environ.update(MALLOC)
-        measured = run(size, _rank, args=(job,), comm="gloo" if _device() == "cpu" else None)[0]
+    device = cluster.device.kind if cluster else "cuda" if torch.cuda.is_available() else "cpu"
+    rehearsal = rehearse(subject_of(prepared), prepared.job.plan, ranks=size, device=device)  # type: ignore[arg-type]
     console = Console() if Console().is_terminal else Console(width=_WIDTH)
-    console.print(f"{prepared.job.plan} on {size} ranks, at most:", highlight=False)
-    console.print(shown(memory_table(memory_of(rehearsal), measured)))
+    console.print(f"{prepared.job.plan} on {size} ranks", highlight=False)
+    if cluster is not None:
+        console.print(shown(time_table(predict(rehearsal, cluster))))
+    if job.memory:
+        console.print(shown(memory_table(memory_of(rehearsal), _measured(job, size) if job.measure else ())))
     return 0
+
+
+def _cluster(text: str) -> Cluster | None:
+    try:
+        return parse_cluster(text) if text else None
+    except ClusterError as error:
+        raise JobError(f"--on: {error}") from error
+
+
+def _measured(job: SimulateJob, size: int) -> Sequence[Measured]:
+    """Three steps on local ranks. Where those are processes on CPUs, memory that is freed goes back at once."""
+    os.environ.update(MALLOC)
+    measured: Sequence[Measured] = run(size, _rank, args=(job,), comm=None if torch.cuda.is_available() else "gloo")[0]
+    return measured
 
 
 def _spelled_out(words: Sequence[str]) -> list[str]:
@@ -92,10 +111,6 @@ def _rank(world: World, job: SimulateJob) -> list[Measured]:
 
 def _everything(size: int) -> tuple[int, int]:
     return 0, size
-
-
-def _device() -> Any:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def shown(rows: Sequence[tuple[str, ...]]) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from meshwise.simulate.clock import Prediction
 from meshwise.simulate.measure import Measured
 from meshwise.simulate.memory import RankMemory
 from meshwise.simulate.tape import Category
@@ -30,6 +31,25 @@ def memory_table(ranks: Sequence[RankMemory], measured: Sequence[Measured] = ())
             cells += [text(most), f"{100 * (peak.bytes / most - 1):+.1f} %"]
         rows.append(tuple(cells))
     return rows
+
+
+def time_table(prediction: Prediction) -> Table:
+    """A step's time, what is made of it, and where it goes."""
+    waits = sorted(prediction.exposed.items(), key=lambda item: -item[1])
+    return [
+        ("", ""),
+        ("step", f"{prediction.seconds:.4g} s"),
+        ("tokens/s", f"{prediction.tokens_per_second:,.0f}"),
+        ("utilisation", f"{100 * prediction.utilisation:.1f} % of the peak, without what is recomputed"),
+        ("bubble", f"{100 * prediction.bubble:.1f} % of the step"),
+        *(
+            (f"waits for {axes}", f"{100 * took / prediction.seconds:.1f} % of the step")
+            for axes, took in waits
+            if took
+        ),
+        *((f"sent {where}", text(size)) for where, size in prediction.traffic.items() if size),
+        ("fits", "yes" if prediction.fits else "no: see --memory"),
+    ]
 
 
 def by_category(ranks: Sequence[RankMemory]) -> Mapping[str, int]:

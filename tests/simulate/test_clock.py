@@ -1,0 +1,89 @@
+"""A rehearsal, played on a cluster."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import tomli_w
+import torch
+from torch import nn
+
+from meshwise.parallelize import Options
+from meshwise.pipeline.cut import Where
+from meshwise.simulate.clock import predict
+from meshwise.simulate.cluster import Cluster, ClusterError, Device, Link, Products, load, parse_cluster, to_table
+from meshwise.simulate.price import Prices, traffic
+from meshwise.simulate.rehearsal import Subject, rehearse
+from simulate.subjects import gpt_subject
+
+STEADY = Cluster(
+    device=Device(kind="cpu", peak={"float32": 1e9}, products=Products(best=1.0), attention=Products(best=1.0)),
+    inside=Link(bandwidth=((1.0, 1e30),)),
+)
+"""Where only matrix products take time."""
+
+
+def test_a_step_takes_its_flops_over_the_peak() -> None:
+    prediction = predict(rehearse(gpt_subject(), "dp=1", ranks=1), STEADY)
+    assert prediction.seconds == pytest.approx(prediction.flops / 1e9)
+    assert prediction.model_flops / (prediction.seconds * 1e9) == pytest.approx(prediction.utilisation)
+
+
+@pytest.mark.parametrize("microbatches", [2, 4, 8])
+def test_the_bubble_of_even_stages_is_the_published_one(microbatches: int) -> None:
+    width = 64
+    block = lambda: nn.Sequential(nn.Linear(width, width), nn.GELU())  # noqa: E731
+    subject = Subject(
+        lambda: nn.Sequential(block(), block()),
+        lambda output, batch: (output.sum(), len(batch)),
+        torch.zeros(16, width),
+        options=Options(cut=Where(at=("1",))),
+    )
+    prediction = predict(rehearse(subject, f"pp=2 microbatches={microbatches}", ranks=2), STEADY)
+    first, second = (sum(part.flops for part in prediction.rehearsal.step(index)) for index in range(2))
+    # The first stage has no gradient of its input to compute: F=1, B=1 there, F=1, B=2 on the second.
+    assert first / second == pytest.approx(2 / 3)
+    unit = prediction.flops / 1e9 / (5 * microbatches)
+    assert prediction.seconds == pytest.approx(unit * (3 * microbatches + 2))
+
+
+def test_slower_links_cost_time_where_nothing_is_computed_meanwhile() -> None:
+    rehearsal = rehearse(gpt_subject(), "tp=2", ranks=2)
+    slow = dataclasses.replace(STEADY, inside=Link(bandwidth=((1.0, 1e6),)))
+    fast, late = predict(rehearsal, STEADY), predict(rehearsal, slow)
+    assert late.seconds == pytest.approx(fast.seconds + late.exposed["tp"], rel=1e-6)
+
+
+def test_a_ring_in_one_node_uses_its_link_and_one_through_several_their_adapters() -> None:
+    cluster = Cluster(
+        ranks_per_node=4,
+        nodes=2,
+        adapters=2,
+        inside=Link(bandwidth=((1.0, 100.0),)),
+        between=Link(bandwidth=((1.0, 10.0),)),
+    )
+    prices = Prices(cluster)
+    assert prices._rate("all_reduce", 8, (0, 1, 2, 3)) == 100
+    assert prices._rate("all_reduce", 8, (0, 4)) == 5  # two ranks share an adapter
+    assert prices._rate("all_reduce", 8, tuple(range(8))) == 20  # the ring has both adapters of each node
+    assert traffic("all_reduce", 4) == 1.5
+
+
+@pytest.mark.parametrize("name", ["v100", "a100-40", "a100-80", "h100", "h200", "b200"])
+def test_a_shipped_cluster_is_read_and_written_back(name: str, tmp_path: Path) -> None:
+    cluster = load(name)
+    path = tmp_path / "cluster.toml"
+    path.write_text(tomli_w.dumps(to_table(cluster)))
+    assert load(path) == cluster
+    assert parse_cluster(f"64x8 {name}").ranks == 512
+
+
+def test_what_is_no_cluster_is_refused_with_what_is(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text("[device]\nlauch = 1e-6\n")
+    with pytest.raises(ClusterError, match="unknown key lauch; did you mean launch"):
+        load(path)
+    with pytest.raises(ClusterError, match="did you mean h100"):
+        parse_cluster("64x8 h10")
+    with pytest.raises(ClusterError, match="no ranks"):
+        parse_cluster("0 h100")
