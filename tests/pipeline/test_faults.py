@@ -82,16 +82,21 @@ def test_an_error_names_its_stage_and_micro_batch(schedule: str, fault: str, act
 
 
 @pytest.mark.processes
-def test_a_stage_that_is_killed_ends_all_processes_within_seconds(
-    processes: Processes, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("fault", ["backward", "killed"])
+def test_it_ends_all_processes_within_seconds(
+    fault: str, processes: Processes, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(RuntimeError) as caught:
-        run(3, fail, on=processes, args=("pp=3 microbatches=4", "killed"))
+    with pytest.raises(RuntimeError if fault == "killed" else ZeroDivisionError) as caught:
+        run(3, fail, on=processes, args=("pp=3 microbatches=4", fault))
     ended = time.time()
     began = [float(at) for at in re.findall(r"second step at (\S+)", capsys.readouterr().out + told(caught))]
     assert ended - min(began) < SECONDS
-    lost = r"was lost in .*(its process has ended|Connection closed)|of 3 processes ended by signal SIGKILL"
-    assert re.search(rf"rank \d ({lost})", told(caught))
+    if fault == "killed":
+        lost = r"was lost in .*(its process has ended|Connection closed)|of 3 processes ended by signal SIGKILL"
+        assert re.search(rf"rank \d ({lost})", told(caught))
+    else:
+        assert re.search(r"in \dB2: stage \d, micro-batch 2, on rank \d of the pipeline", told(caught))
+        assert "in _fail" in told(caught), "the traceback is the stage's own"
 
 
 def poisoned(output: Tensor, batch: Any) -> tuple[Tensor, int]:
