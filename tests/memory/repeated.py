@@ -39,7 +39,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
         x = x + self.attention(self.first(x))
-        return x + self.drop(self.down(self.relu(self.up(self.second(x))))) * scale
+        return x + self.drop(self.down(self.relu(self.up(self.second(x))))) * scale  # type: ignore[no-any-return]
 
 
 class Model(nn.Module):
@@ -71,11 +71,11 @@ def batches(rows: int = 8) -> list[tuple[Tensor, Tensor]]:
     return [(tokens[:, :-1], tokens[:, 1:]) for tokens in drawn]
 
 
-def train(world: World, plan: str, *, rows: int = 8, **options: Any) -> tuple[Any, dict[str, Tensor], dict[str, str]]:
+def train(world: World, plan: str, *, rows: int = 8) -> tuple[Any, dict[str, Tensor], dict[str, str]]:
     """Losses and norms, parameters after the last step, and how the blocks were recomputed then."""
     given = batches(rows)
-    options = {"example": given[0], "clip_norm": 0.5} | options
-    trainer = parallelize(Model, plan, loss=loss, world=world, lr=1e-2, options=Options(**options))
+    options = Options(example=given[0], clip_norm=0.5)
+    trainer = parallelize(Model, plan, loss=loss, world=world, lr=1e-2, options=options)
     numbers = [(result.loss, result.grad_norm) for result in map(trainer.step, given)]
     values = {name: value.clone() for name, value in trainer.full_parameters()}
     modes = dict(trainer.blocks.modes)
@@ -83,5 +83,5 @@ def train(world: World, plan: str, *, rows: int = 8, **options: Any) -> tuple[An
     return numbers, values, modes
 
 
-def on(plan: str, **options: Any) -> list[tuple[Any, dict[str, Tensor], dict[str, str]]]:
-    return run_threads(Plan.parse(plan).mesh().size, functools.partial(train, **options), args=(plan,))
+def on(plan: str, *, rows: int = 8) -> list[tuple[Any, dict[str, Tensor], dict[str, str]]]:
+    return run_threads(Plan.parse(plan).mesh().size, functools.partial(train, rows=rows), args=(plan,))

@@ -24,17 +24,15 @@ from meshwise.verify.check import verify
 PLANS = (
     "dp=2 zero=3 microbatches=2",
     "dp=3 zero=2 microbatches=2",
-    "tp=2",
     "tp=2 sequence_parallel=1",
     "tp=4 tp_mode=2d",
     "tp=4 tp_mode=2.5d",
     "tp=8 tp_mode=3d",
-    "pp=2 microbatches=3",
     "pp=2 microbatches=4 schedule=zb-h1",
     "pp=2 microbatches=4 schedule=zb-v virtual_stages=2",
     "dp=2 pp=2 zero=3 microbatches=2 schedule=zb-h1",
     "dp=2 tp=2 zero=3",
-    "tp=2 pp=2 microbatches=2",
+    "tp=2 pp=2 microbatches=2 schedule=1f1b",
 )
 
 
@@ -154,7 +152,7 @@ def saved(model: nn.Module, x: Tensor, *, mode: str) -> int:
     blocks = [Block(part, name=name, mode=mode, recall=recall) for name, part in model.named_children()]
     with Alive() as alive:
         output = model(x)
-        held = alive.bytes
+        held: int = alive.bytes
         output.sum().backward()
     for block in blocks:
         block.close()
@@ -256,12 +254,9 @@ def test_evaluation_repeats_nothing() -> None:
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_a_backward_twice_through_one_graph(mode: str) -> None:
     model, x = Plain(8), torch.randn(3, 8, requires_grad=True)
-    model(x).sum().backward()
-    assert x.grad is not None
-    once, x.grad = x.grad, None
+    (expected,) = torch.autograd.grad(model(x).sum(), [x])
     Block(model, name="plain", mode=mode, recall=Recall())
     output = model(x).sum()
-    output.backward(retain_graph=True)
-    assert torch.equal(x.grad, once)
-    output.backward()
-    assert torch.equal(x.grad, once * 2)
+    for retain in (True, False):
+        (found,) = torch.autograd.grad(output, [x], retain_graph=retain)
+        assert torch.equal(found, expected)

@@ -120,16 +120,13 @@ HALF = {
     "buffers": "float32",
 }
 PLANS = (
-    "dp=2",
     "dp=2 zero=1 microbatches=2",
     "dp=2 zero=2 microbatches=2",
     "dp=2 zero=3",
-    "tp=2",
     "tp=2 sequence_parallel=1",
     "tp=4 tp_mode=2d",
     "tp=4 tp_mode=2.5d",
     "tp=8 tp_mode=3d",
-    "pp=2 microbatches=2",
     "pp=2 microbatches=2 schedule=zb-h1",
     "dp=2 tp=2 zero=2",
     "dp=2 pp=2 zero=3 microbatches=2",
@@ -185,7 +182,7 @@ SMALL = {"loss_scale": Scale(8.0)}
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_every_plan_agrees_with_one_process_to_what_the_dtype_explains(
+def test_every_plan_agrees_with_one_process_to_what_the_dtype_explains_and_keeps_its_record(
     plan: str, alone: dict[str, dict[str, Any]]
 ) -> None:
     for record, options, eps in (
@@ -196,6 +193,8 @@ def test_every_plan_agrees_with_one_process_to_what_the_dtype_explains(
         text = plan if record == "exact" else f"{plan} precision={record}"
         for found in on(text, **options):
             single = alone[record]
+            if record == "bf16":
+                assert found["before"] == found["after"] == HALF
             assert far(found["gradients"], single["gradients"], least=0.03) < 64 * eps, record
             for result, expected in zip(found["results"], single["results"], strict=True):
                 assert result.loss == pytest.approx(expected.loss, rel=8 * eps)
@@ -214,12 +213,10 @@ def test_masters_start_from_values_that_were_never_rounded() -> None:
 # ---- the record --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_the_record_is_that_of_the_live_tensors_on_every_rank(plan: str) -> None:
-    for found in on(f"{plan} precision=bf16"):
-        assert found["before"] == found["after"] == HALF
+@pytest.mark.parametrize("plan", ["dp=2 zero=2 microbatches=2", "dp=2 pp=2 zero=3 microbatches=2"])
+def test_the_wire_alone_may_be_narrow(plan: str) -> None:
     for found in on(f"{plan} wire=bf16"):
-        assert found["after"] == HALF | {"parameters": "float32", "compute": "float32"}
+        assert found["before"] == found["after"] == HALF | {"parameters": "float32", "compute": "float32"}
 
 
 def test_a_record_of_ones_own_is_kept() -> None:
@@ -241,8 +238,8 @@ def test_running_statistics_and_what_goes_with_them_stay_as_they_are() -> None:
     trainer = parallelize(model, "precision=bf16", loss=squares, lr=1e-2)
     trainer.step(torch.randn(8, 2, 6, generator=torch.Generator().manual_seed(0)))
     assert trainer.precision["parameters"] == "bfloat16 float32"
-    assert model[1].weight.dtype == model[1].running_mean.dtype == FP32  # type: ignore[union-attr]
-    assert float(model[1].running_mean.abs().sum()) > 0  # type: ignore[operator,union-attr]
+    assert model[1].weight.dtype == model[1].running_mean.dtype == FP32
+    assert float(model[1].running_mean.abs().sum()) > 0  # type: ignore[operator]
 
 
 def test_gradients_travel_in_the_dtype_of_the_wire() -> None:
@@ -281,7 +278,7 @@ class Spike(nn.Module):
         self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return Steep.apply(self.layers(x), x[:, :1])  # type: ignore[no-any-return,no-untyped-call]
+        return Steep.apply(self.layers(x), x[:, :1])  # type: ignore[no-any-return]
 
 
 class Steep(torch.autograd.Function):
