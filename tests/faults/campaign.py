@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -278,32 +278,32 @@ def _resumed(reference: Reference, run: Path, path: Path, newest: int) -> Iterat
 # ---- all of it -----------------------------------------------------------------------------------------------------
 
 
-def campaign(folder: Path, *, seed: int, faults: int) -> Tally:
+def campaign(folder: Path, *, seed: int, faults: int, plans: Sequence[str] = PLANS) -> Tally:
     """About so many faults: four tenths kills, a twentieth each stopped ranks, exceptions and disks, the rest files."""
     torch.set_num_threads(1)
-    draw = random.Random(seed)
+    draw, parts = random.Random(seed), min(_PARTS, 1 + faults // 20)
     with ThreadPoolExecutor(2) as pool:
-        made = pool.map(lambda item: Reference.of(folder / f"whole-{item[0]}", plan=item[1]), enumerate(PLANS))
+        made = pool.map(lambda item: Reference.of(folder / f"whole-{item[0]}", plan=item[1]), enumerate(plans))
         references = list(made)
         kinds = ["step", "save", "publish"] * (faults * 4 // 30) + ["stop", "raise", "disk"] * max(1, faults // 20)
         draw.shuffle(kinds)
         jobs = [
             pool.submit(
                 chains,
-                references[part % len(PLANS)],
+                references[part % len(plans)],
                 folder / f"chains-{part}",
-                kinds=kinds[part::_PARTS],
+                kinds=kinds[part::parts],
                 draw=random.Random(draw.random()),
             )
-            for part in range(_PARTS)
+            for part in range(parts)
         ]
         jobs += [
-            pool.submit(full_disk, references[number % len(PLANS)], folder / f"disk-{number}", kilobytes=size)
+            pool.submit(full_disk, references[number % len(plans)], folder / f"disk-{number}", kilobytes=size)
             for number, size in enumerate(draw.sample(range(60, 400), k=max(1, faults // 25)))
         ]
         tallies = [job.result() for job in jobs]
     done = sum(sum(tally.faults.values()) for tally in tallies)
-    tallies.append(harmed_files(references[1], folder / "files", number=max(1, faults - done), draw=draw))
+    tallies.append(harmed_files(references[len(plans) // 2], folder / "files", number=max(1, faults - done), draw=draw))
     total = Tally()
     for tally in tallies:
         total.faults += tally.faults
@@ -312,6 +312,7 @@ def campaign(folder: Path, *, seed: int, faults: int) -> Tally:
 
 
 _PARTS = 6
+"""Chains at most; a chain ends with a run in peace."""
 
 
 def main() -> int:
