@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshwise.cli.main import main as command
 from meshwise.comm.offset import clock_offset
-from meshwise.comm.stopwatch import Span
+from meshwise.comm.stopwatch import Span, Stopwatch
 from meshwise.comm.world import World
 from meshwise.measure import measure
 from meshwise.parallelize import Options, parallelize
@@ -174,6 +174,26 @@ def test_only_what_happens_within_the_block_is_noted() -> None:
         ]
         assert all(span.start <= span.stop < torch.inf for span in spans)
         assert spans[0].start <= spans[2].start <= spans[2].stop <= spans[0].stop
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_note_is_an_event_and_nothing_waits_for_it() -> None:
+    x = torch.ones(1024, 1024, device="cuda")
+    watch = Stopwatch(x.device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        watch.begins("0F0")
+        since = watch.now()
+        for _ in range(20):
+            x = x @ x
+        watch.waited("all_reduce", since=since)
+        watch.begins("")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    span, wait = watch.read()
+    assert (span.what, wait.what) == ("0F0", "all_reduce")
+    assert span.start <= wait.start < wait.stop <= span.stop
+    assert abs(span.start - now()) < 60
 
 
 def ahead(world: World, seconds: float) -> float:
