@@ -19,7 +19,6 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -135,11 +134,11 @@ def rehearsed(row: Row) -> Rehearsal:
     at = tuple(f"blocks.{stage * row.layers // parts}" for stage in range(1, parts))
     options = Options(cut=Where(at=at), example=(tokens, tokens))
     subject = Subject(lambda: Megatron(row), cross_entropy, (tokens, tokens), options=options)
-    return rehearse(subject, row.plan, ranks=row.ranks, device="cuda")
+    return rehearse(subject, plan=row.plan, ranks=row.ranks, device="cuda")
 
 
 def ptdp(numbers: Path) -> Iterator[Row]:
-    """Weak scaling of Narayanan et al., 2021, table 1. Micro-batches of one sequence, as few virtual stages as divide."""
+    """Weak scaling of Narayanan et al., 2021, table 1. Micro-batches of one sequence, few virtual stages."""
     for line in _lines(numbers / "megatron_ptdp_table1.csv"):
         layers, pp = int(line["layers"]), int(line["pp"])
         each = layers // pp
@@ -192,14 +191,15 @@ def main() -> None:
         fitted = FITTED.get(arguments.table)
         if index % arguments.every != arguments.every // 2 or (fitted and index % fitted == 0):
             continue
-        seconds = predict(_kept(row, arguments.keep), _of(cluster, row, ADAPTERS[arguments.table])).seconds
+        seconds = predict(_kept(row, arguments.keep), cluster=_of(cluster, row, ADAPTERS[arguments.table])).seconds
         errors.append(seconds / row.seconds - 1)
         print(
             f"{row.plan}  {row.layers}x{row.hidden}  {seconds:.3f}  {row.seconds:.3f}  {100 * errors[-1]:+.1f} %",
             flush=True,
         )
+    sizes = [100 * abs(error) for error in errors]
     print(
-        f"mean absolute error {100 * statistics.mean(map(abs, errors)):.1f} %, median {100 * statistics.median(map(abs, errors)):.1f} %"
+        f"absolute error of {len(sizes)} rows: mean {statistics.mean(sizes):.1f} %, median {statistics.median(sizes):.1f} %"
     )
 
 
@@ -219,7 +219,7 @@ def _kept(row: Row, folder: Path | None) -> Rehearsal:
     path = folder / f"{abs(hash(dataclasses.replace(row, seconds=0.0)))}.pickle"
     if not path.exists():
         path.write_bytes(pickle.dumps(rehearsed(row)))
-    kept: Any = pickle.loads(path.read_bytes())
+    kept: Rehearsal = pickle.loads(path.read_bytes())
     return kept
 
 

@@ -112,7 +112,7 @@ def main() -> None:
     os.environ.update({"OMP_NUM_THREADS": "1", **MALLOC})
     cluster: Cluster = run(4, calibrated, args=(arguments.rounds,), comm="gloo")[0]
     rows = [compare(name, plan, cluster) for name in arguments.models for plan in arguments.plans]
-    time_errors, memory_errors = ([row[place] for row in rows] for place in (4, 7))
+    time_errors, memory_errors = [row[4] for row in rows], [row[7] for row in rows]
     lines = [
         "| model | plan | predicted ms | measured ms | error | predicted | measured | error |",
         "|---|---|--:|--:|--:|--:|--:|--:|",
@@ -122,11 +122,11 @@ def main() -> None:
         f"| {100 * wrong:+.1f} % |"
         for name, plan, told, took, off, size, peak, wrong in rows
     ]
-    lines += [
-        "",
+    told = (
         f"{len(rows)} plans on {cluster.device.name}: the step time is off by {_median(time_errors)} (median), "
-        f"the peak memory by {_median(memory_errors)} (median) and {100 * max(map(abs, memory_errors)):.1f} % at most.",
-    ]
+        f"the peak memory by {_median(memory_errors)} (median) and {100 * max(map(abs, memory_errors)):.1f} % at most."
+    )
+    lines += ["", told]
     print("\n".join(lines))
     if arguments.docs:
         page = arguments.docs.read_text(encoding="utf-8")
@@ -138,7 +138,7 @@ def main() -> None:
 def compare(name: str, plan: str, cluster: Cluster) -> tuple[str, str, float, float, float, int, int, float]:
     """One plan: model, plan, seconds predicted and measured, error, peak predicted and measured, error."""
     case, ranks = CASES[name], Plan.parse(plan).mesh().size
-    prediction = predict(rehearse(case.subject(), plan, ranks=ranks), cluster)
+    prediction = predict(rehearse(case.subject(), plan=plan, ranks=ranks), cluster=cluster)
     measured: list[Measured] = run(ranks, taken, args=(name, plan), comm="gloo")[0]
     size = fullest(prediction.memory).peak.bytes + int(cluster.device.own)
     peak = max(one.peak for one in measured)
@@ -155,7 +155,7 @@ def calibrated(world: World, rounds: int) -> Cluster:
 def taken(world: World, name: str, plan: str) -> list[Measured]:
     """On every rank."""
     torch.set_num_threads(1)
-    return measure(world, CASES[name].subject(), Plan.parse(plan), steps=STEPS)
+    return measure(world, subject=CASES[name].subject(), plan=Plan.parse(plan), steps=STEPS)
 
 
 def _median(errors: Sequence[float]) -> str:

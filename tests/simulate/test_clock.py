@@ -24,7 +24,7 @@ STEADY = Cluster(
 
 
 def test_a_step_takes_its_flops_over_the_peak() -> None:
-    prediction = predict(rehearse(gpt_subject(), "dp=1", ranks=1), STEADY)
+    prediction = predict(rehearse(gpt_subject(), plan="dp=1", ranks=1), cluster=STEADY)
     assert prediction.seconds == pytest.approx(prediction.flops / 1e9)
     assert prediction.model_flops / (prediction.seconds * 1e9) == pytest.approx(prediction.utilisation)
 
@@ -39,7 +39,7 @@ def test_the_bubble_of_even_stages_is_the_published_one(microbatches: int) -> No
         torch.zeros(16, width),
         options=Options(cut=Where(at=("1",))),
     )
-    prediction = predict(rehearse(subject, f"pp=2 microbatches={microbatches}", ranks=2), STEADY)
+    prediction = predict(rehearse(subject, plan=f"pp=2 microbatches={microbatches}", ranks=2), cluster=STEADY)
     first, second = (sum(part.flops for part in prediction.rehearsal.step(index)) for index in range(2))
     # The first stage has no gradient of its input to compute: F=1, B=1 there, F=1, B=2 on the second.
     assert first / second == pytest.approx(2 / 3)
@@ -48,9 +48,9 @@ def test_the_bubble_of_even_stages_is_the_published_one(microbatches: int) -> No
 
 
 def test_slower_links_cost_time_where_nothing_is_computed_meanwhile() -> None:
-    rehearsal = rehearse(gpt_subject(), "tp=2", ranks=2)
+    rehearsal = rehearse(gpt_subject(), plan="tp=2", ranks=2)
     slow = dataclasses.replace(STEADY, inside=Link(bandwidth=((1.0, 1e6),)))
-    fast, late = predict(rehearsal, STEADY), predict(rehearsal, slow)
+    fast, late = predict(rehearsal, cluster=STEADY), predict(rehearsal, cluster=slow)
     assert late.seconds == pytest.approx(fast.seconds + late.exposed["tp"], rel=1e-6)
 
 
@@ -66,7 +66,7 @@ def test_a_ring_in_one_node_uses_its_link_and_one_through_several_their_adapters
     assert prices._rate("all_reduce", 8, (0, 1, 2, 3)) == 100
     assert prices._rate("all_reduce", 8, (0, 4)) == 5  # two ranks share an adapter
     assert prices._rate("all_reduce", 8, tuple(range(8))) == 20  # the ring has both adapters of each node
-    assert traffic("all_reduce", 4) == 1.5
+    assert traffic("all_reduce", count=4) == 1.5
 
 
 @pytest.mark.parametrize("name", ["v100", "a100-40", "a100-80", "h100", "h200", "b200"])

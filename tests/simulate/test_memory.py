@@ -26,7 +26,7 @@ def _sum(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
 
 
 def _of(plan: str, *, ranks: int) -> tuple[RankMemory, ...]:
-    return memory_of(rehearse(gpt_subject(), plan, ranks=ranks))
+    return memory_of(rehearse(gpt_subject(), plan=plan, ranks=ranks))
 
 
 @pytest.mark.parametrize("billions, ranks, first, second, third", ZERO)
@@ -40,7 +40,7 @@ def test_zero_stores_what_its_paper_says(
         torch.empty(ranks, width, device="meta"),
     )
     for stage, published in ((1, first), (2, second), (3, third)):
-        held = memory_of(rehearse(subject, f"dp={ranks} zero={stage} precision=fp16", ranks=ranks, device="cuda"))[
+        held = memory_of(rehearse(subject, plan=f"dp={ranks} zero={stage} precision=fp16", ranks=ranks, device="cuda"))[
             0
         ].rest
         # Gradients are kept in fp32 here and in fp16 there; all else is alike.
@@ -49,7 +49,7 @@ def test_zero_stores_what_its_paper_says(
 
 
 def test_each_category_is_what_the_plan_keeps_of_it() -> None:
-    parameters = sum(p.numel() for p in gpt_subject().model().parameters()) * 4  # type: ignore[union-attr, operator]
+    parameters = sum(p.numel() for p in gpt_subject().model().parameters()) * 4
     [plain] = _of("dp=1", ranks=1)
     assert plain.rest[Category.PARAMETERS] == pytest.approx(parameters, rel=0.01)
     assert plain.rest[Category.GRADIENTS] == pytest.approx(parameters, rel=0.01)
@@ -66,7 +66,7 @@ def test_recomputation_leaves_a_block_s_activations_in_place_of_all() -> None:
 
 
 def test_an_earlier_stage_of_1f1b_holds_more_micro_batches() -> None:
-    ranks = memory_of(rehearse(gpt_subject(rows=16, stages=4), "pp=4 microbatches=8", ranks=4))
+    ranks = memory_of(rehearse(gpt_subject(rows=16, stages=4), plan="pp=4 microbatches=8", ranks=4))
     held = [rank.peak.device[Category.ACTIVATIONS] for rank in ranks[:-1]]
     assert held == sorted(held, reverse=True)
     assert held[0] > held[1] > held[2]
@@ -75,7 +75,7 @@ def test_an_earlier_stage_of_1f1b_holds_more_micro_batches() -> None:
 
 def test_a_step_ends_with_the_memory_that_it_began_with() -> None:
     for plan, size in (("dp=2 zero=3 microbatches=4", 2), ("tp=2", 2), ("dp=2 zero=1", 2)):
-        [rank] = memory_of(rehearse(gpt_subject(), plan, ranks=size))
+        [rank] = memory_of(rehearse(gpt_subject(), plan=plan, ranks=size))
         assert rank.steady[-1].bytes <= rank.steady[0].bytes + 4096
 
 

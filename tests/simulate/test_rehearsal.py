@@ -52,7 +52,7 @@ def test_a_rehearsed_step_makes_the_calls_of_a_real_one(plan: str) -> None:
     size, parsed = Plan.parse(plan).mesh().size, Plan.parse(plan)
     stages = parsed.pp * (2 if "virtual" in plan else 1)
     real: list[Any] = run_threads(size, _called, args=(plan, stages))
-    rehearsal = rehearse(gpt_subject(stages=stages), plan, ranks=size)
+    rehearsal = rehearse(gpt_subject(stages=stages), plan=plan, ranks=size)
     each = size // parsed.pp
     for index in range(parsed.pp):
         assert sorted(_calls(rehearsal, index)) == sorted(real[index * each])
@@ -61,8 +61,8 @@ def test_a_rehearsed_step_makes_the_calls_of_a_real_one(plan: str) -> None:
 def test_micro_batches_that_were_not_run_are_like_one_that_was() -> None:
     for plan in ("dp=2 microbatches={}", "pp=2 microbatches={}"):
         stages = Plan.parse(plan.format(1)).pp
-        many = rehearse(gpt_subject(rows=32, stages=stages), plan.format(16), ranks=2)
-        one = rehearse(gpt_subject(rows=2, stages=stages), plan.format(1), ranks=2)
+        many = rehearse(gpt_subject(rows=32, stages=stages), plan=plan.format(16), ranks=2)
+        one = rehearse(gpt_subject(rows=2, stages=stages), plan=plan.format(1), ranks=2)
         assert [_flops(many, index) for index in range(stages)] == [16 * _flops(one, index) for index in range(stages)]
 
 
@@ -77,7 +77,7 @@ def test_flops_of_the_trace_are_those_of_the_published_formula(plan: str) -> Non
     # Narayanan et al., 2021, section 5.1, without recomputation, and counting the last layer's product once forward.
     size, parsed = Plan.parse(plan).mesh().size, Plan.parse(plan)
     rows, config = 16, CONFIG
-    rehearsal = rehearse(gpt_subject(rows=rows, stages=parsed.pp), plan, ranks=size)
+    rehearsal = rehearse(gpt_subject(rows=rows, stages=parsed.pp), plan=plan, ranks=size)
     replicas = size // parsed.pp
     tokens, h, s = rows * config.context, config.width, config.context
     formula = tokens * (24 * config.layers * h**2 * (1 + s / (6 * h)) + 2 * h * config.vocabulary)
@@ -88,8 +88,8 @@ def test_flops_of_the_trace_are_those_of_the_published_formula(plan: str) -> Non
 
 
 def test_recomputation_is_one_more_forward_of_the_blocks_but_for_each_last_product() -> None:
-    plain = rehearse(gpt_subject(), "dp=1", ranks=1)
-    again = rehearse(gpt_subject(), "dp=1 recompute=full", ranks=1)
+    plain = rehearse(gpt_subject(), plan="dp=1", ranks=1)
+    again = rehearse(gpt_subject(), plan="dp=1 recompute=full", ranks=1)
     tokens, h = 16 * CONFIG.context, CONFIG.width
     head, last = 2 * tokens * h * CONFIG.vocabulary, 2 * tokens * 4 * h * h * CONFIG.layers
     assert _flops(again, 0) - _flops(plain, 0) == sum(forward_flops(plain)) - head - last
@@ -107,7 +107,7 @@ def test_what_a_job_refuses_its_rehearsal_refuses_with_the_same_words() -> None:
         ("tp=2", 2, Subject(lambda: torch.nn.LSTM(4, 4), loss, torch.zeros(2, 3, 4))),
     ]
     for plan, ranks, subject in wrong:
-        assert _refusal(lambda: rehearse(subject, plan, ranks=ranks)) == _refusal(  # noqa: B023
+        assert _refusal(lambda: rehearse(subject, plan=plan, ranks=ranks)) == _refusal(  # noqa: B023
             lambda: run_threads(ranks, _parallelized, args=(subject, plan))  # noqa: B023
         )
 
@@ -134,7 +134,7 @@ def test_a_module_is_left_as_it_is() -> None:
     model = GPT(CONFIG)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     batch = gpt_subject().batch
-    rehearse(Subject(model, loss, batch), "dp=4 zero=3", ranks=4)
+    rehearse(Subject(model, loss, batch), plan="dp=4 zero=3", ranks=4)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(parameter.is_meta for parameter in model.parameters())
 
@@ -144,7 +144,7 @@ def test_a_rank_of_65536_is_rehearsed_without_its_memory() -> None:
     tokens = torch.empty(8192, 2048, dtype=torch.long, device="meta")
     began, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     rehearsal = rehearse(
-        Subject(lambda: GPT(config), loss, (tokens, tokens)), "dp=8192 tp=8", ranks=65_536, device="cuda"
+        Subject(lambda: GPT(config), loss, (tokens, tokens)), plan="dp=8192 tp=8", ranks=65_536, device="cuda"
     )
     assert sum(forward_flops(rehearsal)) > 1e15
     assert time.process_time() - began < 20
@@ -156,7 +156,7 @@ def test_attention_is_the_fused_kernel_of_the_device_that_is_meant() -> None:
         ("cpu", "_scaled_dot_product_flash_attention_for_cpu"),
         ("cuda", "_scaled_dot_product_efficient_attention"),
     ):
-        rehearsal = rehearse(gpt_subject(), "dp=1", ranks=1, device=device)  # type: ignore[arg-type]
+        rehearsal = rehearse(gpt_subject(), plan="dp=1", ranks=1, device=device)  # type: ignore[arg-type]
         names = {entry.name for part in rehearsal.step(0) for entry in part.entries if isinstance(entry, Operation)}
         assert name in names
         assert "_fused_adamw_" in names

@@ -81,7 +81,8 @@ class _Stopwatch:
             for _ in range(repeat):
                 run()
             took.append((self._now() - begin) / repeat)
-        return max(self.world.exchange(statistics.median(took[1:])))
+        slowest: float = max(self.world.exchange(statistics.median(took[1:])))
+        return slowest
 
     def _now(self) -> float:
         if self.world.device.type == "cuda":
@@ -120,8 +121,7 @@ def _fitted(rows: Sequence[_Row], peak: float) -> Products:
 
     halves = [0.0, *(2.0**power for power in range(1, 22))]
     shapes = [Products(1.0, inner, outputs) for inner, outputs in itertools.product(halves[:10], halves)]
-    shape = min((_levelled(one, rows, peak) for one in shapes), key=error)
-    return shape
+    return min((_levelled(one, rows, peak) for one in shapes), key=error)
 
 
 def _levelled(shape: Products, rows: Sequence[_Row], peak: float) -> Products:

@@ -44,7 +44,7 @@ COMMANDS: Mapping[str, Command] = {
     "verify": Command("prove that a plan is the same model, on a few steps of a job", verify.main),
     "simulate": Command("foretell what a plan takes, on ranks that need not be there", simulate.main),
     "checkpoint": Command("list, show, check, compare and export checkpoints", checkpoint.main),
-    "bench": Command("measure the collectives of this machine", bench.main),
+    "bench": Command("measure the collectives of this machine, and all that a simulation needs of it", bench.main),
     "draw": Command("draw when each rank of a pipeline computes what", draw.main),
     "doctor": Command("examine this machine, and whether ranks can talk", doctor.main),
 }

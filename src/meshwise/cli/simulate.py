@@ -55,13 +55,13 @@ def main(arguments: Sequence[str]) -> int:
     size = local_ranks(job) if cluster is None else cluster.ranks
     prepared = prepare(job, ranks=size)
     device = cluster.device.kind if cluster else "cuda" if torch.cuda.is_available() else "cpu"
-    rehearsal = rehearse(subject_of(prepared), prepared.job.plan, ranks=size, device=device)  # type: ignore[arg-type]
+    rehearsal = rehearse(subject_of(prepared), plan=prepared.job.plan, ranks=size, device=device)  # type: ignore[arg-type]
     console = Console() if Console().is_terminal else Console(width=_WIDTH)
     console.print(f"{prepared.job.plan} on {size} ranks", highlight=False)
     if cluster is not None:
-        console.print(shown(time_table(predict(rehearsal, cluster))))
+        console.print(shown(time_table(predict(rehearsal, cluster=cluster))))
     if job.memory:
-        console.print(shown(memory_table(memory_of(rehearsal), _measured(job, size) if job.measure else ())))
+        console.print(shown(memory_table(memory_of(rehearsal), measured=_measured(job, size) if job.measure else ())))
     return 0
 
 
@@ -106,7 +106,7 @@ def subject_of(prepared: Prepared) -> Subject:
 
 def _rank(world: World, job: SimulateJob) -> list[Measured]:
     prepared = prepare(job, ranks=world.size)
-    return measure(world, subject_of(prepared), prepared.job.plan)
+    return measure(world, subject=subject_of(prepared), plan=prepared.job.plan)
 
 
 def _everything(size: int) -> tuple[int, int]:

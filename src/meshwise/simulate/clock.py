@@ -106,7 +106,7 @@ class Prediction:
         return peak.get(counted.most_common(1)[0][0]) or max(peak.values())
 
 
-def predict(rehearsal: Rehearsal, cluster: Cluster) -> Prediction:
+def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
     """Play a rehearsal on a cluster."""
     prices = Prices(cluster)
     ranks = [_Rank(rehearsal, index, prices) for index in range(len(rehearsal.tapes))]
@@ -212,7 +212,7 @@ class _Rank:
             for call in segment.calls():
                 if call.stamp.kind != "recv":
                     link = "between" if self.prices.crosses(call.ranks) else "inside"
-                    found[link] += call.stamp.bytes * traffic(call.stamp.kind, len(call.ranks))
+                    found[link] += call.stamp.bytes * traffic(call.stamp.kind, count=len(call.ranks))
         return found
 
     def _actions(self) -> Iterable[tuple[Segment, Kind, int]]:

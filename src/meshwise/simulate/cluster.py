@@ -141,7 +141,7 @@ class Cluster:
         return self.nodes * self.ranks_per_node
 
 
-def at(curve: Curve, size: float) -> float:
+def at(curve: Curve, *, size: float) -> float:
     """The rate of a curve for so many bytes; beyond its ends, that of the end."""
     if not curve or size <= curve[0][0]:
         return curve[0][1] if curve else math.inf

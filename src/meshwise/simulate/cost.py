@@ -60,7 +60,7 @@ def makes_anew(func: OpOverload) -> bool:
     return bool(schema.returns) and all(one.alias_info is None for one in (*schema.returns, *schema.arguments))
 
 
-def operation(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> Operation:
+def operation(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> Operation:
     """The cost of one call."""
     inputs = [*tensors(args), *tensors(kwargs)]
     outputs = list(tensors(output))

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch.nn import functional
@@ -24,7 +25,9 @@ _STATUS = Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
 
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+MALLOC = MappingProxyType(
+    {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+)
 """Environment in which glibc gives freed tensors back to the system at once, so that what the system counts is what
 is alive. Ranks whose memory is measured on a CPU are started in it."""
 
@@ -48,7 +51,7 @@ class Measured:
         return statistics.median(self.seconds[1:])
 
 
-def measure(world: World, subject: Subject, plan: Plan, *, steps: int = STEPS) -> list[Measured]:
+def measure(world: World, *, subject: Subject, plan: Plan, steps: int = STEPS) -> list[Measured]:
     """Run a plan for a few steps on the ranks that there are. Every rank calls it and gets what all have measured.
 
     On a CPU the ranks should not share memory (gloo), and live in the environment `MALLOC`. Raises OSError where the

@@ -33,14 +33,14 @@ class Prices:
             if own is not None:
                 return device.kernel + operation.bytes / own
             moved = operation.bytes * (1.0 if operation.name in FUSED else device.fused)
-            return device.kernel + moved / at(device.bandwidth, moved)
+            return device.kernel + moved / at(device.bandwidth, size=moved)
         one = operation.product
         attention = "attention" in operation.name
         curve = device.attention if attention else device.products
         inner, outputs = (one.n, one.batch * one.m) if attention else (one.k, one.batch * one.m * one.n)
         peak = device.peak.get(operation.dtype) or max(device.peak.values())
         computing = operation.flops / (peak * curve.efficiency(inner=inner, outputs=outputs))
-        return device.kernel + max(computing, operation.bytes / at(device.bandwidth, operation.bytes))
+        return device.kernel + max(computing, operation.bytes / at(device.bandwidth, size=operation.bytes))
 
     def collective(self, call: Call) -> float:
         """Of one collective, when every rank is in one of its kind along the same axes at the same time."""
@@ -48,7 +48,7 @@ class Prices:
         count = len(ranks)
         if kind == "barrier":
             return self._latency(ranks) * math.ceil(math.log2(count))
-        moved = size * traffic(kind, count)
+        moved = size * traffic(kind, count=count)
         steps = 1 if kind in ("send", "recv") else math.ceil(math.log2(count))
         return self._latency(ranks) * steps + moved / self._rate(kind, size, ranks)
 
@@ -66,17 +66,17 @@ class Prices:
         other groups of the same axes are at it at the same time, with the adapters of theirs.
         """
         cluster = self.cluster
-        inside = at(cluster.inside.collectives.get(kind, cluster.inside.bandwidth), size)
+        inside = at(cluster.inside.collectives.get(kind, cluster.inside.bandwidth), size=size)
         if not self.crosses(ranks):
             return inside
         curve: Curve = cluster.between.collectives.get(kind, cluster.between.bandwidth)
         nodes = len({rank // cluster.ranks_per_node for rank in ranks})
         here = len(ranks) / nodes
         share = min(1.0, cluster.adapters / cluster.ranks_per_node)
-        return min(inside, at(curve, size) * here * share) if here > 1 else at(curve, size) * share
+        return min(inside, at(curve, size=size) * here * share) if here > 1 else at(curve, size=size) * share
 
 
-def traffic(kind: str, count: int) -> float:
+def traffic(kind: str, *, count: int) -> float:
     """What each rank sends of a collective, as a part of its bytes (of the whole side, where one side is larger)."""
     if kind in ("send", "recv"):
         return 1.0

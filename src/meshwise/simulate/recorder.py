@@ -14,6 +14,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class Recorder:
         self._entries = []
         return tuple(Segment(label, tuple(entries)) for label, entries in found)
 
-    def saw(self, operation: Operation | None, output: Any) -> None:
+    def saw(self, operation: Operation | None, *, output: Any) -> None:
         """An operation has run; None when it computes nothing."""
         if operation is not None:
             self.note(operation)
@@ -144,11 +145,11 @@ class Operations(TorchDispatchMode):
         known = self._memo.get(key) if key else None
         if known is not None:
             made = tuple(torch.empty_strided(*each[:2], dtype=each[2], device="meta") for each in known.outputs)
-            self._recorder.saw(known.operation, made)
+            self._recorder.saw(known.operation, output=made)
             return made[0] if known.single else made
         output = func(*args, **kwargs)
-        cost = None if moves_nothing(func) else operation(func, args, kwargs, output)
-        self._recorder.saw(cost, output)
+        cost = None if moves_nothing(func) else operation(func, args=args, kwargs=kwargs, output=output)
+        self._recorder.saw(cost, output=output)
         outputs = [output] if isinstance(output, Tensor) else output
         if key and isinstance(outputs, list | tuple) and all(isinstance(t, Tensor) and t.is_meta for t in outputs):
             described = tuple((t.size(), t.stride(), t.dtype) for t in outputs)
@@ -182,11 +183,8 @@ class Kernels(TorchFunctionMode):
         if func in (Tensor.backward, torch.autograd.backward):
             return self._backward(*args, **kwargs)
         if func is functional.scaled_dot_product_attention:
-            given = _SIGNATURE.bind(*args, **kwargs)
-            given.apply_defaults()
-            return (
-                _attention(self._kind, given.arguments) if given.arguments["query"].is_meta else func(*args, **kwargs)
-            )
+            given = {**_ATTENTION, **dict(zip(_ATTENTION, args, strict=False)), **kwargs}
+            return _attention(self._kind, given) if given["query"].is_meta else func(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _backward(self, tensors: Any, gradient: Any = None, grad_tensors: Any = None, **options: Any) -> None:
@@ -199,19 +197,19 @@ class Kernels(TorchFunctionMode):
             torch.autograd.backward([get_gradient_edge(output) for output in outputs], gradients, **options)
 
 
-def _plain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,  # noqa: FBT001, FBT002 - torch's own
-    scale: float | None = None,
-    enable_gqa: bool = False,  # noqa: FBT001, FBT002
-) -> None: ...
-
-
-_SIGNATURE = inspect.signature(_plain)
+_ATTENTION = MappingProxyType(
+    {
+        "query": None,
+        "key": None,
+        "value": None,
+        "attn_mask": None,
+        "dropout_p": 0.0,
+        "is_causal": False,
+        "scale": None,
+        "enable_gqa": False,
+    }
+)
+"""What `scaled_dot_product_attention` takes, in its order, and its defaults."""
 
 
 def _attention(kind: str, given: dict[str, Any]) -> Tensor:

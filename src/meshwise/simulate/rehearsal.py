@@ -132,7 +132,7 @@ def _stand_ins(found: Mapping[str, Segment]) -> dict[tuple[int, Kind], Segment]:
     return {key: found[sorted(each)[len(each) // 2][1]] for key, each in ran.items()}
 
 
-def rehearse(subject: Subject, plan: Plan | str, *, ranks: int, device: Device = "cpu") -> Rehearsal:
+def rehearse(subject: Subject, *, plan: Plan | str, ranks: int, device: Device = "cpu") -> Rehearsal:
     """Run the plan on a world of so many ranks that is not there; `device` is what each rank would compute on.
 
     Raises what `parallelize` and a step raise: PlanError when the plan does not fit the ranks or the model, ValueError

@@ -91,7 +91,7 @@ def shortage(subject: Subject, *, plan: Plan, ranks: int, room: int, held: Mappi
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def needs(candidate: Plan) -> Mapping[str, int]:
-        return by_category([fullest(memory_of(rehearse(subject, candidate, ranks=ranks, device=device)))])
+        return by_category([fullest(memory_of(rehearse(subject, plan=candidate, ranks=ranks, device=device)))])
 
     predicted = needs(plan)
     for candidate in _cheaper(plan, device=device):

@@ -14,7 +14,7 @@ Table = list[tuple[str, ...]]
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def memory_table(ranks: Sequence[RankMemory], measured: Sequence[Measured] = ()) -> Table:
+def memory_table(ranks: Sequence[RankMemory], *, measured: Sequence[Measured] = ()) -> Table:
     """The peak of each rank along pp, by category; what was measured beside it."""
     held = [category for category in Category if any(rank.peak.device.get(category) for rank in ranks)]
     hosts = any(moment.host for rank in ranks for moment in rank.steady)
