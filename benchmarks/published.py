@@ -138,7 +138,7 @@ def rehearsed(row: Row) -> Rehearsal:
 
 
 def ptdp(numbers: Path) -> Iterator[Row]:
-    """Weak scaling of Narayanan et al., 2021, table 1. Micro-batches of one sequence, few virtual stages."""
+    """Weak scaling of Narayanan et al., 2021, table 1: one sequence a micro-batch, the fewest virtual stages."""
     for line in _lines(numbers / "megatron_ptdp_table1.csv"):
         layers, pp = int(line["layers"]), int(line["pp"])
         each = layers // pp

@@ -2,8 +2,8 @@
 
     python benchmarks/simulation.py --docs docs/simulation.md
 
-The machine is calibrated first (`meshwise bench calibrate`), then every plan is rehearsed and run: four processes of one
-thread that talk by messages, so that all memory is somebody's. Takes about eight minutes on four quiet cores.
+The machine is calibrated first (`meshwise bench calibrate`), then every plan is rehearsed and run: four processes of
+one thread that talk by messages, so that all memory is somebody's. Takes about eight minutes on four quiet cores.
 """
 
 from __future__ import annotations
