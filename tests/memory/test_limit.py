@@ -12,7 +12,7 @@ from meshwise.checkpoint.damage import DamageError
 from meshwise.simulate.shortage import ShortageError, is_shortage
 from meshwise.train.failure import SAY_ALL
 
-ROOM = 260 * 2**20
+ROOM = 340 * 2**20
 JOB = """
 [model]
 arguments = {width = 640, layers = 5, heads = 4}
