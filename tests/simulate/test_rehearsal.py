@@ -146,7 +146,7 @@ def test_a_rank_of_65536_is_rehearsed_without_its_memory() -> None:
     rehearsal = rehearse(
         Subject(lambda: GPT(config), loss, (tokens, tokens)), plan="dp=8192 tp=8", ranks=65_536, device="cuda"
     )
-    assert sum(forward_flops(rehearsal)) > 1e15
+    assert sum(forward_flops(rehearsal)) > 1e13
     assert time.process_time() - began < 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20
 

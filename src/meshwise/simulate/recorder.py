@@ -180,7 +180,9 @@ class Kernels(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == _IS_CPU and args[0].is_meta:
             return self._kind == "cpu"
-        if func in (Tensor.backward, torch.autograd.backward):
+        if func in (Tensor.backward, torch.autograd.backward) and all(
+            isinstance(one, Tensor) for one in _listed(args[0])
+        ):
             return self._backward(*args, **kwargs)
         if func is functional.scaled_dot_product_attention:
             given = {**_ATTENTION, **dict(zip(_ATTENTION, args, strict=False)), **kwargs}
@@ -190,7 +192,7 @@ class Kernels(TorchFunctionMode):
     def _backward(self, tensors: Any, gradient: Any = None, grad_tensors: Any = None, **options: Any) -> None:
         # A mode is off while it answers, but a forward may be repeated in the backward. Given edges of the graph, which
         # are no tensors, torch does not ask the mode a second time.
-        outputs = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        outputs = _listed(tensors)
         given = [gradient] * len(outputs) if grad_tensors is None else list(grad_tensors)
         gradients = [torch.ones_like(o) if g is None else g for o, g in zip(outputs, given, strict=True)]
         with self:
@@ -250,6 +252,10 @@ def _fused(kind: str, given: dict[str, Any]) -> bool:
             q, k, v, mask, 0.0, given["is_causal"], scale=given["scale"], enable_gqa=given["enable_gqa"]
         )
     return choice != 0
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 class _Pretence(TorchFunctionMode):
