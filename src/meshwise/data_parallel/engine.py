@@ -13,8 +13,8 @@ count, the norm and the digest:
     zero=3    m reduce-scatters of P; m all-gathers of P + F forward, and m of P + F less the last unit backward
               (a unit that a tied weight brings back in a pass is gathered again there)
 
-A forward that is repeated in the backward (recomputation) adds none: its unit is whole for the backward already. P is in
-the dtype of the parameters where they are gathered, and in that of the wire where gradients are reduced.
+A forward that is repeated in the backward (recomputation) adds none: its unit is whole for the backward already. P is
+in the dtype of the parameters where they are gathered, and in that of the wire where gradients are reduced.
 
 Reductions start in one fixed order, the reverse of the parameter table, as soon as the units before are complete on
 this rank; the end of the last backward starts those that are left. The order never depends on which hooks fired, so
