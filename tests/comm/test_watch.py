@@ -269,6 +269,7 @@ def test_a_stopped_rank_is_told_and_the_others_end(start: Callable[..., Ranks]) 
 @scenario
 def one_sleeps(world: World) -> None:
     reduce(world)
+    print("met", flush=True)
     if world.rank == 1:
         time.sleep(100)
     reduce(world)
@@ -311,7 +312,8 @@ def test_without_the_store_a_waiting_rank_ends(start: Callable[..., Ranks]) -> N
     host = _SERVER.Process(target=runpy.run_path, args=(__file__, {"PIPE": there}, "__store__"))
     host.start()
     ranks = start("one_sleeps", port=here.recv())
-    time.sleep(1.0)
+    ranks.wait_for("met", rank=0)
+    time.sleep(0.5)
     host.kill()
     host.join()
     ranks.processes[0].join(SOON)
