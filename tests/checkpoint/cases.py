@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from checkpoint.reader import read
 from meshwise.comm.world import World
-from meshwise.parallelize import parallelize
+from meshwise.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import Processes, agree, run
@@ -61,7 +61,13 @@ class Case:
         torch.manual_seed(seed)
         counts = next_token_loss if self.heads else loss
         return parallelize(
-            self._model(), plan, loss=counts, optimizer=self.optimizer, world=world, **dict(self.options)
+            self._model(),
+            plan,
+            loss=counts,
+            optimizer=self.optimizer,
+            world=world,
+            options=Options(example=self.batches()[0]),
+            **dict(self.options),
         )
 
     def _model(self) -> nn.Module:

@@ -87,6 +87,9 @@ TENSOR_PLANS = (
     "dp=2 tp=4 tp_mode=2d zero=2",
     "tp=8 tp_mode=2.5d tp_depth=2",
     "tp=8 tp_mode=3d",
+    "pp=2 microbatches=2",
+    "pp=2 dp=2 zero=3 microbatches=2 schedule=zb-h1",
+    "pp=2 tp=2 zero=1 microbatches=2",
 )
 
 
