@@ -15,7 +15,6 @@ from rich.table import Table
 from meshwise.cli.ranks import local_ranks
 from meshwise.comm.launch import run
 from meshwise.comm.world import World
-from meshwise.parallelize import Options
 from meshwise.simulate.clock import predict
 from meshwise.simulate.cluster import Cluster, ClusterError, parse_cluster
 from meshwise.simulate.measure import MALLOC, Measured, measure
@@ -91,14 +90,7 @@ def subject_of(prepared: Prepared) -> Subject:
     job, data = prepared.job, prepared.data.train
     order = Order(length(data), seed=job.train.seed)
     batch: Any = next(read(data, numbers=range(0, job.train.batch, job.train.batch), share=_everything, order=order))
-    options = Options(
-        clip_norm=job.train.clip_norm,
-        seed=job.train.seed,
-        tensor_rules=job.model.tensor_rules,
-        swap=job.swap.made,
-        cut=job.model.where,
-        example=batch,
-    )
+    options = prepared.options(example=batch)
     return Subject(
         prepared.model, prepared.loss, batch, prepared.optimizer, prepared.optimizer_arguments, options=options
     )

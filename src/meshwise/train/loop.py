@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, default_collate
 from meshwise.comm.attempt import Attempt
 from meshwise.comm.world import World
 from meshwise.nonfinite import NonFiniteError
-from meshwise.parallelize import Options, parallelize
+from meshwise.parallelize import parallelize
 from meshwise.result import StepResult
 from meshwise.simulate.shortage import ShortageError, is_shortage
 from meshwise.train.checkpoints import Checkpoints
@@ -72,15 +72,7 @@ def train(world: World, *, job: Job, console: Console | None = None) -> Summary:
         loss=prepared.loss,
         optimizer=prepared.optimizer,
         world=world,
-        options=Options(
-            clip_norm=job.train.clip_norm,
-            seed=job.train.seed,
-            nonfinite=job.train.nonfinite,
-            tensor_rules=job.model.tensor_rules,
-            swap=job.swap.made,
-            cut=job.model.where,
-            example=default_collate([prepared.data.train[0]]),
-        ),
+        options=prepared.options(example=default_collate([prepared.data.train[0]])),
         **prepared.optimizer_arguments,
     )
     folder = on_first_rank(lambda: RunFolder.claim(job, path=origin.folder, attempt=attempt), world=world)

@@ -17,6 +17,7 @@ from torch import nn
 
 from meshwise.cutting import plan_schedule
 from meshwise.model.forward import Loss
+from meshwise.parallelize import Options
 from meshwise.plan.keys import is_path
 from meshwise.train.data import Data, load_data
 from meshwise.train.job import Job, JobError
@@ -38,6 +39,19 @@ class Prepared:
     optimizer: type[torch.optim.Optimizer]
     optimizer_arguments: dict[str, Any]
     data: Data
+
+    def options(self, example: Any) -> Options:
+        """How the job has its model parallelized, whether it trains or is rehearsed; `example`: a batch to cut by."""
+        job = self.job
+        return Options(
+            clip_norm=job.train.clip_norm,
+            seed=job.train.seed,
+            nonfinite=job.train.nonfinite,
+            tensor_rules=job.model.tensor_rules,
+            swap=job.swap.made,
+            cut=job.model.where,
+            example=example,
+        )
 
 
 def prepare(job: Job, *, ranks: int) -> Prepared:
