@@ -50,6 +50,17 @@ def flat(norm: Callable[[int], nn.Module]) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6, bias=False), norm(6), nn.Tanh(), nn.Linear(6, 3, bias=False), norm(3)).double()
 
 
+class Block(nn.Module):
+    def __init__(self, between: nn.Module, last: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.up, self.between = nn.LayerNorm(4, bias=False), nn.Linear(4, 6, bias=False), between
+        self.down, self.last = nn.Linear(6, 4, bias=False), last
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.last(x + self.down(torch.tanh(self.between(self.up(self.norm(x))))))
+        return output
+
+
 MODELS: Mapping[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
     "1d": ((4,), lambda: flat(nn.BatchNorm1d)),
     "over time": ((2, 3), lambda: conv(nn.BatchNorm1d, 1)),
@@ -63,6 +74,21 @@ MODELS: Mapping[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
     "far from zero": ((4,), lambda: nn.Sequential(Shifted(), flat(nn.BatchNorm1d))),
     "of the input": ((4,), lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).double()),
 }
+SPLIT: Mapping[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
+    "of the stream": (
+        (4,),
+        lambda: nn.Sequential(Block(nn.Identity(), nn.BatchNorm1d(4)), nn.Linear(4, 3)).double(),
+    ),
+    "of what ranks share out": (
+        (4,),
+        lambda: nn.Sequential(Block(nn.BatchNorm1d(6), nn.Identity()), nn.Linear(4, 3)).double(),
+    ),
+    "of an MLP": (
+        (4,),
+        lambda: nn.Sequential(nn.Linear(4, 6, bias=False), Own(6, affine=False), nn.Tanh(), nn.Linear(6, 4)).double(),
+    ),
+}
+"""For tp, which splits transformers and MLPs."""
 
 
 class Shifted(nn.Module):
@@ -73,7 +99,7 @@ class Shifted(nn.Module):
 @functools.cache
 def existing(kind: str) -> nn.Module:
     torch.manual_seed(3)
-    return MODELS[kind][1]()
+    return {**MODELS, **SPLIT}[kind][1]()
 
 
 def made(kind: str) -> nn.Module:
@@ -83,7 +109,7 @@ def made(kind: str) -> nn.Module:
 def batches(kind: str, plan: Plan) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [
-        torch.randn(rows, *MODELS[kind][0], generator=generator, dtype=torch.float64)
+        torch.randn(rows, *{**MODELS, **SPLIT}[kind][0], generator=generator, dtype=torch.float64)
         for rows in ROWS[plan.microbatches]
     ]
 
@@ -128,9 +154,7 @@ def on_one_process(kind: str, plan: Plan) -> list[Any]:
 
 
 def under(world: World, kind: str, plan: Plan) -> list[Any]:
-    options = Options(
-        clip_norm=0.5, example=batches(kind, plan)[0], tensor_rules={"*": "whole"} if plan.tp > 1 else None
-    )
+    options = Options(clip_norm=0.5, example=batches(kind, plan)[0])
     trainer = parallelize(made(kind), plan, loss=loss, world=world, options=options, lr=1e-2, weight_decay=0.0)
     steps = []
     for batch in batches(kind, plan):
@@ -164,30 +188,29 @@ def test_with_other_axes_too(plan: str) -> None:
     check("1d", plan)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down, self.last = (
-            nn.LayerNorm(8),
-            nn.Linear(8, 16),
-            nn.Linear(16, 8),
-            nn.BatchNorm1d(8),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.last(x + self.down(torch.relu(self.up(self.norm(x)))))
-        return output
+@pytest.mark.parametrize("plan", ["tp=2", "dp=2 tp=2 zero=1 microbatches=2"])
+@pytest.mark.parametrize("kind", ["of the stream", "of what ranks share out", "of an MLP"])
+def test_with_features_shared_out_too(kind: str, plan: str) -> None:
+    check(kind, plan)
 
 
-def in_a_grid(world: World) -> None:
-    rules = {"0.norm": "norm", "0.last": "whole", "1": "head"}
-    model = nn.Sequential(Block(), nn.Linear(8, 4))
-    parallelize(model, "tp=4 tp_mode=2d", loss=loss, world=world, options=Options(tensor_rules=rules), lr=1e-2)
+def refused(world: World, kind: str, plan: str) -> None:
+    parallelize(made(kind), plan, loss=loss, world=world, lr=1e-2)
 
 
-def test_a_grid_that_splits_the_features_is_refused_with_what_to_change() -> None:
-    with pytest.raises(ValueError, match=r"0\.last takes statistics over the batch.*use tp_mode=1d, or GroupNorm"):
-        run(4, in_a_grid)
+@pytest.mark.parametrize(
+    "kind, plan, message",
+    [
+        ("of the stream", "tp=4 tp_mode=2d", r"0\.last: BatchNorm1d .* stream, split by features.*works: tp_mode=1d"),
+        ("of what ranks share out", "tp=4 tp_mode=2d", r"0\.between takes statistics over the batch.*use tp_mode=1d"),
+        ("of the stream", "tp=2 sequence_parallel=1", r"0\.last \(BatchN.*part of the tokens.*: sequence_parallel=0"),
+    ],
+)
+def test_what_splits_what_the_statistics_are_of_is_refused_with_what_to_change(
+    kind: str, plan: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(Plan.parse(plan).mesh().size, refused, args=(kind, plan))
 
 
 @pytest.mark.processes

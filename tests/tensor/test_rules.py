@@ -220,8 +220,8 @@ def test_a_pair_in_a_module_kept_whole_is_whole_too() -> None:
 
 
 def test_the_rule_to_copy_is_one_that_the_module_can_have() -> None:
-    model = nn.Sequential(stack(), nn.BatchNorm1d(16))
-    with pytest.raises(ValueError, match="BatchNorm1d") as caught:
+    model = nn.Sequential(stack(), nn.InstanceNorm1d(16, affine=True))
+    with pytest.raises(ValueError, match="InstanceNorm1d") as caught:
         find_parts(model, plan=Plan())
     assert 'as in {"1": "whole"}' in str(caught.value)
     assert find_parts(model, plan=Plan(), rules={"1": "whole"})["1"].role == "whole"

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshwise.comm.world import World
 from meshwise.layout.layout import ANYWHERE, Cut, Layout
@@ -23,6 +24,7 @@ from meshwise.model.recall import Recall
 from meshwise.model.table import Placement
 from meshwise.plan import Plan
 from meshwise.tensor import region
+from meshwise.tensor.batch_norm import ShardedBatchNorm, SplitStatistics
 from meshwise.tensor.context import Context
 from meshwise.tensor.embedding import ShardedEmbedding, SplitTable
 from meshwise.tensor.linear import DATA, Projection, ShardedHead, ShardedLinear
@@ -156,6 +158,9 @@ class _Split:
         if part.role == "patches" and context.degree(axes) > 1:
             assert module is not None
             region.share_input(module, context=context, axes=axes)
+        if inner and isinstance(module, _BatchNorm):
+            sizes = context.sizes(Layout((axes,), cuts=(part.cut,)), size=module.num_features, axes=axes)
+            _become(module, ShardedBatchNorm, sharding=SplitStatistics(context.world, axes, sizes))
         held = {name: self._parameters[name]} if module is None else dict(module.named_parameters(prefix=name))
         for key, parameter in held.items():
             dim = _dim_of_features(part, parameter)
@@ -248,7 +253,10 @@ class _Split:
                 return _matrix(self._modules[name], name).shape[0 if part.transposed else 1]
             if part.role == "first":
                 return self._parameters[name].shape[1]
-        raise ValueError("no linear opens a pair, so nothing tells how many features the stream has")
+        raise ValueError(
+            "no matrix opens a pair, so there is nothing to split, and nothing tells how many features the stream has; "
+            "use tp=1, or rules that name the matrices of a pair, 'first' and 'second'"
+        )
 
 
 def _dim_of_features(part: Part, parameter: Tensor) -> int:

@@ -45,21 +45,22 @@ class Branch:
 
 def stream_width(blocks: Iterable[nn.Module]) -> int | None:
     """The size that most matrices of the blocks read or write, among those that are both read and written; None when
-    there is none.
+    there is none. Of several, as in blocks of one MLP each, the one that is read first.
     """
     uses: Counter[int] = Counter()
-    read, written = set(), set()
+    read: list[int] = []
+    written = set()
     for block in blocks:
         for matrix in matrices(block, name=""):
             uses.update({matrix.inputs, matrix.outputs})
-            read.add(matrix.inputs)
+            read.append(matrix.inputs)
             written.add(matrix.outputs)
         for module in block.modules():
             if isinstance(module, nn.MultiheadAttention):
                 uses[module.embed_dim] += 2
-                read.add(module.embed_dim)
+                read.append(module.embed_dim)
                 written.add(module.embed_dim)
-    return max(read & written, key=lambda size: uses[size], default=None)
+    return max((size for size in read if size in written), key=lambda size: uses[size], default=None)
 
 
 @dataclass(frozen=True)

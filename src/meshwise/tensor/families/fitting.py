@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshwise.plan import Plan, PlanError
 from meshwise.tensor.families.matrix import CONVOLUTIONS
@@ -49,7 +50,7 @@ def refuse_modes(parts: Mapping[str, Part], *, modules: Mapping[str, nn.Module],
         blocks = [name for name, part in parts.items() if part.role == "block"]
         for name, part in parts.items():
             within = any(name.startswith(f"{block}.") for block in blocks)
-            if part.role == "whole" and within and name in modules and any(True for _ in modules[name].children()):
+            if part.role == "whole" and within and name in modules and _may_mix_tokens(modules[name]):
                 raise PlanError(
                     f"{name} ({type(modules[name]).__name__}) is kept whole inside a block, where '{plan}' gives a "
                     "rank a part of the tokens, and whether it mixes them does not show. Nearest that works: "
@@ -84,6 +85,11 @@ def _only_1d(module: nn.Module, part: Part, width: int | None, *, rows_move: boo
         if rows_move and not module.batch_first:
             return "batch_first=False puts the rows of the batch into dim 1"
     return ""
+
+
+def _may_mix_tokens(module: nn.Module) -> bool:
+    """Whether what a module makes of a token may depend on others."""
+    return isinstance(module, _BatchNorm) or any(True for _ in module.children())
 
 
 def _reads_all(module: nn.Module | None, part: Part, width: int | None) -> bool:

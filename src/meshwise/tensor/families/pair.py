@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from inspect import signature
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshwise.tensor.families.branch import Branch
 from meshwise.tensor.families.entry import only_read_by, sizes_unused, splits_by_width
@@ -163,6 +164,10 @@ class Pairs:
             self._reasons |= {m.name: f"{reason}; rule for {_home(m)}: 'whole'" for m in matrices}
             return {}
         found = {branch.second.name: Part("second", transposed=branch.second.flipped)}
+        if hidden != branch.second.outputs:
+            inside = self._modules[_home(branch.second)].named_modules(prefix=_home(branch.second))
+            norms = [name for name, inner in inside if isinstance(inner, _BatchNorm) and inner.num_features == hidden]
+            found |= dict.fromkeys(norms, Part("inner"))
         gathers = len(branch.firsts) > 1 and self._share_input(branch)
         if gathers:
             found[_home(branch.firsts[0])] = Part("pair", gathers=True, readers=len(branch.firsts))

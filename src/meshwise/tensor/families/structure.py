@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshwise.tensor.families.branch import Reading, stream_width
 from meshwise.tensor.families.matrix import CONVOLUTIONS, as_matrix, computes_as, matrices
@@ -98,6 +99,8 @@ class Structure:
             self._parts[name] = Part("pair", becomes=UnnestedEncoder)
         elif norm is not None and norm[0] == self.width:
             self._parts[name] = Part("norm", norm=norm[1])
+        elif isinstance(module, _BatchNorm) and not around and self._has_all_features(module, name):
+            self._parts[name] = Part("whole")
         elif held and not around and not self._in_block(name) and (role := self._role_outside(module, name)):
             matrix = as_matrix(module, name=name)
             self._parts[name] = Part(role, transposed=matrix is not None and matrix.flipped)
@@ -192,6 +195,10 @@ class Structure:
             self._parts[name] = Part("norm", norm=norm[1])
         else:
             self._parts[name] = Part(role, grain=given.get("grain", 1), transposed=bool(matrix and matrix.flipped))
+
+    def _has_all_features(self, norm: _BatchNorm, name: str) -> bool:
+        """Whether a batch norm is given the stream, or something outside of the blocks."""
+        return norm.num_features == self.width or not self._in_block(name)
 
     def _in_block(self, name: str) -> bool:
         return any(holder in self.blocks for holder in _holders(name))
