@@ -230,7 +230,8 @@ def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
             spare={name for name, holders in cut.holders.items() if holders[0] < index}
         )
         # Where the tokens are split and put together is known by the model's blocks, whichever of them a stage has.
-        here = {name: part for name, part in parts.items() if part.role == "block" or _has(stage.module, name)}
+        held = _holders(stage.module)
+        here = {name: part for name, part in parts.items() if part.role == "block" or name in held}
         if here:
             table = table.placed(
                 tensor_parallel(
@@ -243,8 +244,8 @@ def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
         statistics = Statistics(stage.module, world=world, axes=plan.data_axes, joined=joined)
         stages[index] = live = LiveStage(stage, engine, _draws(stage.module, setting, world, here), statistics)
         recall.remember(live.draws)
-        held = in_flight(schedule)[index]
-        setting.around.blocks.install(stage.module, names=blocks, recall=recall, in_flight=held)
+        kept = in_flight(schedule)[index]
+        setting.around.blocks.install(stage.module, names=blocks, recall=recall, in_flight=kept)
     if not source.deferred:
         _let_go(source.module)
     whole = StagedEngine({index: live.engine for index, live in stages.items()}, ranks=schedule.rank_of, world=world)
@@ -283,10 +284,9 @@ def _let_go(module: nn.Module) -> None:
         parameter.data = nothing.expand(parameter.shape)
 
 
-def _has(module: nn.Module, name: str) -> bool:
-    """Whether a stage has a module of this name and its parameters."""
-    found = dict(module.named_modules()).get(name)
-    return found is not None and any(True for _ in found.parameters())
+def _holders(module: nn.Module) -> frozenset[str]:
+    """The names of all modules that a stage has parameters of."""
+    return frozenset(name for name, inner in module.named_modules() if any(True for _ in inner.parameters()))
 
 
 def _draws(module: nn.Module, setting: Setting, world: World, parts: Mapping[str, Part]) -> Draws:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from itertools import pairwise
 
 from meshwise.pipeline.action import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule, ScheduleError
@@ -25,6 +26,7 @@ _OTHER_END: Mapping[Kind, tuple[int, Kind]] = {
 """How many stages away the other end of a transfer is, and what it does there."""
 
 
+@lru_cache(maxsize=8)
 def lower(schedule: Schedule, *, zero: int, whole: int | None = None) -> Schedule:
     """A table of computations with all that a run under ZeRO stage `zero` needs; `whole` as in `add_gathers`."""
     reduced = add_reductions(schedule)
@@ -54,13 +56,13 @@ def _merged(row: tuple[Action, ...]) -> Iterator[Action]:
     skip = False
     for action, following in pairwise((*row, None)):
         assert action is not None
-        whole = Action(action.stage, Kind.B, action.microbatch)
         merges = action.kind is Kind.I and following == Action(action.stage, Kind.W, action.microbatch)
         if not skip:
-            yield whole if merges else action
+            yield Action(action.stage, Kind.B, action.microbatch) if merges else action
         skip = merges
 
 
+@lru_cache(maxsize=8)
 def add_transfers(schedule: Schedule) -> Schedule:
     """Send what another rank waits for as soon as it is there; receive just before it, or what follows it, is needed.
 

@@ -9,9 +9,9 @@ their messages, gathers and reductions.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
 
 from meshwise.pipeline.action import COMPUTE, Action, Kind
 from meshwise.pipeline.clock import Cost, clock
@@ -20,7 +20,7 @@ from meshwise.simulate.memory import RankMemory, fullest, memory_of
 from meshwise.simulate.price import Prices, traffic
 from meshwise.simulate.rehearsal import Rehearsal
 from meshwise.simulate.tape import Call, Operation, Segment, Wait
-from meshwise.timeline import Timeline
+from meshwise.timeline import Stream, Timeline
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,7 @@ class Prediction:
     @property
     def flops(self) -> float:
         """Of a step, over all ranks: every matrix product that is computed."""
-        each = (sum(part.flops for part in self.rehearsal.step(index)) for index in range(len(self.rehearsal.tapes)))
-        return float(sum(each)) * self._replicas
+        return float(sum(each_flops(self.rehearsal))) * self._replicas
 
     @property
     def utilisation(self) -> float:
@@ -108,133 +107,168 @@ class Prediction:
 
 def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
     """Play a rehearsal on a cluster."""
-    prices = Prices(cluster)
-    ranks = [_Rank(rehearsal, index, prices) for index in range(len(rehearsal.tapes))]
-    sent = max((rank.sent() for rank in ranks), key=lambda sent: sum(sent.values()))
+    prices, step = Prices(cluster), cluster.device.step
+    places = _places(rehearsal, cluster)
+    ranks = {place: _Rank(rehearsal, index, prices) for place, index in _first(places).items()}
+    sent = max((rank.sent() for rank in ranks.values()), key=lambda sent: sum(sent.values()))
     if rehearsal.plan.pp == 1:
-        played = ranks[0].play(rehearsal.step(0))
-        seconds = played.seconds + cluster.device.step
-        return Prediction(rehearsal, cluster, seconds, 0.0, played.exposed, sent, None)
+        played = ranks[places[0]].play(rehearsal.step(0))
+        return Prediction(rehearsal, cluster, played.seconds + step, 0.0, played.exposed, sent, None)
     costs: dict[int, Cost] = {}
-    for rank in ranks:
-        costs |= rank.costs()
+    for index, place in enumerate(places):
+        costs |= dict(zip(rehearsal.schedule.stages_of(index), ranks[place].costs().values(), strict=True))
     timeline = clock(rehearsal.schedule, costs=[costs[stage] for stage in range(rehearsal.schedule.stages)])
-    ends = [rank.around() for rank in ranks]
+    computed = max(event.stop for event in timeline.events if event.stream is Stream.COMPUTE)
     along = max(event.stop for event in timeline.events)
-    last = max(range(len(ranks)), key=lambda index: ends[index].seconds)
-    seconds = along + ends[last].seconds + cluster.device.step
-    busy = [rank.busy() for rank in ranks]
-    bubble = sum(max(0.0, along - one) for one in busy) / len(busy) / seconds
-    exposed = ranks[last].play(rehearsal.step(last)).exposed
-    return Prediction(rehearsal, cluster, seconds, bubble, exposed, sent, timeline)
+    last = max(ranks.values(), key=lambda rank: rank.around().seconds)
+    seconds = along + last.around().seconds + step
+    idle = sum(along - ranks[place].busy() for place in places) / len(places)
+    exposed = Counter(last.waits())
+    exposed["·".join(rehearsal.plan.data_axes)] += along - computed
+    return Prediction(rehearsal, cluster, seconds, max(0.0, idle) / seconds, exposed, sent, timeline)
 
 
 def forward_flops(rehearsal: Rehearsal) -> list[int]:
     """Of the matrix products of all micro-batches' forwards, for each rank along pp."""
-    return [
-        sum(part.flops for part in rehearsal.step(index) if _kind(part) is Kind.F)
-        for index in range(len(rehearsal.tapes))
-    ]
+    return each_flops(rehearsal, kinds=frozenset({Kind.F}))
 
 
-@dataclass
+def each_flops(rehearsal: Rehearsal, *, kinds: Collection[Kind | None] = (None, *Kind)) -> list[int]:
+    """Of the matrix products of a step, for each rank along pp, in actions of these kinds; None: outside of any."""
+    found = {
+        tape.index: sum(part.flops for part in rehearsal.step(tape.index) if kind_of(part.label) in kinds)
+        for tape in rehearsal.tapes
+    }
+    return [found[tape.index] for tape in rehearsal.tapes]
+
+
+_Place = tuple[int, int]
+"""The rank that was rehearsed for a rank along pp, and which rank of its node it is: all of which prices depend on."""
+
+
+def _places(rehearsal: Rehearsal, cluster: Cluster) -> list[_Place]:
+    """Of each rank along pp."""
+    each = rehearsal.plan.mesh().size // len(rehearsal.tapes)
+    return [(tape.index, index * each % cluster.ranks_per_node) for index, tape in enumerate(rehearsal.tapes)]
+
+
+def _first(places: Sequence[_Place]) -> dict[_Place, int]:
+    """The first rank along pp of each place."""
+    return {place: index for index, place in reversed(list(enumerate(places)))}
+
+
 class _Rank:
     """One rank along pp, and its prices."""
 
-    rehearsal: Rehearsal
-    index: int
-    prices: Prices
-    _durations: dict[str, Played] = field(default_factory=dict)
+    def __init__(self, rehearsal: Rehearsal, index: int, prices: Prices) -> None:
+        self.prices = prices
+        parts = rehearsal.step(index)
+        counted = Counter(id(part.entries) for part in parts)
+        once = {id(part.entries): part for part in parts}
+        self._shift = (index - rehearsal.tapes[index].index) * (rehearsal.plan.mesh().size // len(rehearsal.tapes))
+        self._around = [part for part in parts if kind_of(part.label) is None]
+        self._actions = [
+            (Action.parse(part.label), part, counted[key]) for key, part in once.items() if _is_action(part)
+        ]
+        self._played = {id(part.entries): self.play([part]) for _, part, _ in self._actions}
 
-    def play(self, segments: Iterable[Segment], *, messages: bool = False) -> Played:
-        """Play segments one after the other. `messages` between stages are left to the pipeline's clock."""
+    def play(self, segments: Iterable[Segment]) -> Played:
+        """Play segments one after the other; messages between stages are left to the pipeline's clock."""
         device = self.prices.cluster.device
         beside = device.kind != "cpu"
         now = computing = host = 0.0
         free: dict[tuple[str, ...], float] = defaultdict(float)
         ends: dict[int, tuple[float, str]] = {}
         exposed: dict[str, float] = defaultdict(float)
-        for segment in segments:
-            for entry in segment.entries:
-                if isinstance(entry, Operation):
-                    took = self.prices.seconds(entry)
-                    host = host + device.launch if beside else now + device.launch
-                    now, computing = max(now, host) + took, computing + took
-                elif isinstance(entry, Call):
-                    axes = entry.stamp.axes
-                    if entry.stamp.point_to_point and not messages:
-                        continue
-                    free[axes] = max(now, free[axes]) + self.prices.collective(entry)
-                    ends[entry.stamp.sequence] = (free[axes], "·".join(axes))
-                    if not self.prices.cluster.overlap:
-                        exposed["·".join(axes)] += free[axes] - now
-                        now = free[axes]
-                elif isinstance(entry, Wait) and entry.sequence in ends:
-                    end, name = ends[entry.sequence]
-                    exposed[name] += max(0.0, end - now)
-                    now = max(now, end)
+        for entry in (entry for segment in segments for entry in segment.entries):
+            if isinstance(entry, Operation):
+                took = self.prices.seconds(entry)
+                host = host + device.launch if beside else now + device.launch
+                now, computing = max(now, host) + took, computing + took
+            elif isinstance(entry, Call):
+                axes = entry.stamp.axes
+                if entry.stamp.point_to_point:
+                    continue
+                free[axes] = max(now, free[axes]) + self._price(entry)
+                ends[entry.stamp.sequence] = (free[axes], "·".join(axes))
+                if not self.prices.cluster.overlap:
+                    exposed["·".join(axes)] += free[axes] - now
+                    now = free[axes]
+            elif isinstance(entry, Wait) and entry.sequence in ends:
+                end, name = ends[entry.sequence]
+                exposed[name] += max(0.0, end - now)
+                now = max(now, end)
         return Played(now, computing, exposed)
 
     def costs(self) -> dict[int, Cost]:
-        """What each of its stages costs."""
-        found: dict[int, dict[Kind, list[float]]] = defaultdict(lambda: defaultdict(list))
-        link: dict[int, float] = {}
-        for segment, kind, stage in self._actions():
-            if kind in (Kind.SEND_F, Kind.SEND_B):
-                link[stage if kind is Kind.SEND_F else stage - 1] = self._sending(segment)
-            elif kind in COMPUTE | {Kind.REDUCE, Kind.GATHER}:
-                collective = kind in (Kind.REDUCE, Kind.GATHER)
-                found[stage][kind].append(self._sending(segment) if collective else self._took(segment))
+        """What each of its stages costs, ascending."""
+        found: dict[int, dict[Kind, list[tuple[float, int]]]] = defaultdict(lambda: defaultdict(list))
+        for action, part, times in self._actions:
+            took = self._seconds(part) if action.kind in COMPUTE else sum(map(self._price, part.calls()))
+            found[action.stage][action.kind].append((took, times))
         return {
             stage: Cost(
                 forward=_mean(times[Kind.F]),
-                input=_mean(times[Kind.I]) if times[Kind.I] else _mean(times[Kind.B]) / 2,
-                weight=_mean(times[Kind.W]) if times[Kind.W] else _mean(times[Kind.B]) / 2,
-                link=link.get(stage, 0.0),
+                input=_mean(times[Kind.I]),
+                weight=_mean(times[Kind.W]),
+                backward=_mean(times[Kind.B]) if times[Kind.B] else None,
+                link=_mean(times[Kind.SEND_F]) or _mean(times[Kind.RECV_B]),
                 gather=_mean(times[Kind.GATHER]),
                 reduce=_mean(times[Kind.REDUCE]),
             )
-            for stage, times in found.items()
+            for stage, times in sorted(found.items())
         }
 
     def around(self) -> Played:
         """What comes before and after the schedule."""
-        return self.play(part for part in self.rehearsal.step(self.index) if _kind(part) is None)
+        return self.play(self._around)
 
     def busy(self) -> float:
         """Seconds in which it computes its micro-batches."""
-        return sum(self._took(segment) for segment, kind, _ in self._actions() if kind in COMPUTE)
+        return sum(self._seconds(part) * times for action, part, times in self._actions if action.kind in COMPUTE)
+
+    def waits(self) -> Mapping[str, float]:
+        """Seconds in which it waits for collectives, by their axes, but for what goes on beside its micro-batches."""
+        found = Counter(self.around().exposed)
+        for action, part, times in self._actions:
+            if action.kind in COMPUTE:
+                found.update({axes: took * times for axes, took in self._played[id(part.entries)].exposed.items()})
+        return found
 
     def sent(self) -> dict[str, float]:
         """Bytes that it sends, by the links that they go over."""
         found = {"inside": 0.0, "between": 0.0}
-        for segment in self.rehearsal.step(self.index):
-            for call in segment.calls():
+        for part, times in (
+            *((part, 1) for part in self._around),
+            *((part, times) for _, part, times in self._actions),
+        ):
+            for call in part.calls():
                 if call.stamp.kind != "recv":
-                    link = "between" if self.prices.crosses(call.ranks) else "inside"
-                    found[link] += call.stamp.bytes * traffic(call.stamp.kind, count=len(call.ranks))
+                    link = "between" if self.prices.crosses(self._moved(call).ranks) else "inside"
+                    found[link] += times * call.stamp.bytes * traffic(call.stamp.kind, count=len(call.ranks))
         return found
 
-    def _actions(self) -> Iterable[tuple[Segment, Kind, int]]:
-        for segment in self.rehearsal.step(self.index):
-            kind = _kind(segment)
-            if kind is not None:
-                yield segment, kind, Action.parse(segment.label).stage
+    def _seconds(self, part: Segment) -> float:
+        return self._played[id(part.entries)].seconds
 
-    def _sending(self, segment: Segment) -> float:
-        return sum(map(self.prices.collective, segment.calls()))
+    def _price(self, call: Call) -> float:
+        return self.prices.collective(self._moved(call))
 
-    def _took(self, segment: Segment) -> float:
-        key = f"{id(segment.entries)}"
-        if key not in self._durations:
-            self._durations[key] = self.play([segment])
-        return self._durations[key].seconds
+    def _moved(self, call: Call) -> Call:
+        """As this rank makes it, of whom another one may have been rehearsed."""
+        return Call(call.stamp, tuple(rank + self._shift for rank in call.ranks)) if self._shift else call
 
 
-def _kind(segment: Segment) -> Kind | None:
-    """Of the action that a segment is, if it is one."""
-    return Action.parse(segment.label).kind if segment.label[:1].isdigit() else None
+@cache
+def kind_of(label: str) -> Kind | None:
+    """Of the action that a segment with this label is, if it is one."""
+    return Action.parse(label).kind if label[:1].isdigit() else None
 
 
-def _mean(times: list[float]) -> float:
-    return sum(times) / len(times) if times else 0.0
+def _is_action(part: Segment) -> bool:
+    return kind_of(part.label) is not None
+
+
+def _mean(times: list[tuple[float, int]]) -> float:
+    count = sum(many for _, many in times)
+    return sum(took * many for took, many in times) / count if count else 0.0

@@ -14,6 +14,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -107,6 +108,7 @@ class Recorder:
         self.note(Memory(category, -size, host))
 
 
+@cache
 def _category(doing: str) -> Category:
     """What memory is for that is allocated by the way."""
     if doing == "update":
@@ -140,7 +142,10 @@ class Operations(TorchDispatchMode):
         self._memo = memo
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():  # below it nobody needs to hear of the sizes that are asked for here
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         key = (func, _described(args), _described(tuple(kwargs.items()))) if makes_anew(func) else None
         known = self._memo.get(key) if key else None
         if known is not None:

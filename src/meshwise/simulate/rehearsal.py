@@ -90,29 +90,30 @@ class Rehearsal:
 
     def step(self, index: int, *, first: bool = False) -> tuple[Segment, ...]:
         """Everything that the rank with this index along pp does in a step, in order; `first` for a run's first."""
-        return (self._first if first else self._steady)[index]
+        if (index, first) not in self._steps:
+            self._steps[index, first] = self._step(index, first=first)
+        return self._steps[index, first]
 
     @cached_property
-    def _first(self) -> list[tuple[Segment, ...]]:
-        return [self._step(index, tape.first) for index, tape in enumerate(self.tapes)]
+    def _steps(self) -> dict[tuple[int, bool], tuple[Segment, ...]]:
+        return {}
 
-    @cached_property
-    def _steady(self) -> list[tuple[Segment, ...]]:
-        return [self._step(index, tape.steady) for index, tape in enumerate(self.tapes)]
-
-    def _step(self, index: int, run: Sequence[Segment]) -> tuple[Segment, ...]:
-        row = self.schedule.rows[index]
-        mine, theirs = (self.schedule.stages_of(rank) for rank in (index, self.tapes[index].index))
-        found = {_renamed(segment.label, dict(zip(theirs, mine, strict=True))): segment for segment in run}
-        own = {str(action) for action in row} | {"begin"}
+    def _step(self, index: int, *, first: bool) -> tuple[Segment, ...]:
+        tape, row = self.tapes[index], self.schedule.rows[index]
+        mine, theirs = (self.schedule.stages_of(rank) for rank in (index, tape.index))
+        names = dict(zip(theirs, mine, strict=True))
+        found = {_renamed(segment.label, names): segment for segment in tape.steady}
         stand_ins = _stand_ins(found)
+        if first:  # of which the last micro-batch has been run
+            found |= {_renamed(segment.label, names): segment for segment in tape.first}
         during = [
-            dataclasses.replace(part, label=str(action))
+            Segment(str(action), part.entries)
             for action in row
             if (part := found.get(str(action)) or stand_ins.get((action.stage, action.kind))) is not None
         ]
-        after = [segment for label, segment in found.items() if label not in own]
-        return (*(segment for segment in run if segment.label == "begin"), *during, *after)
+        around = [segment for label, segment in found.items() if not label[:1].isdigit()]
+        before = [segment for segment in around if segment.label == "begin"]
+        return (*before, *during, *(segment for segment in around if segment.label != "begin"))
 
 
 def _renamed(label: str, stages: Mapping[int, int]) -> str:
@@ -239,7 +240,7 @@ class _Part:
             _watch(trainer, recorder)
             build = recorder.segments()
             with Operations(recorder, memo=self.memo):
-                trainer.step(self.subject.batch, only=self.only)
+                trainer.step(self.subject.batch, only=frozenset({max(self.only)}))
                 first = self._run(recorder)
                 trainer.step(self.subject.batch, only=self.only)
                 steady = self._run(recorder)
