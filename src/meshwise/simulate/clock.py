@@ -8,6 +8,7 @@ their messages, gathers and reductions.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from meshwise.pipeline.action import COMPUTE, Action, Kind
 from meshwise.pipeline.clock import Cost, clock
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.memory import RankMemory, fullest, memory_of
+from meshwise.simulate.moments import moments
 from meshwise.simulate.price import Prices, traffic
 from meshwise.simulate.rehearsal import Rehearsal
 from meshwise.simulate.tape import Call, Operation, Segment, Wait
@@ -123,7 +125,7 @@ def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
     last = max(ranks.values(), key=lambda rank: rank.around().seconds)
     seconds = along + last.around().seconds + step
     idle = sum(along - ranks[place].busy() for place in places) / len(places)
-    exposed = Counter(last.waits())
+    exposed: dict[str, float] = defaultdict(float, last.waits())
     exposed["·".join(rehearsal.plan.data_axes)] += along - computed
     return Prediction(rehearsal, cluster, seconds, max(0.0, idle) / seconds, exposed, sent, timeline)
 
@@ -161,11 +163,11 @@ class _Rank:
     """One rank along pp, and its prices."""
 
     def __init__(self, rehearsal: Rehearsal, index: int, prices: Prices) -> None:
-        self.prices = prices
+        each = rehearsal.plan.mesh().size // len(rehearsal.tapes)
+        self.prices = dataclasses.replace(prices, shift=(index - rehearsal.tapes[index].index) * each)
         parts = rehearsal.step(index)
         counted = Counter(id(part.entries) for part in parts)
         once = {id(part.entries): part for part in parts}
-        self._shift = (index - rehearsal.tapes[index].index) * (rehearsal.plan.mesh().size // len(rehearsal.tapes))
         self._around = [part for part in parts if kind_of(part.label) is None]
         self._actions = [
             (Action.parse(part.label), part, counted[key]) for key, part in once.items() if _is_action(part)
@@ -174,37 +176,25 @@ class _Rank:
 
     def play(self, segments: Iterable[Segment]) -> Played:
         """Play segments one after the other; messages between stages are left to the pipeline's clock."""
-        device = self.prices.cluster.device
-        beside = device.kind != "cpu"
-        now = computing = host = 0.0
-        free: dict[tuple[str, ...], float] = defaultdict(float)
-        ends: dict[int, tuple[float, str]] = {}
+        now = computing = 0.0
+        axes: dict[int, str] = {}
         exposed: dict[str, float] = defaultdict(float)
-        for entry in (entry for segment in segments for entry in segment.entries):
+        for _, entry, start, stop in moments(segments, prices=self.prices):
+            if isinstance(entry, Call):
+                axes[entry.stamp.sequence] = "·".join(entry.stamp.axes)
+                continue
+            now = stop
             if isinstance(entry, Operation):
-                took = self.prices.seconds(entry)
-                host = host + device.launch if beside else now + device.launch
-                now, computing = max(now, host) + took, computing + took
-            elif isinstance(entry, Call):
-                axes = entry.stamp.axes
-                if entry.stamp.point_to_point:
-                    continue
-                free[axes] = max(now, free[axes]) + self._price(entry)
-                ends[entry.stamp.sequence] = (free[axes], "·".join(axes))
-                if not self.prices.cluster.overlap:
-                    exposed["·".join(axes)] += free[axes] - now
-                    now = free[axes]
-            elif isinstance(entry, Wait) and entry.sequence in ends:
-                end, name = ends[entry.sequence]
-                exposed[name] += max(0.0, end - now)
-                now = max(now, end)
+                computing += stop - start
+            elif isinstance(entry, Wait) and stop > start:
+                exposed[axes[entry.sequence]] += stop - start
         return Played(now, computing, exposed)
 
     def costs(self) -> dict[int, Cost]:
         """What each of its stages costs, ascending."""
         found: dict[int, dict[Kind, list[tuple[float, int]]]] = defaultdict(lambda: defaultdict(list))
         for action, part, times in self._actions:
-            took = self._seconds(part) if action.kind in COMPUTE else sum(map(self._price, part.calls()))
+            took = self._seconds(part) if action.kind in COMPUTE else sum(map(self.prices.collective, part.calls()))
             found[action.stage][action.kind].append((took, times))
         return {
             stage: Cost(
@@ -244,19 +234,12 @@ class _Rank:
         ):
             for call in part.calls():
                 if call.stamp.kind != "recv":
-                    link = "between" if self.prices.crosses(self._moved(call).ranks) else "inside"
+                    link = "between" if self.prices.crosses(call.ranks) else "inside"
                     found[link] += times * call.stamp.bytes * traffic(call.stamp.kind, count=len(call.ranks))
         return found
 
     def _seconds(self, part: Segment) -> float:
         return self._played[id(part.entries)].seconds
-
-    def _price(self, call: Call) -> float:
-        return self.prices.collective(self._moved(call))
-
-    def _moved(self, call: Call) -> Call:
-        """As this rank makes it, of whom another one may have been rehearsed."""
-        return Call(call.stamp, tuple(rank + self._shift for rank in call.ranks)) if self._shift else call
 
 
 @cache

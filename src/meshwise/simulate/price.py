@@ -18,6 +18,8 @@ class Prices:
     """The prices of one cluster. Each operation and each call is priced once."""
 
     cluster: Cluster
+    shift: int = 0
+    """What to add to the ranks of a call: how far away the rank is that another one was rehearsed for."""
     _known: dict[Operation, float] = field(default_factory=dict)
 
     def seconds(self, operation: Operation) -> float:
@@ -54,7 +56,10 @@ class Prices:
 
     def crosses(self, ranks: Sequence[int]) -> bool:
         """Whether ranks lie in more than one node."""
-        return len({rank // self.cluster.ranks_per_node for rank in ranks}) > 1
+        return self._nodes(ranks) > 1
+
+    def _nodes(self, ranks: Sequence[int]) -> int:
+        return len({(rank + self.shift) // self.cluster.ranks_per_node for rank in ranks})
 
     def _latency(self, ranks: Sequence[int]) -> float:
         return (self.cluster.between if self.crosses(ranks) else self.cluster.inside).latency
@@ -70,8 +75,7 @@ class Prices:
         if not self.crosses(ranks):
             return inside
         curve: Curve = cluster.between.collectives.get(kind, cluster.between.bandwidth)
-        nodes = len({rank // cluster.ranks_per_node for rank in ranks})
-        here = len(ranks) / nodes
+        here = len(ranks) / self._nodes(ranks)
         share = min(1.0, cluster.adapters / cluster.ranks_per_node)
         return min(inside, at(curve, size=size) * here * share) if here > 1 else at(curve, size=size) * share
 
