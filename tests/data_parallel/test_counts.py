@@ -15,7 +15,7 @@ from meshwise.model.table import ParameterTable, Row
 from meshwise.parallelize import parallelize
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
-from meshwise.testing import Counts, count, run
+from meshwise.testing import Counts, Processes, count, run
 
 LINE = 16
 TOTALS = (1, 4 * 8)
@@ -85,3 +85,12 @@ def test_one_rank_calls_nothing(zero: int) -> None:
 def test_every_rank_calls_the_same() -> None:
     results = run(4, counted, args=(Plan(dp=4, zero=3, microbatches=3), True))
     assert len({repr(counts) for counts, _ in results}) == 1
+
+
+@pytest.mark.processes
+def test_ranks_that_hold_the_parameters_together_gather_none(processes: Processes) -> None:
+    n, m = 4, 3
+    counts, table = run(n, counted, args=(Plan(dp=n, zero=3, microbatches=m), True), on=processes)[0]
+    trained = sizes(table, trained=True, ranks=n)
+    p, u = sum(trained), len(trained)
+    counts.check({"all_reduce[dp]": TOTALS, "reduce_scatter[dp]": (m * u, m * p), "all_gather[dp]": (u, p)})

@@ -3,7 +3,8 @@
 Sizes and collectives take turns within a round, so that a machine that slows down slows them all; a copy within each
 rank's memory takes its turn among them as the best the machine could do at that moment. A sample is a few calls back
 to back after a barrier, timed on each rank; the slowest rank's time counts, and the median and minimum over rounds are
-given. A group of n ranks is measured alone, while the others wait.
+given. A group of n ranks is measured alone, while the others wait. Small calls begin with one that is not timed: after
+another library's turn its threads are still about to sleep, and caches hold its code.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ WAYS = ("ordinary", "shared", "gloo")
 """On what a collective is measured: see `Measurement.on`."""
 
 _AXIS = "ring"
-_CALLS_BYTES = 1 << 20
-_CALLS_MOST = 20
+_CALLS_BYTES = 4 << 20
+_CALLS_MOST = 100
 
 _Call: TypeAlias = Callable[[World, Tensor, Tensor], Sequence[Work]]
 _Sampled: TypeAlias = tuple[str, str, int]
@@ -168,6 +169,8 @@ def _buffers(elements: int, empty: Callable[..., Tensor], **options: Any) -> tup
 def _sample(world: World, call: _Call, buffers: tuple[Tensor, Tensor]) -> float:
     """Seconds per call on this rank."""
     calls = max(1, min(_CALLS_MOST, _CALLS_BYTES // (4 * buffers[0].numel())))
+    if calls > 1:
+        _call(world, call, buffers, 1)
     world.barrier(axes=_AXIS)
     if world.device.type == "cuda":
         return _seconds_on_stream(lambda: _call(world, call, buffers, calls)) / calls

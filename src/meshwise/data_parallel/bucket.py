@@ -148,9 +148,10 @@ class Bucket:
         return [self.whole[piece.start : piece.stop].view(piece.shape) for piece in self.place.pieces]
 
     def gather(self) -> Work:
-        """Make `whole` whole again from the shards."""
-        if not self.shared:
-            self.whole.untyped_storage().resize_(self._bytes)
+        """Make `whole` whole again from the shards. One that is shared is: its owners have published what they wrote."""
+        if self.shared:
+            return Work()
+        self.whole.untyped_storage().resize_(self._bytes)
         kept = self.fetch().wait()
         return self.replication.world.all_gather(kept, into=self.whole, axes=self.replication.axes)
 
@@ -172,8 +173,8 @@ class Bucket:
             self.whole.untyped_storage().resize_(0)
 
     def publish(self) -> Work:
-        """Bring the parameters that this rank has updated to all ranks."""
-        if self.replication.zero in (1, 2):
+        """Bring the parameters that this rank has updated to all ranks that do not gather them before every use."""
+        if self.shared or self.replication.zero in (1, 2):
             return self.replication.world.all_gather(self.own, into=self.whole, axes=self.replication.axes)
         return Work()
 

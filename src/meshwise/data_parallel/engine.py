@@ -13,8 +13,10 @@ count, the norm and the digest:
     zero=3    m reduce-scatters of P; m all-gathers of P + F forward, and m of P + F less the last unit backward
               (a unit that a tied weight brings back in a pass is gathered again there)
 
-A forward that is repeated in the backward (recomputation) adds none: its unit is whole for the backward already. P is
-in the dtype of the parameters where they are gathered, and in that of the wire where gradients are reduced.
+Ranks of one host that hold the parameters together gather none under zero=3, and publish them once, as under zero=2;
+neither moves anything. A forward that is repeated in the backward (recomputation) adds none: its unit is whole for the
+backward already. P is in the dtype of the parameters where they are gathered, and in that of the wire where gradients
+are reduced.
 
 Reductions start in one fixed order, the reverse of the parameter table, as soon as the units before are complete on
 this rank; the end of the last backward starts those that are left. The order never depends on which hooks fired, so
@@ -268,7 +270,8 @@ class DataParallel:
         """Bring what this rank holds of the masters to the ranks that use them."""
         for bucket in self.buckets:
             bucket.round_off()
-        for work in [bucket.publish() for bucket in self.buckets]:
+        held = [bucket for unit in self.units for bucket in unit.buckets if bucket.trainable or bucket.shared]
+        for work in [bucket.publish() for bucket in held]:
             work.wait()
 
     def memory(self) -> dict[str, int]:
