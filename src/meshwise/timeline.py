@@ -5,6 +5,7 @@ view of them.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -114,3 +115,49 @@ def within(outer: tuple[Event, ...], *, inner: tuple[Event, ...]) -> float:
         if place >= 0 and event.stop <= outer[place].stop:
             total += event.seconds
     return total
+
+
+AROUND = frozenset({"begin", "exchange", "settle"})
+"""What a rank is at before its row of a schedule and after it, beside the update of the parameters."""
+
+
+def spent(timeline: Timeline, *, rank: int) -> dict[str, float]:
+    """Where a rank's part of the step goes, in the timeline's unit; it adds up to the whole step.
+
+    computes         what its computations take
+    update           the update of the parameters
+    waits for …      collectives that nothing else hides
+    around           what is between the schedule and the update
+    bubble           the rest: nothing to compute yet, or nothing any more
+    """
+    changes: list[tuple[float, int, str]] = []
+    for event in timeline.events:
+        what = _spent_on(event)
+        if event.rank == rank and what is not None and event.stop > event.start:
+            changes += ((event.start, 1, what), (event.stop, -1, what))
+    found = dict.fromkeys(("computes", "bubble"), 0.0)
+    active: Counter[str] = Counter()
+    now = 0.0
+    for moment, change, what in [*sorted(changes), (timeline.seconds, 0, "bubble")]:
+        named = [one for one, count in active.items() if count]
+        at = min(named, key=_precedence, default="bubble")
+        found[at] = found.get(at, 0.0) + moment - now
+        active[what] += change
+        now = moment
+    return {what: seconds for what, seconds in found.items() if seconds or what in ("computes", "bubble")}
+
+
+def _spent_on(event: Event) -> str | None:
+    """What the time of an event counts as, where nothing else does; None for what goes on beside a rank."""
+    if event.stream is Stream.COMPUTE:
+        return "computes"
+    if event.stream is Stream.WAIT:
+        return f"waits for {event.kind}" if event.stage is None else "bubble"
+    if event.kind == "update":
+        return "update"
+    return "around" if event.kind in AROUND else None
+
+
+def _precedence(what: str) -> int:
+    """Of what a rank is at at once, the first counts."""
+    return 2 if what in ("computes", "update", "around") else 0 if what == "bubble" else 1

@@ -1,0 +1,146 @@
+"""A picture as a value: shapes in order, of which one writer makes SVG and another one PNG.
+
+What is drawn is decided once, for the page, the files and the tests; which colour a paint is, in the light and in the
+dark, stands in `palette`. Lengths are pixels, y goes down.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+Box: TypeAlias = tuple[float, float, float, float]
+"""Left, top, width, height."""
+
+Point: TypeAlias = tuple[float, float]
+
+LETTER = 0.56
+"""Width of a letter, in sizes of the text."""
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Rectangles of one paint. Those that have names are told when they are pointed at."""
+
+    paint: str
+    boxes: tuple[Box, ...]
+    names: tuple[str, ...] = ()
+    row: str = ""
+    """What they belong to, told with their names."""
+
+    def moved(self, *, right: float, down: float) -> Bars:
+        """The same, elsewhere."""
+        boxes = tuple((x + right, y + down, width, height) for x, y, width, height in self.boxes)
+        return dataclasses.replace(self, boxes=boxes)
+
+
+@dataclass(frozen=True)
+class Path:
+    """A line through points, or what it encloses."""
+
+    paint: str
+    points: tuple[Point, ...]
+    filled: bool = False
+
+    def moved(self, *, right: float, down: float) -> Path:
+        """The same, elsewhere."""
+        return dataclasses.replace(self, points=tuple((x + right, y + down) for x, y in self.points))
+
+
+@dataclass(frozen=True)
+class Text:
+    """A line of text."""
+
+    text: str
+    x: float
+    y: float
+    """Of its middle."""
+
+    paint: str = "ink"
+    size: float = 12
+    anchor: str = "start"
+    """Which part of it is at x: start, middle or end."""
+
+    def moved(self, *, right: float, down: float) -> Text:
+        """The same, elsewhere."""
+        return dataclasses.replace(self, x=self.x + right, y=self.y + down)
+
+
+Shape: TypeAlias = Bars | Path | Text
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A part of a picture in which x is time from 0 on; its shapes are placed from its own corner."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+    span: float
+    """The time that `width` stands for."""
+
+    unit: str
+    """`s`, or nothing for times that have no unit."""
+
+    shapes: tuple[Shape, ...]
+    texts: tuple[Text, ...] = ()
+    """Drawn over the shapes, and placed anew when a reader stretches time."""
+
+    def x(self, time: float) -> float:
+        """Where a time is."""
+        return self.width * time / self.span
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Shapes on a sheet."""
+
+    title: str
+    """What it shows, for those who cannot see it."""
+
+    width: float
+    height: float
+    shapes: tuple[Shape, ...]
+    plot: Plot | None = None
+
+    def flat(self) -> Iterator[Shape]:
+        """All shapes in place."""
+        yield from self.shapes
+        if self.plot is not None:
+            for shape in (*self.plot.shapes, *self.plot.texts):
+                yield shape.moved(right=self.plot.left, down=self.plot.top)
+
+
+def stacked(pictures: Sequence[Picture], *, gap: float = 14) -> Picture:
+    """Pictures below one another, as one."""
+    shapes: list[Shape] = []
+    height = 0.0
+    for picture in pictures:
+        shapes += (shape.moved(right=0, down=height) for shape in picture.flat())
+        height += picture.height + gap
+    width = max(picture.width for picture in pictures)
+    return Picture("; ".join(picture.title for picture in pictures), width, height - gap, tuple(shapes))
+
+
+def text_width(text: str, *, size: float) -> float:
+    """About how wide a text is."""
+    return LETTER * size * len(text)
+
+
+def ticks(span: float, *, most: int) -> list[float]:
+    """Round numbers from 0 to `span`, at most so many steps: 1, 2 or 5 times a power of ten apart."""
+    power = 10.0 ** math.floor(math.log10(span / most))
+    step = next(power * factor for factor in (1, 2, 5, 10, 20) if span / (power * factor) <= most)
+    return [step * index for index in range(math.floor(span / step * (1 + 1e-9)) + 1)]
+
+
+def legend(entries: Sequence[tuple[str, str]], *, x: float, y: float) -> Iterator[Shape]:
+    """A row of (paint, meaning)."""
+    for paint, meaning in entries:
+        yield Bars(paint, ((x, y - 5, 14, 10),))
+        yield Text(meaning, x + 19, y, "faint", size=11)
+        x += 19 + text_width(meaning, size=11) + 16

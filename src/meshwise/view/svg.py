@@ -1,0 +1,74 @@
+"""A picture as SVG: a part of a page, or a file of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from meshwise.view.palette import style
+from meshwise.view.picture import Bars, Box, Path, Picture, Plot, Shape, Text
+
+
+def svg_file(picture: Picture) -> str:
+    """A file, which has its colours with it."""
+    return _svg(picture, f"<style>{style()}</style>" + _ground(picture))
+
+
+def svg(picture: Picture) -> str:
+    """For a page that has `palette.style()`."""
+    return _svg(picture, "")
+
+
+def _svg(picture: Picture, before: str) -> str:
+    width, height = _number(picture.width), _number(picture.height)
+    parts = [before, *map(_shape, picture.shapes), *(_plot(picture.plot) if picture.plot else ())]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="picture" viewBox="0 0 {width} {height}" width="{width}" '
+        f'role="img" aria-label="{escape(picture.title)}">{"".join(parts)}</svg>'
+    )
+
+
+def _ground(picture: Picture) -> str:
+    return f'<rect class="ground" width="{_number(picture.width)}" height="{_number(picture.height)}"/>'
+
+
+def _plot(plot: Plot) -> Iterator[str]:
+    """A sheet of its own that is as wide as the time in it: to stretch time is to show less of it."""
+    width, height = _number(plot.width), _number(plot.height)
+    yield (
+        f'<svg class="plot" x="{_number(plot.left)}" y="{_number(plot.top)}" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" preserveAspectRatio="none" data-span="{plot.span!r}" data-unit="{plot.unit}">'
+    )
+    yield from map(_shape, plot.shapes)
+    yield f'</svg><g class="texts" transform="translate({_number(plot.left)} {_number(plot.top)})">'
+    yield from map(_shape, plot.texts)
+    yield "</g>"
+
+
+def _shape(shape: Shape) -> str:
+    if isinstance(shape, Text):
+        place = f'x="{_number(shape.x)}" y="{_number(shape.y)}" font-size="{_number(shape.size)}"'
+        return f'<text class="{shape.paint}" {place} text-anchor="{shape.anchor}">{escape(shape.text)}</text>'
+    if isinstance(shape, Path):
+        points = "L".join(f"{_number(x)} {_number(y)}" for x, y in shape.points)
+        return f'<path class="{"area" if shape.filled else "line"} {shape.paint}" d="M{points}{"z" * shape.filled}"/>'
+    return _bars(shape)
+
+
+def _bars(bars: Bars) -> str:
+    told = ""
+    if bars.names:
+        told = f' data-row="{escape(bars.row)}" data-names="{escape("|".join(bars.names))}"'
+    return f'<path class="bars {bars.paint}" d="{_outline(bars.boxes)}"{told}/>'
+
+
+def _outline(boxes: Sequence[Box]) -> str:
+    parts = []
+    for x, y, width, height in boxes:
+        wide = _number(width)
+        parts.append(f"M{_number(x)} {_number(y)}h{wide}v{_number(height)}h-{wide}z")
+    return "".join(parts)
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}".rstrip("0").rstrip(".")

@@ -1,0 +1,146 @@
+"""A timeline as a picture: a row for every rank, time to the right.
+
+rank 0  ┃ F0 ┃ F1 ┃░░░░┃   B0   ┃▒ F2 ▒┃ … ┃ update ┃     what it computes; over it, what it waits for meanwhile
+          ▂▂▂▂▂▂    ▂▂▂▂▂                                 its collectives, its messages and what moves between
+                                                          tiers, each on a lane of its own where there are any
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwise.pipeline.action import COMPUTE, Kind
+from meshwise.timeline import Event, Stream, Timeline
+from meshwise.view.palette import UNSEEN
+from meshwise.view.picture import Bars, Box, Path, Picture, Plot, Shape, Text, legend, text_width, ticks
+from meshwise.view.schedule_text import label
+from meshwise.view.time_text import time_text
+
+WIDTH, LEFT, RIGHT = 1180.0, 104.0, 16.0
+PAINTS: Mapping[str, str] = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input", Kind.W: "weights"}
+MEANINGS: Mapping[str, str] = {
+    "forward": "forward",
+    "backward": "backward",
+    "input": "backward, input",
+    "weights": "backward, weights",
+    "update": "update",
+    "between": "around",
+    "wait": "waits",
+    "collective": "collectives",
+    "message": "messages",
+    "tier": "between tiers",
+}
+"""What each paint stands for, in the order of the legend."""
+
+_AROUND = frozenset({"begin", "exchange", "settle"})
+_BESIDE: Mapping[Stream, str] = {Stream.COLLECTIVE: "collective", Stream.LINK: "message", Stream.TIERS: "tier"}
+_HEIGHTS = ((8, 26.0), (24, 18.0), (10**9, 11.0))
+_LANE, _TITLE, _LEGEND, _AXIS, _MOST_TICKS = 4.0, 26.0, 24.0, 24.0, 10
+
+
+def timeline_picture(
+    timeline: Timeline, *, title: str, rows: Sequence[str] = (), span: float | None = None, unit: str = "s"
+) -> Picture:
+    """The picture. `rows` are the names of the ranks, `span` is the time that the whole width stands for."""
+    names = rows or [f"rank {rank}" for rank in range(timeline.ranks)]
+    drawing = _Drawing.of(timeline, names)
+    height = drawing.pitch * timeline.ranks
+    plot = Plot(LEFT, _TITLE, WIDTH - LEFT - RIGHT, height, span or timeline.seconds, unit, ())
+    bars = [bars for rank in range(timeline.ranks) for bars in drawing.bars(rank, plot)]
+    used = {bars.paint.removesuffix("-2") for bars in bars}
+    texts = tuple(text for rank in range(timeline.ranks) for text in drawing.texts(rank, plot))
+    fixed: list[Shape] = [Text(title, 0, 10, size=13)]
+    for rank, name in enumerate(names):
+        fixed.append(Bars("lane", ((LEFT, _TITLE + rank * drawing.pitch, plot.width, drawing.bar),)))
+        fixed.append(Text(name, LEFT - 8, _TITLE + rank * drawing.pitch + drawing.bar / 2, "ink", 11, "end"))
+    fixed += time_axis(plot)
+    entries = [(paint, meaning) for paint, meaning in MEANINGS.items() if paint in used]
+    below = _TITLE + height + _AXIS
+    fixed += legend(entries, x=LEFT, y=below + _LEGEND / 2)
+    plot = Plot(plot.left, plot.top, plot.width, height, plot.span, unit, tuple(bars), texts)
+    return Picture(title, WIDTH, below + _LEGEND, tuple(fixed), plot)
+
+
+def time_axis(plot: Plot) -> Iterator[Shape]:
+    """Lines at round times over a plot, and the times below it."""
+    bottom = plot.top + plot.height
+    for time in ticks(plot.span, most=_MOST_TICKS):
+        x = plot.left + plot.x(time)
+        yield Path("grid", ((x, plot.top), (x, bottom + 4)))
+        yield Text(time_text(time, unit=plot.unit), x, bottom + 13, "faint", 10, "middle")
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    """Where the events of each rank come."""
+
+    timeline: Timeline
+    names: Sequence[str]
+    bar: float
+    lanes: tuple[Stream, ...]
+    events: Mapping[int, Sequence[Event]]
+
+    @classmethod
+    def of(cls, timeline: Timeline, names: Sequence[str]) -> _Drawing:
+        events: dict[int, list[Event]] = defaultdict(list)
+        for event in timeline.events:
+            events[event.rank].append(event)
+        lanes = tuple(
+            stream
+            for stream in _BESIDE
+            if any(_beside(event) and event.stream is stream and event.seconds > 0 for event in timeline.events)
+        )
+        bar = next(height for most, height in _HEIGHTS if timeline.ranks <= most)
+        return cls(timeline, names, bar, lanes, events)
+
+    @property
+    def pitch(self) -> float:
+        """From one row to the next."""
+        return self.bar + _LANE * len(self.lanes) + (6 if self.bar > _HEIGHTS[-1][1] else 3)
+
+    def bars(self, rank: int, plot: Plot) -> Iterator[Bars]:
+        """Everything that a rank does, by paint; what it waits for lies over the rest."""
+        boxes: dict[str, list[Box]] = defaultdict(list)
+        names: dict[str, list[str]] = defaultdict(list)
+        top = rank * self.pitch
+        for event in self.events[rank]:
+            if event.seconds <= 0:
+                continue
+            y, height = top, self.bar
+            if _beside(event):
+                y, height = top + self.bar + 1 + _LANE * self.lanes.index(event.stream), _LANE - 1
+            paint = self._paint(event)
+            boxes[paint].append((plot.x(event.start), y, plot.x(event.seconds), height))
+            names[paint].append(_told(event))
+        for paint in sorted(boxes, key=lambda paint: (paint == "wait", paint != UNSEEN)):
+            yield Bars(paint, tuple(boxes[paint]), tuple(names[paint]), self.names[rank])
+
+    def texts(self, rank: int, plot: Plot) -> Iterator[Text]:
+        """The names of the computations that have room for them."""
+        size = 9.0 if self.bar > _HEIGHTS[-1][1] else 8.0
+        for event in self.timeline.computing[rank]:
+            name = label(event, timeline=self.timeline)
+            if plot.x(event.seconds) > text_width(name, size=size) + 2:
+                middle = plot.x((event.start + event.stop) / 2)
+                yield Text(name, middle, rank * self.pitch + self.bar / 2, "inside", size, "middle")
+
+    def _paint(self, event: Event) -> str:
+        if event.kind in COMPUTE:
+            stages = self.timeline.stages[event.rank]
+            return PAINTS[event.kind] + ("-2" if stages.index(event.stage or 0) % 2 else "")
+        if _beside(event):
+            return _BESIDE[event.stream]
+        if event.stream is Stream.WAIT:
+            return UNSEEN if event.stage is not None else "wait"
+        return "between" if event.kind in _AROUND else "update"
+
+
+def _beside(event: Event) -> bool:
+    """Whether it goes on beside what the rank is at."""
+    return event.stream in _BESIDE and event.kind not in _AROUND | {"update"}
+
+
+def _told(event: Event) -> str:
+    return f"waits for {event}" if event.stream is Stream.WAIT else str(event)
