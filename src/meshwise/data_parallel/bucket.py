@@ -148,7 +148,7 @@ class Bucket:
         return [self.whole[piece.start : piece.stop].view(piece.shape) for piece in self.place.pieces]
 
     def gather(self) -> Work:
-        """Make `whole` whole again from the shards. One that is shared is: its owners have published what they wrote."""
+        """Make `whole` whole again from the shards. One that is shared is: its owners publish what they write."""
         if self.shared:
             return Work()
         self.whole.untyped_storage().resize_(self._bytes)
