@@ -17,6 +17,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 
@@ -53,7 +54,7 @@ class Stamp:
         """Whether this is one end of a message rather than a collective."""
         return self.kind in ("send", "recv")
 
-    @property
+    @cached_property
     def agreed(self) -> str:
         """What every rank of the group has to call alike: the kind, the operation and root, the elements, the dtype.
 

@@ -21,7 +21,7 @@ from functools import partial
 from torch import Tensor
 
 from meshwise.comm import board
-from meshwise.comm.board import PAYLOAD_BYTES, RING, Board
+from meshwise.comm.board import PAYLOAD_BYTES, RING
 from meshwise.comm.group import Group
 from meshwise.comm.journal import RanksDisagree, Stamp
 from meshwise.comm.lost import lost
@@ -86,6 +86,8 @@ class Lane:
         self._done = 0
         self._calls: deque[Call] = deque()
         self._is_awaited = False
+        self._boards = [room.board if rank == room.rank else room.peer(rank).board for rank in ranks]
+        self._starts: dict[int, int] = {}
 
     # ---- what this rank does -----------------------------------------------------------------------------------
 
@@ -204,7 +206,7 @@ class Lane:
         Raises RanksDisagree when it has another size.
         """
         rank = self.ranks[index]
-        theirs, start = self._board(index), self._known_start(index)
+        theirs, start = self._boards[index], self._known_start(index)
         at = board.record(start, number=call.number, size=self._size) + _HEAD + _PART * which
         place, offset, size = theirs.words[at : at + _PART]
         if size != nbytes(like):
@@ -223,7 +225,7 @@ class Lane:
     def _is_there(self, index: int, call: Call) -> bool:
         """Whether that rank has made the same call. One that made another is waited for: the hang report tells."""
         start = self._known_start(index)
-        theirs = self._board(index)
+        theirs = self._boards[index]
         if start < 0 or theirs.read(board.posted(start)) <= call.number:
             return False
         return theirs.words[board.record(start, number=call.number, size=self._size)] == call.tag
@@ -234,14 +236,16 @@ class Lane:
 
     def _count_done(self, index: int) -> int:
         start = self._known_start(index)
-        return 0 if start < 0 else self._board(index).read(board.done(start))
+        return 0 if start < 0 else self._boards[index].read(board.done(start))
 
     def _known_start(self, index: int) -> int:
-        start = self._board(index).lane(self._key)
-        return -1 if start is None else start
-
-    def _board(self, index: int) -> Board:
-        return self._room.board if index == self.index else self._room.peer(self.ranks[index]).board
+        """Where the lane begins on that rank's board; -1 as long as it has not called anything in it."""
+        if index not in self._starts:
+            start = self._boards[index].lane(self._key)
+            if start is None:
+                return -1
+            self._starts[index] = start
+        return self._starts[index]
 
     def _await_done(self, call: Call, indices: Sequence[int], number: int) -> None:
         for index in indices:
@@ -261,15 +265,15 @@ class Lanes:
         self.room = room
         self.closed = False
         self._errands = errands
-        self._lanes: dict[int, Lane] = {}
+        self._lanes: dict[tuple[tuple[int, ...], str], Lane] = {}
 
     def of(self, group: Group) -> Lane:
         """The lane of these ranks for their purpose."""
         assert not self.closed, "the world was closed"
-        key = _key(group.ranks, group.purpose)
-        if key not in self._lanes:
-            self._lanes[key] = Lane(self.room, key=key, ranks=group.ranks, meanwhile=self.come_by)
-        return self._lanes[key]
+        name = group.ranks, group.purpose
+        if name not in self._lanes:
+            self._lanes[name] = Lane(self.room, key=_key(*name), ranks=group.ranks, meanwhile=self.come_by)
+        return self._lanes[name]
 
     def come_by(self) -> Outlook:
         """Do what has become due in any lane, and the errands."""
