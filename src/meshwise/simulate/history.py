@@ -61,6 +61,10 @@ class History:
         """When there is most."""
         return max(self.levels, key=lambda level: level.bytes)
 
+    def holds(self, category: Category) -> bool:
+        """Whether there is ever anything of a category."""
+        return any(level.device.get(category) for level in self.levels)
+
 
 @dataclass(frozen=True)
 class _Act:

@@ -17,7 +17,7 @@ Box: TypeAlias = tuple[float, float, float, float]
 
 Point: TypeAlias = tuple[float, float]
 
-LETTER = 0.56
+LETTER = 0.6
 """Width of a letter, in sizes of the text."""
 
 
@@ -87,8 +87,14 @@ class Plot:
     """`s`, or nothing for times that have no unit."""
 
     shapes: tuple[Shape, ...]
+    axis: tuple[Shape, ...] = ()
+    """Drawn below the shapes: round times. It is drawn anew when a reader stretches time, as are the texts."""
+
     texts: tuple[Text, ...] = ()
-    """Drawn over the shapes, and placed anew when a reader stretches time."""
+    """Drawn over the shapes: their names, where there is room."""
+
+    brief: bool = False
+    """Whether these leave out the stage: `F0` for what is called `0F0`."""
 
     def x(self, time: float) -> float:
         """Where a time is."""
@@ -111,7 +117,7 @@ class Picture:
         """All shapes in place."""
         yield from self.shapes
         if self.plot is not None:
-            for shape in (*self.plot.shapes, *self.plot.texts):
+            for shape in (*self.plot.axis, *self.plot.shapes, *self.plot.texts):
                 yield shape.moved(right=self.plot.left, down=self.plot.top)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 
 from meshwise.view.palette import style
 from meshwise.view.picture import Bars, Box, Path, Picture, Plot, Shape, Text
+
+_LEGIBLE = 720.0
+"""Pixels of a page below which a wide picture is not drawn smaller."""
 
 
 def svg_file(picture: Picture) -> str:
@@ -21,10 +24,10 @@ def svg(picture: Picture) -> str:
 
 def _svg(picture: Picture, before: str) -> str:
     width, height = _number(picture.width), _number(picture.height)
-    parts = [before, *map(_shape, picture.shapes), *(_plot(picture.plot) if picture.plot else ())]
+    inside = before + _shapes(picture.shapes) + (_plot(picture.plot) if picture.plot else "")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="picture" viewBox="0 0 {width} {height}" width="{width}" '
-        f'role="img" aria-label="{escape(picture.title)}">{"".join(parts)}</svg>'
+        f'style="min-width:{_number(min(picture.width, _LEGIBLE))}px" role="img" aria-label="{escape(picture.title)}">{inside}</svg>'
     )
 
 
@@ -32,17 +35,21 @@ def _ground(picture: Picture) -> str:
     return f'<rect class="ground" width="{_number(picture.width)}" height="{_number(picture.height)}"/>'
 
 
-def _plot(plot: Plot) -> Iterator[str]:
-    """A sheet of its own that is as wide as the time in it: to stretch time is to show less of it."""
-    width, height = _number(plot.width), _number(plot.height)
-    yield (
-        f'<svg class="plot" x="{_number(plot.left)}" y="{_number(plot.top)}" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" preserveAspectRatio="none" data-span="{plot.span!r}" data-unit="{plot.unit}">'
+def _plot(plot: Plot) -> str:
+    """A sheet of its own, as wide as the time in it: to stretch time is to show less of it."""
+    left, top, width, height = map(_number, (plot.left, plot.top, plot.width, plot.height))
+    place = f'transform="translate({left} {top})"'
+    about = f'data-span="{plot.span!r}" data-unit="{plot.unit}"{" data-brief" * plot.brief}'
+    return (
+        f'<g class="axis" {place}>{_shapes(plot.axis)}</g>'
+        f'<svg class="plot" x="{left}" y="{top}" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'preserveAspectRatio="none" {about}>{_shapes(plot.shapes)}</svg>'
+        f'<g class="texts" {place}>{_shapes(plot.texts)}</g>'
     )
-    yield from map(_shape, plot.shapes)
-    yield f'</svg><g class="texts" transform="translate({_number(plot.left)} {_number(plot.top)})">'
-    yield from map(_shape, plot.texts)
-    yield "</g>"
+
+
+def _shapes(shapes: Iterable[Shape]) -> str:
+    return "".join(map(_shape, shapes))
 
 
 def _shape(shape: Shape) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwise.pipeline.action import COMPUTE, Kind
 from meshwise.timeline import Event, Stream, Timeline
@@ -51,25 +51,24 @@ def timeline_picture(
     bars = [bars for rank in range(timeline.ranks) for bars in drawing.bars(rank, plot)]
     used = {bars.paint.removesuffix("-2") for bars in bars}
     texts = tuple(text for rank in range(timeline.ranks) for text in drawing.texts(rank, plot))
-    fixed: list[Shape] = [Text(title, 0, 10, size=13)]
+    fixed: list[Shape] = [Text(title, LEFT, 12, "faint", 11)]
     for rank, name in enumerate(names):
         fixed.append(Bars("lane", ((LEFT, _TITLE + rank * drawing.pitch, plot.width, drawing.bar),)))
         fixed.append(Text(name, LEFT - 8, _TITLE + rank * drawing.pitch + drawing.bar / 2, "ink", 11, "end"))
-    fixed += time_axis(plot)
     entries = [(paint, meaning) for paint, meaning in MEANINGS.items() if paint in used]
     below = _TITLE + height + _AXIS
     fixed += legend(entries, x=LEFT, y=below + _LEGEND / 2)
-    plot = Plot(plot.left, plot.top, plot.width, height, plot.span, unit, tuple(bars), texts)
+    brief = all(len(stages) == 1 for stages in timeline.stages)
+    plot = replace(plot, shapes=tuple(bars), axis=tuple(time_axis(plot)), texts=texts, brief=brief)
     return Picture(title, WIDTH, below + _LEGEND, tuple(fixed), plot)
 
 
 def time_axis(plot: Plot) -> Iterator[Shape]:
-    """Lines at round times over a plot, and the times below it."""
-    bottom = plot.top + plot.height
+    """Lines at round times behind a plot, and the times below it."""
     for time in ticks(plot.span, most=_MOST_TICKS):
-        x = plot.left + plot.x(time)
-        yield Path("grid", ((x, plot.top), (x, bottom + 4)))
-        yield Text(time_text(time, unit=plot.unit), x, bottom + 13, "faint", 10, "middle")
+        x = plot.x(time)
+        yield Path("grid", ((x, 0), (x, plot.height + 4)))
+        yield Text(time_text(time, unit=plot.unit), x, plot.height + 13, "faint", 10, "middle")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,130 @@
+"""Plans beside one another: what differs, where the step goes, what fills the memory; as a table and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwise.simulate.tables import text as size_text
+from meshwise.simulate.tape import Category
+from meshwise.view.account import Account
+from meshwise.view.picture import Bars, Path, Picture, Shape, Text, legend, text_width
+from meshwise.view.time_text import time_text
+
+Row = tuple[str, ...]
+
+_PAINTS: Mapping[str, str] = {"computes": "forward", "update": "update", "around": "between", "bubble": "bubble"}
+_WAITS = ("wait", "collective", "message", "tier")
+_WIDTH, _BAR, _PITCH, _TITLE, _LEGEND, _TOTAL = 1180.0, 18.0, 25.0, 26.0, 26.0, 90.0
+
+
+def comparison_table(accounts: Sequence[Account]) -> list[Row]:
+    """Titles, then rows; a column for each plan. What all plans have alike is left out of the plans' keys."""
+    rows: list[Row] = [("", *(account.title for account in accounts))]
+    plans = [account.plan.to_toml() for account in accounts if account.plan]
+    if len(plans) == len(accounts) > 1:
+        differing = (key for key in plans[0] if len({plan[key] for plan in plans}) > 1)
+        rows += ((key, *(str(plan[key]) for plan in plans)) for key in differing)
+    rows.append(("step", *(time_text(account.timeline.seconds, unit=account.unit) for account in accounts)))
+    for what in uses(accounts):
+        rows.append((what, *(_part(account, what) for account in accounts)))
+    for fact in dict.fromkeys(fact for account in accounts for fact in account.facts):
+        rows.append((fact, *(account.facts.get(fact, "") for account in accounts)))
+    for category in held(accounts):
+        rows.append((category, *(size_text(account.peak.get(category, 0)) for account in accounts)))
+    return rows
+
+
+def uses(accounts: Sequence[Account]) -> list[str]:
+    """What the step of any of them goes into: computing first, the bubble last."""
+    found = dict.fromkeys(what for account in accounts for what in account.spent)
+    waits = sorted(what for what in found if what not in _PAINTS)
+    return [what for what in ("computes", *waits, "update", "around", "bubble") if what in found]
+
+
+def held(accounts: Sequence[Account]) -> list[str]:
+    """The categories that the peak of any of them has."""
+    return [str(category) for category in Category if any(account.peak.get(category) for account in accounts)]
+
+
+def comparison_picture(accounts: Sequence[Account]) -> Picture:
+    """A bar for the step of each plan, and one for the memory of its fullest rank, all to one scale."""
+    names = uses(accounts)
+    waits = [name for name in names if name not in _PAINTS]
+    paints = {**_PAINTS, **{name: _WAITS[min(number, len(_WAITS) - 1)] for number, name in enumerate(waits)}}
+    times = _Chart(
+        "where the step goes, on the mean over the ranks",
+        tuple((name, paints[name]) for name in names),
+        tuple(account.spent for account in accounts),
+        tuple(time_text(account.timeline.seconds, unit=account.unit) for account in accounts),
+        tuple(
+            {name: f"{name} {time_text(time, unit=account.unit)}" for name, time in account.spent.items()}
+            for account in accounts
+        ),
+    )
+    charts = [times]
+    if any(account.peak for account in accounts):
+        sizes = _Chart(
+            "what fills the memory of the rank that needs most",
+            tuple((category, category) for category in held(accounts)),
+            tuple(account.peak for account in accounts),
+            tuple(size_text(sum(account.peak.values())) for account in accounts),
+            tuple({name: f"{name} {size_text(size)}" for name, size in account.peak.items()} for account in accounts),
+            min((account.machine.memory for account in accounts if account.machine.memory), default=0.0),
+        )
+        charts.append(sizes)
+    left = min(420.0, 16 + max(text_width(account.title, size=11) for account in accounts))
+    shapes: list[Shape] = []
+    top = 0.0
+    for chart in charts:
+        shapes += chart.shapes([account.title for account in accounts], left=left, top=top)
+        top += chart.height + 14
+    return Picture("plans beside one another", _WIDTH, top, tuple(shapes))
+
+
+@dataclass(frozen=True)
+class _Chart:
+    """Bars of parts, one for each plan."""
+
+    title: str
+    parts: tuple[tuple[str, str], ...]
+    """(what, paint), in order."""
+
+    values: tuple[Mapping[str, float], ...]
+    totals: tuple[str, ...]
+    told: tuple[Mapping[str, str], ...]
+    """What each part says when it is pointed at."""
+
+    limit: float = 0.0
+
+    @property
+    def height(self) -> float:
+        """In all."""
+        return _TITLE + _PITCH * len(self.values) + _LEGEND
+
+    def shapes(self, titles: Sequence[str], *, left: float, top: float) -> Iterator[Shape]:
+        """From a place on."""
+        most = max(sum(values.values()) for values in self.values)
+        if self.limit < 1.6 * most:
+            most = max(most, self.limit)
+        scale = (_WIDTH - left - _TOTAL) / most
+        yield Text(self.title, 0, top + 10, size=13)
+        for number, (title, values) in enumerate(zip(titles, self.values, strict=True)):
+            x, y = left, top + _TITLE + number * _PITCH
+            yield Text(title, left - 10, y + _BAR / 2, size=11, anchor="end")
+            for what, paint in self.parts:
+                if width := scale * values.get(what, 0):
+                    yield Bars(paint, ((x, y, width, _BAR),), (self.told[number][what],), title)
+                    x += width
+            yield Text(self.totals[number], x + 8, y + _BAR / 2, size=11)
+        bottom = top + _TITLE + _PITCH * len(titles)
+        if 0 < self.limit <= most:
+            x = left + scale * self.limit
+            yield Path("limit", ((x, top + _TITLE - 4), (x, bottom)))
+        yield from legend([(paint, what) for what, paint in self.parts], x=left, y=bottom + _LEGEND / 2)
+
+
+def _part(account: Account, what: str) -> str:
+    """A part of the step, as time and as share."""
+    time = account.spent.get(what, 0.0)
+    return f"{time_text(time, unit=account.unit)} ({100 * time / account.timeline.seconds:.1f} %)" if time else "0"

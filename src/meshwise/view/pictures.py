@@ -1,0 +1,41 @@
+"""All pictures of some plans: of each its timeline, its memory and its mesh, those of all plans to one scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from meshwise.view.account import Account
+from meshwise.view.comparison import comparison_picture
+from meshwise.view.memory_picture import memory_pictures
+from meshwise.view.mesh_picture import mesh_picture
+from meshwise.view.picture import Picture, Text, stacked
+from meshwise.view.time_text import time_text
+from meshwise.view.timeline_picture import WIDTH, timeline_picture
+
+
+def pictures(accounts: Sequence[Account]) -> Iterator[list[Picture]]:
+    """Those of each plan."""
+    span = max(account.timeline.seconds for account in accounts)
+    most = max((history.peak.bytes for account in accounts for history in account.histories), default=0)
+    for account in accounts:
+        drawn = [_timeline(account, span)]
+        limit = account.machine.memory
+        drawn += memory_pictures(account.histories, names=account.names, span=span, most=most, limit=limit)
+        if account.mesh is not None:
+            drawn.append(mesh_picture(account.mesh, ranks_per_node=account.machine.ranks_per_node))
+        yield drawn
+
+
+def sheet(accounts: Sequence[Account]) -> Picture:
+    """All of them as one picture."""
+    parts = [comparison_picture(accounts)]
+    for account, drawn in zip(accounts, pictures(accounts), strict=True):
+        parts += [Picture(account.title, WIDTH, 24, (Text(account.title, 0, 12, size=15),)), *drawn]
+    return stacked(parts)
+
+
+def _timeline(account: Account, span: float) -> Picture:
+    step = time_text(account.timeline.seconds, unit=account.unit)
+    bubble = 100 * account.spent["bubble"] / account.timeline.seconds
+    title = f"step {step}, bubble {bubble:.1f} %"
+    return timeline_picture(account.timeline, title=title, rows=account.names, span=span, unit=account.unit)
