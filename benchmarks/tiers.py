@@ -126,9 +126,9 @@ def _disk(world: World, found: Found, folder: Path, rounds: int) -> None:
     trainer.step(batch)  # makes the state, and writes it for the first time
     with _dd_files(folder) as (source, target):
         for _ in range(rounds):
-            file.moved.clear()
+            began = time.monotonic()
             trainer.step(batch)
-            moved = trainer.tiers.moved
+            moved = [piece for piece in trainer.tiers.moved if piece.started >= began]
             seconds = max(piece.ended for piece in moved) - min(piece.started for piece in moved)
             total = sum(size for kind, size, _ in traffic(moved) if kind == "both")
             found.disk.append((total / seconds, _dd(source, target)))

@@ -7,11 +7,12 @@ when there is one, by running the step's forward and backward once more and look
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from meshwise.data_parallel.engine import Engine
 from meshwise.model.table import Row
@@ -23,23 +24,31 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(frozen=True)
 class SkipPolicy:
-    """How many steps in a row may be skipped before NonFiniteError: 0 for `raise`, n for `skip:n`."""
+    """How many steps in a row may be skipped before NonFiniteError: 0 for `raise` and `end`, n for `skip:n`.
+
+    ends    whether such a step may leave parts of itself behind, as nobody trains on but from a checkpoint
+    """
 
     most: int
+    ends: bool = False
 
     @classmethod
     def parse(cls, text: str) -> SkipPolicy:
-        """Read `raise` or `skip:<n>`. Raises ValueError."""
-        if text == "raise":
-            return cls(0)
+        """Read `raise`, `end` or `skip:<n>`. Raises ValueError."""
+        if text in ("raise", "end"):
+            return cls(0, ends=text == "end")
         word, _, number = text.partition(":")
         if word == "skip" and number.isdecimal() and int(number) > 0:
             return cls(int(number))
-        raise ValueError(f"nonfinite={text!r}; write 'raise', or 'skip:3' to skip at most 3 such steps in a row")
+        raise ValueError(f"nonfinite={text!r}; write 'raise', 'end', or 'skip:3' to skip at most 3 such steps in a row")
 
-    @property
-    def advice(self) -> str:
-        """What a user can do about it."""
+    def advice(self, *, updated: bool) -> str:
+        """What a user can do about it; `updated`: some units are."""
+        if updated:
+            return (
+                "; with nonfinite='end' units whose gradient was finite are updated already, so load a checkpoint to "
+                "go on. With 'raise' nothing would be, and the update would begin later"
+            )
         if self.most:
             return f"; {self.most} such steps in a row were skipped already"
         return (
@@ -75,3 +84,23 @@ def culprits(engine: Engine, *, run: Callable[[Callable[[int, Row, Tensor], None
             "is not deterministic"
         )
     return f"; gradients that are not finite, nearest to the loss first: {'; '.join(told)}"
+
+
+class RunningStatistics:
+    """What the forward of a step writes to the model, to be put back when the step is left out.
+
+    One batch that is not finite would stay in a running mean for ever.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._norms = [part for module in modules for part in module.modules() if isinstance(part, _NormBase)]
+        self._kept: list[tuple[Tensor, Tensor]] = []
+
+    def keep(self) -> None:
+        """A step begins."""
+        self._kept = [(each, each.clone()) for norm in self._norms for each in norm.buffers(recurse=False)]
+
+    def put_back(self) -> None:
+        """They are what they were then."""
+        for live, kept in self._kept:
+            live.copy_(kept)

@@ -66,7 +66,9 @@ class Options:
     """Seed of a model that is born here (one given as a function), and of what a model draws as it trains: dropout."""
 
     nonfinite: str = "raise"
-    """When the loss or the gradient is not finite: `raise`, or `skip:n` to skip at most n such steps in a row."""
+    """When the loss or the gradient is not finite: `raise` and leave everything as it was, or `skip:n` to skip at most
+    n such steps in a row. `end` raises, and may leave units updated that only a load mends: so tiers on the CPU or a
+    disk update each unit as its gradient arrives, while the backward goes on, where nothing is clipped."""
 
     forward: Forward | None = None
     """`forward(model, batch) -> output`; by default `meshwise.model.forward.default_forward`."""

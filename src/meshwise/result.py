@@ -81,3 +81,8 @@ class Recipe:
     precision: Precision
     scale: Scale | None = None
     """The loss scale of the first step, where the precision needs one."""
+
+    @property
+    def early(self) -> bool:
+        """Whether a unit may be updated before anything is known of the others."""
+        return self.nonfinite.ends and self.clip_norm is None and self.scale is None

@@ -36,7 +36,7 @@ from meshwise.pipeline.parcel import bones, pack, unpack
 from meshwise.pipeline.passes import add_gathers, add_transfers, lower
 from meshwise.pipeline.runtime import Job, Runtime
 from meshwise.pipeline.stage import Stage, signature
-from meshwise.sweep import Seen, Sums, Task, placed, scaled, zeros
+from meshwise.sweep import Counted, Seen, Sums, Task, placed, scaled, zeros
 
 
 @dataclass(frozen=True)
@@ -264,13 +264,14 @@ class StagedSweep:
         for live in self._stages.values():
             live.draws.close()
 
-    def train(self, parts: Sequence[MicroBatch], *, scale: float) -> Sums:
+    def train(self, parts: Sequence[MicroBatch], *, scale: float, counted: Counted) -> Sums:
         """Forward, backward of the loss times `scale`, and reduction; the loss and the count of this rank."""
         sums = zeros(self._world)
         for keeper in self._keepers.values():
             keeper.begin(parts)
         self._runtime.run(self.schedule, jobs=self._jobs(parts, sums, scale))
         self._world.journal.doing = "settle"
+        counted(sums[1])
         self._engine.sum_ties()
         for keeper in self._keepers.values():
             keeper.settle()

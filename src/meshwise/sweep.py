@@ -29,6 +29,9 @@ from meshwise.pipeline.cut import Cut
 Sums: TypeAlias = tuple[Tensor, Tensor]
 """The sum of a loss and its count: two fp64 scalars on the device."""
 
+Counted: TypeAlias = Callable[[Tensor], None]
+"""What is told the count of this rank when its last forward is over."""
+
 Seen: TypeAlias = Callable[[int, Row, Tensor], None]
 """What is shown the gradient of one parameter: `(micro_batch, row, gradient)`."""
 
@@ -62,7 +65,7 @@ class Sweep(Protocol):
     def finish(self) -> None:
         """The step's forwards and backwards are over."""
 
-    def train(self, parts: Sequence[MicroBatch], *, scale: float) -> Sums:
+    def train(self, parts: Sequence[MicroBatch], *, scale: float, counted: Counted) -> Sums:
         """Forward, backward of the loss times `scale`, and reduction; the loss and the count of this rank."""
 
     def evaluate(self, parts: Sequence[MicroBatch]) -> Sums:
@@ -104,7 +107,7 @@ class WholeSweep:
         self.lockstep = rows_meet or statistics.joined or any(unit.at_rest for unit in engine.units)
         self.begin, self.finish, self.close = draws.begin, draws.finish, draws.close
 
-    def train(self, parts: Sequence[MicroBatch], *, scale: float) -> Sums:
+    def train(self, parts: Sequence[MicroBatch], *, scale: float, counted: Counted) -> Sums:
         """Forward, backward of the loss times `scale`, and reduction; the loss and the count of this rank."""
         total, tokens = zeros(self._engine.world)
         self._engine.begin_step()
@@ -113,19 +116,23 @@ class WholeSweep:
             last = index + 1 == len(parts)
             journal.doing = f"0F{index}"
             if part.rows is None:
+                if last:
+                    counted(tokens)
                 self._engine.backward(None, last=last)
                 continue
             with self._running(part):
                 loss, count = self._run(part.rows)
+            if part.counts:
+                total += loss.detach().double()
+                tokens += count
+            if last:
+                counted(tokens)
             # Where the ranks share out the rows of one product, what a spare row gives would reach the others, and what
             # the others' rows give reaches this rank.
             keep = part.counts or self._rows_meet
             journal.doing = f"0B{index}"
             with self._running(part, again=True):
                 self._engine.backward(scaled(loss, by=scale if part.counts else 0.0), last=last, keep=keep)
-            if part.counts:
-                total += loss.detach().double()
-                tokens += count
         return total, tokens
 
     def evaluate(self, parts: Sequence[MicroBatch]) -> Sums:

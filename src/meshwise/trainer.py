@@ -22,20 +22,20 @@ from meshwise.checkpoint.save import Saving
 from meshwise.checkpoint.training import Restored, TrainingState
 from meshwise.comm.journal import RanksDisagree, Stamp, disagreement
 from meshwise.comm.thread_world import ThreadWorld
-from meshwise.comm.world import Work, World
+from meshwise.comm.world import World
 from meshwise.data_parallel.engine import Engine
 from meshwise.data_parallel.unit import LiveUnit
+from meshwise.data_parallel.updating import updating
 from meshwise.layout.geometry import even_split
 from meshwise.memory.around import Around
 from meshwise.memory.blocks import Blocks
 from meshwise.memory.freed import give_back_freed
 from meshwise.memory.tiers import Tiers
-from meshwise.memory.update import Update
 from meshwise.mesh import Mesh
 from meshwise.microbatch import Deal, MicroBatch, micro_batches
 from meshwise.model.forward import eval_mode
 from meshwise.model.table import ParameterTable
-from meshwise.nonfinite import NonFiniteError, culprits
+from meshwise.nonfinite import NonFiniteError, RunningStatistics, culprits
 from meshwise.optim.flat import state_tensors
 from meshwise.pipeline.action import Schedule
 from meshwise.pipeline.cut import Cut
@@ -65,8 +65,7 @@ class Trainer:
         self._engine = engine
         self._sweep = sweep
         self._recipe = recipe
-        chunks = [chunk for bucket in engine.buckets for chunk in bucket.chunks]
-        self._update = Update(optimizer, chunks=chunks, tiers=engine.tiers)
+        self._update, self._updating = updating(engine, optimizer=optimizer, early=recipe.early)
         self._state = TrainingState(engine, update=self._update, plan=plan)
         self._axes = plan.data_axes
         self._steps = 0
@@ -75,6 +74,7 @@ class Trainer:
         self._scale = recipe.scale
         self._applied = True
         self._around = around
+        self._statistics = RunningStatistics(engine.modules)
         # Ranks that are threads share a process, of which a training is only a part.
         self._takes_shape = not isinstance(self.world, ThreadWorld)
 
@@ -173,9 +173,10 @@ class Trainer:
         self._sweep.begin(self._steps)
         self._steps += 1
         random_state = torch.get_rng_state()
+        self._statistics.keep()
         scale = 1.0 if self._scale is None else self._scale.value
         with self.world.record() as called:
-            sums = self._sweep.train(parts, scale=scale)
+            sums = self._sweep.train(parts, scale=scale, counted=self._counted)
             self._sweep.finish()
             self.world.journal.doing = "exchange"
             totals = self._exchange(sums, called)
@@ -187,7 +188,10 @@ class Trainer:
             self._apply(totals)
         else:
             torch.set_rng_state(random_state)
-            problem = self._left_out(problem, totals, parts)
+            try:
+                problem = self._left_out(problem, totals, parts)
+            finally:
+                self._statistics.put_back()
         self._around.finish()
         if self._takes_shape:
             give_back_freed()
@@ -228,11 +232,12 @@ class Trainer:
             return (
                 f"the gradient overflowed at a loss scale of {scale.value:g}; it is {self._scale.value:g} from now on"
             )
+        updated = self._updating.leave_out()
         if totals.count:
             problem += culprits(self._engine, run=lambda seen: self._sweep.inspect(parts, seen=seen))
         self._skips += 1
         if self._skips > self._recipe.nonfinite.most:
-            raise NonFiniteError(problem + self._recipe.nonfinite.advice)
+            raise NonFiniteError(problem + self._recipe.nonfinite.advice(updated=updated))
         return problem
 
     def _apply(self, totals: Totals) -> None:
@@ -242,12 +247,7 @@ class Trainer:
         if self._scale is not None:
             factor /= self._scale.value
             self._scale = self._scale.updated()
-        self._engine.scale_gradients(factor)
-        works: list[Work] = []
-        last = {bucket.chunks[-1]: bucket for bucket in self._engine.buckets}
-        self._update.step(lambda chunk: works.append(last[chunk].publish()) if chunk in last else None)
-        for work in works:
-            work.wait()
+        self._updating.apply(factor)
 
     # ---- micro-batches -----------------------------------------------------------------------------------------
 
@@ -261,6 +261,15 @@ class Trainer:
             raise ValueError(f"this rank's part has {rows} rows; of {total} in total, share() gives it {stop - start}")
         return micro_batches(batch, deal=deal, parts=parts, lockstep=self._sweep.lockstep, offset=start if local else 0)
 
+    @property
+    def _speaks(self) -> bool:
+        """Whether what this rank counts is not what another one counts."""
+        others = [axis for axis in self.world.mesh.names if axis not in ("pp", *self._axes)]
+        return self.world.group(others).index == 0
+
+    def _counted(self, count: Tensor) -> None:
+        self._updating.counted(count if self._speaks else torch.zeros_like(count))
+
     def _exchange(self, sums: tuple[Tensor, Tensor], called: list[Stamp]) -> Totals:
         """Sum loss, count and squared norm over the ranks, and make sure that they called the same collectives.
 
@@ -268,9 +277,7 @@ class Trainer:
         the last stage has one.
         """
         world, before = self.world, list(called)
-        others = [axis for axis in world.mesh.names if axis not in ("pp", *self._axes)]
-        if world.group(others).index > 0:
-            sums = zeros(self.world)
+        sums = sums if self._speaks else zeros(self.world)
         (loss, count, squared), dissent = world.totals(torch.stack([*sums, self._engine.squared_norm()]))
         if dissent:
             raise RanksDisagree(_first_disagreement(world.mesh, dict(world.exchange((world.rank, before)))))
@@ -364,6 +371,7 @@ class Trainer:
 
     def close(self) -> None:
         """Take the hooks off the model."""
+        self._update.close()
         self._state.close()
         self._engine.close()
         self._sweep.close()

@@ -1,5 +1,6 @@
 """A model under plans with tiers: what the tests of them train, and what it comes to."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,8 +40,14 @@ def batches(count: int = STEPS) -> list[Tensor]:
     return list(torch.randn(count, 8, WIDTH, generator=torch.Generator().manual_seed(0)))
 
 
-def under(world: World, plan: str, *, kind: type = torch.optim.AdamW, swap: Swap = SMALL, **arguments: Any) -> Trainer:
-    options = Options(clip_norm=0.5, swap=swap, example=batches()[0])
+CLIPPED = Options(clip_norm=0.5, swap=SMALL, example=torch.zeros(8, WIDTH))
+EARLY = replace(CLIPPED, clip_norm=None, nonfinite="end")
+"""With these, units are updated as their gradients arrive."""
+
+
+def under(
+    world: World, plan: str, *, kind: type = torch.optim.AdamW, options: Options = CLIPPED, **arguments: Any
+) -> Trainer:
     arguments = {"lr": 1e-2, "weight_decay": 0.1} | arguments
     return parallelize(Blocks, plan, loss=squares, world=world, optimizer=kind, options=options, **arguments)
 

@@ -3,19 +3,24 @@
 import errno
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from memory.offloaded import SMALL, batches, outcome, the_same, under
+from memory.offloaded import CLIPPED, SMALL, batches, outcome, the_same, under
 from meshwise.comm import World, run_threads
-from meshwise.memory.staging import Swap
 from meshwise.memory.swap import TierError
+from meshwise.parallelize import Options
 from meshwise.trainer import Trainer
 
 PLAN = "zero=3 offload=optimizer:disk,params:disk"
+
+
+def at(folder: Path) -> Options:
+    return replace(CLIPPED, swap=replace(SMALL, folder=folder))
 
 
 def fails(call: Callable[..., int], *, after: int) -> Callable[..., int]:
@@ -87,7 +92,7 @@ def test_a_disk_without_room_is_told_when_the_plan_is_applied(monkeypatch: pytes
         with pytest.raises(
             TierError, match="has no room for tensors at rest: No space left on device; 16384 bytes are"
         ):
-            under(world, PLAN, swap=Swap(tmp_path, buffers=2, buffer=SMALL.buffer))
+            under(world, PLAN, options=at(tmp_path))
 
     run_threads(1, main)
     assert list(tmp_path.iterdir()) == []
@@ -96,7 +101,7 @@ def test_a_disk_without_room_is_told_when_the_plan_is_applied(monkeypatch: pytes
 def test_a_folder_that_is_not_there_is_told_when_the_plan_is_applied(tmp_path: Path) -> None:
     def main(world: World) -> None:
         with pytest.raises(TierError, match=r"no file for tensors at rest can be made in .*gone: No such file"):
-            under(world, PLAN, swap=Swap(tmp_path / "gone"))
+            under(world, PLAN, options=at(tmp_path / "gone"))
 
     run_threads(1, main)
 
@@ -114,7 +119,7 @@ def test_a_folder_removed_while_training_goes_on_does_not_matter(tmp_path: Path,
     folder.mkdir()
 
     def main(world: World) -> None:
-        trainers.append(under(world, PLAN, swap=Swap(folder, buffers=2, buffer=SMALL.buffer)))
+        trainers.append(under(world, PLAN, options=at(folder)))
         trainers[0].step(batches()[0])
         folder.rmdir()
         for batch in batches()[1:]:

@@ -16,7 +16,7 @@ from meshwise.comm.world import World
 from meshwise.memory.recompute import Block, RecomputeError
 from meshwise.model.recall import Recall
 from meshwise.parallelize import Options, parallelize
-from meshwise.plan import PlanError
+from meshwise.plan import Plan, PlanError
 from meshwise.testing.count import count
 from meshwise.tree import tensors
 from meshwise.verify.check import verify
@@ -229,6 +229,52 @@ def test_a_block_that_computes_something_else_is_an_error() -> None:
 
     fails(lambda x, calls: x.exp() if calls == 1 else x, "fewer tensors")
     fails(lambda x, calls: x[: 3 - calls].exp(), r"a tensor of shape \(1, 4\) for \(2, 4\)")
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2 microbatches=2", "pp=2 microbatches=2 schedule=zb-h1"])
+def test_running_statistics_are_taken_once(plan: str) -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.tanh(self.norm(self.linear(x)))
+
+    def buffers(world: World, mode: str) -> dict[str, Tensor]:
+        squares = lambda output, batch: (output.square().sum(), len(batch))  # noqa: E731
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+        options = Options(recomputed=("0", "1"), example=x)
+        build = lambda: nn.Sequential(Normed(), Normed())  # noqa: E731
+        trainer = parallelize(build, f"{plan}{mode}", loss=squares, world=world, options=options, lr=1e-2)
+        trainer.step(x)
+        return {name: value.clone() for name, value in trainer.full_buffers()}
+
+    ranks = Plan.parse(plan).mesh().size
+    expected = run_threads(ranks, buffers, args=("",))[0]
+    assert int(expected["0.norm.num_batches_tracked"]) == Plan.parse(plan).microbatches
+    for mode in ("full", "selective"):
+        for found in run_threads(ranks, buffers, args=(f" recompute={mode}",)):
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_block_that_writes_to_a_buffer_is_refused() -> None:
+    class Counting(nn.Module):
+        def __init__(self, *, anew: bool) -> None:
+            super().__init__()
+            self.anew = anew
+            self.calls: Tensor
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls = self.calls + 1 if self.anew else self.calls.add_(1)
+            return x * self.calls
+
+    for anew in (False, True):
+        module = nn.Sequential(Counting(anew=anew))
+        Block(module, name="odd", mode="full", recall=Recall())
+        with pytest.raises(RecomputeError, match=r"odd writes to its buffer '0\.calls' in its forward"):
+            module(torch.ones(2, requires_grad=True))
 
 
 def test_a_model_without_blocks_is_told_how_to_name_some() -> None:

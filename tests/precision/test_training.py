@@ -332,6 +332,38 @@ def test_an_overflow_on_one_rank_is_seen_by_all_and_costs_the_step_alone(plan: s
         assert any(not torch.equal(last[1][name], value) for name, value in first[1].items())
 
 
+class Averaging(Spike):
+    """Keeps statistics of what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Steep.apply(self.layers(self.norm(x)), x[:, :1])  # type: ignore[no-any-return]
+
+
+def test_a_step_that_is_left_out_leaves_no_trace_in_running_statistics() -> None:
+    """Neither the overflow, nor a batch that is not finite, nor the forward that looks for the culprit."""
+
+    def main(world: World) -> None:
+        squares = lambda output, batch: (output.square().sum(), len(batch))  # noqa: E731
+        options = Options(loss_scale=Scale(4.0), nonfinite="skip:1")
+        trainer = parallelize(Averaging, "dp=2 precision=fp16", loss=squares, world=world, lr=1e-2, options=options)
+        draws = torch.Generator().manual_seed(0)
+        trainer.step(torch.randn(8, 4, generator=draws))
+        assert int(trainer.model.norm.num_batches_tracked) == 1  # type: ignore[union-attr, arg-type]
+        before = {name: value.clone() for name, value in trainer.full_buffers()}
+        steep = torch.randn(8, 4, generator=draws)
+        steep[0, 0] = 60000.0
+        assert trainer.step(steep).problem == "the gradient overflowed at a loss scale of 4; it is 2 from now on"
+        assert trainer.step(torch.full((8, 4), math.nan)).skipped
+        for name, value in trainer.full_buffers():
+            assert torch.equal(value, before[name]), name
+
+    run_threads(2, main)
+
+
 def test_a_gradient_that_no_scale_mends_is_an_error() -> None:
     squares = lambda output, batch: (output.square().sum(), len(batch))  # noqa: E731
     trainer = parallelize(Spike, "precision=fp16", loss=squares, lr=1e-2, options=Options(loss_scale=Scale(2.0**-13)))

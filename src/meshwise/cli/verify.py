@@ -18,7 +18,6 @@ from meshwise.cli.ranks import chosen, local_ranks
 from meshwise.comm.launch import run, torchrun_line
 from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
-from meshwise.parallelize import Options
 from meshwise.train.config import read_job
 from meshwise.train.data import length, read
 from meshwise.train.failure import leave_traceback
@@ -93,12 +92,7 @@ def _rank(world: World, job: VerifyJob) -> Report:
             world=world,
             dtype=getattr(torch, job.dtype),
             optimizer=prepared.optimizer,
-            options=Options(
-                clip_norm=job.train.clip_norm,
-                seed=job.train.seed,
-                tensor_rules=job.model.tensor_rules,
-                cut=job.model.where,
-            ),
+            options=prepared.options(example=None),
             **prepared.optimizer_arguments,
         )
     except Exception as error:

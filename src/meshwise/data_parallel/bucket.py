@@ -14,7 +14,7 @@ A whole buffer of a stage that keeps only a shard exists while a unit needs it, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +83,7 @@ class Bucket:
         self.slices: list[tuple[Options, nn.Parameter]] = []
         self.chunks: list[Chunk] = []
         self.factor = 1.0
+        self.told: Callable[[Bucket], None] | None = None
         self._square: Tensor | None = None
         self._loan: Loan | None = None
         self._filled: set[int] = set()
@@ -249,13 +250,19 @@ class Bucket:
         )
 
     def settle(self) -> None:
-        """Wait for the reduction that is under way, if any."""
+        """Wait for the reduction that is under way, if any, and tell `told` that it is there."""
         if self._arriving is None:
             return
         work, target = self._arriving
         work.wait()
         self._arriving = None
         self.factor = 1.0
+        self._square = None
+        self._arrived(target)
+        if self.told is not None:
+            self.told(self)
+
+    def _arrived(self, target: Tensor) -> None:
         if self.replication.tiers.leaves("gradients"):
             self._put_to_rest(self._updating(target))
             return
@@ -294,10 +301,19 @@ class Bucket:
 
     def square(self) -> Tensor:
         """The squared norm, fp64, of the reduced gradient that this rank counts: over all ranks, each element once."""
-        if self._square is not None:
-            return self._square
-        assert self.reduced is not None
-        return _square(self._counted(self.reduced))
+        if self._square is None:
+            assert self.reduced is not None
+            self._square = _square(self._counted(self.reduced))
+        return self._square
+
+    def scaled(self, factor: float) -> list[Tensor]:
+        """Of the reduced gradient, what has to be multiplied by `factor` now: on disk it is when it is read."""
+        if self.reduced is None:
+            return []
+        if not self.replication.tiers.on_disk(self.reduced):
+            return [self.reduced]
+        self.factor = factor
+        return []
 
     def _counted(self, reduced: Tensor) -> Tensor:
         shard = reduced[slice(*self.shard)] if self.replication.zero == 0 else reduced

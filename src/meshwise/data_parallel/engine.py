@@ -144,6 +144,11 @@ class DataParallel:
         return [bucket for unit in self.units for bucket in unit.buckets if bucket.trainable]
 
     @property
+    def _awaited(self) -> bool:
+        """Whether somebody waits for each reduced gradient."""
+        return any(bucket.told is not None for bucket in self.buckets)
+
+    @property
     def modules(self) -> list[nn.Module]:
         """The module."""
         return [self.module]
@@ -257,12 +262,7 @@ class DataParallel:
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the owned gradients; those on disk when they are read."""
-        here = []
-        for bucket in self.buckets:
-            if bucket.reduced is not None and self.tiers.on_disk(bucket.reduced):
-                bucket.factor = factor
-            elif bucket.reduced is not None:
-                here.append(bucket.reduced)
+        here = [gradient for bucket in self.buckets for gradient in bucket.scaled(factor)]
         if here and factor != 1.0:
             torch._foreach_mul_(here, factor)
 
@@ -334,7 +334,7 @@ class DataParallel:
             unit = self._order[self._started]
             if not all_of_them and self._waiting[id(unit)]:
                 return
-            if self.zero >= 2:
+            if self.zero >= 2 or self._awaited:
                 self._settle(IN_FLIGHT - 1)
             self._started += 1
             self._in_flight.append(unit)

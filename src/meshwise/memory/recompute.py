@@ -11,7 +11,9 @@ product of the second part. Here what was computed again belongs to what was sav
 
 The block's inputs are saved by a node of their own, for whoever moves saved activations elsewhere. What a repeated
 forward has to find as it was is put back: torch's own generators, autocast, and what `Recall` remembers. It is repeated
-from inside, so that the hooks on the block itself do not run again.
+from inside, so that the hooks on the block itself do not run again, and takes running statistics into copies, which are
+thrown away: the first forward has taken them. Of other buffers that a forward writes to nobody knows whether it reads
+them too, so that is refused.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.batchnorm import _NormBase
 
 from meshwise.memory.cost import Clock, Cost
 from meshwise.memory.kept import Kept
@@ -33,7 +36,7 @@ from meshwise.tree import map_tensors
 
 
 class RecomputeError(RuntimeError):
-    """A block computed something else when its forward was repeated."""
+    """A block computed something else when its forward was repeated, or would."""
 
 
 class Block:
@@ -58,10 +61,45 @@ class Block:
         if self.measures:
             return self._measured(args, kwargs)
         call = _Call(self, args, kwargs)
-        with saved_tensors_hooks(call.pack, call.unpack), call.first():
+        with self._watched(), saved_tensors_hooks(call.pack, call.unpack), call.first():
             output = self.run(*args, **kwargs)
         call.over()
         return output
+
+    @contextlib.contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Inside, the forward is repeated: running statistics are taken into copies."""
+        norms = [part for part in self._module.modules() if isinstance(part, _NormBase)]
+        own = [dict(norm.named_buffers(recurse=False)) for norm in norms]
+        try:
+            for norm, buffers in zip(norms, own, strict=True):
+                for name, buffer in buffers.items():
+                    setattr(norm, name, buffer.clone())
+            yield
+        finally:
+            for norm, buffers in zip(norms, own, strict=True):
+                for name, buffer in buffers.items():
+                    setattr(norm, name, buffer)
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Inside runs a forward that is to be repeated. Raises RecomputeError when it writes to what it may read."""
+        before = self._buffers()
+        yield
+        if written := [name for name, state in self._buffers().items() if before.get(name) != state]:
+            raise RecomputeError(
+                f"{self.name} writes to its buffer {written[0]!r} in its forward, and would again when that is "
+                "repeated. Leave it out: Options(recomputed=(…)) names the modules to recompute"
+            )
+
+    def _buffers(self) -> dict[str, tuple[int, int]]:
+        """Which tensors the buffers are, and how often they were written to; less the running statistics of norms."""
+        return {
+            f"{path}.{name}" if path else name: (id(buffer), buffer._version)
+            for path, part in self._module.named_modules()
+            if not isinstance(part, _NormBase)
+            for name, buffer in part.named_buffers(recurse=False)
+        }
 
     def _measured(self, args: Any, kwargs: Any) -> Any:
         """The forward under `full`, while the cost of every mode is found out."""
@@ -77,7 +115,7 @@ class Block:
                 saved[storage._cdata] = storage.nbytes()
             return call.pack(tensor)
 
-        with saved_tensors_hooks(pack, call.unpack), whole, call.first(clock=products):
+        with self._watched(), saved_tensors_hooks(pack, call.unpack), whole, call.first(clock=products):
             output = self.run(*args, **kwargs)
         call.over()
         given, kept = call.bytes()
@@ -166,7 +204,7 @@ class _Call:
         filled = _Filling(self)
         play = recall.playing(self._tape) if self._selective else recall.suspended()
         with contextlib.ExitStack() as stack:
-            for context in (torch.enable_grad(), self._around(), recall.at(self._found), play):
+            for context in (torch.enable_grad(), self._around(), recall.at(self._found), play, self._block.repeated()):
                 stack.enter_context(context)
             if self._selective:
                 stack.enter_context(Kept(recall))

@@ -12,15 +12,18 @@ With nothing offloaded a `Tiers` does nothing.
 
 from __future__ import annotations
 
-from collections import Counter
+import contextlib
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwise.memory.rehearsed import RehearsedFile
 from meshwise.memory.staging import Staging, Swap
-from meshwise.memory.swap import BLOCK, Moved, SwapFile, Transfer
+from meshwise.memory.swap import BLOCK, REMEMBERED, Moved, SwapFile, Transfer
 from meshwise.plan.offload import Offload
 
 GATHERED_AHEAD = 3
@@ -67,6 +70,7 @@ class Tiers:
         self._round = BLOCK
         self._staging: Staging | None = None
         self._stored: list[Transfer] = []
+        self._updates: deque[Moved] = deque(maxlen=REMEMBERED)
         self._copies = torch.cuda.Stream(self.device) if self._on_gpu and self.offload != Offload() else None
 
     @property
@@ -142,8 +146,13 @@ class Tiers:
 
     @property
     def moved(self) -> list[Moved]:
-        """The reads, updates and writes of the last steps, by when they ended."""
-        return [] if self.file is None else list(self.file.moved)
+        """The reads and writes of the last steps, and the updates of what rests elsewhere."""
+        return [*(() if self.file is None else self.file.moved), *self._updates]
+
+    def updated(self, size: int, *, since: float) -> None:
+        """So many bytes have been updated since a time of `time.monotonic`."""
+        if self.offload.updates_on_cpu:
+            self._updates.append(Moved("update", size, since, time.monotonic()))
 
     # ---- to its use and back -----------------------------------------------------------------------------------
 
@@ -193,6 +202,21 @@ class Tiers:
             transfer.then(lambda buffer=buffer: self.staging.give(buffer))  # type: ignore[misc] # one for each
             self._stored.append(transfer)
 
+    def mark(self) -> Callable[[], None]:
+        """What returns, on any thread, when that which was computed and stored up to now is there."""
+        stored = Transfer.of(self._stored)
+        if self._copies is None:
+            return stored.wait
+        self._copies.wait_stream(torch.cuda.current_stream(self.device))
+        event = torch.cuda.Event()
+        event.record(self._copies)
+
+        def there() -> None:
+            stored.wait()
+            event.synchronize()
+
+        return there
+
     def settle(self) -> None:
         """Return when what was stored is there. Raises TierError when it cannot be."""
         stored, self._stored = self._stored, []
@@ -200,6 +224,10 @@ class Tiers:
             transfer.wait()
         if self._copies is not None:
             self._copies.synchronize()
+
+    def beside(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, a thread copies beside the stream that computes."""
+        return contextlib.nullcontext() if self._copies is None else torch.cuda.stream(self._copies)
 
     def close(self) -> None:
         """Give the file back."""

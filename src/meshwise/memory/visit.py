@@ -66,12 +66,12 @@ class Resting:
 class Visit:
     """Chunks in memory, from the reads on; to be entered, and left whatever happens."""
 
-    def __init__(self, resting: Sequence[Resting], *, optimizer: torch.optim.Optimizer, tiers: Tiers) -> None:
-        self._resting = resting
+    def __init__(self, round_: Sequence[Resting], *, optimizer: torch.optim.Optimizer, tiers: Tiers) -> None:
+        self.round = round_
         self._optimizer = optimizer
         self._tiers = tiers
         self._buffer: Tensor | None = None
-        self._memory: list[dict[str, Tensor]] = [{} for _ in resting]
+        self._memory: list[dict[str, Tensor]] = [{} for _ in round_]
         self._transfers: list[Transfer] = []
         self._reads: list[Transfer] = []
         self._here = False
@@ -79,10 +79,10 @@ class Visit:
     def __enter__(self) -> Self:
         """Wait for a staging buffer, and start to read."""
         self._here = True
-        if sum(one.bytes for one in self._resting):
+        if sum(one.bytes for one in self.round):
             self._buffer = self._tiers.staging.take()
         start = 0
-        for one, memory in zip(self._resting, self._memory, strict=True):
+        for one, memory in zip(self.round, self._memory, strict=True):
             there = {"master", "gradient", *one.state(self._optimizer)}
             for name, rest in one.rests.items():
                 assert self._buffer is not None
@@ -92,11 +92,22 @@ class Visit:
                     self._reads.append(self._tiers.read(rest, into=memory[name]))
         return self
 
+    @property
+    def bytes(self) -> int:
+        """Of what the optimizer updates."""
+        return sum(one.chunk.master.nbytes for one in self.round)
+
+    @property
+    def finite(self) -> bool:
+        """Whether all gradients are, after `bring`."""
+        gradients = [parameter.grad for one in self.round for parameter in one.chunk.slices]
+        return all(bool(torch.linalg.vector_norm(each).isfinite()) for each in gradients if each is not None)
+
     def bring(self) -> None:
         """Let the optimizer see these chunks. Raises TierError when something does not come back."""
         for read in self._reads:
             read.wait()
-        for one, memory in zip(self._resting, self._memory, strict=True):
+        for one, memory in zip(self.round, self._memory, strict=True):
             values = {name: _typed(memory[name], like=rest) for name, rest in one.rests.items()}
             gradient = values["gradient"] if "gradient" in values else one.chunk.gradient()
             gradient = gradient.to(self._tiers.updates_on)
@@ -111,7 +122,7 @@ class Visit:
     def write(self) -> Transfer:
         """Make the parameters of the masters, and start to write what the update has changed."""
         writes: list[Transfer] = []
-        for one, memory in zip(self._resting, self._memory, strict=True):
+        for one, memory in zip(self.round, self._memory, strict=True):
             values = {name: _typed(memory[name], like=rest) for name, rest in one.rests.items()}
             changed = {"master", "narrow", *one.state(self._optimizer)}
             for parameter, span in one.spans:
@@ -120,7 +131,8 @@ class Visit:
                         values[key][span].copy_(value)  # the first step has made it
             if one.chunk.narrow is not None:
                 narrow = values.get("narrow", one.chunk.narrow)
-                narrow.copy_(values.get("master", one.chunk.master), non_blocking=True)
+                # A staging buffer is soon another chunk's.
+                narrow.copy_(values.get("master", one.chunk.master), non_blocking="master" not in values)
             writes += [
                 self._tiers.write(rest, values=memory[name]) for name, rest in one.rests.items() if name in changed
             ]
@@ -132,13 +144,13 @@ class Visit:
         if not self._here:
             return
         self._here = False
-        for one in self._resting:
+        for one in self.round:
             for parameter, span in one.spans:
                 parameter.grad = None
                 if "master" in one.rests:
                     parameter.data = one.rests["master"][span]
                 self._bind(parameter, one.rests, span)
-        self._memory = [{} for _ in self._resting]
+        self._memory = [{} for _ in self.round]
         if self._buffer is not None:
             buffer, self._buffer = self._buffer, None
             Transfer.of([*self._reads, *self._transfers]).then(lambda: self._tiers.staging.give(buffer))

@@ -182,7 +182,8 @@ class TrainJob:
     clip_norm: float | None = None
     """Scale gradients down to this norm (over all parameters). Default: never."""
     nonfinite: str = "raise"
-    """When a gradient is not finite: `raise` ends the run, `skip:N` skips the step, at most N in a row."""
+    """When a gradient is not finite: `raise` ends the run, `skip:N` skips the step, at most N in a row; `end` ends the
+    run as well, and lets tiers on the CPU or a disk update units while the backward goes on (docs/memory.md)."""
     dtype: Literal["float32", "float64"] | None = None
     """Element type of the parameters and of floating-point data. Default: as the model and the data come."""
     log_every: int = 10

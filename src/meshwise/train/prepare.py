@@ -41,7 +41,10 @@ class Prepared:
     data: Data
 
     def options(self, example: Any) -> Options:
-        """How the job has its model parallelized, whether it trains or is rehearsed; `example`: a batch to cut by."""
+        """How the job has its model parallelized, whether it trains, is verified or rehearsed.
+
+        `example`: a batch to cut by.
+        """
         job = self.job
         return Options(
             clip_norm=job.train.clip_norm,
