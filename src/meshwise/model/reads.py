@@ -16,6 +16,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -61,30 +62,34 @@ def _definitions(kind: type[nn.Module], method: str) -> Iterator[Any]:
             yield function
 
 
-def _names_in(function: Any) -> Iterator[tuple[str, ...]]:
+@lru_cache(256)
+def _names_in(function: Any) -> frozenset[tuple[str, ...]]:
     try:
         definition = source_of(function).body[0]
     except (OSError, SyntaxError):  # made at run time, or by a lambda inside an expression
-        return
+        return frozenset()
     if not isinstance(definition, ast.FunctionDef) or not definition.args.args:
-        return
+        return frozenset()
     itself = definition.args.args[0].arg
     inner = {id(node.value) for node in ast.walk(definition) if isinstance(node, ast.Attribute)}
-    for node in ast.walk(definition):
-        if id(node) in inner:
-            continue
-        path: list[str] = []
-        part: ast.AST = node
-        while isinstance(part, ast.Attribute):
-            path.append(part.attr)
-            part = part.value
-        if path and isinstance(part, ast.Name) and part.id == itself:
-            yield tuple(reversed(path))
+    paths = (_path(node) for node in ast.walk(definition) if id(node) not in inner)
+    return frozenset(path[1:] for path in paths if path[:1] == (itself,) and len(path) > 1)
 
 
+def _path(node: ast.AST) -> tuple[str, ...]:
+    """The names of `a.b.c`; none for anything else."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return (node.id, *reversed(names)) if isinstance(node, ast.Name) else ()
+
+
+@lru_cache(256)
 def source_of(function: Any) -> ast.Module:
-    """The syntax tree of a function's source. Raises OSError when it has none, SyntaxError when it is part of a larger
-    expression.
+    """The syntax tree of a function's source, not to be changed.
+
+    Raises OSError when it has none, SyntaxError when it is part of a larger expression.
 
     CPython 3.11 counts the depth of all threads' trees in one place, so that two that are built at the same time can
     fail for no reason of their own (python/cpython issue 106905); then again.
