@@ -34,6 +34,10 @@ FITTED = {"single": 30}
 """Of these tables every so-manieth row was used to fit the constants of the cluster; of no other table any row."""
 
 
+DROPOUT = 0.1
+"""Megatron-LM's default."""
+
+
 @dataclass(frozen=True)
 class Row:
     """A published run."""
@@ -58,7 +62,7 @@ class Row:
         schedule = f"schedule=interleaved virtual_stages={self.virtual}" if self.virtual > 1 else ""
         return (
             f"tp={self.tp} dp={self.dp} pp={self.pp} microbatches={microbatches} precision=fp16 recompute=full "
-            f"partition=params {schedule}"
+            f"partition=params random=local {schedule}"
         )
 
     @property
@@ -76,12 +80,13 @@ class Attention(nn.Module):
         self.heads = (heads, heads, heads)
         self.qkv = nn.Linear(width, 3 * width)
         self.projection = nn.Linear(width, width)
+        self.dropout = nn.Dropout(DROPOUT)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, width) to the same."""
         q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2).split(self.heads, dim=1)
-        scores = (q @ k.transpose(-1, -2)) * (1 / math.sqrt(self.head_width))
-        mixed = functional.softmax(scores, dim=-1) @ v
+        scores = (q * (1 / math.sqrt(self.head_width))) @ k.transpose(-1, -2)
+        mixed = self.dropout(functional.softmax(scores, dim=-1)) @ v
         output: Tensor = self.projection(mixed.transpose(1, 2).flatten(2))
         return output
 
@@ -94,11 +99,12 @@ class Block(nn.Module):
         self.first_norm, self.second_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = Attention(width, heads)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(DROPOUT)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, width) to the same."""
-        x = x + self.attention(self.first_norm(x))
-        output: Tensor = x + self.down(functional.gelu(self.up(self.second_norm(x))))
+        x = x + self.dropout(self.attention(self.first_norm(x)))
+        output: Tensor = x + self.dropout(self.down(functional.gelu(self.up(self.second_norm(x)))))
         return output
 
 

@@ -34,6 +34,8 @@ NOTHING = frozenset(
         "aten::new_empty_strided",
         "aten::detach",
         "aten::detach_",
+        "aten::set_",
+        "aten::_unsafe_view",  # a view, though its schema does not say so
         "aten::_local_scalar_dense",
         "aten::lift_fresh",
         "profiler::_record_function_enter_new",
@@ -57,7 +59,7 @@ def moves_nothing(func: OpOverload) -> bool:
 def makes_anew(func: OpOverload) -> bool:
     """Whether all that an operation does is to return new tensors."""
     schema = func._schema
-    return bool(schema.returns) and all(one.alias_info is None for one in (*schema.returns, *schema.arguments))
+    return func is not aten._unsafe_view.default and bool(schema.returns) and all(one.alias_info is None for one in (*schema.returns, *schema.arguments))
 
 
 def operation(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> Operation:

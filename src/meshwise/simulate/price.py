@@ -9,8 +9,20 @@ from dataclasses import dataclass, field
 from meshwise.simulate.cluster import Cluster, Curve, at
 from meshwise.simulate.tape import Call, Operation
 
-FUSED = frozenset({"_fused_adamw_", "_fused_adam_", "_fused_sgd_"})
-"""Operations that are fused already, however many tensors they go through."""
+FUSED = frozenset(
+    {
+        "_fused_adamw_",
+        "_fused_adam_",
+        "_fused_sgd_",
+        "_softmax",
+        "_softmax_backward_data",
+        "native_layer_norm",
+        "native_layer_norm_backward",
+        "native_dropout",
+        "native_dropout_backward",
+    }
+)
+"""Operations of several passes that are one kernel already, however many tensors they go through."""
 
 
 @dataclass

@@ -4,8 +4,8 @@ A tensor without values costs nothing to compute, so what runs here is the code 
 and schedules; nothing is modelled twice. Memory is followed by storages: one is counted from the operation that
 returns it to the moment when nothing refers to it any more.
 
-Two things depend on a device that is not there, and are answered here for the one that is meant: which kernel computes
-attention, and which implementation an optimizer chooses.
+Three things depend on a device that is not there, and are answered here for the one that is meant: which kernels compute
+attention and torch's own dropout, and which implementation an optimizer chooses.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ _IS_CPU = vars(torch._C.TensorBase)["is_cpu"].__get__
 
 
 class Kernels(TorchFunctionMode):
-    """Answers for the device that is meant: which kernel computes attention, and whether a tensor is on a CPU."""
+    """Answers for the device that is meant: which kernels compute, and whether a tensor is on a CPU."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -189,6 +189,8 @@ class Kernels(TorchFunctionMode):
             isinstance(one, Tensor) for one in _listed(args[0])
         ):
             return self._backward(*args, **kwargs)
+        if func in _DROPOUTS and self._kind == "cuda" and args[0].is_meta:
+            return _dropout(*args, **kwargs)
         if func is functional.scaled_dot_product_attention:
             given = {**_ATTENTION, **dict(zip(_ATTENTION, args, strict=False)), **kwargs}
             return _attention(self._kind, given) if given["query"].is_meta else func(*args, **kwargs)
@@ -217,6 +219,17 @@ _ATTENTION = MappingProxyType(
     }
 )
 """What `scaled_dot_product_attention` takes, in its order, and its defaults."""
+
+
+_DROPOUTS = frozenset({functional.dropout, torch.dropout})
+
+
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: FBT001, FBT002
+    """Torch's own dropout, which a GPU does in one kernel that keeps a byte of mask for each element."""
+    if not training or not p:
+        return x
+    dropped: Tensor = torch.native_dropout(x, p, train=True)[0]
+    return x.copy_(dropped) if inplace else dropped
 
 
 def _attention(kind: str, given: dict[str, Any]) -> Tensor:
