@@ -20,9 +20,11 @@ class Ended(BaseException):
 class Meeting:
     """One collective, or one send with its recv: what each of its ranks has called and left there."""
 
-    def __init__(self, ranks: tuple[int, ...]) -> None:
+    def __init__(self, ranks: tuple[int, ...], *, changed: threading.Condition) -> None:
+        """`changed`: notified when the last rank has called it, or none will."""
         self.ranks = ranks
         self.stamps: dict[int, Stamp] = {}
+        self.changed = changed
         self._deposits: dict[int, list[Tensor]] = {}
         self._reduced: Tensor | None = None
         self._reducing = threading.Lock()
@@ -73,14 +75,15 @@ class Meeting:
 
 
 class Hub:
-    """All meetings of a run, guarded by one condition that is notified at every change."""
+    """All meetings of a run, guarded by one lock. Who waits is woken by what it waits for, and by nothing else."""
 
     def __init__(self, size: int, *, timeout: float | None) -> None:
         self.size = size
         self.timeout = timeout
         self.threads: list[threading.Thread] = []
         self.failure: BaseException | None = None
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._ended = threading.Condition(self._lock)
         self._meetings: dict[tuple[bool, tuple[int, ...], int], Meeting] = {}
         self._calls: dict[tuple[int, bool, tuple[int, ...]], int] = {}
         self._waiting: dict[int, Meeting] = {}
@@ -92,57 +95,62 @@ class Hub:
         For a message, `ranks` are its source and target; both count the messages of that line.
         """
         line = stamp.point_to_point
-        with self._changed:
+        with self._lock:
             self._end_if_failed()
             ordinal = self._calls.get((rank, line, ranks), 0)
             self._calls[rank, line, ranks] = ordinal + 1
-            meeting = self._meetings.setdefault((line, ranks, ordinal), Meeting(ranks))
+            meeting = self._meetings.get((line, ranks, ordinal))
+            if meeting is None:
+                meeting = Meeting(ranks, changed=threading.Condition(self._lock))
+                self._meetings[line, ranks, ordinal] = meeting
             meeting.arrive(rank, stamp=stamp, deposit=deposit)
             if table := disagreement(meeting.stamps):
                 self._fail(RanksDisagree(f"the ranks called different collectives:\n{table}"))
                 raise Ended
             if meeting.complete():
                 del self._meetings[line, ranks, ordinal]
-                self._changed.notify_all()
+                for other in ranks:
+                    if self._waiting.get(other) is meeting:
+                        del self._waiting[other]
+                meeting.changed.notify_all()
             return meeting
 
     def wait(self, meeting: Meeting, *, rank: int) -> None:
         """Block until the meeting is complete."""
         ends = None if self.timeout is None else time.monotonic() + self.timeout
-        with self._changed:
+        with self._lock:
             self._end_if_failed()
             if meeting.complete():
                 return
             self._waiting[rank] = meeting
             self._look_for_the_impossible()
-            if not self._changed.wait_for(lambda: meeting.complete() or self.failure, _left(ends)):
+            if not meeting.changed.wait_for(lambda: meeting.complete() or self.failure, _left(ends)):
                 self._fail(RanksDisagree(f"rank {rank} has waited for {self.timeout:g} s:\n{self._report()}"))
             self._end_if_failed()
-            del self._waiting[rank]
 
     def finish(self, rank: int) -> None:
         """Mark a rank as done; nobody can wait for it any more."""
-        with self._changed:
+        with self._lock:
             self._finished.add(rank)
-            self._changed.notify_all()
+            self._ended.notify_all()
             self._look_for_the_impossible()
 
     def fail(self, error: BaseException, *, rank: int) -> None:
         """End the run with this rank's error, unless it is ending with an earlier one."""
-        with self._changed:
+        with self._lock:
             if self.failure is None:
                 error.add_note(f"(raised on rank {rank} of {self.size})")
             self._fail(error)
 
     def abandon(self) -> None:
         """Let every rank end at its next collective."""
-        with self._changed:
+        with self._lock:
             self._fail(Ended())
 
     def join(self) -> None:
         """Wait for the ranks' threads; after a failure for no longer than `timeout`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.failure or len(self._finished) == self.size)
+        with self._ended:
+            self._ended.wait_for(lambda: self.failure or len(self._finished) == self.size)
         ends = None if self.timeout is None else time.monotonic() + self.timeout
         for thread in self.threads:
             thread.join(_left(ends))
@@ -150,7 +158,9 @@ class Hub:
     def _fail(self, error: BaseException) -> None:
         if self.failure is None:
             self.failure = error
-            self._changed.notify_all()
+            self._ended.notify_all()
+            for meeting in self._waiting.values():
+                meeting.changed.notify_all()
 
     def _end_if_failed(self) -> None:
         if self.failure is not None:
@@ -158,13 +168,12 @@ class Hub:
 
     def _look_for_the_impossible(self) -> None:
         """Fail the run when somebody waits for what cannot come."""
-        blocked = {rank: meeting for rank, meeting in self._waiting.items() if not meeting.complete()}
-        for meeting in blocked.values():
+        for meeting in self._waiting.values() if self._finished else ():
             if gone := self._finished.intersection(meeting.missing()):
                 finished = f"{ranks_text(sorted(gone))} {'have' if len(gone) > 1 else 'has'} finished"
                 self._fail(RanksDisagree(f"{finished} while others wait:\n{self._report()}"))
                 return
-        if blocked and len(blocked) + len(self._finished) == self.size:
+        if self._waiting and len(self._waiting) + len(self._finished) == self.size:
             self._fail(RanksDisagree(f"every rank waits for another, none can go on:\n{self._report()}"))
 
     def _report(self) -> str:
@@ -175,7 +184,7 @@ class Hub:
             if rank in self._finished:
                 lines.append(f"  rank {rank} has finished")
                 continue
-            if meeting is None or meeting.complete():
+            if meeting is None:
                 lines.append(f"  rank {rank} is running")
             else:
                 lines.append(f"  rank {rank} waits for {ranks_text(meeting.missing())} in {meeting.stamps[rank]}")

@@ -1,6 +1,7 @@
 """Real processes joined by gloo, kept warm: what a test on processes costs is the test, not the start.
 
-Four processes that import torch and meet take seconds; a job sent to processes that have met takes milliseconds.
+Four processes that import torch and meet take seconds; a job sent to processes that have met takes milliseconds. And
+torch is imported once, by the server that multiprocessing forks them from.
 
     Processes ── crew of 2 ── rank 0, rank 1               a job goes down a pipe to every rank of a crew,
               └─ crew of 4 ── rank 0, rank 1, …            an answer comes back from each
@@ -12,20 +13,20 @@ new start brings them together again. The next job of that size starts another.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from multiprocessing import connection
-from multiprocessing.connection import Connection
+from multiprocessing import connection, util
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
+from meshwise.testing import worker
 from meshwise.testing.job import Answer, Job
 
 _GRACE_SECONDS = 1.0
@@ -41,6 +42,8 @@ class Processes:
     def __init__(self, *, timeout: float = 120.0) -> None:
         self.timeout = timeout
         self._crews: dict[int, _Crew] = {}
+        # At exit, before multiprocessing waits for them.
+        util.Finalize(self, _close, args=(self._crews,), exitpriority=0)
 
     def run(self, size: int, main: Callable[..., Any], *, args: tuple[Any, ...] = ()) -> list[Any]:
         """`main(world, *args)` on `size` ranks; what each returned, by rank. `main` is a function at the top of a file.
@@ -59,15 +62,18 @@ class Processes:
 
     def close(self) -> None:
         """Ask all processes to end, and end those that do not. Safe to call twice; `run` starts new ones."""
-        crews, self._crews = self._crews, {}
-        for crew in crews.values():
-            crew.close()
+        _close(self._crews)
 
     def __enter__(self) -> Processes:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def _close(crews: dict[int, _Crew]) -> None:
+    while crews:
+        crews.popitem()[1].close()
 
 
 class _Crew:
@@ -105,15 +111,14 @@ class _Crew:
                 rank.send(None)
         deadline = time.monotonic() + 5 * _GRACE_SECONDS
         for rank in self._ranks:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                rank.process.wait(max(0.0, deadline - time.monotonic()))
+            rank.process.join(max(0.0, deadline - time.monotonic()))
         self.kill()
 
     def kill(self) -> None:
         for rank in self._ranks:
             rank.process.kill()
         for rank in self._ranks:
-            rank.process.wait()
+            rank.process.join()
             rank.pipe.close()
             rank.log.close()
 
@@ -134,7 +139,8 @@ class _Crew:
     def _ended(self, job: Job, rank: _Rank) -> RuntimeError:
         # The ranks that waited for this one may be about to say so; their words belong in the report.
         time.sleep(_GRACE_SECONDS)
-        status = rank.process.wait()
+        rank.process.join()
+        status = rank.process.exitcode or 0
         how = f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
         error = RuntimeError(f"rank {rank.number} of {len(self._ranks)} processes ended {how} in {job}")
         _add_outputs(error, self._ranks)
@@ -142,7 +148,7 @@ class _Crew:
 
     def _hung(self, job: Job, ranks: list[_Rank], timeout: float) -> TimeoutError:
         for rank in ranks:
-            rank.process.send_signal(signal.SIGUSR1)
+            rank.signal(signal.SIGUSR1)
         time.sleep(_GRACE_SECONDS)
         who = ", ".join(str(rank.number) for rank in ranks)
         error = TimeoutError(f"no answer in {timeout:g} s from rank {who} of {len(self._ranks)} processes to {job}")
@@ -155,20 +161,23 @@ class _Rank:
 
     def __init__(self, number: int, size: int, port: int) -> None:
         self.number = number
-        self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the rank
+        self.log = tempfile.NamedTemporaryFile(prefix="meshwise-")  # noqa: SIM115 - closed with the rank
         self._read = 0
-        ours, theirs = connection.Pipe()
-        self.pipe: Connection = ours
+        # Forking this process would copy its threads' locks, and what they hold.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch._dynamo", worker.__name__])  # an optimizer imports torch._dynamo
+        self.pipe, theirs = connection.Pipe()
         with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "meshwise.testing.worker", str(theirs.fileno())],
-                env=_environment(number, size, port),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=self.log,
-                stderr=self.log,
-                start_new_session=True,  # Ctrl-C is for the one who started us; it ends the crew
+            self.process = context.Process(
+                target=worker.main,
+                args=(theirs,),
+                kwargs={"log": self.log.name, "environment": _environment(number, size, port)},
             )
+            self.process.start()
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
 
     def send(self, job: Job | None) -> None:
         # A process that has ended cannot take a job; that it ended is found, and said, when its answer is read.

@@ -1,16 +1,18 @@
 """One warm process: joins its world, then runs the jobs it is sent until it is told to stop.
 
-Started by `processes` as `python -m meshwise.testing.worker FD`, with the variables of a torchrun rank.
-A thread reads the pipe, so that a rank which is blocked in a collective still notices that whoever started it is gone.
+`processes` forks it from a server that has imported this module. A thread reads the pipe, so that a rank which is
+blocked in a collective still notices that whoever started it is gone.
 """
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import os
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from functools import partial
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -42,7 +44,17 @@ def _work(connection: Connection) -> None:
     world.close()
 
 
-if __name__ == "__main__":
+def main(connection: Connection, *, log: str, environment: Mapping[str, str]) -> None:
+    """A rank from start to end. `log`: the file that takes what it prints; `environment`: that of a torchrun rank."""
+    os.setsid()  # Ctrl-C is for the one who started us; it ends the crew
+    with open(log, "ab", buffering=0) as file:  # noqa: PTH123 - a path travels as text
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path.insert(0, "")  # as `python -m` has it
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
-    _work(Connection(int(sys.argv[1])))
+    atexit._clear()  # what the server has to do at its end
+    _work(connection)
+    atexit._run_exitfuncs()  # a forked process ends without
