@@ -8,8 +8,8 @@ import pytest
 from meshwise.cli.main import main
 from meshwise.pipeline.clock import Cost, clock
 from meshwise.pipeline.schedules import make_schedule
+from meshwise.view.account import Account
 from meshwise.view.chrome_trace import write_chrome_trace
-from meshwise.view.schedule_plot import plot_schedules
 from meshwise.view.schedule_text import picture
 
 ONE = make_schedule("1f1b", pp=2, microbatches=3)
@@ -37,18 +37,9 @@ def test_wide_drawings_are_folded_and_stages_named_where_a_rank_has_several() ->
     assert max(map(len, drawn.splitlines())) <= 40
 
 
-def test_pictures_are_written(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the extra plot is not installed")
-    both = {"1f1b": clock(ONE), "zb-v": clock(make_schedule("zb-v", pp=2, microbatches=4))}
-    plot_schedules(both, path=tmp_path / "a.png")
-    plot_schedules(both, path=tmp_path / "a.svg")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert "<svg" in (tmp_path / "a.svg").read_text()
-
-
 def test_the_trace_has_every_action_in_its_row_and_an_arrow_for_every_message(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    write_chrome_trace({"1f1b": clock(ONE, costs=Cost(link=0.5))}, path=path, seconds=1e-3)
+    write_chrome_trace([Account("1f1b", clock(ONE, costs=Cost(link=0.5)), unit="")], path=path)
     events = json.loads(path.read_text())["traceEvents"]
     bars = {event["name"]: event for event in events if event["ph"] == "X"}
     assert (bars["1F0"]["ts"], bars["1F0"]["dur"], bars["1F0"]["pid"], bars["1F0"]["tid"]) == (1500, 1000, 1, 0)
@@ -97,11 +88,11 @@ def test_the_command_shows_where_a_jobs_model_would_be_cut(capsys: pytest.Captur
 
 
 BAD = [
-    (["draw"], "name what to draw; there is: meshwise draw schedule, meshwise draw cut, meshwise draw timeline"),
+    (["draw"], "name what to draw; there is: meshwise draw schedule, meshwise draw cut, meshwise draw mesh"),
     ([*CUT, "--plan=dp=2"], "the plan 'dp=2' has one stage"),
     ([*CUT, "--plan=pp=9"], "9 stages do not fit: GPT has 6 pieces, so at most pp·virtual_stages=6"),
     ([*CUT, "--plan=pp=2", "--model.cut-at", "block.1"], "a stage cannot begin at 'block.1'; it can at, for"),
-    (["draw", "mesh"], "no drawing 'mesh'"),
+    (["draw", "tree"], "no drawing 'tree'"),
     (["draw", "schedule"], "give either a plan or a table"),
     (["draw", "schedule", "--plan=pp=4 microbatches=6 schedule=interleaved"], "Nearest that works: 'pp=4"),
     (["draw", "schedule", "--plan=pp=4 microbatchs=6"], "unknown plan key 'microbatchs'; did you mean microbatches?"),

@@ -1,15 +1,16 @@
-"""`meshwise draw`: a schedule and a cut before a run, a step of a run after it."""
+"""`meshwise draw`: a schedule, a cut and a mesh before a run, a step of a run after it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from meshwise.cli import draw_cut, draw_schedule, draw_timeline
+from meshwise.cli import draw_cut, draw_mesh, draw_schedule, draw_timeline
 from meshwise.train.job import JobError
 
 DRAWINGS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "schedule": draw_schedule.main,
     "cut": draw_cut.main,
+    "mesh": draw_mesh.main,
     "timeline": draw_timeline.main,
 }
 

@@ -17,6 +17,7 @@ from meshwise.pipeline.schedules import make_schedule, read_schedule
 from meshwise.plan import Plan, PlanError
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError
+from meshwise.view.account import Account
 from meshwise.view.schedule_text import figures, picture
 
 
@@ -100,4 +101,4 @@ def _draw(flags: Draw, lowered: Schedule, *, title: str) -> None:
     console.print(figures(timeline, peaks=peaks(lowered, costs=costs)))
     if flags.actions:
         console.print(f"\n{lowered}", highlight=False, soft_wrap=True)
-    save({title: timeline}, files=flags, seconds=1e-3)
+    save([Account(title, timeline, unit="")], files=flags, title=title)

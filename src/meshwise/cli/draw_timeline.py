@@ -14,6 +14,7 @@ from meshwise.pipeline.measured import Measured
 from meshwise.train.flags import parse_flags
 from meshwise.train.folder import TIMELINE
 from meshwise.train.job import JobError
+from meshwise.view.account import measured as accounts_of
 from meshwise.view.schedule_text import strip
 
 
@@ -31,18 +32,18 @@ def main(words: Sequence[str]) -> int:
     path = flags.run / TIMELINE if flags.run.is_dir() else flags.run
     try:
         check(flags)
-        measured = Measured.read(path)
+        run = Measured.read(path)
     except FileNotFoundError:
         raise JobError(f"{path} is not there; train with --train.timeline=3 to measure three steps of a run") from None
     except (ValueError, OSError) as error:
         raise JobError(str(error)) from error
     board = drawing_board()
-    timelines = {"measured": measured.run, "by the clock": measured.predicted}
-    longest = max(timeline.seconds for timeline in timelines.values())
-    for title, timeline in timelines.items():
-        board.print(f"{title}: {timeline.seconds:.4g} s", highlight=False)
-        board.print(strip(timeline, width=board.width, seconds=longest), soft_wrap=True)
+    accounts = accounts_of(run)
+    longest = max(account.timeline.seconds for account in accounts)
+    for account in accounts[:2]:
+        board.print(f"{account.title}: {account.timeline.seconds:.4g} s", highlight=False)
+        board.print(strip(account.timeline, width=board.width, seconds=longest), soft_wrap=True)
         board.print()
-    board.print(str(measured), highlight=False, soft_wrap=True)
-    save({**timelines, "equal stages": measured.ideal}, files=flags, seconds=1.0)
+    board.print(str(run), highlight=False, soft_wrap=True)
+    save(accounts, files=flags, title=f"A step of {path.parent.name}")
     return 0

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from meshwise.bench.plot import require_matplotlib
-from meshwise.timeline import Timeline
+from meshwise.view.account import Account
 from meshwise.view.chrome_trace import write_chrome_trace
-from meshwise.view.schedule_plot import plot_schedules
+from meshwise.view.page import write_page
+from meshwise.view.picture import Picture
+from meshwise.view.pictures import sheet
+from meshwise.view.png import write_png
+from meshwise.view.svg import svg_file
 
 _WIDTH = 120
 """Of the drawing where the output is not a terminal."""
@@ -21,14 +25,22 @@ _WIDTH = 120
 class Files:
     """The files to write."""
 
+    html: Path | None = None
+    """Write a page for a browser: tables and pictures that tell what is pointed at; it needs nothing else."""
+
     png: Path | None = None
     """Draw a PNG; needs the extra `plot`."""
 
     svg: Path | None = None
-    """Draw an SVG; needs the extra `plot`."""
+    """Draw an SVG."""
 
     trace: Path | None = None
     """Write a Chrome trace, which ui.perfetto.dev opens; where times have no unit, one is a millisecond."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is any to write."""
+        return any((self.html, self.png, self.svg, self.trace))
 
 
 def drawing_board() -> Console:
@@ -38,19 +50,26 @@ def drawing_board() -> Console:
 
 def check(files: Files) -> None:
     """Raise MissingExtraError when a picture is asked for that cannot be drawn."""
-    if files.png or files.svg:
+    if files.png:
         require_matplotlib()
 
 
-def save(timelines: Mapping[str, Timeline], *, files: Files, seconds: float) -> None:
-    """Write the files that are asked for, and say so; `seconds` is one unit of the timelines' times."""
-    writers: list[tuple[Path | None, Callable[[Path], None]]] = [
-        (files.png, lambda path: plot_schedules(timelines, path=path, form="png")),
-        (files.svg, lambda path: plot_schedules(timelines, path=path, form="svg")),
-        (files.trace, lambda path: write_chrome_trace(timelines, path=path, seconds=seconds)),
-    ]
-    for path, write in writers:
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write(path)
-            drawing_board().print(f"wrote {path}", highlight=False, soft_wrap=True)
+def save(accounts: Sequence[Account], *, files: Files, title: str) -> None:
+    """Write the files that are asked for, and say so. Raises OSError when one cannot be written."""
+    _write(files.html, lambda path: write_page(accounts, path=path, title=title))
+    _write(files.trace, lambda path: write_chrome_trace(accounts, path=path))
+    if files.png or files.svg:
+        save_picture(sheet(accounts), png=files.png, svg=files.svg)
+
+
+def save_picture(picture: Picture, *, png: Path | None, svg: Path | None) -> None:
+    """Write a picture as what is asked for, and say so. Raises OSError, and MissingExtraError without matplotlib."""
+    _write(png, lambda path: write_png(picture, path=path))
+    _write(svg, lambda path: path.write_text(svg_file(picture), encoding="utf-8"))
+
+
+def _write(path: Path | None, write: Callable[[Path], object]) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path)
+        drawing_board().print(f"wrote {path}", highlight=False, soft_wrap=True)

@@ -45,7 +45,7 @@ COMMANDS: Mapping[str, Command] = {
     "simulate": Command("foretell what a plan takes, on ranks that need not be there", simulate.main),
     "checkpoint": Command("list, show, check, compare and export checkpoints", checkpoint.main),
     "bench": Command("measure the collectives of this machine, and all that a simulation needs of it", bench.main),
-    "draw": Command("draw when each rank of a pipeline computes what", draw.main),
+    "draw": Command("draw schedules, cuts, meshes, and a step of a run as it was", draw.main),
     "doctor": Command("examine this machine, and whether ranks can talk", doctor.main),
 }
 

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from meshwise.cli.drawing import Files, check, drawing_board, save
 from meshwise.cli.ranks import local_ranks
 from meshwise.comm.launch import run
 from meshwise.comm.world import World
-from meshwise.simulate.clock import predict
+from meshwise.plan import Plan
+from meshwise.simulate.clock import Prediction, predict
 from meshwise.simulate.cluster import Cluster, ClusterError, parse_cluster
 from meshwise.simulate.measure import MALLOC, Measured, measure
 from meshwise.simulate.memory import memory_of
@@ -26,18 +27,22 @@ from meshwise.train.data import length, read
 from meshwise.train.job import Job, JobError
 from meshwise.train.order import Order
 from meshwise.train.prepare import Prepared, prepare
-
-_WIDTH = 120
-"""Of the tables where the output is not a terminal."""
+from meshwise.view.account import predicted
+from meshwise.view.comparison import comparison_table
+from meshwise.view.drawings import drawings
 
 
 @dataclass(frozen=True)
-class SimulateJob(Job):
+class SimulateJob(Job, Files):
     """A training job, rehearsed: its own code runs on one rank of each kind, on tensors without values."""
 
     on: str = ""
     """A cluster to tell the time on: one that is shipped, or a file, after its nodes and ranks, as in "64x8 h100"; its
     ranks are those that dp=auto fills."""
+    compare: tuple[str, ...] = ()
+    """Other plans to put beside the job's: --compare "dp=8 zero=1" "tp=8"."""
+    draw: bool = False
+    """Draw the mesh, what each rank does when, and its memory over time."""
     memory: bool = False
     """Tell the memory of each rank, by category."""
     measure: bool = False
@@ -48,25 +53,51 @@ class SimulateJob(Job):
 def main(arguments: Sequence[str]) -> int:
     """Rehearse the job that the arguments describe. Raises JobError or PlanError where the job itself would."""
     job = read_job(_spelled_out(arguments), prog="meshwise simulate", kind=SimulateJob)
-    if not (job.memory or job.on):
-        raise JobError('say what to tell: --memory, or --on a cluster, as in --on "64x8 h100"')
-    cluster = _cluster(job.on)
+    cluster = _cluster(job)
     size = local_ranks(job) if cluster is None else cluster.ranks
-    prepared = prepare(job, ranks=size)
     device = cluster.device.kind if cluster else "cuda" if torch.cuda.is_available() else "cpu"
-    rehearsal = rehearse(subject_of(prepared), plan=prepared.job.plan, ranks=size, device=device)  # type: ignore[arg-type]
-    console = Console() if Console().is_terminal else Console(width=_WIDTH)
-    console.print(f"{prepared.job.plan} on {size} ranks", highlight=False)
+    plans = [job.plan, *map(Plan.parse, job.compare)]
+    jobs = [prepare(dataclasses.replace(job, plan=plan), ranks=size) for plan in plans]
+    rehearsals = [rehearse(subject_of(one), plan=one.job.plan, ranks=size, device=device) for one in jobs]  # type: ignore[arg-type]
+    board = drawing_board()
+    title = " beside ".join(f"{rehearsal.plan}" for rehearsal in rehearsals) + f" on {job.on or f'{size} ranks'}"
+    board.print(title, highlight=False)
     if cluster is not None:
-        console.print(shown(time_table(predict(rehearsal, cluster=cluster))))
+        _tell([predict(rehearsal, cluster=cluster) for rehearsal in rehearsals], job=job, title=title)
     if job.memory:
-        console.print(shown(memory_table(memory_of(rehearsal), measured=_measured(job, size) if job.measure else ())))
+        for rehearsal in rehearsals:
+            measured = _measured(job, size) if job.measure and rehearsal is rehearsals[0] else ()
+            board.print(shown(memory_table(memory_of(rehearsal), measured=measured)))
     return 0
 
 
-def _cluster(text: str) -> Cluster | None:
+def _tell(predictions: Sequence[Prediction], *, job: SimulateJob, title: str) -> None:
+    """Print and draw what is asked for of some plans on one cluster."""
+    board = drawing_board()
+    if len(predictions) == 1 and not (job.draw or job.wanted):
+        board.print(shown(time_table(predictions[0])))
+        return
+    accounts = [predicted(prediction) for prediction in predictions]
+    rows = comparison_table(accounts) if len(accounts) > 1 else time_table(predictions[0])
+    board.print(shown(rows))
+    if job.draw:
+        for drawing in drawings(accounts, width=board.width):
+            board.print()
+            board.print(drawing, soft_wrap=True)
+    save(accounts, files=job, title=title)
+
+
+def _cluster(job: SimulateJob) -> Cluster | None:
+    """The one that is named. Raises JobError when there is none and it is needed."""
+    check(job)
+    if not job.on:
+        if job.draw or job.wanted or job.compare:
+            raise JobError('times are drawn and compared on a cluster: name it, as in --on "64x8 h100"')
+        if not job.memory:
+            raise JobError('say what to tell: --memory, or --on a cluster, as in --on "64x8 h100"')
+        return None
     try:
-        return parse_cluster(text) if text else None
+        return parse_cluster(job.on)
     except ClusterError as error:
         raise JobError(f"--on: {error}") from error
 
@@ -109,7 +140,7 @@ def shown(rows: Sequence[tuple[str, ...]]) -> Table:
     """A table for the terminal."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in rows[0]:
-        table.add_column(title, justify="right", no_wrap=True)
+        table.add_column(title, justify="right" if title else "left", no_wrap=True)
     for row in rows[1:]:
         table.add_row(*row)
     return table

@@ -34,7 +34,7 @@ class Level:
 
     seconds: float
     during: str
-    """What the rank is at: an action, or a word."""
+    """What the rank is at: an action, or a word, as its timeline has it."""
 
     device: Mapping[Category, int]
     """Bytes where it computes."""
@@ -112,8 +112,9 @@ class Replay:
 
     def __init__(self, prediction: Prediction) -> None:
         self.prediction = prediction
-        self._rehearsal, self._prices = prediction.rehearsal, Prices(prediction.cluster)
-        self._alone: dict[int, tuple[Moment, ...]] = {}
+        self._rehearsal = prediction.rehearsal
+        self._prices: dict[tuple[int, int], Prices] = {}
+        self._alone: dict[tuple[int, int], tuple[Moment, ...]] = {}
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -130,20 +131,21 @@ class Replay:
         """The memory of the rank with this index along pp, in so many parts of the step."""
         seconds, apart = self.prediction.seconds, self._rehearsal.device != "cpu"
         held = Counter(self.prediction.memory[index].rest)
-        levels = [Level(0.0, "", dict(held))]
+        levels = [Level(0.0, "begin", dict(held))]
         most = total = sum(held.values())
         for act, time, entry in self._changes(index):
             if entry.host and apart:
                 continue
             while (start := len(levels) * seconds / columns) <= time and len(levels) < columns:
-                levels.append(Level(start, levels[-1].during, dict(held)))
+                levels.append(Level(start, act.label if start >= act.start else f"before {act.label}", dict(held)))
                 most = total
             held[entry.category] += entry.bytes
             total += entry.bytes
             if total > most:
                 levels[-1] = Level(levels[-1].seconds, act.label, dict(held))
                 most = total
-        rest = (Level(step * seconds / columns, "", dict(held)) for step in range(len(levels), columns))
+        end = self._acts[index][-1].label
+        rest = (Level(step * seconds / columns, end, dict(held)) for step in range(len(levels), columns))
         return History(index, seconds, (*levels, *rest))
 
     def _changes(self, index: int) -> Iterator[tuple[_Act, float, Memory]]:
@@ -158,7 +160,7 @@ class Replay:
         """Of each rank along pp, in order."""
         row = self.prediction.timeline
         if row is None:
-            every = self._one_after_the_other(self._rehearsal.step(0), start=self._free)
+            every = self._one_after_the_other(0, self._rehearsal.step(0), start=self._free)
             return [[_Act("begin", 0.0, self._free), *every]]
         return [list(self._scheduled(index, row)) for index in range(row.ranks)]
 
@@ -178,10 +180,10 @@ class Replay:
             if computed < row.seconds:  # everybody waits for the last reductions
                 yield Event(index, Stream.WAIT, axes, self._free + computed, self._free + row.seconds)
 
-    def _one_after_the_other(self, segments: Sequence[Segment], *, start: float) -> Iterator[_Act]:
+    def _one_after_the_other(self, index: int, segments: Sequence[Segment], *, start: float) -> Iterator[_Act]:
         """Segments of a rank that nothing else comes between."""
         zero = 0.0
-        for _, each in itertools.groupby(moments(segments, prices=self._prices), key=_segment):
+        for _, each in itertools.groupby(moments(segments, prices=self._prices_of(index)), key=_segment):
             own = tuple(each)
             end = _end(own, zero)
             yield _Act(own[0].segment.label, start + zero, start + end, own, zero)
@@ -191,7 +193,7 @@ class Replay:
         """Segments that the pipeline's clock has placed, and those before and after."""
         clocked = {str(event): event for event in row.events if event.rank == index}
         parts = self._rehearsal.step(index)
-        before = (moment for part in parts if part.label == "begin" for moment in self._played(part))
+        before = (moment for part in parts if part.label == "begin" for moment in self._played(part, index))
         yield _Act("begin", 0.0, self._free, tuple(before))
         now = self._free
         for part in (part for part in parts if kind_of(part.label) is not None):
@@ -200,30 +202,39 @@ class Replay:
                 start = self._free + event.start
             if kind in COMPUTE | RECEIVES:
                 now = self._free + event.stop
-            own = self._played(part)
+            own = self._played(part, index)
             length = _end(own, 0.0)
             yield _Act(part.label, start, now, own, scale=(now - start) / length if length else 1.0)
-        yield from self._one_after_the_other(self._after(index), start=self._free + row.seconds)
+        yield from self._one_after_the_other(index, self._after(index), start=self._free + row.seconds)
 
     @cached_property
     def _free(self) -> float:
         """Seconds before the first action."""
         seconds, row = self.prediction.seconds, self.prediction.timeline
-        segments = (
-            [self._rehearsal.step(0)] if row is None else map(self._after, {t.index for t in self._rehearsal.tapes})
-        )
-        longest = max(_end(moments(each, prices=self._prices), 0.0) for each in segments)
-        return max(0.0, seconds - longest - (row.seconds if row else 0.0))
+        if row is None:
+            return seconds - _end(moments(self._rehearsal.step(0), prices=self._prices_of(0)), 0.0)
+        ranks = range(row.ranks)
+        after = max(_end(moments(self._after(index), prices=self._prices_of(index)), 0.0) for index in ranks)
+        return seconds - row.seconds - after
 
     def _after(self, index: int) -> list[Segment]:
         """What follows the actions."""
         return [part for part in self._rehearsal.step(index) if kind_of(part.label) is None and part.label != "begin"]
 
-    def _played(self, segment: Segment) -> tuple[Moment, ...]:
+    def _played(self, segment: Segment, index: int) -> tuple[Moment, ...]:
         """One segment, from 0 on."""
-        if id(segment.entries) not in self._alone:
-            self._alone[id(segment.entries)] = tuple(moments([segment], prices=self._prices))
-        return self._alone[id(segment.entries)]
+        prices = self._prices_of(index)
+        key = id(segment.entries), id(prices)
+        if key not in self._alone:
+            self._alone[key] = tuple(moments([segment], prices=prices))
+        return self._alone[key]
+
+    def _prices_of(self, index: int) -> Prices:
+        """Those of a rank: they depend on which rank was rehearsed for it, and where in a node it is."""
+        tape, cluster = self._rehearsal.tapes[index].index, self.prediction.cluster
+        each = self._rehearsal.plan.mesh().size // len(self._rehearsal.tapes)
+        key = tape, index * each % cluster.ranks_per_node
+        return self._prices.setdefault(key, Prices(cluster, shift=(index - tape) * each))
 
 
 def _segment(moment: Moment) -> int:

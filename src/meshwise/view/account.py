@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -68,9 +68,10 @@ class Account:
     @cached_property
     def spent(self) -> Mapping[str, float]:
         """Where a rank's step goes, on the mean over the ranks; it adds up to the step."""
-        total: Counter[str] = Counter()
+        total: dict[str, float] = defaultdict(float)
         for rank in range(self.timeline.ranks):
-            total.update(spent(self.timeline, rank=rank))  # type: ignore[arg-type] # a Counter of seconds
+            for what, seconds in spent(self.timeline, rank=rank).items():
+                total[what] += seconds
         return {what: seconds / self.timeline.ranks for what, seconds in total.items()}
 
 

@@ -1,40 +1,52 @@
 """A timeline as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
 A process per rank, with four rows: what it computes (and where it waits for a message), what its links carry, its
-collectives, and what moves between tiers of memory; an arrow for every message. The format is Google's "Trace Event
-Format": JSON, times in microseconds.
+collectives, and what moves between tiers of memory; an arrow for every message, and the memory it holds, by category,
+as a counter. The format is Google's "Trace Event Format": JSON, times in microseconds.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from meshwise.pipeline.action import RECEIVES, SENDS, Action, Kind
 from meshwise.pipeline.passes import counterpart
+from meshwise.simulate.history import History
 from meshwise.timeline import Event, Stream, Timeline
+from meshwise.view.account import Account
 
 ROWS: Mapping[Stream, int] = {Stream.COMPUTE: 0, Stream.WAIT: 0, Stream.LINK: 1, Stream.COLLECTIVE: 2, Stream.TIERS: 3}
 _NAMES = ("computes", "sends", "collectives", "tiers")
 _MICRO = 1e6
 
 
-def write_chrome_trace(timelines: Mapping[str, Timeline], *, path: Path, seconds: float = 1.0) -> None:
-    """Write the JSON of one or several timelines, under their titles.
+def write_chrome_trace(accounts: Sequence[Account], *, path: Path) -> None:
+    """Write the JSON of one or several plans, under their titles; where times have no unit, one is a millisecond.
 
-    `seconds` is one unit of the timelines' times. Raises OSError when the file cannot be written.
+    Raises OSError when the file cannot be written.
     """
     events: list[dict[str, Any]] = []
-    before: list[Timeline] = []
-    for title, timeline in timelines.items():
-        place = _Place(sum(one.ranks for one in before), timeline)
-        events += place.names(f"{title}: " if len(timelines) > 1 else "")
-        for event in timeline.events:
-            events += _events(event, seconds * _MICRO, place)
-        before.append(timeline)
+    first = 0
+    for account in accounts:
+        place = _Place(first, account.timeline)
+        scale = _MICRO if account.unit == "s" else 1e-3 * _MICRO
+        events += place.names(f"{account.title}: " if len(accounts) > 1 else "", account.names)
+        for event in account.timeline.events:
+            events += _events(event, scale, place)
+        for history in account.histories:
+            events += _levels(history, scale, place.first + history.index)
+        first += account.timeline.ranks
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+
+
+def _levels(history: History, scale: float, pid: int) -> Iterator[dict[str, Any]]:
+    """Memory over time."""
+    for level in history.levels:
+        held = {str(category): size for category, size in level.device.items()}
+        yield {"ph": "C", "name": "memory", "pid": pid, "ts": level.seconds * scale, "args": held}
 
 
 class _Place:
@@ -45,10 +57,10 @@ class _Place:
         self._stages = timeline.stages
         self._pipelines = {rank: ranks for ranks in timeline.pipelines for rank in ranks}
 
-    def names(self, title: str) -> Iterator[dict[str, Any]]:
+    def names(self, title: str, ranks: Sequence[str]) -> Iterator[dict[str, Any]]:
         """The names of processes and rows."""
         for rank, stages in enumerate(self._stages):
-            name, pid = f"{title}rank {rank}: stages {' '.join(map(str, stages))}", self.first + rank
+            name, pid = f"{title}{ranks[rank]}: stages {' '.join(map(str, stages))}", self.first + rank
             yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
             for row, heading in enumerate(_NAMES):
                 yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": row, "args": {"name": heading}}

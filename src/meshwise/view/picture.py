@@ -122,14 +122,14 @@ class Picture:
 
 
 def stacked(pictures: Sequence[Picture], *, gap: float = 14) -> Picture:
-    """Pictures below one another, as one."""
+    """Pictures below one another, as one, with a margin around."""
     shapes: list[Shape] = []
-    height = 0.0
+    top = gap
     for picture in pictures:
-        shapes += (shape.moved(right=0, down=height) for shape in picture.flat())
-        height += picture.height + gap
-    width = max(picture.width for picture in pictures)
-    return Picture("; ".join(picture.title for picture in pictures), width, height - gap, tuple(shapes))
+        shapes += (shape.moved(right=gap, down=top) for shape in picture.flat())
+        top += picture.height + gap
+    width = 2 * gap + max(picture.width for picture in pictures)
+    return Picture("; ".join(picture.title for picture in pictures), width, top, tuple(shapes))
 
 
 def text_width(text: str, *, size: float) -> float:

@@ -28,7 +28,7 @@ def pictures(accounts: Sequence[Account]) -> Iterator[list[Picture]]:
 
 def sheet(accounts: Sequence[Account]) -> Picture:
     """All of them as one picture."""
-    parts = [comparison_picture(accounts)]
+    parts = [comparison_picture(accounts)] if len(accounts) > 1 or accounts[0].peak else []
     for account, drawn in zip(accounts, pictures(accounts), strict=True):
         parts += [Picture(account.title, WIDTH, 24, (Text(account.title, 0, 12, size=15),)), *drawn]
     return stacked(parts)

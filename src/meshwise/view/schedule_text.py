@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwise.pipeline.action import Kind
-from meshwise.timeline import Event, Timeline
+from meshwise.timeline import AROUND, Event, Stream, Timeline
 
 STYLES: Mapping[Kind, str] = {
     Kind.F: "black on bright_blue",
@@ -40,21 +40,41 @@ def picture(timeline: Timeline, *, width: int) -> Text:
     return Text("\n\n").join(panels)
 
 
-def strip(timeline: Timeline, *, width: int, seconds: float) -> Text:
-    """The drawing to scale, a row per rank, `seconds` in `width` characters; what is too short for one is not seen."""
-    names = [f"rank {rank:>{len(str(timeline.ranks - 1))}} │" for rank in range(timeline.ranks)]
-    scale = (width - len(names[0])) / seconds
-    return Text("\n").join(Text(name) + _scaled(timeline, rank, scale) for rank, name in enumerate(names))
+def strip(timeline: Timeline, *, width: int, seconds: float, rows: Sequence[str] = ()) -> Text:
+    """The drawing to scale, a row per rank, `seconds` in `width` characters; what is too short for one is not seen.
+
+    `rows` are the names of the ranks. Beside the computations `░` is before and after the schedule, `u` the update,
+    and `▒` what a rank waits for within.
+    """
+    heads = rows or [f"rank {rank}" for rank in range(timeline.ranks)]
+    longest = max(map(len, heads))
+    scale = (width - longest - 2) / seconds
+    lines = (Text(f"{head:<{longest}} │") + _scaled(timeline, rank, scale) for rank, head in enumerate(heads))
+    return Text("\n").join(lines)
 
 
 def _scaled(timeline: Timeline, rank: int, scale: float) -> Text:
     row = Text()
-    for event in timeline.computing[rank]:
+    spots = [event for event in timeline.events if event.rank == rank and _fills(event)]
+    for event in sorted(spots, key=lambda event: event.start):
         first, last = (math.floor(moment * scale + 0.5) for moment in (event.start, event.stop))
         row.append("." * (first - len(row)), "dim")
-        row.append(label(event, timeline=timeline).ljust(last - first, "─")[: last - first], STYLES[Kind(event.kind)])
+        if event.stream is Stream.COMPUTE:
+            drawn = label(event, timeline=timeline).ljust(last - first, "─")
+            row.append(drawn[: last - first], STYLES[Kind(event.kind)])
+        else:
+            row.append(("u" if event.kind == "update" else "░") * (last - max(first, len(row))))
     row.append("." * (math.floor(timeline.seconds * scale + 0.5) - len(row)), "dim")
+    for event in timeline.waiting[rank]:
+        first, last = (math.floor(moment * scale + 0.5) for moment in (event.start, event.stop))
+        if event.stage is None and last > first:
+            row = row[:first] + Text("▒" * (last - first), "red") + row[last:]
     return row
+
+
+def _fills(event: Event) -> bool:
+    """Whether a rank does nothing else meanwhile."""
+    return event.stream is Stream.COMPUTE or event.kind in AROUND | {"update"}
 
 
 def label(event: Event, *, timeline: Timeline) -> str:

@@ -27,7 +27,8 @@ def _svg(picture: Picture, before: str) -> str:
     inside = before + _shapes(picture.shapes) + (_plot(picture.plot) if picture.plot else "")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="picture" viewBox="0 0 {width} {height}" width="{width}" '
-        f'style="min-width:{_number(min(picture.width, _LEGIBLE))}px" role="img" aria-label="{escape(picture.title)}">{inside}</svg>'
+        f'style="min-width:{_number(min(picture.width, _LEGIBLE))}px" role="img" '
+        f'aria-label="{escape(picture.title)}">{inside}</svg>'
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshwise.pipeline.action import COMPUTE, Kind
-from meshwise.timeline import Event, Stream, Timeline
+from meshwise.timeline import AROUND, Event, Stream, Timeline
 from meshwise.view.palette import UNSEEN
 from meshwise.view.picture import Bars, Box, Path, Picture, Plot, Shape, Text, legend, text_width, ticks
 from meshwise.view.schedule_text import label
@@ -34,7 +34,6 @@ MEANINGS: Mapping[str, str] = {
 }
 """What each paint stands for, in the order of the legend."""
 
-_AROUND = frozenset({"begin", "exchange", "settle"})
 _BESIDE: Mapping[Stream, str] = {Stream.COLLECTIVE: "collective", Stream.LINK: "message", Stream.TIERS: "tier"}
 _HEIGHTS = ((8, 26.0), (24, 18.0), (10**9, 11.0))
 _LANE, _TITLE, _LEGEND, _AXIS, _MOST_TICKS = 4.0, 26.0, 24.0, 24.0, 10
@@ -133,12 +132,12 @@ class _Drawing:
             return _BESIDE[event.stream]
         if event.stream is Stream.WAIT:
             return UNSEEN if event.stage is not None else "wait"
-        return "between" if event.kind in _AROUND else "update"
+        return "between" if event.kind in AROUND else "update"
 
 
 def _beside(event: Event) -> bool:
     """Whether it goes on beside what the rank is at."""
-    return event.stream in _BESIDE and event.kind not in _AROUND | {"update"}
+    return event.stream in _BESIDE and event.kind not in AROUND | {"update"}
 
 
 def _told(event: Event) -> str:
