@@ -121,8 +121,8 @@ AROUND = frozenset({"begin", "exchange", "settle"})
 """What a rank is at before its row of a schedule and after it, beside the update of the parameters."""
 
 
-def spent(timeline: Timeline, *, rank: int) -> dict[str, float]:
-    """Where a rank's part of the step goes, in the timeline's unit; it adds up to the whole step.
+def spent(timeline: Timeline) -> tuple[dict[str, float], ...]:
+    """Where each rank's part of the step goes, in the timeline's unit; each adds up to the whole step.
 
     computes         what its computations take
     update           the update of the parameters
@@ -130,21 +130,25 @@ def spent(timeline: Timeline, *, rank: int) -> dict[str, float]:
     around           what is between the schedule and the update
     bubble           the rest: nothing to compute yet, or nothing any more
     """
-    changes: list[tuple[float, int, str]] = []
+    changes: list[list[tuple[float, int, str]]] = [[] for _ in range(timeline.ranks)]
     for event in timeline.events:
         what = _spent_on(event)
-        if event.rank == rank and what is not None and event.stop > event.start:
-            changes += ((event.start, 1, what), (event.stop, -1, what))
+        if what is not None and event.stop > event.start:
+            changes[event.rank] += ((event.start, 1, what), (event.stop, -1, what))
+    return tuple(_spent(own, timeline.seconds) for own in changes)
+
+
+def _spent(changes: list[tuple[float, int, str]], seconds: float) -> dict[str, float]:
+    """What a rank is at between each moment when something begins (1) or ends (-1) and the next."""
     found = dict.fromkeys(("computes", "bubble"), 0.0)
     active: Counter[str] = Counter()
     now = 0.0
-    for moment, change, what in [*sorted(changes), (timeline.seconds, 0, "bubble")]:
-        named = [one for one, count in active.items() if count]
-        at = min(named, key=_precedence, default="bubble")
+    for moment, change, what in [*sorted(changes), (seconds, 0, "bubble")]:
+        at = min((one for one, count in active.items() if count), key=_precedence, default="bubble")
         found[at] = found.get(at, 0.0) + moment - now
         active[what] += change
         now = moment
-    return {what: seconds for what, seconds in found.items() if seconds or what in ("computes", "bubble")}
+    return {what: time for what, time in found.items() if time or what in ("computes", "bubble")}
 
 
 def _spent_on(event: Event) -> str | None:

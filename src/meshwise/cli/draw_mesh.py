@@ -48,8 +48,5 @@ def main(words: Sequence[str]) -> int:
     mesh = plan.mesh()
     picture = mesh_picture(mesh, ranks_per_node=cluster.ranks_per_node if cluster else 0)
     drawing_board().print(mesh.picture(), highlight=False, markup=False, soft_wrap=True)
-    try:
-        save_picture(picture, png=flags.png, svg=flags.svg)
-    except (ValueError, OSError) as error:
-        raise JobError(str(error)) from error
+    save_picture(picture, png=flags.png, svg=flags.svg)
     return 0

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from meshwise.bench.plot import require_matplotlib
+from meshwise.bench.plot import MissingExtraError, require_matplotlib
+from meshwise.train.job import JobError
 from meshwise.view.account import Account
 from meshwise.view.chrome_trace import write_chrome_trace
 from meshwise.view.page import write_page
@@ -49,13 +50,16 @@ def drawing_board() -> Console:
 
 
 def check(files: Files) -> None:
-    """Raise MissingExtraError when a picture is asked for that cannot be drawn."""
+    """Raise JobError when a picture is asked for that cannot be drawn."""
     if files.png:
-        require_matplotlib()
+        try:
+            require_matplotlib()
+        except MissingExtraError as error:
+            raise JobError(str(error)) from error
 
 
 def save(accounts: Sequence[Account], *, files: Files, title: str) -> None:
-    """Write the files that are asked for, and say so. Raises OSError when one cannot be written."""
+    """Write the files that are asked for, and say so. Raises JobError when one cannot be written."""
     _write(files.html, lambda path: write_page(accounts, path=path, title=title))
     _write(files.trace, lambda path: write_chrome_trace(accounts, path=path))
     if files.png or files.svg:
@@ -63,13 +67,16 @@ def save(accounts: Sequence[Account], *, files: Files, title: str) -> None:
 
 
 def save_picture(picture: Picture, *, png: Path | None, svg: Path | None) -> None:
-    """Write a picture as what is asked for, and say so. Raises OSError, and MissingExtraError without matplotlib."""
+    """Write a picture as what is asked for, and say so. Raises JobError when it cannot be written."""
     _write(png, lambda path: write_png(picture, path=path))
     _write(svg, lambda path: path.write_text(svg_file(picture), encoding="utf-8"))
 
 
 def _write(path: Path | None, write: Callable[[Path], object]) -> None:
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(path)
+        except (OSError, MissingExtraError) as error:
+            raise JobError(f"cannot write {path}: {error}") from error
         drawing_board().print(f"wrote {path}", highlight=False, soft_wrap=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -67,44 +67,71 @@ class History:
 
 
 @dataclass(frozen=True)
-class _Act:
-    """A segment, and when it is played."""
+class _Played:
+    """A segment, played after those before it."""
 
     label: str
     start: float
     stop: float
-    moments: tuple[Moment, ...] = ()
-    zero: float = 0.0
-    """The time of `moments` that is its start."""
+    moments: tuple[Moment, ...]
+    inside: tuple[tuple[Stream, str, float, float], ...]
+    """Its collectives, and what the rank waits for, by axes: what, from when to when."""
 
-    scale: float = 1.0
-    """How much longer it is than by them: the clock gives every action the mean of its kind."""
+    @cached_property
+    def waits(self) -> Mapping[str, float]:
+        """How long the rank waits for the collectives along some axes."""
+        total: dict[str, float] = defaultdict(float)
+        for stream, axes, start, stop in self.inside:
+            if stream is Stream.WAIT:
+                total[axes] += stop - start
+        return total
 
-    def at(self, moment: float) -> float:
-        """When one of its moments is."""
-        return self.start + (moment - self.zero) * self.scale
 
-    def within(self, *, rank: int) -> Iterator[Event]:
-        """Its collectives, and what it waits for by axes."""
-        axes: dict[int, str] = {}
-        for _, entry, start, stop in self.moments:
+def _play(segments: Iterable[Segment], *, prices: Prices) -> Iterator[_Played]:
+    """Segments of a rank that nothing else comes between."""
+    axes: dict[int, str] = {}
+    now = 0.0
+    for _, each in itertools.groupby(moments(segments, prices=prices), key=lambda moment: id(moment.segment)):
+        start, own = now, tuple(each)
+        inside = []
+        for _, entry, begin, end in own:
             if isinstance(entry, Call):
                 axes[entry.stamp.sequence] = "·".join(entry.stamp.axes)
-                kind = f"{entry.stamp.kind} {axes[entry.stamp.sequence]}"
-                yield Event(rank, Stream.COLLECTIVE, kind, self.at(start), self.at(stop))
-            elif isinstance(entry, Wait) and stop > start:
-                yield Event(rank, Stream.WAIT, axes[entry.sequence], self.at(start), self.at(stop))
+                inside.append((Stream.COLLECTIVE, f"{entry.stamp.kind} {axes[entry.stamp.sequence]}", begin, end))
+                continue
+            now = end
+            if isinstance(entry, Wait) and end > begin:
+                inside.append((Stream.WAIT, axes[entry.sequence], begin, end))
+        yield _Played(own[0].segment.label, start, now, own, tuple(inside))
 
-    def summed(self, *, rank: int) -> Iterator[Event]:
+
+@dataclass(frozen=True)
+class _Act:
+    """What a rank does for a while. The clock gives every action the mean of its kind, not the time of its own."""
+
+    label: str
+    start: float
+    stop: float
+    played: _Played | None = None
+
+    def at(self, moment: float) -> float:
+        """When a moment of what is played is."""
+        assert self.played is not None
+        own = self.played.stop - self.played.start
+        return self.start + (moment - self.played.start) * ((self.stop - self.start) / own if own else 1.0)
+
+    def inside(self, *, rank: int) -> Iterator[Event]:
+        """Its collectives and waits."""
+        for stream, kind, start, stop in self.played.inside if self.played else ():
+            yield Event(rank, stream, kind, self.at(start), self.at(stop))
+
+    def waits(self, *, rank: int) -> Iterator[Event]:
         """What it waits for in all, at its end."""
-        waits: dict[str, float] = defaultdict(float)
-        for event in self.within(rank=rank):
-            if event.stream is Stream.WAIT:
-                waits[event.kind] += event.seconds
         stop = self.stop
-        for kind, seconds in waits.items():
-            yield Event(rank, Stream.WAIT, kind, stop - seconds, stop)
-            stop -= seconds
+        for axes, seconds in self.played.waits.items() if self.played else ():
+            start = stop - (self.at(seconds) - self.at(0.0))
+            yield Event(rank, Stream.WAIT, axes, start, stop)
+            stop = start
 
 
 class Replay:
@@ -114,7 +141,7 @@ class Replay:
         self.prediction = prediction
         self._rehearsal = prediction.rehearsal
         self._prices: dict[tuple[int, int], Prices] = {}
-        self._alone: dict[tuple[int, int], tuple[Moment, ...]] = {}
+        self._alone: dict[tuple[int, int], _Played | None] = {}
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -122,10 +149,10 @@ class Replay:
         ranks = range(len(self._rehearsal.tapes))
         events = [event for index in ranks for event in self._outline(index)]
         acts = [(index, act) for index in ranks for act in self._acts[index] if act.stop > act.start]
-        within = [event for index, act in acts for event in act.within(rank=index)]
-        if len(within) > _MOST_EVENTS:
-            within = [event for index, act in acts for event in act.summed(rank=index)]
-        return Timeline((*events, *within), (tuple(ranks),))
+        every = sum(len(act.played.inside) for _, act in acts if act.played) <= _MOST_EVENTS
+        for index, act in acts:
+            events += act.inside(rank=index) if every else act.waits(rank=index)
+        return Timeline(tuple(events), (tuple(ranks),))
 
     def history(self, index: int, *, columns: int = 360) -> History:
         """The memory of the rank with this index along pp, in so many parts of the step."""
@@ -151,7 +178,7 @@ class Replay:
     def _changes(self, index: int) -> Iterator[tuple[_Act, float, Memory]]:
         """Of memory, in order."""
         for act in self._acts[index]:
-            for _, entry, time, _ in act.moments:
+            for _, entry, time, _ in act.played.moments if act.played else ():
                 if isinstance(entry, Memory):
                     yield act, act.at(time), entry
 
@@ -160,8 +187,8 @@ class Replay:
         """Of each rank along pp, in order."""
         row = self.prediction.timeline
         if row is None:
-            every = self._one_after_the_other(0, self._rehearsal.step(0), start=self._free)
-            return [[_Act("begin", 0.0, self._free), *every]]
+            parts = _play(self._rehearsal.step(0), prices=self._prices_of(0))
+            return [[_Act("begin", 0.0, self._free), *_acts(parts, start=self._free)]]
         return [list(self._scheduled(index, row)) for index in range(row.ranks)]
 
     def _outline(self, index: int) -> Iterator[Event]:
@@ -180,21 +207,12 @@ class Replay:
             if computed < row.seconds:  # everybody waits for the last reductions
                 yield Event(index, Stream.WAIT, axes, self._free + computed, self._free + row.seconds)
 
-    def _one_after_the_other(self, index: int, segments: Sequence[Segment], *, start: float) -> Iterator[_Act]:
-        """Segments of a rank that nothing else comes between."""
-        zero = 0.0
-        for _, each in itertools.groupby(moments(segments, prices=self._prices_of(index)), key=_segment):
-            own = tuple(each)
-            end = _end(own, zero)
-            yield _Act(own[0].segment.label, start + zero, start + end, own, zero)
-            zero = end
-
     def _scheduled(self, index: int, row: Timeline) -> Iterator[_Act]:
         """Segments that the pipeline's clock has placed, and those before and after."""
         clocked = {str(event): event for event in row.events if event.rank == index}
         parts = self._rehearsal.step(index)
-        before = (moment for part in parts if part.label == "begin" for moment in self._played(part, index))
-        yield _Act("begin", 0.0, self._free, tuple(before))
+        before = [part for part in parts if part.label == "begin"]
+        yield _Act("begin", 0.0, self._free, self._played(before[0], index) if before else None)
         now = self._free
         for part in (part for part in parts if kind_of(part.label) is not None):
             kind, event, start = kind_of(part.label), clocked[part.label], now
@@ -202,31 +220,29 @@ class Replay:
                 start = self._free + event.start
             if kind in COMPUTE | RECEIVES:
                 now = self._free + event.stop
-            own = self._played(part, index)
-            length = _end(own, 0.0)
-            yield _Act(part.label, start, now, own, scale=(now - start) / length if length else 1.0)
-        yield from self._one_after_the_other(index, self._after(index), start=self._free + row.seconds)
+            yield _Act(part.label, start, now, self._played(part, index))
+        yield from _acts(self._after(index), start=self._free + row.seconds)
 
     @cached_property
     def _free(self) -> float:
         """Seconds before the first action."""
         seconds, row = self.prediction.seconds, self.prediction.timeline
         if row is None:
-            return seconds - _end(moments(self._rehearsal.step(0), prices=self._prices_of(0)), 0.0)
-        ranks = range(row.ranks)
-        after = max(_end(moments(self._after(index), prices=self._prices_of(index)), 0.0) for index in ranks)
-        return seconds - row.seconds - after
+            return self.prediction.cluster.device.step
+        return seconds - row.seconds - max(part.stop for index in range(row.ranks) for part in self._after(index))
 
-    def _after(self, index: int) -> list[Segment]:
+    def _after(self, index: int) -> Iterator[_Played]:
         """What follows the actions."""
-        return [part for part in self._rehearsal.step(index) if kind_of(part.label) is None and part.label != "begin"]
+        parts = self._rehearsal.step(index)
+        after = (part for part in parts if kind_of(part.label) is None and part.label != "begin")
+        return _play(after, prices=self._prices_of(index))
 
-    def _played(self, segment: Segment, index: int) -> tuple[Moment, ...]:
-        """One segment, from 0 on."""
+    def _played(self, segment: Segment, index: int) -> _Played | None:
+        """One segment alone; None for one in which nothing happens."""
         prices = self._prices_of(index)
         key = id(segment.entries), id(prices)
         if key not in self._alone:
-            self._alone[key] = tuple(moments([segment], prices=prices))
+            self._alone[key] = next(_play([segment], prices=prices), None)
         return self._alone[key]
 
     def _prices_of(self, index: int) -> Prices:
@@ -237,10 +253,6 @@ class Replay:
         return self._prices.setdefault(key, Prices(cluster, shift=(index - tape) * each))
 
 
-def _segment(moment: Moment) -> int:
-    return id(moment.segment)
-
-
-def _end(of: Iterable[Moment], start: float) -> float:
-    """When a rank is through with its moments: collectives may last longer."""
-    return max((moment.stop for moment in of if not isinstance(moment.entry, Call)), default=start)
+def _acts(parts: Iterable[_Played], *, start: float) -> Iterator[_Act]:
+    """One after the other."""
+    return (_Act(part.label, start + part.start, start + part.stop, part) for part in parts)

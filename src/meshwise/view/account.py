@@ -69,8 +69,8 @@ class Account:
     def spent(self) -> Mapping[str, float]:
         """Where a rank's step goes, on the mean over the ranks; it adds up to the step."""
         total: dict[str, float] = defaultdict(float)
-        for rank in range(self.timeline.ranks):
-            for what, seconds in spent(self.timeline, rank=rank).items():
+        for own in spent(self.timeline):
+            for what, seconds in own.items():
                 total[what] += seconds
         return {what: seconds / self.timeline.ranks for what, seconds in total.items()}
 

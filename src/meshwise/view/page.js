@@ -94,6 +94,7 @@
 
   const redraw = (plot, start, part) => {
     const width = plot.width.baseVal.value, height = plot.height.baseVal.value, all = Number(plot.dataset.span);
+    plot.classList.toggle("near", part < 0.2);
     plot.setAttribute("viewBox", `${start * width} 0 ${part * width} ${height}`);
     const axis = plot.previousElementSibling, texts = plot.nextElementSibling;
     const place = (x) => (x / width - start) / part * width;

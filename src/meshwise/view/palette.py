@@ -62,6 +62,7 @@ def style() -> str:
         f"@media (prefers-color-scheme:dark){{:root{{{dark}}}}}\n"
         f"{fills}\n{lines}\n"
         ".picture .bars{stroke:var(--ground);stroke-width:.5;vector-effect:non-scaling-stroke}\n"
+        ".picture .plot:not(.near) .fine{stroke:none}\n"
         f".picture .{UNSEEN}{{fill:transparent;stroke:none}}\n"
         ".picture .line{stroke-width:1;vector-effect:non-scaling-stroke}.picture .line.limit{stroke-dasharray:5 4}\n"
         ".picture text{font-family:system-ui,-apple-system,'Segoe UI',sans-serif;dominant-baseline:central}\n"

@@ -20,6 +20,8 @@ Point: TypeAlias = tuple[float, float]
 LETTER = 0.6
 """Width of a letter, in sizes of the text."""
 
+_NARROW = 3.0
+
 
 @dataclass(frozen=True)
 class Bars:
@@ -30,6 +32,11 @@ class Bars:
     names: tuple[str, ...] = ()
     row: str = ""
     """What they belong to, told with their names."""
+
+    @property
+    def fine(self) -> bool:
+        """Whether they are too narrow for a line around each."""
+        return sum(width for _, _, width, _ in self.boxes) < _NARROW * len(self.boxes)
 
     def moved(self, *, right: float, down: float) -> Bars:
         """The same, elsewhere."""

@@ -43,7 +43,9 @@ def _paint(sheet, shape: Shape, how: dict[str, Any]) -> None:  # type: ignore[no
         sheet.text(shape.x, shape.y, shape.text, fontsize=shape.size * _POINTS, parse_math=False, **place, **how)
     elif isinstance(shape, Bars):
         corners = [((x, y), (x + w, y), (x + w, y + h), (x, y + h)) for x, y, w, h in shape.boxes]
-        sheet.add_collection(PolyCollection(corners, linewidths=0.3, **how | {"edgecolor": COLORS["ground"][0]}))
+        sheet.add_collection(
+            PolyCollection(corners, linewidths=0 if shape.fine else 0.3, **how | {"edgecolor": COLORS["ground"][0]})
+        )
     elif shape.filled:
         sheet.add_collection(PolyCollection([shape.points], linewidths=0, **how))
     else:

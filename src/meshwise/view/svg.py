@@ -67,7 +67,7 @@ def _bars(bars: Bars) -> str:
     told = ""
     if bars.names:
         told = f' data-row="{escape(bars.row)}" data-names="{escape("|".join(bars.names))}"'
-    return f'<path class="bars {bars.paint}" d="{_outline(bars.boxes)}"{told}/>'
+    return f'<path class="bars{" fine" * bars.fine} {bars.paint}" d="{_outline(bars.boxes)}"{told}/>'
 
 
 def _outline(boxes: Sequence[Box]) -> str:
