@@ -18,17 +18,13 @@ from meshwise.testing import Processes, run
 
 PLANS = (
     "dp=1",
-    "dp=2 zero=0",
     "dp=3 zero=0",
     "dp=2 zero=1",
-    "dp=3 zero=1",
     "dp=4 zero=1",
-    "dp=2 zero=2",
     "dp=3 zero=2",
     "dp=4 zero=2 microbatches=2",
     "dp=2 zero=3",
     "dp=3 zero=3",
-    "dp=4 zero=3 microbatches=2",
 )
 
 
@@ -68,7 +64,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("case", OTHERS.values(), ids=OTHERS)
 def test_other_optimizers_and_dtypes_go_through_too(case: Case, tmp_path: Path) -> None:
-    for first, second in itertools.pairwise(["dp=2 zero=0", "dp=3 zero=1", "dp=4 zero=3", "dp=1", "dp=2 zero=2"]):
+    for first, second in itertools.pairwise(["dp=2 zero=0", "dp=3 zero=3", "dp=1", "dp=2 zero=2"]):
         folder = tmp_path / first
         there_and_back(
             case, second, {folder: run(ranks(first), save, args=(case, first, folder))[0]}, tmp_path / second
@@ -105,8 +101,8 @@ def test_tensors_that_a_plan_splits_are_whole_in_a_checkpoint(
     plan: str, saved_tensors: dict[Path, Then], tmp_path: Path
 ) -> None:
     folders = list(saved_tensors)
-    others = [folders[(TENSOR_PLANS.index(plan) + step) % len(folders)] for step in (1, 4)]
-    there_and_back(GRAPHIC, plan, {folder: saved_tensors[folder] for folder in others}, tmp_path)
+    other = folders[(TENSOR_PLANS.index(plan) + 5) % len(folders)]
+    there_and_back(GRAPHIC, plan, {other: saved_tensors[other]}, tmp_path)
 
 
 @pytest.mark.processes

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from grid import Grid
 from meshwise.comm.world import World
 from meshwise.model.table import ParameterTable, Row
 from meshwise.parallelize import parallelize
@@ -53,10 +54,10 @@ def counted(world: World, plan: str, frozen: bool) -> tuple[Counts, ParameterTab
     return count(stamps), trainer.table
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-@pytest.mark.parametrize("m", [1, 3])
-@pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+GRID = Grid({"zero": (0, 1, 2, 3), "n": (2, 3, 4), "m": (1, 3), "frozen": (False, True)})
+
+
+@pytest.mark.grid(GRID)
 def test_a_step_calls_what_the_formula_says(zero: int, n: int, m: int, frozen: bool) -> None:
     plan = Plan(dp=n, zero=zero, microbatches=m)
     counts, table = run(n, counted, args=(plan, frozen))[0]

@@ -74,10 +74,8 @@ def check(plan: str, *, tied: bool, dropout: float = 0.0, on: Any = "threads") -
 VIRTUAL = {"interleaved": 2, "looped": 2, "zb-v": 2, "dualpipev": 2}
 
 
-@pytest.mark.parametrize(
-    "name", ["1f1b", "naive", "gpipe", "interleaved", "looped", "zb-h1", "zb-h2", "zb-v", "dualpipev"]
-)
-def test_every_schedule_trains_like_one_process(name: str) -> None:
+@pytest.mark.parametrize("name", ["1f1b", "looped", "zb-h1", "dualpipev"])
+def test_schedules_train_with_dropout_like_one_process(name: str) -> None:
     check(f"pp=2 microbatches=4 schedule={name} virtual_stages={VIRTUAL.get(name, 1)}", tied=True, dropout=0.3)
 
 

@@ -19,7 +19,7 @@ from meshwise.comm.world import World
 from meshwise.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
-from meshwise.testing import Processes, agree, alone, outcome, run
+from meshwise.testing import Processes, agree, alone, run
 
 TRAINING: dict[str, Any] = {"loss": next_token_loss, "options": Options(clip_norm=0.5), "lr": 1e-2, "weight_decay": 0.1}
 
@@ -59,14 +59,26 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return drawn
 
 
+def single(model: nn.Module | Callable[[], nn.Module]) -> Any:
+    """The numbers of every step of one process, and the gradients and parameters of the last."""
+    steps = alone(copy.deepcopy(model), batches=batches(), **TRAINING)
+    numbers = [(step["loss"], step["grad_norm"], step["tokens"]) for step in steps]
+    return numbers, steps[-1]["gradients"], steps[-1]["parameters"]
+
+
 @functools.cache
 def expected(case: Case) -> Any:
-    return alone(copy.deepcopy(existing(case)), batches=batches(), **TRAINING)
+    return single(existing(case))
 
 
 def trained(world: World, plan: str, model: nn.Module | Callable[[], nn.Module]) -> Any:
     trainer = parallelize(copy.deepcopy(model), plan, world=world, **TRAINING)
-    return outcome(trainer, batches=batches())
+    numbers = [(step.loss, step.grad_norm, step.tokens) for step in map(trainer.step, batches())]
+    gradients, parameters = (
+        {name: tensor.clone() for name, tensor in named}
+        for named in (trainer.full_gradients(), trainer.full_parameters())
+    )
+    return numbers, gradients, parameters
 
 
 @pytest.mark.parametrize("plan, ties", CASES)
@@ -88,4 +100,4 @@ def test_on_real_processes_too(processes: Processes, plan: str) -> None:
 def test_a_model_born_under_the_plan_is_the_same_model(plan: str) -> None:
     build = Case(tied=False).build
     for steps in run(Plan.parse(plan).mesh().size, trained, args=(plan, build)):
-        agree(steps, alone(build, batches=batches(), **TRAINING), bound=1e-9)
+        agree(steps, single(build), bound=1e-9)
