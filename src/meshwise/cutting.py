@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,22 +13,25 @@ from torch import nn
 from meshwise import tree
 from meshwise.comm.world import World
 from meshwise.model.birth import Source
-from meshwise.model.forward import Forward
+from meshwise.model.forward import Forward, Loss, call_loss
 from meshwise.pipeline.action import Schedule, ScheduleError
-from meshwise.pipeline.cut import Cut, Where, Wish, cut_model
+from meshwise.pipeline.cut import Cut, Pairs, Where, Wish, cut_model
 from meshwise.pipeline.partition import CutError
 from meshwise.pipeline.schedules import make_schedule
 from meshwise.plan import Plan, PlanError
 from meshwise.plan.keys import is_path
+from meshwise.tensor.part import Part
 
 
 @dataclass(frozen=True)
 class Example:
-    """What a model is cut by: a batch like those to come, and how the model is called on it."""
+    """What a model is cut by: a batch like those to come, and how the model is called on it, and the loss."""
 
     batch: Any
     forward: Forward
     where: Where
+    loss: Loss | None = None
+    pairs: Pairs = field(default_factory=Pairs)
 
 
 def plan_schedule(plan: Plan) -> Schedule:
@@ -62,8 +65,13 @@ def cut_source(source: Source, *, plan: Plan, schedule: Schedule, example: Examp
     rows = max(1, tree.rows(example.batch) // shares)
     device = device if source.deferred else next(source.module.parameters()).device
     micro = tree.map_tensors(lambda tensor: tensor.to(device), tree.take_rows(example.batch, start=0, stop=rows))
-    call: Callable[[nn.Module], Any] = lambda model: example.forward(model, micro)  # noqa: E731
-    wish = Wish(by=plan.partition, where=example.where, schedule=schedule)  # type: ignore[arg-type]
+
+    def call(model: nn.Module) -> Any:
+        if example.loss is None or source.deferred:
+            return example.forward(model, micro)
+        return call_loss(model, micro, forward=example.forward, loss=example.loss)[0]
+
+    wish = Wish(by=plan.partition, where=example.where, schedule=schedule, pairs=example.pairs)  # type: ignore[arg-type]
     try:
         return cut_model(source.module, stages=schedule.stages, call=call, wish=wish)
     except CutError as error:
@@ -85,6 +93,14 @@ def first_ranks(make: Callable[[], Cut], *, world: World) -> Cut:
     if cut is None:
         raise PlanError(problem)
     return cut
+
+
+def pairs_of(parts: Mapping[str, Part]) -> Pairs:
+    """The matrices between which ranks of tensor parallelism have different features."""
+    first, second = (
+        frozenset(name for name, part in parts.items() if part.role == role) for role in ("first", "second")
+    )
+    return Pairs(first, second)
 
 
 def refuse_lost(parts: Iterable[str], *, cut: Cut) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from meshwise.comm.launch import connect
 from meshwise.comm.thread_world import ThreadWorld
 from meshwise.comm.world import World
-from meshwise.cutting import Example, agreed_schedule, cut_source, first_ranks, refuse_lost
+from meshwise.cutting import Example, agreed_schedule, cut_source, first_ranks, pairs_of, refuse_lost
 from meshwise.data_parallel.batch_norm import Statistics, batch_norms, take_over
 from meshwise.data_parallel.engine import DataParallel, Engine
 from meshwise.data_parallel.replication import Keeping
@@ -213,7 +213,7 @@ def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
     schedule = agreed_schedule(plan, world=world)
     _agree(source, world)
     _place_buffers(source, world, setting.keeping.precision)
-    example = Example(options.example, setting.task.forward, options.cut)
+    example = Example(options.example, setting.task.forward, options.cut, setting.task.loss, pairs_of(parts))
     cut = first_ranks(
         lambda: cut_source(source, plan=plan, schedule=schedule, example=example, device=world.device), world=world
     )
@@ -246,6 +246,7 @@ def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
         statistics = Statistics(stage.module, world=world, axes=plan.data_axes, joined=joined)
         stages[index] = live = LiveStage(stage, engine, _draws(stage.module, setting, world, here), statistics)
         recall.remember(live.draws)
+        recall.remember(stage.crossing)
         kept = in_flight(schedule)[index]
         setting.around.blocks.install(stage.module, names=blocks, recall=recall, in_flight=kept)
     if not source.deferred:

@@ -16,6 +16,7 @@ from meshwise.comm.world import World
 from meshwise.memory.recompute import Block, RecomputeError
 from meshwise.model.recall import Recall
 from meshwise.parallelize import Options, parallelize
+from meshwise.pipeline.cut import Where
 from meshwise.plan import Plan, PlanError
 from meshwise.testing.count import count
 from meshwise.tree import tensors
@@ -76,7 +77,8 @@ def test_a_block_is_repeated_once_a_micro_batch(schedule: str) -> None:
     """Also by a backward in two parts, which asks for what was saved several times."""
 
     def runs(world: World, plan: str) -> int:
-        trainer = parallelize(Model, plan, loss=loss, world=world, lr=1e-2, options=Options(example=batches()[0]))
+        options = Options(example=batches()[0], cut=Where(how="blocks"))
+        trainer = parallelize(Model, plan, loss=loss, world=world, lr=1e-2, options=options)
         calls: list[str] = []
         for module in trainer.modules:
             for part in module.modules():

@@ -272,8 +272,9 @@ def test_a_model_without_values_is_cut_by_operations_for_want_of_time() -> None:
     with torch.device("meta"):
         model = gpt()
     call = lambda model: model(TOKENS.to("meta"))  # noqa: E731
-    cut = cut_model(model, stages=3, call=call, wish=Wish("memory"))
-    assert cut.bounds == cut_model(gpt(), stages=3, call=lm, wish=Wish("memory")).bounds
+    by_memory = Wish("memory", where=Where(how="blocks"))
+    cut = cut_model(model, stages=3, call=call, wish=by_memory)
+    assert cut.bounds == cut_model(gpt(), stages=3, call=lm, wish=by_memory).bounds
     by_work = cut_model(model, stages=3, call=call)
     assert by_work.by == "operations"
     assert "FLOP" in str(by_work)
@@ -314,7 +315,7 @@ def test_time_is_measured() -> None:
 
 
 def test_a_cut_prints_as_a_table_and_travels() -> None:
-    cut = cut_model(gpt(tied=True), stages=3, call=lm, wish=PARAMS)
+    cut = cut_model(gpt(tied=True), stages=3, call=lm, wish=Wish("params", where=Where(how="blocks")))
     assert pickle.loads(pickle.dumps(cut)) == cut
     assert str(cut).splitlines() == [
         "stage  runs                      parameters  params  part    then sends",

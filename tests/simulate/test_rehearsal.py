@@ -98,7 +98,7 @@ def test_recomputation_is_one_more_forward_of_the_blocks_but_for_each_last_produ
 def test_what_a_job_refuses_its_rehearsal_refuses_with_the_same_words() -> None:
     wrong: list[tuple[str, int, Subject]] = [
         ("dp=3", 4, gpt_subject()),
-        ("pp=16 microbatches=16", 16, gpt_subject()),
+        ("pp=32 microbatches=32", 32, gpt_subject()),
         ("pp=2 schedule=interleaved microbatches=3 virtual_stages=2", 2, gpt_subject()),
         ("tp=3 tp_mode=2d", 3, gpt_subject()),
         ("dp=1", 1, gpt_subject(clip_norm=-1.0)),

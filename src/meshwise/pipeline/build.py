@@ -10,7 +10,7 @@ from torch import fx, nn
 from meshwise.model.birth import without_values
 from meshwise.pipeline.cut import Cut
 from meshwise.pipeline.probe import copied
-from meshwise.pipeline.stage import Crossing, Piece, Route, Stage
+from meshwise.pipeline.stage import Crossing, Opened, Piece, Route, Stage
 from meshwise.pipeline.trace import part_of
 
 
@@ -28,17 +28,20 @@ def make_stage(model: nn.Module, *, cut: Cut, index: int) -> Stage:
 
 def _blocks(model: nn.Module, cut: Cut, index: int, crossing: Crossing) -> nn.Module:
     """The model, with the pieces of other stages without parameters."""
-    start, stop = cut.bounds[index : index + 2]
+    met = cut.met(index)
     held = {id(model.get_parameter(name)) for name, stages in cut.holders.items() if index in stages}
     every = [*model.parameters(), *model.buffers()]
     module = copied(model, tensors={tensor: tensor for tensor in every})
     shadow = copied(model, tensors={tensor: without_values(tensor) for tensor in every})
-    route = Route(cut.keys, modules=[module.get_submodule(name) for name in cut.modules], start=start, stop=stop)
+    modules = [module.get_submodule(name) for name in met.modules]
+    route = Route(met.keys, modules=modules, start=met.start, stop=met.stop)
     for owner in module.modules():
         _let_go(owner, owner._parameters, held)
-    for name in dict.fromkeys(cut.modules):
-        piece = module.get_submodule(name)
-        if name not in cut.modules[start:stop]:
+    for name, piece in dict(zip(met.modules, modules, strict=True)).items():
+        if name in met.opened:
+            piece.forward = Opened(piece, route=route, crossing=crossing)
+            continue
+        if name not in met.modules[met.start : met.stop]:
             for owner in piece.modules():
                 _let_go(owner, owner._buffers, held)
         piece.forward = Piece(piece, shadow=shadow.get_submodule(name), route=route, crossing=crossing)

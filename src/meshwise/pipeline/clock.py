@@ -72,17 +72,52 @@ def peaks(schedule: Schedule, *, costs: Cost | Sequence[Cost] = Cost()) -> tuple
     return tuple(_peak(row, each) for row in schedule.rows)
 
 
-def step_seconds(schedule: Schedule, *, loads: Sequence[float], limit: float = math.inf) -> float:
-    """A step's time when a micro-batch takes each stage so long, a third of it each for F, I and W.
+class StepClock:
+    """The clock of one schedule for many loads, a third of each for F, I and W: how long a step takes.
 
-    Infinite when a rank alone has to compute for as long as `limit`.
+    What happens, and what each event waits for, is told once; after that a step is one pass over these.
     """
-    ranks = [0.0] * schedule.ranks
-    for load, rank in zip(loads, schedule.rank_of, strict=True):
-        ranks[rank] += load * schedule.microbatches
-    if max(ranks) >= limit:
-        return math.inf
-    return clock(schedule, costs=[Cost(load / 3, load / 3, load / 3) for load in loads]).seconds
+
+    def __init__(self, schedule: Schedule) -> None:
+        lowered = add_transfers(schedule)
+        self._schedule = schedule
+        self._events: list[tuple[int, int, int]] = []
+        now: dict[int, int] = defaultdict(int)
+        links: dict[tuple[int, int], int] = defaultdict(int)
+        arrivals: dict[tuple[int, int], deque[int]] = defaultdict(deque)
+        for rank, action in walk(lowered):
+            number = len(self._events) + 1
+            if action.kind in SENDS:
+                channel = rank, receiver(action, schedule=lowered)
+                edge = action.stage - (action.kind is Kind.SEND_B)
+                event = now[rank], links[channel], 2 * schedule.stages + 1 + edge
+                links[channel] = number
+                arrivals[channel].append(number)
+            elif action.kind in RECEIVES:
+                event = now[rank], arrivals[lowered.rank_of[counterpart(action).stage], rank].popleft(), 0
+            else:
+                event = now[rank], now[rank], 1 + 2 * action.stage + (action.kind is Kind.B)
+            if action.kind not in SENDS:
+                now[rank] = number
+            self._events.append(event)
+
+    def __call__(self, *, loads: Sequence[float], crossing: Sequence[float] = (), limit: float = math.inf) -> float:
+        """When micro-batches take each stage so long, and each edge so long one way.
+
+        Infinite when a rank alone has to compute for as long as `limit`.
+        """
+        ranks = [0.0] * self._schedule.ranks
+        for load, rank in zip(loads, self._schedule.rank_of, strict=True):
+            ranks[rank] += load * self._schedule.microbatches
+        if max(ranks) >= limit:
+            return math.inf
+        thirds = [part for load in loads for part in (load / 3, 2 * load / 3)]
+        taken = [0.0, *thirds, *(crossing or [0.0] * len(loads))]
+        ends = [0.0]
+        for first, second, what in self._events:
+            start, other = ends[first], ends[second]
+            ends.append((start if start > other else other) + taken[what])  # noqa: FURB136 -- a call takes longer
+        return max(ends)
 
 
 def _each(costs: Cost | Sequence[Cost], schedule: Schedule) -> tuple[Cost, ...]:

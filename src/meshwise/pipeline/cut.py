@@ -6,10 +6,8 @@ and compared. `build.py` makes a stage from it.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from typing import Literal
 
@@ -17,18 +15,11 @@ from torch import nn
 
 from meshwise.model.blocks import Patterns
 from meshwise.pipeline.action import Schedule
-from meshwise.pipeline.clock import step_seconds
-from meshwise.pipeline.partition import CutError, Steps, divide, quicken
-from meshwise.pipeline.passes import add_transfers
-from meshwise.pipeline.probe import Call, Seen, Step, is_bare, probe
+from meshwise.pipeline.balance import Aim, Balanced, balance, balance_trace, by_hand, loads_of
+from meshwise.pipeline.partition import CutError
+from meshwise.pipeline.probe import Call, is_bare, probe
+from meshwise.pipeline.seen import Seen
 from meshwise.pipeline.trace import Trace, probe_trace, trace_model
-from meshwise.pipeline.validate import in_flight
-
-STATES = 4
-"""What a trained parameter takes, in multiples of itself: the parameter, its gradient, two moments of Adam."""
-
-SLACK = 0.05
-"""By how much of the largest stage a trace may be less even in order to send less."""
 
 
 @dataclass(frozen=True)
@@ -36,18 +27,35 @@ class Where:
     """Where a model may be cut. `Options(cut=Where(at=("blocks.3", "head")))` cuts it by hand."""
 
     at: tuple[str, ...] = ()
-    """By hand: the piece, or the operation of a trace, at which each stage but the first begins."""
+    """By hand: the piece, the module inside of a block, or the operation of a trace, at which each stage but the first
+    begins."""
 
     pieces: Patterns = ()
     """Patterns over module names that override what the pieces are (see `meshwise.model.blocks`)."""
 
     how: Literal["auto", "blocks", "trace"] = "auto"
-    """Between the model's pieces, which run the model's own forward, or between the operations that torch.fx traces;
-    `auto` traces when there are not enough pieces."""
+    """Between the model's pieces, which run the model's own forward, or between the operations that torch.fx traces.
+    `auto` opens blocks where boundaries inside of them make a difference, and traces when there are not enough
+    pieces."""
 
     def __post_init__(self) -> None:
         if self.how not in ("auto", "blocks", "trace"):
             raise CutError(f"how={self.how!r}: a model is cut by its 'blocks', by its 'trace', or by what fits, 'auto'")
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Modules between which no stage can begin: those that open a pair of tensor parallelism, those that close one."""
+
+    first: frozenset[str] = frozenset()
+    second: frozenset[str] = frozenset()
+
+    def are_whole(self, module: str) -> bool:
+        """Whether there is no pair that the module has one side of."""
+        first, second = (
+            any(f"{name}.".startswith(f"{module}.") for name in side) for side in (self.first, self.second)
+        )
+        return first == second
 
 
 @dataclass(frozen=True)
@@ -65,13 +73,37 @@ class Wish:
     """What the stages will run. `memory` then counts the activations that each stage holds at a time, and `time` makes
     the step short, which is more than small stages: some come earlier than others, and some share a rank."""
 
+    pairs: Pairs = Pairs()
+    """What tensor parallelism splits."""
+
+
+@dataclass(frozen=True)
+class Met:
+    """What a stage meets as the model runs, in order."""
+
+    keys: tuple[str, ...]
+    """As those of the cut, in which only `opened` are opened."""
+
+    modules: tuple[str, ...]
+    """The module of each."""
+
+    start: int
+    """The first that is the stage's own."""
+
+    stop: int
+    """The first after them that is not."""
+
+    opened: tuple[str, ...]
+    """The blocks that the stage has a part of."""
+
 
 @dataclass(frozen=True)
 class Cut:
     """A model in stages. Prints as a table."""
 
     keys: tuple[str, ...]
-    """What runs, in order: pieces of the model, a second call of one as `name:2`; of a trace, its operations."""
+    """What runs, in order: pieces of the model, a second call of one as `name:2`; of a trace, its operations. Of an
+    opened block the modules inside, and then, under its own name, what it does last."""
 
     modules: tuple[str, ...]
     """The module of each, empty for an operation without one."""
@@ -100,6 +132,9 @@ class Cut:
     by: str
     """What that is."""
 
+    opened: tuple[str, ...] = ()
+    """The blocks that a boundary is inside of."""
+
     trace: Trace | None = field(default=None, compare=False)
     """The operations that the keys are, of a model that is cut between them."""
 
@@ -112,6 +147,25 @@ class Cut:
     def ties(self) -> dict[str, tuple[int, ...]]:
         """Parameters that several stages hold: each is one logical parameter, whose gradients have to be summed."""
         return {name: stages for name, stages in self.holders.items() if len(stages) > 1}
+
+    def met(self, stage: int) -> Met:
+        """What a stage meets: blocks that it has no boundary in are whole."""
+        start, stop = self.bounds[stage : stage + 2]
+        kept, opened = list(range(len(self.keys))), []
+        for name in self.opened:
+            last = self.keys.index(name)
+            first = next(place for place in range(last) if self.keys[place].startswith(f"{name}."))
+            if any(first < bound <= last for bound in (start, stop)):
+                opened.append(name)
+            else:
+                kept = [place for place in kept if not first <= place < last]
+        return Met(
+            keys=tuple(self.keys[place] for place in kept),
+            modules=tuple(self.modules[place] for place in kept),
+            start=sum(place < start for place in kept),
+            stop=sum(place < stop for place in kept),
+            opened=tuple(opened),
+        )
 
     @property
     def imbalance(self) -> float:
@@ -136,6 +190,7 @@ class Cut:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines.append(f"by {self.by}, the largest stage is {self.imbalance:.2f} times the mean")
+        lines += [f"{name} is opened: a stage begins inside" for name in self.opened]
         lines += [f"{name} is on stages {', '.join(map(str, on))}: one parameter" for name, on in self.ties.items()]
         return "\n".join(lines)
 
@@ -154,45 +209,51 @@ def cut_model(model: nn.Module, *, stages: int, call: Call, wish: Wish = Wish())
     if wish.schedule is not None and wish.schedule.stages != stages:
         raise CutError(f"the schedule has {wish.schedule.stages} stages, the cut {stages}")
     where, timed = wish.where, wish.by == "time"
-    if where.how != "trace":
-        seen = probe(model, call=call, pieces=where.pieces, timed=timed)
-        if where.how == "blocks" or len(seen.steps) >= stages:
-            return _cut(model, seen, stages, wish)
-        try:
-            return _cut_trace(model, call, stages, wish)
-        except CutError as error:
-            raise CutError(
-                f"{stages} stages do not fit: {type(model).__name__} has {len(seen.steps)} pieces, so at most "
-                f"pp·virtual_stages={len(seen.steps)}; and as a trace: {error}"
-            ) from None
-    return _cut_trace(model, call, stages, wish)
+    if where.how == "trace":
+        return _cut_trace(model, call, stages, wish)
+    seen = probe(model, call=call, pieces=where.pieces, timed=timed, opens=where.how == "auto" and not where.pieces)
+    opens = [
+        step.key
+        for step in seen.steps
+        if step.inside and all(wish.pairs.are_whole(part.module) for part in step.inside)
+    ]
+    fit = sum(bool(step.parameters) for step in seen.opened(opens).steps)
+    if where.how == "blocks" or fit >= stages:
+        if where.at:
+            return _cut(model, by_hand(seen, at=where.at, stages=stages, opens=opens), wish)
+        return _cut(model, balance(model, seen=seen, aim=_aim(wish, stages), opens=opens), wish)
+    try:
+        return _cut_trace(model, call, stages, wish)
+    except CutError as error:
+        raise CutError(
+            f"{stages} stages do not fit: {type(model).__name__} has {fit} pieces, so at most "
+            f"pp·virtual_stages={fit}; and as a trace: {error}"
+        ) from None
 
 
 def _cut_trace(model: nn.Module, call: Call, stages: int, wish: Wish) -> Cut:
     trace = trace_model(model, call=call)
-    return _cut(model, probe_trace(model, trace=trace, call=call, timed=wish.by == "time"), stages, wish, trace=trace)
-
-
-def _cut(model: nn.Module, seen: Seen, stages: int, wish: Wish, *, trace: Trace | None = None) -> Cut:
-    keys = tuple(step.key for step in seen.steps)
-    loads = _loads(model, seen.steps, stages, wish)
-    crossing = [seen.crossing(position) for position in range(len(keys))]
+    seen = probe_trace(model, trace=trace, call=call, timed=wish.by == "time")
     if wish.where.at:
-        bounds = _by_hand(keys, wish.where.at, stages)
-    else:
-        sizes = [float(sum(seen.steps[source].output for source in sources)) for sources in crossing]
-        solid = [bool(step.parameters) for step in seen.steps]
-        steps = Steps(loads, solid, sizes)
-        bounds = divide(steps, slack=0.0 if trace is None else SLACK)
-        if wish.schedule is not None and wish.by == "time" and trace is None:
-            bounds = quicken(steps, bounds=bounds, seconds=partial(step_seconds, add_transfers(wish.schedule)))
+        return _cut(model, by_hand(seen, at=wish.where.at, stages=stages), wish, trace=trace)
+    return _cut(model, balance_trace(model, seen=seen, aim=_aim(wish, stages)), wish, trace=trace)
+
+
+def _aim(wish: Wish, stages: int) -> Aim:
+    return Aim(wish.by, stages, wish.schedule)
+
+
+def _cut(model: nn.Module, balanced: Balanced, wish: Wish, *, trace: Trace | None = None) -> Cut:
+    seen, bounds = balanced.seen, balanced.bounds
+    keys, stages = tuple(step.key for step in seen.steps), len(bounds) - 1
     holders = _holders(model, seen, bounds)
+    loads = loads_of(model, seen=seen, aim=_aim(wish, stages))
     return Cut(
         keys=keys,
         modules=tuple(step.module for step in seen.steps),
         bounds=bounds,
-        crossing=tuple(tuple(keys[source] for source in crossing[bound]) for bound in bounds[1:-1]),
-        changed=frozenset(keys[step] for step in seen.changed),
+        crossing=tuple(seen.crossing(bound) for bound in bounds[1:-1]),
+        changed=seen.changed.intersection(keys),
         alike=frozenset(step.key for step in seen.steps if step.alike),
         holders=holders,
         parameters=tuple(
@@ -201,6 +262,7 @@ def _cut(model: nn.Module, seen: Seen, stages: int, wish: Wish, *, trace: Trace 
         ),
         loads=tuple(sum(loads[k][start:stop]) for k, (start, stop) in enumerate(pairwise(bounds))),
         by="operations" if wish.by == "time" and is_bare(model) else wish.by,
+        opened=balanced.opened,
         trace=trace,
     )
 
@@ -214,32 +276,6 @@ def _holders(model: nn.Module, seen: Seen, bounds: Sequence[int]) -> dict[str, t
             for name in step.parameters:
                 stages.setdefault(name, set()).add(stage)
     return {name: tuple(sorted(stages.get(name, {last}))) for name, _ in model.named_parameters()}
-
-
-def _loads(model: nn.Module, steps: Sequence[Step], stages: int, wish: Wish) -> list[list[float]]:
-    """Per stage, the load of each step."""
-    if wish.by == "time":
-        return [[step.took.work for step in steps]] * stages
-    counted = [[model.get_parameter(name) for name in step.parameters] for step in steps]
-    if wish.by == "params":
-        return [[float(sum(p.numel() for p in step)) for step in counted]] * stages
-    states = [float(sum(p.nbytes * (STATES if p.requires_grad else 1) for p in step)) for step in counted]
-    held = [step.took.activations for step in steps]
-    times_held = (1.0,) * stages if wish.schedule is None else in_flight(wish.schedule)
-    return [[state + times * kept for state, kept in zip(states, held, strict=True)] for times in times_held]
-
-
-def _by_hand(keys: Sequence[str], at: Sequence[str], stages: int) -> tuple[int, ...]:
-    if len(at) != stages - 1:
-        raise CutError(f"{stages} stages need {stages - 1} names to begin at, not {len(at)}: {', '.join(at)}")
-    for name in at:
-        if name not in keys[1:]:
-            near = difflib.get_close_matches(name, keys[1:], n=3, cutoff=0.4) or list(keys[1:4])
-            raise CutError(f"a stage cannot begin at {name!r}; it can at, for example, {', '.join(near)}")
-    bounds = (0, *map(keys.index, at), len(keys))
-    if list(bounds) != sorted(set(bounds)):
-        raise CutError(f"the model runs {', '.join(sorted(at, key=keys.index))} in this order, not {', '.join(at)}")
-    return bounds
 
 
 def _amount(load: float, by: str) -> str:

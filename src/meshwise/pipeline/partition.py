@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 
@@ -30,6 +32,45 @@ class Steps:
     crossing: Sequence[float]
     """What would be sent, if the row were cut before this step."""
 
+    before: Sequence[float] = ()
+    """What a cut before this step adds to the stage that ends there; nothing, when empty."""
+
+    after: Sequence[float] = ()
+    """What it adds to the stage that begins there."""
+
+    def largest(self, bounds: Sequence[int]) -> float:
+        """The load of the largest of the stages between these bounds."""
+        table = _Table(self)
+        return max(table.load(stage, start, end) for stage, (start, end) in enumerate(pairwise(bounds)))
+
+    def merged(self, places: Sequence[int]) -> Steps:
+        """The row with fewer places to cut at: those before these steps, the first of which is step 0."""
+        parts = list(pairwise((*places, len(self.solid))))
+        return Steps(
+            loads=[[sum(row[start:stop]) for start, stop in parts] for row in self.loads],
+            solid=[any(self.solid[start:stop]) for start, stop in parts],
+            **{
+                name: [each[place] for place in places] if each else ()
+                for name, each in (("crossing", self.crossing), ("before", self.before), ("after", self.after))
+            },
+        )
+
+
+def worthwhile(steps: Steps, *, apart: float, always: Collection[int], never: Collection[int]) -> list[int]:
+    """The places to cut at that are worth trying: `always` these, `never` those, and of others that are less than
+    `apart` from each other, in loads, the one where least crosses.
+    """
+    sums = [0.0, *accumulate(max(steps.loads, key=sum))]
+    kept = sorted(always)
+    taken = sorted(sums[place] for place in kept)
+    others = [place for place in range(len(steps.solid)) if place not in never and place not in always]
+    for place in sorted(others, key=lambda place: steps.crossing[place]):
+        at = bisect_left(taken, sums[place])
+        if all(abs(near - sums[place]) >= apart for near in taken[max(0, at - 1) : at + 1]):
+            kept.append(place)
+            insort(taken, sums[place])
+    return sorted(kept)
+
 
 def divide(steps: Steps, *, slack: float = 0.0) -> tuple[int, ...]:
     """The bounds of the stages: stage k is steps[bounds[k]:bounds[k + 1]].
@@ -49,46 +90,52 @@ def divide(steps: Steps, *, slack: float = 0.0) -> tuple[int, ...]:
     everything = [[math.inf] * (count + 1) for _ in range(stages + 1)]
     everything[0][0] = 0.0
     for stage, end in itertools.product(range(stages), range(1, count + 1)):
-        everything[stage + 1][end] = min(
-            (max(everything[stage][start], table.load(stage, start, end)) for start in range(end)), default=math.inf
-        )
+        least = math.inf
+        for start in range(end - 1, -1, -1):
+            if table.alone(stage, start, end) >= least:
+                break
+            least = min(least, max(everything[stage][start], table.load(stage, start, end)))
+        everything[stage + 1][end] = least
     limit = everything[stages][count] * (1 + slack) * (1 + 1e-12)
     return _cheapest(table, limit)
 
 
 class StepSeconds(Protocol):
-    """How long a step takes when the stages have these loads; it may be infinite when that is `limit` or more."""
+    """How long a step takes when the stages have these loads and send so much; infinite where no step can be."""
 
-    def __call__(self, *, loads: Sequence[float], limit: float) -> float:
-        """In the unit of the loads."""
+    def __call__(self, *, loads: Sequence[float], crossing: Sequence[float], limit: float) -> float:
+        """In the unit of the loads; it may be infinite when it is `limit` or more."""
 
 
-def quicken(steps: Steps, *, bounds: tuple[int, ...], seconds: StepSeconds) -> tuple[int, ...]:
-    """Bounds from which no move of one step, from one stage to another, makes a step of the schedule shorter.
+def quicken(steps: Steps, *, bounds: tuple[int, ...], seconds: StepSeconds) -> tuple[tuple[int, ...], float]:
+    """Bounds from which no move makes a step of the schedule shorter, and that step's time.
 
     From the given ones the best move is made until there is none. Moving a step from stage i to stage j moves every
-    bound between them by one.
+    bound between them by one; where steps are of several kinds, one like it may be some steps away.
     """
     table = _Table(steps)
-    best = seconds(loads=table.loads(bounds), limit=math.inf)
+    best = table.seconds(bounds, seconds, math.inf)
     while True:
         found = bounds
         for moved in _moves(bounds, table.count):
-            loads = table.loads(moved)
-            taken = seconds(loads=loads, limit=best) if max(loads) < math.inf else math.inf
+            taken = table.seconds(moved, seconds, best)
             if taken < best * (1 - 1e-9):
                 best, found = taken, moved
         if found == bounds:
-            return bounds
+            return bounds, best
         bounds = found
 
 
+REACH = 4
+"""By how many steps a move moves bounds at most."""
+
+
 def _moves(bounds: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
-    """Every run of inner bounds moved by one, where that leaves no stage empty."""
+    """Every run of inner bounds moved by some steps, where that leaves no stage empty."""
     for first, last in itertools.combinations_with_replacement(range(1, len(bounds) - 1), 2):
-        for by in (-1, 1):
+        for by in (by for by in range(-REACH, REACH + 1) if by):
             moved = (*bounds[:first], *(bound + by for bound in bounds[first : last + 1]), *bounds[last + 1 :])
-            if all(start < stop for start, stop in itertools.pairwise(moved)) and moved[-1] == count:
+            if all(start < stop for start, stop in pairwise(moved)) and moved[-1] == count:
                 yield moved
 
 
@@ -99,6 +146,8 @@ def _cheapest(table: _Table, limit: float) -> tuple[int, ...]:
         ends: dict[int, tuple[tuple[float, float], tuple[int, ...]]] = {}
         for start, ((sent, squares), bounds) in best[-1].items():
             for end in range(start + 1, table.count + 1):
+                if table.alone(stage, start, end) > limit:
+                    break
                 load = table.load(stage, start, end)
                 if load <= limit:
                     price = (sent + (table.crossing[start] if start else 0.0), squares + load**2)
@@ -113,15 +162,25 @@ class _Table:
 
     def __init__(self, steps: Steps) -> None:
         self.stages, self.count, self.crossing = len(steps.loads), len(steps.solid), steps.crossing
-        self._sums = [[0.0, *itertools.accumulate(row)] for row in steps.loads]
-        self._solid = [0, *itertools.accumulate(steps.solid)]
+        self._sums = [[0.0, *accumulate(row)] for row in steps.loads]
+        self._solid = [0, *accumulate(steps.solid)]
+        nothing = [0.0] * (self.count + 1)
+        self._before = [*steps.before, 0.0] if steps.before else nothing
+        self._after = [*steps.after, 0.0] if steps.after else nothing
 
-    def loads(self, bounds: Sequence[int]) -> list[float]:
-        """What the stages between these bounds would carry."""
-        return [self.load(stage, start, end) for stage, (start, end) in enumerate(itertools.pairwise(bounds))]
+    def seconds(self, bounds: Sequence[int], seconds: StepSeconds, limit: float) -> float:
+        """How long a step would take with these bounds."""
+        loads = [self.load(stage, start, end) for stage, (start, end) in enumerate(pairwise(bounds))]
+        if max(loads) == math.inf:
+            return math.inf
+        return seconds(loads=loads, crossing=[self.crossing[bound] for bound in bounds[1:-1]], limit=limit)
 
     def load(self, stage: int, start: int, end: int) -> float:
         """What a stage of these steps would carry; infinite when none of them could be a stage."""
         if self._solid[end] == self._solid[start]:
             return math.inf
+        return self.alone(stage, start, end) + self._after[start] + self._before[end]
+
+    def alone(self, stage: int, start: int, end: int) -> float:
+        """The same without what the cuts add: the more steps, the more."""
         return self._sums[stage][end] - self._sums[stage][start]

@@ -14,14 +14,18 @@ pieces (embedding, blocks, norm, head) that are other stages' have no parameters
   right shape and dtype, so that a value that should have been received can never pass unseen;
 - the first piece of a later stage leaves the forward.
 
+A stage may begin inside of a block (`opening.py`). The modules in that block are then pieces, and the block's own
+forward runs on both sides; for other stages it is one piece like any other.
+
 Which outputs cross, and that pieces run in one order, the cut has seen on an example (`cut.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +46,17 @@ class Left(Exception):
     """
 
 
+Place: TypeAlias = tuple[bool, int, dict[str, Any]]
+"""A point of a run: whether there is one, which piece comes next, what has been received."""
+
+
 class Crossing:
     """What one run of a stage has received and computed so far. Lives as long as the stage, open during a run."""
 
     def __init__(self, sends: Sequence[str], *, changed: Collection[str], alike: Collection[str]) -> None:
         self.sends, self.changed, self.alike = sends, changed, alike
         self.void = Void()
-        self.open = False
+        self.open = self.repeats = False
         self.received: dict[str, Any] = {}
         self.sent: dict[str, Any] = {}
         self.position = 0
@@ -63,12 +71,32 @@ class Crossing:
 
     def keep(self, key: str, *, value: Any) -> None:
         """Send this value at the end, if it is needed: as it is now, whatever the model does to it."""
-        if key in self.sends:
+        if key in self.sends and not self.repeats:
             self.sent[key] = map_tensors(Tensor.clone, value) if key in self.changed else value
 
+    def received_of(self, key: str) -> Any:
+        """What an earlier stage has sent; as it came, whatever the model does to it."""
+        value = self.received[key]
+        return map_tensors(Tensor.clone, value) if key in self.changed else value
+
     def leave(self) -> None:
-        """End the model's forward."""
-        raise Left
+        """End the model's forward. One that is repeated ends by itself."""
+        if not self.repeats:
+            raise Left
+
+    def here(self) -> Place:
+        """The point of the forward that the model is at (see `meshwise.model.recall.Remembered`)."""
+        return self.open, self.position, self.received
+
+    @contextlib.contextmanager
+    def at(self, place: Place) -> Iterator[None]:
+        """Inside, a block that was run from this point on is run again."""
+        left, repeated = self.here(), self.repeats
+        (self.open, self.position, self.received), self.repeats = place, True
+        try:
+            yield
+        finally:
+            (self.open, self.position, self.received), self.repeats = left, repeated
 
     def stop(self) -> dict[str, Any]:
         """End a run, and forget all of it but what is sent."""
@@ -91,12 +119,12 @@ class Stage:
         self.index = index
         self.count = count
         self.receives = tuple(receives)
-        self._crossing = crossing
+        self.crossing = crossing
 
     @property
     def sends(self) -> tuple[str, ...]:
         """The keys of what `run` returns, all that the next stage receives; of the last stage, nothing."""
-        return tuple(self._crossing.sends)
+        return tuple(self.crossing.sends)
 
     def run(self, call: Callable[[nn.Module], Any], *, received: Mapping[str, Any]) -> Any:
         """One forward. `call` calls the model on a micro-batch, as in `lambda model: loss(model(tokens), targets)`.
@@ -109,14 +137,14 @@ class Stage:
         """
         if set(received) != set(self.receives):
             raise StageError(f"stage {self.index} receives {sorted(self.receives)}, but was given {sorted(received)}")
-        self._crossing.start(received)
+        self.crossing.start(received)
         try:
             returned = call(self.module)
         except Left:
-            return self._checked(self._crossing.stop())
+            return self._checked(self.crossing.stop())
         finally:
-            self._crossing.open = False
-        self._crossing.stop()
+            self.crossing.open = False
+        self.crossing.stop()
         if self.index + 1 < self.count:
             raise StageError(f"the model's forward ended on stage {self.index}, before it reached the next stage")
         return returned
@@ -139,19 +167,19 @@ class Piece:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Stands where the module's `forward` was."""
         crossing, route = self._crossing, self._route
-        if not crossing.open:  # recomputed in the backward, or called by the user
+        if not crossing.open:  # recomputed in the backward by torch's checkpoint, or called by the user
             return type(self._module).forward(self._module, *args, **kwargs)
         key = route.key(crossing.position, module=self._module)
         if crossing.position >= route.stop:
             crossing.leave()
-        own = crossing.position >= route.start
+        own = route.start <= crossing.position < route.stop
         crossing.position += 1
         if own:
             output = type(self._module).forward(self._module, *args, **kwargs)
             crossing.keep(key, value=output)
             return output
         if key in crossing.received:
-            return crossing.received[key]
+            return crossing.received_of(key)
         return self._nothing(key, args, kwargs)
 
     def _nothing(self, key: str, args: Any, kwargs: Any) -> Any:
@@ -176,6 +204,24 @@ class Piece:
                     f"the shape of the output of {key} cannot be told without its values: {error}"
                 ) from error
         return self._shapes[asked]
+
+
+class Opened:
+    """The forward of a block that a stage has a part of: the modules inside are pieces, the block itself the last."""
+
+    def __init__(self, module: nn.Module, *, route: Route, crossing: Crossing) -> None:
+        self._module, self._route, self._crossing = module, route, crossing
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Stands where the module's `forward` was."""
+        output = type(self._module).forward(self._module, *args, **kwargs)
+        crossing = self._crossing
+        key = self._route.key(crossing.position, module=self._module)
+        if crossing.position >= self._route.stop:
+            crossing.leave()
+        crossing.position += 1
+        crossing.keep(key, value=output)
+        return output
 
 
 class Void:

@@ -7,6 +7,7 @@ as `self.training` where the forward itself reads them (modules keep their own).
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import io
@@ -22,13 +23,11 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from meshwise.model.birth import without_values
+from meshwise.pipeline.alone import Tail, alone
 from meshwise.pipeline.partition import CutError
 from meshwise.pipeline.probe import (
     ROUNDS,
     Call,
-    Seen,
-    Step,
-    alone,
     as_zeros,
     copied,
     device_of,
@@ -37,8 +36,9 @@ from meshwise.pipeline.probe import (
     on_meta,
     size,
 )
+from meshwise.pipeline.seen import Seen, Step
 from meshwise.pipeline.stage import Left
-from meshwise.tree import tensors
+from meshwise.tree import map_tensors, tensors
 
 OUTSIDE = ("placeholder", "get_attr", "output")
 """Operations that are no steps: inputs, which every stage has, and parameters, which go with what uses them."""
@@ -173,8 +173,9 @@ def probe_trace(model: nn.Module, *, trace: Trace, call: Call, timed: bool = Fal
         watch = _Watch(watched, trace, names=first, timed=timed)
         watched.forward = watch.forward
         with torch.random.fork_rng(), torch.enable_grad():
-            call(watched)
-        runs.append(watch.seen())
+            result = call(watched)
+        tail = watch.since.to(result) if timed and not is_bare(model) else 0.0
+        runs.append(dataclasses.replace(watch.seen(), tail=tail))
     return fastest(runs, model=model)
 
 
@@ -190,25 +191,30 @@ class _Watch(fx.Interpreter):
         super().__init__(model, graph=trace.graph)
         self._model, self._trace, self._names, self._timed = model, trace, names, timed
         self._bare = is_bare(model)
-        self._place = {node: place for place, node in enumerate(steps_of(trace.graph))}
+        self._own = set(steps_of(trace.graph))
         self._steps: list[Step] = []
+        self.since = Tail(())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, with its arguments as they come."""
         given = _named(self._model, args, kwargs)
         inputs = [given[str(node.target)] for node in self.graph.nodes if node.op == "placeholder"]
-        return as_zeros(self.run(*on_meta(inputs)), device=device_of(inputs)) if self._bare else self.run(*inputs)
+        if self._bare:
+            return as_zeros(self.run(*on_meta(inputs)), device=device_of(inputs))
+        output = map_tensors(_cut_off, self.run(*inputs))
+        self.since = Tail(output)
+        return output
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one operation, and note it when it is a step."""
         if n.op == "get_attr":
             value = self._trace.tensor(str(n.target), model=self._model)
             return on_meta(value) if self._bare else value
-        if n not in self._place:
+        if n not in self._own:
             return super().run_node(n)
         used = self._parameters(n)
         inputs = self.fetch_args_kwargs_from_env(n)
-        run: Callable[[Any, Any], Any] = lambda args, kwargs: getattr(self, n.op)(n.target, args, kwargs)  # noqa: E731
+        run: Callable[..., Any] = lambda *args, **kwargs: getattr(self, n.op)(n.target, args, kwargs)  # noqa: E731
         output, took = alone(run, inputs=inputs, parameters=used, timed=self._timed)
         names = tuple(dict.fromkeys(self._names[id(parameter)] for parameter in used))
         module = str(n.target) if n.op == "call_module" else ""
@@ -220,8 +226,8 @@ class _Watch(fx.Interpreter):
         result = next(node for node in self.graph.nodes if node.op == "output")
         return Seen(tuple(self._steps), self._needs(result), (), frozenset())
 
-    def _needs(self, node: fx.Node) -> frozenset[int]:
-        return frozenset(self._place[source] for source in node.all_input_nodes if source in self._place)
+    def _needs(self, node: fx.Node) -> frozenset[str]:
+        return frozenset(source.name for source in node.all_input_nodes if source in self._own)
 
     def _parameters(self, node: fx.Node) -> list[Tensor]:
         """The parameters of a module, or those given to an operation."""
@@ -229,6 +235,10 @@ class _Watch(fx.Interpreter):
             return list(self._model.get_submodule(str(node.target)).parameters())
         read = [self.env[source] for source in node.all_input_nodes if source.op == "get_attr"]
         return [value for value in read if id(value) in self._names]
+
+
+def _cut_off(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def part_of(graph: fx.Graph, *, keys: Sequence[str], sends: Sequence[str], last: bool) -> fx.Graph:

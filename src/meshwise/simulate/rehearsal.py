@@ -15,7 +15,7 @@ import dataclasses
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from meshwise import tree
 from meshwise.comm.journal import Journal
-from meshwise.cutting import plan_schedule
+from meshwise.cutting import pairs_of, plan_schedule
 from meshwise.model.birth import Source, shapes_of
 from meshwise.model.forward import Loss, default_forward
 from meshwise.optim.flat import OptimizerClass
@@ -40,6 +40,7 @@ from meshwise.simulate.alike import alike
 from meshwise.simulate.recorder import Kernels, Memo, Operations, Recorder, as_if_on
 from meshwise.simulate.tape import Category, Segment, Tape
 from meshwise.simulate.world import RehearsalWorld, Stages
+from meshwise.tensor.rules import find_parts
 from meshwise.trainer import Trainer
 
 Device: TypeAlias = Literal["cpu", "cuda"]
@@ -167,7 +168,9 @@ def _kinds(source: Source, schedule: Schedule, plan: Plan, options: Options) -> 
         return (0,), options
     forward = options.forward or default_forward
     micro = tree.take_rows(options.example, start=0, stop=1)
-    wish = Wish(by="params" if plan.partition == "time" else plan.partition, where=options.cut, schedule=schedule)  # type: ignore[arg-type]
+    by = "params" if plan.partition == "time" else plan.partition
+    parts = find_parts(source.module, plan=plan, rules=options.tensor_rules) if plan.tp > 1 else {}
+    wish = Wish(by=by, where=options.cut, schedule=schedule, pairs=pairs_of(parts))  # type: ignore[arg-type]
     try:
         cut = cut_model(source.module, stages=schedule.stages, call=lambda model: forward(model, micro), wish=wish)
     except CutError:

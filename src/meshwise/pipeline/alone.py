@@ -1,0 +1,105 @@
+"""A part of a model, run on its own: what its forward and its backward take, in time or operations, and in bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from meshwise.pipeline.parcel import Entrance
+from meshwise.pipeline.seen import Took
+from meshwise.tree import map_tensors, tensors
+
+
+def alone(
+    run: Callable[..., Any], *, inputs: tuple[Any, Any], parameters: Sequence[Tensor], timed: bool
+) -> tuple[Any, Took]:
+    """Run a part of a model, cut off from what its inputs came from; its backward too, when it is timed."""
+    leaves: list[Tensor] = []
+
+    def own(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        leaves.append(tensor.detach().requires_grad_())
+        entered: Tensor = Entrance.apply(leaves[-1])
+        return entered
+
+    args, kwargs = map_tensors(own, inputs)
+    kept: dict[int, int] = {}
+    stored = {parameter.untyped_storage()._cdata for parameter in parameters}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in stored:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with reading((parameters, inputs), timed=timed) as read:
+        begin = read()
+        with saved_tensors_hooks(keep, as_it_is):
+            output = run(*args, **kwargs)
+        results = [tensor for tensor in tensors(output) if tensor.requires_grad]
+        if timed and results:
+            with _gradients_kept(parameters):
+                torch.autograd.backward(results, [torch.ones_like(one) for one in results])
+        work = read() - begin
+    return output, Took(sum(kept.values()), work)
+
+
+class Tail:
+    """What is computed from the output of the last step on: forward, and backward to that output."""
+
+    def __init__(self, output: Any) -> None:
+        self._from = [tensor for tensor in tensors(output) if tensor.requires_grad]
+        self._cuda = any(tensor.is_cuda for tensor in self._from)
+        self._begin = now(cuda=self._cuda)
+
+    def to(self, result: Any) -> float:
+        """The seconds up to here, and of the backward from this result."""
+        ends = [tensor for tensor in tensors(result) if tensor.requires_grad]
+        if ends and self._from:
+            torch.autograd.grad(ends, self._from, [torch.ones_like(end) for end in ends], allow_unused=True)
+        return now(cuda=self._cuda) - self._begin
+
+
+@contextlib.contextmanager
+def reading(values: Any, *, timed: bool) -> Iterator[Callable[[], float]]:
+    """Inside, what tells how much was done so far: seconds, or of values on the meta device operations."""
+    held = list(tensors(values))
+    if not timed:
+        yield float
+    elif any(tensor.is_meta for tensor in held):
+        with FlopCounterMode(display=False) as counted:
+            yield lambda: float(counted.get_total_flops())
+    else:
+        cuda = any(tensor.is_cuda for tensor in held)
+        yield lambda: now(cuda=cuda)
+
+
+@contextlib.contextmanager
+def _gradients_kept(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Afterwards the parameters have the gradients that they had before."""
+    before = [parameter.grad for parameter in parameters]
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+
+def now(*, cuda: bool) -> float:
+    """Seconds by some clock, when a GPU, if there is one, has done what it was given."""
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def as_it_is(tensor: Tensor) -> Tensor:
+    """A saved tensor unpacked."""
+    return tensor

@@ -1,0 +1,140 @@
+"""What a watched run of a model has shown, as values: its steps, what they need of each other and what they cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+
+@dataclass(frozen=True)
+class Took:
+    """What a step costs."""
+
+    activations: float
+    """Bytes that its forward keeps for its backward."""
+
+    work: float
+    """Of its forward and backward: seconds, or without values floating-point operations; 0 where nobody asked."""
+
+    between: float = 0.0
+    """Inside of a block: the forward of what the block itself does before this step, and after the one before; `work`
+    has it too."""
+
+    earlier: float = 0.0
+    """Inside of a block: the same of all that is before them."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of one piece."""
+
+    key: str
+    """The piece's name, with a number from its second call on."""
+
+    module: str
+    """The piece's name."""
+
+    parameters: tuple[str, ...]
+    """First names of the parameters it uses."""
+
+    needs: frozenset[str]
+    """Keys of the earlier steps whose outputs reach it."""
+
+    output: int
+    """Bytes that it returns."""
+
+    took: Took
+    """What it took."""
+
+    alike: bool = False
+    """Whether it returns one tensor, of the shape and dtype of the first that it is given, as blocks of a stream do."""
+
+    inside: tuple[Step, ...] = ()
+    """Of a block that can be opened, its steps: the modules in it, and under the block's own key what it does last."""
+
+    def parts(self) -> Iterator[Step]:
+        """Its steps inside, which take together what it takes."""
+        kept = self.took.activations / (sum(step.took.activations for step in self.inside) or 1.0)
+        worked = self.took.work / (sum(step.took.work for step in self.inside) or 1.0)
+        earlier = 0.0
+        for step in self.inside:
+            between = step.took.between * worked if step is not self.inside[0] else 0.0
+            took = Took(step.took.activations * kept, step.took.work * worked, between, earlier)
+            yield dataclasses.replace(step, took=took)
+            earlier += step.took.between * worked
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the run has shown."""
+
+    steps: tuple[Step, ...]
+    """The calls, in order."""
+
+    result: frozenset[str]
+    """Which steps' outputs reach the result."""
+
+    everywhere: tuple[str, ...]
+    """Parameters that the model uses outside its pieces; every stage needs them."""
+
+    changed: frozenset[str]
+    """The steps whose outputs the model then changes in place, outside its pieces."""
+
+    tail: float = 0.0
+    """Seconds of forward and backward of what follows the last step, the loss for one; 0 where nobody asked."""
+
+    def opened(self, keys: Collection[str]) -> Seen:
+        """The same with these blocks opened, those of them that can be."""
+        steps = (
+            part for step in self.steps for part in (step.parts() if step.key in keys and step.inside else (step,))
+        )
+        return dataclasses.replace(self, steps=tuple(steps))
+
+    def begins(self, keys: Collection[str]) -> dict[str, int]:
+        """Where each piece begins, and each step inside of these blocks but what a block does last, in the row with
+        them opened.
+        """
+        found: dict[str, int] = {}
+        place = 0
+        for step in self.steps:
+            parts = step.inside if step.key in keys else ()
+            found[step.key] = place
+            found |= {part.key: place + number for number, part in enumerate(parts[:-1])}
+            place += len(parts) or 1
+        return found
+
+    def ends(self, keys: Collection[str]) -> frozenset[int]:
+        """Where the last step of each of these blocks is, in the row with them opened."""
+        steps = self.opened(keys).steps
+        return frozenset(place for place, step in enumerate(steps) if step.key in keys)
+
+    def crossing(self, position: int) -> tuple[str, ...]:
+        """The steps whose outputs cross a cut before step `position`."""
+        return tuple(
+            step.key for step, last in zip(self.steps[:position], self._last, strict=False) if last >= position
+        )
+
+    @cached_property
+    def sent(self) -> tuple[float, ...]:
+        """The bytes that would cross a cut before each step."""
+        change = [0.0] * (len(self.steps) + 2)
+        for place, (step, last) in enumerate(zip(self.steps, self._last, strict=True)):
+            if last > place:
+                change[place + 1] += step.output
+                change[last + 1] -= step.output
+        return tuple(accumulate(change))[: len(self.steps)]
+
+    @cached_property
+    def _last(self) -> tuple[int, ...]:
+        """The last step that needs the output of each, or the end."""
+        places = {step.key: place for place, step in enumerate(self.steps)}
+        last = list(range(len(self.steps)))
+        for place, step in enumerate(self.steps):
+            for key in step.needs:
+                last[places[key]] = place
+        for key in self.result:
+            last[places[key]] = len(self.steps)
+        return tuple(last)

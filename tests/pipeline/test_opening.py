@@ -1,0 +1,320 @@
+"""Stages that begin inside of a block: where they can, that they are the model all the same, and when they are chosen.
+
+Trained under everything that has to do with blocks: three steps of AdamW with clipping, float64, with dropout; the
+loss, norm, every gradient and every parameter to 1e-9 of one process. `make grid` runs the whole product.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from grid import Grid
+from meshwise.comm.world import World
+from meshwise.parallelize import Options, parallelize
+from meshwise.pipeline.clock import StepClock
+from meshwise.pipeline.cut import Pairs, Where, Wish, cut_model
+from meshwise.pipeline.opening import inside
+from meshwise.pipeline.partition import CutError
+from meshwise.pipeline.schedules import make_schedule
+from meshwise.plan import Plan
+from meshwise.reference import GPT, GPTConfig, next_token_loss
+from meshwise.testing import agree, alone, outcome, run
+from pipeline.oracle import TARGETS, TOKENS, is_the_model
+from pipeline.oracle import gpt as small_gpt
+from pipeline.oracle import lm as small_lm
+
+WIDTH, HEADS, VOCABULARY, LENGTH = 8, 2, 16, 4
+
+
+class Block(nn.Module):
+    """One whose matrices are its own modules, with attention and dropout between them, and a sum in place."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.before, self.again = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.project = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(2, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.before(x)).chunk(3, dim=2))
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = self.project(y).add_(functional.dropout(x, self.dropout, self.training))
+        return x + functional.dropout(self.down(functional.gelu(self.up(self.again(x)))), self.dropout, self.training)
+
+
+class Decoder(nn.Module):
+    """Blocks between an embedding and a head that has its matrix."""
+
+    def __init__(self, *, layers: int = 2, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(layers))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+# ---- the cut -----------------------------------------------------------------------------------------------------
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    tokens = TOKENS[:, :LENGTH] % VOCABULARY
+    return next_token_loss(model(tokens), (tokens, TARGETS[:, :LENGTH] % VOCABULARY))[0]
+
+
+PARTS = ("before", "qkv", "project", "again", "up", "down")
+
+
+@pytest.mark.parametrize("part", PARTS[1:])
+def test_a_stage_may_begin_at_any_module_of_a_block(part: str) -> None:
+    model = Decoder().double()
+    at = (f"blocks.0.{part}", f"blocks.1.{part}")
+    cut = cut_model(model, stages=3, call=loss_of, wish=Wish("params", where=Where(at=at)))
+    assert cut.opened == ("blocks.0", "blocks.1")
+    is_the_model(model, loss_of, cut)
+
+
+def test_several_stages_may_share_a_block_and_others_know_nothing_of_it() -> None:
+    model = Decoder(layers=3).double()
+    at = ("blocks.1.before", "blocks.1.project", "blocks.1.down", "blocks.2", "head")
+    stages = is_the_model(
+        model, loss_of, cut_model(model, stages=6, call=loss_of, wish=Wish("params", where=Where(at=at)))
+    )
+    blocks = [stage.module.get_submodule("blocks.1") for stage in stages]
+    held = [{name for name, _ in block.named_parameters()} for block in blocks]
+    names = lambda *modules: {f"{module}.{kind}" for module in modules for kind in ("weight", "bias")}  # noqa: E731
+    assert held == [set(), names("before", "qkv"), names("project", "again", "up"), names("down"), set(), set()]
+    assert [stage.receives for stage in stages[1:]] == [
+        ("blocks.0",),
+        ("blocks.0", "blocks.1.qkv"),
+        ("blocks.0", "blocks.1.project", "blocks.1.up"),
+        ("blocks.1",),
+        ("blocks.2",),
+    ]
+
+
+def test_where_it_is_worth_it_blocks_are_opened_and_the_table_says_so() -> None:
+    model = small_gpt()
+    whole, auto = (
+        cut_model(model, stages=3, call=small_lm, wish=Wish("params", where=Where(how=how)))
+        for how in ("blocks", "auto")
+    )
+    assert whole.opened == ()
+    assert auto.imbalance < whole.imbalance * 0.98
+    assert all(f"{name} is opened: a stage begins inside" in str(auto) for name in auto.opened)
+    is_the_model(model, small_lm, auto)
+    even = cut_model(model, stages=2, call=small_lm, wish=Wish("params", where=Where(pieces=("blocks.*",))))
+    assert even.opened == (), "pieces that were asked for stay whole"
+
+
+def test_a_schedule_gains_by_it() -> None:
+    """Eight blocks and a head are too few for four stages."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocabulary=128, context=12, layers=8, heads=HEADS, width=WIDTH))
+    schedule = make_schedule("1f1b", pp=4, microbatches=8)
+    clock = StepClock(schedule)
+    taken = {}
+    for how in ("blocks", "auto"):
+        wish = Wish("time", where=Where(how=how), schedule=schedule)
+        cut = cut_model(model, stages=4, call=lambda model: model(TOKENS), wish=wish)
+        taken[how] = clock(loads=cut.loads) / (sum(cut.loads) * 8 / 4)
+    assert taken["auto"] < 0.98 * taken["blocks"]
+    assert taken["auto"] < 1.06 * 11 / 8
+
+
+# ---- blocks that stay whole --------------------------------------------------------------------------------------
+
+
+class Scaled(Block):
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+
+class Reading(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.down.weight.mean()
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    "block, parts",
+    [
+        (Block(0.0), PARTS),
+        (Scaled(), ()),
+        (Reading(0.0), ()),
+        (Experts(), ()),
+        (nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)), ("0", "2")),
+        (nn.Linear(4, 4), ()),
+    ],
+    ids=["whole", "own parameters", "reads", "experts", "sequence", "leaf"],
+)
+def test_what_a_block_has_inside(block: nn.Module, parts: tuple[str, ...]) -> None:
+    found = inside(block)
+    assert len(found) == len(parts)
+    assert set(found) == set(parts)
+
+
+class Around(nn.Module):
+    """Calls its blocks in some way."""
+
+    def __init__(self, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(0.0) for _ in range(2))
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.call(block, x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda block, x: checkpoint(block, x, use_reentrant=False),
+        lambda block, x: checkpoint(block, x, use_reentrant=True),
+        lambda block, x: block(block(x)),
+    ],
+    ids=["checkpoint", "reentrant", "twice"],
+)
+def test_a_block_that_could_not_be_told_apart_stays_whole(call: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    model = Around(call).double()
+
+    def squares(model: nn.Module) -> Tensor:
+        x = torch.linspace(-1, 1, 2 * LENGTH * WIDTH).double().reshape(2, LENGTH, WIDTH)
+        out: Tensor = model(x.requires_grad_()).square().sum()
+        return out
+
+    with pytest.raises(CutError, match=r"a stage cannot begin at 'blocks\.1\.up'"):
+        cut_model(model, stages=2, call=squares, wish=Wish("params", where=Where(at=("blocks.1.up",))))
+
+
+def test_no_stage_begins_between_the_matrices_that_ranks_share_out() -> None:
+    model = Decoder().double()
+    pairs = Pairs(frozenset({"blocks.0.qkv", "blocks.1.qkv"}), frozenset({"blocks.0.project", "blocks.1.project"}))
+    with pytest.raises(CutError, match=r"a stage cannot begin at 'blocks\.1\.again'"):
+        cut_model(model, stages=2, call=loss_of, wish=Wish("params", where=Where(at=("blocks.1.again",)), pairs=pairs))
+    whole = small_gpt()
+    inner = Pairs(frozenset({"blocks.1.attention.qkv"}), frozenset({"blocks.1.attention.projection"}))
+    at = Where(at=("blocks.1.mlp_norm",))
+    assert cut_model(whole, stages=2, call=small_lm, wish=Wish("params", where=at, pairs=inner)).opened == ("blocks.1",)
+
+
+# ---- training ----------------------------------------------------------------------------------------------------
+
+AT = {
+    "decoder": {2: ("blocks.0.again",), 4: ("blocks.0.project", "blocks.0.down", "blocks.1.again")},
+    "gpt": {2: ("blocks.0.mlp_norm",), 4: ("blocks.0.mlp_norm", "blocks.1.attention", "blocks.1.mlp")},
+}
+SPLIT = {"1": "tp=1", "2": "tp=2", "2-tokens": "tp=2 sequence_parallel=1"}
+
+GRID = Grid(
+    {
+        "model": tuple(AT),
+        "schedule": ("1f1b", "gpipe", "zb-h1", "zb-v"),
+        "zero": (0, 1, 2, 3),
+        "tp": tuple(SPLIT),
+        "dp": (1, 2),
+        "recompute": ("none", "selective", "full"),
+    },
+    exists=lambda cell: cell["model"] == "gpt" or cell["tp"] == "1",
+    cost=lambda cell: math.sqrt(plan_of(**{name: cell[name] for name in cell if name != "model"}).mesh().size),
+)
+
+
+def plan_of(schedule: str, zero: int, tp: str, dp: int, recompute: str) -> Plan:
+    virtual = 2 if schedule == "zb-v" else 1
+    words = f"pp=2 dp={dp} zero={zero} {SPLIT[tp]} recompute={recompute} schedule={schedule} virtual_stages={virtual}"
+    return Plan.parse(f"{words} microbatches=4")
+
+
+def built(model: str) -> nn.Module:
+    if model == "decoder":
+        return Decoder(dropout=0.3).double()
+    shape = GPTConfig(vocabulary=VOCABULARY, context=LENGTH, layers=2, heads=HEADS, width=WIDTH, dropout=0.3)
+    return GPT(shape).double()
+
+
+@functools.cache
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    drawn = [torch.randint(VOCABULARY, (rows, LENGTH + 1), generator=generator) for rows in (8, 7, 8)]
+    return [(tokens[:, :-1], tokens[:, 1:].clone()) for tokens in drawn]
+
+
+def options(model: str, stages: int) -> Options:
+    return Options(clip_norm=0.5, example=batches()[0], cut=Where(at=AT[model].get(stages, ())))
+
+
+def trained(world: World, plan: Plan, model: str) -> Any:
+    stages = plan.pp * plan.virtual_stages
+    trainer = parallelize(
+        functools.partial(built, model),
+        plan,
+        world=world,
+        loss=next_token_loss,
+        options=options(model, stages),
+        lr=1e-2,
+    )
+    assert trainer.cut is not None
+    assert trainer.cut.opened
+    steps = outcome(trainer, batches=batches())
+    loss = trainer.evaluate(batches()).loss
+    predicted = trainer.predict(batches()[0]).square().sum()
+    trainer.close()
+    return steps, {"loss": loss, "predicted": predicted}
+
+
+@functools.cache
+def expected(model: str) -> Any:
+    return alone(
+        functools.partial(built, model), batches=batches(), loss=next_token_loss, options=options(model, 1), lr=1e-2
+    )
+
+
+@functools.cache
+def expected_after(model: str) -> Any:
+    """Of the trained model, its loss and logits."""
+    return run(1, whole, on="threads", args=(model,))[0]
+
+
+def whole(world: World, model: str) -> Any:
+    trainer = parallelize(
+        functools.partial(built, model), "dp=1", world=world, loss=next_token_loss, options=options(model, 1), lr=1e-2
+    )
+    for batch in batches():
+        trainer.step(batch)
+    found = {"loss": trainer.evaluate(batches()).loss, "predicted": trainer.predict(batches()[0]).square().sum()}
+    trainer.close()
+    return found
+
+
+@pytest.mark.grid(GRID)
+def test_stages_that_begin_inside_of_blocks_train_like_one_process(
+    model: str, schedule: str, zero: int, tp: str, dp: int, recompute: str
+) -> None:
+    plan = plan_of(schedule, zero, tp, dp, recompute)
+    for steps, after in run(plan.mesh().size, trained, on="threads", args=(plan, model)):
+        agree(steps, expected(model), bound=1e-9)
+        agree(after, expected_after(model), bound=1e-9)
