@@ -61,6 +61,7 @@ FLOORS = (
     ("trainer", "cutting"),
     ("parallelize", "measure"),
     ("simulate",),
+    ("planner",),
     ("train", "testing", "bench"),
     ("verify",),
     ("view",),

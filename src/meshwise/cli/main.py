@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from meshwise.cli import bench, checkpoint, doctor, draw, simulate, train, verify
+from meshwise.cli import bench, checkpoint, doctor, draw, plan, simulate, train, verify
 from meshwise.comm.journal import RanksDisagree
 from meshwise.comm.lost import RankLostError
 from meshwise.model.forward import LossError
@@ -43,6 +43,7 @@ COMMANDS: Mapping[str, Command] = {
     "train": Command("train a job on local ranks, or under torchrun", train.main),
     "verify": Command("prove that a plan is the same model, on a few steps of a job", verify.main),
     "simulate": Command("foretell what a plan takes, on ranks that need not be there", simulate.main),
+    "plan": Command("choose the quickest plan for a cluster that need not be there", plan.main),
     "checkpoint": Command("list, show, check, compare and export checkpoints", checkpoint.main),
     "bench": Command("measure the collectives of this machine, and all that a simulation needs of it", bench.main),
     "draw": Command("draw schedules, cuts, meshes, and a step of a run as it was", draw.main),

@@ -24,6 +24,7 @@ FREE = (
     "data.workers",
     "data.cache",
     "sample",
+    "predicted",
     "train.steps",
     "train.nonfinite",
     "train.log_every",

@@ -158,6 +158,19 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Compared:
+    """What was predicted of the plan, on the cluster `on`, and what rank 0 measured: the median of its steps after the
+    first, and the most bytes it used.
+    """
+
+    on: str
+    predicted_seconds: float
+    predicted_memory: int
+    seconds: float
+    memory: int
+
+
+@dataclass(frozen=True)
 class End:
     """The run is over: what it came to, what is where, and the next command to try."""
 
@@ -169,7 +182,19 @@ class End:
 
 
 Event: TypeAlias = (
-    Start | Resume | Step | NonFinite | Budgeted | Slow | Measured | Saved | SaveFailed | Validation | Sample | End
+    Start
+    | Resume
+    | Step
+    | NonFinite
+    | Budgeted
+    | Slow
+    | Measured
+    | Saved
+    | SaveFailed
+    | Validation
+    | Sample
+    | Compared
+    | End
 )
 
 

@@ -264,6 +264,20 @@ class SampleJob:
 
 
 @dataclass(frozen=True)
+class PredictedJob:
+    """What `meshwise plan` has predicted of the plan that it chose; a run ends with what was measured beside it."""
+
+    plan: str = ""
+    """The plan; of another one nothing is told."""
+    on: str = ""
+    """The cluster."""
+    seconds: float = 0.0
+    """Of a step."""
+    memory: int = 0
+    """Bytes on the fullest rank, with what libraries take."""
+
+
+@dataclass(frozen=True)
 class Job:
     """A training job, from a TOML file and dotted flags (a flag wins)."""
 
@@ -274,6 +288,7 @@ class Job:
     train: TrainJob = TrainJob()
     sample: SampleJob = SampleJob()
     swap: SwapJob = SwapJob()
+    predicted: PredictedJob = PredictedJob()
     plan: PlanLine = Plan(dp=None)  # noqa: RUF009 -- a frozen value
     """How the model is split over the ranks, as in "dp=2 zero=1"; `dp=auto` fills the ranks there are."""
     loss: str = "cross-entropy"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import resource
 import shlex
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -25,11 +26,12 @@ from meshwise.comm.attempt import Attempt
 from meshwise.comm.world import World
 from meshwise.nonfinite import NonFiniteError
 from meshwise.parallelize import parallelize
+from meshwise.plan import Plan
 from meshwise.result import StepResult
 from meshwise.simulate.shortage import ShortageError, is_shortage
 from meshwise.train.checkpoints import Checkpoints
 from meshwise.train.data import length, read
-from meshwise.train.events import Budgeted, End, Events, NonFinite, Sample, Start, Step, Validation
+from meshwise.train.events import Budgeted, Compared, End, Events, NonFinite, Sample, Start, Step, Validation
 from meshwise.train.export import write_parameters
 from meshwise.train.failure import leave_traceback
 from meshwise.train.folder import RunFolder
@@ -104,6 +106,7 @@ class _Run:
         self._peaks = [group["lr"] for group in trainer.optimizer.param_groups]
         self._rate = rate(job.schedule, steps=job.train.steps)
         self._validation: float | None = None
+        self._seconds: list[float] = []
         self._checkpoints = Checkpoints(
             trainer, root=folder.checkpoints, keep_last=job.train.keep_last, emit=events.emit
         )
@@ -115,6 +118,7 @@ class _Run:
         self._start()
         self._progress = take_up(trainer, origin=origin, prepared=self._prepared, emit=self._emit)
         self._steps()
+        self._compare()
         self._validate(job.train.steps)
         if job.sample.length:
             text = generate(trainer, sample=job.sample, context=job.data.context, seed=job.train.seed)
@@ -156,6 +160,7 @@ class _Run:
             result = self._step(step, next(batches))
             busy = watched.stop()
             progress.count(result, batch=job.batch)
+            self._seconds.append(result.seconds)
             now = time.monotonic()
             self._emit(
                 Step(
@@ -186,6 +191,13 @@ class _Run:
             last = now
         for slow in pace.compare():
             self._emit(slow)
+
+    def _compare(self) -> None:
+        """Tell what was predicted of this plan, if anything was, and what came of it."""
+        told = self._job.predicted
+        if len(self._seconds) > 1 and told.seconds and Plan.parse(told.plan) == self._job.plan:
+            seconds, memory = statistics.median(self._seconds[1:]), _peak_memory(self._trainer.world.device)
+            self._emit(Compared(told.on, told.seconds, told.memory, seconds, memory))
 
     def _step(self, step: int, batch: Any) -> StepResult:
         try:

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from meshwise.train.events import (
     Budgeted,
+    Compared,
     End,
     Event,
     Measured,
@@ -164,6 +165,12 @@ def _told(event: Event) -> str:
         case Sample():
             lines = _printable(event.prompt + event.text).split("\n")
             return "\n".join(["the model writes:", *(f"  | {line}" for line in lines)])
+        case Compared():
+            return (
+                f"predicted {event.predicted_seconds:.4g} s a step and {_bytes(event.predicted_memory)} on {event.on}; "
+                f"measured {event.seconds:.4g} s ({_apart(event.predicted_seconds, event.seconds)}) and "
+                f"{_bytes(event.memory)} ({_apart(event.predicted_memory, event.memory)})"
+            )
         case End():
             rows = [f"  {name:<12} {path}" for name, path in event.outputs.items()]
             head = f"done: {event.steps:,} steps in {_time(event.seconds)}, loss {event.loss:.4f}"
@@ -192,6 +199,10 @@ def _numbers(step: Step) -> str:
         f"loss {step.loss:.4f}  grad {step.grad_norm:.3f}  lr {step.lr:.2e}  {_short(step.rate)} tok/s  "
         f"{_bytes(step.memory)}  ETA {_time(step.eta)}" + ("  SKIPPED" if step.skipped else "")
     )
+
+
+def _apart(predicted: float, measured: float) -> str:
+    return f"the prediction is off by {100 * (predicted / measured - 1):+.1f} %"
 
 
 def _indented(picture: str) -> list[str]:

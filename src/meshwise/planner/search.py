@@ -1,0 +1,331 @@
+"""The search: every plan of a space climbs a ladder of figures, each dearer and nearer to the truth than the last.
+
+    0  counted     all pieces as they are undivided, scaled to its ranks          microseconds
+    1  scaled      a sounding of its own tensor parallelism, scaled               seconds, for all plans that share it
+    2  sounded     a sounding of its own way                                      the same
+    3  timed       that, with its schedule's own table                            milliseconds
+    4  rehearsed   the real thing                                                 seconds
+
+Figures below the last are bounds, and the plan with the lowest climbs next. So a plan that has been rehearsed and is
+quicker than every bound that is left is the best there is, and the next such one the next; what has not climbed that
+far has lost, and its figures say where. A plan that does not fit makes room for those that keep one thing less.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import heapq
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Any
+
+from meshwise.model.birth import shapes_of
+from meshwise.pipeline.action import Schedule
+from meshwise.pipeline.partition import Steps, divide
+from meshwise.pipeline.validate import in_flight
+from meshwise.plan import Plan
+from meshwise.planner.bound import Figures, bound
+from meshwise.planner.sounding import Pieces, Sounding, Way, sound
+from meshwise.planner.space import Space
+from meshwise.planner.workers import Workers
+from meshwise.simulate.clock import Prediction, predict
+from meshwise.simulate.cluster import Cluster
+from meshwise.simulate.memory import fullest
+from meshwise.simulate.rehearsal import Subject, rehearse, schedule_of
+
+WHOLE: Mapping[str, Any] = MappingProxyType(
+    {
+        "tp": 1, "tp_mode": "1d", "tp_depth": 1, "sequence_parallel": 0, "zero": 0, "microbatches": 1,
+        "schedule": "1f1b", "virtual_stages": 1, "partition": "params", "recompute": "none", "offload": "none",
+        "wire": "auto",
+    }
+)  # fmt: skip
+"""A plan that divides nothing but the sequence of pieces."""
+
+
+class Rung(IntEnum):
+    """How far a plan has come."""
+
+    STARTED = -1
+    COUNTED = 0
+    SCALED = 1
+    SOUNDED = 2
+    TIMED = 3
+    REHEARSED = 4
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan, and what is known of it."""
+
+    plan: Plan
+
+    rung: Rung = Rung.STARTED
+
+    figures: Figures = field(default_factory=Figures)
+    """What it takes, once rehearsed; before that, what it takes at least."""
+
+    at: tuple[str, ...] = ()
+    """What each stage but the first begins with."""
+
+    refused: str = ""
+    """What the code that would train says against it."""
+
+    @property
+    def rehearsed(self) -> bool:
+        """Whether it could be rehearsed, and was."""
+        return self.rung is Rung.REHEARSED and not self.refused
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is put into a search."""
+
+    top: int = 10
+    """How many of the best plans are wanted."""
+
+    rehearsals: int = 32
+    """At most."""
+
+    workers: int = 1
+    """Processes."""
+
+
+@dataclass
+class Survey:
+    """What a search has found so far."""
+
+    limit: float
+    """Bytes that a rank may use."""
+
+    candidates: dict[Plan, Candidate] = field(default_factory=dict)
+    """All plans that were considered."""
+
+    proven: int = 0
+    """How many of the best are so for sure: nothing that was not rehearsed can be quicker."""
+
+    rehearsals: int = 0
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether, as far as is known, it does."""
+        return candidate.figures.memory <= self.limit
+
+    def best(self) -> list[Candidate]:
+        """What was rehearsed and fits, the quickest first, and of equals the one that needs least."""
+        found = [one for one in self.candidates.values() if one.rehearsed and self.fits(one)]
+        return sorted(found, key=lambda one: (one.figures.seconds, one.figures.memory, str(one.plan)))
+
+    def lost(self, *, top: int) -> list[Candidate]:
+        """All others."""
+        best = {candidate.plan for candidate in self.best()[:top]}
+        return [candidate for candidate in self.candidates.values() if candidate.plan not in best]
+
+
+def search(subject: Subject, *, cluster: Cluster, space: Space, limit: float, effort: Effort) -> Iterator[Survey]:
+    """Look for the quickest plans; the survey is given whenever it has grown, and at the end.
+
+    Where nothing fits the devices, plans that keep state elsewhere are tried, too.
+    """
+    with Searching(subject, cluster=cluster, space=space, limit=limit, effort=effort) as searching:
+        yield from searching.run(tiers=False)
+        if not searching.survey.best():
+            yield from searching.run(tiers=True)
+        yield searching.survey
+
+
+class Searching:
+    """One search under way."""
+
+    def __init__(self, subject: Subject, *, cluster: Cluster, space: Space, limit: float, effort: Effort) -> None:
+        self.survey = Survey(limit)
+        self._cluster, self._space, self._effort = cluster, space, effort
+        self._source = shapes_of(subject.model, seed=subject.options.seed)
+        self._subject = dataclasses.replace(subject, model=self._source.module)
+        self._pieces = Pieces.of(self._subject, source=self._source)
+        self._space = dataclasses.replace(space, pieces=self._pieces.count) if self._pieces else space
+        self._soundings: dict[Way, Sounding | None] = {}
+        rows = dataclasses.replace(space.base, dp=1, **WHOLE)
+        self._whole = Way(dataclasses.replace(rows, pp=self._space.pieces), self._space.most_rows)
+        self._asked: dict[Way, list[Candidate]] = {}
+        self._refused: dict[Way | None, str] = {}
+        self._running: dict[Plan, Candidate] = {}
+        self._cuts: dict[Any, tuple[str, ...]] = {}
+        self._heap: list[tuple[float, int, int, Candidate]] = []
+        self._number = itertools.count()
+        self._workers = Workers(effort.workers)
+
+    def __enter__(self) -> Searching:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._workers.close()
+
+    def run(self, *, tiers: bool) -> Iterator[Survey]:
+        """Search the space; `tiers`: with plans that keep state elsewhere, of those that did not fit."""
+        if tiers:
+            for candidate in [one for one in self.survey.candidates.values() if not self.survey.fits(one)]:
+                self._make_room(candidate, tiers=True)
+        else:
+            for plan in self._space.plans():
+                self._enter(Candidate(plan))
+        while self._heap or self._workers.busy:
+            self._climb(tiers=tiers)
+            if self._is_over() or not self._workers.busy:
+                break
+            for key, outcome in self._workers.finished():
+                self._take(key, outcome, tiers=tiers)
+            yield self.survey
+        self._heap.clear()
+
+    def _climb(self, *, tiers: bool) -> None:
+        """Let the lowest bounds climb until all workers are busy."""
+        while self._heap and self._workers.free and self.survey.rehearsals < self._effort.rehearsals:
+            if self._is_over():
+                return
+            candidate = heapq.heappop(self._heap)[-1]
+            rung = Rung(candidate.rung + 1)
+            way = self._way(candidate.plan, rung)
+            if rung is Rung.REHEARSED and way in self._refused:
+                self._settle(dataclasses.replace(candidate, rung=rung, refused=self._refused[way]), tiers=tiers)
+            elif rung is Rung.REHEARSED:
+                self.survey.rehearsals += 1
+                self._running[candidate.plan] = candidate
+                self._workers.start(candidate.plan, work=functools.partial(self._rehearsed, candidate.plan))
+            elif way is None or (way in self._soundings and self._soundings[way] is None):
+                self._settle(dataclasses.replace(candidate, rung=Rung.TIMED), tiers=tiers)
+            elif way in self._soundings:
+                self._settle(self._bounded(candidate, rung, self._soundings[way]), tiers=tiers)  # type: ignore[arg-type]
+            else:
+                self._asked.setdefault(way, []).append(candidate)
+                if len(self._asked[way]) == 1:
+                    self._workers.start(way, work=functools.partial(self._sounded, way))
+
+    def _take(self, key: Any, outcome: Any, *, tiers: bool) -> None:
+        """What a worker has found."""
+        if isinstance(key, Way):
+            self._soundings[key] = outcome if isinstance(outcome, Sounding) else None
+            for candidate in self._asked.pop(key):
+                self._push(candidate)
+            return
+
+        candidate = dataclasses.replace(self._running.pop(key), rung=Rung.REHEARSED)
+        if not isinstance(outcome, Exception):
+            self._settle(dataclasses.replace(candidate, figures=outcome), tiers=tiers)
+        elif isinstance(outcome, ValueError):
+            way = self._way(candidate.plan, Rung.REHEARSED)
+            if self._soundings.get(way) is None:  # type: ignore[arg-type]
+                self._refused[way] = str(outcome)
+            self._settle(dataclasses.replace(candidate, refused=str(outcome)), tiers=tiers)
+        else:
+            raise outcome
+
+    def _is_over(self) -> bool:
+        """Whether the best are known: nothing left can be quicker than they are."""
+        left = [self._heap[0][0]] if self._heap else []
+        left += [one.figures.seconds for asked in self._asked.values() for one in asked]
+        left += [one.figures.seconds for one in self._running.values()]
+        sure = [one for one in self.survey.best() if one.figures.seconds <= min(left, default=math.inf)]
+        self.survey.proven = len(sure)
+        return len(sure) >= self._effort.top
+
+    # ---- candidates --------------------------------------------------------------------------------------------
+
+    def _enter(self, candidate: Candidate) -> None:
+        if candidate.plan not in self.survey.candidates:
+            self.survey.candidates[candidate.plan] = candidate
+            self._push(candidate)
+
+    def _push(self, candidate: Candidate) -> None:
+        order = (candidate.figures.seconds, -candidate.rung, next(self._number), candidate)
+        heapq.heappush(self._heap, order)
+
+    def _settle(self, candidate: Candidate, *, tiers: bool) -> None:
+        """Note what is known of a plan now, and whether it goes on."""
+        self.survey.candidates[candidate.plan] = candidate
+        if not self.survey.fits(candidate):
+            self._make_room(candidate, tiers=tiers)
+        elif candidate.rung is not Rung.REHEARSED:
+            self._push(candidate)
+
+    def _make_room(self, candidate: Candidate, *, tiers: bool) -> None:
+        for plan in self._space.leaner(candidate.plan, tiers=tiers):
+            # It takes no less time than what keeps more.
+            self._enter(Candidate(plan, figures=dataclasses.replace(candidate.figures, memory=0)))
+
+    # ---- rungs -------------------------------------------------------------------------------------------------
+
+    def _way(self, plan: Plan, rung: Rung) -> Way | None:
+        """The sounding that a rung stands on."""
+        if self._pieces is None or self._pieces.count < 2:
+            return None
+        own = Way.of(plan, batch=self._space.batch, pieces=self._pieces.count)
+        if rung >= Rung.SOUNDED:
+            return own
+        plain = {"recompute": "none", "offload": "none", "schedule": "1f1b"}
+        if rung is Rung.COUNTED:
+            return self._whole
+        return Way(dataclasses.replace(own.plan, **plain), max(self._space.most_rows, own.rows))  # type: ignore[arg-type]
+
+    def _bounded(self, candidate: Candidate, rung: Rung, sounding: Sounding) -> Candidate:
+        plan, pieces = candidate.plan, self._pieces
+        assert pieces is not None
+        own, at = Way.of(plan, batch=self._space.batch, pieces=pieces.count), self._at(plan)
+        figures = bound(
+            plan,
+            sounding=sounding if sounding.way == own else sounding.scaled(own),
+            cut=pieces.stages(at),
+            cluster=self._cluster,
+            exact=rung is Rung.TIMED,
+        )
+        before = candidate.figures
+        if figures.seconds < before.seconds:
+            figures = dataclasses.replace(before, memory=figures.memory)
+        memory = max(figures.memory, before.memory)
+        return dataclasses.replace(candidate, rung=rung, at=at, figures=dataclasses.replace(figures, memory=memory))
+
+    def _at(self, plan: Plan) -> tuple[str, ...]:
+        """Where each stage but the first begins, to be as even as can be by what the pieces take undivided."""
+        where, whole = self._subject.options.cut.at, self._soundings.get(self._whole)
+        if where or plan.pp == 1 or whole is None or self._pieces is None:
+            return where
+        number = plan.pp * plan.virtual_stages
+        schedule = None if plan.partition == "time" else schedule_of(plan)
+        key = (number, schedule and (plan.schedule, plan.microbatches, plan.recompute))
+        if key not in self._cuts:
+            solid = [True] * len(whole.pieces)
+            bounds = divide(Steps(_loads(whole, number, schedule), solid, [0.0] * len(whole.pieces)), slack=0.0)
+            self._cuts[key] = tuple(self._pieces.names[bound] for bound in bounds[1:-1])
+        return self._cuts[key]
+
+    def _sounded(self, way: Way) -> Sounding:
+        assert self._pieces is not None
+        return sound(self._subject, pieces=self._pieces, way=way, cluster=self._cluster)
+
+    def _rehearsed(self, plan: Plan) -> Figures:
+        device, options = self._cluster.device.kind, self._subject.options
+        options = dataclasses.replace(options, cut=dataclasses.replace(options.cut, at=self._at(plan)))
+        subject = dataclasses.replace(self._subject, options=options)
+        rehearsal = rehearse(subject, plan=plan, ranks=self._space.ranks, device=device)  # type: ignore[arg-type]
+        return figures_of(predict(rehearsal, cluster=self._cluster))
+
+
+def _loads(whole: Sounding, stages: int, schedule: Schedule | None) -> list[list[float]]:
+    """For each stage, what each piece would load it with: seconds, or with a schedule bytes."""
+    if schedule is None:
+        return [[work.forward.seconds + work.backward.seconds for work in whole.pieces]] * stages
+    rests = [float(sum(piece.states.values())) for piece in whole.pieces]
+    return [
+        [rest + count * piece.forward.keeps for rest, piece in zip(rests, whole.pieces, strict=True)]
+        for count in in_flight(schedule)
+    ]
+
+
+def figures_of(prediction: Prediction) -> Figures:
+    """What a rehearsal has told."""
+    memory = fullest(prediction.memory).peak.bytes + int(prediction.cluster.device.own)
+    return Figures(prediction.seconds, memory, prediction.bubble * prediction.seconds, dict(prediction.exposed))

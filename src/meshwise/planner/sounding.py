@@ -1,0 +1,293 @@
+"""What each piece of a model costs, computed in one way: the traces from which bounds are made without a rehearsal.
+
+A trace of a stage depends on how its pieces are computed (tp, recompute, precision) and on the rows of a micro-batch.
+It does not depend on dp, on the schedule, on how many micro-batches there are or on where the model is cut. So a model
+is rehearsed once for each way, as a pipeline with one piece a stage, of which those that are alike are run once, and
+the costs of any stages are sums of what was found.
+
+What is told of a piece is never above what a stage takes for it: operations are not kept waiting by their host,
+copies for messages are left out, and what is counted for many rows is scaled to fewer as if nothing were lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeGuard
+
+from meshwise import tree
+from meshwise.model.birth import Source
+from meshwise.model.forward import default_forward
+from meshwise.pipeline.action import Action, Kind
+from meshwise.pipeline.cut import Cut, Where, Wish, cut_model
+from meshwise.pipeline.probe import probe
+from meshwise.plan import Plan
+from meshwise.planner.space import rows_shared, splits_backward
+from meshwise.simulate.cluster import Cluster
+from meshwise.simulate.memory import memory_of
+from meshwise.simulate.price import Prices
+from meshwise.simulate.rehearsal import Subject, rehearse
+from meshwise.simulate.tape import Call, Category, Entry, Memory, Operation, Segment, Wait
+
+_ONLY_SENT = 1.1
+"""A piece that keeps no more than this times what it sends keeps that for nobody but the next stage, as the look-up of
+an embedding does: where the next piece is on the same stage it may be kept by none."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a piece does for a micro-batch, forward or backward."""
+
+    seconds: float = 0.0
+    """Of its operations, and of waits for collectives."""
+
+    waits: float = 0.0
+    """The part of them that is waits."""
+
+    kernels: int = 0
+    """Operations: a host has to start each."""
+
+    keeps: int = 0
+    """Bytes of activations that there are more when it ends."""
+
+    top: int = 0
+    """Bytes of activations that there are more at most meanwhile."""
+
+    def scaled(self, by: float, *, least: float = 0.0) -> Work:
+        """Of `by` times as much data, at most 1; each operation takes `least` seconds however small."""
+        fixed = self.kernels * least
+        keeps, top = (int(size * by) for size in (self.keeps, self.top))
+        seconds = fixed + (self.seconds - fixed) * by
+        return Work(seconds, self.waits * by, self.kernels, keeps, top)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of the model that no cut divides."""
+
+    forward: Work
+
+    backward: Work
+    """Of one in two parts, the first: with respect to the piece's input."""
+
+    weight: Work
+    """Its second part, if it has one."""
+
+    states: Mapping[Category, int]
+    """Bytes that a rank holds of it between steps, where nothing is shared out over dp."""
+
+    update: float
+    """Seconds of updating all of it."""
+
+    sends: int
+    """Bytes of a micro-batch's output."""
+
+    def scaled(self, *, rows: float, split: float, least: float) -> Piece:
+        """With this part of a micro-batch's rows, and split over more ranks."""
+        works = (self.forward, self.backward, self.weight)
+        forward, backward, weight = (work.scaled(rows * split, least=least) for work in works)
+        states = {category: int(size * split) for category, size in self.states.items()}
+        return Piece(forward, backward, weight, states, self.update * split, int(self.sends * rows * split))
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model's pieces are computed: all that a trace of them depends on. Hashable."""
+
+    plan: Plan
+    """With the other keys as they come: one piece a stage, one micro-batch, no replicas."""
+
+    rows: int
+    """Of a micro-batch, over all ranks of tp."""
+
+    @classmethod
+    def of(cls, plan: Plan, *, batch: int, pieces: int) -> Way:
+        """That of a plan."""
+        mine = -(-batch // (rows_shared(plan) * plan.microbatches))
+        alone: dict[str, Any] = {
+            "dp": 1,
+            "pp": pieces,
+            "zero": 0,
+            "microbatches": 1,
+            "virtual_stages": 1,
+            "partition": "params",
+        }
+        activations = plan.tiers.activations
+        tiers = "none" if activations == "device" else f"activations:{activations}"
+        schedule = "zb-h1" if splits_backward(plan) else "1f1b"
+        way = dataclasses.replace(plan, **alone, schedule=schedule, offload=tiers, wire="auto")
+        return cls(way, mine * rows_shared(way))
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """How far a model can be cut, and what a cut depends on."""
+
+    source: Source
+    cut: Cut
+    """With one piece a stage."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.cut.stages
+
+    @classmethod
+    def of(cls, subject: Subject, *, source: Source) -> Pieces | None:
+        """Of a model that has more than one piece with parameters; None where it is cut by its trace."""
+        forward = subject.options.forward or default_forward
+        micro = tree.take_rows(subject.batch, start=0, stop=1)
+        where = subject.options.cut
+        if where.how == "trace":
+            return None
+        seen = probe(source.module, call=lambda model: forward(model, micro), pieces=where.pieces, timed=False)
+        count = sum(bool(step.parameters) for step in seen.steps)
+        wish = Wish(by="params", where=dataclasses.replace(where, at=()))
+        if count < 2:
+            return None
+        return cls(source, cut_model(source.module, stages=count, call=lambda model: forward(model, micro), wish=wish))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What each begins with, as `model.cut_at` names it."""
+        return tuple(self.cut.keys[start] for start in self.cut.bounds[:-1])
+
+    def stages(self, at: Sequence[str]) -> tuple[range, ...]:
+        """The pieces of each stage, where every stage but the first begins at one of these names."""
+        bounds = [0, *(self.names.index(name) for name in at), self.count]
+        return tuple(range(start, stop) for start, stop in pairwise(bounds))
+
+
+@dataclass(frozen=True)
+class Sounding:
+    """All pieces of a model, computed in one way."""
+
+    way: Way
+    pieces: tuple[Piece, ...]
+    least: float
+    """Seconds that any operation takes."""
+
+    def scaled(self, way: Way) -> Sounding:
+        """At most what another way takes: one with fewer rows, over more ranks of tp or with more recomputed."""
+        rows, split = way.rows / self.way.rows, self.way.plan.tp / way.plan.tp
+        kept = 1.0 if way.plan.recompute == self.way.plan.recompute else 0.0
+        pieces = [piece.scaled(rows=rows, split=split, least=self.least) for piece in self.pieces]
+        if not kept:
+            pieces = [
+                dataclasses.replace(piece, forward=_forgets(piece.forward), backward=_forgets(piece.backward))
+                for piece in pieces
+            ]
+        return Sounding(way, tuple(pieces), self.least)
+
+
+def _forgets(work: Work) -> Work:
+    return dataclasses.replace(work, keeps=0, top=0)
+
+
+def sound(subject: Subject, *, pieces: Pieces, way: Way, cluster: Cluster) -> Sounding:
+    """Rehearse all pieces in one way. Raises what a rehearsal raises."""
+    plan, prices = way.plan, Prices(cluster)
+    batch = tree.map_tensors(
+        lambda tensor: tensor.new_empty((way.rows, *tensor.shape[1:]), device="meta"), subject.batch
+    )
+    options = dataclasses.replace(subject.options, cut=Where(pieces=subject.options.cut.pieces), example=batch)
+    alone = dataclasses.replace(subject, model=pieces.source.module, batch=batch, options=options)
+    rehearsal = rehearse(alone, plan=plan, ranks=plan.mesh().size, device=cluster.device.kind)  # type: ignore[arg-type]
+    memory = memory_of(rehearsal)
+    tied = {stage for stages in pieces.cut.ties.values() for stage in sorted(stages)[1:]}
+    steps = [rehearsal.step(index) for index in range(pieces.count)]
+    glue = _glue(steps)
+    alike = Counter(id(tape) for tape in rehearsal.tapes)
+    found: list[Piece] = []
+    known: dict[int, Piece] = {}
+    for index, (tape, step) in enumerate(zip(rehearsal.tapes, steps, strict=True)):
+        key = id(tape)
+        if key not in known:
+            told = _Told(prices, glue if index else frozenset(), alone=alike[key] == 1)
+            piece = told.piece(step, rest=memory[index].rest)
+            known[key] = dataclasses.replace(piece, states={}, update=0.0) if index in tied else piece
+        found.append(known[key])
+    return Sounding(way, tuple(found), cluster.device.kernel)
+
+
+def _glue(steps: Sequence[Sequence[Segment]]) -> frozenset[str]:
+    """The names of operations that every stage but the first has: among them what models do between their pieces."""
+    names = [
+        {entry.name for segment in step if _kind(segment) is Kind.F for entry in segment.entries if _is(entry)}
+        for step in steps[1:]
+    ]
+    return frozenset.intersection(*map(frozenset, names))
+
+
+def _is(entry: Entry) -> TypeGuard[Operation]:
+    return isinstance(entry, Operation)
+
+
+def _kind(segment: Segment) -> Kind | None:
+    return Action.parse(segment.label).kind if segment.label[:1].isdigit() else None
+
+
+@dataclass(frozen=True)
+class _Told:
+    """Reads the step of a piece.
+
+    glue     operations with these names, until the first with another, are the model's own between its pieces: a stage
+             does them once, however many pieces it has
+    alone    no other piece is like this one. Its neighbours may decide how it is split, so nothing it moves is counted
+    """
+
+    prices: Prices
+    glue: frozenset[str]
+    alone: bool
+
+    def piece(self, step: Iterable[Segment], *, rest: Mapping[Category, int]) -> Piece:
+        """What it costs; `rest`: what the rank holds between steps."""
+        forward = backward = weight = Work()
+        update, sends = 0.0, 0
+        for segment in step:
+            kind = _kind(segment)
+            if kind is Kind.F:
+                forward = self.work(itertools.dropwhile(self._is_glue, segment.entries))
+            elif kind in (Kind.B, Kind.I):
+                backward = self.work(segment.entries)
+            elif kind is Kind.W:
+                weight = self.work(segment.entries)
+            elif kind is Kind.SEND_F:
+                sends += sum(call.stamp.bytes for call in segment.calls() if call.stamp.kind == "send")
+            elif segment.label == "update":
+                update += sum(self.prices.seconds(entry) for entry in segment.entries if _is(entry))
+        if forward.keeps <= sends * _ONLY_SENT:
+            forward = dataclasses.replace(forward, keeps=max(0, forward.keeps - sends))
+        return Piece(forward, backward, weight, rest, update, sends)
+
+    def work(self, entries: Iterable[Entry]) -> Work:
+        """What an action costs with its host ahead of it."""
+        cluster = self.prices.cluster
+        each = cluster.device.launch if cluster.device.kind == "cpu" else 0.0
+        now = waits = 0.0
+        kernels = level = top = 0
+        free: dict[tuple[str, ...], float] = defaultdict(float)
+        ends: dict[int, float] = {}
+        for entry in entries:
+            if isinstance(entry, Operation):
+                now += self.prices.seconds(entry) + each
+                kernels += 1
+            elif isinstance(entry, Call) and not (self.alone or entry.stamp.point_to_point):
+                axes = entry.stamp.axes
+                ends[entry.stamp.sequence] = free[axes] = max(now, free[axes]) + self.prices.collective(entry)
+                if not cluster.overlap:
+                    now, waits = free[axes], waits + free[axes] - now
+            elif isinstance(entry, Wait):
+                late = max(0.0, ends.get(entry.sequence, 0.0) - now)
+                now, waits = now + late, waits + late
+            elif isinstance(entry, Memory) and entry.category is Category.ACTIVATIONS and not entry.host:
+                level += entry.bytes
+                top = max(top, level)
+        return Work(now, waits, kernels, level, top)
+
+    def _is_glue(self, entry: Entry) -> bool:
+        return not isinstance(entry, Operation) or entry.name in self.glue

@@ -1,0 +1,78 @@
+"""Work done beside this process, each piece in a child that has everything the parent had.
+
+A rehearsal is seconds of Python, so threads do not help; and what is rehearsed, a model and functions of the user's,
+cannot be sent to a process that knows nothing of it. So a child is forked for each, and sends its result back.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+
+@dataclass
+class Workers:
+    """At most `count` children at a time; with one, the work is done here."""
+
+    count: int
+    _running: dict[Any, tuple[Hashable, BaseProcess]] = field(default_factory=dict)
+    _waiting: list[tuple[Hashable, Callable[[], Any]]] = field(default_factory=list)
+
+    @property
+    def busy(self) -> int:
+        """Pieces of work that were started and not yet handed back."""
+        return len(self._running) + len(self._waiting)
+
+    @property
+    def free(self) -> bool:
+        """Whether another piece can be started."""
+        return self.busy < self.count
+
+    def start(self, key: Hashable, *, work: Callable[[], Any]) -> None:
+        """Begin a piece of work; what it returns has to be a value that can be pickled."""
+        if self.count == 1:
+            self._waiting.append((key, work))
+            return
+        context = multiprocessing.get_context("fork")
+        mine, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_child, args=(theirs, work), daemon=True)
+        process.start()
+        theirs.close()
+        self._running[mine] = key, process
+
+    def finished(self) -> list[tuple[Hashable, Any]]:
+        """What has come of the work, as soon as some is done: (key, what it returned or the exception it raised)."""
+        done = [(key, _outcome(work)) for key, work in self._waiting]
+        self._waiting.clear()
+        ready: list[Any] = list(wait(list(self._running))) if self._running else []
+        for connection in ready:
+            key, process = self._running.pop(connection)
+            try:
+                done.append((key, connection.recv()))
+            except EOFError:
+                process.join()
+                done.append((key, RuntimeError(f"a child of the search ended with status {process.exitcode}")))
+            process.join()
+        return done
+
+    def close(self) -> None:
+        """End the children whose results nobody wants any more."""
+        for _, process in self._running.values():
+            process.terminate()
+            process.join()
+        self._running.clear()
+
+
+def _child(connection: Connection, work: Callable[[], Any]) -> None:
+    connection.send(_outcome(work))
+
+
+def _outcome(work: Callable[[], Any]) -> Any:
+    try:
+        return work()
+    except Exception as error:  # noqa: BLE001 -- handed to whoever asked for the work
+        return error

@@ -1,0 +1,104 @@
+"""A bound is one: never above what the rehearsal of the same plan says, in time and in memory."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+
+from meshwise.model.birth import shapes_of
+from meshwise.parallelize import Options
+from meshwise.pipeline.cut import Where
+from meshwise.plan import Plan
+from meshwise.planner.bound import Figures, bound
+from meshwise.planner.search import figures_of
+from meshwise.planner.sounding import Pieces, Sounding, Way, sound
+from meshwise.reference.gpt import GPT, GPTConfig
+from meshwise.reference.loss import next_token_loss
+from meshwise.simulate.clock import predict
+from meshwise.simulate.cluster import parse_cluster
+from meshwise.simulate.rehearsal import Subject, rehearse
+
+CONFIG = GPTConfig(vocabulary=512, context=256, layers=4, heads=8, width=1024)
+CLUSTER = parse_cluster("2x4 h100")
+BATCH = 16
+
+PLANS = (
+    "dp=8 precision=bf16",
+    "dp=8 zero=1 precision=bf16",
+    "dp=8 zero=2",
+    "dp=4 tp=2 sequence_parallel=1 zero=3 precision=bf16 microbatches=2",
+    "dp=2 tp=4 microbatches=4",
+    "dp=2 tp=4 tp_mode=2d",
+    "tp=8 tp_mode=3d dp=1 microbatches=2",
+    "pp=4 dp=2 microbatches=4 precision=bf16 wire=fp32",
+    "pp=4 dp=2 zero=2 microbatches=4 recompute=full precision=bf16",
+    "pp=4 tp=2 dp=1 sequence_parallel=1 microbatches=8 recompute=selective",
+    "pp=2 dp=4 virtual_stages=2 schedule=interleaved microbatches=4 zero=1",
+    "pp=4 dp=2 schedule=zb-h1 microbatches=8",
+    "pp=2 dp=4 schedule=zb-v virtual_stages=2 microbatches=4",
+    "pp=2 dp=2 tp=2 schedule=dualpipev virtual_stages=2 microbatches=4 zero=3",
+    "pp=2 dp=4 offload=optimizer:cpu precision=bf16 microbatches=2",
+)
+
+
+@cache
+def subject() -> Subject:
+    tokens = torch.empty(BATCH, CONFIG.context, dtype=torch.long, device="meta")
+    batch = (tokens, tokens)
+    return Subject(lambda: GPT(CONFIG), next_token_loss, batch, options=Options(example=batch))
+
+
+@cache
+def pieces() -> Pieces:
+    found = Pieces.of(subject(), source=shapes_of(subject().model, seed=0))
+    assert found is not None
+    return found
+
+
+@cache
+def sounding(way: Way) -> Sounding:
+    return sound(subject(), pieces=pieces(), way=way, cluster=CLUSTER)
+
+
+def cut(plan: Plan) -> tuple[str, ...]:
+    stages = plan.pp * plan.virtual_stages
+    return tuple(pieces().names[number * pieces().count // stages] for number in range(1, stages))
+
+
+@cache
+def rehearsed(text: str) -> Figures:
+    plan = Plan.parse(text)
+    options = dataclasses.replace(subject().options, cut=Where(at=cut(plan)))
+    rehearsal = rehearse(dataclasses.replace(subject(), options=options), plan=plan, ranks=8, device="cuda")
+    return figures_of(predict(rehearsal, cluster=CLUSTER))
+
+
+def least(text: str, way: Callable[[Way], Way] = lambda own: own, *, exact: bool = False) -> Figures:
+    plan = Plan.parse(text)
+    own = Way.of(plan, batch=BATCH, pieces=pieces().count)
+    found = sounding(way(own))
+    found = found if found.way == own else found.scaled(own)
+    return bound(plan, sounding=found, cut=pieces().stages(cut(plan)), cluster=CLUSTER, exact=exact)
+
+
+def undivided(own: Way) -> Way:
+    plan = Plan(dp=1, pp=own.plan.pp, precision=own.plan.precision, partition="params")
+    return Way(plan, BATCH)
+
+
+@pytest.mark.parametrize("text", PLANS)
+def test_no_rung_is_above_the_rehearsal(text: str) -> None:
+    truth = rehearsed(text)
+    for figures in (least(text, undivided), least(text), least(text, exact=True)):
+        assert figures.seconds <= truth.seconds * (1 + 1e-9)
+        assert figures.memory <= truth.memory
+
+
+def test_bounds_are_near() -> None:
+    """What they are good for: on most plans, little is left for the rehearsal to find."""
+    times = sorted(least(text, exact=True).seconds / rehearsed(text).seconds for text in PLANS)
+    sizes = sorted(least(text, exact=True).memory / rehearsed(text).memory for text in PLANS)
+    assert times[len(times) // 2] > 0.85
+    assert sizes[len(sizes) // 2] > 0.85
