@@ -26,6 +26,7 @@ from torch.nn import functional
 
 from meshwise.parallelize import Options
 from meshwise.pipeline.cut import Where
+from meshwise.precision.policy import Precision
 from meshwise.simulate.clock import predict
 from meshwise.simulate.cluster import Cluster, load
 from meshwise.simulate.rehearsal import Rehearsal, Subject, rehearse
@@ -33,6 +34,15 @@ from meshwise.simulate.rehearsal import Rehearsal, Subject, rehearse
 FITTED = {"single": 30}
 """Of these tables every so-manieth row was used to fit the constants of the cluster; of no other table any row."""
 
+
+PRECISION = Precision(
+    parameters=torch.float16,
+    compute=torch.float16,
+    reduction=torch.float16,
+    accumulation=torch.float16,
+    master=torch.float32,
+)
+"""Megatron-LM's fp16: gradients stay in it until the update."""
 
 DROPOUT = 0.1
 """Megatron-LM's default."""
@@ -61,7 +71,7 @@ class Row:
         microbatches = self.batch // (self.dp * self.micro_batch)
         schedule = f"schedule=interleaved virtual_stages={self.virtual}" if self.virtual > 1 else ""
         return (
-            f"tp={self.tp} dp={self.dp} pp={self.pp} microbatches={microbatches} precision=fp16 recompute=full "
+            f"tp={self.tp} dp={self.dp} pp={self.pp} microbatches={microbatches} recompute=full "
             f"partition=params random=local {schedule}"
         )
 
@@ -138,7 +148,7 @@ def rehearsed(row: Row) -> Rehearsal:
     tokens = torch.empty(row.batch, row.sequence, dtype=torch.long, device="meta")
     parts = row.pp * row.virtual
     at = tuple(f"blocks.{stage * row.layers // parts}" for stage in range(1, parts))
-    options = Options(cut=Where(at=at), example=(tokens, tokens))
+    options = Options(cut=Where(at=at), example=(tokens, tokens), precision=PRECISION)
     subject = Subject(lambda: Megatron(row), cross_entropy, (tokens, tokens), options=options)
     return rehearse(subject, plan=row.plan, ranks=row.ranks, device="cuda")
 

@@ -92,6 +92,9 @@ class Device:
     step: float = 0.0
     """Seconds of a step that are spent between its operations."""
 
+    action: float = 0.0
+    """Seconds that the host takes for each forward and each backward of a micro-batch beside starting operations."""
+
     fused: float = 1.0
     """The part of the bytes of elementwise operations that is left where kernels are fused; 1: none are."""
 

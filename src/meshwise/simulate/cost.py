@@ -59,7 +59,11 @@ def moves_nothing(func: OpOverload) -> bool:
 def makes_anew(func: OpOverload) -> bool:
     """Whether all that an operation does is to return new tensors."""
     schema = func._schema
-    return func is not aten._unsafe_view.default and bool(schema.returns) and all(one.alias_info is None for one in (*schema.returns, *schema.arguments))
+    return (
+        func is not aten._unsafe_view.default
+        and bool(schema.returns)
+        and all(one.alias_info is None for one in (*schema.returns, *schema.arguments))
+    )
 
 
 def operation(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> Operation:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import NamedTuple
 
+from meshwise.pipeline.action import COMPUTE, Action
 from meshwise.simulate.price import Prices
 from meshwise.simulate.tape import Call, Entry, Operation, Segment, Wait
 
@@ -19,6 +21,12 @@ class Moment(NamedTuple):
     stop: float
 
 
+@cache
+def computes(label: str) -> bool:
+    """Whether a segment with this label is a forward or a backward."""
+    return label[:1].isdigit() and Action.parse(label).kind in COMPUTE
+
+
 def moments(segments: Iterable[Segment], *, prices: Prices) -> Iterator[Moment]:
     """Every entry, from 0 on, without messages between stages.
 
@@ -26,11 +34,14 @@ def moments(segments: Iterable[Segment], *, prices: Prices) -> Iterator[Moment]:
     them until it waits for one. Where the cluster's ranks cannot do both, a wait follows each call.
     """
     cluster = prices.cluster
-    launch, beside = cluster.device.launch, cluster.device.kind != "cpu"
+    launch, action, beside = cluster.device.launch, cluster.device.action, cluster.device.kind != "cpu"
     now = host = 0.0
     free: dict[tuple[str, ...], float] = defaultdict(float)
     ends: dict[int, float] = {}
     for segment in segments:
+        if computes(segment.label):
+            host = (host if beside else now) + action
+            now = now if beside else host
         for entry in segment.entries:
             if isinstance(entry, Operation):
                 host = (host if beside else now) + launch

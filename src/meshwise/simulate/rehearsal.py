@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ from meshwise.pipeline.passes import lower
 from meshwise.plan import Plan
 from meshwise.simulate.alike import alike
 from meshwise.simulate.recorder import Kernels, Memo, Operations, Recorder, as_if_on
-from meshwise.simulate.tape import Category, Segment, Tape
+from meshwise.simulate.tape import Category, Memory, Segment, Tape
 from meshwise.simulate.world import RehearsalWorld, Stages
 from meshwise.tensor.rules import find_parts
 from meshwise.trainer import Trainer
@@ -126,12 +126,26 @@ def _renamed(label: str, stages: Mapping[int, int]) -> str:
 
 
 def _stand_ins(found: Mapping[str, Segment]) -> dict[tuple[int, Kind], Segment]:
-    """What a rank did for the middle one of the micro-batches that were run, for each kind of action of each stage."""
+    """What a rank did for the middle one of the micro-batches that were run, for each kind of action of each stage.
+
+    What it took for that, and gave back while it was at something else, the stand-in gives back with its backward: all
+    the micro-batches that it stands for leave as much memory as there was.
+    """
     ran: dict[tuple[int, Kind], list[tuple[int, str]]] = defaultdict(list)
     for label in found:
         if label[:1].isdigit() and (action := Action.parse(label)).microbatch is not None:
             ran[action.stage, action.kind].append((action.microbatch, label))
-    return {key: found[sorted(each)[len(each) // 2][1]] for key, each in ran.items()}
+    middle = {key: found[sorted(each)[len(each) // 2][1]] for key, each in ran.items()}
+    for stage in {stage for stage, _ in middle}:
+        last = (stage, Kind.W if (stage, Kind.W) in middle else Kind.B)
+        left: Counter[tuple[Category, bool]] = Counter()
+        for entry in (entry for key, part in middle.items() if key[0] == stage for entry in part.entries):
+            if isinstance(entry, Memory):
+                left[entry.category, entry.host] += entry.bytes
+        if last in middle and any(left.values()):
+            back = tuple(Memory(category, -size, host) for (category, host), size in left.items() if size)
+            middle[last] = Segment(middle[last].label, (*middle[last].entries, *back))
+    return middle
 
 
 def rehearse(subject: Subject, *, plan: Plan | str, ranks: int, device: Device = "cpu") -> Rehearsal:
