@@ -113,8 +113,13 @@ def _cells(mesh: Mesh, boxes: Mapping[int, Box], ranks_per_node: int) -> Iterato
         nodes[rank // ranks_per_node if ranks_per_node else 0].append(rank)
     for node, ranks in nodes.items():
         where = f", node {node}" if ranks_per_node else ""
-        places = (" ".join(f"{name} {index}" for name, index in mesh.coordinate(rank).items()) for rank in ranks)
-        names = tuple(f"rank {rank}: {place}{where}" for rank, place in zip(ranks, places, strict=True))
+        names = tuple(f"rank {rank}{_place(mesh, rank)}{where}" for rank in ranks)
         yield Bars(f"node-{node % _TONES}", tuple(boxes[rank] for rank in ranks), names)
     for rank, (x, y, width, height) in boxes.items():
         yield Text(str(rank), x + width / 2, y + height / 2, "ink", 11, "middle")
+
+
+def _place(mesh: Mesh, rank: int) -> str:
+    """Its indices along the axes that have several."""
+    indices = [f"{name} {index}" for name, index in mesh.coordinate(rank).items() if mesh.degree(name) > 1]
+    return f": {' '.join(indices)}" if indices else ""

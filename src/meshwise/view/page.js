@@ -38,18 +38,19 @@
   const told = (sheet) => Array.from(sheet.querySelectorAll("path[data-names]"))
     .filter((path) => path.ownerSVGElement === sheet);
 
+  // What is drawn last lies on top; where nothing is, what is very near will do.
   const boxAt = (sheet, point) => {
     const slack = sheet.classList.contains("plot") ? 1.5 * sheet.viewBox.baseVal.width / sheet.width.baseVal.value : 0;
+    const near = [];
     for (const path of told(sheet).reverse()) {
-      let best = null;
       for (const box of boxesOf(path)) {
         if (point.y < box.y || point.y > box.y + box.height) continue;
         const away = Math.max(box.x - point.x, point.x - box.x - box.width, 0);
-        if (away <= slack && (!best || away < best.away)) best = { ...box, away };
+        if (away === 0) return box;
+        if (away <= slack) near.push({ away, box });
       }
-      if (best) return best;
     }
-    return null;
+    return near.sort((one, other) => one.away - other.away)[0]?.box;
   };
 
   // ---- what is told -----------------------------------------------------------------------------------------------

@@ -1,0 +1,73 @@
+"""`meshwise simulate` and `meshwise draw mesh`: what is drawn, compared and written."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshwise.cli.main import main
+
+JOB = ["simulate", "--model.arguments", "layers=2", "width=16", "heads=2", "--data.context=8", "--train.batch=8"]
+PLAN = "--plan=pp=2 microbatches=2 partition=params"
+ON = "--on=1x2 h100"
+
+
+def test_plans_are_compared_drawn_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    html, trace, svg = tmp_path / "new" / "a.html", tmp_path / "a.json", tmp_path / "a.svg"
+    words = [*JOB, PLAN, ON, "--compare", "dp=2 zero=3", "--draw", f"--html={html}", f"--trace={trace}", f"--svg={svg}"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    first = next(line for line in out.splitlines() if line.lstrip().startswith("zero "))
+    assert first.split() == ["zero", "0", "3"]
+    assert "rank 1 │" in out  # of the pipeline
+    assert "ranks 0–1 │" in out  # of the replicas
+    assert "memory of rank 0, at most" in out
+    assert html.read_text().count('<section class="plan"') == 2
+    assert {event["pid"] for event in json.loads(trace.read_text())["traceEvents"]} == {0, 1, 2}
+    assert "dp=2 zero=3" in svg.read_text()
+
+
+def test_one_plan_is_drawn_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*JOB, "--plan=dp=2", ON, "--draw"]) == 0
+    out = capsys.readouterr().out
+    assert "utilisation" in out
+    assert "p parameters" in out
+
+
+def test_a_mesh_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mesh.svg"
+    assert main(["draw", "mesh", "--plan=pp=2 dp=auto tp=2", "--on=2x4 h100", f"--svg={path}"]) == 0
+    assert "dp 1 │ 6  7" in capsys.readouterr().out
+    assert "8 ranks, 4 to a node" in path.read_text()
+
+
+BAD = [
+    ([*JOB, "--compare", "dp=2"], "times are drawn and compared on a cluster: name it, as in --on"),
+    ([*JOB, "--html=a.html"], "times are drawn and compared on a cluster"),
+    (JOB, "say what to tell: --memory, or --on a cluster"),
+    ([*JOB, ON, "--compare", "dp=2 zro=3"], "unknown plan key 'zro'; did you mean zero?"),
+    ([*JOB, ON, "--compare", "dp=3"], "the plan 'dp=3' needs 3 ranks, but the world has 2"),
+    ([*JOB, "--plan=dp=2", ON, "--svg=/proc/none/a.svg"], "cannot write /proc/none/a.svg"),
+    (["draw", "mesh"], "give a plan: meshwise draw mesh --plan"),
+    (["draw", "mesh", "--plan=dp=auto"], "dp=auto fills a cluster: name it"),
+    (["draw", "mesh", "--plan=dp=3", "--on=2x4 h100"], "needs 3 ranks, but the world has 8"),
+    (["draw", "mesh", "--plan=dp=3", "--on=2x4 h1"], "did you mean h100"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words, message", BAD)
+def test_what_cannot_be_drawn_is_one_message_and_status_2(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert "Traceback" not in told
+
+
+def test_a_picture_that_needs_matplotlib_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("meshwise.bench.plot.find_spec", lambda _: None)
+    assert main([*JOB, ON, "--png=a.png"]) == 2
+    assert "pip install 'meshwise[plot]'" in capsys.readouterr().err

@@ -1,0 +1,67 @@
+"""A step of a simulation from begin to end: its timeline and its memory adds up to what was predicted."""
+
+import pytest
+
+from meshwise.simulate.history import Replay
+from meshwise.timeline import Stream, spent
+from view.accounts import SHARDED, SPLIT, prediction
+
+PLANS = [SPLIT, SHARDED, "pp=2 dp=4 zero=3 microbatches=4 schedule=zb-h1"]
+
+
+@pytest.fixture(scope="module", params=PLANS)
+def replay(request: pytest.FixtureRequest) -> Replay:
+    return Replay(prediction(request.param))
+
+
+def test_the_timeline_is_as_long_as_the_step_and_every_second_of_it_goes_somewhere(replay: Replay) -> None:
+    step = replay.prediction.seconds
+    assert replay.timeline.seconds == pytest.approx(step, rel=1e-12)
+    for own in spent(replay.timeline):
+        assert sum(own.values()) == pytest.approx(step, rel=1e-12)
+        assert min(own.values()) >= 0
+        assert own["computes"] > 0
+
+
+def test_a_rank_waits_for_each_axis_as_long_as_was_predicted(replay: Replay) -> None:
+    exposed = {axes: seconds for axes, seconds in replay.prediction.exposed.items() if seconds > 1e-12}
+    waits = [
+        {what.removeprefix("waits for "): seconds for what, seconds in own.items() if what.startswith("waits for ")}
+        for own in spent(replay.timeline)
+    ]
+    assert any(own == pytest.approx(exposed, rel=1e-6) for own in waits)
+
+
+def test_every_action_has_its_place_and_what_comes_before_and_after_the_schedule_too(replay: Replay) -> None:
+    rehearsal = replay.prediction.rehearsal
+    for index in range(len(rehearsal.tapes)):
+        own = [str(event) for event in replay.timeline.events if event.rank == index]
+        assert {str(action) for action in rehearsal.schedule.rows[index]} <= set(own)
+        assert {"begin", "exchange", "update"} <= set(own)
+    assert len(replay.timeline.computing[0]) == 2 * rehearsal.plan.microbatches or "zb" in rehearsal.plan.schedule
+
+
+def test_memory_over_time_begins_with_what_rests_and_has_the_peak_of_a_step_that_follows(replay: Replay) -> None:
+    for index, memory in enumerate(replay.prediction.memory):
+        history = replay.history(index)
+        assert history.peak.bytes == max(moment.bytes for moment in memory.steady)
+        assert history.levels[0].device == memory.rest
+        starts = [level.seconds for level in history.levels]
+        assert starts == pytest.approx([step * history.seconds / len(starts) for step in range(len(starts))])
+
+
+def test_a_moment_of_memory_is_in_the_action_that_its_rank_is_at_then(replay: Replay) -> None:
+    peak = replay.history(0).peak
+    during = next(e for e in replay.timeline.events if e.rank == 0 and str(e) == peak.during)
+    part = replay.prediction.seconds / 360
+    assert during.start - part <= peak.seconds <= during.stop
+
+
+def test_waits_too_many_to_be_seen_one_by_one_still_add_up(monkeypatch: pytest.MonkeyPatch, replay: Replay) -> None:
+    monkeypatch.setattr("meshwise.simulate.history._MOST_EVENTS", 0)
+    merged = Replay(replay.prediction).timeline
+    for own, exact in zip(spent(merged), spent(replay.timeline), strict=True):
+        assert own == pytest.approx(exact, rel=1e-9, abs=1e-12)
+    assert len([e for e in merged.events if e.stream is Stream.WAIT]) <= len(
+        [e for e in replay.timeline.events if e.stream is Stream.WAIT]
+    )

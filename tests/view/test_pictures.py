@@ -1,0 +1,152 @@
+"""What is drawn: which shapes a picture has, where, and that a file of each kind comes of it."""
+
+import io
+import json
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from meshwise.mesh import Mesh
+from meshwise.pipeline.clock import clock
+from meshwise.pipeline.schedules import make_schedule
+from meshwise.view.account import Account
+from meshwise.view.chrome_trace import write_chrome_trace
+from meshwise.view.comparison import comparison_table
+from meshwise.view.drawings import drawings
+from meshwise.view.mesh_picture import mesh_picture
+from meshwise.view.palette import COLORS, UNSEEN
+from meshwise.view.picture import Bars, Picture, Text, ticks
+from meshwise.view.pictures import pictures, sheet
+from meshwise.view.png import write_png
+from meshwise.view.svg import svg_file
+from meshwise.view.timeline_picture import timeline_picture
+from view.accounts import SHARDED, SPLIT, account
+
+BOTH = [account(SPLIT), account(SHARDED)]
+
+
+def bars_of(picture: Picture, paint: str) -> list[Bars]:
+    """Without those of the legend."""
+    return [shape for shape in picture.flat() if isinstance(shape, Bars) and shape.paint == paint and shape.names]
+
+
+def test_a_timeline_is_drawn_to_scale_a_row_for_each_rank() -> None:
+    timeline = clock(make_schedule("1f1b", pp=2, microbatches=2))
+    picture = timeline_picture(timeline, title="1f1b", unit="")
+    first, second = bars_of(picture, "forward")
+    plot = picture.plot
+    assert plot is not None
+    assert (first.row, first.names, second.row) == ("rank 0", ("0F0", "0F1"), "rank 1")
+    unit = plot.width / timeline.seconds
+    assert [box[0] - plot.left for box in first.boxes] == pytest.approx([0, unit])
+    assert [box[2] for box in first.boxes] == pytest.approx([unit, unit])
+    assert second.boxes[0][1] > first.boxes[0][1] + first.boxes[0][3]
+    assert "F0" in [shape.text for shape in picture.flat() if isinstance(shape, Text)]
+
+
+def test_stages_of_one_rank_are_told_apart_and_so_are_the_two_parts_of_a_backward() -> None:
+    picture = timeline_picture(clock(make_schedule("zb-v", pp=2, microbatches=4)), title="zb-v", unit="")
+    assert all(bars_of(picture, paint) for paint in ("forward", "forward-2", "input", "weights-2"))
+    assert "0F0" in [shape.text for shape in picture.flat() if isinstance(shape, Text)]
+
+
+def test_the_area_of_memory_is_as_high_as_the_peak() -> None:
+    memory = [picture for picture in next(pictures(BOTH[:1])) if picture.title.startswith("memory of ranks 0–3")]
+    plot, history = memory[0].plot, BOTH[0].histories[0]
+    assert plot is not None
+    tops = [min(y for _, y in shape.points) for shape in plot.shapes if not isinstance(shape, Bars | Text)]
+    most = max(one.peak.bytes for one in BOTH[0].histories)
+    assert plot.height - min(tops) == pytest.approx(plot.height * history.peak.bytes / (1.05 * most))
+    told = [shape for shape in plot.shapes if isinstance(shape, Bars)]
+    assert [bars.paint for bars in told] == [UNSEEN]
+    assert any(name.startswith("1") and "activations" in name for name in told[0].names)
+
+
+def test_a_mesh_has_a_cell_for_every_rank_and_a_colour_for_every_node() -> None:
+    picture = mesh_picture(Mesh.of(pp=2, dp=2, tp=2), ranks_per_node=4)
+    numbers = [shape.text for shape in picture.shapes if isinstance(shape, Text) and shape.text.isdecimal()]
+    assert sorted(numbers) == [str(rank) for rank in range(8)]
+    assert "rank 5: pp 1 dp 0 tp 1, node 1" in bars_of(picture, "node-1")[0].names
+    assert len(bars_of(picture, "node-0")[0].boxes) == 4
+
+
+@pytest.mark.parametrize(
+    "mesh", [Mesh.of(dp=1), Mesh.of(pp=64, dp=6, tp=8), Mesh.of(pp=2, dp=3, depth=2, row=2, col=9)]
+)
+def test_a_mesh_of_any_size_fits_a_page_and_its_last_rank_is_there(mesh: Mesh) -> None:
+    picture = mesh_picture(mesh, ranks_per_node=8)
+    texts = [shape.text for shape in picture.shapes if isinstance(shape, Text)]
+    assert picture.width <= 1300
+    assert str(mesh.size - 1) in texts or "the first" in texts[0]
+    assert "0" in texts
+
+
+def test_plans_are_compared_by_what_differs_and_the_parts_of_a_step_add_up() -> None:
+    table = {row[0]: row[1:] for row in comparison_table(BOTH)}
+    assert table["zero"] == ("1", "3")
+    assert "schedule" not in table  # both have the same
+    assert list(table).index("computes") < list(table).index("waits for dp") < list(table).index("bubble")
+    shares = [float(re.search(r"\(([\d.]+) %\)", row[0])[1]) for row in table.values() if "%)" in row[0]]  # type: ignore[index]
+    assert sum(shares) == pytest.approx(100, abs=0.5)
+    assert table["fits"] == ("yes", "yes")
+    assert table["gathered"][0] == "0 B" != table["gathered"][1]
+
+
+def test_a_file_of_each_kind_is_written(tmp_path: Path) -> None:
+    picture = sheet(BOTH)
+    tree = ET.fromstring(svg_file(picture))
+    titles = [node.text for node in tree.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"where the step goes, on the mean over the ranks", SHARDED, "8 ranks, 4 to a node"} <= set(titles)
+    pytest.importorskip("matplotlib", reason="the extra plot is not installed")
+    write_png(sheet(BOTH[1:]), path=tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_paint_has_a_colour() -> None:
+    paints = {shape.paint for shape in sheet(BOTH).flat()}
+    assert paints <= {*COLORS, UNSEEN}
+
+
+def test_memory_is_a_counter_of_the_trace(tmp_path: Path) -> None:
+    write_chrome_trace(BOTH, path=tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    counters = [event for event in events if event["ph"] == "C"]
+    assert {event["pid"] for event in counters} == {0, 1, 2}  # two stages of the first plan, one of the second
+    assert (
+        max(sum(event["args"].values()) for event in counters if event["pid"] == 2) == BOTH[1].histories[0].peak.bytes
+    )
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert names[2] == f"{SHARDED}: ranks 0–7: stages 0"
+
+
+def test_the_terminal_shows_the_mesh_each_rank_and_memory_by_letters() -> None:
+    console = Console(width=90, file=io.StringIO())
+    for drawing in drawings(BOTH[:1], width=90):
+        console.print(drawing, soft_wrap=True)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines[0].startswith(f"{BOTH[0].title}: step ")
+    assert "pp=1" in lines
+    rows = [line for line in lines if line.startswith("ranks ")]
+    assert [row[:11] for row in rows] == ["ranks 0–3 │", "ranks 4–7 │"]
+    assert all("░" in row and "F" in row for row in rows)
+    assert max(map(len, lines)) <= 92
+    legend = next(line for line in lines if "p parameters" in line)
+    assert "a activations" in legend
+    columns = [line.partition("│")[2] for line in lines[lines.index(rows[-1]) + 2 :][:8]]
+    assert columns[-1][0] == "p"  # at the bottom, between steps as well
+    assert "a" in columns[0]
+
+
+def test_round_numbers_are_1_2_or_5_apart() -> None:
+    assert ticks(57, most=10) == [0, 10, 20, 30, 40, 50]
+    assert ticks(1.0, most=10) == pytest.approx([step / 10 for step in range(11)])
+    assert ticks(0.0123, most=4) == pytest.approx([0, 0.005, 0.01])
+
+
+def test_a_drawing_without_memory_or_mesh_is_a_timeline() -> None:
+    schedule = Account("1f1b", clock(make_schedule("1f1b", pp=2, microbatches=2)), unit="")
+    assert len(next(pictures([schedule]))) == 1
+    assert [row[0] for row in comparison_table([schedule])] == ["", "step", "computes", "bubble"]
