@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from meshwise.comm.forked import Launcher
 from meshwise.comm.torch_world import torch_world
 from meshwise.comm.watch import Watch
 from meshwise.comm.world import World
@@ -323,13 +324,15 @@ def test_without_the_store_a_waiting_rank_ends(start: Callable[..., Ranks]) -> N
 
 @scenario
 def the_launcher_dies(world: World) -> None:
+    multiprocessing.get_context("fork").Process(target=outlive_the_launcher, args=(world,)).start()
+    time.sleep(0.5)
+    os._exit(0)
+
+
+def outlive_the_launcher(world: World) -> None:
     store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
-    launcher = os.getpid()
-    if os.fork():
-        time.sleep(0.5)
-        os._exit(0)
     print(f"rank is process {os.getpid()}", flush=True)
-    Watch(world, store=store, stall_seconds=STALL, launcher=launcher).start()
+    Watch(world, store=store, stall_seconds=STALL, launcher=Launcher()).start()
     time.sleep(1000)
 
 

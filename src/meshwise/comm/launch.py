@@ -37,6 +37,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from meshwise.comm.attempt import Attempt
+from meshwise.comm.forked import Launcher, Surroundings, start_method
 from meshwise.comm.journal import RanksDisagree
 from meshwise.comm.loopback import BACKEND, LOOPBACK, make_known
 from meshwise.comm.lost import RankLostError
@@ -94,7 +95,7 @@ def _join(device: torch.device, stall_seconds: float | None, tell: Tell) -> Worl
     store = meeting_place()
     world = torch_world(device, store=store, comm=_comm())
     if store is not None:
-        launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        launcher = Launcher() if "TORCHELASTIC_RUN_ID" in os.environ else None
         own = c10d.PrefixStore(device.type, store)
         watch = Watch(world, store=own, stall_seconds=stall_seconds, tell=tell, launcher=launcher)
         watch.start()
@@ -173,13 +174,13 @@ def run(
         return world.exchange(main(world, *args))
     if size < 1:
         raise ValueError(f"cannot run on {size} ranks")
-    start_method = _start_method(main)
+    method = _start_method(main)
     with tempfile.TemporaryDirectory(prefix="meshwise-") as name, _as_launcher(size), _joined_by(comm):
         folder = Path(name)
-        config = _launch_config(size, folder, start_method=start_method, restarts=restarts)
+        config = _launch_config(size, folder, method=method, restarts=restarts)
         ended: BaseException | signal.Signals
         try:
-            elastic_launch(config, _rank_main)(folder, os.getpid(), main, tuple(args), device)
+            elastic_launch(config, _rank_main)(folder, Surroundings(), main, tuple(args), device)
             return [_result(_last_start(folder), rank) for rank in range(size)]
         except ChildFailedError as failed:
             ended = _first_error(_last_start(folder), size, failed.failures)
@@ -210,7 +211,7 @@ def _say_stopped(otherwise: ExceptHook, kind: type[BaseException], error: BaseEx
 # ---- in the process that starts the ranks --------------------------------------------------------------------------
 
 
-def _launch_config(size: int, folder: Path, *, start_method: str, restarts: int) -> LaunchConfig:
+def _launch_config(size: int, folder: Path, *, method: str, restarts: int) -> LaunchConfig:
     """What torch's launcher is told: one host, which listens to itself alone."""
     make_known()
     return LaunchConfig(
@@ -223,25 +224,28 @@ def _launch_config(size: int, folder: Path, *, start_method: str, restarts: int)
         local_addr=LOOPBACK,
         max_restarts=restarts,
         monitor_interval=_POLL_SECONDS,
-        start_method=start_method,
+        start_method=method,
         shutdown_timeout=_SHUTDOWN_SECONDS,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
     )
 
 
 def _start_method(main: Callable[..., Any]) -> str:
-    """How torch's launcher should start the processes: afresh, or as copies when `main` only lives in a notebook."""
+    """How torch's launcher should start the processes: as copies of this one when `main` only lives in a notebook."""
     script = sys.modules["__main__"]
     if sys.modules.get("__mp_main__", script) is not script:
-        raise SystemExit(
-            'a rank came to run() while it imported the script: put the call under `if __name__ == "__main__":`'
+        # A forked process does not print why it exits.
+        sys.stderr.write(
+            'a rank came to run() while it imported the script: put the call under `if __name__ == "__main__":`\n'
         )
+        sys.stderr.flush()
+        raise SystemExit(1)
     if main.__module__ != "__main__" or Path(getattr(script, "__file__", "")).is_file():
         if "<" in main.__qualname__:
             raise ValueError(
                 f"{main.__qualname__} cannot travel to another process: define it at the top of a module or script"
             )
-        return "spawn"
+        return start_method()
     if "fork" not in multiprocessing.get_all_start_methods() or torch.cuda.is_initialized():
         why = "CUDA is already in use here" if torch.cuda.is_initialized() else "this system cannot copy processes"
         raise RuntimeError(f"{main.__qualname__} is defined in a notebook and {why}: move it to a module and import it")
@@ -320,11 +324,12 @@ def _first_error(folder: Path, size: int, failures: dict[int, ProcessFailure]) -
 
 
 def _rank_main(
-    folder: Path, launcher: int, main: Callable[..., Any], args: tuple[Any, ...], device: str | None
+    folder: Path, surroundings: Surroundings, main: Callable[..., Any], args: tuple[Any, ...], device: str | None
 ) -> None:
     """One rank from start to end. What it leaves is an `Outcome`."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if os.getppid() != launcher:
+    surroundings.enter()
+    if Launcher().is_gone():
         _leave(1)
     atexit.register(_leave, 0)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))

@@ -31,6 +31,7 @@ from typing import NoReturn, Protocol
 
 from torch.distributed import distributed_c10d as c10d
 
+from meshwise.comm.forked import Launcher
 from meshwise.comm.journal import Call
 from meshwise.comm.lost import RankLostError
 from meshwise.comm.stacks import stack_of
@@ -87,7 +88,7 @@ class Watch:
         store: c10d.Store,
         stall_seconds: float | None = None,
         tell: Tell = tell_stderr,
-        launcher: int | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
         stall = float(os.environ.get(_VARIABLE, STALL_SECONDS)) if stall_seconds is None else stall_seconds
         if not stall > 0:
@@ -298,8 +299,8 @@ class Watch:
         self._leave()
 
     def _require_launcher(self) -> None:
-        if self._launcher is not None and os.getppid() != self._launcher:
-            self._leave(f"meshwise: rank {self._world.rank} ends: its launcher (process {self._launcher}) is gone")
+        if self._launcher is not None and self._launcher.is_gone():
+            self._leave(f"meshwise: rank {self._world.rank} ends: its launcher ({self._launcher}) is gone")
 
     def _without_store(self, why: str) -> None:
         """The store is gone. A rank that computes may still finish; one that waits in a collective never will."""

@@ -1,0 +1,75 @@
+"""Ranks that are forked from a server instead of started one by one.
+
+A process that imports torch takes seconds to start. So the ranks of a machine are forked from a server of
+multiprocessing, which has imported it once and does nothing else: no thread of it holds a lock, nothing of it has
+touched a GPU, and ranks that are started again are there at once.
+
+    launcher ──asks── server ──forks── rank 0, rank 1, …        the parent of a rank is the server, not its launcher
+
+What a process has from the one that starts it, a forked one has from the server, as it was when that started. So the
+launcher hands it down (`Surroundings`), and whether the launcher lives a rank learns from multiprocessing (`Launcher`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+from collections.abc import Sequence
+from multiprocessing import reduction, util
+from pathlib import Path
+from typing import Any
+
+_PRELOADED = ("torch._dynamo", "meshwise.comm.launch")  # an optimizer imports torch._dynamo
+_STREAMS = (1, 2)
+_TOLD_BY_TORCH = ("RANK", "WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT")
+
+
+def start_method() -> str:
+    """How multiprocessing starts ranks here."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return "spawn"
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(_PRELOADED))
+    return "forkserver"
+
+
+class Surroundings:
+    """The environment, the folder and the output of the process that makes it, for a process that it starts."""
+
+    def __init__(self) -> None:
+        self._environment = {name: value for name, value in os.environ.items() if not name.endswith(_TOLD_BY_TORCH)}
+        self._folder = Path.cwd()
+        self._streams: Sequence[Any] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to a process that is being started: file descriptors can, then."""
+        return {**vars(self), "_streams": [reduction.DupFd(number) for number in _STREAMS]}
+
+    def enter(self) -> None:
+        """In the process that got them: be surrounded by them. A copy of the one that made them is already."""
+        if not self._streams:
+            return
+        for number, stream in zip(_STREAMS, self._streams, strict=True):
+            given = stream.detach()
+            os.dup2(given, number)
+            os.close(given)
+        os.environ.update(self._environment)
+        os.chdir(self._folder)
+        atexit._clear()  # what the server has to do at its end
+        # A forked process does not come to Python's own end.
+        util.Finalize(None, atexit._run_exitfuncs, exitpriority=-1)
+
+
+class Launcher:
+    """The process whose end is the end of this one."""
+
+    def __init__(self) -> None:
+        self._starter = os.getppid()
+        self._parent = multiprocessing.parent_process()
+
+    def __str__(self) -> str:
+        return f"process {self._starter if self._parent is None else self._parent.pid}"
+
+    def is_gone(self) -> bool:
+        """Whether it has ended, or the server that forked this process for it."""
+        return os.getppid() != self._starter or (self._parent is not None and not self._parent.is_alive())
