@@ -4,25 +4,23 @@
 
 Steps of one GPT on one rank, plan by plan in turns of one step each, in one process; the ratio is the median over the
 turns, of wall time and of processor time. The disk: the update of a model whose optimizer state rests
-there, and in turns with it two processes of dd, one that reads and one that writes, past the page cache as well. The
-rate is bytes moved over the time from the first read of an update to its last write, computation included.
+there, and in turns with it some of dd that read and as many that write, past the page cache as well; what counts is how
+many of dd get most. The rate is bytes moved over the time from the first read of an update to its last write,
+computation included. `meshwise bench disk` measures the disk alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
-import subprocess
-import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from meshwise.bench.disk import DDS, dds
 from meshwise.comm import World, run_threads
 from meshwise.memory.staging import Swap
 from meshwise.memory.swap import SwapFile, traffic
@@ -37,18 +35,22 @@ PLANS = (
     "zero=3 offload=optimizer:disk",
     "zero=3 offload=params:disk,optimizer:disk",
 )
+EARLY = " nonfinite=end"
+"""After a plan: units are updated while the backward goes on, and nothing is clipped. The others are clipped."""
+CONTESTANTS = (*PLANS, *(f"{plan}{EARLY}" for plan in PLANS[1:]))
 GPT_SHAPE = GPTConfig(layers=6, width=384, heads=6, vocabulary=8192, context=256)
 WIDTH, DEPTH = 4096, 6
 DD = 2**30
+OURS = "the update, optimizer state on disk"
 
 
 @dataclass
 class Found:
-    """Seconds of the steps of each plan, wall and processor time, and (ours, dd's) bytes a second."""
+    """Seconds of the steps of each plan, wall and processor time, and bytes a second of the disk, turn by turn."""
 
     wall: dict[str, list[float]] = field(default_factory=dict)
     processor: dict[str, list[float]] = field(default_factory=dict)
-    disk: list[tuple[float, float]] = field(default_factory=list)
+    disk: dict[str, list[float]] = field(default_factory=lambda: {OURS: [], **{f"dd × {n}": [] for n in DDS}})
     direct: bool = True
 
 
@@ -78,21 +80,22 @@ def markdown(found: Found, *, threads: int) -> str:
         processor = _quartiles(found.processor[plan], found.processor[PLANS[0]])[1]
         spread = "" if plan == PLANS[0] else f" ({wall[0]:.3f}-{wall[2]:.3f})"
         lines.append(f"| `{plan}` | {statistics.median(seconds):.3f} | {wall[1]:.3f}{spread} | {processor:.3f} |")
-    ours, dd = zip(*found.disk, strict=True)
-    low, middle, high = statistics.quantiles([one / other for one, other in found.disk], n=4)
     way = "past the page cache" if found.direct else "through the page cache: this file system has no direct access"
-    rate = f"{statistics.median(ours) / 1e9:.2f} | {middle:.2f} ({low:.2f}-{high:.2f})"
     shape = f"{GPT_SHAPE.layers} layers, width {GPT_SHAPE.width}, context 256, vocabulary 8192, batch 8"
     lines += [
         "",
-        "| read and written at once | GB/s | ratio (quartiles) |",
+        "| read and written at once | GB/s | ratio of the update to it (quartiles) |",
         "|---|---|---|",
-        f"| dd, a reader beside a writer, 16 MiB blocks | {statistics.median(dd) / 1e9:.2f} | |",
-        f"| the update, optimizer state on disk | {rate} |",
+        *(
+            f"| {who} | {statistics.median(rates) / 1e9:.2f} | {middle:.2f} ({low:.2f}-{high:.2f}) |"
+            for who, rates in found.disk.items()
+            for low, middle, high in [_quartiles(found.disk[OURS], rates)]
+        ),
         "",
         f"- Machine: {machine()}; {threads} threads; {way}.",
         f"- Steps: GPT of {shape}, AdamW, clipped; {len(found.wall[PLANS[0]])} turns.",
-        f"- Disk: {WIDTH * WIDTH * DEPTH / 1e6:.0f} million parameters, AdamW, {len(ours)} updates.",
+        f"- Disk: {WIDTH * WIDTH * DEPTH / 1e6:.0f} million parameters, AdamW, {len(found.disk[OURS])} updates.",
+        "- dd × n: n of dd that read, beside n that write, 16 MiB at a time.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -104,9 +107,9 @@ def _quartiles(ours: list[float], theirs: list[float]) -> list[float]:
 def _steps(world: World, found: Found, folder: Path, rounds: int) -> None:
     tokens = torch.randint(0, 8192, (8, 257))
     batch = (tokens[:, :-1], tokens[:, 1:])
-    trainers = {plan: _under(world, plan, folder) for plan in PLANS}
+    trainers = {plan: _under(world, plan, folder) for plan in CONTESTANTS}
     for turn in range(-2, rounds):
-        for plan in PLANS if turn % 2 else PLANS[::-1]:
+        for plan in CONTESTANTS if turn % 2 else CONTESTANTS[::-1]:
             started, used = time.perf_counter(), time.process_time()
             trainers[plan].step(batch)
             if turn >= 0:
@@ -124,14 +127,18 @@ def _disk(world: World, found: Found, folder: Path, rounds: int) -> None:
     found.direct = file.direct
     batch = torch.randn(2, WIDTH)
     trainer.step(batch)  # makes the state, and writes it for the first time
-    with _dd_files(folder) as (source, target):
+    with dds(folder, size=DD, direct=file.direct) as contestants:
         for _ in range(rounds):
             began = time.monotonic()
             trainer.step(batch)
             moved = [piece for piece in trainer.tiers.moved if piece.started >= began]
             seconds = max(piece.ended for piece in moved) - min(piece.started for piece in moved)
             total = sum(size for kind, size, _ in traffic(moved) if kind == "both")
-            found.disk.append((total / seconds, _dd(source, target)))
+            found.disk[OURS].append(total / seconds)
+            for who, move in contestants.items():
+                began = time.perf_counter()
+                move("both")
+                found.disk[who].append(2 * DD / (time.perf_counter() - began))
     trainer.close()
 
 
@@ -156,34 +163,11 @@ def squares(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
 
 def _under(world: World, plan: str, folder: Path) -> Trainer:
     options = Options(clip_norm=1.0, swap=Swap(folder=folder))
-    return parallelize(lambda: GPT(GPT_SHAPE), plan, loss=next_token_loss, world=world, options=options, lr=1e-3)
-
-
-@contextlib.contextmanager
-def _dd_files(folder: Path) -> Iterator[tuple[Path, Path]]:
-    with tempfile.TemporaryDirectory(dir=folder) as made:
-        source, target = Path(made) / "source", Path(made) / "target"
-        for path in (source, target):
-            _wait([_start("/dev/zero", path, "oflag=direct")])
-        yield source, target
-
-
-def _dd(source: Path, target: Path) -> float:
-    """Bytes a second of a reader and a writer together."""
-    started = time.perf_counter()
-    _wait([_start(source, "/dev/null", "iflag=direct"), _start("/dev/zero", target, "oflag=direct", "conv=notrunc")])
-    return 2 * DD / (time.perf_counter() - started)
-
-
-def _start(source: Path | str, target: Path | str, *more: str) -> subprocess.Popen[bytes]:
-    words = ["dd", f"if={source}", f"of={target}", "bs=16M", f"count={DD >> 24}", *more]
-    return subprocess.Popen(words, stderr=subprocess.DEVNULL)
-
-
-def _wait(started: list[subprocess.Popen[bytes]]) -> None:
-    for process in started:
-        if process.wait():
-            raise OSError(f"dd ended with {process.returncode}")
+    if plan.endswith(EARLY):
+        options = replace(options, clip_norm=None, nonfinite="end")
+    return parallelize(
+        lambda: GPT(GPT_SHAPE), plan.removesuffix(EARLY), loss=next_token_loss, world=world, options=options, lr=1e-3
+    )
 
 
 if __name__ == "__main__":

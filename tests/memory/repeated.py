@@ -1,7 +1,7 @@
 """A model whose blocks are recomputed: ties, dropout of two kinds, an activation in place; and how it is trained."""
 
 import functools
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,10 @@ from meshwise.comm.world import World
 from meshwise.parallelize import Options, parallelize
 from meshwise.plan import Plan
 
-WIDTH, TOKENS, WORDS, LAYERS, STEPS = 16, 4, 32, 3, 2
+WIDTH, TOKENS, WORDS, LAYERS, STEPS = 16, 4, 32, 2, 2
+
+
+Outcome: TypeAlias = tuple[Any, dict[str, Tensor], dict[str, str]]
 
 
 class Attention(nn.Module):
@@ -71,9 +74,9 @@ def batches(rows: int = 8) -> list[tuple[Tensor, Tensor]]:
     return [(tokens[:, :-1], tokens[:, 1:]) for tokens in drawn]
 
 
-def train(world: World, plan: str, *, rows: int = 8) -> tuple[Any, dict[str, Tensor], dict[str, str]]:
+def train(world: World, plan: str, *, rows: int = 8, steps: int = STEPS) -> Outcome:
     """Losses and norms, parameters after the last step, and how the blocks were recomputed then."""
-    given = batches(rows)
+    given = batches(rows)[:steps]
     options = Options(example=given[0], clip_norm=0.5)
     trainer = parallelize(Model, plan, loss=loss, world=world, lr=1e-2, options=options)
     numbers = [(result.loss, result.grad_norm) for result in map(trainer.step, given)]
@@ -83,5 +86,6 @@ def train(world: World, plan: str, *, rows: int = 8) -> tuple[Any, dict[str, Ten
     return numbers, values, modes
 
 
-def on(plan: str, *, rows: int = 8) -> list[tuple[Any, dict[str, Tensor], dict[str, str]]]:
-    return run_threads(Plan.parse(plan).mesh().size, functools.partial(train, rows=rows), args=(plan,))
+def on(plan: str, *, rows: int = 8, steps: int = STEPS) -> list[Outcome]:
+    run = functools.partial(train, rows=rows, steps=steps)
+    return run_threads(Plan.parse(plan).mesh().size, run, args=(plan,))

@@ -26,6 +26,7 @@ from meshwise.train.config import from_toml
 from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, SampleJob, ScheduleJob, TrainJob
 from meshwise.train.loop import Summary, train
 from meshwise.train.order import Order
+from meshwise.train.schedule import rate
 
 SHAPE = {"layers": 1, "width": 16, "heads": 2, "tied": True}
 
@@ -157,9 +158,9 @@ from torch.utils.data import TensorDataset
 def model():
     return nn.Linear(1, 1)
 
-def data(bad):
+def data(bad, value=math.nan):
     x = torch.arange(48.0).unsqueeze(1)
-    x[bad] = math.nan
+    x[bad] = value
     return TensorDataset(x, 2 * x)
 """
 
@@ -189,6 +190,23 @@ def test_a_skipped_step_is_said_loudly_and_does_not_move_the_learning_rate(job: 
     problem = events(summary, "nonfinite")[0]["problem"]
     assert "rank 1: " in problem, "number 20 is the fifth row of its batch, and ranks 0 and 1 have four each"
     assert "weight" in problem
+
+
+def test_an_overflow_of_fp16_on_one_rank_does_not_move_the_learning_rate(job: Job, tmp_path: Path) -> None:
+    """The first scale is found by overflows, too, before the one that is planted in the third batch."""
+    spoilt = of_numbers(tmp_path, job, policy="raise")
+    planted = change(spoilt, "data", arguments={**spoilt.data.arguments, "value": 3e4})
+    half = dataclasses.replace(planted, plan=Plan.parse("dp=2 precision=fp16"))
+    summary, said = run(change(half, "train", dtype=None, steps=12), ranks=2)
+
+    steps = events(summary, "step")
+    skipped = [event["skipped"] for event in steps]
+    assert skipped[2]
+    assert 4 <= sum(not one for one in skipped)
+    assert said.count("the gradient overflowed at a loss scale of") == sum(skipped)
+    rates = rate(job.schedule, steps=12)
+    updates = [sum(not one for one in skipped[:number]) for number in range(12)]
+    assert [event["lr"] for event in steps] == [1e-2 * rates(number) for number in updates]
 
 
 def test_by_default_a_gradient_that_is_not_finite_ends_the_run(job: Job, tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
-"""`meshwise bench`: what the links of this machine or job could do, what the collectives do, what a rank computes."""
+"""`meshwise bench`: what links could do, what the collectives do, what a rank computes, what a disk takes and gives."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -17,7 +18,7 @@ from meshwise.bench.machine import Interface, link_text, network_interfaces
 from meshwise.bench.plot import plot, require_matplotlib
 from meshwise.bench.sizes import parse_size
 from meshwise.bench.tables import as_csv, as_json, as_table
-from meshwise.cli import calibrate
+from meshwise.cli import calibrate, disk
 from meshwise.cli.ranks import MOST_BY_DEFAULT, chosen
 from meshwise.comm import World, run, torchrun_line
 from meshwise.train.flags import parse_flags
@@ -69,19 +70,21 @@ class Collectives:
 def main(words: Sequence[str]) -> int:
     """Run the benchmark that the words name. Raises JobError before any rank is started."""
     if words and words[0] in ("-h", "--help"):
-        print("usage: meshwise bench collectives|calibrate [OPTIONS]; with --help, each tells its options")
+        print(f"usage: meshwise bench {'|'.join(_BENCHMARKS)} [OPTIONS]; with --help, each tells its options")
         return 0
-    if words and words[0] == "calibrate":
-        return calibrate.main(words[1:])
-    if not words or words[0] != "collectives":
+    if not words or words[0] not in _BENCHMARKS:
         given = f"no benchmark {words[0]!r}" if words and not words[0].startswith("-") else "name a benchmark"
-        raise JobError(f"{given}; there are: meshwise bench collectives, meshwise bench calibrate")
-    flags = parse_flags(words[1:], prog="meshwise bench collectives", default=Collectives())
+        raise JobError(f"{given}; there are: {', '.join(f'meshwise bench {name}' for name in _BENCHMARKS)}")
+    return _BENCHMARKS[words[0]](words[1:])
+
+
+def _collectives(words: Sequence[str]) -> int:
+    flags = parse_flags(words, prog="meshwise bench collectives", default=Collectives())
     size = _ranks(flags)
     sweep = _sweep(flags, size)
     console = Console() if Console().is_terminal else Console(width=_WIDTH)
     if "RANK" not in os.environ:
-        line = torchrun_line(size, ["-m", "meshwise", "bench", *words])
+        line = torchrun_line(size, ["-m", "meshwise", "bench", "collectives", *words])
         console.print(
             f"starting {size} local ranks; the same with torchrun:\n  {line}", highlight=False, soft_wrap=True
         )
@@ -145,3 +148,8 @@ def _tell(console: Console, flags: Collectives, measurements: Sequence[Measureme
 def _is_link(interface: Interface) -> bool:
     """Whether its rate is known and it leads to other machines."""
     return interface.up and interface.speed > 0
+
+
+_BENCHMARKS: Mapping[str, Callable[[Sequence[str]], int]] = MappingProxyType(
+    {"collectives": _collectives, "calibrate": calibrate.main, "disk": disk.main}
+)

@@ -1,0 +1,182 @@
+"""What a disk gives to tiers, beside what it gives to dd: read alone, written alone, and both at once.
+
+dd reads or writes one block after the other, so that a disk that works at several at a time shows what it can do only
+to several of them. They take turns with the tier's own file, on equal terms:
+
+    dd × n    16 MiB at a time, n that read and n that write
+    tier      pieces of 8 MiB, 4 at a time of either kind, through staging buffers
+
+Both go past the page cache where the file system has that, and neither syncs: a direct write is on the device when it
+ends. Every file is written once before anything is measured, so that nobody pays for what the file system does then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+
+from meshwise.memory.staging import Staging, Swap
+from meshwise.memory.swap import SwapFile, Transfer
+
+KINDS = ("read", "write", "both")
+TIER = "meshwise"
+DDS = (1, 2, 4)
+"""How many of dd there are for each kind."""
+
+_BLOCK = 16 * 2**20
+_BUFFERS = Swap()
+
+
+Contestant: TypeAlias = Callable[[str], None]
+"""Moves all bytes of a kind."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What one contestant got of the disk: bytes a second, round by round."""
+
+    who: str
+    kind: str
+    rounds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Bytes a second."""
+        return statistics.median(self.rounds)
+
+
+@dataclass(frozen=True)
+class Disk:
+    """The rates of a folder's disk."""
+
+    rates: tuple[Rate, ...]
+    direct: bool
+    """Whether they went past the page cache."""
+
+    def of(self, who: str, *, kind: str) -> Rate:
+        """One rate."""
+        return next(rate for rate in self.rates if (rate.who, rate.kind) == (who, kind))
+
+    def best(self, kind: str) -> Rate:
+        """Of those of dd, the greatest."""
+        return max(
+            (rate for rate in self.rates if rate.who != TIER and rate.kind == kind), key=lambda rate: rate.median
+        )
+
+    def share(self, kind: str) -> float:
+        """What the tier sustains of the best that dd does, the median over rounds."""
+        rounds = zip(self.of(TIER, kind=kind).rounds, self.best(kind).rounds, strict=True)
+        return statistics.median(own / other for own, other in rounds)
+
+
+def measure(folder: Path, *, size: int, rounds: int) -> Disk:
+    """Read and write `size` bytes of each kind in `rounds` turns. What it makes in `folder` is gone afterwards.
+
+    Raises ValueError when there is too little room, or no dd; TierError when nothing can be written there.
+    """
+    size = max(1, size // _BLOCK) * _BLOCK
+    if shutil.which("dd") is None:
+        raise ValueError("dd, which the tier is measured beside, is not on the PATH")
+    file = SwapFile(folder)
+    try:
+        if (free := shutil.disk_usage(folder).free) < 4 * size:
+            raise ValueError(
+                f"{folder} has {free} bytes free, and four files of {size} are needed; give a smaller size"
+            )
+        with dds(folder, size=size, direct=file.direct) as contestants, _tier(file, size=size) as tier:
+            contestants[TIER] = tier
+            seconds: dict[tuple[str, str], list[float]] = {(who, kind): [] for who in contestants for kind in KINDS}
+            for turn in range(rounds):
+                for who, kind in list(seconds)[:: -1 if turn % 2 else 1]:
+                    began = time.perf_counter()
+                    contestants[who](kind)
+                    seconds[who, kind].append(time.perf_counter() - began)
+    finally:
+        file.close()
+    rates = [
+        Rate(who, kind, tuple(size * (1 + (kind == "both")) / one for one in taken))
+        for (who, kind), taken in seconds.items()
+    ]
+    return Disk(tuple(rates), file.direct)
+
+
+@contextlib.contextmanager
+def _tier(file: SwapFile, *, size: int) -> Iterator[Contestant]:
+    """The tier's own way: through a fixed number of staging buffers."""
+    source, target = (file.place(file.allocate(size, dtype=torch.uint8)) for _ in range(2))
+    staging = Staging(count=_BUFFERS.buffers, size=min(_BUFFERS.buffer, size), on=torch.device("cpu"))
+
+    ways = {
+        "read": lambda offset, part: file.read(source + offset, into=part),
+        "write": lambda offset, part: file.write(target + offset, values=part),
+    }
+
+    def move(kind: str) -> None:
+        under_way: list[Transfer] = []
+        for low, one in itertools.product(range(0, size, staging.size), ways):
+            if kind in (one, "both"):
+                buffer = staging.take()
+                assert buffer is not None
+                transfer = ways[one](low, buffer[: size - low])
+                transfer.then(lambda buffer=buffer: staging.give(buffer))  # type: ignore[misc] # one for each
+                under_way.append(transfer)
+        for transfer in under_way:
+            transfer.wait()
+
+    move("write")
+    source, target = target, source
+    move("write")
+    yield move
+
+
+@contextlib.contextmanager
+def dds(folder: Path, *, size: int, direct: bool) -> Iterator[dict[str, Contestant]]:
+    """Each number of dd by its name: who moves `size` bytes of a kind, each with its part of the files."""
+    flags = {"read": ["iflag=direct"], "write": ["oflag=direct"]} if direct else {"read": [], "write": []}
+    blocks = size // _BLOCK
+
+    def start(path: Path, kind: str, *, first: int, count: int) -> subprocess.Popen[bytes]:
+        reads = kind == "read"
+        ends = (
+            [f"if={path}", "of=/dev/null", f"skip={first}"]
+            if reads
+            else ["if=/dev/zero", f"of={path}", f"seek={first}"]
+        )
+        words = ["dd", *ends, f"bs={_BLOCK}", f"count={count}", "conv=notrunc", *flags[kind]]
+        return subprocess.Popen(words, stderr=subprocess.DEVNULL)
+
+    with tempfile.TemporaryDirectory(prefix="meshwise-", dir=folder) as made:
+        paths = {"read": Path(made) / "source", "write": Path(made) / "target"}
+
+        def run(kind: str, number: int) -> None:
+            bounds = [blocks * part // number for part in range(number + 1)]
+            _wait(
+                [
+                    start(paths[one], one, first=low, count=high - low)
+                    for one in paths
+                    if kind in (one, "both")
+                    for low, high in itertools.pairwise(bounds)
+                    if low < high
+                ]
+            )
+
+        for path in paths.values():
+            _wait([start(path, "write", first=0, count=blocks)])
+        yield {f"dd × {number}": lambda kind, number=number: run(kind, number) for number in DDS}  # type: ignore[misc]
+
+
+def _wait(started: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Raises OSError when one of them comes to nothing."""
+    if failed := [process for process in started if process.wait()]:
+        raise OSError(f"dd ended with {failed[0].returncode}: {failed[0].args!r}")
