@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo test grid faults test-gpu check format docs clean
+.PHONY: help install demo test grid faults test-gpu check format docs pictures clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -27,7 +27,7 @@ demo: install  ## train a small GPT on the standard library's source, on 4 local
 test grid test-gpu: export OMP_NUM_THREADS := 1
 
 test: install  ## the whole suite, two files at a time
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 grid: install  ## every cell of every grid of plans, of which `test` runs a part that has each pair of values
 	$(BIN)/python -m pytest -n 2 -m grid --whole-grids
@@ -49,6 +49,21 @@ format: install  ## mend what check would complain about, where that is mechanic
 
 docs: install  ## make the generated pages of docs/ again
 	$(BIN)/python -c 'from meshwise.plan.page import plans_page; print(plans_page(), end="")' > docs/plans.md
+
+DRAW := $(BIN)/meshwise draw
+BESIDE := $(BIN)/meshwise simulate examples/demo.toml --on "2x8 a100-80" --data.context 1024 --train.batch 64 \
+	--model.arguments layers=24 width=2048 heads=16 --plan "pp=4 dp=2 tp=2 microbatches=8 zero=1 precision=bf16" \
+	--compare "dp=4 tp=4 zero=1 precision=bf16" "dp=16 zero=3 precision=bf16"
+CHROMIUM := chromium --headless --no-sandbox --disable-gpu --disable-background-networking --hide-scrollbars --log-level=3
+
+pictures: install  ## draw docs/images again, but for what was measured; needs Chromium for the page
+	$(DRAW) schedule --plan "pp=4 microbatches=8" --png docs/images/schedule-1f1b.png
+	$(DRAW) schedule --plan "pp=4 microbatches=8 schedule=zb-h1" --png docs/images/schedule-zb-h1.png
+	$(DRAW) schedule --plan "pp=4 microbatches=8 schedule=zb-v" --png docs/images/schedule-zb-v.png
+	$(DRAW) schedule --plan "pp=4 microbatches=8 schedule=interleaved virtual_stages=2" --png docs/images/schedule-interleaved.png
+	$(DRAW) mesh --plan "pp=4 dp=2 tp=2" --on "2x8 a100-80" --png docs/images/mesh.png
+	$(BESIDE) --html build/plans.html
+	$(CHROMIUM) --user-data-dir=$$(mktemp -d) --window-size=1300,2000 --screenshot=docs/images/page.png file://$(CURDIR)/build/plans.html
 
 clean:  ## remove the virtual environment and every cache
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -60,7 +60,8 @@ def main(arguments: Sequence[str]) -> int:
     jobs = [prepare(dataclasses.replace(job, plan=plan), ranks=size) for plan in plans]
     rehearsals = [rehearse(subject_of(one), plan=one.job.plan, ranks=size, device=device) for one in jobs]  # type: ignore[arg-type]
     board = drawing_board()
-    title = " beside ".join(f"{rehearsal.plan}" for rehearsal in rehearsals) + f" on {job.on or f'{size} ranks'}"
+    what = str(rehearsals[0].plan) if len(plans) == 1 else f"{len(plans)} plans"
+    title = f"{what} on {job.on or f'{size} ranks'}"
     board.print(title, highlight=False)
     if cluster is not None:
         _tell([predict(rehearsal, cluster=cluster) for rehearsal in rehearsals], job=job, title=title)
@@ -139,8 +140,8 @@ def _everything(size: int) -> tuple[int, int]:
 def shown(rows: Sequence[tuple[str, ...]]) -> Table:
     """A table for the terminal."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in rows[0]:
-        table.add_column(title, justify="right" if title else "left", no_wrap=True)
+    for title, *cells in zip(*rows, strict=True):
+        table.add_column(title, justify="right" if title else "left", min_width=max(map(len, cells), default=0))
     for row in rows[1:]:
         table.add_row(*row)
     return table

@@ -87,7 +87,7 @@ def predicted(prediction: Prediction, *, title: str = "") -> Account:
         "utilisation": f"{100 * prediction.utilisation:.1f} %",
         "peak memory": f"{size_text(peak.bytes)} of {size_text(cluster.device.memory)}",
         "fits": "yes" if prediction.fits else "no",
-        **{f"sent {where}": size_text(size) for where, size in prediction.traffic.items() if size},
+        **{f"sent {where}": size_text(size) for where, size in prediction.traffic.items()},
     }
     return Account(
         title or str(plan),

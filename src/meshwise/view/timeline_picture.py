@@ -36,6 +36,8 @@ MEANINGS: Mapping[str, str] = {
 
 _BESIDE: Mapping[Stream, str] = {Stream.COLLECTIVE: "collective", Stream.LINK: "message", Stream.TIERS: "tier"}
 _HEIGHTS = ((8, 26.0), (24, 18.0), (10**9, 11.0))
+_OVER = 0.62
+"""How far down in a bar the waits begin that lie over it."""
 _LANE, _TITLE, _LEGEND, _AXIS, _MOST_TICKS = 4.0, 26.0, 24.0, 24.0, 10
 
 
@@ -110,6 +112,8 @@ class _Drawing:
             if _beside(event):
                 y, height = top + self.bar + 1 + _LANE * self.lanes.index(event.stream), _LANE - 1
             paint = self._paint(event)
+            if paint == "wait":
+                y, height = top + _OVER * self.bar, (1 - _OVER) * self.bar
             boxes[paint].append((plot.x(event.start), y, plot.x(event.seconds), height))
             names[paint].append(_told(event))
         for paint in sorted(boxes, key=lambda paint: (paint == "wait", paint != UNSEEN)):
