@@ -36,7 +36,7 @@ from meshwise.model.table import ParameterOptions, parameter_table
 from meshwise.nonfinite import SkipPolicy
 from meshwise.optim.flat import OptimizerClass, flat_optimizer
 from meshwise.pipeline.build import make_stage
-from meshwise.pipeline.cut import Where
+from meshwise.pipeline.cut import Cut, Where
 from meshwise.pipeline.schedules.in_order import naive
 from meshwise.pipeline.validate import in_flight
 from meshwise.plan import Plan, PlanError
@@ -218,12 +218,7 @@ def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
         lambda: cut_source(source, plan=plan, schedule=schedule, example=example, device=world.device), world=world
     )
     refuse_lost(parts, cut=cut)
-    blocks = setting.around.blocks.names(source.module)
-    if blocks and cut.trace is not None:
-        raise PlanError(
-            f"the plan '{plan}' recomputes blocks, and the model is cut between the operations of its trace, which "
-            "has none; leave out recompute and budget, or use fewer stages, which are cut between blocks"
-        )
+    blocks = _recomputed(source.module, setting, cut)
     stages: dict[int, LiveStage] = {}
     for index in schedule.stages_of(world.group("pp").index):
         stage, recall = make_stage(source.module, cut=cut, index=index), Recall()
@@ -255,6 +250,25 @@ def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
     rows_meet = _rows_meet(plan, world)
     sweep = StagedSweep(whole, stages=stages, task=setting.task, schedule=schedule, cut=cut, rows_meet=rows_meet)
     return whole, sweep
+
+
+def _recomputed(module: nn.Module, setting: Setting, cut: Cut) -> list[str]:
+    """The modules that stages recompute: blocks. A trace calls none, so each of its stages is recomputed as one."""
+    plan, named = setting.plan, setting.options.recomputed
+    if cut.trace is None or named:
+        names = setting.around.blocks.names(module)
+        if lost := [name for name in names if cut.trace is not None and not cut.trace.knows(name)]:
+            raise PlanError(
+                f"the plan '{plan}' recomputes {', '.join(lost)}, and the model is cut between the operations of its "
+                "trace, which does not call that as a whole; name modules inside, or none for whole stages"
+            )
+        return names
+    if plan.budget:
+        raise PlanError(
+            f"the plan '{plan}' has a budget, and the model is cut between the operations of its trace, which has no "
+            "blocks to choose among; give recompute, for whole stages, or fewer stages, which are cut between blocks"
+        )
+    return [] if plan.recompute == "none" else [""]
 
 
 def _parts(source: Source, setting: Setting) -> Mapping[str, Part]:

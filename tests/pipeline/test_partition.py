@@ -2,13 +2,14 @@
 
 import itertools
 import math
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.pipeline.clock import StepClock
-from meshwise.pipeline.partition import CutError, Steps, divide, quicken
+from meshwise.pipeline.clock import Cost, StepClock, clock
+from meshwise.pipeline.partition import CutError, Steps, divide, quicken, worthwhile
 from meshwise.pipeline.schedules import make_schedule
 
 
@@ -75,6 +76,58 @@ def test_less_is_sent_for_a_little_unevenness() -> None:
     steps = Steps([[10.0, 10.0, 1.0, 19.5]] * 2, [True] * 4, [0, 9, 9, 1])
     assert divide(steps, slack=0.0) == (0, 2, 4)
     assert divide(steps, slack=0.05) == (0, 3, 4)
+
+
+@given(st.data())
+def test_what_cuts_cost_is_counted_against_all_cuts(data: st.DataObject) -> None:
+    count, stages = data.draw(st.integers(2, 7)), data.draw(st.integers(1, 3))
+    numbers = st.lists(st.integers(0, 9).map(float), min_size=count, max_size=count)
+    before, after = ([0.0, *data.draw(numbers)[1:]] for _ in range(2))
+    steps = Steps([data.draw(numbers)] * stages, [True] * count, [0.0] * count, before, after)
+    if stages > count:
+        return
+
+    def heaviest(bounds: tuple[int, ...]) -> float:
+        loads = [
+            sum(steps.loads[0][a:b]) + after[a] + (before[b] if b < count else 0.0)
+            for a, b in itertools.pairwise(bounds)
+        ]
+        return max(loads)
+
+    bounds = divide(steps)
+    assert heaviest(bounds) == steps.largest(bounds) == min(map(heaviest, every(steps)))
+
+
+def test_of_places_that_are_near_the_one_where_least_crosses_is_tried() -> None:
+    steps = Steps([[1.0, 0.01, 0.01, 1.0, 0.0, 1.0]], [True] * 6, [0, 3, 1, 2, 9, 5])
+    assert worthwhile(steps, apart=0.1, always=(0,), never=()) == [0, 2, 5]
+    assert worthwhile(steps, apart=0.1, always=(0, 3), never=(5,)) == [0, 3, 4]
+    merged = steps.merged([0, 2, 5])
+    assert merged.loads == [[1.01, 1.01, 1.0]]
+    assert merged.crossing == [0, 1, 5]
+
+
+def test_a_row_of_thousands_is_cut_in_no_time() -> None:
+    steps = Steps(
+        [[1.0 + index % 7 for index in range(4000)]] * 8, [True] * 4000, [float(index % 50) for index in range(4000)]
+    )
+    mean = sum(steps.loads[0]) / 8
+    places = worthwhile(steps, apart=0.02 * mean, always=(0,), never=())
+    assert len(places) < 500
+    begin = time.process_time()
+    merged = steps.merged(places)
+    assert merged.largest(divide(merged, slack=0.05)) < 1.1 * mean
+    assert time.process_time() - begin < 5
+
+
+@pytest.mark.parametrize("name, virtual", [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-v", 2)])
+def test_the_clock_of_many_loads_is_the_clock(name: str, virtual: int) -> None:
+    schedule = make_schedule(name, pp=4, microbatches=8, virtual_stages=virtual)
+    loads = [1.0 + (5 * stage % 7) / 7 for stage in range(schedule.stages)]
+    links = [0.3 + (3 * stage % 5) / 5 for stage in range(schedule.stages)]
+    costs = [Cost(load / 3, load / 3, load / 3, link=link) for load, link in zip(loads, links, strict=True)]
+    seconds = StepClock(schedule)(loads=loads, crossing=links[:-1])
+    assert seconds == pytest.approx(clock(schedule, costs=costs).seconds)
 
 
 @pytest.mark.parametrize("name, virtual", [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-v", 2)])

@@ -6,86 +6,30 @@ values that are no tensors, noise, odd batches; and an exception on any stage.
 """
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from meshwise.comm.world import World
-from meshwise.parallelize import Options, parallelize
+from meshwise.parallelize import Options
 from meshwise.pipeline.cut import Where
 from meshwise.plan import Plan, PlanError
-from meshwise.testing import agree, alone, outcome, run
-from meshwise.trainer import Trainer
+from meshwise.testing import agree, run
 from meshwise.verify import verify
+from pipeline.training import (
+    WIDTH,
+    Chain,
+    images,
+    linears,
+    made,
+    numbers,
+    squares,
+    trainer,
+    trains_like_one,
+)
 from reference.convolutional import ResNet, UNet
-
-BOUND = 1e-9
-WIDTH = 6
-
-Batch = Any
-Loss = Callable[[Any, Batch], tuple[Tensor, int]]
-
-
-def squares(output: Any, batch: Batch) -> tuple[Tensor, int]:
-    return output.square().sum(), len(output)
-
-
-def numbers(*rows: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randn(size, WIDTH, generator=generator, dtype=torch.float64) for size in rows]
-
-
-def images(*rows: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randn(size, 3, 8, 8, generator=generator, dtype=torch.float64) for size in rows]
-
-
-class Chain(nn.Module):
-    """Layers, one after the other; what they are made of is what is unusual."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: Any) -> Any:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def linears(count: int = 4) -> list[nn.Module]:
-    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count)]
-
-
-def made(build: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(2)
-    return build().double()
-
-
-def trainer(world: World, plan: str, model: nn.Module, **settings: Any) -> Trainer:
-    options = settings.pop("options")
-    return parallelize(copy.deepcopy(model), plan, world=world, options=options, lr=1e-2, weight_decay=0.1, **settings)
-
-
-def trains_like_one(
-    model: nn.Module, plan: str, batches: list[Batch], *, loss: Loss = squares, where: Where | None = None
-) -> None:
-    options = Options(clip_norm=0.5, example=batches[0], cut=where or Where())
-    whole = alone(copy.deepcopy(model), batches=batches, loss=loss, options=options, lr=1e-2, weight_decay=0.1)
-
-    def main(world: World) -> Any:
-        split = trainer(world, plan, model, loss=loss, options=options)
-        steps = outcome(split, batches=batches)
-        split.close()
-        return steps
-
-    for steps in run(Plan.parse(plan).mesh().size, main):
-        agree(steps, whole, bound=BOUND)
-
 
 # ---- what a forward may do ----------------------------------------------------------------------------------------
 
@@ -163,29 +107,6 @@ class WithDoubled(nn.Module):
 def test_a_backward_of_ones_own_is_what_is_run(schedule: str) -> None:
     model = made(lambda: Chain(*(WithDoubled() for _ in range(3))))
     trains_like_one(model, f"pp=3 microbatches=4 schedule={schedule}", numbers(8, 4, 5))
-
-
-class Recomputed(nn.Module):
-    def __init__(self, *, reentrant: bool) -> None:
-        super().__init__()
-        self.inner, self.reentrant = nn.Sequential(*linears(2), nn.Dropout(0.3)), reentrant
-
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
-def test_recomputation_by_the_model_itself(schedule: str, reentrant: bool) -> None:
-    model = made(lambda: Chain(nn.Linear(WIDTH, WIDTH), *(Recomputed(reentrant=reentrant) for _ in range(3))))
-    trains_like_one(model, f"pp=2 microbatches=3 schedule={schedule}", numbers(6, 5, 4))
-
-
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_recomputation_by_the_plan(schedule: str, recompute: str) -> None:
-    model = made(lambda: Chain(*(nn.Sequential(*linears(2), nn.Dropout(0.3)) for _ in range(4))))
-    trains_like_one(model, f"pp=2 microbatches=3 schedule={schedule} recompute={recompute}", numbers(6, 5, 4))
 
 
 class Twice(nn.Module):

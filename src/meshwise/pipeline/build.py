@@ -96,5 +96,6 @@ class _Leaves(nn.Module):
 
     def forward(self, values: dict[str, Any]) -> None:
         """Send the values, and leave the model."""
-        self._crossing.sent.update(values)
+        for key, value in values.items():
+            self._crossing.keep(key, value=value)
         self._crossing.leave()
