@@ -11,13 +11,16 @@ copies for messages are left out, and what is counted for many rows is scaled to
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeGuard
+
+from torch import nn
 
 from meshwise import tree
 from meshwise.model.birth import Source
@@ -125,41 +128,111 @@ class Way:
 
 @dataclass(frozen=True)
 class Pieces:
-    """How far a model can be cut, and what a cut depends on."""
+    """How far a model can be cut, and a smaller one that has a piece like each of its own."""
 
-    source: Source
+    names: tuple[str, ...]
+    """What each begins with, as `model.cut_at` names it."""
+
+    model: nn.Module
+    """The smaller one: of many blocks that are alike it has three."""
+
     cut: Cut
-    """With one piece a stage."""
+    """Of that, with one piece a stage."""
+
+    like: tuple[int, ...]
+    """For each piece, the stage of that cut that is like it."""
 
     @property
     def count(self) -> int:
         """How many there are."""
-        return self.cut.stages
+        return len(self.names)
 
     @classmethod
     def of(cls, subject: Subject, *, source: Source) -> Pieces | None:
         """Of a model that has more than one piece with parameters; None where it is cut by its trace."""
-        forward = subject.options.forward or default_forward
-        micro = tree.take_rows(subject.batch, start=0, stop=1)
-        where = subject.options.cut
-        if where.how == "trace":
+        if subject.options.cut.how == "trace":
             return None
-        seen = probe(source.module, call=lambda model: forward(model, micro), pieces=where.pieces, timed=False)
-        count = sum(bool(step.parameters) for step in seen.steps)
-        wish = Wish(by="params", where=dataclasses.replace(where, at=()))
-        if count < 2:
+        whole = _cut(subject, source.module)
+        if whole is None:
             return None
-        return cls(source, cut_model(source.module, stages=count, call=lambda model: forward(model, micro), wish=wish))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What each begins with, as `model.cut_at` names it."""
-        return tuple(self.cut.keys[start] for start in self.cut.bounds[:-1])
+        names = _names(whole)
+        try:
+            thin, renamed = thinned(source.module)
+            cut = _cut(subject, thin)
+            if cut is not None:
+                like = tuple(_names(cut).index(renamed(name)) for name in names)
+                if _sizes(whole) == [_sizes(cut)[index] for index in like]:
+                    return cls(names, thin, cut, like)
+        except Exception:  # noqa: BLE001, S110 -- a model that does not run with fewer blocks is taken as it is
+            pass
+        return cls(names, source.module, whole, tuple(range(len(names))))
 
     def stages(self, at: Sequence[str]) -> tuple[range, ...]:
         """The pieces of each stage, where every stage but the first begins at one of these names."""
         bounds = [0, *(self.names.index(name) for name in at), self.count]
         return tuple(range(start, stop) for start, stop in pairwise(bounds))
+
+
+def thinned(model: nn.Module) -> tuple[nn.Module, Callable[[str], str]]:
+    """A copy with three of each run of children that are alike, and what a child's name becomes there."""
+    thin = copy.deepcopy(model)
+    places: dict[str, list[int]] = {}
+    for name, container in model.named_modules():
+        if isinstance(container, nn.ModuleList | nn.Sequential):
+            kinds = [_shape(child) for child in container]
+            runs = [len(list(run)) for _, run in itertools.groupby(kinds)]
+            before = itertools.accumulate((min(run, _KEPT) for run in runs), initial=0)
+            places[name] = [
+                start + (min(number, 1) if number < run - 1 else min(run, _KEPT) - 1)
+                for start, run in zip(before, runs, strict=False)
+                for number in range(run)
+            ]
+    for name, place in sorted(places.items(), reverse=True):  # what is inside first
+        container = thin.get_submodule(name)
+        kept = {new: container[old] for old, new in reversed(list(enumerate(place)))}  # type: ignore[index]
+        children = [kept[new] for new in sorted(kept)]
+        made = type(container)(children) if isinstance(container, nn.ModuleList) else type(container)(*children)
+        parent, _, own = name.rpartition(".")
+        setattr(thin.get_submodule(parent), own, made)
+
+    def renamed(name: str) -> str:
+        words = name.split(".")
+        for length in range(1, len(words)):
+            place = places.get(".".join(name.split(".")[:length]))
+            if place is not None and words[length].isdigit():
+                words[length] = str(place[int(words[length])])
+        return ".".join(words)
+
+    return thin, renamed
+
+
+_KEPT = 3
+"""Of children that are alike: the first, which others may treat in their own way, the last, and one that stands for all
+between."""
+
+
+def _shape(module: nn.Module) -> Hashable:
+    classes = tuple((name, type(one).__qualname__) for name, one in module.named_modules())
+    return classes, tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters())
+
+
+def _cut(subject: Subject, model: nn.Module) -> Cut | None:
+    """With one piece a stage; None where there are not two."""
+    forward = subject.options.forward or default_forward
+    micro = tree.take_rows(subject.batch, start=0, stop=1)
+    call = lambda model: forward(model, micro)  # noqa: E731
+    where = dataclasses.replace(subject.options.cut, at=())
+    seen = probe(model, call=call, pieces=where.pieces, timed=False)
+    count = sum(bool(step.parameters) for step in seen.steps)
+    return cut_model(model, stages=count, call=call, wish=Wish(by="params", where=where)) if count > 1 else None
+
+
+def _names(cut: Cut) -> tuple[str, ...]:
+    return tuple(cut.keys[start] for start in cut.bounds[:-1])
+
+
+def _sizes(cut: Cut) -> list[int]:
+    return list(cut.parameters)
 
 
 @dataclass(frozen=True)
@@ -190,37 +263,39 @@ def _forgets(work: Work) -> Work:
 
 def sound(subject: Subject, *, pieces: Pieces, way: Way, cluster: Cluster) -> Sounding:
     """Rehearse all pieces in one way. Raises what a rehearsal raises."""
-    plan, prices = way.plan, Prices(cluster)
+    prices = Prices(cluster)
+    plan = dataclasses.replace(way.plan, pp=pieces.cut.stages)
     batch = tree.map_tensors(
         lambda tensor: tensor.new_empty((way.rows, *tensor.shape[1:]), device="meta"), subject.batch
     )
     options = dataclasses.replace(subject.options, cut=Where(pieces=subject.options.cut.pieces), example=batch)
-    alone = dataclasses.replace(subject, model=pieces.source.module, batch=batch, options=options)
+    alone = dataclasses.replace(subject, model=pieces.model, batch=batch, options=options)
     rehearsal = rehearse(alone, plan=plan, ranks=plan.mesh().size, device=cluster.device.kind)  # type: ignore[arg-type]
     memory = memory_of(rehearsal)
     tied = {stage for stages in pieces.cut.ties.values() for stage in sorted(stages)[1:]}
-    steps = [rehearsal.step(index) for index in range(pieces.count)]
-    glue = _glue(steps)
+    steps = [rehearsal.step(index) for index in range(plan.pp)]
     alike = Counter(id(tape) for tape in rehearsal.tapes)
     found: list[Piece] = []
     known: dict[int, Piece] = {}
     for index, (tape, step) in enumerate(zip(rehearsal.tapes, steps, strict=True)):
         key = id(tape)
         if key not in known:
-            told = _Told(prices, glue if index else frozenset(), alone=alike[key] == 1)
+            told = _Told(prices, glue=_glue(steps, index), alone=alike[key] == 1)
             piece = told.piece(step, rest=memory[index].rest)
             known[key] = dataclasses.replace(piece, states={}, update=0.0) if index in tied else piece
         found.append(known[key])
-    return Sounding(way, tuple(found), cluster.device.kernel)
+    return Sounding(way, tuple(found[index] for index in pieces.like), cluster.device.kernel)
 
 
-def _glue(steps: Sequence[Sequence[Segment]]) -> frozenset[str]:
-    """The names of operations that every stage but the first has: among them what models do between their pieces."""
-    names = [
-        {entry.name for segment in step if _kind(segment) is Kind.F for entry in segment.entries if _is(entry)}
-        for step in steps[1:]
-    ]
-    return frozenset.intersection(*map(frozenset, names))
+def _glue(steps: Sequence[Sequence[Segment]], index: int) -> int:
+    """How many operations a forward begins with as the last one does, or as the one in the middle."""
+    other = len(steps) - 1 if index != len(steps) - 1 else len(steps) // 2
+    pairs = zip(_forward(steps[index]), _forward(steps[other]), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0].name == pair[1].name, pairs))
+
+
+def _forward(step: Sequence[Segment]) -> list[Operation]:
+    return [entry for segment in step if _kind(segment) is Kind.F for entry in segment.entries if _is(entry)]
 
 
 def _is(entry: Entry) -> TypeGuard[Operation]:
@@ -235,13 +310,13 @@ def _kind(segment: Segment) -> Kind | None:
 class _Told:
     """Reads the step of a piece.
 
-    glue     operations with these names, until the first with another, are the model's own between its pieces: a stage
-             does them once, however many pieces it has
+    glue     so many operations at the begin of a forward are the model's own between its pieces, which every stage does
+             once, however many pieces it has
     alone    no other piece is like this one. Its neighbours may decide how it is split, so nothing it moves is counted
     """
 
     prices: Prices
-    glue: frozenset[str]
+    glue: int
     alone: bool
 
     def piece(self, step: Iterable[Segment], *, rest: Mapping[Category, int]) -> Piece:
@@ -251,7 +326,7 @@ class _Told:
         for segment in step:
             kind = _kind(segment)
             if kind is Kind.F:
-                forward = self.work(itertools.dropwhile(self._is_glue, segment.entries))
+                forward = self.work(_after(segment.entries, self.glue))
             elif kind in (Kind.B, Kind.I):
                 backward = self.work(segment.entries)
             elif kind is Kind.W:
@@ -289,5 +364,10 @@ class _Told:
                 top = max(top, level)
         return Work(now, waits, kernels, level, top)
 
-    def _is_glue(self, entry: Entry) -> bool:
-        return not isinstance(entry, Operation) or entry.name in self.glue
+
+def _after(entries: Iterable[Entry], count: int) -> Iterator[Entry]:
+    """What follows so many operations."""
+    for entry in entries:
+        if count <= 0:
+            yield entry
+        count -= _is(entry)
