@@ -1,6 +1,7 @@
 """Models of transformers, built from tiny configurations with random weights, are found and split as they are.
 
-Llama and BERT are in `test_grid`. With 2 key heads, 4 ranks share them in pairs.
+A step of every family under every scheme, or the refusal that says what works. With 2 key heads, 4 ranks share them in
+pairs. Three steps of Llama and BERT, with all that they are combined with, are in `test_grid`.
 """
 
 import copy
@@ -14,7 +15,7 @@ from torch.nn import functional
 
 from meshwise.comm.world import World
 from meshwise.parallelize import Options, parallelize
-from meshwise.plan import Plan
+from meshwise.plan import Plan, PlanError
 from meshwise.tensor.rules import find_parts
 from meshwise.testing import agree, alone, outcome, run
 from tensor.exact import with_exact_norms
@@ -24,9 +25,13 @@ transformers = pytest.importorskip("transformers", reason="needs transformers, w
 ROWS = (8, 5, 4)
 EVEN_ROWS = (8, 4, 8)
 TOKENS, VOCABULARY, WIDTH, KEY_HEADS = 6, 23, 32, 2
-SHAPE = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+SHAPE = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
 TEXT = {**SHAPE, "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def llama() -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT, num_key_value_heads=KEY_HEADS))
 
 
 def qwen2() -> Any:
@@ -45,7 +50,7 @@ def mistral() -> Any:
 
 def gpt2() -> Any:
     dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    shape = {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": TOKENS}
+    shape = {"n_embd": WIDTH, "n_layer": 1, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": TOKENS}
     config = transformers.GPT2Config(**shape, **dropout, bos_token_id=1, eos_token_id=2)
     return transformers.GPT2LMHeadModel(config)
 
@@ -65,13 +70,22 @@ def vit() -> Any:
 
 
 def t5() -> Any:
-    shape = {"d_model": WIDTH, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+    shape = {"d_model": WIDTH, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "dropout_rate": 0.0}
     config = transformers.T5Config(**shape, vocab_size=VOCABULARY, decoder_start_token_id=0, pad_token_id=0)
     return transformers.T5ForConditionalGeneration(config)
 
 
 Model = Callable[[], Any]
-PLANS = ("tp=4", "tp=4 tp_mode=2d")
+PLANS = (
+    "tp=4",
+    "tp=2 sequence_parallel=1",
+    "tp=4 tp_mode=2d",
+    "tp=8 tp_mode=2.5d tp_depth=2",
+    "tp=8 tp_mode=3d",
+)
+REFUSED: Mapping[tuple[Model, str], str] = {
+    (t5, "tp=2 sequence_parallel=1"): r"SelfAttention reads its input in a way.*works: sequence_parallel=0",
+}
 
 
 def batches(model: Model, *, sizes: Sequence[int]) -> list[Any]:
@@ -115,10 +129,19 @@ def check(build: Model, plan: str, *, steps: int, bound: float = 1e-9, optimizer
         agree(found, expected, bound=bound)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("build", [qwen2, qwen3, mistral, gpt2, classifier, vit, t5], ids=lambda build: build.__name__)
-def test_a_step_is_that_of_one_process(build: Model, plan: str) -> None:
-    check(build, plan, steps=1)
+FAMILIES = (llama, qwen2, qwen3, mistral, gpt2, classifier, vit, t5)
+# Under 2.5d these alone: Qwen and Mistral are to tensor parallelism what Llama is, which is in `test_grid` as BERT is.
+DEEP = (gpt2, vit, t5)
+TABLE = [(build, plan) for build in FAMILIES for plan in PLANS if build in DEEP or "2.5d" not in plan]
+
+
+@pytest.mark.parametrize("build, plan", TABLE, ids=[f"{build.__name__} {plan}" for build, plan in TABLE])
+def test_a_step_is_that_of_one_process_or_the_plan_is_refused(build: Model, plan: str) -> None:
+    if message := REFUSED.get((build, plan)):
+        with pytest.raises(PlanError, match=message):
+            find_parts(build(), plan=Plan.parse(plan))
+        return
+    check(build, plan, steps=1, optimizer=torch.optim.SGD)
 
 
 def phi3() -> Any:
@@ -155,7 +178,25 @@ def modernbert() -> Any:
     return transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**TEXT, cls_token_id=1, sep_token_id=2))
 
 
+def opt() -> Any:
+    """Rows and tokens flattened into one dim for the MLP."""
+    config = transformers.OPTConfig(
+        **{**TEXT, "ffn_dim": 48, "word_embed_proj_dim": WIDTH, "max_position_embeddings": TOKENS, "dropout": 0.0}
+    )
+    return transformers.OPTForCausalLM(config)
+
+
+def falcon() -> Any:
+    """Matrices of a class of their own; fused by groups of queries."""
+    config = transformers.FalconConfig(
+        **{**TEXT, "new_decoder_architecture": True, "num_kv_heads": KEY_HEADS, "hidden_dropout": 0.0}
+    )
+    return transformers.FalconForCausalLM(config)
+
+
 FURTHER = {
+    opt: "tp=8 tp_mode=3d",
+    falcon: "tp=4 tp_mode=2d",
     phi3: "tp=2",
     olmo2: "tp=4",
     glm4: "tp=4 tp_mode=2d",
@@ -169,6 +210,34 @@ FURTHER = {
 def test_a_step_of_further_families_is_that_of_one_process(build: Model, plan: str) -> None:
     """These compute in float32 here and there, whatever they are given."""
     check(build, plan, steps=1, bound=1e-6, optimizer=torch.optim.SGD)
+
+
+def test_rows_and_tokens_in_one_dim_are_taken_apart_where_the_tokens_are_split() -> None:
+    check(opt, "tp=2 sequence_parallel=1", steps=1, bound=1e-6, optimizer=torch.optim.SGD)
+
+
+@pytest.mark.parametrize(
+    "build, message",
+    [
+        (
+            lambda: transformers.LlamaModel(transformers.LlamaConfig(**TEXT)),
+            "returns its stream of 32 features.*works: tp_mode=1d",
+        ),
+        (
+            lambda: transformers.Dinov2ForImageClassification(
+                transformers.Dinov2Config(**SHAPE, image_size=8, patch_size=4, num_channels=1, num_labels=5)
+            ),
+            "classifier: Linear is kept whole, and what it reads is the stream.*works: tp_mode=1d",
+        ),
+    ],
+    ids=["without a head", "a head that reads two tokens"],
+)
+def test_what_needs_all_features_of_the_stream_is_refused(build: Model, message: str) -> None:
+    with torch.device("meta"):
+        model = build()
+    find_parts(model, plan=Plan(tp=2))
+    with pytest.raises(PlanError, match=message):
+        find_parts(model, plan=Plan.parse("tp=4 tp_mode=2d"))
 
 
 def test_experts_are_kept_whole_by_the_rule_that_the_refusal_shows() -> None:

@@ -14,7 +14,7 @@ from meshwise.comm.world import World
 from meshwise.layout.layout import Layout
 from meshwise.model.recall import Recall
 from meshwise.tensor.matmul import Gathering, Moved, Operand, Streaming, travelling
-from meshwise.tensor.scheme import DIMS, Axes, Move, Scheme
+from meshwise.tensor.scheme import DIMS, Axes, Move, Product, Scheme
 
 
 @dataclass
@@ -105,6 +105,18 @@ class Context:
             return Moved(move.axes)
         sizes = {"rows": self.extents.rows, "tokens": self.extents.tokens, "features": features}[move.dim]
         return Moved(move.axes, DIMS[move.dim], sizes)
+
+    def apart(self, x: Tensor, *, product: Product) -> Tensor:
+        """The X of a product whose rows or tokens move, with a dim for each, of a model that flattens them into one."""
+        if x.dim() != 2:
+            return x
+        if product.x.dim == "rows" and (rows := self.extents.rows) is not None:
+            own = rows[self.world.group(product.x.axes).index]
+            return x if x.size(0) == own else x.unflatten(0, (own, -1))
+        if "tokens" in (product.x.dim, product.y.dim) and (tokens := self.extents.tokens) is not None:
+            own = tokens[self.world.group(product.x.axes).index] if product.x.dim == "tokens" else sum(tokens)
+            return x if x.size(0) == own else x.unflatten(0, (-1, own))
+        return x
 
     def arrive(self, x: Tensor, *, moved: Moved, readers: int) -> Operand:
         """`x` brought together, for so many matrices to read it, of which this call is not one."""

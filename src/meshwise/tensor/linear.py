@@ -61,6 +61,9 @@ class Projection:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """(…, local in) to (…, local out), rows and tokens moved as the scheme says."""
         context, product = self.context, self.product
+        apart = context.apart(x, product=product)
+        if apart is not x:
+            return self(apart, weight, bias).flatten(0, 1)
         operation = Operation(
             world=context.world,
             x=Moved() if self._shares else context.moved(product.x, features=self._x),

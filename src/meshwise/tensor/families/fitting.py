@@ -74,7 +74,9 @@ def refuse_modes(parts: Mapping[str, Part], *, modules: Mapping[str, nn.Module],
 
 def _only_1d(module: nn.Module, part: Part, width: int | None, *, rows_move: bool) -> str:
     if part.role == "whole":
-        reads_stream = any(width in parameter.shape for parameter in module.parameters())
+        reads_stream = any(width in parameter.shape for parameter in module.parameters()) or _reads_side_by_side(
+            module, width
+        )
         if reads_stream and not _reads_all(module, part, width):
             return f"{type(module).__name__} is kept whole, and what it reads is the stream, split by features"
     if part.role == "patches" and isinstance(module, CONVOLUTIONS) and module.in_channels == width:
@@ -85,6 +87,11 @@ def _only_1d(module: nn.Module, part: Part, width: int | None, *, rows_move: boo
         if rows_move and not module.batch_first:
             return "batch_first=False puts the rows of the batch into dim 1"
     return ""
+
+
+def _reads_side_by_side(module: nn.Module, width: int | None) -> bool:
+    """Whether a module may be given the features of several tokens, such as the first and the mean of all."""
+    return isinstance(module, nn.Linear) and width is not None and module.in_features in range(2 * width, 2**62, width)
 
 
 def _may_mix_tokens(module: nn.Module) -> bool:

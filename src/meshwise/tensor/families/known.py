@@ -50,6 +50,7 @@ STORED_AS_INPUTS_BY_OUTPUTS = ("transformers.pytorch_utils.Conv1D",)
 
 INTERLEAVED: Mapping[str, str] = {
     "transformers.models.bloom.modeling_bloom.BloomAttention": "query_key_value",
+    "transformers.models.falcon.modeling_falcon.FalconAttention": "query_key_value",
     "transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXAttention": "query_key_value",
 }
 """Attention whose fused matrix goes head by head, q, k and v of each side by side, and which matrix that is. Any other

@@ -1,15 +1,19 @@
 """Which modules are matrices: they multiply the last dim of what they are given, and do nothing else.
 
 A part replaces the forward of the module that plays it. So a class that derives from one of torch's and computes
-something of its own (an embedding that scales, a linear with adapters) is not taken for torch's.
+something of its own (an embedding that scales, a linear with adapters) is not taken for torch's; a linear that computes
+the same in other words is.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import nn
+from torch.nn import functional
 
 from meshwise.tensor.families.known import STORED_AS_INPUTS_BY_OUTPUTS, full_name
 
@@ -36,9 +40,30 @@ def as_matrix(module: nn.Module, *, name: str) -> Matrix | None:
     if full_name(type(module)) in STORED_AS_INPUTS_BY_OUTPUTS:
         inputs, outputs = module.get_parameter("weight").shape
         return Matrix(name, inputs, outputs, flipped=True)
-    if isinstance(module, nn.Linear) and computes_as(module, kind=nn.Linear):
+    if isinstance(module, nn.Linear) and (computes_as(module, kind=nn.Linear) or _multiplies(module)):
         return Matrix(name, module.in_features, module.out_features)
     return None
+
+
+def _multiplies(module: nn.Linear) -> bool:
+    """Whether a linear with a forward of its own computes what torch's does: it is asked, with small random numbers."""
+    if module._modules or module._buffers or set(module._parameters) != {"weight", "bias"}:
+        return False
+    generator = torch.Generator("cpu").manual_seed(0)
+    x, weight, bias = (
+        torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") for shape in ((4, 3), (2, 3), (2,))
+    )
+    given = bias if module.bias is not None else None
+    asked = copy.copy(module)
+    asked.training, asked.in_features, asked.out_features = True, 3, 2
+    asked._parameters = {"weight": nn.Parameter(weight), "bias": None if given is None else nn.Parameter(given)}
+    try:
+        with torch.no_grad():
+            answer = type(module).forward(asked, x)
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
+        return False  # it takes something else
+    expected = functional.linear(x, weight, given)
+    return answer.shape == expected.shape and torch.allclose(answer, expected, rtol=1e-12, atol=1e-12)
 
 
 def computes_as(module: nn.Module, *, kind: type[nn.Module]) -> bool:
