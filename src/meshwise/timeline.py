@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
+AROUND = frozenset({"begin", "exchange", "settle"})
+"""What a rank is at before its row of a schedule and after it, and before the update of the parameters."""
+
 
 class Stream(StrEnum):
     """What of a rank is busy. The first two take turns; the others run beside them."""
@@ -38,6 +41,16 @@ class Event:
     def seconds(self) -> float:
         """How long it takes."""
         return self.stop - self.start
+
+    @property
+    def beside(self) -> bool:
+        """Whether the rank does something else meanwhile."""
+        return self.stream not in (Stream.COMPUTE, Stream.WAIT) and self.kind not in AROUND | {"update"}
+
+    @property
+    def exposed(self) -> bool:
+        """Whether it is a wait for a collective, which nothing hides. Waits for messages are a pipeline's bubble."""
+        return self.stream is Stream.WAIT and self.stage is None and self.kind not in ("send", "recv")
 
     def __str__(self) -> str:
         stage, microbatch = ("" if number is None else number for number in (self.stage, self.microbatch))
@@ -117,10 +130,6 @@ def within(outer: tuple[Event, ...], *, inner: tuple[Event, ...]) -> float:
     return total
 
 
-AROUND = frozenset({"begin", "exchange", "settle"})
-"""What a rank is at before its row of a schedule and after it, beside the update of the parameters."""
-
-
 def spent(timeline: Timeline) -> tuple[dict[str, float], ...]:
     """Where each rank's part of the step goes, in the timeline's unit; each adds up to the whole step.
 
@@ -153,13 +162,13 @@ def _spent(changes: list[tuple[float, int, str]], seconds: float) -> dict[str, f
 
 def _spent_on(event: Event) -> str | None:
     """What the time of an event counts as, where nothing else does; None for what goes on beside a rank."""
+    if event.beside:
+        return None
     if event.stream is Stream.COMPUTE:
         return "computes"
     if event.stream is Stream.WAIT:
-        return f"waits for {event.kind}" if event.stage is None else "bubble"
-    if event.kind == "update":
-        return "update"
-    return "around" if event.kind in AROUND else None
+        return f"waits for {event.kind}" if event.exposed else "bubble"
+    return "update" if event.kind == "update" else "around"
 
 
 def _precedence(what: str) -> int:

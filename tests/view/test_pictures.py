@@ -4,13 +4,14 @@ import io
 import json
 import re
 import xml.etree.ElementTree as ET
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from meshwise.mesh import Mesh
-from meshwise.pipeline.clock import clock
+from meshwise.pipeline.clock import Cost, clock
 from meshwise.pipeline.schedules import make_schedule
 from meshwise.view.account import Account
 from meshwise.view.chrome_trace import write_chrome_trace
@@ -120,6 +121,23 @@ def test_memory_is_a_counter_of_the_trace(tmp_path: Path) -> None:
     )
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert names[2] == f"{SHARDED}: ranks 0–7: stages 0"
+
+
+def test_a_row_of_the_trace_has_one_thing_at_a_time_or_one_within_another(tmp_path: Path) -> None:
+    zb_v = Account("zb-v", clock(make_schedule("zb-v", pp=2, microbatches=4), costs=Cost(link=0.7)), unit="")
+    write_chrome_trace([*BOTH, zb_v], path=tmp_path / "trace.json")
+    rows: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+    for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]:
+        if event["ph"] == "X":
+            rows[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    assert len([row for row in rows if row[1] == 0]) == 5  # a rank each
+    for (_, row), spans in rows.items():
+        open_until: list[float] = []
+        for start, stop in sorted(spans, key=lambda span: (span[0], -span[1])):
+            open_until = [end for end in open_until if end > start + 1e-6]
+            assert all(stop <= end + 1e-6 for end in open_until)
+            assert row == 0 or not open_until
+            open_until.append(stop)
 
 
 def test_the_terminal_shows_the_mesh_each_rank_and_memory_by_letters() -> None:

@@ -31,6 +31,9 @@ from meshwise.view.account import predicted
 from meshwise.view.comparison import comparison_table
 from meshwise.view.drawings import drawings
 
+_ABREAST = 4
+"""Plans beside one another in a table of the terminal."""
+
 
 @dataclass(frozen=True)
 class SimulateJob(Job, Files):
@@ -80,7 +83,8 @@ def _tell(predictions: Sequence[Prediction], *, job: SimulateJob, title: str) ->
         return
     accounts = [predicted(prediction) for prediction in predictions]
     rows = comparison_table(accounts) if len(accounts) > 1 else time_table(predictions[0])
-    board.print(shown(rows))
+    for first in range(1, len(rows[0]), _ABREAST):
+        board.print(shown([(row[0], *row[first : first + _ABREAST]) for row in rows]))
     if job.draw:
         for drawing in drawings(accounts, width=board.width):
             board.print()

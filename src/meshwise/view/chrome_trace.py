@@ -8,6 +8,7 @@ as a counter. The format is Google's "Trace Event Format": JSON, times in micros
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,11 @@ from meshwise.simulate.history import History
 from meshwise.timeline import Event, Stream, Timeline
 from meshwise.view.account import Account
 
-ROWS: Mapping[Stream, int] = {Stream.COMPUTE: 0, Stream.WAIT: 0, Stream.LINK: 1, Stream.COLLECTIVE: 2, Stream.TIERS: 3}
+ROWS: Mapping[Stream, int] = {Stream.LINK: 1, Stream.COLLECTIVE: 2, Stream.TIERS: 3}
 _NAMES = ("computes", "sends", "collectives", "tiers")
+_APART = 10
+"""From a row to the next with the same name, for what overlaps: a row of a trace has one thing at a time."""
+
 _MICRO = 1e6
 
 
@@ -33,13 +37,31 @@ def write_chrome_trace(accounts: Sequence[Account], *, path: Path) -> None:
     for account in accounts:
         place = _Place(first, account.timeline)
         scale = _MICRO if account.unit == "s" else 1e-3 * _MICRO
+        drawn = [one for event, row in _rows(account.timeline) for one in _events(event, row, scale, place)]
+        rows = {(one["pid"], one["tid"]) for one in drawn}
         events += place.names(f"{account.title}: " if len(accounts) > 1 else "", account.names)
-        for event in account.timeline.events:
-            events += _events(event, scale, place)
+        events += (
+            {"ph": "M", "name": "thread_name", "pid": pid, "tid": row, "args": {"name": _NAMES[row % _APART]}}
+            for pid, row in sorted(rows)
+        )
+        events += drawn
         for history in account.histories:
             events += _levels(history, scale, place.first + history.index)
         first += account.timeline.ranks
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+
+
+def _rows(timeline: Timeline) -> Iterator[tuple[Event, int]]:
+    """Every event with its row."""
+    free: dict[tuple[int, Stream], list[float]] = defaultdict(list)
+    for event in sorted(timeline.events, key=lambda event: event.start):
+        if not event.beside:
+            yield event, 0
+            continue
+        ends = free[event.rank, event.stream]
+        lane = next((lane for lane, end in enumerate(ends) if end <= event.start), len(ends))
+        ends[lane : lane + 1] = [event.stop]
+        yield event, ROWS[event.stream] + _APART * lane
 
 
 def _levels(history: History, scale: float, pid: int) -> Iterator[dict[str, Any]]:
@@ -58,21 +80,19 @@ class _Place:
         self._pipelines = {rank: ranks for ranks in timeline.pipelines for rank in ranks}
 
     def names(self, title: str, ranks: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """The names of processes and rows."""
+        """The names of processes."""
         for rank, stages in enumerate(self._stages):
             name, pid = f"{title}{ranks[rank]}: stages {' '.join(map(str, stages))}", self.first + rank
             yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
-            for row, heading in enumerate(_NAMES):
-                yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": row, "args": {"name": heading}}
 
     def message(self, action: object, rank: int) -> str:
         """The name of a message, one in the whole trace."""
         return f"{self.first + self._pipelines[rank][0]}: {action}"
 
 
-def _events(event: Event, scale: float, where: _Place) -> Iterator[dict[str, Any]]:
+def _events(event: Event, row: int, scale: float, where: _Place) -> Iterator[dict[str, Any]]:
     start, stop = event.start * scale, event.stop * scale
-    place = {"pid": where.first + event.rank, "tid": ROWS[event.stream]}
+    place = {"pid": where.first + event.rank, "tid": row}
     message = {"name": "message", "cat": "message", **place}
     yield {
         "ph": "X",

@@ -15,6 +15,9 @@ Row = tuple[str, ...]
 
 _PAINTS: Mapping[str, str] = {"computes": "forward", "update": "update", "around": "between", "bubble": "bubble"}
 _WAITS = ("wait", "collective", "message", "tier")
+_LETTERS = 60
+"""Of a title beside a bar."""
+
 _WIDTH, _BAR, _PITCH, _TITLE, _LEGEND, _TOTAL = 1180.0, 18.0, 25.0, 26.0, 26.0, 90.0
 
 
@@ -73,11 +76,12 @@ def comparison_picture(accounts: Sequence[Account]) -> Picture:
             min((account.machine.memory for account in accounts if account.machine.memory), default=0.0),
         )
         charts.append(sizes)
-    left = min(420.0, 16 + max(text_width(account.title, size=11) for account in accounts))
+    titles = [_shortened(account.title) for account in accounts]
+    left = 16 + max(text_width(title, size=11) for title in titles)
     shapes: list[Shape] = []
     top = 0.0
     for chart in charts:
-        shapes += chart.shapes([account.title for account in accounts], left=left, top=top)
+        shapes += chart.shapes(titles, left=left, top=top)
         top += chart.height + 14
     return Picture("plans beside one another", _WIDTH, top, tuple(shapes))
 
@@ -122,6 +126,10 @@ class _Chart:
             x = left + scale * self.limit
             yield Path("limit", ((x, top + _TITLE - 4), (x, bottom)))
         yield from legend([(paint, what) for what, paint in self.parts], x=left, y=bottom + _LEGEND / 2)
+
+
+def _shortened(title: str) -> str:
+    return title if len(title) <= _LETTERS else f"{title[: _LETTERS - 2]} …"
 
 
 def _part(account: Account, what: str) -> str:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwise.pipeline.action import Kind
-from meshwise.timeline import AROUND, Event, Stream, Timeline
+from meshwise.timeline import Event, Stream, Timeline
 
 STYLES: Mapping[Kind, str] = {
     Kind.F: "black on bright_blue",
@@ -55,7 +55,11 @@ def strip(timeline: Timeline, *, width: int, seconds: float, rows: Sequence[str]
 
 def _scaled(timeline: Timeline, rank: int, scale: float) -> Text:
     row = Text()
-    spots = [event for event in timeline.events if event.rank == rank and _fills(event)]
+    spots = [
+        event
+        for event in timeline.events
+        if event.rank == rank and not event.beside and event.stream is not Stream.WAIT
+    ]
     for event in sorted(spots, key=lambda event: event.start):
         first, last = (math.floor(moment * scale + 0.5) for moment in (event.start, event.stop))
         row.append("." * (first - len(row)), "dim")
@@ -67,14 +71,9 @@ def _scaled(timeline: Timeline, rank: int, scale: float) -> Text:
     row.append("." * (math.floor(timeline.seconds * scale + 0.5) - len(row)), "dim")
     for event in timeline.waiting[rank]:
         first, last = (math.floor(moment * scale + 0.5) for moment in (event.start, event.stop))
-        if event.stage is None and last > first:
+        if event.exposed and last > first:
             row = row[:first] + Text("▒" * (last - first), "red") + row[last:]
     return row
-
-
-def _fills(event: Event) -> bool:
-    """Whether a rank does nothing else meanwhile."""
-    return event.stream is Stream.COMPUTE or event.kind in AROUND | {"update"}
 
 
 def label(event: Event, *, timeline: Timeline) -> str:

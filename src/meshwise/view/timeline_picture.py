@@ -90,7 +90,7 @@ class _Drawing:
         lanes = tuple(
             stream
             for stream in _BESIDE
-            if any(_beside(event) and event.stream is stream and event.seconds > 0 for event in timeline.events)
+            if any(event.beside and event.stream is stream and event.seconds > 0 for event in timeline.events)
         )
         bar = next(height for most, height in _HEIGHTS if timeline.ranks <= most)
         return cls(timeline, names, bar, lanes, events)
@@ -109,7 +109,7 @@ class _Drawing:
             if event.seconds <= 0:
                 continue
             y, height = top, self.bar
-            if _beside(event):
+            if event.beside:
                 y, height = top + self.bar + 1 + _LANE * self.lanes.index(event.stream), _LANE - 1
             paint = self._paint(event)
             if paint == "wait":
@@ -132,16 +132,11 @@ class _Drawing:
         if event.kind in COMPUTE:
             stages = self.timeline.stages[event.rank]
             return PAINTS[event.kind] + ("-2" if stages.index(event.stage or 0) % 2 else "")
-        if _beside(event):
+        if event.beside:
             return _BESIDE[event.stream]
         if event.stream is Stream.WAIT:
-            return UNSEEN if event.stage is not None else "wait"
+            return "wait" if event.exposed else UNSEEN
         return "between" if event.kind in AROUND else "update"
-
-
-def _beside(event: Event) -> bool:
-    """Whether it goes on beside what the rank is at."""
-    return event.stream in _BESIDE and event.kind not in AROUND | {"update"}
 
 
 def _told(event: Event) -> str:
