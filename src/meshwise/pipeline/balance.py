@@ -29,7 +29,7 @@ SLACK = 0.05
 """By how much of the largest stage a trace may be less even in order to send less."""
 
 WORTH = 0.02
-"""By how much better bounds inside of blocks have to be."""
+"""By how much better bounds inside of blocks have to be; and how much less even they may be to send less."""
 
 NEAR = 0.02
 """Two places to cut at, inside of blocks or in a long trace, are one when they differ by less of a mean stage."""
@@ -101,14 +101,12 @@ def balance(model: nn.Module, *, seen: Seen, aim: Aim, opens: Collection[str]) -
     begins = seen.begins(opens)
     pieces = [begins[step.key] for step in seen.steps]
     fits = sum(whole.steps.solid) >= aim.stages
-    bounds, price = whole.best(seconds) if fits else ((), math.inf)
-    if len(pieces) < len(fine.places):
+    bounds, price = whole.best(seconds) if fits or not opens else ((), math.inf)
+    if opens:
         inner = fine.fewer(aim, always=pieces, never=seen.ends(opens))
-        found, finer = inner.best(seconds, also=[(*pieces, len(fine.places))[bound] for bound in bounds])
+        found, finer = inner.best(seconds, also=[(*pieces, len(fine.places))[bound] for bound in bounds], slack=WORTH)
         if finer < price * (1 - WORTH):
             return _opened(seen, opens, found)
-    elif not fits:
-        divide(whole.steps)
     return Balanced(seen, bounds)
 
 
@@ -148,9 +146,13 @@ class _Row:
             return row
         return _Row(self._all, [place for place in self.places if place not in never])
 
-    def best(self, seconds: StepSeconds | None, also: Sequence[int] = ()) -> tuple[tuple[int, ...], float]:
-        """The best bounds, found from those that are most even and from `also`, and what is made small."""
-        even = divide(self.steps)
+    def best(
+        self, seconds: StepSeconds | None, *, also: Sequence[int] = (), slack: float = 0.0
+    ) -> tuple[tuple[int, ...], float]:
+        """The best bounds, and what is made small: the largest load, or up to `slack` more where less is then sent; or
+        the step's time, found from these bounds and from `also`.
+        """
+        even = divide(self.steps, slack=slack)
         if seconds is None:
             return self.places_of(even), self.steps.largest(even)
         inner = (*self.places, len(self._all.solid))
