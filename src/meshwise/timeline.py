@@ -31,7 +31,8 @@ class Event:
     rank: int
     stream: Stream
     kind: str
-    """What it is: an action's kind, as in `F` or `SEND_F`, a collective, as in `all_reduce`, or a word."""
+    """What it is: an action's kind, as in `F` or `SEND_F`, a collective along its axes, as in `all_reduce dp`, or a
+    word."""
     start: float
     stop: float
     stage: int | None = None
@@ -50,7 +51,7 @@ class Event:
     @property
     def exposed(self) -> bool:
         """Whether it is a wait for a collective, which nothing hides. Waits for messages are a pipeline's bubble."""
-        return self.stream is Stream.WAIT and self.stage is None and self.kind not in ("send", "recv")
+        return self.stream is Stream.WAIT and self.stage is None and not self.kind.startswith(("send", "recv"))
 
     def __str__(self) -> str:
         stage, microbatch = ("" if number is None else number for number in (self.stage, self.microbatch))
@@ -135,7 +136,7 @@ def spent(timeline: Timeline) -> tuple[dict[str, float], ...]:
 
     computes         what its computations take
     update           the update of the parameters
-    waits for …      collectives that nothing else hides
+    waits for dp, …  collectives along these axes, where nothing hides them
     around           what is between the schedule and the update
     bubble           the rest: nothing to compute yet, or nothing any more
     """
@@ -167,7 +168,7 @@ def _spent_on(event: Event) -> str | None:
     if event.stream is Stream.COMPUTE:
         return "computes"
     if event.stream is Stream.WAIT:
-        return f"waits for {event.kind}" if event.exposed else "bubble"
+        return f"waits for {event.kind.split()[-1]}" if event.exposed else "bubble"
     return "update" if event.kind == "update" else "around"
 
 

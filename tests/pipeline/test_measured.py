@@ -170,7 +170,7 @@ def test_only_what_happens_within_the_block_is_noted() -> None:
         assert [(span.what, span.waits) for span in spans] == [
             ("2F0", False),
             ("update", False),
-            *[("barrier", True)] * 4,
+            *[("barrier rank", True)] * 4,
         ]
         assert all(span.start <= span.stop < torch.inf for span in spans)
         assert spans[0].start <= spans[2].start <= spans[2].stop <= spans[0].stop

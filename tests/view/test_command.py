@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from meshwise.cli.main import main
+from meshwise.pipeline.measured import Measured
+from view.accounts import SPLIT, account, prediction
 
 JOB = ["simulate", "--model.arguments", "layers=2", "width=16", "heads=2", "--data.context=8", "--train.batch=8"]
 PLAN = "--plan=pp=2 microbatches=2 partition=params"
@@ -34,6 +36,16 @@ def test_one_plan_is_drawn_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert "p parameters" in out
 
 
+def test_a_step_as_it_was_stands_beside_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = account(SPLIT).timeline
+    Measured(prediction(SPLIT).rehearsal.schedule, step).write(tmp_path / "timeline.json")
+    assert main([*JOB, "--plan=dp=2", ON, f"--run={tmp_path}", f"--html={tmp_path / 'a.html'}"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    seconds = next(line for line in lines if line[:1] == ["step"])
+    assert float(seconds[3]) == pytest.approx(1e3 * step.seconds, rel=1e-3)
+    assert 'data-row="rank 1"' in (tmp_path / "a.html").read_text()
+
+
 def test_a_mesh_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mesh.svg"
     assert main(["draw", "mesh", "--plan=pp=2 dp=auto tp=2", "--on=2x4 h100", f"--svg={path}"]) == 0
@@ -44,6 +56,7 @@ def test_a_mesh_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 BAD = [
     ([*JOB, "--compare", "dp=2"], "times are drawn and compared on a cluster: name it, as in --on"),
     ([*JOB, "--html=a.html"], "times are drawn and compared on a cluster"),
+    ([*JOB, ON, "--run=/nowhere"], "/nowhere is not there; train with --train.timeline=3"),
     (JOB, "say what to tell: --memory, or --on a cluster"),
     ([*JOB, ON, "--compare", "dp=2 zro=3"], "unknown plan key 'zro'; did you mean zero?"),
     ([*JOB, ON, "--compare", "dp=3"], "the plan 'dp=3' needs 3 ranks, but the world has 2"),

@@ -9,11 +9,8 @@ from typing import Annotated
 
 import tyro
 
-from meshwise.cli.drawing import Files, check, drawing_board, save
-from meshwise.pipeline.measured import Measured
+from meshwise.cli.drawing import Files, check, drawing_board, read_step, save
 from meshwise.train.flags import parse_flags
-from meshwise.train.folder import TIMELINE
-from meshwise.train.job import JobError
 from meshwise.view.account import measured as accounts_of
 from meshwise.view.schedule_text import strip
 
@@ -29,14 +26,8 @@ class Draw(Files):
 def main(words: Sequence[str]) -> int:
     """Draw what the words name. Raises JobError when there is nothing that was measured."""
     flags = parse_flags(words, prog="meshwise draw timeline", default=Draw())
-    path = flags.run / TIMELINE if flags.run.is_dir() else flags.run
-    try:
-        check(flags)
-        run = Measured.read(path)
-    except FileNotFoundError:
-        raise JobError(f"{path} is not there; train with --train.timeline=3 to measure three steps of a run") from None
-    except (ValueError, OSError) as error:
-        raise JobError(str(error)) from error
+    check(flags)
+    run = read_step(flags.run)
     board = drawing_board()
     accounts = accounts_of(run)
     longest = max(account.timeline.seconds for account in accounts)
@@ -45,5 +36,5 @@ def main(words: Sequence[str]) -> int:
         board.print(strip(account.timeline, width=board.width, seconds=longest), soft_wrap=True)
         board.print()
     board.print(str(run), highlight=False, soft_wrap=True)
-    save(accounts, files=flags, title=f"A step of {path.parent.name}")
+    save(accounts, files=flags, title=f"a step of {flags.run}")
     return 0

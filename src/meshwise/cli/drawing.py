@@ -9,6 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 from meshwise.bench.plot import MissingExtraError, require_matplotlib
+from meshwise.pipeline.measured import Measured
+from meshwise.train.folder import TIMELINE
 from meshwise.train.job import JobError
 from meshwise.view.account import Account
 from meshwise.view.chrome_trace import write_chrome_trace
@@ -56,6 +58,17 @@ def check(files: Files) -> None:
             require_matplotlib()
         except MissingExtraError as error:
             raise JobError(str(error)) from error
+
+
+def read_step(run: Path) -> Measured:
+    """The step that was measured of a run: its folder, or its timeline.json. Raises JobError when there is none."""
+    path = run / TIMELINE if run.is_dir() else run
+    try:
+        return Measured.read(path)
+    except FileNotFoundError:
+        raise JobError(f"{path} is not there; train with --train.timeline=3 to measure three steps of a run") from None
+    except (ValueError, OSError) as error:
+        raise JobError(str(error)) from error
 
 
 def save(accounts: Sequence[Account], *, files: Files, title: str) -> None:

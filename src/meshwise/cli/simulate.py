@@ -6,12 +6,13 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Table
 
-from meshwise.cli.drawing import Files, check, drawing_board, save
+from meshwise.cli.drawing import Files, check, drawing_board, read_step, save
 from meshwise.cli.ranks import local_ranks
 from meshwise.comm.launch import run
 from meshwise.comm.world import World
@@ -27,7 +28,7 @@ from meshwise.train.data import length, read
 from meshwise.train.job import Job, JobError
 from meshwise.train.order import Order
 from meshwise.train.prepare import Prepared, prepare
-from meshwise.view.account import predicted
+from meshwise.view.account import Account, predicted
 from meshwise.view.comparison import comparison_table
 from meshwise.view.drawings import drawings
 
@@ -44,6 +45,8 @@ class SimulateJob(Job, Files):
     ranks are those that dp=auto fills."""
     compare: tuple[str, ...] = ()
     """Other plans to put beside the job's: --compare "dp=8 zero=1" "tp=8"."""
+    run: Path | None = None
+    """The folder of a run that was trained with `--train.timeline`: its step, as it was, is put beside the plans."""
     draw: bool = False
     """Draw the mesh, what each rank does when, and its memory over time."""
     memory: bool = False
@@ -78,10 +81,12 @@ def main(arguments: Sequence[str]) -> int:
 def _tell(predictions: Sequence[Prediction], *, job: SimulateJob, title: str) -> None:
     """Print and draw what is asked for of some plans on one cluster."""
     board = drawing_board()
-    if len(predictions) == 1 and not (job.draw or job.wanted):
+    if len(predictions) == 1 and not (job.draw or job.wanted or job.run):
         board.print(shown(time_table(predictions[0])))
         return
     accounts = [predicted(prediction) for prediction in predictions]
+    if job.run:
+        accounts.append(Account(f"measured in {job.run}", read_step(job.run).step))
     rows = comparison_table(accounts) if len(accounts) > 1 else time_table(predictions[0])
     for first in range(1, len(rows[0]), _ABREAST):
         board.print(shown([(row[0], *row[first : first + _ABREAST]) for row in rows]))
@@ -96,7 +101,7 @@ def _cluster(job: SimulateJob) -> Cluster | None:
     """The one that is named. Raises JobError when there is none and it is needed."""
     check(job)
     if not job.on:
-        if job.draw or job.wanted or job.compare:
+        if job.draw or job.wanted or job.compare or job.run:
             raise JobError('times are drawn and compared on a cluster: name it, as in --on "64x8 h100"')
         if not job.memory:
             raise JobError('say what to tell: --memory, or --on a cluster, as in --on "64x8 h100"')

@@ -172,7 +172,7 @@ class Journal:
             if before.waiting_since is None:
                 self.waited += time.monotonic() - since
                 if watch is not None and moment is not None:
-                    watch.waited(stamp.kind, since=moment)
+                    watch.waited(f"{stamp.kind} {'·'.join(stamp.axes)}", since=moment)
 
     @contextlib.contextmanager
     def record(self) -> Iterator[list[Stamp]]:

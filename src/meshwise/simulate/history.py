@@ -75,33 +75,33 @@ class _Played:
     stop: float
     moments: tuple[Moment, ...]
     inside: tuple[tuple[Stream, str, float, float], ...]
-    """Its collectives, and what the rank waits for, by axes: what, from when to when."""
+    """Its collectives, and those that the rank waits for: which, from when to when."""
 
     @cached_property
     def waits(self) -> Mapping[str, float]:
         """How long the rank waits for the collectives along some axes."""
         total: dict[str, float] = defaultdict(float)
-        for stream, axes, start, stop in self.inside:
+        for stream, call, start, stop in self.inside:
             if stream is Stream.WAIT:
-                total[axes] += stop - start
+                total[call.split()[-1]] += stop - start
         return total
 
 
 def _play(segments: Iterable[Segment], *, prices: Prices) -> Iterator[_Played]:
     """Segments of a rank that nothing else comes between."""
-    axes: dict[int, str] = {}
+    calls: dict[int, str] = {}
     now = 0.0
     for _, each in itertools.groupby(moments(segments, prices=prices), key=lambda moment: id(moment.segment)):
         start, own = now, tuple(each)
         inside = []
         for _, entry, begin, end in own:
             if isinstance(entry, Call):
-                axes[entry.stamp.sequence] = "·".join(entry.stamp.axes)
-                inside.append((Stream.COLLECTIVE, f"{entry.stamp.kind} {axes[entry.stamp.sequence]}", begin, end))
+                calls[entry.stamp.sequence] = f"{entry.stamp.kind} {'·'.join(entry.stamp.axes)}"
+                inside.append((Stream.COLLECTIVE, calls[entry.stamp.sequence], begin, end))
                 continue
             now = end
             if isinstance(entry, Wait) and end > begin:
-                inside.append((Stream.WAIT, axes[entry.sequence], begin, end))
+                inside.append((Stream.WAIT, calls[entry.sequence], begin, end))
         yield _Played(own[0].segment.label, start, now, own, tuple(inside))
 
 

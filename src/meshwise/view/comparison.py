@@ -24,17 +24,18 @@ _WIDTH, _BAR, _PITCH, _TITLE, _LEGEND, _TOTAL = 1180.0, 18.0, 25.0, 26.0, 26.0, 
 def comparison_table(accounts: Sequence[Account]) -> list[Row]:
     """Titles, then rows; a column for each plan. What all plans have alike is left out of the plans' keys."""
     rows: list[Row] = [("", *(account.title for account in accounts))]
-    plans = [account.plan.to_toml() for account in accounts if account.plan]
-    if len(plans) == len(accounts) > 1:
-        differing = (key for key in plans[0] if len({plan[key] for plan in plans}) > 1)
-        rows += ((key, *(str(plan[key]) for plan in plans)) for key in differing)
+    plans = [account.plan.to_toml() if account.plan else {} for account in accounts]
+    keys = dict.fromkeys(key for plan in plans for key in plan)
+    differing = (key for key in keys if len({plan[key] for plan in plans if plan}) > 1)
+    rows += ((key, *(str(plan.get(key, "")) for plan in plans)) for key in differing)
     rows.append(("step", *(time_text(account.timeline.seconds, unit=account.unit) for account in accounts)))
     for what in uses(accounts):
         rows.append((what, *(_part(account, what) for account in accounts)))
     for fact in dict.fromkeys(fact for account in accounts for fact in account.facts):
         rows.append((fact, *(account.facts.get(fact, "") for account in accounts)))
     for category in held(accounts):
-        rows.append((category, *(size_text(account.peak.get(category, 0)) for account in accounts)))
+        sizes = (size_text(account.peak.get(category, 0)) if account.peak else "" for account in accounts)
+        rows.append((category, *sizes))
     return rows
 
 
