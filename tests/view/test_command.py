@@ -10,6 +10,7 @@ from meshwise.pipeline.measured import Measured
 from view.accounts import SPLIT, account, prediction
 
 JOB = ["simulate", "--model.arguments", "layers=2", "width=16", "heads=2", "--data.context=8", "--train.batch=8"]
+JOB += ["--data.files", __file__]
 PLAN = "--plan=pp=2 microbatches=2 partition=params"
 ON = "--on=1x2 h100"
 
@@ -59,9 +60,8 @@ BAD = [
     ([*JOB, ON, "--run=/nowhere"], "/nowhere is not there; train with --train.timeline=3"),
     (JOB, "say what to tell: --memory, or --on a cluster"),
     ([*JOB, ON, "--compare", "dp=2 zro=3"], "unknown plan key 'zro'; did you mean zero?"),
-    ([*JOB, ON, "--compare", "dp=3"], "the plan 'dp=3' needs 3 ranks, but the world has 2"),
-    ([*JOB, "--plan=dp=2", ON, "--svg=/proc/none/a.svg"], "cannot write /proc/none/a.svg"),
     (["draw", "mesh"], "give a plan: meshwise draw mesh --plan"),
+    (["draw", "mesh", "--plan=dp=2", "--svg=/proc/none/a.svg"], "cannot write /proc/none/a.svg"),
     (["draw", "mesh", "--plan=dp=auto"], "dp=auto fills a cluster: name it"),
     (["draw", "mesh", "--plan=dp=3", "--on=2x4 h100"], "needs 3 ranks, but the world has 8"),
     (["draw", "mesh", "--plan=dp=3", "--on=2x4 h1"], "did you mean h100"),

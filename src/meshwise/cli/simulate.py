@@ -16,6 +16,7 @@ from meshwise.cli.drawing import Files, check, drawing_board, read_step, save
 from meshwise.cli.ranks import local_ranks
 from meshwise.comm.launch import run
 from meshwise.comm.world import World
+from meshwise.pipeline.measured import Measured as Step
 from meshwise.plan import Plan
 from meshwise.simulate.clock import Prediction, predict
 from meshwise.simulate.cluster import Cluster, ClusterError, parse_cluster
@@ -62,6 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     cluster = _cluster(job)
     size = local_ranks(job) if cluster is None else cluster.ranks
     device = cluster.device.kind if cluster else "cuda" if torch.cuda.is_available() else "cpu"
+    step = read_step(job.run) if job.run else None
     plans = [job.plan, *map(Plan.parse, job.compare)]
     jobs = [prepare(dataclasses.replace(job, plan=plan), ranks=size) for plan in plans]
     rehearsals = [rehearse(subject_of(one), plan=one.job.plan, ranks=size, device=device) for one in jobs]  # type: ignore[arg-type]
@@ -70,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     title = f"{what} on {job.on or f'{size} ranks'}"
     board.print(title, highlight=False)
     if cluster is not None:
-        _tell([predict(rehearsal, cluster=cluster) for rehearsal in rehearsals], job=job, title=title)
+        _tell([predict(rehearsal, cluster=cluster) for rehearsal in rehearsals], step=step, job=job, title=title)
     if job.memory:
         for rehearsal in rehearsals:
             measured = _measured(job, size) if job.measure and rehearsal is rehearsals[0] else ()
@@ -78,15 +80,15 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _tell(predictions: Sequence[Prediction], *, job: SimulateJob, title: str) -> None:
-    """Print and draw what is asked for of some plans on one cluster."""
+def _tell(predictions: Sequence[Prediction], *, step: Step | None, job: SimulateJob, title: str) -> None:
+    """Print and draw what is asked for of some plans on one cluster, and of a step as it was."""
     board = drawing_board()
-    if len(predictions) == 1 and not (job.draw or job.wanted or job.run):
+    if len(predictions) == 1 and not (job.draw or job.wanted or step):
         board.print(shown(time_table(predictions[0])))
         return
     accounts = [predicted(prediction) for prediction in predictions]
-    if job.run:
-        accounts.append(Account(f"measured in {job.run}", read_step(job.run).step))
+    if step:
+        accounts.append(Account(f"measured in {job.run}", step.step))
     rows = comparison_table(accounts) if len(accounts) > 1 else time_table(predictions[0])
     for first in range(1, len(rows[0]), _ABREAST):
         board.print(shown([(row[0], *row[first : first + _ABREAST]) for row in rows]))

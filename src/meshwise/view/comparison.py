@@ -53,38 +53,27 @@ def held(accounts: Sequence[Account]) -> list[str]:
 
 def comparison_picture(accounts: Sequence[Account]) -> Picture:
     """A bar for the step of each plan, and one for the memory of its fullest rank, all to one scale."""
-    names = uses(accounts)
-    waits = [name for name in names if name not in _PAINTS]
-    paints = {**_PAINTS, **{name: _WAITS[min(number, len(_WAITS) - 1)] for number, name in enumerate(waits)}}
-    times = _Chart(
-        "where the step goes, on the mean over the ranks",
-        tuple((name, paints[name]) for name in names),
-        tuple(account.spent for account in accounts),
-        tuple(time_text(account.timeline.seconds, unit=account.unit) for account in accounts),
-        tuple(
-            {name: f"{name} {time_text(time, unit=account.unit)}" for name, time in account.spent.items()}
-            for account in accounts
-        ),
-    )
-    charts = [times]
-    if any(account.peak for account in accounts):
-        sizes = _Chart(
-            "what fills the memory of the rank that needs most",
-            tuple((category, category) for category in held(accounts)),
-            tuple(account.peak for account in accounts),
-            tuple(size_text(sum(account.peak.values())) for account in accounts),
-            tuple({name: f"{name} {size_text(size)}" for name, size in account.peak.items()} for account in accounts),
-            min((account.machine.memory for account in accounts if account.machine.memory), default=0.0),
-        )
-        charts.append(sizes)
-    titles = [_shortened(account.title) for account in accounts]
-    left = 16 + max(text_width(title, size=11) for title in titles)
+    charts = [_times(accounts)]
+    remembering = [account for account in accounts if account.peak]
+    if remembering:
+        charts.append(_sizes(remembering))
+    left = 16 + max(text_width(bar.title, size=11) for chart in charts for bar in chart.bars)
     shapes: list[Shape] = []
     top = 0.0
     for chart in charts:
-        shapes += chart.shapes(titles, left=left, top=top)
+        shapes += chart.shapes(left=left, top=top)
         top += chart.height + 14
     return Picture("plans beside one another", _WIDTH, top, tuple(shapes))
+
+
+@dataclass(frozen=True)
+class _Bar:
+    """One plan's: how large each part is, and what that is in words."""
+
+    title: str
+    parts: Mapping[str, float]
+    words: Mapping[str, str]
+    total: str
 
 
 @dataclass(frozen=True)
@@ -92,41 +81,60 @@ class _Chart:
     """Bars of parts, one for each plan."""
 
     title: str
-    parts: tuple[tuple[str, str], ...]
-    """(what, paint), in order."""
+    paints: Mapping[str, str]
+    """Of the parts, in order."""
 
-    values: tuple[Mapping[str, float], ...]
-    totals: tuple[str, ...]
-    told: tuple[Mapping[str, str], ...]
-    """What each part says when it is pointed at."""
-
+    bars: tuple[_Bar, ...]
     limit: float = 0.0
 
     @property
     def height(self) -> float:
         """In all."""
-        return _TITLE + _PITCH * len(self.values) + _LEGEND
+        return _TITLE + _PITCH * len(self.bars) + _LEGEND
 
-    def shapes(self, titles: Sequence[str], *, left: float, top: float) -> Iterator[Shape]:
+    def shapes(self, *, left: float, top: float) -> Iterator[Shape]:
         """From a place on."""
-        most = max(sum(values.values()) for values in self.values)
+        most = max(sum(bar.parts.values()) for bar in self.bars)
         if self.limit < 1.6 * most:
             most = max(most, self.limit)
         scale = (_WIDTH - left - _TOTAL) / most
         yield Text(self.title, 0, top + 10, size=13)
-        for number, (title, values) in enumerate(zip(titles, self.values, strict=True)):
+        for number, bar in enumerate(self.bars):
             x, y = left, top + _TITLE + number * _PITCH
-            yield Text(title, left - 10, y + _BAR / 2, size=11, anchor="end")
-            for what, paint in self.parts:
-                if width := scale * values.get(what, 0):
-                    yield Bars(paint, ((x, y, width, _BAR),), (self.told[number][what],), title)
+            yield Text(bar.title, left - 10, y + _BAR / 2, size=11, anchor="end")
+            for what, paint in self.paints.items():
+                if width := scale * bar.parts.get(what, 0):
+                    yield Bars(paint, ((x, y, width, _BAR),), (f"{what} {bar.words[what]}",), bar.title)
                     x += width
-            yield Text(self.totals[number], x + 8, y + _BAR / 2, size=11)
-        bottom = top + _TITLE + _PITCH * len(titles)
+            yield Text(bar.total, x + 8, y + _BAR / 2, size=11)
+        bottom = top + _TITLE + _PITCH * len(self.bars)
         if 0 < self.limit <= most:
             x = left + scale * self.limit
             yield Path("limit", ((x, top + _TITLE - 4), (x, bottom)))
-        yield from legend([(paint, what) for what, paint in self.parts], x=left, y=bottom + _LEGEND / 2)
+        yield from legend([(paint, what) for what, paint in self.paints.items()], x=left, y=bottom + _LEGEND / 2)
+
+
+def _times(accounts: Sequence[Account]) -> _Chart:
+    names = uses(accounts)
+    waits = [name for name in names if name not in _PAINTS]
+    paints = {**_PAINTS, **{name: _WAITS[min(number, len(_WAITS) - 1)] for number, name in enumerate(waits)}}
+    bars = []
+    for account in accounts:
+        words = {what: time_text(time, unit=account.unit) for what, time in account.spent.items()}
+        total = time_text(account.timeline.seconds, unit=account.unit)
+        bars.append(_Bar(_shortened(account.title), account.spent, words, total))
+    title = "where the step goes, on the mean over the ranks"
+    return _Chart(title, {name: paints[name] for name in names}, tuple(bars))
+
+
+def _sizes(accounts: Sequence[Account]) -> _Chart:
+    bars = []
+    for account in accounts:
+        words = {category: size_text(size) for category, size in account.peak.items()}
+        bars.append(_Bar(_shortened(account.title), account.peak, words, size_text(sum(account.peak.values()))))
+    limit = min((account.machine.memory for account in accounts if account.machine.memory), default=0.0)
+    title = "what fills the memory of the rank that needs most"
+    return _Chart(title, {category: category for category in held(accounts)}, tuple(bars), limit)
 
 
 def _shortened(title: str) -> str:
