@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshwise.comm.world import World
 from meshwise.model.birth import Source, born, install
 from meshwise.model.table import parameter_table
 from meshwise.reference import GPT, GPTConfig
+from meshwise.testing import Processes, run
 
 
 def gpt() -> nn.Module:
@@ -161,27 +163,21 @@ def test_shapes_types_and_ties_are_those_of_the_model_itself(build: Callable[[],
     }
 
 
-SCRIPT = """
-import hashlib, torch
-from meshwise.model.birth import born
-from meshwise.reference import GPT, GPTConfig
-def gpt():
-    return GPT(GPTConfig(vocabulary=32, context=8, layers=2, heads=2, width=16, tied=True, positions="rotary"))
-torch.randn(3)
-source = born(gpt, seed=7)
-data = b"".join(source.full(name).numpy().tobytes() for name, _ in source.module.named_parameters())
-print(hashlib.sha256(data).hexdigest())
-"""
-
-
-def test_another_process_gets_the_same_values() -> None:
+def digest(_world: World | None = None) -> str:
+    torch.randn(3)
     source = born(gpt, seed=7)
     data = b"".join(source.full(name).numpy().tobytes() for name, _ in source.module.named_parameters())
-    environment = {**os.environ, "PYTHONHASHSEED": "12345"}
-    printed = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True
-    )
-    assert printed.stdout.strip() == hashlib.sha256(data).hexdigest()
+    return hashlib.sha256(data).hexdigest()
+
+
+def of_a_string(_world: World) -> int:
+    return hash("a string")
+
+
+@pytest.mark.processes
+def test_another_process_gets_the_same_values(processes: Processes) -> None:
+    assert hash("a string") not in run(2, of_a_string, on=processes), "it has another seed for its hashes"
+    assert run(2, digest, on=processes) == [digest()] * 2
 
 
 def test_a_parameters_values_do_not_depend_on_the_rest_of_the_model() -> None:
