@@ -41,11 +41,12 @@ def test_every_action_has_its_place_and_what_comes_before_and_after_the_schedule
     assert len(replay.timeline.computing[0]) == 2 * rehearsal.plan.microbatches or "zb" in rehearsal.plan.schedule
 
 
-def test_memory_over_time_begins_with_what_rests_and_has_the_peak_of_a_step_that_follows(replay: Replay) -> None:
+def test_memory_over_time_begins_and_ends_with_what_rests_and_has_the_peak_between(replay: Replay) -> None:
     for index, memory in enumerate(replay.prediction.memory):
         history = replay.history(index)
         assert history.peak.bytes == max(moment.bytes for moment in memory.steady)
         assert history.levels[0].device == memory.rest
+        assert history.levels[-1].bytes == pytest.approx(sum(memory.rest.values()), abs=64)  # with what is exchanged
         starts = [level.seconds for level in history.levels]
         assert starts == pytest.approx([step * history.seconds / len(starts) for step in range(len(starts))])
 
