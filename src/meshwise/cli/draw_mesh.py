@@ -12,6 +12,7 @@ from meshwise.simulate.cluster import ClusterError, parse_cluster
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError
 from meshwise.view.mesh_picture import mesh_picture
+from meshwise.view.picture import stacked
 
 
 @dataclass(frozen=True)
@@ -48,5 +49,5 @@ def main(words: Sequence[str]) -> int:
     mesh = plan.mesh()
     picture = mesh_picture(mesh, ranks_per_node=cluster.ranks_per_node if cluster else 0)
     drawing_board().print(mesh.picture(), highlight=False, markup=False, soft_wrap=True)
-    save_picture(picture, png=flags.png, svg=flags.svg)
+    save_picture(stacked([picture]), png=flags.png, svg=flags.svg)
     return 0

@@ -53,8 +53,8 @@ class SimulateJob(Job, Files):
     memory: bool = False
     """Tell the memory of each rank, by category."""
     measure: bool = False
-    """Take three steps of the job on local ranks as well, and print what they took beside the prediction. Ranks on
-    CPUs talk by messages, since what they share cannot be counted as anybody's."""
+    """Take three steps of the job on local ranks as well, and print what they took beside the prediction. Memory that
+    ranks on CPUs share is counted in as many parts as they are."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -66,7 +66,11 @@ def main(arguments: Sequence[str]) -> int:
     step = read_step(job.run) if job.run else None
     plans = [job.plan, *map(Plan.parse, job.compare)]
     jobs = [prepare(dataclasses.replace(job, plan=plan), ranks=size) for plan in plans]
-    rehearsals = [rehearse(subject_of(one), plan=one.job.plan, ranks=size, device=device) for one in jobs]  # type: ignore[arg-type]
+    shared = device == "cpu" and (cluster is None or cluster.nodes == 1)
+    rehearsals = [
+        rehearse(subject_of(one), plan=one.job.plan, ranks=size, device=device, shared=shared)  # type: ignore[arg-type]
+        for one in jobs
+    ]
     board = drawing_board()
     what = str(rehearsals[0].plan) if len(plans) == 1 else f"{len(plans)} plans"
     title = f"{what} on {job.on or f'{size} ranks'}"
@@ -117,7 +121,7 @@ def _cluster(job: SimulateJob) -> Cluster | None:
 def _measured(job: SimulateJob, size: int) -> Sequence[Measured]:
     """Three steps on local ranks. Where those are processes on CPUs, memory that is freed goes back at once."""
     os.environ.update(MALLOC)
-    measured: Sequence[Measured] = run(size, _rank, args=(job,), comm=None if torch.cuda.is_available() else "gloo")[0]
+    measured: Sequence[Measured] = run(size, _rank, args=(job,))[0]
     return measured
 
 

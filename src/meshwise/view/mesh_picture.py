@@ -11,7 +11,6 @@ A long axis shows its first indices and its last one.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,8 @@ _MOST = (16, 8, 8, 4)
 
 _TONES = 6
 _HIGH, _GAP, _TITLE, _LABEL, _LEAST = 24.0, 2.0, 26.0, 18.0, 40.0
+_BREAK = 40.0
+"""Where grids are left out."""
 _WIDEST, _LETTERS = 1180.0, 340.0
 """How wide the picture may be, and its title is."""
 
@@ -55,71 +56,96 @@ class _Axis:
 def mesh_picture(mesh: Mesh, *, ranks_per_node: int = 0) -> Picture:
     """The picture; nodes are told apart where it is known how many ranks one has."""
     named = [(name, degree) for name, degree in reversed(mesh.axes) if degree > 1]
-    cell = max(_LEAST, 12 + text_width(str(mesh.size - 1), size=11))
-    left = text_width(f"{named[1][0]} {named[1][1]}", size=10) + 14 if len(named) > 1 else 0.0
-    most = list(_MOST)
-    if named:
-        wide = left + min(named[0][1], most[0]) * (cell + _GAP) + 22
-        most[2] = max(3, min(most[2], int(_WIDEST / wide)))
-    axes = [_Axis.shown(name, degree=degree, most=most) for (name, degree), most in zip(named, most, strict=False)]
+    axes = [_Axis.shown(name, degree=degree, most=most) for (name, degree), most in zip(named, _MOST, strict=False)]
     across, down, beside, below = [*axes, *[_Axis()] * (len(_MOST) - len(axes))]
-    wide = left + len(across.indices) * (cell + _GAP) + 22
-    high = _LABEL * (2 if beside.name else 1) + len(down.indices) * (_HIGH + _GAP) + 14
-    shapes: list[Shape] = [
-        Text(_title(mesh, ranks_per_node, [name for name, _ in named[len(_MOST) :]]), 0, 10, size=13)
-    ]
-    boxes: dict[int, Box] = {}
-    for (row, under), (column, next_to) in itertools.product(enumerate(below.indices), enumerate(beside.indices)):
-        x, y = left + column * wide, _TITLE + row * high
-        if None in (under, next_to):
-            shapes.append(Text("…", x, y + high / 2, "faint", 14))
-            continue
-        if beside.name:
-            shapes.append(Text(f"{below.label(under)}  {beside.label(next_to)}".strip(), x, y + _LABEL / 2, size=11))
-            y += _LABEL
-        shapes += _labels(across, down, at=(x, y + _LABEL), cell=cell)
-        for (i, along), (j, line) in itertools.product(enumerate(across.indices), enumerate(down.indices)):
-            box = x + i * (cell + _GAP), y + _LABEL + j * (_HIGH + _GAP), cell, _HIGH
-            place = {**below.at(under), **beside.at(next_to), **down.at(line), **across.at(along)}
-            known = {name: index for name, index in place.items() if index is not None}
-            if len(known) == len(place):
-                boxes[mesh.rank(dict.fromkeys(mesh.names, 0) | known)] = box
-            else:
-                shapes.append(Text("…", box[0] + cell / 2, box[1] + _HIGH / 2, "faint", 11, "middle"))
-    width = max(len(beside.indices) * wide, _LETTERS)
-    return Picture(
-        str(mesh), width, _TITLE + len(below.indices) * high, (*shapes, *_cells(mesh, boxes, ranks_per_node))
-    )
+    sheet = _Sheet(mesh, across, down, ranks_per_node)
+    if beside.name:
+        beside = _Axis.shown(beside.name, degree=mesh.degree(beside.name), most=max(3, int(_WIDEST / sheet.wide)))
+    shapes: list[Shape] = [Text(sheet.title([name for name, _ in named[len(_MOST) :]]), 0, 10, size=13)]
+    right, y = _LETTERS, _TITLE
+    for under in below.indices:
+        x = 0.0
+        for next_to in beside.indices:
+            if None in (under, next_to):
+                shapes.append(Text("…", x + (sheet.left if under is None else 0), y + sheet.high / 2, "faint", 14))
+                x += sheet.wide if under is None else _BREAK
+                continue
+            heading = "  ".join(axis.label(index) for axis, index in ((below, under), (beside, next_to)) if axis.name)
+            shapes += [Text(heading, x + sheet.left, y + _LABEL / 2, size=11)] if heading else []
+            shapes += sheet.grid({**below.at(under), **beside.at(next_to)}, at=(x, y + _LABEL * bool(heading)))
+            x += sheet.wide
+        right, y = max(right, x), y + sheet.high + _LABEL * bool(beside.name)
+    return Picture(str(mesh), right, y, tuple(shapes))
 
 
-def _labels(across: _Axis, down: _Axis, *, at: Point, cell: float) -> Iterator[Text]:
-    """The indices above a grid, and those beside it."""
-    x, y = at
-    for i, index in enumerate(across.indices):
-        yield Text(across.label(index), x + i * (cell + _GAP) + cell / 2, y - 9, "faint", 10, "middle")
-    for j, index in enumerate(down.indices):
-        yield Text(down.label(index), x - 8, y + j * (_HIGH + _GAP) + _HIGH / 2, "faint", 10, "end")
+@dataclass(frozen=True)
+class _Sheet:
+    """What all grids of a picture have alike."""
 
+    mesh: Mesh
+    across: _Axis
+    down: _Axis
+    ranks_per_node: int
 
-def _title(mesh: Mesh, ranks_per_node: int, outermost: Sequence[str]) -> str:
-    nodes = f", {ranks_per_node} to a node" if ranks_per_node else ""
-    rest = f"; of {' '.join(outermost)} the first" if outermost else ""
-    return f"{mesh.size} rank{'s' * (mesh.size > 1)}{nodes}{rest}"
+    @property
+    def cell(self) -> float:
+        """Width of a cell."""
+        return max(_LEAST, 12 + text_width(str(self.mesh.size - 1), size=11))
 
+    @property
+    def left(self) -> float:
+        """Room for the labels beside a grid."""
+        return 14 + max(text_width(self.down.label(index), size=10) for index in self.down.indices[-1:])
 
-def _cells(mesh: Mesh, boxes: Mapping[int, Box], ranks_per_node: int) -> Iterator[Shape]:
-    nodes: dict[int, list[int]] = defaultdict(list)
-    for rank in boxes:
-        nodes[rank // ranks_per_node if ranks_per_node else 0].append(rank)
-    for node, ranks in nodes.items():
-        where = f", node {node}" if ranks_per_node else ""
-        names = tuple(f"rank {rank}{_place(mesh, rank)}{where}" for rank in ranks)
-        yield Bars(f"node-{node % _TONES}", tuple(boxes[rank] for rank in ranks), names)
-    for rank, (x, y, width, height) in boxes.items():
-        yield Text(str(rank), x + width / 2, y + height / 2, "ink", 11, "middle")
+    @property
+    def wide(self) -> float:
+        """From one grid to the next beside it."""
+        return self.left + len(self.across.indices) * (self.cell + _GAP) + 22
 
+    @property
+    def high(self) -> float:
+        """Of a grid without its heading."""
+        return _LABEL + len(self.down.indices) * (_HIGH + _GAP) + 14
 
-def _place(mesh: Mesh, rank: int) -> str:
-    """Its indices along the axes that have several."""
-    indices = [f"{name} {index}" for name, index in mesh.coordinate(rank).items() if mesh.degree(name) > 1]
-    return f": {' '.join(indices)}" if indices else ""
+    def title(self, outermost: Sequence[str]) -> str:
+        """How many ranks there are, and which axes have no room."""
+        nodes = f", {self.ranks_per_node} to a node" if self.ranks_per_node else ""
+        rest = f"; of {' '.join(outermost)} the first" if outermost else ""
+        return f"{self.mesh.size} rank{'s' * (self.mesh.size > 1)}{nodes}{rest}"
+
+    def grid(self, fixed: Mapping[str, _Index], *, at: Point) -> Iterator[Shape]:
+        """The ranks with some indices."""
+        left, top = at[0] + self.left, at[1] + _LABEL
+        boxes: dict[int, Box] = {}
+        for i, along in enumerate(self.across.indices):
+            x = left + i * (self.cell + _GAP)
+            yield Text(self.across.label(along), x + self.cell / 2, top - 9, "faint", 10, "middle")
+            for j, line in enumerate(self.down.indices):
+                y = top + j * (_HIGH + _GAP)
+                place = {**fixed, **self.down.at(line), **self.across.at(along)}
+                known = {name: index for name, index in place.items() if index is not None}
+                if len(known) == len(place):
+                    boxes[self.mesh.rank(dict.fromkeys(self.mesh.names, 0) | known)] = x, y, self.cell, _HIGH
+                else:
+                    yield Text("…", x + self.cell / 2, y + _HIGH / 2, "faint", 11, "middle")
+        for j, line in enumerate(self.down.indices):
+            yield Text(self.down.label(line), left - 8, top + j * (_HIGH + _GAP) + _HIGH / 2, "faint", 10, "end")
+        yield from self.cells(boxes)
+
+    def cells(self, boxes: Mapping[int, Box]) -> Iterator[Shape]:
+        """A cell for each rank, those of a node in one colour."""
+        nodes: dict[int, list[int]] = defaultdict(list)
+        for rank in boxes:
+            nodes[rank // self.ranks_per_node if self.ranks_per_node else 0].append(rank)
+        for node, ranks in nodes.items():
+            where = f", node {node}" if self.ranks_per_node else ""
+            names = tuple(f"rank {rank}{self.place(rank)}{where}" for rank in ranks)
+            yield Bars(f"node-{node % _TONES}", tuple(boxes[rank] for rank in ranks), names)
+        for rank, (x, y, width, height) in boxes.items():
+            yield Text(str(rank), x + width / 2, y + height / 2, "ink", 11, "middle")
+
+    def place(self, rank: int) -> str:
+        """Its indices along the axes that have several."""
+        indices = self.mesh.coordinate(rank).items()
+        named = [f"{name} {index}" for name, index in indices if self.mesh.degree(name) > 1]
+        return f": {' '.join(named)}" if named else ""
