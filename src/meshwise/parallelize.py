@@ -8,7 +8,7 @@ buffers -> optimizer over the owned slices -> trainer
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,41 +175,70 @@ def _computed(forward: Forward, precision: Precision, device: torch.device) -> F
     return forward if precision.computes is None else run
 
 
-def _whole(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
-    """The model as one, on every rank."""
+@dataclass(frozen=True)
+class _Shared:
+    """What is the same for all that a rank has of one model: the parts that tp splits, the world along whose axes it
+    does, and whether ranks take the statistics of batch norms together.
+    """
+
+    setting: Setting
+    world: World
+    parts: Mapping[str, Part]
+    joined: bool
+
+    @classmethod
+    def by(cls, source: Source, setting: Setting) -> _Shared:
+        """Find out. What is found out about a model is found in the dtype that it was written in."""
+        plan, module = setting.plan, source.module
+        parts = find_parts(module, plan=plan, rules=setting.options.tensor_rules) if plan.tp > 1 else {}
+        setting.around.undo.callback(Doors(module, precision=setting.keeping.precision).close)
+        world = setting.world.over(mesh_with_twins(plan, parts=parts.values()))
+        return cls(setting, world, parts, _batch_norms_join(module, setting, world))
+
+
+def _live(
+    source: Source, shared: _Shared, *, recall: Recall, spare: Collection[str] | None = None
+) -> tuple[DataParallel, Draws, Statistics]:
+    """What runs and keeps a module on this rank. `spare`: of a stage, the parameters that one before it has as well."""
+    setting, world, module = shared.setting, shared.world, source.module
     plan, options = setting.plan, setting.options
-    parts = _parts(source, setting)
-    convert(source.module, precision=setting.keeping.precision)
-    table = parameter_table(source.module, options=options.parameter_options)
-    blocks, recall = setting.around.blocks.names(source.module), Recall()
-    world = setting.world.over(mesh_with_twins(plan, parts=parts.values()))
-    if parts:
+    convert(module, precision=setting.keeping.precision)
+    table = parameter_table(module, options=options.parameter_options)
+    table = table if spare is None else table.of_stage(spare=set(spare))
+    if shared.parts:
         table = table.placed(
             tensor_parallel(
-                source.module, plan=plan, world=world, parts=parts, streaming=options.streaming, recall=recall
+                module, plan=plan, world=world, parts=shared.parts, streaming=options.streaming, recall=recall
             )
         )
-    joined = _batch_norms_join(source.module, setting, world)
-    engine = DataParallel(source, table=table, world=world, keeping=setting.keeping)
-    _place_buffers(source, world, setting.keeping.precision)
-    draws = _draws(source.module, setting, world, parts)
+    engine = DataParallel(source, table=table, world=world, keeping=setting.keeping, by_module=spare is None)
+    draws = _draws(module, setting, world, shared.parts)
     recall.remember(draws)
+    return engine, draws, Statistics(module, world=world, axes=plan.data_axes, joined=shared.joined)
+
+
+def _whole(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
+    """The model as one, on every rank."""
+    shared, recall = _Shared.by(source, setting), Recall()
+    blocks = setting.around.blocks.names(source.module)
+    _place_buffers(source, shared.world, setting.keeping.precision)
+    engine, draws, statistics = _live(source, shared, recall=recall)
     setting.around.blocks.install(source.module, names=blocks, recall=recall)
-    schedule = naive(1, microbatches=plan.microbatches)
-    rows_meet = _rows_meet(plan, world)
-    statistics = Statistics(source.module, world=world, axes=plan.data_axes, joined=joined)
-    sweep = WholeSweep(
-        engine, task=setting.task, draws=draws, statistics=statistics, schedule=schedule, rows_meet=rows_meet
+    return engine, WholeSweep(
+        engine,
+        task=setting.task,
+        draws=draws,
+        statistics=statistics,
+        schedule=naive(1, microbatches=setting.plan.microbatches),
+        rows_meet=_rows_meet(setting.plan, shared.world),
     )
-    return engine, sweep
 
 
 def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
     """The stages of the model that this rank has, after the cut that the first rank makes of it."""
     plan, options = setting.plan, setting.options
-    parts = _parts(source, setting)
-    world = setting.world.over(mesh_with_twins(plan, parts=parts.values()))
-    joined = _batch_norms_join(source.module, setting, world)
+    shared = _Shared.by(source, setting)
+    world, parts = shared.world, shared.parts
     schedule = agreed_schedule(plan, world=world)
     _agree(source, world)
     _place_buffers(source, world, setting.keeping.precision)
@@ -222,33 +251,21 @@ def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
     stages: dict[int, LiveStage] = {}
     for index in schedule.stages_of(world.group("pp").index):
         stage, recall = make_stage(source.module, cut=cut, index=index), Recall()
-        convert(stage.module, precision=setting.keeping.precision)
-        table = parameter_table(stage.module, options=options.parameter_options).of_stage(
-            spare={name for name, holders in cut.holders.items() if holders[0] < index}
-        )
+        recall.remember(stage.crossing)
         # Where the tokens are split and put together is known by the model's blocks, whichever of them a stage has.
         held = _holders(stage.module)
         here = {name: part for name, part in parts.items() if part.role == "block" or name in held}
-        if here:
-            table = table.placed(
-                tensor_parallel(
-                    stage.module, plan=plan, world=world, parts=here, streaming=options.streaming, recall=recall
-                )
-            )
-        engine = DataParallel(
-            source.part(stage.module), table=table, world=world, keeping=setting.keeping, by_module=False
-        )
-        statistics = Statistics(stage.module, world=world, axes=plan.data_axes, joined=joined)
-        stages[index] = live = LiveStage(stage, engine, _draws(stage.module, setting, world, here), statistics)
-        recall.remember(live.draws)
-        recall.remember(stage.crossing)
+        spare = [name for name, holders in cut.holders.items() if holders[0] < index]
+        own = dataclasses.replace(shared, parts=here)
+        stages[index] = LiveStage(stage, *_live(source.part(stage.module), own, recall=recall, spare=spare))
         kept = in_flight(schedule)[index]
         setting.around.blocks.install(stage.module, names=blocks, recall=recall, in_flight=kept)
     if not source.deferred:
         _let_go(source.module)
     whole = StagedEngine({index: live.engine for index, live in stages.items()}, ranks=schedule.rank_of, world=world)
-    rows_meet = _rows_meet(plan, world)
-    sweep = StagedSweep(whole, stages=stages, task=setting.task, schedule=schedule, cut=cut, rows_meet=rows_meet)
+    sweep = StagedSweep(
+        whole, stages=stages, task=setting.task, schedule=schedule, cut=cut, rows_meet=_rows_meet(plan, world)
+    )
     return whole, sweep
 
 
@@ -269,14 +286,6 @@ def _recomputed(module: nn.Module, setting: Setting, cut: Cut) -> list[str]:
             "blocks to choose among; give recompute, for whole stages, or fewer stages, which are cut between blocks"
         )
     return [] if plan.recompute == "none" else [""]
-
-
-def _parts(source: Source, setting: Setting) -> Mapping[str, Part]:
-    """The parts that tp splits. What is found out about a model is found in the dtype that it was written in."""
-    plan, module = setting.plan, source.module
-    parts = find_parts(module, plan=plan, rules=setting.options.tensor_rules) if plan.tp > 1 else {}
-    setting.around.undo.callback(Doors(module, precision=setting.keeping.precision).close)
-    return parts
 
 
 def _rows_meet(plan: Plan, world: World) -> bool:
