@@ -195,7 +195,7 @@
     }, { passive: false });
     picture.addEventListener("keydown", (event) => {
       const acts = { "+": () => view.zoom(0.5), "=": () => view.zoom(0.5), "-": () => view.zoom(2), 0: () => view.show(0, 1) };
-      if (acts[event.key]) acts[event.key]();
+      if (acts[event.key] && !event.ctrlKey && !event.metaKey) acts[event.key]();
     });
   };
 
