@@ -17,7 +17,7 @@ from torch import nn
 from meshwise.pipeline.action import Schedule
 from meshwise.pipeline.alone import now
 from meshwise.pipeline.clock import StepClock
-from meshwise.pipeline.partition import CutError, Steps, StepSeconds, divide, quicken, worthwhile
+from meshwise.pipeline.partition import CutError, Steps, divide, quicken, worthwhile
 from meshwise.pipeline.probe import ROUNDS, is_bare
 from meshwise.pipeline.seen import Seen
 from meshwise.pipeline.validate import in_flight
@@ -36,6 +36,9 @@ NEAR = 0.02
 
 LONG = 400
 """Steps from which on a trace is long."""
+
+PATIENCE = 4_000_000
+"""How many events of the clock may be played to find the best bounds: some seconds."""
 
 COPIED = 2**22
 """Bytes by which it is measured what one that crosses costs: as much as to copy it."""
@@ -147,7 +150,7 @@ class _Row:
         return _Row(self._all, [place for place in self.places if place not in never])
 
     def best(
-        self, seconds: StepSeconds | None, *, also: Sequence[int] = (), slack: float = 0.0
+        self, seconds: _Seconds | None, *, also: Sequence[int] = (), slack: float = 0.0
     ) -> tuple[tuple[int, ...], float]:
         """The best bounds, and what is made small: the largest load, or up to `slack` more where less is then sent; or
         the step's time, found from these bounds and from `also`.
@@ -157,7 +160,8 @@ class _Row:
             return self.places_of(even), self.steps.largest(even)
         inner = (*self.places, len(self._all.solid))
         starts = [even, *([tuple(map(inner.index, also))] if also else [])]
-        found = [quicken(self.steps, bounds=start, seconds=seconds) for start in starts]
+        tries = PATIENCE // len(seconds.clock)
+        found = [quicken(self.steps, bounds=start, seconds=seconds, tries=tries) for start in starts]
         bounds, price = min(found, key=lambda one: one[1])
         return self.places_of(bounds), price
 
@@ -190,17 +194,23 @@ def loads_of(model: nn.Module, *, seen: Seen, aim: Aim) -> list[list[float]]:
     return [[state + times * kept for state, kept in zip(states, held, strict=True)] for times in times_held]
 
 
-def _seconds(model: nn.Module, aim: Aim) -> StepSeconds | None:
-    """The clock, where it can tell: how long a step takes by loads, and by bytes that cross."""
+def _seconds(model: nn.Module, aim: Aim) -> _Seconds | None:
+    """The clock, where it can tell."""
     if aim.by != "time" or aim.schedule is None:
         return None
-    clock = StepClock(aim.schedule)
     byte = OPERATIONS_PER_BYTE if is_bare(model) else _copying(next(model.parameters()).device)
+    return _Seconds(StepClock(aim.schedule), byte)
 
-    def seconds(*, loads: Sequence[float], crossing: Sequence[float], limit: float) -> float:
-        return clock(loads=loads, crossing=[byte * sent for sent in crossing], limit=limit)
 
-    return seconds
+@dataclass(frozen=True)
+class _Seconds:
+    """How long a step takes by loads, and by bytes that cross."""
+
+    clock: StepClock
+    byte: float
+
+    def __call__(self, *, loads: Sequence[float], crossing: Sequence[float], limit: float) -> float:
+        return self.clock(loads=loads, crossing=[self.byte * sent for sent in crossing], limit=limit)
 
 
 def _copying(device: torch.device) -> float:

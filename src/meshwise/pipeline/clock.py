@@ -101,6 +101,10 @@ class StepClock:
                 now[rank] = number
             self._events.append(event)
 
+    def __len__(self) -> int:
+        """How many events a step has."""
+        return len(self._events)
+
     def __call__(self, *, loads: Sequence[float], crossing: Sequence[float] = (), limit: float = math.inf) -> float:
         """When micro-batches take each stage so long, and each edge so long one way.
 

@@ -40,8 +40,7 @@ class Steps:
 
     def largest(self, bounds: Sequence[int]) -> float:
         """The load of the largest of the stages between these bounds."""
-        table = _Table(self)
-        return max(table.load(stage, start, end) for stage, (start, end) in enumerate(pairwise(bounds)))
+        return max(_Table(self).loads(bounds))
 
     def merged(self, places: Sequence[int]) -> Steps:
         """The row with fewer places to cut at: those before these steps, the first of which is step 0."""
@@ -107,33 +106,41 @@ class StepSeconds(Protocol):
         """In the unit of the loads; it may be infinite when it is `limit` or more."""
 
 
-def quicken(steps: Steps, *, bounds: tuple[int, ...], seconds: StepSeconds) -> tuple[tuple[int, ...], float]:
+def quicken(
+    steps: Steps, *, bounds: tuple[int, ...], seconds: StepSeconds, tries: int = 10_000
+) -> tuple[tuple[int, ...], float]:
     """Bounds from which no move makes a step of the schedule shorter, and that step's time.
 
-    From the given ones the best move is made until there is none. Moving a step from stage i to stage j moves every
-    bound between them by one; where steps are of several kinds, one like it may be some steps away.
+    From the given ones moves are made that do, until there is none or so many were tried; first those that leave the
+    largest stage smallest. Moving a step from stage i to stage j moves every bound between them by one; where steps are
+    of several kinds, one like it may be some steps away.
     """
     table = _Table(steps)
-    best = table.seconds(bounds, seconds, math.inf)
-    while True:
-        found = bounds
-        for moved in _moves(bounds, table.count):
-            taken = table.seconds(moved, seconds, best)
-            if taken < best * (1 - 1e-9):
-                best, found = taken, moved
-        if found == bounds:
-            return bounds, best
-        bounds = found
+    best = seconds(loads=table.loads(bounds), crossing=table.sent(bounds), limit=math.inf)
+    moved = True
+    while moved:
+        moved = False
+        loads = {other: table.loads(other) for other in _moves(bounds, table.count)}
+        for other in sorted(loads, key=lambda other: max(loads[other])):
+            if tries == 0 or max(loads[other]) == math.inf:
+                break
+            taken = seconds(loads=loads[other], crossing=table.sent(other), limit=best)
+            tries -= taken < math.inf
+            if taken < best * (1 - 1e-6):
+                best, bounds, moved = taken, other, True
+                break
+    return bounds, best
 
 
 REACH = 4
-"""By how many steps a move moves bounds at most."""
+"""By how many steps a move moves one bound at most."""
 
 
 def _moves(bounds: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
-    """Every run of inner bounds moved by some steps, where that leaves no stage empty."""
+    """Every inner bound moved by some steps, and every run of them by one, where that leaves no stage empty."""
     for first, last in itertools.combinations_with_replacement(range(1, len(bounds) - 1), 2):
-        for by in (by for by in range(-REACH, REACH + 1) if by):
+        reach = REACH if first == last else 1
+        for by in (by for by in range(-reach, reach + 1) if by):
             moved = (*bounds[:first], *(bound + by for bound in bounds[first : last + 1]), *bounds[last + 1 :])
             if all(start < stop for start, stop in pairwise(moved)) and moved[-1] == count:
                 yield moved
@@ -168,12 +175,13 @@ class _Table:
         self._before = [*steps.before, 0.0] if steps.before else nothing
         self._after = [*steps.after, 0.0] if steps.after else nothing
 
-    def seconds(self, bounds: Sequence[int], seconds: StepSeconds, limit: float) -> float:
-        """How long a step would take with these bounds."""
-        loads = [self.load(stage, start, end) for stage, (start, end) in enumerate(pairwise(bounds))]
-        if max(loads) == math.inf:
-            return math.inf
-        return seconds(loads=loads, crossing=[self.crossing[bound] for bound in bounds[1:-1]], limit=limit)
+    def loads(self, bounds: Sequence[int]) -> list[float]:
+        """What the stages between these bounds would carry."""
+        return [self.load(stage, start, end) for stage, (start, end) in enumerate(pairwise(bounds))]
+
+    def sent(self, bounds: Sequence[int]) -> list[float]:
+        """What they would send."""
+        return [self.crossing[bound] for bound in bounds[1:-1]]
 
     def load(self, stage: int, start: int, end: int) -> float:
         """What a stage of these steps would carry; infinite when none of them could be a stage."""
