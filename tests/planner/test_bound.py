@@ -20,26 +20,20 @@ from meshwise.simulate.clock import predict
 from meshwise.simulate.cluster import parse_cluster
 from meshwise.simulate.rehearsal import Subject, rehearse
 
-CONFIG = GPTConfig(vocabulary=512, context=256, layers=4, heads=8, width=1024)
-CLUSTER = parse_cluster("2x4 h100")
+CONFIG = GPTConfig(vocabulary=512, context=256, layers=2, heads=8, width=1024)
+SHIPPED = parse_cluster("2x4 h100")
+CLUSTER = dataclasses.replace(SHIPPED, device=dataclasses.replace(SHIPPED.device, own=0.0))
 BATCH = 16
 
 PLANS = (
-    "dp=8 precision=bf16",
     "dp=8 zero=1 precision=bf16",
-    "dp=8 zero=2",
     "dp=4 tp=2 sequence_parallel=1 zero=3 precision=bf16 microbatches=2",
-    "dp=2 tp=4 microbatches=4",
     "dp=2 tp=4 tp_mode=2d",
-    "tp=8 tp_mode=3d dp=1 microbatches=2",
     "pp=4 dp=2 microbatches=4 precision=bf16 wire=fp32",
     "pp=4 dp=2 zero=2 microbatches=4 recompute=full precision=bf16",
-    "pp=4 tp=2 dp=1 sequence_parallel=1 microbatches=8 recompute=selective",
-    "pp=2 dp=4 virtual_stages=2 schedule=interleaved microbatches=4 zero=1",
-    "pp=4 dp=2 schedule=zb-h1 microbatches=8",
-    "pp=2 dp=4 schedule=zb-v virtual_stages=2 microbatches=4",
+    "pp=2 dp=4 virtual_stages=2 schedule=interleaved microbatches=4",
     "pp=2 dp=2 tp=2 schedule=dualpipev virtual_stages=2 microbatches=4 zero=3",
-    "pp=2 dp=4 offload=optimizer:cpu precision=bf16 microbatches=2",
+    "pp=4 dp=2 offload=optimizer:cpu precision=bf16 microbatches=2 schedule=zb-h1",
 )
 
 
@@ -92,7 +86,6 @@ def undivided(own: Way) -> Way:
 def test_no_rung_is_above_the_rehearsal(text: str) -> None:
     truth = rehearsed(text)
     for figures in (least(text, undivided), least(text), least(text, exact=True)):
-        print(figures.seconds / truth.seconds, figures.memory / truth.memory)
         assert figures.seconds <= truth.seconds * (1 + 1e-9)
         assert figures.memory <= truth.memory
 
@@ -101,5 +94,16 @@ def test_bounds_are_near() -> None:
     """What they are good for: on most plans, little is left for the rehearsal to find."""
     times = sorted(least(text, exact=True).seconds / rehearsed(text).seconds for text in PLANS)
     sizes = sorted(least(text, exact=True).memory / rehearsed(text).memory for text in PLANS)
-    assert times[len(times) // 2] > 0.85
-    assert sizes[len(sizes) // 2] > 0.85
+    assert times[len(times) // 2] > 0.9
+    assert sizes[len(sizes) // 2] > 0.75
+
+
+def test_a_thinner_model_sounds_the_same() -> None:
+    """Of five blocks three are run, and the others cost what one of them does."""
+    deep = dataclasses.replace(CONFIG, layers=5)
+    five = dataclasses.replace(subject(), model=lambda: GPT(deep))
+    found = Pieces.of(five, source=shapes_of(five.model, seed=0))
+    assert found is not None
+    assert found.names[2:7] == tuple(f"blocks.{number}" for number in range(5))
+    assert found.like == (0, 1, 2, 3, 3, 3, 4, 5, 6)
+    assert len(found.model.get_submodule("blocks")) == 3  # type: ignore[arg-type]

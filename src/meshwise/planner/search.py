@@ -306,10 +306,16 @@ class Searching:
         assert self._pieces is not None
         return sound(self._subject, pieces=self._pieces, way=way, cluster=self._cluster)
 
+    def rehearsed(self, plan: Plan) -> Candidate:
+        """Any plan, cut as the search would cut it. Raises what a rehearsal raises."""
+        return Candidate(plan, Rung.REHEARSED, self._rehearsed(plan), self._at(plan))
+
     def _rehearsed(self, plan: Plan) -> Figures:
         device, options = self._cluster.device.kind, self._subject.options
         options = dataclasses.replace(options, cut=dataclasses.replace(options.cut, at=self._at(plan)))
         subject = dataclasses.replace(self._subject, options=options)
+        if options.cut.at:  # nothing is left to balance, and so nothing to measure for it
+            plan = dataclasses.replace(plan, partition="params")
         rehearsal = rehearse(subject, plan=plan, ranks=self._space.ranks, device=device)  # type: ignore[arg-type]
         return figures_of(predict(rehearsal, cluster=self._cluster))
 

@@ -6,7 +6,8 @@ is rehearsed once for each way, as a pipeline with one piece a stage, of which t
 the costs of any stages are sums of what was found.
 
 What is told of a piece is never above what a stage takes for it: operations are not kept waiting by their host,
-copies for messages are left out, and what is counted for many rows is scaled to fewer as if nothing were lost.
+copies for messages are left out, and what is counted for many rows is scaled to fewer as if nothing were lost. Nor is
+its output counted among what it keeps: where the next piece is on the same stage, nobody may keep that.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from meshwise import tree
 from meshwise.model.birth import Source
 from meshwise.model.forward import default_forward
 from meshwise.pipeline.action import Action, Kind
-from meshwise.pipeline.cut import Cut, Where, Wish, cut_model
+from meshwise.pipeline.cut import Cut, Wish, cut_model
 from meshwise.pipeline.probe import probe
 from meshwise.plan import Plan
 from meshwise.planner.space import rows_shared, splits_backward
@@ -35,10 +36,6 @@ from meshwise.simulate.memory import memory_of
 from meshwise.simulate.price import Prices
 from meshwise.simulate.rehearsal import Subject, rehearse
 from meshwise.simulate.tape import Call, Category, Entry, Memory, Operation, Segment, Wait
-
-_ONLY_SENT = 1.1
-"""A piece that keeps no more than this times what it sends keeps that for nobody but the next stage, as the look-up of
-an embedding does: where the next piece is on the same stage it may be kept by none."""
 
 
 @dataclass(frozen=True)
@@ -221,10 +218,11 @@ def _cut(subject: Subject, model: nn.Module) -> Cut | None:
     forward = subject.options.forward or default_forward
     micro = tree.take_rows(subject.batch, start=0, stop=1)
     call = lambda model: forward(model, micro)  # noqa: E731
-    where = dataclasses.replace(subject.options.cut, at=())
+    where = subject.options.cut
     seen = probe(model, call=call, pieces=where.pieces, timed=False)
-    count = sum(bool(step.parameters) for step in seen.steps)
-    return cut_model(model, stages=count, call=call, wish=Wish(by="params", where=where)) if count > 1 else None
+    firsts = tuple(step.key for step in seen.steps if step.parameters)
+    wish = Wish(by="params", where=dataclasses.replace(where, at=firsts[1:]))
+    return cut_model(model, stages=len(firsts), call=call, wish=wish) if len(firsts) > 1 else None
 
 
 def _names(cut: Cut) -> tuple[str, ...]:
@@ -268,7 +266,8 @@ def sound(subject: Subject, *, pieces: Pieces, way: Way, cluster: Cluster) -> So
     batch = tree.map_tensors(
         lambda tensor: tensor.new_empty((way.rows, *tensor.shape[1:]), device="meta"), subject.batch
     )
-    options = dataclasses.replace(subject.options, cut=Where(pieces=subject.options.cut.pieces), example=batch)
+    where = dataclasses.replace(subject.options.cut, at=_names(pieces.cut)[1:])
+    options = dataclasses.replace(subject.options, cut=where, example=batch)
     alone = dataclasses.replace(subject, model=pieces.model, batch=batch, options=options)
     rehearsal = rehearse(alone, plan=plan, ranks=plan.mesh().size, device=cluster.device.kind)  # type: ignore[arg-type]
     memory = memory_of(rehearsal)
@@ -335,8 +334,7 @@ class _Told:
                 sends += sum(call.stamp.bytes for call in segment.calls() if call.stamp.kind == "send")
             elif segment.label == "update":
                 update += sum(self.prices.seconds(entry) for entry in segment.entries if _is(entry))
-        if forward.keeps <= sends * _ONLY_SENT:
-            forward = dataclasses.replace(forward, keeps=max(0, forward.keeps - sends))
+        forward = dataclasses.replace(forward, keeps=max(0, forward.keeps - sends))
         return Piece(forward, backward, weight, rest, update, sends)
 
     def work(self, entries: Iterable[Entry]) -> Work:

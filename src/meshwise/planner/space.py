@@ -81,6 +81,12 @@ class Space:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Keys that are held at a value."""
 
+    lean: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: LEANER)
+    """What may be kept less of."""
+
+    tiers: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: TIERS)
+    """What may be kept elsewhere."""
+
     @property
     def most_rows(self) -> int:
         """Of a micro-batch."""
@@ -97,7 +103,7 @@ class Space:
 
     def leaner(self, plan: Plan, *, tiers: bool) -> Iterator[Plan]:
         """The plans that keep one thing less than this one; `tiers`: those that move state elsewhere, too."""
-        for key, values in {**LEANER, **(TIERS if tiers else {})}.items():
+        for key, values in {**self.lean, **(self.tiers if tiers else {})}.items():
             now = getattr(plan, key)
             useless = (key == "zero" and plan.dp == 1) or (key == "partition" and (plan.pp == 1 or self.stages))
             if key in self.fixed or now not in values or useless:

@@ -1,0 +1,128 @@
+"""A search finds what trying everything finds, says why the rest lost, and refuses what the real code refuses."""
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from meshwise.parallelize import Options
+from meshwise.plan import Plan, PlanError
+from meshwise.planner.search import Effort, Rung, Survey, search
+from meshwise.planner.space import Space, parse_fixed
+from meshwise.planner.tables import FULL, best_table, lost_table, survey_record
+from meshwise.planner.workers import Workers
+from meshwise.reference.gpt import GPT, GPTConfig
+from meshwise.reference.loss import next_token_loss
+from meshwise.simulate.cluster import parse_cluster
+from meshwise.simulate.rehearsal import Subject, rehearse
+
+CLUSTER = parse_cluster("1x4 h100")
+CONFIG = GPTConfig(vocabulary=512, context=128, layers=2, heads=4, width=512)
+BATCH = 8
+EVERYTHING = 10**6
+
+
+def subject() -> Subject:
+    tokens = torch.empty(BATCH, CONFIG.context, dtype=torch.long, device="meta")
+    return Subject(lambda: GPT(CONFIG), next_token_loss, (tokens, tokens), options=Options(example=(tokens, tokens)))
+
+
+def space(fix: str = "", **changes: Any) -> Space:
+    made = Space(Plan(dp=None), ranks=4, node=4, batch=BATCH, pieces=4, fixed=parse_fixed(fix))
+    return dataclasses.replace(made, **changes)
+
+
+def found(fix: str, *, limit: float = 80e9, top: int = 1, rehearsals: int = 8, workers: int = 1) -> Survey:
+    effort = Effort(top, rehearsals, workers)
+    *_, survey = search(subject(), cluster=CLUSTER, space=space(fix), limit=limit, effort=effort)
+    return survey
+
+
+NARROW = "tp=1 schedule=1f1b zero=0 microbatches=2"
+
+
+@cache
+def everything() -> Survey:
+    return found(NARROW, top=EVERYTHING)
+
+
+def test_the_choice_is_the_best_of_all() -> None:
+    survey = found(NARROW)
+    assert survey.proven >= 1
+    assert survey.rehearsals < len(survey.candidates) == everything().rehearsals
+    assert {one.rung for one in everything().candidates.values()} == {Rung.REHEARSED}
+    assert everything().best()[0].plan == survey.best()[0].plan
+
+
+def test_what_is_held_is_held() -> None:
+    for plan in space("tp=2 pp=2 schedule=zb-h1").plans():
+        assert (plan.tp, plan.pp, plan.dp, plan.schedule) == (2, 2, 1, "zb-h1")
+
+
+def test_every_plan_of_a_space_stands_for_itself() -> None:
+    plans = list(space().plans())
+    assert len(set(plans)) == len(plans)
+    assert all(plan == plan.resolve(4) for plan in plans)
+    assert {plan.tp_mode for plan in plans} == {"1d", "2d"}
+    assert {plan.schedule for plan in plans if plan.pp > 1} == {
+        "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipev"
+    }  # fmt: skip
+    assert {plan.recompute for plan in plans} == {"none"}
+
+
+def test_a_key_that_is_no_key_is_refused_as_a_plan_refuses_it() -> None:
+    with pytest.raises(PlanError, match="unknown plan key 'tpp'; did you mean tp"):
+        parse_fixed("tpp=2")
+
+
+def test_plans_that_do_not_fit_make_room_for_leaner_ones() -> None:
+    fix = "tp=1 pp=1 microbatches=1 recompute=none"
+    roomy = min(one.figures.memory for one in found(fix, top=EVERYTHING).best())
+    survey = found(fix, limit=roomy - 1)
+    best = survey.best()[0]
+    assert best.figures.memory < roomy
+    assert best.plan.zero >= 2
+    assert any(row[1] == FULL for row in lost_table(survey, top=1))
+
+
+def test_where_nothing_fits_the_devices_tiers_are_tried() -> None:
+    survey = found("tp=1 pp=1 microbatches=1 zero=0 recompute=full", limit=1e6)
+    assert not survey.best()
+    assert any(one.plan.offload != "none" for one in survey.candidates.values())
+
+
+def test_nothing_slower_than_the_best_is_called_best() -> None:
+    survey = everything()
+    rows = best_table(survey, top=2)
+    assert [row[-1] for row in rows[1:]] == [str(one.plan) for one in survey.best()[:2]]
+    seconds = [one["seconds"] for one in survey_record(survey, top=9)["best"]]
+    assert seconds == sorted(seconds)
+    lost = survey_record(survey, top=2)["lost"]
+    assert sum(group["plans"] for group in lost) + 2 == len(survey.candidates)
+    assert all(group["by"] >= 0 for group in lost)
+
+
+def test_what_the_real_code_refuses_is_refused_in_its_words() -> None:
+    two = dataclasses.replace(subject(), model=lambda: GPT(dataclasses.replace(CONFIG, heads=2)))
+    fix = "pp=1 dp=1 tp=4 tp_mode=1d sequence_parallel=0 microbatches=8"
+    *_, survey = search(two, cluster=CLUSTER, space=space(fix), limit=80e9, effort=Effort())
+    (refused,) = survey.candidates.values()
+    with pytest.raises(ValueError, match="heads") as real:
+        rehearse(two, plan=refused.plan, ranks=4, device="cuda")
+    assert refused.refused == str(real.value)
+    assert lost_table(survey, top=1)[1][1].startswith("refused: ")
+
+
+def test_workers_hand_back_what_came_of_each_piece_of_work() -> None:
+    workers = Workers(2)
+    workers.start("one", work=lambda: 1)
+    workers.start("none", work=lambda: 1 // 0)
+    assert not workers.free
+    outcomes: dict[Any, Any] = {}
+    while workers.busy:
+        outcomes |= dict(workers.finished())
+    assert outcomes["one"] == 1
+    assert isinstance(outcomes["none"], ZeroDivisionError)
+    workers.close()

@@ -1,0 +1,61 @@
+"""A job's file is changed in a few keys, and keeps everything else that its author wrote."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from meshwise.train.job import JobError
+from meshwise.train.rewrite import rewrite
+
+JOB = """\
+# the job of the week
+loss = "mse"
+plan = "dp=2"  # for now
+
+[model]
+name = "gpt"   # ours
+
+[train]
+batch = 8
+"""
+
+
+def test_keys_are_set_and_comments_stay(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    rewrite(
+        path,
+        changes={
+            ("plan",): "dp=4 pp=2",
+            ("model", "cut_at"): ("blocks.1",),
+            ("predicted", "seconds"): 0.5,
+            ("predicted", "memory"): 12,
+        },
+    )
+    assert path.read_text() == (
+        '# the job of the week\nloss = "mse"\nplan = "dp=4 pp=2"  # for now\n\n'
+        '[model]\nname = "gpt"   # ours\ncut_at = ["blocks.1"]\n\n'
+        "[train]\nbatch = 8\n\n[predicted]\nseconds = 0.5\nmemory = 12\n"
+    )
+    rewrite(path, changes={("model", "cut_at"): None, ("predicted", "seconds"): 0.25})
+    said = tomllib.loads(path.read_text())
+    assert said["model"] == {"name": "gpt"}
+    assert said["predicted"] == {"seconds": 0.25, "memory": 12}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_plan_over_several_lines_is_one_afterwards(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text('[model]\ncut_at = [\n  "a",\n  "b",\n]\nname = "gpt"\n')
+    rewrite(path, changes={("plan",): "dp=2", ("model", "cut_at"): ("c",)})
+    assert tomllib.loads(path.read_text()) == {"plan": "dp=2", "model": {"cut_at": ["c"], "name": "gpt"}}
+
+
+def test_a_file_that_cannot_be_changed_so_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    written = 'model = { name = "gpt" }\n'
+    path.write_text(written)
+    with pytest.raises(JobError, match=r'model\.cut_at = \["c"\]'):
+        rewrite(path, changes={("model", "cut_at"): ("c",)})
+    assert path.read_text() == written
