@@ -1,11 +1,11 @@
 """Predictions beside published measurements: what was measured on clusters of A100, and what the rehearsal says.
 
-    python benchmarks/published.py --numbers FOLDER [--table ptdp] [--docs docs/simulation.md]
+    python benchmarks/published.py --numbers FOLDER [--tables ptdp multi] [--every 10] [--docs docs/simulation.md]
 
 The runs that are published were made with Megatron-LM: fp16 with fp32 masters, full recomputation, attention as
 products and a softmax, gradients reduced at the end of the step. So the model here is written that way, and its
 rehearsal is priced on `a100-80` without overlap. What was fitted, and on which rows, `FITTED` says; errors are told of
-all others.
+all others, beside those of calculon (untuned) on the same rows.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import argparse
 import csv
 import dataclasses
 import math
-import pickle
+import multiprocessing
+import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,11 +30,24 @@ from meshwise.parallelize import Options
 from meshwise.pipeline.cut import Where
 from meshwise.precision.policy import Precision
 from meshwise.simulate.clock import predict
-from meshwise.simulate.cluster import Cluster, load
+from meshwise.simulate.cluster import load
 from meshwise.simulate.rehearsal import Rehearsal, Subject, rehearse
 
-FITTED = {"single": 30}
+FITTED = {"single": 10}
 """Of these tables every so-manieth row was used to fit the constants of the cluster; of no other table any row."""
+
+ADAPTERS = {"ptdp": 8, "single": 8, "multi": 4}
+"""Of a node of eight GPUs: Selene has one for each; vTrain's configurations say 800 Gb/s, which is four of 200 Gb/s."""
+
+TITLES = {
+    "ptdp": "PTD-P, weak scaling (table 1)",
+    "single": "vTrain, 2 to 8 GPUs of one node",
+    "multi": "vTrain, 64 to 512 GPUs",
+}
+CALCULON = {"ptdp": "ptdp_table1", "single": "vtrain_single", "multi": "vtrain_multi"}
+"""The tables as the peer's file calls them."""
+
+MARKS = ("<!-- published -->", "<!-- end of published -->")
 
 
 PRECISION = Precision(
@@ -190,51 +205,71 @@ def _lines(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-TABLES = {"ptdp": ptdp, "single": single, "multi": multi}
+TABLES: Mapping[str, Callable[[Path], Iterator[Row]]] = {"ptdp": ptdp, "single": single, "multi": multi}
 
 
 def main() -> None:
     """Predict the rows that were not fitted, and tell the errors."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--numbers", type=Path, required=True)
-    parser.add_argument("--table", choices=TABLES, default="ptdp")
-    parser.add_argument("--every", type=int, default=1)
-    parser.add_argument("--keep", type=Path)
+    parser.add_argument("--tables", nargs="*", choices=TABLES, default=list(TABLES))
+    parser.add_argument("--every", type=int, default=1, help="of the largest table, one row in so many")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--docs", type=Path)
     arguments = parser.parse_args()
-    cluster = dataclasses.replace(load("a100-80"), overlap=False)
-    errors = []
-    for index, row in enumerate(TABLES[arguments.table](arguments.numbers)):
-        fitted = FITTED.get(arguments.table)
-        if index % arguments.every != arguments.every // 2 or (fitted and index % fitted == 0):
-            continue
-        seconds = predict(_kept(row, arguments.keep), cluster=_of(cluster, row, ADAPTERS[arguments.table])).seconds
-        errors.append(seconds / row.seconds - 1)
-        print(
-            f"{row.plan}  {row.layers}x{row.hidden}  {seconds:.3f}  {row.seconds:.3f}  {100 * errors[-1]:+.1f} %",
-            flush=True,
-        )
-    sizes = [100 * abs(error) for error in errors]
-    print(f"{len(sizes)} rows, off by {statistics.mean(sizes):.1f} %, median {statistics.median(sizes):.1f} %")
+    lines = [
+        "| runs | rows, none of them fitted | mean absolute error | median | calculon |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    with ProcessPoolExecutor(arguments.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for table in arguments.tables:
+            rows = list(TABLES[table](arguments.numbers))
+            fitted, every = FITTED.get(table, 0), arguments.every if table == "single" else 1
+            tried = [i for i in range(len(rows)) if i % every == every // 2 and not (fitted and i % fitted == 0)]
+            errors = []
+            for index, seconds in zip(
+                tried, pool.map(told, [table] * len(tried), map(rows.__getitem__, tried)), strict=True
+            ):
+                row = rows[index]
+                errors.append(abs(seconds / row.seconds - 1))
+                off = f"{100 * (seconds / row.seconds - 1):+.1f} %"
+                print(f"{row.plan}  {row.layers}x{row.hidden}  {seconds:.3f}  {row.seconds:.3f}  {off}", flush=True)
+            peer = _percent(calculon(arguments.numbers, table, [rows[index].seconds for index in tried]))
+            of = f"{len(tried)} of {len(rows)}"
+            lines.append(
+                f"| {TITLES[table]} | {of} | {_percent(errors)} | {100 * statistics.median(errors):.1f} % | {peer} |"
+            )
+    print("\n".join(lines))
+    if arguments.docs:
+        page = arguments.docs.read_text(encoding="utf-8")
+        before, _, rest = page.partition(MARKS[0])
+        after = rest.partition(MARKS[1])[2]
+        arguments.docs.write_text("\n".join([before + MARKS[0], *lines, MARKS[1] + after]), encoding="utf-8")
 
 
-ADAPTERS = {"ptdp": 8, "single": 8, "multi": 4}
-"""Of a node: Selene has one for each GPU, vTrain's nodes one for two."""
+def told(table: str, row: Row) -> float:
+    """The seconds that a run is predicted to take."""
+    base = load("a100-80")
+    nodes = -(-row.ranks // base.ranks_per_node)
+    cluster = dataclasses.replace(base, overlap=False, nodes=nodes, adapters=ADAPTERS[table])
+    return predict(rehearsed(row), cluster=cluster).seconds
 
 
-def _of(cluster: Cluster, row: Row, adapters: int) -> Cluster:
-    return dataclasses.replace(cluster, nodes=-(-row.ranks // cluster.ranks_per_node), adapters=adapters)
+def calculon(numbers: Path, table: str, measured: Sequence[float]) -> list[float]:
+    """The peer's absolute errors on the rows of a table that took so long."""
+    wanted = {f"{seconds:.6g}" for seconds in measured}
+    unit = 1.0 if table == "ptdp" else 1e-3
+    return [
+        abs(float(line["calculon_pred"]) / float(line["measured"]) - 1)
+        for line in _lines(numbers / "peer_calculon_on_published.csv")
+        if line["set"] == CALCULON[table]
+        and f"{float(line['measured']) * unit:.6g}" in wanted
+        and line["calculon_pred"]
+    ]
 
 
-def _kept(row: Row, folder: Path | None) -> Rehearsal:
-    """The rehearsal, from a folder of those made before."""
-    if folder is None:
-        return rehearsed(row)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{abs(hash(dataclasses.replace(row, seconds=0.0)))}.pickle"
-    if not path.exists():
-        path.write_bytes(pickle.dumps(rehearsed(row)))
-    kept: Rehearsal = pickle.loads(path.read_bytes())
-    return kept
+def _percent(errors: Sequence[float]) -> str:
+    return f"{100 * statistics.mean(errors):.1f} %"
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ from torch import Tensor
 _PAGE = mmap.PAGESIZE
 _LABEL = "meshwise-"
 _FD_BITS = 20
-_KEPT = 2
+KEPT = 2
+"""How many slabs that nobody uses are kept."""
 _MOST = 256
 # madvise: free the pages for everyone who maps them; take the page faults now, as for reading or for writing.
 _REMOVE, _POPULATE_READ, _POPULATE_WRITE = 9, 22, 23
@@ -91,6 +92,11 @@ def words_of(memory: Tensor) -> memoryview:
     return memoryview(memory.numpy()).cast("q")  # type: ignore[arg-type] # an array is a buffer
 
 
+def fits(size: int, *, slab: int) -> bool:
+    """Whether a slab of `slab` bytes is lent to a tensor of `size`."""
+    return size <= slab <= size + size // 4 + _PAGE
+
+
 class Slabs:
     """The shared memory of one rank's tensors."""
 
@@ -108,7 +114,7 @@ class Slabs:
         if len(self._lent) >= _MOST:
             return torch.empty(numel, dtype=dtype)
         size = max(1, numel * dtype.itemsize)
-        fitting = [slab for slab in tuple(self._free) if size <= slab.memory.numel() <= size + size // 4 + _PAGE]
+        fitting = [slab for slab in tuple(self._free) if fits(size, slab=slab.memory.numel())]
         if fitting:
             slab = min(fitting, key=lambda slab: slab.memory.numel())
             self._free.remove(slab)
@@ -135,7 +141,7 @@ class Slabs:
         if os.getpid() != self._process:
             return  # a copy of the process that made it: what it lets go of is still in use there
         self._free.append(self._lent.pop(address))
-        if len(self._free) > _KEPT:
+        if len(self._free) > KEPT:
             self._free.popleft().discard()
 
 

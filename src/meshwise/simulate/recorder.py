@@ -4,14 +4,15 @@ A tensor without values costs nothing to compute, so what runs here is the code 
 and schedules; nothing is modelled twice. Memory is followed by storages: one is counted from the operation that
 returns it to the moment when nothing refers to it any more.
 
-Three things depend on a device that is not there, and are answered here for the one that is meant: which kernels compute
-attention and torch's own dropout, and which implementation an optimizer chooses.
+Three things depend on a device that is not there, and are answered here for the one that is meant: which kernels
+compute attention and torch's own dropout, and which implementation an optimizer chooses.
 """
 
 from __future__ import annotations
 
 import inspect
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -26,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwise.comm.journal import Journal
+from meshwise.comm.segment import KEPT, fits
 from meshwise.optim.flat import OptimizerClass
 from meshwise.pipeline.action import Action, Kind, ScheduleError
 from meshwise.simulate.cost import makes_anew, moves_nothing, operation
@@ -42,6 +44,9 @@ class Recorder:
         self._sizes: dict[int, tuple[Category, int, bool]] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._watched: list[torch.UntypedStorage] = []
+        self._holders: dict[int, int] = {}
+        self._borrowed: set[int] = set()
+        self._left: deque[int] = deque()
 
     def note(self, entry: Entry) -> None:
         """Something happens now."""
@@ -76,9 +81,18 @@ class Recorder:
                 self.note(Memory(category, size, host))
             return
         kind = category or _category(self.journal.doing)
-        self._sizes[key] = (kind, storage.nbytes(), not tensor.is_meta)
+        self._sizes[key] = (kind, self._part(storage), not tensor.is_meta)
         self._references[key] = weakref.ref(storage, lambda _: self._released(key))
         self.note(Memory(*self._sizes[key]))
+
+    def borrow(self, tensor: Tensor, *, category: Category) -> None:
+        """Count a tensor in shared memory, which is lent: what the last tensors have left waits for another one."""
+        fitting = min((slab for slab in self._left if fits(tensor.nbytes, slab=slab)), default=None)
+        if fitting is not None:
+            self._left.remove(fitting)
+            self.note(Memory(Category.COMMUNICATION, -fitting))
+        self.allocated(tensor, category=category)
+        self._borrowed.add(tensor.untyped_storage()._cdata)
 
     def watch(self, tensor: Tensor, *, category: Category) -> None:
         """Count the memory of a tensor that may grow and shrink."""
@@ -94,18 +108,37 @@ class Recorder:
         self._sizes[key] = (Category.PARAMETERS, 0, False)
         self._references[key] = weakref.ref(storage, lambda _: self._released(key))
 
+    def common(self, tensor: Tensor, *, ranks: int) -> None:
+        """So many ranks hold a tensor's memory together: each counts its part."""
+        self._holders[tensor.untyped_storage()._cdata] = ranks
+
+    def is_common(self, tensor: Tensor) -> bool:
+        """Whether the rank holds a tensor's memory together with others."""
+        return tensor.untyped_storage()._cdata in self._holders
+
     def look(self) -> None:
         """Notice which of the watched tensors have grown or shrunk: no operation tells of it."""
         for storage in self._watched:
             category, size, host = self._sizes[storage._cdata]
-            if storage.nbytes() != size:
-                self.note(Memory(category, storage.nbytes() - size, host))
-                self._sizes[storage._cdata] = (category, storage.nbytes(), host)
+            if (now := self._part(storage)) != size:
+                self.note(Memory(category, now - size, host))
+                self._sizes[storage._cdata] = (category, now, host)
+
+    def _part(self, storage: torch.UntypedStorage) -> int:
+        """The bytes of a storage that are this rank's."""
+        return storage.nbytes() // self._holders.get(storage._cdata, 1)
 
     def _released(self, key: int) -> None:
         category, size, host = self._sizes.pop(key)
         del self._references[key]
+        self._holders.pop(key, None)
         self.note(Memory(category, -size, host))
+        if key in self._borrowed:
+            self._borrowed.remove(key)
+            self._left.append(size)
+            self.note(Memory(Category.COMMUNICATION, size))
+            if len(self._left) > KEPT:
+                self.note(Memory(Category.COMMUNICATION, -self._left.popleft()))
 
 
 @cache

@@ -148,8 +148,12 @@ def _stand_ins(found: Mapping[str, Segment]) -> dict[tuple[int, Kind], Segment]:
     return middle
 
 
-def rehearse(subject: Subject, *, plan: Plan | str, ranks: int, device: Device = "cpu") -> Rehearsal:
+def rehearse(
+    subject: Subject, *, plan: Plan | str, ranks: int, device: Device = "cpu", shared: bool = False
+) -> Rehearsal:
     """Run the plan on a world of so many ranks that is not there; `device` is what each rank would compute on.
+
+    `shared`: the ranks are processes of one host on its CPUs, which share memory.
 
     Raises what `parallelize` and a step raise: PlanError when the plan does not fit the ranks or the model, ValueError
     for a model, an optimizer or an option that cannot work.
@@ -165,7 +169,7 @@ def rehearse(subject: Subject, *, plan: Plan | str, ranks: int, device: Device =
     source = shapes_of(subject.model, seed=options.seed)
     like, options = _kinds(source, schedule, plan, options)
     subject_here = dataclasses.replace(subject, options=options, batch=batch)
-    part = _Part(subject_here, plan, _alike(schedule), source, device, Stages(like))
+    part = _Part(subject_here, plan, _alike(schedule), source, device, Stages(like), shared)
     ranks_run = sorted(set(like))
     with ThreadPoolExecutor(len(ranks_run)) as threads:
         futures = {index: threads.submit(part.tape, index) for index in ranks_run}
@@ -231,6 +235,7 @@ class _Part:
     source: Source
     device: Device
     stages: Stages
+    shared: bool
     memo: Memo = field(default_factory=Memo)
 
     def tape(self, index: int) -> Tape:
@@ -242,7 +247,7 @@ class _Part:
         mesh = self.plan.mesh()
         rank = index * (mesh.size // self.plan.pp)
         recorder = Recorder(Journal())
-        world = RehearsalWorld(rank=rank, mesh=mesh, recorder=recorder, stages=self.stages)
+        world = RehearsalWorld(rank=rank, mesh=mesh, recorder=recorder, stages=self.stages, shared=self.shared)
         with Kernels(self.device):
             trainer = parallelize(
                 self.source,

@@ -8,6 +8,7 @@ would come from a stage that is not rehearsed comes from the one that is like it
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import threading
 import time
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwise.comm.board import PAYLOAD_BYTES
 from meshwise.comm.group import Group
 from meshwise.comm.journal import Stamp
 from meshwise.comm.parts import Parts
@@ -92,22 +94,34 @@ class Stages:
 class RehearsalWorld(TraceWorld):
     """Rank `rank` of a mesh, with what it calls recorded."""
 
-    def __init__(self, *, rank: int, mesh: Mesh, recorder: Recorder, stages: Stages) -> None:
+    def __init__(self, *, rank: int, mesh: Mesh, recorder: Recorder, stages: Stages, shared: bool = False) -> None:
+        """`shared`: all ranks are of one host, and share its memory."""
         super().__init__(rank=rank, mesh=mesh, device="meta", journal=recorder.journal)
         self._recorder = recorder
         self._stages = stages
+        self._shared = shared
         self._received: Counter[int] = Counter()
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
         """As of any world. What a step makes for the collectives are its gradients."""
         tensor = super().empty(numel, dtype=dtype)
         if self.journal.doing:
-            self._recorder.allocated(tensor, category=Category.GRADIENTS)
+            borrows = self._shared and tensor.nbytes > PAYLOAD_BYTES
+            (self._recorder.borrow if borrows else self._recorder.allocated)(tensor, category=Category.GRADIENTS)
         return tensor
 
     def summand(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
         """As of any world: it is no gradient of a parameter."""
         return super().empty(math.prod(shape), dtype=dtype).view(tuple(shape))
+
+    def common(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:
+        """One piece of memory for all ranks along `axes`, where the ranks share memory."""
+        ranks = self.group(axes).size
+        if not self._shared or ranks == 1:
+            return None
+        tensor = super().empty(numel, dtype=dtype)
+        self._recorder.common(tensor, ranks=ranks)
+        return tensor
 
     def exchange(self, value: Any, *, axes: Axes | None = None) -> list[Any]:
         """Every rank's value, a rank that is not rehearsed having that of the one of its stage that is."""
@@ -135,6 +149,8 @@ class RehearsalWorld(TraceWorld):
 
     def _stamp(self, kind: str, group: Group, x: Parts, *, how: str = "") -> Stamp:
         stamp = super()._stamp(kind, group, x, how=how)
+        if kind == "all_gather" and all(map(self._recorder.is_common, [x] if isinstance(x, Tensor) else x)):
+            stamp = dataclasses.replace(stamp, bytes=0)  # everybody sees what is written
         self._recorder.look()
         self._recorder.note(Call(stamp, group.ranks))
         return stamp
