@@ -7,6 +7,7 @@ read before a buffer is free for it, and a buffer is free again when what it hel
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,11 +40,14 @@ class Swap:
 class Staging:
     """`count` buffers of `size` bytes each, made when they are first needed."""
 
-    def __init__(self, *, count: int, size: int, on: torch.device) -> None:
-        """`on`: the device that computes; for a GPU they are pinned."""
+    def __init__(
+        self, *, count: int, size: int, on: torch.device, told: Callable[[Tensor], None] | None = None
+    ) -> None:
+        """`on`: the device that computes; for a GPU they are pinned. `told` is shown each when it is made."""
         self.size = -(-size // BLOCK) * BLOCK
         self._device = on
         self._left = count
+        self._told = told
         self._free: list[Tensor] = []
         self._returned = threading.Condition()
         self.bytes = 0
@@ -55,7 +59,10 @@ class Staging:
                 if self._left:
                     self._left -= 1
                     self.bytes += self.size
-                    return aligned(self.size, on=self._device)
+                    buffer = aligned(self.size, on=self._device)
+                    if self._told is not None:
+                        self._told(buffer)
+                    return buffer
                 if not wait:
                     return None
                 self._returned.wait()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,7 +66,10 @@ class Tiers:
         if self.offload.uses_disk:
             self.file = RehearsedFile() if self.device.type == "meta" else SwapFile(self.swap.folder)
         self._gathers: Staging | None = None
+        self.told: Callable[[Tensor], None] | None = None
+        """Is shown each staging buffer when it is made, on its first use."""
         self._largest = 0
+        self._away: Counter[str] = Counter()
         self._round = BLOCK
         self._staging: Staging | None = None
         self._stored: list[Transfer] = []
@@ -90,8 +93,15 @@ class Tiers:
     def staging(self) -> Staging:
         """The buffers of the update."""
         if self._staging is None:
-            self._staging = Staging(count=self.swap.buffers, size=self._round, on=self.device)
+            self._staging = Staging(count=self.swap.buffers, size=self._round, on=self.device, told=self.told)
         return self._staging
+
+    @property
+    def _gathered(self) -> Staging:
+        """The buffers of parameters on their way to a gather."""
+        if self._gathers is None:
+            self._gathers = Staging(count=GATHERED_AHEAD, size=self._largest, on=self.device, told=self.told)
+        return self._gathers
 
     def reserve(self, size: int) -> None:
         """A round of the update needs so many bytes of a staging buffer."""
@@ -116,6 +126,7 @@ class Tiers:
         """
         if getattr(self.offload, what) == "disk":
             assert self.file is not None
+            self._away[what] += numel * dtype.itemsize
             if what in ("params", "gradients"):
                 self._largest = max(self._largest, numel * dtype.itemsize)
             return self.file.allocate(numel, dtype=dtype)
@@ -140,6 +151,11 @@ class Tiers:
         """What rests on disk in a rehearsal."""
         return self.file.tensors if isinstance(self.file, RehearsedFile) else ()
 
+    @property
+    def away(self) -> Mapping[str, int]:
+        """Bytes that rest on disk, by what they are."""
+        return self._away
+
     def on_disk(self, tensor: Tensor) -> bool:
         """Whether it rests on disk."""
         return self.file is not None and self.file.locate(tensor) is not None
@@ -159,11 +175,9 @@ class Tiers:
     def bring(self, rest: Tensor) -> Loan:
         """Start to bring a tensor at rest to the device; one that lies there is lent as it is."""
         if self.file is not None and (offset := self.file.locate(rest)) is not None:
-            if self._gathers is None:
-                self._gathers = Staging(count=GATHERED_AHEAD, size=self._largest, on=self.device)
-            if (buffer := self._gathers.take(wait=False)) is None:
+            if (buffer := self._gathered.take(wait=False)) is None:
                 return Loan(rest.to(self.device))
-            return self._read(rest, offset, buffer, self._gathers)
+            return self._read(rest, offset, buffer, self._gathered)
         if rest.device.type == self.device.type:
             return Loan(rest)
         assert self._copies is not None

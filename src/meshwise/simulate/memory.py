@@ -42,6 +42,9 @@ class RankMemory:
     steady: tuple[Moment, ...]
     """Action by action, of a run's first step and of those that follow."""
 
+    away: Mapping[str, int]
+    """Bytes that rest elsewhere than on the device, by tier: `cpu`, `disk`."""
+
     @property
     def peak(self) -> Moment:
         """When it needs most on the device."""
@@ -76,7 +79,7 @@ def _rank(rehearsal: Rehearsal, index: int, known: dict[int, _Change]) -> RankMe
         exact.play(segment)
     start = Moment("", dict(exact.device), dict(exact.host))
     steady = (start, *map(exact.play, rehearsal.step(index)))
-    return RankMemory(index, built, first, steady)
+    return RankMemory(index, built, first, steady, tape.away)
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,9 @@ class Recorder:
         """Do not count the memory of a tensor that takes none where the rank computes."""
         storage = tensor.untyped_storage()
         key = storage._cdata
+        if key in self._sizes:
+            category, size, host = self._sizes[key]
+            self.note(Memory(category, -size, host))
         self._sizes[key] = (Category.PARAMETERS, 0, False)
         self._references[key] = weakref.ref(storage, lambda _: self._released(key))
 

@@ -12,6 +12,7 @@ Whatever the code refuses, it refuses here, with the same words.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import threading
 from collections import Counter, defaultdict
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from meshwise import tree
 from meshwise.comm.journal import Journal
 from meshwise.cutting import pairs_of, plan_schedule
+from meshwise.memory.tiers import Tiers
 from meshwise.model.birth import Source, shapes_of
 from meshwise.model.forward import Loss, default_forward
 from meshwise.optim.flat import OptimizerClass
@@ -36,6 +38,7 @@ from meshwise.pipeline.cut import Wish, cut_model
 from meshwise.pipeline.partition import CutError
 from meshwise.pipeline.passes import lower
 from meshwise.plan import Plan
+from meshwise.plan.offload import Offload
 from meshwise.simulate.alike import alike
 from meshwise.simulate.recorder import Kernels, Memo, Operations, Recorder, as_if_on
 from meshwise.simulate.tape import Category, Memory, Segment, Tape
@@ -251,7 +254,7 @@ class _Part:
         with Kernels(self.device):
             trainer = parallelize(
                 self.source,
-                self.plan,
+                _played(self.plan, self.device),
                 loss=self.subject.loss,
                 optimizer=as_if_on(self.device, optimizer=self.subject.optimizer),
                 world=world,
@@ -259,14 +262,23 @@ class _Part:
                 **self.subject.arguments,
             )
             recorder.segments()
-            _watch(trainer, recorder)
+            _watch(trainer, recorder, on_gpu=self.device == "cuda")
             build = recorder.segments()
             with Operations(recorder, memo=self.memo):
                 trainer.step(self.subject.batch, only=frozenset({max(self.only)}))
                 first = self._run(recorder)
                 trainer.step(self.subject.batch, only=self.only)
                 steady = self._run(recorder)
-        return Tape(index, build[0], first, steady)
+        return Tape(index, build[0], first, steady, self._away(trainer.tiers))
+
+    def _away(self, tiers: Tiers) -> Mapping[str, int]:
+        """What rests elsewhere, by the tier that the plan says."""
+        away: Counter[str] = Counter()
+        for what, size in tiers.away.items():
+            away[getattr(self.plan.tiers, what)] += size
+        if self.device == "cuda" and self.plan.tiers.uses_disk:
+            away["cpu"] += tiers.staged  # pinned
+        return away
 
     def _run(self, recorder: Recorder) -> tuple[Segment, ...]:
         """What has been recorded, without what passing over a micro-batch took."""
@@ -274,10 +286,18 @@ class _Part:
         return tuple(segment for segment in recorder.segments() if self.plan.pp > 1 or segment.label not in passed)
 
 
-def _watch(trainer: Trainer, recorder: Recorder) -> None:
+def _played(plan: Plan, device: Device) -> Plan:
+    """The plan as it is played: what leaves a GPU for the host's memory goes where that for the disk goes."""
+    tiers = {what: "disk" if tier == "cpu" else tier for what, tier in dataclasses.asdict(plan.tiers).items()}
+    return plan if device == "cpu" else dataclasses.replace(plan, offload=str(Offload(**tiers)))
+
+
+def _watch(trainer: Trainer, recorder: Recorder, *, on_gpu: bool) -> None:
     """Count what there is before the first step, and follow what grows and shrinks in a step."""
     for tensor in trainer.tiers.resting:
         recorder.elsewhere(tensor)
+    staged = functools.partial(recorder.watch, category=Category.STAGING)
+    trainer.tiers.told = recorder.elsewhere if on_gpu else staged  # a GPU's are in the host's memory
     for bucket in (bucket for unit in trainer.units for bucket in unit.buckets):
         for name, value in vars(bucket).items():
             if isinstance(value, Tensor) and not trainer.tiers.on_disk(value):

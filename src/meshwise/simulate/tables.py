@@ -18,14 +18,19 @@ def memory_table(ranks: Sequence[RankMemory], *, measured: Sequence[Measured] = 
     """The peak of each rank along pp, by category; what was measured beside it."""
     held = [category for category in Category if any(rank.peak.device.get(category) for rank in ranks)]
     hosts = any(moment.host for rank in ranks for moment in rank.steady)
-    titles = ("pp", *held, "peak", "during", *(["on the host"] if hosts else []))
+    tiers = [tier for tier in ("cpu", "disk") if any(rank.away.get(tier) for rank in ranks)]
+    host = ["on the host"] if hosts or "cpu" in tiers else []
+    titles = ("pp", *held, "peak", "during", *host, *(["on disk"] if "disk" in tiers else []))
     rows: Table = [(*titles, "measured", "error") if measured else titles]
     for rank in ranks:
         peak = rank.peak
         cells = [str(rank.index), *(text(peak.device.get(category, 0)) for category in held), text(peak.bytes)]
         cells.append(peak.label)
-        if hosts:
-            cells.append(text(max(sum(moment.host.values()) for moment in (*rank.first, *rank.steady))))
+        if host:
+            most = max(sum(moment.host.values()) for moment in (*rank.first, *rank.steady))
+            cells.append(text(most + rank.away.get("cpu", 0)))
+        if "disk" in tiers:
+            cells.append(text(rank.away.get("disk", 0)))
         if measured:
             most = max(one.peak for one in measured if one.index == rank.index)
             cells += [text(most), f"{100 * (peak.bytes / most - 1):+.1f} %"]

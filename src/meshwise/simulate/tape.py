@@ -6,7 +6,7 @@ A tape is cut into segments, each what the rank did for one action of its schedu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
@@ -22,6 +22,7 @@ class Category(StrEnum):
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer"
     ACTIVATIONS = "activations"  # what a forward keeps for its backward, and what both need on the way
+    STAGING = "staging"  # what tensors pass through that rest elsewhere
     COMMUNICATION = "communication"  # what is received, and what is on its way to another rank
 
 
@@ -105,3 +106,6 @@ class Tape:
     build: Segment
     first: tuple[Segment, ...]
     steady: tuple[Segment, ...]
+
+    away: Mapping[str, int]
+    """Bytes that rest elsewhere than on the device, by tier: `cpu`, `disk`."""

@@ -23,6 +23,7 @@ LETTERS: Mapping[Category, tuple[str, str]] = {
     Category.GRADIENTS: ("g", "black on green"),
     Category.OPTIMIZER: ("o", "black on magenta"),
     Category.ACTIVATIONS: ("a", "black on yellow"),
+    Category.STAGING: ("s", "black on red"),
     Category.COMMUNICATION: ("c", "black on white"),
 }
 """How each category is written: `w` for parameters that are whole while they are used."""

@@ -28,6 +28,7 @@ COLORS: Mapping[str, tuple[str, str]] = {
     "gradients": ("#62b384", "#56a878"),
     "optimizer": ("#9b7fd4", "#9277cf"),
     "activations": ("#eda34f", "#e29a48"),
+    "staging": ("#c06fa5", "#b5669a"),
     "communication": ("#8390a5", "#7c899f"),
     # nodes, one after the other
     "node-0": ("#bcd4f5", "#2f4d78"),

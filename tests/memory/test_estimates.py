@@ -1,0 +1,61 @@
+"""What a rehearsal says of tiers: what rests where, and what it passes through."""
+
+import pytest
+
+from memory.offloaded import CLIPPED, SMALL, WIDTH, Blocks, batches, squares, under
+from meshwise.comm import World, run_threads
+from meshwise.memory.swap import BLOCK
+from meshwise.simulate.memory import RankMemory, memory_of
+from meshwise.simulate.rehearsal import Device, Subject, rehearse
+from meshwise.simulate.tables import memory_table
+from meshwise.simulate.tape import Category
+
+STATES = 4 * sum(parameter.numel() for parameter in Blocks().parameters())
+
+
+def rehearsed(plan: str, *, device: Device = "cpu") -> RankMemory:
+    subject = Subject(Blocks, squares, batches()[0], options=CLIPPED)
+    [rank] = memory_of(rehearse(subject, plan=plan, ranks=1, device=device))
+    return rank
+
+
+@pytest.mark.parametrize(
+    "tiers", ["optimizer:disk", "optimizer:disk,gradients:disk", "optimizer:disk,gradients:disk,params:disk"]
+)
+def test_what_rests_on_disk_is_foretold_and_its_staging_buffers_are(tiers: str) -> None:
+    def main(world: World) -> tuple[dict[str, int], int]:
+        trainer = under(world, f"zero=3 offload={tiers}")
+        trainer.step(batches()[0])
+        trainer.close()
+        return dict(trainer.tiers.away), trainer.tiers.staged
+
+    [(away, staged)] = run_threads(1, main)
+    rank = rehearsed(f"zero=3 offload={tiers}")
+    assert rank.away == {"disk": sum(away.values())}
+    assert away["optimizer"] >= 2 * STATES
+    # How many of its buffers a step needs depends on the disk.
+    assert staged / 3 <= rank.peak.device[Category.STAGING] <= 2 * SMALL.buffer + 3 * 4 * WIDTH * WIDTH + 11 * BLOCK
+    titles, row = memory_table([rank])
+    assert titles[-1] == "on disk"
+    assert row[-1].endswith("KiB")
+
+
+def test_what_leaves_a_gpu_for_the_cpu_is_on_the_host() -> None:
+    """Also where the rehearsal runs on a machine without one."""
+    plain, offloaded = (rehearsed(plan, device="cuda") for plan in ("dp=1", "offload=optimizer:cpu"))
+    assert plain.away == {}
+    assert plain.rest[Category.OPTIMIZER] >= 2 * STATES
+    assert offloaded.rest.get(Category.OPTIMIZER, 0) < 1024  # the numbers of steps
+    assert Category.STAGING not in offloaded.peak.device
+    assert offloaded.away["cpu"] >= 3 * STATES  # two of the optimizer, the gradients
+    titles, row = memory_table([offloaded])
+    assert titles[-1] == "on the host"
+    assert row[-1].endswith("KiB")
+    assert rehearsed("offload=optimizer:cpu").away == {}, "on a CPU it is there already"
+
+
+def test_the_staging_buffers_of_a_gpu_are_on_the_host() -> None:
+    rank = rehearsed("zero=3 offload=params:disk", device="cuda")
+    assert Category.STAGING not in rank.peak.device
+    assert rank.away["disk"] >= STATES
+    assert rank.away["cpu"] > 0
