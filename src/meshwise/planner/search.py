@@ -180,6 +180,7 @@ class Searching:
             for key, outcome in self._workers.finished():
                 self._take(key, outcome, tiers=tiers)
             yield self.survey
+        self._is_over()
         self._heap.clear()
 
     def _climb(self, *, tiers: bool) -> None:

@@ -1,0 +1,104 @@
+"""`meshwise plan`: a job and a cluster in, the quickest plans out; and what a run says when it was planned."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from meshwise.cli.main import main
+from meshwise.comm.thread_world import run_threads
+from meshwise.comm.world import World
+from meshwise.train.config import from_toml
+from meshwise.train.job import Job
+from meshwise.train.loop import train
+
+JOB = """\
+plan = "dp=2"   # the two at hand
+
+[model]
+arguments = { layers = 2, heads = 2, width = 32 }
+
+[data]
+files = ["text.txt"]
+context = 16
+
+[train]
+batch = 8
+steps = 3
+"""
+HELD = "tp=1 pp=1 zero=0"
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    (tmp_path / "text.txt").write_text("plain words " * 200)
+    return path
+
+
+def test_it_tells_the_best_and_why_the_others_lost_and_writes_the_choice(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(job), "--on", "1x4 h100", "--fix", HELD, "--workers", "1", "--top", "1", "--write"]
+    assert main(["plan", *words]) == 0
+    told = capsys.readouterr().out
+    said = tomllib.loads(job.read_text())
+    assert said["plan"] == said["predicted"]["plan"]
+    assert f"{said['predicted']['seconds']:.4g} s" in told
+    assert "slower: compute" in told
+    assert "# the two at hand" in job.read_text()
+    assert from_toml(job, kind=Job).predicted.on == "1x4 h100"
+
+
+def test_it_tells_json(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(job), "--on", "1x2 h100", "--fix", f"{HELD} microbatches=1", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [one["plan"] for one in said["best"]] == ["dp=2"]
+    assert said["considered"] == said["rehearsed"] == said["proven"] == 1
+    assert job.read_text() == JOB
+
+
+def test_where_nothing_fits_it_names_the_closest_and_what_is_missing(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--fix", f"{HELD} microbatches=1 recompute=none offload=none", "--memory-limit", "1K", "--write"]
+    assert main(["plan", str(job), "--on", "1x2 h100", *words]) == 2
+    error = capsys.readouterr().err
+    assert "no plan fits 1.0 KiB a rank. The closest, 'dp=2', needs" in error
+    assert "bytes" in error
+    assert job.read_text() == JOB
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        ([], 'say on which cluster: --on "64x8 h100"'),
+        (["--on", "8 h1000"], "did you mean h100?"),
+        (["--on", "8 h100", "--fix", "tpp=2"], "unknown plan key 'tpp'; did you mean tp?"),
+        (["--on", "8 h100", "--fix", "precision=bf16"], "precision is not searched"),
+        (["--on", "8 h100", "--fix", "tp=3"], "no plan for 8 ranks with tp=3"),
+        (["--on", "8 h100", "--memory-limit", "much"], "--memory-limit much is no number of bytes"),
+        (["--on", "8 h100", "--top", "0"], "top = 0 has to be at least 1"),
+    ],
+)
+def test_what_cannot_work_is_one_message(
+    job: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(job), *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_run_ends_with_what_was_predicted_of_its_plan(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write_text(f'{JOB}\n[predicted]\nplan = "dp=2"\non = "2 here.toml"\nseconds = 0.5\nmemory = 1073741824\n')
+
+    def rank(world: World) -> None:
+        train(world, job=from_toml(job, kind=Job), console=Console(width=200))
+
+    run_threads(2, rank)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("predicted")]
+    assert line.startswith("predicted 0.5 s a step and 1.00 GiB on 2 here.toml; measured ")
+    assert line.count("the prediction is off by ") == 2
