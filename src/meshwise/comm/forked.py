@@ -1,8 +1,9 @@
 """Ranks that are forked from a server instead of started one by one.
 
 A process that imports torch takes seconds to start. So the ranks of a machine are forked from a server of
-multiprocessing, which has imported it once and does nothing else: no thread of it holds a lock, nothing of it has
-touched a GPU, and ranks that are started again are there at once.
+multiprocessing, which has imported it once and does nothing else: no thread of it holds a lock, and ranks that are
+started again are there at once. Where there is a GPU every rank starts afresh: a process that has asked for the GPUs,
+as an import may, cannot hand them on.
 
     launcher ──asks── server ──forks── rank 0, rank 1, …        the parent of a rank is the server, not its launcher
 
@@ -16,21 +17,25 @@ import atexit
 import multiprocessing
 import os
 from collections.abc import Sequence
-from multiprocessing import reduction, util
+from multiprocessing import context, reduction, util
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any
+
+import torch
 
 _PRELOADED = ("torch._dynamo", "meshwise.comm.launch")  # an optimizer imports torch._dynamo
 _STREAMS = (1, 2)
 _TOLD_BY_TORCH = ("RANK", "WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT")
 
 
-def start_method() -> str:
+def starting() -> ForkServerContext | SpawnContext:
     """How multiprocessing starts ranks here."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return "spawn"
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(_PRELOADED))
-    return "forkserver"
+    if torch.cuda.is_available() or "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    forking = multiprocessing.get_context("forkserver")
+    forking.set_forkserver_preload(list(_PRELOADED))
+    return forking
 
 
 class Surroundings:
@@ -43,10 +48,12 @@ class Surroundings:
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels to a process that is being started: file descriptors can, then."""
-        return {**vars(self), "_streams": [reduction.DupFd(number) for number in _STREAMS]}
+        popen = context.get_spawning_popen()
+        forked = popen is not None and popen.method == "forkserver"
+        return {**vars(self), "_streams": [reduction.DupFd(number) for number in _STREAMS] if forked else ()}
 
     def enter(self) -> None:
-        """In the process that got them: be surrounded by them. A copy of the one that made them is already."""
+        """In the process that got them: be surrounded by them, where it is not by birth."""
         if not self._streams:
             return
         for number, stream in zip(_STREAMS, self._streams, strict=True):

@@ -37,7 +37,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from meshwise.comm.attempt import Attempt
-from meshwise.comm.forked import Launcher, Surroundings, start_method
+from meshwise.comm.forked import Launcher, Surroundings, starting
 from meshwise.comm.journal import RanksDisagree
 from meshwise.comm.loopback import BACKEND, LOOPBACK, make_known
 from meshwise.comm.lost import RankLostError
@@ -245,7 +245,7 @@ def _start_method(main: Callable[..., Any]) -> str:
             raise ValueError(
                 f"{main.__qualname__} cannot travel to another process: define it at the top of a module or script"
             )
-        return start_method()
+        return starting().get_start_method()
     if "fork" not in multiprocessing.get_all_start_methods() or torch.cuda.is_initialized():
         why = "CUDA is already in use here" if torch.cuda.is_initialized() else "this system cannot copy processes"
         raise RuntimeError(f"{main.__qualname__} is defined in a notebook and {why}: move it to a module and import it")

@@ -13,7 +13,6 @@ new start brings them together again. The next job of that size starts another.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import signal
@@ -26,6 +25,7 @@ from multiprocessing import connection, util
 from types import TracebackType
 from typing import Any
 
+from meshwise.comm.forked import starting
 from meshwise.testing import worker
 from meshwise.testing.job import Answer, Job
 
@@ -163,12 +163,9 @@ class _Rank:
         self.number = number
         self.log = tempfile.NamedTemporaryFile(prefix="meshwise-")  # noqa: SIM115 - closed with the rank
         self._read = 0
-        # Forking this process would copy its threads' locks, and what they hold.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch._dynamo", worker.__name__])  # an optimizer imports torch._dynamo
         self.pipe, theirs = connection.Pipe()
         with theirs:
-            self.process = context.Process(
+            self.process = starting().Process(
                 target=worker.main,
                 args=(theirs,),
                 kwargs={"log": self.log.name, "environment": _environment(number, size, port)},
