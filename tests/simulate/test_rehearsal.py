@@ -112,6 +112,41 @@ def test_what_a_job_refuses_its_rehearsal_refuses_with_the_same_words() -> None:
         )
 
 
+GRID = (
+    "dp=2 tp=2",
+    "dp=4 zero=3 recompute=full",
+    "dp=4 zero=2 offload=optimizer:disk",
+    "tp=4 tp_mode=2d",
+    "tp=4 tp_mode=2d sequence_parallel=1",
+    "tp=4 sequence_parallel=1 recompute=selective",
+    "tp=4 tp_mode=2.5d",
+    "tp=4 tp_mode=3d",
+    "pp=2 dp=2 microbatches=4 zero=3 schedule=interleaved virtual_stages=2",
+    "pp=4 microbatches=2 schedule=interleaved virtual_stages=2",
+    "pp=4 microbatches=8 schedule=zb-h1 recompute=full",
+    "pp=2 tp=2 microbatches=2 schedule=gpipe zero=1",
+    "dp=2 pp=2",
+    "tp=2",
+    "dp=8",
+)
+
+
+@pytest.mark.parametrize("plan", GRID)
+def test_a_rehearsal_takes_what_a_job_takes(plan: str) -> None:
+    subject = gpt_subject()
+    assert _outcome(lambda: rehearse(subject, plan=plan, ranks=4)) == _outcome(
+        lambda: run_threads(4, _parallelized, args=(subject, plan))
+    )
+
+
+def _outcome(run: Any) -> str:
+    try:
+        run()
+    except (PlanError, ValueError) as error:
+        return str(error).partition("\n")[0]
+    return "taken"
+
+
 def _parallelized(world: World, subject: Subject, plan: str) -> None:
     parallelize(
         subject.model,

@@ -1,0 +1,49 @@
+"""Bubbles against the published formulas: of stages that are alike, without time for messages."""
+
+from fractions import Fraction
+
+import pytest
+
+from meshwise.cutting import plan_schedule
+from meshwise.pipeline.clock import Cost, clock
+from meshwise.plan import Plan
+from meshwise.simulate.clock import predict
+from meshwise.simulate.rehearsal import rehearse
+from meshwise.timeline import Stream
+from simulate.subjects import gpt_subject
+from simulate.test_clock import STEADY
+
+
+def _bubble(plan: str) -> tuple[Fraction, Plan]:
+    """The time over that of the computations alone, less one."""
+    parsed = Plan.parse(plan)
+    cost = Cost(*(one / parsed.virtual_stages for one in (1.0, 1.0, 1.0)))
+    seconds = clock(plan_schedule(parsed), costs=cost).seconds
+    return Fraction(round(seconds * parsed.virtual_stages), 3 * parsed.microbatches * parsed.virtual_stages) - 1, parsed
+
+
+@pytest.mark.parametrize("pp, microbatches", [(2, 4), (4, 4), (4, 8), (8, 32)])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_of_gpipe_and_1f1b(schedule: str, pp: int, microbatches: int) -> None:
+    # Narayanan et al., 2021, section 2.2: of the ideal time.
+    bubble, plan = _bubble(f"pp={pp} microbatches={microbatches} schedule={schedule}")
+    assert bubble == Fraction(plan.pp - 1, plan.microbatches)
+
+
+@pytest.mark.parametrize("pp, microbatches, virtual", [(2, 4, 2), (4, 8, 2), (4, 8, 4), (8, 16, 2)])
+def test_of_interleaved_stages(pp: int, microbatches: int, virtual: int) -> None:
+    bubble, plan = _bubble(f"pp={pp} microbatches={microbatches} schedule=interleaved virtual_stages={virtual}")
+    assert bubble == Fraction(plan.pp - 1, plan.virtual_stages * plan.microbatches)
+
+
+@pytest.mark.parametrize("pp, microbatches", [(2, 4), (4, 8), (8, 24)])
+def test_of_zb_h1_it_is_a_third_of_that_of_1f1b(pp: int, microbatches: int) -> None:
+    bubble, plan = _bubble(f"pp={pp} microbatches={microbatches} schedule=zb-h1")
+    assert bubble == Fraction(plan.pp - 1, 3 * plan.microbatches)
+
+
+def test_a_prediction_counts_it_as_a_part_of_the_step() -> None:
+    prediction = predict(rehearse(gpt_subject(stages=2), plan="pp=2 microbatches=4", ranks=2), cluster=STEADY)
+    assert prediction.timeline is not None
+    busy = sum(event.stop - event.start for event in prediction.timeline.events if event.stream is Stream.COMPUTE)
+    assert prediction.bubble == pytest.approx(1 - busy / 2 / prediction.seconds)
