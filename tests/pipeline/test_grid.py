@@ -52,7 +52,7 @@ GRID = Grid(
     {
         "schedule": ("naive", "gpipe", "1f1b", "interleaved", "looped", "zb-h1", "zb-h2", "zb-v", "dualpipev"),
         "pp": (2, 4),
-        "model": tuple(SUBJECTS),
+        "model": ("tied", "resnet", "llama", "t5"),
         "zero": (0, 1, 2, 3),
         "tp": tuple(SPLIT),
         "dp": (1, 2),
@@ -120,17 +120,11 @@ def test_a_pipeline_is_one_process(schedule: str, pp: int, model: str, zero: int
 @pytest.mark.parametrize(
     "case",
     [
-        ("naive", 2, "t5", 0, "1", 1),
         ("gpipe", 2, "resnet", 2, "1", 2),
         ("1f1b", 4, "tied", 0, "1", 1),
-        ("1f1b", 2, "llama", 1, "2", 1),
-        ("1f1b", 2, "gpt", 3, "1", 2),
-        ("interleaved", 2, "tied", 2, "1", 2),
-        ("looped", 2, "llama", 3, "1", 2),
-        ("zb-h1", 4, "gpt", 0, "1", 1),
-        ("zb-h1", 2, "tied", 1, "2-tokens", 1),
+        ("interleaved", 2, "gpt", 3, "1", 2),
+        ("zb-h1", 2, "llama", 1, "2-tokens", 1),
         ("zb-h2", 2, "t5", 3, "1", 2),
-        ("zb-v", 2, "resnet", 0, "1", 1),
         ("dualpipev", 2, "gpt", 1, "1", 2),
     ],
     ids=lambda case: " ".join(map(str, case)),
