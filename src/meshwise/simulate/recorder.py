@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwise.comm.journal import Journal
 from meshwise.comm.segment import KEPT, fits
+from meshwise.model.interception import Throughout
 from meshwise.optim.flat import OptimizerClass
 from meshwise.pipeline.action import Action, Kind, ScheduleError
 from meshwise.simulate.cost import makes_anew, moves_nothing, operation
@@ -210,36 +210,22 @@ def _described(value: Any) -> Any:
 _IS_CPU = vars(torch._C.TensorBase)["is_cpu"].__get__
 
 
-class Kernels(TorchFunctionMode):
+class Kernels(Throughout):
     """Answers for the device that is meant: which kernels compute, and whether a tensor is on a CPU."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self._kind = kind
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func == _IS_CPU and args[0].is_meta:
             return self._kind == "cpu"
-        if func in (Tensor.backward, torch.autograd.backward) and all(
-            isinstance(one, Tensor) for one in _listed(args[0])
-        ):
-            return self._backward(*args, **kwargs)
         if func in _DROPOUTS and self._kind == "cuda" and args[0].is_meta:
             return _dropout(*args, **kwargs)
         if func is functional.scaled_dot_product_attention:
             given = {**_ATTENTION, **dict(zip(_ATTENTION, args, strict=False)), **kwargs}
             return _attention(self._kind, given) if given["query"].is_meta else func(*args, **kwargs)
         return func(*args, **kwargs)
-
-    def _backward(self, tensors: Any, gradient: Any = None, grad_tensors: Any = None, **options: Any) -> None:
-        # A mode is off while it answers, but a forward may be repeated in the backward. Given edges of the graph, which
-        # are no tensors, torch does not ask the mode a second time.
-        outputs = _listed(tensors)
-        given = [gradient] * len(outputs) if grad_tensors is None else list(grad_tensors)
-        gradients = [torch.ones_like(o) if g is None else g for o, g in zip(outputs, given, strict=True)]
-        with self:
-            torch.autograd.backward([get_gradient_edge(output) for output in outputs], gradients, **options)
 
 
 _ATTENTION = MappingProxyType(
@@ -306,10 +292,6 @@ def _fused(kind: str, given: dict[str, Any]) -> bool:
             q, k, v, mask, 0.0, given["is_causal"], scale=given["scale"], enable_gqa=given["enable_gqa"]
         )
     return choice != 0
-
-
-def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 class _Pretence(TorchFunctionMode):
