@@ -26,7 +26,9 @@ from meshwise.view.svg import svg_file
 from meshwise.view.timeline_picture import timeline_picture
 from view.accounts import SHARDED, SPLIT, account
 
-BOTH = [account(SPLIT), account(SHARDED)]
+
+def both() -> list[Account]:
+    return [account(SPLIT), account(SHARDED)]
 
 
 def bars_of(picture: Picture, paint: str) -> list[Bars]:
@@ -55,11 +57,11 @@ def test_stages_of_one_rank_are_told_apart_and_so_are_the_two_parts_of_a_backwar
 
 
 def test_the_area_of_memory_is_as_high_as_the_peak() -> None:
-    memory = [picture for picture in next(pictures(BOTH[:1])) if picture.title.startswith("memory of ranks 0–3")]
-    plot, history = memory[0].plot, BOTH[0].histories[0]
+    memory = [picture for picture in next(pictures(both()[:1])) if picture.title.startswith("memory of ranks 0–3")]
+    plot, history = memory[0].plot, both()[0].histories[0]
     assert plot is not None
     tops = [min(y for _, y in shape.points) for shape in plot.shapes if not isinstance(shape, Bars | Text)]
-    most = max(one.peak.bytes for one in BOTH[0].histories)
+    most = max(one.peak.bytes for one in both()[0].histories)
     assert plot.height - min(tops) == pytest.approx(plot.height * history.peak.bytes / (1.05 * most))
     told = [shape for shape in plot.shapes if isinstance(shape, Bars)]
     assert [bars.paint for bars in told] == [UNSEEN]
@@ -86,7 +88,7 @@ def test_a_mesh_of_any_size_fits_a_page_and_its_last_rank_is_there(mesh: Mesh) -
 
 
 def test_plans_are_compared_by_what_differs_and_the_parts_of_a_step_add_up() -> None:
-    table = {row[0]: row[1:] for row in comparison_table(BOTH)}
+    table = {row[0]: row[1:] for row in comparison_table(both())}
     assert table["zero"] == ("1", "3")
     assert "schedule" not in table  # both have the same
     assert list(table).index("computes") < list(table).index("waits for dp") < list(table).index("bubble")
@@ -97,27 +99,27 @@ def test_plans_are_compared_by_what_differs_and_the_parts_of_a_step_add_up() -> 
 
 
 def test_a_file_of_each_kind_is_written(tmp_path: Path) -> None:
-    picture = sheet(BOTH)
+    picture = sheet(both())
     tree = ET.fromstring(svg_file(picture))
     titles = [node.text for node in tree.iter("{http://www.w3.org/2000/svg}text")]
     assert {"where the step goes, on the mean over the ranks", SHARDED, "8 ranks, 4 to a node"} <= set(titles)
     pytest.importorskip("matplotlib", reason="the extra plot is not installed")
-    write_png(sheet(BOTH[1:]), path=tmp_path / "a.png")
+    write_png(sheet(both()[1:]), path=tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_paint_has_a_colour() -> None:
-    paints = {shape.paint for shape in sheet(BOTH).flat()}
+    paints = {shape.paint for shape in sheet(both()).flat()}
     assert paints <= {*COLORS, UNSEEN}
 
 
 def test_memory_is_a_counter_of_the_trace(tmp_path: Path) -> None:
-    write_chrome_trace(BOTH, path=tmp_path / "trace.json")
+    write_chrome_trace(both(), path=tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     counters = [event for event in events if event["ph"] == "C"]
     assert {event["pid"] for event in counters} == {0, 1, 2}  # two stages of the first plan, one of the second
     assert (
-        max(sum(event["args"].values()) for event in counters if event["pid"] == 2) == BOTH[1].histories[0].peak.bytes
+        max(sum(event["args"].values()) for event in counters if event["pid"] == 2) == both()[1].histories[0].peak.bytes
     )
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert names[2] == f"{SHARDED}: ranks 0–7: stages 0"
@@ -125,7 +127,7 @@ def test_memory_is_a_counter_of_the_trace(tmp_path: Path) -> None:
 
 def test_a_row_of_the_trace_has_one_thing_at_a_time_or_one_within_another(tmp_path: Path) -> None:
     zb_v = Account("zb-v", clock(make_schedule("zb-v", pp=2, microbatches=4), costs=Cost(link=0.7)), unit="")
-    write_chrome_trace([*BOTH, zb_v], path=tmp_path / "trace.json")
+    write_chrome_trace([*both(), zb_v], path=tmp_path / "trace.json")
     rows: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]:
         if event["ph"] == "X":
@@ -142,10 +144,10 @@ def test_a_row_of_the_trace_has_one_thing_at_a_time_or_one_within_another(tmp_pa
 
 def test_the_terminal_shows_the_mesh_each_rank_and_memory_by_letters() -> None:
     console = Console(width=90, file=io.StringIO())
-    for drawing in drawings(BOTH[:1], width=90):
+    for drawing in drawings(both()[:1], width=90):
         console.print(drawing, soft_wrap=True)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert lines[0].startswith(f"{BOTH[0].title}: step ")
+    assert lines[0].startswith(f"{both()[0].title}: step ")
     assert "pp=1" in lines
     rows = [line for line in lines if line.startswith("ranks ")]
     assert [row[:11] for row in rows] == ["ranks 0–3 │", "ranks 4–7 │"]
