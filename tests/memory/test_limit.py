@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshwise.checkpoint.damage import DamageError
+from meshwise.memory.swap import TierError
 from meshwise.simulate.shortage import ShortageError, is_shortage
 from meshwise.train.failure import SAY_ALL
 
@@ -69,5 +70,5 @@ def test_what_is_a_shortage_of_memory(error: Exception, *, told: bool) -> None:
     assert is_shortage(error) == told
 
 
-def test_the_answer_is_told_without_a_traceback() -> None:
-    assert ShortageError in SAY_ALL
+def test_the_answer_is_told_without_a_traceback_and_so_is_a_broken_disk() -> None:
+    assert {ShortageError, TierError} <= set(SAY_ALL)

@@ -15,12 +15,23 @@ from meshwise.comm.journal import RanksDisagree
 from meshwise.comm.lost import RankLostError
 from meshwise.comm.stacks import raised_at
 from meshwise.comm.world import World
+from meshwise.memory.swap import TierError
 from meshwise.model.forward import LossError
 from meshwise.nonfinite import NonFiniteError
 from meshwise.simulate.shortage import ShortageError
 from meshwise.train.job import JobError
 
-SAY_ALL = (DamageError, JobError, LossError, NonFiniteError, RankLostError, RanksDisagree, SaveError, ShortageError)
+SAY_ALL = (
+    DamageError,
+    JobError,
+    LossError,
+    NonFiniteError,
+    RankLostError,
+    RanksDisagree,
+    SaveError,
+    ShortageError,
+    TierError,
+)
 """Errors whose message tells everything: a traceback would only show where that was noticed."""
 
 _FILE = "; the whole traceback is in "

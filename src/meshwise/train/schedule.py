@@ -7,8 +7,8 @@ floor ┤╱        ╰──       ╱                 ╲
       └ warm-up          warm-up  stable   decay
 
 Cosine: Loshchilov and Hutter, *SGDR*, 2016, without restarts. WSD (warm-up, stable, decay): Hu et al., *MiniCPM*, 2024,
-with a straight decay. The loop hands the function to torch's LambdaLR and advances it only after a step that was
-taken, so a skipped step does not move the rate.
+with a straight decay. The loop asks it with the number of updates that there have been, so a skipped step does not move
+the rate.
 """
 
 from __future__ import annotations
