@@ -2,6 +2,7 @@
 CUDA, and real processes that are started once.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -46,6 +47,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: no collection of garbage, and pytest makes some, need look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
