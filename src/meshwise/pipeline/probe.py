@@ -37,7 +37,7 @@ from meshwise.tree import map_tensors, tensors
 Call = Callable[[nn.Module], Any]
 
 ROUNDS = 3
-"""Runs that time is measured in; the least of each piece, and of those like it, counts."""
+"""Runs that time is measured in; the least of each piece, and of those like it, counts. Operations are counted once."""
 
 
 def probe(model: nn.Module, *, call: Call, pieces: Patterns = (), timed: bool = False, opens: bool = False) -> Seen:
@@ -47,7 +47,7 @@ def probe(model: nn.Module, *, call: Call, pieces: Patterns = (), timed: bool = 
     With `opens`, blocks that can be opened have steps inside.
     """
     found = [piece for unit in partition(model, units=pieces) for piece in unit]
-    rounds = ROUNDS if timed else 1
+    rounds = ROUNDS if timed and not is_bare(model) else 1
     seen = fastest([_run(model, call, found, timed=timed) for _ in range(rounds)], model=model)
     parts = {piece.module: inside(model.get_submodule(piece.module)) for piece in found if opens and piece.block}
     if not any(parts.values()):

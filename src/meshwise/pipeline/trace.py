@@ -167,7 +167,7 @@ def probe_trace(model: nn.Module, *, trace: Trace, call: Call, timed: bool = Fal
     """Run a model's trace once, or more often to take times, as `call(model)` calls the model. See `probe`."""
     runs = []
     buffers = {buffer: without_values(buffer) for buffer in model.buffers()} if is_bare(model) else {}
-    for _ in range(ROUNDS if timed else 1):
+    for _ in range(ROUNDS if timed and not is_bare(model) else 1):
         watched = copied(model, tensors={parameter: parameter for parameter in model.parameters()} | buffers)
         first = {id(parameter): name for name, parameter in model.named_parameters()}
         watch = _Watch(watched, trace, names=first, timed=timed)
