@@ -55,7 +55,7 @@ FLOORS = (
     ("model",),
     ("memory",),
     ("data_parallel", "tensor", "pipeline", "optim"),
-    ("nonfinite", "microbatch", "checkpoint"),
+    ("nonfinite", "microbatch", "checkpoint", "dissent"),
     ("sweep",),
     ("staged", "result"),
     ("trainer", "cutting"),

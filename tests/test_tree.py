@@ -89,3 +89,12 @@ def test_tensors_are_found_in_any_object_once_and_not_in_modules() -> None:
     anything = Anything()
     found = list(reachable((anything, [anything], {torch.zeros(2)}, "text", 3, None)))
     assert sorted(len(tensor) for tensor in found) == [1, 2]
+
+
+def test_tuples_of_other_classes_stay_what_they_are() -> None:
+    largest = torch.max(torch.eye(2), dim=1)
+    mapped = map_tensors(lambda x: x + 1, {"size": torch.Size((2, 3)), "largest": largest})
+    assert mapped["size"] == (2, 3)
+    assert type(mapped["size"]) is torch.Size
+    assert type(mapped["largest"]) is type(largest)
+    assert mapped["largest"].values.tolist() == [2.0, 2.0]

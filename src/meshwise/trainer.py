@@ -20,18 +20,18 @@ from torch import Tensor, nn
 from meshwise import tree
 from meshwise.checkpoint.save import Saving
 from meshwise.checkpoint.training import Restored, TrainingState
-from meshwise.comm.journal import RanksDisagree, Stamp, disagreement
+from meshwise.comm.journal import RanksDisagree
 from meshwise.comm.thread_world import ThreadWorld
 from meshwise.comm.world import World
 from meshwise.data_parallel.engine import Engine
 from meshwise.data_parallel.unit import LiveUnit
 from meshwise.data_parallel.updating import updating
+from meshwise.dissent import Given, batch_digest, dissent_text
 from meshwise.layout.geometry import even_split
 from meshwise.memory.around import Around
 from meshwise.memory.blocks import Blocks
 from meshwise.memory.freed import give_back_freed
 from meshwise.memory.tiers import Tiers
-from meshwise.mesh import Mesh
 from meshwise.microbatch import Deal, MicroBatch, micro_batches
 from meshwise.model.forward import eval_mode
 from meshwise.model.table import ParameterTable
@@ -70,6 +70,7 @@ class Trainer:
         self._axes = plan.data_axes
         self._steps = 0
         self._skips = 0
+        self._compared = False
         self._clipped = 1.0
         self._scale = recipe.scale
         self._applied = True
@@ -161,7 +162,8 @@ class Trainer:
         those with these numbers: a rehearsal need not run what is alike.
 
         Raises NonFiniteError when the loss or the gradient is not finite and the policy says so, RanksDisagree when
-        the ranks called different collectives, LossError when `loss` does not return (sum, count).
+        the ranks called different collectives or were given different global batches (by their shapes; in the first
+        step also by what is in them), LossError when `loss` does not return (sum, count).
         """
         started, began = time.perf_counter(), time.monotonic()
         self.world.journal.doing = "begin"
@@ -175,11 +177,13 @@ class Trainer:
         random_state = torch.get_rng_state()
         self._statistics.keep()
         scale = 1.0 if self._scale is None else self._scale.value
+        given = 0 if local else batch_digest(batch, contents=not self._compared)
+        self._compared = True
         with self.world.record() as called:
             sums = self._sweep.train(parts, scale=scale, counted=self._counted)
             self._sweep.finish()
             self.world.journal.doing = "exchange"
-            totals = self._exchange(sums, called)
+            totals = self._exchange(sums, Given(given, tree.rows(batch), tuple(called)))
         self.world.journal.doing = "update"
         problem = totals.problem
         self._applied = problem is None
@@ -270,17 +274,16 @@ class Trainer:
     def _counted(self, count: Tensor) -> None:
         self._updating.counted(count if self._speaks else torch.zeros_like(count))
 
-    def _exchange(self, sums: tuple[Tensor, Tensor], called: list[Stamp]) -> Totals:
-        """Sum loss, count and squared norm over the ranks, and make sure that they called the same collectives.
+    def _exchange(self, sums: tuple[Tensor, Tensor], had: Given) -> Totals:
+        """Sum loss, count and squared norm over the ranks, and make sure that they had the same batch and calls.
 
         Ranks with the same rows of the batch have the same loss; the first of them speaks for all. Of a pipeline, only
         the last stage has one.
         """
-        world, before = self.world, list(called)
-        sums = sums if self._speaks else zeros(self.world)
-        (loss, count, squared), dissent = world.totals(torch.stack([*sums, self._engine.squared_norm()]))
+        world, numbers = self.world, [*(sums if self._speaks else zeros(self.world)), self._engine.squared_norm()]
+        (loss, count, squared), dissent = world.totals(torch.stack(numbers), said=had.batch)
         if dissent:
-            raise RanksDisagree(_first_disagreement(world.mesh, dict(world.exchange((world.rank, before)))))
+            raise RanksDisagree(dissent_text(world.mesh, found=dict(world.exchange((world.rank, had)))))
         scale = 1.0 if self._scale is None else self._scale.value
         return Totals(loss, count, squared / scale**2)
 
@@ -377,16 +380,3 @@ class Trainer:
         self._sweep.close()
         self._engine.tiers.close()
         self._around.close()
-
-
-def _first_disagreement(mesh: Mesh, called: Mapping[int, Sequence[Stamp]]) -> str:
-    meetings = dict.fromkeys(stamp.axes for stamps in called.values() for stamp in stamps if not stamp.point_to_point)
-    for axes, ranks in [(met, ranks) for met in meetings for ranks in mesh.groups(met)]:
-        calls = {rank: [stamp for stamp in called[rank] if stamp.axes == axes] for rank in ranks}
-        for number in range(max(len(stamps) for stamps in calls.values())):
-            present = {rank: stamps[number] for rank, stamps in calls.items() if number < len(stamps)}
-            missing = sorted(set(calls) - set(present))
-            if (table := disagreement(present)) or missing:
-                less = "" if not missing else f"\n  ranks {missing} called no more than {number} of them in this step"
-                return f"the ranks called different collectives in this step:\n{table or ''}{less}"
-    return "the ranks called different collectives before this step"

@@ -30,10 +30,9 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
     if isinstance(tree, Mapping):
         mapped = {key: map_tensors(fn, value) for key, value in tree.items()}
         return mapped if type(tree) is dict else type(tree)(mapped)  # type: ignore[call-arg]
-    if isinstance(tree, tuple) and type(tree) is not tuple:
-        return type(tree)(*(map_tensors(fn, value) for value in tree))
     if isinstance(tree, list | tuple):
-        return type(tree)(map_tensors(fn, value) for value in tree)
+        items = [map_tensors(fn, value) for value in tree]
+        return type(tree)(*items) if getattr(tree, "_fields", None) is not None else type(tree)(items)
     return tree
 
 

@@ -202,7 +202,7 @@ def test_an_overflow_of_fp16_on_one_rank_does_not_move_the_learning_rate(job: Jo
     steps = events(summary, "step")
     skipped = [event["skipped"] for event in steps]
     assert skipped[2]
-    assert 4 <= sum(not one for one in skipped)
+    assert sum(not one for one in skipped) >= 4
     assert said.count("the gradient overflowed at a loss scale of") == sum(skipped)
     rates = rate(job.schedule, steps=12)
     updates = [sum(not one for one in skipped[:number]) for number in range(12)]

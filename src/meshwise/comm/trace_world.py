@@ -52,7 +52,7 @@ class TraceWorld(World):
     def _require_agreement(self, stamp: Stamp, group: Group) -> None:
         """Nobody else is there to disagree."""
 
-    def totals(self, x: Tensor) -> tuple[list[float], float]:
+    def totals(self, x: Tensor, *, said: int = 0) -> tuple[list[float], float]:
         """As of any world; on meta, where there are no values, every sum is taken to be 1."""
         if not x.is_meta:
             return super().totals(x)

@@ -278,9 +278,13 @@ class World(abc.ABC):
         self.all_gather(data, into=parts, axes=group.axes).wait()
         return [pickle.loads(bytes(part.tolist())) for part in parts]
 
-    def totals(self, x: Tensor) -> tuple[list[float], float]:
-        """The sums over all ranks of a few fp64 numbers, on the host, and that of their `dissent`: one all-reduce."""
-        dissent = torch.tensor([float(self.dissent)], dtype=torch.float64, device=self.device)
+    def totals(self, x: Tensor, *, said: int = 0) -> tuple[list[float], float]:
+        """The sums over all ranks of a few fp64 numbers, on the host, and that of their `dissent`: one all-reduce.
+
+        The dissent is 0 when all ranks also say the same number, of 32 bits.
+        """
+        whole = self.dissent + said * (self.size - 1 if self.rank == 0 else -1)
+        dissent = torch.tensor([float(whole)], dtype=torch.float64, device=self.device)
         numbers = torch.cat([x, dissent])
         self.all_reduce(numbers, axes=self.mesh.names).wait()
         *sums, dissents = numbers.tolist()

@@ -270,9 +270,9 @@ class PredictedJob:
     plan: str = ""
     """The plan; of another one nothing is told."""
     on: str = ""
-    """The cluster."""
+    """The cluster that it was predicted on."""
     seconds: float = 0.0
-    """Of a step."""
+    """The time of a step."""
     memory: int = 0
     """Bytes on the fullest rank, with what libraries take."""
 

@@ -1,0 +1,62 @@
+"""Ranks that are given different batches are told so, and what to do: nothing of it passes for training."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwise.comm.journal import RanksDisagree
+from meshwise.comm.thread_world import run_threads
+from meshwise.comm.world import World
+from meshwise.dissent import batch_digest
+from meshwise.parallelize import parallelize
+
+ROWS = torch.arange(24.0).view(8, 3)
+
+
+def squares(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
+    return output.square().sum(), len(batch)
+
+
+def train(world: World, plan: str, part: Callable[[int, int], Tensor], local: bool) -> list[float]:
+    trainer = parallelize(lambda: torch.nn.Linear(3, 2), plan, loss=squares, world=world, lr=1e-3)
+    return [trainer.step(part(world.rank, step), local=local).loss for step in range(2)]
+
+
+def own_rows(rank: int, _step: int) -> Tensor:
+    return ROWS.chunk(2)[rank]
+
+
+def fewer_rows_later(rank: int, step: int) -> Tensor:
+    return ROWS[: 8 - 2 * rank * step]
+
+
+def alike(_rank: int, step: int) -> Tensor:
+    return ROWS + step
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2 zero=3"])
+@pytest.mark.parametrize("part, rows", [(own_rows, (4, 4)), (fewer_rows_later, (8, 6))])
+def test_a_batch_that_is_not_the_same_on_every_rank_is_refused(
+    plan: str, part: Callable[[int, int], Tensor], rows: tuple[int, int]
+) -> None:
+    with pytest.raises(RanksDisagree, match=r"given different batches.*local=True") as refused:
+        run_threads(2, train, args=(plan, part, False))
+    assert f"rank 0 one of {rows[0]} rows, rank 1 one of {rows[1]} rows" in str(refused.value)
+
+
+def test_parts_that_are_said_to_be_parts_are_taken_as_they_are() -> None:
+    whole = run_threads(2, train, args=("dp=2", alike, False))
+    parts = run_threads(2, train, args=("dp=2", lambda rank, step: alike(rank, step).chunk(2)[rank], True))
+    assert whole == parts
+
+
+def test_a_digest_sees_shapes_dtypes_and_contents() -> None:
+    long = torch.zeros(1_000_000)
+    changed = long.clone()
+    changed[-1] = 1.0
+    kinds = [long, changed, long.double(), long.view(1000, 1000), (long, long), {"x": long.bool()}, torch.tensor(1.5)]
+    assert len({batch_digest(kind, contents=True) for kind in kinds}) == len(kinds)
+    assert batch_digest(long, contents=False) == batch_digest(changed, contents=False)
+    assert batch_digest(long.to("meta"), contents=True) == batch_digest(long, contents=False)
