@@ -161,10 +161,17 @@ def table(numbers: Path, *, rehearsals: int) -> list[str]:
         found += good
         measured = MODELS[line["params_B"]].flops / (int(line["gpus"]) * PEAK * float(line["mfu_pct"]) / 100)
         told = "the choice" if same else f"{100 * slower:+.1f} %{'' if fits else ', does not fit'}"
-        rows.append(
-            f"| {line['params_B']} B | {line['gpus']} | `{_short(published)}` | {measured:.3f} s | {published.figures.seconds:.3f} s | "
-            f"`{_short(chosen)}` | {chosen.figures.seconds:.3f} s | {told} |"
+        cells = (
+            f"{line['params_B']} B",
+            line["gpus"],
+            f"`{_short(published)}`",
+            f"{measured:.3f} s",
+            f"{published.figures.seconds:.3f} s",
+            f"`{_short(chosen)}`",
+            f"{chosen.figures.seconds:.3f} s",
+            told,
         )
+        rows.append(f"| {' | '.join(cells)} |")
         print(rows[-1], flush=True)
     share = f"{found} of {len(lines)} cells ({100 * found / len(lines):.0f} %)"
     rows += ["", f"The choice is the published winner, or that is predicted within 3 % of it, in {share}."]
@@ -176,11 +183,11 @@ def _short(candidate: Candidate) -> str:
     return " ".join(word for word in str(candidate.plan).split() if not word.startswith(("precision", "wire")))
 
 
-def speed(name: str) -> None:
+def speed(name: str, *, workers: int) -> None:
     """Search everything for a model on 512 GPUs."""
     cluster = parse_cluster("64x8 h100")
     began, processor = time.monotonic(), time.process_time()
-    effort = Effort(workers=os.cpu_count() or 1)
+    effort = Effort(workers=workers)
     within = space(512, published=False)
     *_, found = search(subject(MODELS[name]), cluster=cluster, space=within, limit=cluster.device.memory, effort=effort)
     children = os.times()
@@ -199,9 +206,10 @@ def main() -> None:
     parser.add_argument("--docs", type=Path)
     parser.add_argument("--rehearsals", type=int, default=8)
     parser.add_argument("--speed", choices=MODELS)
+    parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
     if arguments.speed:
-        speed(arguments.speed)
+        speed(arguments.speed, workers=arguments.workers)
     if arguments.numbers:
         rows = table(arguments.numbers, rehearsals=arguments.rehearsals)
         print(rows[-1])

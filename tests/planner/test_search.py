@@ -1,6 +1,7 @@
 """A search finds what trying everything finds, says why the rest lost, and refuses what the real code refuses."""
 
 import dataclasses
+import os
 from functools import cache
 from typing import Any
 
@@ -120,9 +121,11 @@ def test_workers_hand_back_what_came_of_each_piece_of_work() -> None:
     workers.start("one", work=lambda: 1)
     workers.start("none", work=lambda: 1 // 0)
     assert not workers.free
+    workers.start("gone", work=lambda: os._exit(3))
     outcomes: dict[Any, Any] = {}
     while workers.busy:
         outcomes |= dict(workers.finished())
     assert outcomes["one"] == 1
     assert isinstance(outcomes["none"], ZeroDivisionError)
+    assert str(outcomes["gone"]) == "a child of the search ended with status 3"
     workers.close()

@@ -217,7 +217,7 @@ class Searching:
         candidate = dataclasses.replace(self._running.pop(key), rung=Rung.REHEARSED)
         if not isinstance(outcome, Exception):
             self._settle(dataclasses.replace(candidate, figures=outcome), tiers=tiers)
-        elif isinstance(outcome, ValueError):
+        elif isinstance(outcome, ValueError | RuntimeError):  # this model cannot be trained under it
             way = self._way(candidate.plan, Rung.REHEARSED)
             if self._soundings.get(way) is None:  # type: ignore[arg-type]
                 self._refused[way] = str(outcome)

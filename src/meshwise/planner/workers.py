@@ -55,7 +55,7 @@ class Workers:
                 done.append((key, connection.recv()))
             except EOFError:
                 process.join()
-                done.append((key, RuntimeError(f"a child of the search ended with status {process.exitcode}")))
+                done.append((key, ChildProcessError(f"a child of the search ended with status {process.exitcode}")))
             process.join()
         return done
 
