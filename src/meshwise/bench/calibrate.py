@@ -7,20 +7,27 @@ other number is a median of its own.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwise.bench.collectives import Sweep, measure
+from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
+from meshwise.plan import Plan
 from meshwise.simulate.cluster import Cluster, Curve, Device, Link, Products
+from meshwise.simulate.measure import measure as measured
+from meshwise.simulate.rehearsal import Subject, rehearse
+from meshwise.simulate.tape import Operation
 
 aten = torch.ops.aten
 
@@ -51,6 +58,7 @@ def calibrate(world: World, *, effort: Effort = Effort()) -> Cluster:
     best = {dtype: max(flops / took for (_, flops, took) in rows) for dtype, rows in products.items()}
     main = dtypes[-1]
     moved = _curve(seconds, effort, launch)
+    between, step = _between(world, effort)
     device = Device(
         name=_name(world.device),
         kind=world.device.type,
@@ -60,9 +68,12 @@ def calibrate(world: World, *, effort: Effort = Effort()) -> Cluster:
         attention=_attention(seconds, main, best[main], launch),
         bandwidth=moved,
         rates=_rates(seconds, launch),
-        launch=launch,
+        launch=max(launch, between),
+        step=step,
     )
-    return Cluster(device=device, ranks_per_node=world.size, inside=_link(world, effort), adapters=1)
+    # The core that computes is the one that copies.
+    overlap = world.device.type != "cpu"
+    return Cluster(device, ranks_per_node=world.size, inside=_link(world, effort), adapters=1, overlap=overlap)
 
 
 class _Stopwatch:
@@ -184,6 +195,31 @@ def _launch(seconds: _Stopwatch) -> float:
     """Of an operation on next to nothing."""
     x = seconds.empty(8)
     return seconds(lambda: x + x, repeat=200)
+
+
+def _between(world: World, effort: Effort) -> tuple[float, float]:
+    """Seconds of each operation of a training, and of each step, beside what they compute: of next to nothing.
+
+    Every rank trains two models alone at the same time, which differ in how many operations they are.
+    """
+    plan = Plan.parse("dp=1")
+    device: Literal["cpu", "cuda"] = "cpu" if world.device.type == "cpu" else "cuda"
+    counts, times = [], []
+    for depth in (2, 34):
+        layers = functools.partial(_layers, depth)
+        subject = Subject(layers, lambda output, batch: (output.square().sum(), len(batch)), torch.zeros(1, 8))
+        parts = rehearse(subject, plan=plan, ranks=1, device=device).step(0)
+        counts.append(sum(isinstance(entry, Operation) for part in parts for entry in part.entries))
+        alone = functools.partial(measured, subject=subject, plan=plan, steps=4 * effort.rounds)
+        world.barrier()
+        took: float = run_threads(1, alone)[0][0].step
+        times.append(max(world.exchange(took)))
+    each = max(0.0, (times[1] - times[0]) / (counts[1] - counts[0]))
+    return each, max(0.0, times[0] - each * counts[0])
+
+
+def _layers(depth: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(depth)))
 
 
 def _link(world: World, effort: Effort) -> Link:

@@ -1,0 +1,31 @@
+"""A calibration is a cluster that prices rehearsals."""
+
+from pathlib import Path
+
+import tomli_w
+import torch
+from torch import nn
+
+from meshwise.bench.calibrate import Effort, calibrate
+from meshwise.comm.thread_world import run_threads
+from meshwise.comm.world import World
+from meshwise.simulate.clock import predict
+from meshwise.simulate.cluster import Cluster, load, to_table
+from meshwise.simulate.rehearsal import Subject, rehearse
+
+LITTLE = Effort(lengths=(16, 64), sizes=(1 << 12, 1 << 14), rounds=1)
+
+
+def _calibrated(world: World) -> Cluster:
+    return calibrate(world, effort=LITTLE)
+
+
+def test_what_is_measured_is_read_back_and_prices_a_step(tmp_path: Path) -> None:
+    cluster = run_threads(1, _calibrated)[0]
+    path = tmp_path / "here.toml"
+    path.write_text(tomli_w.dumps(to_table(cluster)))
+    assert load(path) == cluster
+    assert not cluster.overlap
+    subject = Subject(lambda: nn.Linear(64, 64), lambda output, batch: (output.sum(), len(batch)), torch.zeros(4, 64))
+    prediction = predict(rehearse(subject, plan="dp=1", ranks=1), cluster=cluster)
+    assert prediction.seconds >= cluster.device.step + cluster.device.launch
