@@ -2,6 +2,7 @@
 
 import resource
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,6 +57,12 @@ def test_a_rehearsed_step_makes_the_calls_of_a_real_one(plan: str) -> None:
     each = size // parsed.pp
     for index in range(parsed.pp):
         assert sorted(_calls(rehearsal, index)) == sorted(real[index * each])
+
+
+def test_a_split_backward_of_a_model_with_dropout_is_rehearsed() -> None:
+    subject = gpt_subject(replace(CONFIG, dropout=0.1), stages=2)
+    rehearsal = rehearse(subject, plan="pp=2 microbatches=4 schedule=zb-h1", ranks=2)
+    assert {"1I3", "1W3"} <= {segment.label for segment in rehearsal.step(1)}
 
 
 def test_micro_batches_that_were_not_run_are_like_one_that_was() -> None:

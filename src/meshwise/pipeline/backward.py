@@ -95,9 +95,12 @@ def _arrived(later: WeightBackward, place: Node, parameters: Sequence[Tensor], g
 
 
 def _forget(node: Node) -> None:
-    """Let go of what a node has saved that will not run again: I leaves for W only what W needs."""
+    """Let go of what a node has saved that will not run again: I leaves for W only what W needs.
+
+    Single numbers stay: the factor of a dropout is none to a rehearsal, which records what is done to tensors.
+    """
     for saved in _saved(node):
-        if isinstance(saved.data, Tensor):
+        if isinstance(saved.data, Tensor) and saved.data.dim():
             saved.register_hooks(_nothing, _nothing)
 
 
