@@ -52,7 +52,7 @@ GRID = Grid(
     {
         "schedule": ("naive", "gpipe", "1f1b", "interleaved", "looped", "zb-h1", "zb-h2", "zb-v", "dualpipev"),
         "pp": (2, 4),
-        "model": ("tied", "resnet", "llama", "t5"),
+        "model": ("gpt", "tied", "resnet", "llama", "t5"),
         "zero": (0, 1, 2, 3),
         "tp": tuple(SPLIT),
         "dp": (1, 2),
