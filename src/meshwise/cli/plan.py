@@ -45,7 +45,7 @@ class PlanJob(Job):
     """Bytes that a rank may use, as in "70G". Default: what the cluster's device has."""
     top: int = 10
     """How many of the best plans are wanted."""
-    rehearsals: int = 32
+    rehearsals: int = 20
     """Plans that are rehearsed at most; a number with a question mark behind it could still be beaten by one that was
     not."""
     workers: int | None = None

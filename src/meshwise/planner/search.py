@@ -89,7 +89,7 @@ class Effort:
     top: int = 10
     """How many of the best plans are wanted."""
 
-    rehearsals: int = 32
+    rehearsals: int = 20
     """At most."""
 
     workers: int = 1
