@@ -262,6 +262,8 @@ class _Part:
                 **self.subject.arguments,
             )
             recorder.segments()
+            for tensor in tree.tensors(self.subject.batch):
+                recorder.elsewhere(tensor)  # it is the caller's
             _watch(trainer, recorder, on_gpu=self.device == "cuda")
             build = recorder.segments()
             with Operations(recorder, memo=self.memo):
