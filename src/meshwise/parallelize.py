@@ -7,8 +7,9 @@ buffers -> optimizer over the owned slices -> trainer
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,7 +127,8 @@ def parallelize(
     model that was born already, or one without values for a rehearsal (`birth.shapes_of`).
     `loss(output, batch)` returns (sum, count). The optimizer's own arguments follow by keyword: `lr=3e-4`.
 
-    Raises PlanError when the plan does not fit the world, ValueError for a model, optimizer or option that cannot work.
+    Raises PlanError when the plan does not fit the world or the model, ValueError for a model, optimizer or option that
+    cannot work.
     """
     options = options or Options()
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
@@ -190,10 +192,22 @@ class _Shared:
     def by(cls, source: Source, setting: Setting) -> _Shared:
         """Find out. What is found out about a model is found in the dtype that it was written in."""
         plan, module = setting.plan, source.module
-        parts = find_parts(module, plan=plan, rules=setting.options.tensor_rules) if plan.tp > 1 else {}
+        with _as_plan_error():
+            parts = find_parts(module, plan=plan, rules=setting.options.tensor_rules) if plan.tp > 1 else {}
         setting.around.undo.callback(Doors(module, precision=setting.keeping.precision).close)
         world = setting.world.over(mesh_with_twins(plan, parts=parts.values()))
         return cls(setting, world, parts, _batch_norms_join(module, setting, world))
+
+
+@contextlib.contextmanager
+def _as_plan_error() -> Iterator[None]:
+    """A model that tensor parallelism cannot split, or not by these rules, is one that the plan does not fit."""
+    try:
+        yield
+    except PlanError:
+        raise
+    except ValueError as error:
+        raise PlanError(str(error)) from error
 
 
 def _live(
@@ -206,11 +220,11 @@ def _live(
     table = parameter_table(module, options=options.parameter_options)
     table = table if spare is None else table.of_stage(spare=set(spare))
     if shared.parts:
-        table = table.placed(
-            tensor_parallel(
+        with _as_plan_error():
+            split = tensor_parallel(
                 module, plan=plan, world=world, parts=shared.parts, streaming=options.streaming, recall=recall
             )
-        )
+        table = table.placed(split)
     engine = DataParallel(source, table=table, world=world, keeping=setting.keeping, by_module=spare is None)
     draws = _draws(module, setting, world, shared.parts)
     recall.remember(draws)

@@ -18,6 +18,7 @@ from meshwise.comm.world import World
 from meshwise.memory.swap import TierError
 from meshwise.model.forward import LossError
 from meshwise.nonfinite import NonFiniteError
+from meshwise.plan import PlanError
 from meshwise.simulate.shortage import ShortageError
 from meshwise.train.job import JobError
 
@@ -26,6 +27,7 @@ SAY_ALL = (
     JobError,
     LossError,
     NonFiniteError,
+    PlanError,
     RankLostError,
     RanksDisagree,
     SaveError,
