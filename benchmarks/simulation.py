@@ -9,6 +9,7 @@ one thread that share memory, each of which counts its part of that. Takes about
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from meshwise.bench.calibrate import Effort, calibrate
 from meshwise.comm.launch import run
 from meshwise.comm.world import World
 from meshwise.parallelize import Options
-from meshwise.plan import Plan
+from meshwise.plan import Plan, PlanError
 from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.simulate.clock import predict
 from meshwise.simulate.cluster import Cluster
@@ -111,7 +112,14 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ.update({"OMP_NUM_THREADS": "1", **MALLOC})
     cluster: Cluster = run(4, calibrated, args=(arguments.rounds,))[0]
-    rows = [compare(name, plan, cluster) for name in arguments.models for plan in arguments.plans]
+    rows, refused = [], []
+    for name, plan in itertools.product(arguments.models, arguments.plans):
+        try:
+            rows.append(compare(name, plan, cluster))
+        except PlanError as error:
+            refused.append(f"- `{plan}` is refused for the {name}: {error}")
+        else:
+            print(rows[-1], flush=True)
     time_errors, memory_errors = [row[4] for row in rows], [row[7] for row in rows]
     lines = [
         "| model | plan | predicted ms | measured ms | error | predicted | measured | error |",
@@ -126,7 +134,7 @@ def main() -> None:
         f"{len(rows)} plans on {cluster.device.name}: the step time is off by {_median(time_errors)} (median), "
         f"the peak memory by {_median(memory_errors)} (median) and {100 * max(map(abs, memory_errors)):.1f} % at most."
     )
-    lines += ["", told]
+    lines += ["", told, "", *refused]
     print("\n".join(lines))
     if arguments.docs:
         page = arguments.docs.read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -241,10 +241,12 @@ class _Inside:
     def run(self, args: Any, kwargs: Any) -> Any:
         """The block's output; afterwards `steps` are those inside, none when the modules do not run once each."""
         inputs, parts = (args, kwargs), [self._module.get_submodule(name) for name in self._parts]
+        # The graph holds this hook, and what the watch has marked the graph: it must not lead back to the watch.
+        keep = partial(_keep, kept=self._kept, stored=self._stored)
         for name, part in zip(self._parts, parts, strict=True):
             part.forward = partial(self._part, name, part)
         try:
-            with reading(inputs, timed=self._watch.timed) as self._read, saved_tensors_hooks(self._keep, as_it_is):
+            with reading(inputs, timed=self._watch.timed) as self._read, saved_tensors_hooks(keep, as_it_is):
                 self._since = self._read()
                 output = type(self._module).forward(self._module, *args, **kwargs)
                 between, kept = self._between()
@@ -273,14 +275,17 @@ class _Inside:
 
     def _between(self) -> tuple[float, int]:
         """What the block itself did, and kept, since the last module."""
-        kept, self._kept = sum(self._kept.values()), {}
+        kept = sum(self._kept.values())
+        self._kept.clear()
         return self._read() - self._since, kept
 
-    def _keep(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._stored:
-            self._kept[storage._cdata] = storage.nbytes()
-        return tensor
+
+def _keep(tensor: Tensor, *, kept: dict[int, int], stored: Collection[int]) -> Tensor:
+    """Note what an operation keeps for its backward, parameters aside."""
+    storage = tensor.untyped_storage()
+    if storage._cdata not in stored:
+        kept[storage._cdata] = storage.nbytes()
+    return tensor
 
 
 def _own_forward(module: nn.Module, *, inputs: tuple[Any, Any], timed: bool) -> tuple[Any, Took]:
