@@ -5,6 +5,7 @@ loss, norm, every gradient and every parameter to 1e-9 of one process. `make gri
 """
 
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -317,3 +318,12 @@ def test_stages_that_begin_inside_of_blocks_train_like_one_process(
     for steps, after in run(plan.mesh().size, trained, on="threads", args=(plan, model)):
         agree(steps, expected(model), bound=1e-9)
         agree(after, expected_after(model), bound=1e-9)
+
+
+def test_what_was_computed_to_find_the_costs_is_let_go() -> None:
+    rows = 13  # which no other tensor has
+    tokens = torch.zeros(rows, LENGTH, dtype=torch.long)
+    cut_model(Decoder(), stages=2, call=lambda model: model(tokens).square().sum())
+    gc.collect()
+    left = [one for one in gc.get_objects() if type(one) is Tensor and one.shape[:1] == (rows,) and one.requires_grad]
+    assert not left

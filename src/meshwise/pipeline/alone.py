@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,13 +32,7 @@ def alone(
 
     args, kwargs = map_tensors(own, inputs)
     kept: dict[int, int] = {}
-    stored = {parameter.untyped_storage()._cdata for parameter in parameters}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in stored:
-            kept[storage._cdata] = storage.nbytes()
-        return tensor
+    keep = noting(kept, parameters=parameters)
 
     with reading((parameters, inputs), timed=timed) as read:
         begin = read()
@@ -98,6 +92,22 @@ def now(*, cuda: bool) -> float:
     if cuda:
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def noting(kept: dict[int, int], *, parameters: Iterable[Tensor]) -> Callable[[Tensor], Tensor]:
+    """A hook on saved tensors that notes the bytes of what is kept, parameters aside.
+
+    The graph holds it, so it leads to nothing that leads to the graph.
+    """
+    stored = {parameter.untyped_storage()._cdata for parameter in parameters}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in stored:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor.detach()  # an operation that kept its own result as it is would be kept by it
+
+    return keep
 
 
 def as_it_is(tensor: Tensor) -> Tensor:

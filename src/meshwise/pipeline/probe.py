@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -28,7 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from meshwise.model.birth import without_values
 from meshwise.model.blocks import Patterns, Piece, partition
-from meshwise.pipeline.alone import Tail, alone, as_it_is, reading
+from meshwise.pipeline.alone import Tail, alone, as_it_is, noting, reading
 from meshwise.pipeline.opening import inside, is_repeated
 from meshwise.pipeline.parcel import Entrance
 from meshwise.pipeline.seen import Seen, Step, Took
@@ -234,15 +234,13 @@ class _Inside:
         self._held = {part: tuple(names[id(p)] for p in module.get_submodule(part).parameters()) for part in parts}
         self._found: list[Step] = []
         self._kept: dict[int, int] = {}
-        self._stored = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
         self._read: Callable[[], float] = float
         self._since = 0.0
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """The block's output; afterwards `steps` are those inside, none when the modules do not run once each."""
         inputs, parts = (args, kwargs), [self._module.get_submodule(name) for name in self._parts]
-        # The graph holds this hook, and what the watch has marked the graph: it must not lead back to the watch.
-        keep = partial(_keep, kept=self._kept, stored=self._stored)
+        keep = noting(self._kept, parameters=self._module.parameters())
         for name, part in zip(self._parts, parts, strict=True):
             part.forward = partial(self._part, name, part)
         try:
@@ -278,14 +276,6 @@ class _Inside:
         kept = sum(self._kept.values())
         self._kept.clear()
         return self._read() - self._since, kept
-
-
-def _keep(tensor: Tensor, *, kept: dict[int, int], stored: Collection[int]) -> Tensor:
-    """Note what an operation keeps for its backward, parameters aside."""
-    storage = tensor.untyped_storage()
-    if storage._cdata not in stored:
-        kept[storage._cdata] = storage.nbytes()
-    return tensor
 
 
 def _own_forward(module: nn.Module, *, inputs: tuple[Any, Any], timed: bool) -> tuple[Any, Took]:
