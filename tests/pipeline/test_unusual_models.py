@@ -144,10 +144,19 @@ def test_frozen_stages_at_the_beginning_in_the_middle_and_at_the_end(schedule: s
     trains_like_one(made(build), f"pp=4 microbatches=2 schedule={schedule}", numbers(4, 3, 4))
 
 
+def without_vanishing_gradients() -> nn.Module:
+    """A bias before a norm over the batch has a gradient of rounding alone, and Adam makes whole steps of that."""
+    model = ResNet(1, norm=nn.BatchNorm2d)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.bias = None
+    return model
+
+
 @pytest.mark.parametrize("how", ["blocks", "trace"])
-@pytest.mark.parametrize("plan", ["pp=2", "pp=2 dp=2 zero=2"])
+@pytest.mark.parametrize("plan", ["pp=2", "pp=2 dp=2 zero=2 partition=params"])
 def test_norms_over_the_batch_are_of_the_rows_of_all_ranks(plan: str, how: Any) -> None:
-    model = made(lambda: ResNet(1, norm=nn.BatchNorm2d))
+    model = made(without_vanishing_gradients)
     trains_like_one(model, plan, images(4, 5, 4), where=Where(how=how))
     trains_like_one(model.eval(), f"{plan} microbatches=2", images(4, 3, 4), where=Where(how=how))
 
