@@ -238,6 +238,29 @@ def test_an_exception_ends_all_ranks_with_its_traceback(start: Callable[..., Ran
     assert report.rstrip().endswith("ValueError: no such column: 'txt'")
 
 
+class Slow:
+    """A terminal that takes a few beats of the watch for each line."""
+
+    def write(self, text: str) -> None:
+        time.sleep(STALL / 4)
+        os.write(2, text.encode())
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+
+@scenario
+def one_raises_before_a_slow_terminal(world: World) -> None:
+    sys.stderr = Slow()
+    one_raises(world)
+
+
+def test_an_exception_is_told_once_however_long_telling_takes(start: Callable[..., Ranks]) -> None:
+    ranks = start("one_raises_before_a_slow_terminal")
+    assert ranks.ended() == [1, 1, 1]
+    assert ranks.report().startswith("rank 2 of 3 (process _) failed:\nTraceback")
+
+
 @scenario
 def forever(world: World) -> None:
     while True:

@@ -106,6 +106,7 @@ class Watch:
         self._lost = ""
         self._wake = threading.Event()
         self._stopped = False
+        self._ending = threading.RLock()  # the main thread and this watch's may both come to end the rank
         self._previous_hook = sys.excepthook
         self._thread = threading.Thread(target=self._run, name="meshwise watch", daemon=True)
 
@@ -289,14 +290,15 @@ class Watch:
 
     def _end(self) -> NoReturn:
         """End as declared: with the report on one rank, silently once it is told on the others."""
-        teller, report = pickle.loads(self._store.get("end"))
-        if teller == self._world.rank:
-            self._tell(report, final=True)
-            self._store.set("told", "")
-        else:
-            with contextlib.suppress(RuntimeError):  # whoever should have told it died: then it stays untold here
-                self._store.wait(["told"], timedelta(seconds=8 * self._pace.beat))
-        self._leave()
+        with self._ending:
+            teller, report = pickle.loads(self._store.get("end"))
+            if teller == self._world.rank:
+                self._tell(report, final=True)
+                self._store.set("told", "")
+            else:
+                with contextlib.suppress(RuntimeError):  # whoever should have told it died: then it stays untold here
+                    self._store.wait(["told"], timedelta(seconds=8 * self._pace.beat))
+            self._leave()
 
     def _require_launcher(self) -> None:
         if self._launcher is not None and self._launcher.is_gone():

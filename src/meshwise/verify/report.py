@@ -9,8 +9,7 @@ from meshwise.verify.precision import Figure
 
 Row = tuple[str, ...]
 
-TELLS = 0.05
-"""A relative bound up to which agreement says that nothing is wrong: half of a gradient counted twice is more."""
+_TELLS = 0.05  # agreement within a larger share of a value than this would hide errors that matter
 
 _SURER = "verify with precision=fp32, or in float64"
 
@@ -100,7 +99,7 @@ class Report:
             worst = max(self._figures(), key=lambda figure: figure.excess)
             found = f"at most {worst.difference:.1e} apart where {worst.bound:.1e} is allowed"
             loosest = max(figure.bound for figure in self._figures())
-            vague = "" if loosest <= TELLS else f"; rounding allows for so much that this tells little: {_SURER}"
+            vague = "" if loosest <= _TELLS else f"; rounding allows for so much that this tells little: {_SURER}"
             return f"{self.plan} is the same model as one process ({found}{vague})"
         over = sum(line.over for line in self.parameters)
         return f"{self.plan} is NOT the same model as one process ({over} of {len(self.parameters)} parameters differ)"
