@@ -49,7 +49,7 @@ def read(folder: Path) -> Source:
 # ---- imports -----------------------------------------------------------------------------------------------------
 
 FLOORS = (
-    ("mesh", "tree", "reference", "timeline"),
+    ("mesh", "tree", "reference", "timeline", "norms"),
     ("plan", "layout"),
     ("comm", "precision"),
     ("model",),

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
-from meshwise.data_parallel.engine import Engine
+from meshwise.data_parallel.protocol import Engine
 from meshwise.model.table import Row
+from meshwise.norms import RunningNorm
 
 
 class NonFiniteError(RuntimeError):
@@ -93,7 +93,7 @@ class RunningStatistics:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._norms = [part for module in modules for part in module.modules() if isinstance(part, _NormBase)]
+        self._norms = [part for module in modules for part in module.modules() if isinstance(part, RunningNorm)]
         self._kept: list[tuple[Tensor, Tensor]] = []
 
     def keep(self) -> None:

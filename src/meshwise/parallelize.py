@@ -21,7 +21,8 @@ from meshwise.comm.thread_world import ThreadWorld
 from meshwise.comm.world import World
 from meshwise.cutting import Example, agreed_schedule, cut_source, first_ranks, pairs_of, refuse_lost
 from meshwise.data_parallel.batch_norm import Statistics, batch_norms, take_over
-from meshwise.data_parallel.engine import DataParallel, Engine
+from meshwise.data_parallel.engine import DataParallel
+from meshwise.data_parallel.protocol import Engine
 from meshwise.data_parallel.replication import Keeping
 from meshwise.memory.activations import Saving, activations
 from meshwise.memory.around import Around

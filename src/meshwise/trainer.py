@@ -23,7 +23,7 @@ from meshwise.checkpoint.training import Restored, TrainingState
 from meshwise.comm.journal import RanksDisagree
 from meshwise.comm.thread_world import ThreadWorld
 from meshwise.comm.world import World
-from meshwise.data_parallel.engine import Engine
+from meshwise.data_parallel.protocol import Engine
 from meshwise.data_parallel.unit import LiveUnit
 from meshwise.data_parallel.updating import updating
 from meshwise.dissent import Given, batch_digest, dissent_text

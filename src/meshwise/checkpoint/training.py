@@ -24,8 +24,8 @@ from meshwise.checkpoint.load import fill, load, together
 from meshwise.checkpoint.pretrained import is_pretrained, read_pretrained, under_names, unused
 from meshwise.checkpoint.save import Content, Saving, save
 from meshwise.checkpoint.types import dtype_name
-from meshwise.data_parallel.engine import Engine
 from meshwise.data_parallel.holdings import Holding, buffers, owned
+from meshwise.data_parallel.protocol import Engine
 from meshwise.data_parallel.refill import Refill, Slot
 from meshwise.memory.update import Update
 from meshwise.optim.groups import describe_groups, restore_groups

@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshwise.comm import gradient
 from meshwise.comm.world import World
 from meshwise.model.interception import Throughout
+from meshwise.norms import BatchNorm
 
 
 @dataclass(frozen=True)
@@ -125,12 +125,12 @@ class Statistics(Throughout):
 class _OneOfMany(nn.SyncBatchNorm):
     """A SyncBatchNorm whose statistics are the engine's affair, with or without replicas."""
 
-    forward = _BatchNorm.forward
+    forward = BatchNorm.forward
 
 
-def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
+def batch_norms(module: nn.Module) -> dict[str, BatchNorm]:
     """The modules of a model that take statistics over the batch, by name."""
-    return {name: part for name, part in module.named_modules() if isinstance(part, _BatchNorm)}
+    return {name: part for name, part in module.named_modules() if isinstance(part, BatchNorm)}
 
 
 def take_over(module: nn.Module) -> contextlib.ExitStack:

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.data_parallel.bucket import Bucket
-from meshwise.data_parallel.engine import Engine
 from meshwise.data_parallel.place import Piece
+from meshwise.data_parallel.protocol import Engine
 from meshwise.layout.geometry import Rectangle, rectangles
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.data_parallel.bucket import Bucket
-from meshwise.data_parallel.engine import Engine
 from meshwise.data_parallel.holdings import Holding, Slice, buffers, stored, updated
 from meshwise.data_parallel.place import Piece
+from meshwise.data_parallel.protocol import Engine
 from meshwise.memory.update import Update
 from meshwise.model.table import Row
 

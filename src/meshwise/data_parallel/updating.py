@@ -21,7 +21,7 @@ from torch import Tensor
 
 from meshwise.comm.world import Work, World
 from meshwise.data_parallel.bucket import Bucket
-from meshwise.data_parallel.engine import Engine
+from meshwise.data_parallel.protocol import Engine
 from meshwise.memory.update import Update
 from meshwise.memory.visit import Chunk
 

@@ -27,11 +27,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules.batchnorm import _NormBase
 
 from meshwise.memory.cost import Clock, Cost
 from meshwise.memory.kept import Kept
 from meshwise.model.recall import Recall, Tape
+from meshwise.norms import RunningNorm
 from meshwise.tree import map_tensors
 
 
@@ -69,7 +69,7 @@ class Block:
     @contextlib.contextmanager
     def repeated(self) -> Iterator[None]:
         """Inside, the forward is repeated: running statistics are taken into copies."""
-        norms = [part for part in self._module.modules() if isinstance(part, _NormBase)]
+        norms = [part for part in self._module.modules() if isinstance(part, RunningNorm)]
         own = [dict(norm.named_buffers(recurse=False)) for norm in norms]
         try:
             for norm, buffers in zip(norms, own, strict=True):
@@ -97,7 +97,7 @@ class Block:
         return {
             f"{path}.{name}" if path else name: (id(buffer), buffer._version)
             for path, part in self._module.named_modules()
-            if not isinstance(part, _NormBase)
+            if not isinstance(part, RunningNorm)
             for name, buffer in part.named_buffers(recurse=False)
         }
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
+from meshwise.norms import RunningNorm
 from meshwise.precision.policy import NARROW, Precision
 from meshwise.tree import map_tensors
 
@@ -76,7 +76,7 @@ def for_loss(output: Any) -> Any:
 
 
 def _has_statistics(module: nn.Module) -> bool:
-    return isinstance(module, _NormBase) and module.track_running_stats
+    return isinstance(module, RunningNorm) and module.track_running_stats
 
 
 def _floating(module: nn.Module) -> Iterator[Tensor]:

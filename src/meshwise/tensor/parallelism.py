@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshwise.comm.world import World
 from meshwise.layout.layout import ANYWHERE, Cut, Layout
 from meshwise.model.recall import Recall
 from meshwise.model.table import Placement
+from meshwise.norms import BatchNorm
 from meshwise.plan import Plan
 from meshwise.tensor import region
 from meshwise.tensor.batch_norm import ShardedBatchNorm, SplitStatistics
@@ -158,7 +158,7 @@ class _Split:
         if part.role == "patches" and context.degree(axes) > 1:
             assert module is not None
             region.share_input(module, context=context, axes=axes)
-        if inner and isinstance(module, _BatchNorm):
+        if inner and isinstance(module, BatchNorm):
             sizes = context.sizes(Layout((axes,), cuts=(part.cut,)), size=module.num_features, axes=axes)
             _become(module, ShardedBatchNorm, sharding=SplitStatistics(context.world, axes, sizes))
         held = {name: self._parameters[name]} if module is None else dict(module.named_parameters(prefix=name))

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from meshwise.norms import BatchNorm
 from meshwise.plan import Plan, PlanError
 from meshwise.tensor.families.matrix import CONVOLUTIONS
 from meshwise.tensor.families.pair import Attention
@@ -96,7 +96,7 @@ def _reads_side_by_side(module: nn.Module, width: int | None) -> bool:
 
 def _may_mix_tokens(module: nn.Module) -> bool:
     """Whether what a module makes of a token may depend on others."""
-    return isinstance(module, _BatchNorm) or any(True for _ in module.children())
+    return isinstance(module, BatchNorm) or any(True for _ in module.children())
 
 
 def _reads_all(module: nn.Module | None, part: Part, width: int | None) -> bool:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from inspect import signature
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from meshwise.norms import BatchNorm
 from meshwise.tensor.families.branch import Branch
 from meshwise.tensor.families.entry import only_read_by, sizes_unused, splits_by_width
 from meshwise.tensor.families.heads import Heads, counted, counts_of_groups, counts_of_keys, find_heads, order_of_fused
@@ -166,7 +166,7 @@ class Pairs:
         found = {branch.second.name: Part("second", transposed=branch.second.flipped)}
         if hidden != branch.second.outputs:
             inside = self._modules[_home(branch.second)].named_modules(prefix=_home(branch.second))
-            norms = [name for name, inner in inside if isinstance(inner, _BatchNorm) and inner.num_features == hidden]
+            norms = [name for name, inner in inside if isinstance(inner, BatchNorm) and inner.num_features == hidden]
             found |= dict.fromkeys(norms, Part("inner"))
         gathers = len(branch.firsts) > 1 and self._share_input(branch)
         if gathers:

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from meshwise.norms import BatchNorm
 from meshwise.tensor.families.branch import Reading, stream_width
 from meshwise.tensor.families.matrix import CONVOLUTIONS, as_matrix, computes_as, matrices
 from meshwise.tensor.families.norm import as_norm, goes_feature_by_feature
@@ -99,7 +99,7 @@ class Structure:
             self._parts[name] = Part("pair", becomes=UnnestedEncoder)
         elif norm is not None and norm[0] == self.width:
             self._parts[name] = Part("norm", norm=norm[1])
-        elif isinstance(module, _BatchNorm) and not around and self._has_all_features(module, name):
+        elif isinstance(module, BatchNorm) and not around and self._has_all_features(module, name):
             self._parts[name] = Part("whole")
         elif held and not around and not self._in_block(name) and (role := self._role_outside(module, name)):
             matrix = as_matrix(module, name=name)
@@ -196,7 +196,7 @@ class Structure:
         else:
             self._parts[name] = Part(role, grain=given.get("grain", 1), transposed=bool(matrix and matrix.flipped))
 
-    def _has_all_features(self, norm: _BatchNorm, name: str) -> bool:
+    def _has_all_features(self, norm: BatchNorm, name: str) -> bool:
         """Whether a batch norm is given the stream, or something outside of the blocks."""
         return norm.num_features == self.width or not self._in_block(name)
 
