@@ -17,7 +17,6 @@ import csv
 import dataclasses
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +32,7 @@ from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.reference.loss import next_token_loss
 from meshwise.simulate.cluster import parse_cluster
 from meshwise.simulate.rehearsal import Subject
+from peer_table import write_between_markers
 
 SEQUENCES, CONTEXT, VOCABULARY = 256, 4096, 131072
 WITHIN = 0.03
@@ -214,18 +214,7 @@ def main() -> None:
         rows = table(arguments.numbers, rehearsals=arguments.rehearsals)
         print(rows[-1])
         if arguments.docs:
-            _write(arguments.docs, rows)
-
-
-def _write(page: Path, rows: Sequence[str]) -> None:
-    """Between the marks of a page."""
-    text = page.read_text("utf-8")
-    before, _, rest = text.partition(BEGIN)
-    after = rest.partition(END)[2]
-    page.write_text(f"{before}{BEGIN}\n" + "\n".join(rows) + f"\n{END}{after}", "utf-8")
-
-
-BEGIN, END = "<!-- published and chosen -->", "<!-- end -->"
+            write_between_markers(arguments.docs, text="\n".join([*rows, ""]), table="published and chosen")
 
 
 if __name__ == "__main__":

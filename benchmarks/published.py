@@ -32,6 +32,7 @@ from meshwise.precision.policy import Precision
 from meshwise.simulate.clock import predict
 from meshwise.simulate.cluster import load
 from meshwise.simulate.rehearsal import Rehearsal, Subject, rehearse
+from peer_table import write_between_markers
 
 FITTED = {"single": 10}
 """Of these tables every so-manieth row was used to fit the constants of the cluster; of no other table any row."""
@@ -46,8 +47,6 @@ TITLES = {
 }
 CALCULON = {"ptdp": "ptdp_table1", "single": "vtrain_single", "multi": "vtrain_multi"}
 """The tables as the peer's file calls them."""
-
-MARKS = ("<!-- published -->", "<!-- end of published -->")
 
 
 PRECISION = Precision(
@@ -241,10 +240,7 @@ def main() -> None:
             )
     print("\n".join(lines))
     if arguments.docs:
-        page = arguments.docs.read_text(encoding="utf-8")
-        before, _, rest = page.partition(MARKS[0])
-        after = rest.partition(MARKS[1])[2]
-        arguments.docs.write_text("\n".join([before + MARKS[0], *lines, MARKS[1] + after]), encoding="utf-8")
+        write_between_markers(arguments.docs, text="\n".join([*lines, ""]), table="published")
 
 
 def told(table: str, row: Row) -> float:

@@ -33,9 +33,9 @@ from meshwise.simulate.measure import MALLOC, Measured, measure
 from meshwise.simulate.memory import fullest
 from meshwise.simulate.rehearsal import Subject, rehearse
 from meshwise.simulate.tables import text
+from peer_table import write_between_markers
 
 STEPS = 6
-MARKS = ("<!-- predicted and measured -->", "<!-- end -->")
 
 GPT_SHAPE = GPTConfig(vocabulary=8192, context=128, layers=4, heads=6, width=384)
 WIDTH, DEPTH = 1024, 6
@@ -137,10 +137,7 @@ def main() -> None:
     lines += ["", told, "", *refused]
     print("\n".join(lines))
     if arguments.docs:
-        page = arguments.docs.read_text(encoding="utf-8")
-        before, _, rest = page.partition(MARKS[0])
-        after = rest.partition(MARKS[1])[2]
-        arguments.docs.write_text("\n".join([before + MARKS[0], *lines, MARKS[1] + after]), encoding="utf-8")
+        write_between_markers(arguments.docs, text="\n".join([*lines, ""]), table="predicted and measured")
 
 
 def compare(name: str, plan: str, cluster: Cluster) -> tuple[str, str, float, float, float, int, int, float]:

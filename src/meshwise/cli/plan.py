@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from rich.table import Table
 
 from meshwise.cli.simulate import subject_of
 from meshwise.plan import Plan
+from meshwise.plan.keys import read_size
 from meshwise.planner.search import Candidate, Effort, Survey, search
 from meshwise.planner.space import SEARCHED, Space, parse_fixed
 from meshwise.planner.tables import best_table, lost_table, survey_record
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
         raise JobError("--write writes into the job's file: name one, as in meshwise plan job.toml --write")
     cluster = _cluster(job.on)
     subject, space = _searched(job, cluster)
-    limit = _bytes(job.memory_limit) if job.memory_limit else cluster.device.memory
+    limit = _limit(job.memory_limit) if job.memory_limit else cluster.device.memory
     effort = Effort(job.top, job.rehearsals, job.workers or os.cpu_count() or 1)
     began = time.monotonic()
     surveys = search(subject, cluster=cluster, space=space, limit=limit, effort=effort)
@@ -191,11 +191,10 @@ def _cluster(on: str) -> Cluster:
         raise JobError(f"--on: {error}") from error
 
 
-def _bytes(written: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)", written)
-    if found is None:
+def _limit(written: str) -> int:
+    size = read_size(written)
+    if size is None:
         raise JobError(f"--memory-limit {written} is no number of bytes; write it as in 70G")
-    size: float = float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")
     return size
 
 

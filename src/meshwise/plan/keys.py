@@ -21,6 +21,12 @@ class PlanError(ValueError):
 _POWERS: Mapping[str, int] = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
+def read_size(written: str) -> int | None:
+    """Bytes, of `2G`, `1.5G` or `2147483648`; None when it is no size."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)", written)
+    return int(float(found[1]) * _POWERS[found[2]]) if found else None
+
+
 @dataclass(frozen=True)
 class Key:
     """What a plan key means, and the values it takes: whole numbers between two, or one of a few words.
@@ -42,8 +48,8 @@ class Key:
         """The value written in TOML; what cannot be read stays, for `check` to refuse."""
         if self.auto and value == "auto":
             return None
-        written = re.fullmatch(r"([0-9]+)([KMGT])", value) if self.size and isinstance(value, str) else None
-        return int(written[1]) * _POWERS[written[2]] if written else value
+        size = read_size(value) if self.size and isinstance(value, str) else None
+        return value if size is None else size
 
     def show(self, value: Any) -> int | str:
         """The shortest value that `read` gives back."""
