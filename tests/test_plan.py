@@ -40,6 +40,13 @@ def test_a_plan_goes_through_toml(plan: Plan) -> None:
     assert Plan.from_toml(tomllib.loads(tomli_w.dumps(plan.to_toml()))) == plan
 
 
+@pytest.mark.parametrize("text", ["dp=2,zero=1", "dp=2, zero=1,", "DP=2 Zero=1", "dp = 2 zero= 1", " dp=2;zero=1"])
+def test_what_is_meant_without_doubt_is_read(text: str) -> None:
+    assert Plan.parse(text) == Plan(dp=2, zero=1)
+    tiers = Plan.parse(f"{text.strip(' ,')},offload=optimizer:cpu,masters:cpu,TP-MODE=2d")
+    assert tiers == Plan(dp=2, zero=1, offload="optimizer:cpu,masters:cpu", tp_mode="2d")
+
+
 def test_text_toml_and_keywords_are_one_value() -> None:
     assert Plan.parse("zero=1 dp=2") == Plan.from_toml({"dp": 2, "zero": 1}) == Plan(dp=2, zero=1)
     assert Plan.parse("dp=auto") == Plan.from_toml({"dp": "auto"}) == Plan(dp=None)
@@ -120,7 +127,9 @@ REFUSED_TEXT = [
     ("dp=2 dp=4", "dp is given twice in the plan 'dp=2 dp=4'"),
     ("dp=0", "dp=0: dp is 1 and up, or `auto` (None in Python). Nearest that works: 'dp=1'"),
     ("dp=two", "dp='two': dp is a whole number, 1 and up, or `auto` (None in Python); write it as in 'dp=1'"),
-    ("zero=auto", "zero=auto: zero is a whole number, 0 to 3; write it as in 'zero=0'"),
+    ("zero=auto", "zero=auto: zero is a whole number, 0 to 3; write it as in 'zero=3'"),
+    ("sequence_parallel=true", "sequence_parallel is a whole number, 0 to 1; write it as in 'sequence_parallel=1'"),
+    ("dp=2 DP=4", "dp is given twice in the plan 'dp=2 DP=4'"),
     ("zero=4", "zero=4: zero is 0 to 3. Nearest that works: 'zero=3'"),
     ("zero=-1", "zero=-1: zero is 0 to 3. Nearest that works: 'zero=0'"),
     ("tp_mode=2", "tp_mode=2: tp_mode is one of 1d 2d 2.5d 3d. Nearest that works: 'tp_mode=2d'"),

@@ -96,9 +96,10 @@ BAD = [
     (["draw", "schedule"], "give either a plan or a table"),
     (["draw", "schedule", "--plan=pp=4 microbatches=6 schedule=interleaved"], "Nearest that works: 'pp=4"),
     (["draw", "schedule", "--plan=pp=4 microbatchs=6"], "unknown plan key 'microbatchs'; did you mean microbatches?"),
-    (["draw", "schedule", "--plan=pp=four"], "pp=four: pp is a whole number"),
+    (["draw", "schedule", "--plan=pp=four"], "pp='four': pp is a whole number"),
     (["draw", "schedule", "--plan=pp"], "'pp' in the plan 'pp' is not key=value"),
-    (["draw", "schedule", "--plan=pp=2 schedule=zb"], "unknown schedule 'zb'"),
+    (["draw", "schedule", "--plan=pp=2 schedule=zb"], "schedule=zb: schedule is one of 1f1b"),
+    (["draw", "schedule", "--plan=pp=2 microbatches=4 budget=much"], "budget='much': budget is a whole number"),
     (["draw", "schedule", "--plan=pp=2", "--forward=0"], "times are positive"),
     (["draw", "schedule", "--table=nowhere.txt"], "nowhere.txt"),
 ]  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,9 @@ from meshwise.pipeline.action import Schedule
 from meshwise.pipeline.clock import Cost, clock, peaks
 from meshwise.pipeline.passes import lower
 from meshwise.pipeline.schedules import make_schedule, read_schedule
-from meshwise.plan import Plan, PlanError
+from meshwise.plan import Plan
+from meshwise.plan.keys import keys_of
+from meshwise.plan.words import check_keys, read_words
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError
 from meshwise.view.account import Account
@@ -68,21 +69,14 @@ def main(words: Sequence[str]) -> int:
 def plan_words(text: str) -> dict[str, Any]:
     """The keys of a plan, the default where it names none, without asking whether the plan as a whole can run.
 
-    Raises PlanError for a word that is not key=value, an unknown key, and a number that is not one.
+    Raises PlanError for a word that is not key=value, an unknown key, and a value that is none of its key.
     """
-    defaults = {item.name: item.default for item in dataclasses.fields(Plan)}
-    values: dict[str, Any] = {**defaults, "virtual_stages": None}
-    for word in text.split():
-        key, equals, value = word.partition("=")
-        if not equals:
-            raise PlanError(f"{word!r} in the plan {text!r} is not key=value; write it as in 'pp=4 microbatches=8'")
-        if key not in defaults:
-            near = difflib.get_close_matches(key, defaults, n=1, cutoff=0.4)
-            raise PlanError(f"unknown plan key {key!r}; did you mean {(near or list(defaults))[0]}?")
-        number = isinstance(defaults[key], int) and (key, value) != ("dp", "auto")
-        if number and not value.isdecimal():
-            raise PlanError(f"{key}={value}: {key} is a whole number")
-        values[key] = int(value) if number else value
+    keys, given = keys_of(Plan), read_words(text)
+    check_keys(given, known=keys)
+    values: dict[str, Any] = {item.name: item.default for item in dataclasses.fields(Plan)} | {"virtual_stages": None}
+    for key, value in given.items():
+        values[key] = keys[key].read(value)
+        keys[key].check(values[key], name=key)
     return values
 
 

@@ -84,7 +84,7 @@ class Key:
             return
         if type(value) is not int:
             given = "auto" if value in (None, "auto") else repr(value)
-            example = "2G" if self.size else self.least
+            example = "2G" if self.size else self.most or self.least
             raise PlanError(
                 f"{name}={given}: {name} is a whole number, {self.range()}; write it as in '{name}={example}'"
             )

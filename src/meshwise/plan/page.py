@@ -25,6 +25,9 @@ A plan says how a model is split. It is one line of text, a TOML table or keywor
 meshwise.Plan.parse("dp=2 zero=1") == meshwise.Plan(dp=2, zero=1)
 ```
 
+`DP=2, zero = 1` says the same: commas between words, blanks around `=`, and keys in capitals or with hyphens are read
+as what they mean. What is in doubt is refused, with the spelling that works.
+
 The degrees of `pp dp cp ep tp` multiply to the number of ranks, and lie in that order on the mesh: `tp` joins
 neighbouring ranks, and is itself a grid under `tp_mode=2d`, `2.5d` and `3d`.
 This page is made from `src/meshwise/plan` by `make docs`.

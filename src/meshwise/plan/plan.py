@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +19,7 @@ from meshwise.plan.compatibility import COMPATIBILITY
 from meshwise.plan.degrees import AXES, GRIDS, distance, factorisations
 from meshwise.plan.keys import PlanError, byte_count, keys_of, one_of, whole_number
 from meshwise.plan.offload import Offload, offload
+from meshwise.plan.words import check_keys, read_words
 
 
 @dataclass(frozen=True)
@@ -79,25 +78,12 @@ class Plan:
     @classmethod
     def parse(cls, text: str) -> Plan:
         """The plan written as `key=value` words in any order. Raises PlanError."""
-        values: dict[str, Any] = {}
-        for word in text.split():
-            key, equals, value = word.partition("=")
-            if not equals:
-                raise PlanError(f"{word!r} in the plan {text!r} is not key=value; write it as in 'dp=2 zero=1'")
-            if key in values:
-                raise PlanError(f"{key} is given twice in the plan {text!r}; keep one of them")
-            values[key] = int(value) if re.fullmatch(r"-?[0-9]+", value) else value
-        return cls.from_toml(values)
+        return cls.from_toml(read_words(text))
 
     @classmethod
     def from_toml(cls, table: Mapping[str, Any]) -> Plan:
         """The plan of a TOML table, as in `{"dp": "auto", "zero": 1}`. Raises PlanError."""
-        keys = keys_of(cls)
-        for key in table:
-            if key not in keys:
-                near = difflib.get_close_matches(key, keys, n=1, cutoff=0.4)
-                hint = f"did you mean {near[0]}?" if near else f"the keys are {' '.join(keys)}"
-                raise PlanError(f"unknown plan key {key!r}; {hint}")
+        check_keys(table, known=keys_of(cls))
         return cls(**table)
 
     def to_toml(self) -> dict[str, int | str]:

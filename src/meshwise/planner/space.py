@@ -27,6 +27,7 @@ from typing import Any
 from meshwise.pipeline.schedules import SCHEDULES
 from meshwise.plan import Plan, PlanError
 from meshwise.plan.keys import keys_of
+from meshwise.plan.words import read_words
 
 SEARCHED = (
     "dp", "tp", "pp", "zero", "microbatches", "tp_mode", "tp_depth", "sequence_parallel", "schedule",
@@ -190,7 +191,7 @@ def rows_shared(plan: Plan) -> int:
 def parse_fixed(text: str) -> dict[str, Any]:
     """The keys and values of `tp=2 zero=1`. Raises PlanError as a plan would."""
     plan = Plan.parse(text)
-    return {word.partition("=")[0]: getattr(plan, word.partition("=")[0]) for word in text.split()}
+    return {key: getattr(plan, key) for key in read_words(text)}
 
 
 def _values(plan: Plan) -> dict[str, Any]:
