@@ -206,6 +206,8 @@ class _Split:
             for attribute in attributes:
                 size = operator.attrgetter(attribute)(module)
                 _set_count(module, attribute, context.own(Layout((axes,)), size=size))
+        if part.becomes is None:
+            region.move_rows(module, context=context)  # of all heads, before those of others are left out
         if part.by_head and context.degree(inner) > 1:
             heads = Layout((inner,), cuts=(Cut(grain=part.grain),))
             region.take_heads(module, context=context, names=part.by_head, heads=heads, size=part.heads)
@@ -218,7 +220,6 @@ class _Split:
             inside = [self._modules[key] for key, other in self._parts.items() if other.gathered]
             region.show_narrow(module, readers=[m for m in module.children() if m in inside], features=own)
         if part.becomes is None:
-            region.move_rows(module, context=context)
             return
         held = {key: self._parts.get(f"{name}.{key}") for key, _ in module.named_parameters(recurse=False)}
         projections = {

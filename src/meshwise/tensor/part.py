@@ -124,7 +124,8 @@ class Part:
     """attention: attributes that count the heads that share a key head."""
 
     by_head: tuple[str, ...] = ()
-    """attention: arguments of its forward that hold something for every head, of which `grain` stay together."""
+    """attention: arguments of its forward that hold something for every head, of which `grain` stay together, and masks,
+    which may."""
 
     heads: int = 0
     """attention with `by_head`: how many heads there are."""

@@ -9,6 +9,7 @@ attention besides the stream, and has a batch dim, has to follow.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -20,6 +21,7 @@ from meshwise.comm import gradient
 from meshwise.layout.geometry import even_split
 from meshwise.layout.layout import Layout
 from meshwise.tensor.context import Context
+from meshwise.tensor.families.known import MASK
 from meshwise.tensor.scheme import Axes
 from meshwise.tree import map_tensors, tensors
 
@@ -136,8 +138,8 @@ def share_input(module: nn.Module, *, context: Context, axes: Axes) -> None:
 def to_inner_rows(x: Tensor, *, context: Context) -> Tensor:
     """A tensor with the stream's rows in dim 0, such as an attention mask, with the rows that a pair has inside.
 
-    The tensor itself where both are the same, and where dim 0 is one row for all. No gradient goes through it. Raises
-    ValueError when dim 0 is neither.
+    The tensor itself where both are the same, where dim 0 is one row for all, and where it is that of queries in a mask
+    for all, (L, L). No gradient goes through it. Raises ValueError when dim 0 is neither.
     """
     there, back = context.scheme.first.x, context.scheme.first.y
     if there.dim != "rows" or context.degree(there.axes) == 1:
@@ -148,7 +150,7 @@ def to_inner_rows(x: Tensor, *, context: Context) -> Tensor:
     if min(rows) == 1 < max(rows):  # a rank with one row cannot tell it from one for all
         is_batch = tuple(world.exchange(x.size(0), axes=there.axes)) == rows
     if not is_batch:
-        if x.size(0) != 1:
+        if x.size(0) != 1 and x.shape != (x.size(0),) * 2:
             raise ValueError(f"a mask of shape {tuple(x.shape)} beside {rows[group.index]} rows of the batch")
         return x
     held = x.detach().contiguous()
@@ -161,25 +163,16 @@ def to_inner_rows(x: Tensor, *, context: Context) -> Tensor:
 def move_rows(attention: nn.Module, *, context: Context) -> None:
     """Bring what an attention is handed besides the stream, masks and positions, to the rows it has inside."""
     there = context.scheme.first.x
-    if there.dim != "rows" or context.degree(there.axes) == 1:
-        return
-
-    def before(
-        _module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        def move(x: Tensor) -> Tensor:
-            return to_inner_rows(x, context=context)
-
-        beside = [name for name in given if "mask" in name or name in _POSITIONS]
-        return args, {**given, **{name: map_tensors(move, given[name]) for name in beside}}
-
-    attention.register_forward_pre_hook(before, with_kwargs=True)
+    if there.dim == "rows" and context.degree(there.axes) > 1:
+        move = functools.partial(to_inner_rows, context=context)
+        _change_arguments(attention, lambda name: move if MASK in name or name in _POSITIONS else None)
 
 
 def take_heads(attention: nn.Module, *, context: Context, names: Sequence[str], heads: Layout, size: int) -> None:
-    """Of what an attention is handed for each of `size` heads, under these names, keep that of its own heads."""
+    """Of what an attention is handed for each of `size` heads, under these names, keep that of its own heads. A mask
+    may be the same for all.
+    """
     own = heads.local((size,), mesh=context.world.mesh, rank=context.world.rank).slices[0]
-    order = list(inspect.signature(attention.forward).parameters)
 
     def take(x: Tensor) -> Tensor:
         """(heads, …), (rows · heads, …) or (rows, heads, …); what has the heads of a rank already is left."""
@@ -189,13 +182,29 @@ def take_heads(attention: nn.Module, *, context: Context, names: Sequence[str], 
         kept = to_inner_rows(apart, context=context)[:, own]
         return kept if x.dim() == 4 else kept.flatten(0, 1)
 
+    def take_of_mask(x: Tensor) -> Tensor:
+        """(1 or rows, heads, …); `move_rows` moves its rows."""
+        return x[:, own] if x.dim() == 4 and x.size(1) == size else x
+
+    changes = {name: take_of_mask if MASK in name else take for name in names}
+    _change_arguments(attention, changes.get)
+
+
+def _change_arguments(module: nn.Module, change: Callable[[str], Change | None]) -> None:
+    """Change the tensors in arguments of a module's forward, by their names, however they are handed over."""
+    order = list(inspect.signature(module.forward).parameters)
+
+    def changed(name: str, argument: Any) -> Any:
+        how = change(name)
+        return argument if how is None or argument is None else map_tensors(how, argument)
+
     def before(
         _module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        placed = [map_tensors(take, x) if name in names else x for name, x in zip(order, args, strict=False)]
-        return tuple(placed), {name: map_tensors(take, x) if name in names else x for name, x in given.items()}
+        placed = [changed(name, argument) for name, argument in zip(order, args, strict=False)]
+        return (*placed, *args[len(placed) :]), {name: changed(name, argument) for name, argument in given.items()}
 
-    attention.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_pre_hook(before, with_kwargs=True)
 
 
 def _change_input(module: nn.Module, change: Change) -> None:

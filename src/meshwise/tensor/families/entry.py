@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
 
 from torch import nn
 
@@ -20,24 +20,33 @@ _RESHAPING = frozenset({"view", "reshape", "split", "unflatten"})
 _OF_ITS_SHAPE = frozenset({"shape", "size", "dim", "ndim", "dtype", "device"})
 
 
-def only_read_by(module: nn.Module, *, children: Sequence[str]) -> bool:
+def only_read_by(module: nn.Module, *, children: Collection[str], others: Collection[str] = ()) -> bool:
     """Whether the first argument of a module's forward is read by each of the children called by these names, and
     besides only asked for its sizes.
+
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        q, k, v = (linear(x) for linear in (self.q, self.k, self.v))
+        source = x if memory is None else memory            k, v = self.k(source), self.v(source)
+
+    `others`: children that read it under such a second name, if at all, and in the calls at hand something else.
     """
     definition = _forward(module)
     if definition is None:
         return False
     itself, given = (argument.arg for argument in definition.args.args[:2])
-    readers, harmless = set(), _asked_for_sizes(definition)
+    also, harmless = _second_names(definition, given)
+    harmless |= _asked_for_sizes(definition)
+    looped = _looped_over(definition, itself)
+    readers: dict[str, set[str]] = {given: set(), also: set()}
     for node in ast.walk(definition):
-        if isinstance(node, ast.Call) and len(node.args) == 1 and isinstance(node.func, ast.Attribute):
-            called = isinstance(node.func.value, ast.Name) and node.func.value.id == itself
-            if called and node.func.attr in children and _is_named(node.args[0], given):
-                readers.add(node.func.attr)
+        if isinstance(node, ast.Call) and len(node.args) == 1 and isinstance(node.args[0], ast.Name):
+            called, name = _children_called(node.func, itself, looped), node.args[0].id
+            if called and name in readers and called <= {*children, *others}:
+                readers[name] |= called
                 harmless.add(id(node.args[0]))
-    return readers == set(children) and all(
-        id(node) in harmless for node in ast.walk(definition) if _is_named(node, given)
-    )
+    read = readers[given] if others else readers[given] | readers[also]
+    loads = [node for node in ast.walk(definition) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    return read == set(children) and all(id(node) in harmless for node in loads if node.id in readers)
 
 
 def sizes_unused(module: nn.Module) -> bool:
@@ -84,6 +93,35 @@ def _is_sizes_of(node: ast.expr, name: str) -> bool:
     if isinstance(node, ast.Call) and not node.args:
         node = node.func
     return isinstance(node, ast.Attribute) and node.attr in ("shape", "size") and _is_named(node.value, name)
+
+
+def _second_names(definition: ast.FunctionDef, given: str) -> tuple[str, set[int]]:
+    """The name of what is `given` or something else, as the forward decides; and where it says so."""
+    for node in ast.walk(definition):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.IfExp) and isinstance(node.targets[0], ast.Name):
+            either = [branch for branch in (node.value.body, node.value.orelse) if _is_named(branch, given)]
+            if either:
+                return node.targets[0].id, set(map(id, either))
+    return "", set()
+
+
+def _looped_over(definition: ast.FunctionDef, itself: str) -> dict[str, set[str]]:
+    """Names that stand for one child after the other: `linear`, in `for linear in (self.q, self.k, self.v)`."""
+    loops = [node for node in ast.walk(definition) if isinstance(node, ast.For | ast.comprehension)]
+    return {
+        node.target.id: {entry.attr for entry in node.iter.elts if isinstance(entry, ast.Attribute)}
+        for node in loops
+        if isinstance(node.target, ast.Name)
+        and isinstance(node.iter, ast.Tuple | ast.List)
+        and all(isinstance(entry, ast.Attribute) and _is_named(entry.value, itself) for entry in node.iter.elts)
+    }
+
+
+def _children_called(called: ast.expr, itself: str, looped: Mapping[str, set[str]]) -> set[str]:
+    """Which children a call calls."""
+    if isinstance(called, ast.Name):
+        return looped.get(called.id, set())
+    return {called.attr} if isinstance(called, ast.Attribute) and _is_named(called.value, itself) else set()
 
 
 def _forward(module: nn.Module) -> ast.FunctionDef | None:

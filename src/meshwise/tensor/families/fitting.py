@@ -23,8 +23,10 @@ def refuse_misfits(attentions: Sequence[Attention], *, plan: Plan, sharing: Shar
     for attention in attentions:
         if plan.sequence_parallel and not attention.enters_whole:
             raise PlanError(
-                f"{attention.name} reads its input in a way that does not show which sizes it takes from it, and "
-                f"'{plan}' gives it a part of the tokens. Nearest that works: sequence_parallel=0"
+                f"{attention.name} asks its input x for sizes, of which '{plan}' gives it a part of the tokens, and "
+                "it does not show that only its first matrices read x, which would have all tokens brought together "
+                "for it. Let them be called as self.q(x), self.k(x), self.v(x), or as linear(x) for linear in (self.q, "
+                "self.k, self.v), and nothing else read x. Nearest that works as it is: sequence_parallel=0"
             )
         if not _fits(attention, ranks=ranks, sharing=sharing):
             heads = attention.heads

@@ -9,7 +9,7 @@ Between the two, what a module holds has one number for each head, or treats eve
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 
@@ -19,7 +19,7 @@ from meshwise.norms import BatchNorm
 from meshwise.tensor.families.branch import Branch
 from meshwise.tensor.families.entry import only_read_by, sizes_unused, splits_by_width
 from meshwise.tensor.families.heads import Heads, counted, counts_of_groups, counts_of_keys, find_heads, order_of_fused
-from meshwise.tensor.families.known import BY_HEAD, HEADS
+from meshwise.tensor.families.known import BY_HEAD, HEADS, MASK
 from meshwise.tensor.families.matrix import Matrix
 from meshwise.tensor.families.mixing import mixes_features
 from meshwise.tensor.families.norm import as_norm
@@ -116,7 +116,8 @@ class Pairs:
         grain = group * heads.width
         # One matrix gathers for itself, and need not keep what it gathered, unless its module reads sizes of the input.
         alone = len(branch.firsts) == 1 and sizes_unused(owner)
-        gathers = not cross and not alone and self._share_input(branch)
+        outside = [matrix for matrix in branch.firsts if cross and "q" not in _child(matrix).lower()]
+        gathers = not alone and self._share_input(branch, outside)
         narrows = gathers and heads.features == branch.firsts[0].inputs and splits_by_width(owner)
         whole = gathers or sizes_unused(owner)
         self.attentions.append(Attention(home, heads, even=alike and heads.group > 1, alike=alike, enters_whole=whole))
@@ -128,16 +129,15 @@ class Pairs:
                 group_counts=counts_of_groups(owner, heads=heads),
                 twins=twins,
                 even_rows=not self._sharing.rows_stay and not sizes_unused(owner),
-                readers=len(branch.firsts) if gathers else 1,
+                readers=len(branch.firsts) - len(outside) if gathers else 1,
                 gathers=gathers,
                 narrows=grain if narrows else 0,
-                by_head=tuple(name for name in BY_HEAD if name in signature(owner.forward).parameters),
+                by_head=tuple(n for n in signature(owner.forward).parameters if n in BY_HEAD or MASK in n),
                 heads=heads.count,
                 grain=group,
             ),
             branch.second.name: Part("second", grain=grain, transposed=branch.second.flipped),
         }
-        outside = [matrix for matrix in branch.firsts if cross and "q" not in _child(matrix).lower()]
         for matrix in branch.firsts:
             keys = len(branch.firsts) >= 3 and heads.group > 1 and matrix.outputs == heads.keys
             cut = self._cut(matrix, _sections(matrix, heads), grain=heads.width if keys else grain, heads=heads)
@@ -149,7 +149,7 @@ class Pairs:
                     transposed=matrix.flipped,
                     whole_tokens=matrix in outside,
                     readers=len(outside) if matrix in outside else len(branch.firsts) - len(outside),
-                    gathered=gathers,
+                    gathered=gathers and matrix not in outside,
                     shared=keys and twins > 1,
                 )
         return found | self._between(home, heads, grain=grain, twins=twins)
@@ -196,12 +196,16 @@ class Pairs:
             sizes=(branch.second.inputs, branch.second.outputs),
         )
 
-    def _share_input(self, branch: Branch) -> bool:
-        """Whether the first matrices read one and the same tensor, the input of the module that holds them."""
+    def _share_input(self, branch: Branch, outside: Sequence[Matrix] = ()) -> bool:
+        """Whether the first matrices, but those that read what comes from `outside`, read one and the same tensor, the
+        input of the module that holds them.
+        """
         homes = {_home(matrix) for matrix in branch.firsts}
-        children = [_child(matrix) for matrix in branch.firsts]
+        inside = [_child(matrix) for matrix in branch.firsts if matrix not in outside]
         return (
-            self._sharing.rows_stay and len(homes) == 1 and only_read_by(self._modules[homes.pop()], children=children)
+            self._sharing.rows_stay
+            and len(homes) == 1
+            and only_read_by(self._modules[homes.pop()], children=inside, others=[_child(m) for m in outside])
         )
 
     def _cut(
