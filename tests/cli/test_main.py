@@ -40,7 +40,19 @@ def test_help_of_a_command_ends_well(capsys: pytest.CaptureFixture[str]) -> None
         main(["train", "--help"])
 
     assert end.value.code == 0
-    assert "meshwise train [JOB.toml]" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "meshwise train [JOB.toml]" in told
+    assert "--restarts" in told
+
+
+@pytest.mark.parametrize("command", ["verify", "simulate", "plan"])
+def test_a_command_that_does_not_train_offers_no_restarts(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+
+    told = capsys.readouterr().out
+    assert "--train.steps" in told
+    assert "--restarts" not in told
 
 
 def test_a_reader_that_has_seen_enough_ends_it_without_a_word(tmp_path: Path) -> None:
@@ -55,7 +67,7 @@ def test_a_reader_that_has_seen_enough_ends_it_without_a_word(tmp_path: Path) ->
 
 BAD_JOBS = {
     "unknown key": (["--train.stepz=3"], "unknown key train.stepz; did you mean train.steps?"),
-    "wrong type": (["--train.steps=many"], "--train.steps: invalid literal for int"),
+    "wrong type": (["--train.steps=many"], "--train.steps: 'many' is no whole number"),
     "missing job": (["nowhere.toml"], "cannot read the job nowhere.toml: No such file or directory"),
     "wrong degree": (["--plan=dp=3", "--ranks=4"], "the plan 'dp=3' needs 3 ranks, but the world has 4"),
     "plan that cannot be": (["--plan=tp=3 tp_mode=2d"], "needs a square number of ranks. Nearest that works: 'tp=4'"),
@@ -66,7 +78,11 @@ BAD_JOBS = {
     "small batch": (["--train.batch=3", "--plan=dp=4"], "3 samples cannot be shared by the 4 replicas of 'dp=4'"),
     "unknown model": (["--model.name=gtp"], "model.name = 'gtp' is neither 'gpt', 'mlp'"),
     "wrong shape": (["--model.arguments", "heads=3"], "width=128 must be a multiple of heads=3"),
-    "unknown optimizer": (["--optimizer.name=Adan"], "optimizer.name = 'Adan' is no class of torch.optim"),
+    "unknown optimizer": (["--optimizer.name=Adamw"], "'Adamw' is no class of torch.optim; did you mean 'AdamW'?"),
+    "unknown argument": (
+        ["--model.arguments", "layer=3"],
+        "model.arguments of gpt: unknown key layer; did you mean la",
+    ),
 }
 
 

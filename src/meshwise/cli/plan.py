@@ -25,7 +25,7 @@ from meshwise.simulate.cluster import Cluster, ClusterError, parse_cluster
 from meshwise.simulate.rehearsal import Subject
 from meshwise.simulate.tables import text
 from meshwise.train.config import read_job
-from meshwise.train.job import Job, JobError
+from meshwise.train.job import JobError, Studied
 from meshwise.train.prepare import prepare
 from meshwise.train.rewrite import rewrite
 
@@ -34,7 +34,7 @@ _WIDTH = 160
 
 
 @dataclass(frozen=True)
-class PlanJob(Job):
+class PlanJob(Studied):
     """A training job, for which a plan is chosen: its own code is rehearsed under the plans that bounds leave over."""
 
     on: str = ""
@@ -66,7 +66,7 @@ class PlanJob(Job):
 
 def main(arguments: Sequence[str]) -> int:
     """Choose a plan for the job that the arguments describe. Raises JobError where nothing fits."""
-    job = read_job(_spelled_out(arguments), prog="meshwise plan", kind=PlanJob)
+    job = read_job(arguments, prog="meshwise plan", kind=PlanJob)
     path = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else None
     if job.write and path is None:
         raise JobError("--write writes into the job's file: name one, as in meshwise plan job.toml --write")
@@ -196,10 +196,3 @@ def _limit(written: str) -> int:
     if size is None:
         raise JobError(f"--memory-limit {written} is no number of bytes; write it as in 70G")
     return size
-
-
-def _spelled_out(words: Sequence[str]) -> list[str]:
-    """`--write` for `--write=True`: what is asked for needs no value."""
-    wishes = {f"--{item.name}" for item in dataclasses.fields(PlanJob) if item.type == "bool"}
-    followed = zip(words, [*words[1:], ""], strict=True)
-    return [f"{word}=True" if word in wishes and after not in ("True", "False") else word for word, after in followed]

@@ -26,7 +26,7 @@ from meshwise.simulate.rehearsal import Subject, rehearse
 from meshwise.simulate.tables import memory_table, time_table
 from meshwise.train.config import read_job
 from meshwise.train.data import length, read
-from meshwise.train.job import Job, JobError
+from meshwise.train.job import JobError, Studied
 from meshwise.train.order import Order
 from meshwise.train.prepare import Prepared, prepare
 from meshwise.view.account import Account, predicted
@@ -38,7 +38,7 @@ _ABREAST = 4
 
 
 @dataclass(frozen=True)
-class SimulateJob(Job, Files):
+class SimulateJob(Studied, Files):
     """A training job, rehearsed: its own code runs on one rank of each kind, on tensors without values."""
 
     on: str = ""
@@ -59,7 +59,7 @@ class SimulateJob(Job, Files):
 
 def main(arguments: Sequence[str]) -> int:
     """Rehearse the job that the arguments describe. Raises JobError or PlanError where the job itself would."""
-    job = read_job(_spelled_out(arguments), prog="meshwise simulate", kind=SimulateJob)
+    job = read_job(arguments, prog="meshwise simulate", kind=SimulateJob)
     cluster = _cluster(job)
     size = local_ranks(job) if cluster is None else cluster.ranks
     device = cluster.device.kind if cluster else "cuda" if torch.cuda.is_available() else "cpu"
@@ -123,13 +123,6 @@ def _measured(job: SimulateJob, size: int) -> Sequence[Measured]:
     os.environ.update(MALLOC)
     measured: Sequence[Measured] = run(size, _rank, args=(job,))[0]
     return measured
-
-
-def _spelled_out(words: Sequence[str]) -> list[str]:
-    """`--memory` for `--memory=True`: what is asked for needs no value."""
-    wishes = {f"--{item.name}" for item in dataclasses.fields(SimulateJob) if item.type == "bool"}
-    followed = zip(words, [*words[1:], ""], strict=True)
-    return [f"{word}=True" if word in wishes and after not in ("True", "False") else word for word, after in followed]
 
 
 def subject_of(prepared: Prepared) -> Subject:

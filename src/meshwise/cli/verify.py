@@ -21,7 +21,7 @@ from meshwise.comm.world import World
 from meshwise.train.config import read_job
 from meshwise.train.data import length, read
 from meshwise.train.failure import leave_traceback
-from meshwise.train.job import Job, JobError
+from meshwise.train.job import JobError, Studied
 from meshwise.train.order import Order
 from meshwise.train.prepare import Prepared, prepare
 from meshwise.verify import Report, verify
@@ -31,7 +31,7 @@ _PATIENCE_SECONDS = "3600"
 
 
 @dataclass(frozen=True)
-class VerifyJob(Job):
+class VerifyJob(Studied):
     """A training job, some steps of which are taken under the plan and on one process, and compared."""
 
     steps: int = 3

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import tomli_w
 
 from meshwise.plan import Plan
-from meshwise.train.flags import Key, flags_of, parse_flags, reason
+from meshwise.train.complaint import without_flag
+from meshwise.train.flags import Key, flags_of, parse_flags
 from meshwise.train.job import Job, JobError
 
 J = TypeVar("J", bound=Job)
@@ -93,7 +94,7 @@ def _problems(flags: Mapping[Key, list[str]], kind: type[Job]) -> list[str]:
         try:
             parse_flags(words, prog="job", default=kind())
         except JobError as error:
-            name, told = ".".join(key), reason(error)
+            name, told = ".".join(key), without_flag(str(error))
             # The message may begin with the key itself.
             problems.append(told if told.startswith((f"unknown key {name};", f"{name} = ")) else f"{name}: {told}")
     return problems

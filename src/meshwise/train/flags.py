@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import io
-import re
+import itertools
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -26,6 +25,7 @@ import tomli_w
 import tyro
 
 from meshwise.plan import Plan, PlanError
+from meshwise.train.complaint import explained
 from meshwise.train.job import JobError
 
 T = TypeVar("T")
@@ -37,18 +37,19 @@ def parse_flags(words: Sequence[str], *, prog: str, default: T) -> T:
 
     Raises JobError: what is wrong with which flag, and for an unknown one the nearest right one.
     """
-    said = io.StringIO()
+    words, said = _spelled_out(words, default), io.StringIO()
     try:
         with _stderr_in_hand(), contextlib.redirect_stderr(said):
             return tyro.cli(
-                type(default), args=list(words), prog=prog, default=default, config=(tyro.conf.FlagConversionOff,)
+                type(default), args=words, prog=prog, default=default, config=(tyro.conf.FlagConversionOff,)
             )
     except SystemExit as end:
         if not end.code:
             raise
-        raise JobError(_explained(_unboxed(said.getvalue()), default)) from None
+        known = [".".join(key) for key, _ in _leaves(default)]
+        raise JobError(explained(said.getvalue(), words=words, keys=known)) from None
     except PlanError as error:
-        raise JobError(str(error)) from error
+        raise JobError(str(error)) from None
 
 
 @functools.cache
@@ -77,55 +78,31 @@ def flags_of(table: Mapping[str, Any], *, leaves: Collection[Key], prefix: Key =
             yield key, [f"{flag}={value}"]
 
 
-def reason(error: JobError) -> str:
-    """The message without the name of the flag, for a place that names the key itself."""
-    return re.sub(r"^Error parsing [-.\w]+: ", "", str(error))
-
-
 def _inline(value: Any) -> str:
     """The value as TOML writes it, on one line."""
     return " ".join(tomli_w.dumps({"x": value}).partition("=")[2].split("\n")).strip()
 
 
-def _explained(message: str, default: Any) -> str:
-    """The message; for an unknown flag, the nearest right one, also by its last word: `train.lr` is `optimizer.lr`."""
-    unknown = re.match(r"Unrecognized options: --([-.\w]+)", message)
-    if unknown is None:
-        return message
-    name = unknown[1].replace("-", "_")
-    keys = [".".join(key) for key in _keys(default)]
-    nearest = max(keys, key=lambda key: _likeness(key, name) + _likeness(key.split(".")[-1], name.split(".")[-1]))
-    return f"unknown key {unknown[1]}; did you mean {nearest}?"
+def _spelled_out(words: Sequence[str], default: Any) -> list[str]:
+    """`--write` for `--write=True`: what is asked for needs no value."""
+    wishes = {f"--{'.'.join(key)}" for key, value in _leaves(default) if isinstance(value, bool)}
+    followed = itertools.pairwise([*words, ""])
+    return [
+        f"{word}=True" if _flag(word) in wishes and after.lower() not in ("true", "false") else word
+        for word, after in followed
+    ]
 
 
-def _keys(value: Any, prefix: Key = ()) -> Iterator[Key]:
-    """The keys of a tree of dataclasses."""
+def _flag(word: str) -> str:
+    """A flag as its key is written: `--train.save-every` is `--train.save_every`."""
+    return word[:2] + word[2:].replace("-", "_")
+
+
+def _leaves(value: Any, prefix: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """The keys of a tree of dataclasses, with their values."""
     for item in dataclasses.fields(value):
         inner = getattr(value, item.name)
         if dataclasses.is_dataclass(inner) and not isinstance(inner, Plan):
-            yield from _keys(inner, (*prefix, item.name))
+            yield from _leaves(inner, (*prefix, item.name))
         else:
-            yield (*prefix, item.name)
-
-
-def _likeness(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
-
-
-def _unboxed(text: str) -> str:
-    """The words of a message that tyro drew into a box, without its title, its frame and the pointer to --help.
-
-    ╭─ title ─────╮        title
-    │ words       │        ---------------
-    │ ─────────── │ or     words
-    │ more words  │        ---------------
-    ╰─────────────╯        more words           where stdout takes no such characters
-    """
-    lines = [line.strip("│ ") for line in text.splitlines()]
-    rule = re.compile(r"╭.*|[-─╰╯]{3,}")
-    sections = [""]
-    for line in lines:
-        sections = [*sections, ""] if rule.fullmatch(line) else [*sections[:-1], f"{sections[-1]} {line}"]
-    told = [" ".join(section.split()) for section in sections[1:]]
-    kept = [part for part in told if part and not part.startswith(("For full help", "Argument help"))]
-    return "\n  ".join(kept).partition(" Got errors: ")[0]
+            yield (*prefix, item.name), inner

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
+import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from meshwise.memory.staging import Swap
@@ -57,6 +58,31 @@ Arguments: TypeAlias = Annotated[
     ),
 ]
 """Arguments by keyword for something named in the job."""
+
+_DTYPES = ("float32", "float64")
+
+
+def _parse_dtype(words: Sequence[str]) -> str | None:
+    """One of `_DTYPES`, or None. Raises ValueError."""
+    if words[0] not in (*_DTYPES, "None"):
+        raise ValueError(
+            f"{words[0]!r} is none of {', '.join(_DTYPES)}, which parameters are kept in; half precision is a matter "
+            "of the plan: precision=bf16, or precision=fp16"
+        )
+    return None if words[0] == "None" else words[0]
+
+
+Dtype: TypeAlias = Annotated[
+    Literal["float32", "float64"] | None,
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="{float32,float64}",
+        instance_from_str=_parse_dtype,
+        is_instance=lambda value: value in (*_DTYPES, None),
+        str_from_instance=lambda value: [str(value)],
+    ),
+]
+"""An element type of parameters, or None."""
 
 PlanLine: TypeAlias = Annotated[
     Plan,
@@ -184,7 +210,7 @@ class TrainJob:
     nonfinite: str = "raise"
     """When a gradient is not finite: `raise` ends the run, `skip:N` skips the step, at most N in a row; `end` ends the
     run as well, and lets tiers on the CPU or a disk update units while the backward goes on (docs/memory.md)."""
-    dtype: Literal["float32", "float64"] | None = None
+    dtype: Dtype = None
     """Element type of the parameters and of floating-point data. Default: as the model and the data come."""
     log_every: int = 10
     """Steps between progress lines on a terminal that is not interactive; metrics.jsonl has every step."""
@@ -313,3 +339,10 @@ class Job:
                 f"restarts = {self.restarts} with train.save_every = 0: ranks that are started again would begin anew; "
                 "set train.save_every to the steps you are ready to lose"
             )
+
+
+@dataclass(frozen=True)
+class Studied(Job):
+    """A training job for a command that does not train it: what only starts of ranks need is read and not offered."""
+
+    restarts: tyro.conf.Suppress[int] = 0

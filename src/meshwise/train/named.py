@@ -114,7 +114,7 @@ def _configure(job: Job, default: Any) -> Any:
     try:
         return parse_flags(words, prog="model", default=default)
     except ValueError as error:
-        raise JobError(f"model.arguments of {job.model.name}: {error}") from error
+        raise JobError(f"model.arguments of {job.model.name}: {str(error).lstrip('-')}") from error
 
 
 def _build_as(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
@@ -122,6 +122,6 @@ def _build_as(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    names = [item for item in known if not item.startswith("_")]
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names) or 'none'}"
+    names = {item.lower(): item for item in known if not item.startswith("_")}
+    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    return f"did you mean {names[near[0]]!r}?" if near else f"there are {', '.join(names.values()) or 'none'}"
