@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.bench.calibrate import Effort, calibrate
+from meshwise.bench.calibrate import Calibrated, Effort, calibrate
 from meshwise.comm.launch import run
 from meshwise.comm.world import World
 from meshwise.parallelize import Options
@@ -111,7 +111,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     os.environ.update({"OMP_NUM_THREADS": "1", **MALLOC})
-    cluster: Cluster = run(4, calibrated, args=(arguments.rounds,))[0]
+    found: Calibrated = run(4, calibrated, args=(arguments.rounds,))[0]
+    cluster = found.cluster
     rows, refused = [], []
     for name, plan in itertools.product(arguments.models, arguments.plans):
         try:
@@ -132,7 +133,8 @@ def main() -> None:
     ]
     told = (
         f"{len(rows)} plans on {cluster.device.name}: the step time is off by {_median(time_errors)} (median), "
-        f"the peak memory by {_median(memory_errors)} (median) and {100 * max(map(abs, memory_errors)):.1f} % at most."
+        f"the peak memory by {_median(memory_errors)} (median) and {100 * max(map(abs, memory_errors)):.1f} % at most. "
+        f"While the machine was calibrated, the ranks had {found.share:.0%} of their cores' time."
     )
     lines += ["", told, "", *refused]
     print("\n".join(lines))
@@ -151,7 +153,7 @@ def compare(name: str, plan: str, cluster: Cluster) -> tuple[str, str, float, fl
     return name, plan, prediction.seconds, took, prediction.seconds / took - 1, size, peak, size / peak - 1
 
 
-def calibrated(world: World, rounds: int) -> Cluster:
+def calibrated(world: World, rounds: int) -> Calibrated:
     """On every rank."""
     torch.set_num_threads(1)
     return calibrate(world, effort=Effort(rounds=rounds))

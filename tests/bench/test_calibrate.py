@@ -6,22 +6,24 @@ import tomli_w
 import torch
 from torch import nn
 
-from meshwise.bench.calibrate import Effort, calibrate
+from meshwise.bench.calibrate import Calibrated, Effort, calibrate
 from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
 from meshwise.simulate.clock import predict
-from meshwise.simulate.cluster import Cluster, load, to_table
+from meshwise.simulate.cluster import load, to_table
 from meshwise.simulate.rehearsal import Subject, rehearse
 
 LITTLE = Effort(lengths=(16, 64), sizes=(1 << 12, 1 << 14), rounds=1)
 
 
-def _calibrated(world: World) -> Cluster:
+def _calibrated(world: World) -> Calibrated:
     return calibrate(world, effort=LITTLE)
 
 
 def test_what_is_measured_is_read_back_and_prices_a_step(tmp_path: Path) -> None:
-    cluster = run_threads(1, _calibrated)[0]
+    found = run_threads(1, _calibrated)[0]
+    cluster = found.cluster
+    assert 0 < found.share <= 1
     path = tmp_path / "here.toml"
     path.write_text(tomli_w.dumps(to_table(cluster)))
     assert load(path) == cluster

@@ -1,8 +1,14 @@
 """Measures the machine it runs on, as the few numbers that a simulation needs of a cluster.
 
 All ranks measure at the same time, as they compute in training: they share caches, memory and links. What a matrix
-product reaches by its shape is measured over a grid of shapes and fitted by three constants (see `Products`); every
-other number is a median of its own.
+product reaches by its shape is measured over a grid of shapes and fitted by three constants (see `Products`), each
+shape counting as much as it takes time; every other number is a median of its own, over all rounds of all ranks.
+
+A new tensor's memory comes from the system, which clears it page by page: where no allocator keeps what was used
+before, that takes longer than most operations. It is measured by itself and taken off what makes new tensors.
+
+On a CPU it is the processor's time that counts, so that a rank that other work keeps from its core measures the core
+all the same; how much of the time that was is told with the result.
 """
 
 from __future__ import annotations
@@ -12,22 +18,26 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.nn import functional
 
 from meshwise.bench.collectives import Sweep, measure
 from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
 from meshwise.plan import Plan
-from meshwise.simulate.cluster import Cluster, Curve, Device, Link, Products
+from meshwise.simulate.cluster import Cluster, Curve, Device, Link, Products, at
+from meshwise.simulate.cost import operation
 from meshwise.simulate.measure import measure as measured
+from meshwise.simulate.price import SEND_RECV
 from meshwise.simulate.rehearsal import Subject, rehearse
 from meshwise.simulate.tape import Operation
+from meshwise.tree import tensors
 
 aten = torch.ops.aten
 
@@ -37,7 +47,7 @@ class Effort:
     """How much is measured."""
 
     lengths: tuple[int, ...] = (32, 128, 512, 2048)
-    """Of each dim of a matrix product."""
+    """Of each dim of a matrix product; on a GPU four times that."""
 
     sizes: tuple[int, ...] = (1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 26)
     """Bytes that operations and collectives move."""
@@ -45,19 +55,29 @@ class Effort:
     rounds: int = 5
     """Times that everything takes its turn; the median counts."""
 
-    most_flops: float = 2e9
-    """Of one product: larger ones are left out."""
+    most_flops: float = 5e9
+    """Of one product: larger ones are left out; on a GPU 200 times that."""
 
 
-def calibrate(world: World, *, effort: Effort = Effort()) -> Cluster:
-    """Describe this machine by measuring it. Every rank calls it, and gets what the slowest of them has measured."""
+@dataclass(frozen=True)
+class Calibrated:
+    """What was measured, and how undisturbed."""
+
+    cluster: Cluster
+
+    share: float
+    """The part of the time in which the ranks had their cores while they computed: less than 1 where other work ran."""
+
+
+def calibrate(world: World, *, effort: Effort = Effort()) -> Calibrated:
+    """Describe this machine by measuring it. Every rank calls it, and gets what all have measured."""
     seconds = _Stopwatch(world, rounds=effort.rounds)
     dtypes = [torch.float32] if world.device.type == "cpu" else [torch.float32, torch.bfloat16, torch.float16]
-    launch = _launch(seconds)
-    products = {dtype: _products(seconds, dtype, effort, launch) for dtype in dtypes}
-    best = {dtype: max(flops / took for (_, flops, took) in rows) for dtype, rows in products.items()}
+    base = _Base(_launch(seconds), _fresh(seconds, effort))
+    products = {dtype: _products(seconds, dtype, effort, base) for dtype in dtypes}
+    best = {dtype: _peak(rows) for dtype, rows in products.items()}
     main = dtypes[-1]
-    moved = _curve(seconds, effort, launch)
+    moved = _curve(seconds, effort, base)
     between, step = _between(world, effort)
     device = Device(
         name=_name(world.device),
@@ -65,39 +85,54 @@ def calibrate(world: World, *, effort: Effort = Effort()) -> Cluster:
         memory=float(_memory(world)),
         peak={str(dtype).removeprefix("torch."): rate for dtype, rate in best.items()},
         products=_fitted(products[main], best[main]),
-        attention=_attention(seconds, main, best[main], launch),
+        attention=_fitted(_attention(seconds, main, effort, base), best[main]),
         bandwidth=moved,
-        rates=_rates(seconds, launch),
-        launch=max(launch, between),
+        fresh=base.fresh,
+        rates=_rates(seconds, base),
+        launch=max(base.launch, between),
         step=step,
     )
     # The core that computes is the one that copies.
     overlap = world.device.type != "cpu"
-    return Cluster(device, ranks_per_node=world.size, inside=_link(world, effort), adapters=1, overlap=overlap)
+    cluster = Cluster(device, ranks_per_node=world.size, inside=_link(world, effort), adapters=1, overlap=overlap)
+    return Calibrated(cluster, seconds.share())
 
 
 class _Stopwatch:
-    """Times what all ranks do at once; the slowest rank's median."""
+    """Times what all ranks do at once: the median over every round of every rank."""
 
     def __init__(self, world: World, *, rounds: int) -> None:
         self.world = world
         self._rounds = rounds
+        self._had = self._passed = 0.0
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the ranks compute on GPUs."""
+        return self.world.device.type == "cuda"
 
     def __call__(self, run: Callable[[], object], *, repeat: int = 1) -> float:
         """Seconds of one run."""
         took = []
         for _ in range(self._rounds + 1):
             self.world.barrier()
-            begin = self._now()
+            passed, begin = time.perf_counter(), self._now()
             for _ in range(repeat):
                 run()
             took.append((self._now() - begin) / repeat)
-        slowest: float = max(self.world.exchange(statistics.median(took[1:])))
-        return slowest
+            self._had += took[-1] * repeat
+            self._passed += time.perf_counter() - passed
+        median: float = statistics.median(itertools.chain.from_iterable(self.world.exchange(took[1:])))
+        return median
+
+    def share(self) -> float:
+        """The part of the time in which the ranks had their processors."""
+        return statistics.fmean(self.world.exchange(min(1.0, self._had / self._passed)))
 
     def _now(self) -> float:
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize(self.world.device)
+        if not self.on_gpu:
+            return time.thread_time()
+        torch.cuda.synchronize(self.world.device)
         return time.perf_counter()
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -105,30 +140,57 @@ class _Stopwatch:
         return torch.rand(*shape, device=self.world.device).to(dtype)
 
 
+@dataclass(frozen=True)
+class _Base:
+    """What goes with every operation."""
+
+    launch: float
+    fresh: Curve
+
+    def without(self, took: float, *, made: Iterable[Tensor] = ()) -> float:
+        """An operation's own seconds, of those that it took with what goes with it, and with memory for new tensors."""
+        given = sum(size / at(self.fresh, size=size) for size in (tensor.nbytes for tensor in made) if size)
+        return max(took - self.launch - given, took / 10)
+
+
 _Row = tuple[tuple[int, int, int], float, float]
 
 
-def _products(seconds: _Stopwatch, dtype: torch.dtype, effort: Effort, launch: float) -> list[_Row]:
-    """((m, k, n), flops, seconds) over the grid."""
+def _products(seconds: _Stopwatch, dtype: torch.dtype, effort: Effort, base: _Base) -> list[_Row]:
+    """((m, k, n), flops, seconds) over the grid, matrices held as a layer holds them, forward and backward."""
     rows = []
-    for m, k, n in itertools.product(effort.lengths, repeat=3):
+    wide, most = (4, 200 * effort.most_flops) if seconds.on_gpu else (1, effort.most_flops)
+    for m, k, n in itertools.product((wide * length for length in effort.lengths), repeat=3):
         flops = 2.0 * m * k * n
-        if flops <= effort.most_flops:
-            x, y = seconds.empty(m, k, dtype=dtype), seconds.empty(k, n, dtype=dtype)
-            took = seconds(lambda x=x, y=y: torch.mm(x, y), repeat=max(1, min(50, int(1e8 / flops))))  # type: ignore[misc]
-            rows.append(((m, k, n), flops, max(took - launch, took / 10)))
+        if flops <= most:
+            x, y, z = seconds.empty(m, k, dtype=dtype), seconds.empty(k, n, dtype=dtype), seconds.empty(m, n).to(dtype)
+            pairs = ((x, y), (x, y.t().contiguous().t()), (x.t().contiguous().t(), y))
+            repeat = max(1, min(50, int(most / (150 * flops))))
+            took = seconds(functools.partial(_multiply, pairs, z), repeat=repeat) / len(pairs)
+            rows.append(((m, k, n), flops, base.without(took)))
     return rows
 
 
+def _peak(rows: Sequence[_Row]) -> float:
+    """Floating-point operations per second of the best of the largest products, a quarter of all."""
+    largest = sorted(rows, key=lambda row: row[1])[-max(1, len(rows) // 4) :]
+    return max(flops / took for _, flops, took in largest)
+
+
+def _multiply(pairs: Sequence[tuple[Tensor, Tensor]], into: Tensor) -> None:
+    for x, y in pairs:
+        torch.mm(x, y, out=into)
+
+
 def _fitted(rows: Sequence[_Row], peak: float) -> Products:
-    """The constants that come closest, by the sum of squared errors of the logarithm over a grid of them."""
+    """The constants that come closest: by the sum over a grid of squared errors of the logarithm, weighted by time."""
 
     def error(products: Products) -> float:
         told = (
-            math.log(took * peak * products.efficiency(inner=k, outputs=m * n) / flops)
+            (took, math.log(took * peak * products.efficiency(inner=k, outputs=m * n) / flops))
             for (m, k, n), flops, took in rows
         )
-        return sum(one**2 for one in told)
+        return sum(took * one**2 for took, one in told)
 
     halves = [0.0, *(2.0**power for power in range(1, 22))]
     shapes = [Products(1.0, inner, outputs) for inner, outputs in itertools.product(halves[:10], halves)]
@@ -138,57 +200,85 @@ def _fitted(rows: Sequence[_Row], peak: float) -> Products:
 def _levelled(shape: Products, rows: Sequence[_Row], peak: float) -> Products:
     """With the best `best` for its other constants."""
     logs = [
-        math.log(flops / (took * peak * shape.efficiency(inner=k, outputs=m * n))) for (m, k, n), flops, took in rows
+        took * math.log(flops / (took * peak * shape.efficiency(inner=k, outputs=m * n)))
+        for (m, k, n), flops, took in rows
     ]
-    return Products(math.exp(statistics.fmean(logs)), shape.inner, shape.outputs)
+    return Products(math.exp(sum(logs) / sum(took for _, _, took in rows)), shape.inner, shape.outputs)
 
 
-def _attention(seconds: _Stopwatch, dtype: torch.dtype, peak: float, launch: float) -> Products:
-    """Fused causal attention at a usual size; its flops are counted as if nothing were masked."""
-    batch, heads, length, width = 4, 4, 256, 64
-    q = seconds.empty(batch, heads, length, width, dtype=dtype)
-    took = seconds(lambda: functional.scaled_dot_product_attention(q, q, q, is_causal=True), repeat=3) - launch
-    flops = 4.0 * batch * heads * length * length * width
-    return Products(best=flops / (took * peak))
+def _attention(seconds: _Stopwatch, dtype: torch.dtype, effort: Effort, base: _Base) -> list[_Row]:
+    """Fused causal attention, forward and backward; its flops are counted as if nothing were masked."""
+    rows = []
+    batch, heads, width = 4, 4, 64
+    for length in (length for length in effort.lengths if length <= 1024):
+        q = seconds.empty(batch, heads, length, width, dtype=dtype).requires_grad_()
+        attend = functools.partial(functional.scaled_dot_product_attention, q, q, q, is_causal=True)
+        output = attend()
+        back = functools.partial(torch.autograd.grad, output, q, output.detach(), retain_graph=True)
+        flops = 4.0 * batch * heads * length * length * width
+        shape = (batch * heads * length, length, 1)
+        rows.append((shape, flops, base.without(seconds(attend, repeat=3), made=[output])))
+        rows.append(
+            (shape, 2.5 * flops, base.without(seconds(back, repeat=3), made=[q] * 5))
+        )  # three gradients, added up
+    return rows
 
 
-def _curve(seconds: _Stopwatch, effort: Effort, launch: float) -> Curve:
+def _fresh(seconds: _Stopwatch, effort: Effort) -> Curve:
+    """Bytes per second at which new tensors are given memory: of what filling them takes longer than filling again."""
+    if seconds.on_gpu:
+        return ()  # torch keeps what was used
+    found = []
+    for size in effort.sizes:
+        x, repeat = seconds.empty(max(1, size // 4)), max(1, min(50, (1 << 22) // size))
+        again, new = (
+            seconds(run, repeat=repeat)
+            for run in (functools.partial(x.fill_, 0.0), lambda x=x: x.new_empty(len(x)).fill_(0.0))
+        )
+        found.append((float(x.nbytes), x.nbytes / max(new - again, again / 10)))
+    return tuple(found)
+
+
+def _curve(seconds: _Stopwatch, effort: Effort, base: _Base) -> Curve:
     """Bytes per second of a sum of two tensors into a third."""
     found: list[tuple[float, float]] = []
     for size in effort.sizes:
         count = max(1, size // 12)
         x, y, z = (seconds.empty(count) for _ in range(3))
-        took = seconds(lambda x=x, y=y, z=z: torch.add(x, y, out=z), repeat=max(1, min(100, (1 << 24) // size)))  # type: ignore[misc]
-        found.append((12.0 * count, 12.0 * count / max(took - launch, took / 10)))
+        took = seconds(functools.partial(torch.add, x, y, out=z), repeat=max(1, min(100, (1 << 24) // size)))
+        found.append((12.0 * count, 12.0 * count / base.without(took)))
     return tuple(found)
 
 
-def _rates(seconds: _Stopwatch, launch: float) -> Mapping[str, float]:
-    """Bytes per second of operations that compute more than they move."""
+def _rates(seconds: _Stopwatch, base: _Base) -> Mapping[str, float]:
+    """Bytes per second of a core's operations that compute more than they move, or are of several passes."""
+    if seconds.on_gpu:
+        return {}
     x = seconds.empty(512, 1024)
-    other = torch.empty_like(x)
-    norm = aten.native_layer_norm(x, [1024], None, None, 1e-5)
-    soft = aten._log_softmax(x, -1, False)  # noqa: FBT003 - torch's own
-    probability = aten._softmax(x, -1, False)  # noqa: FBT003
-    runs: Mapping[str, tuple[int, Callable[[], object]]] = {
-        "gelu": (2, lambda: aten.gelu.out(x, out=other)),
-        "gelu_backward": (3, lambda: aten.gelu_backward(x, x)),
-        "native_layer_norm": (2, lambda: aten.native_layer_norm(x, [1024], None, None, 1e-5)),
-        "native_layer_norm_backward": (
-            3,
-            lambda: aten.native_layer_norm_backward(x, x, [1024], norm[1], norm[2], None, None, [True, False, False]),
-        ),
-        "_log_softmax": (2, lambda: aten._log_softmax(x, -1, False)),  # noqa: FBT003
-        "_log_softmax_backward_data": (3, lambda: aten._log_softmax_backward_data(x, soft, -1, torch.float32)),
-        "_softmax": (2, lambda: aten._softmax(x, -1, False)),  # noqa: FBT003
-        "_softmax_backward_data": (3, lambda: aten._softmax_backward_data(x, probability, -1, torch.float32)),
+    weight, rows = seconds.empty(1024), torch.arange(512)
+    norm = aten.native_layer_norm(x, [1024], weight, weight, 1e-5)
+    kinds: Mapping[OpOverload, tuple[Any, ...]] = {
+        aten.gelu.default: (x,),
+        aten.gelu_backward.default: (x, x),
+        aten.silu.default: (x,),
+        aten.silu_backward.default: (x, x),
+        aten.tanh.default: (x,),
+        aten.sum.dim_IntList: (x, [0]),
+        aten.native_layer_norm.default: (x, [1024], weight, weight, 1e-5),
+        aten.native_layer_norm_backward.default: (x, x, [1024], *norm[1:], weight, weight, [True] * 3),
+        aten._log_softmax.default: (x, -1, False),
+        aten._log_softmax_backward_data.default: (x, x, -1, torch.float32),
+        aten._softmax.default: (x, -1, False),
+        aten._softmax_backward_data.default: (x, x, -1, torch.float32),
+        aten.embedding_dense_backward.default: (x, rows, 512, -1, False),
     }
-    size = x.numel() * x.element_size()
-    return {
-        name: tensors * size / max(took - launch, took / 10)
-        for name, (tensors, run) in runs.items()
-        for took in [seconds(run)]
-    }
+    found = {}
+    for func, args in kinds.items():
+        made = func(*args)
+        one = operation(func, args=args, kwargs={}, output=made)
+        took = seconds(functools.partial(func, *args), repeat=3)
+        found[one.name] = one.bytes / base.without(took, made=tensors(made))
+    return found
 
 
 def _launch(seconds: _Stopwatch) -> float:
@@ -226,12 +316,13 @@ def _link(world: World, effort: Effort) -> Link:
     """Latency and bus bandwidth among all ranks of the machine."""
     if world.size == 1:
         return Link()
-    kinds = ("all_reduce", "all_gather", "reduce_scatter")
-    sweep = Sweep(kinds=kinds, sizes=(64, *effort.sizes), groups=(world.size,), rounds=effort.rounds)
+    sums = ("all_reduce", "all_gather", "reduce_scatter")  # what they move is made for them; messages are any tensors
+    kinds = {"shared": sums, "ordinary": (SEND_RECV,)}
     told: dict[tuple[str, int], tuple[float, float]] = {
         (one.kind, one.bytes): (one.median_seconds, one.bus_bandwidth)
-        for one in measure(sweep, world=world)
-        if one.kind in kinds
+        for on, each in kinds.items()
+        for one in measure(Sweep(each, (64, *effort.sizes), (world.size,), effort.rounds, on=(on,)), world=world)
+        if one.kind in each
     }
     told = world.exchange(told)[0]
     smallest = min(size for _, size in told)
@@ -241,7 +332,7 @@ def _link(world: World, effort: Effort) -> Link:
         rows = sorted((float(size), rate) for (one, size), (_, rate) in told.items() if one == kind and size > smallest)
         return tuple(rows)
 
-    return Link(latency, curve("all_reduce"), {kind: curve(kind) for kind in kinds[1:]})
+    return Link(latency, curve("all_reduce"), {kind: curve(kind) for kind in (*sums[1:], SEND_RECV)})
 
 
 def _memory(world: World) -> int:

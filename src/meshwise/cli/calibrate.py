@@ -12,13 +12,16 @@ import tomli_w
 import torch
 from rich.console import Console
 
-from meshwise.bench.calibrate import Effort, calibrate
+from meshwise.bench.calibrate import Calibrated, Effort, calibrate
 from meshwise.bench.sizes import parse_size
 from meshwise.cli.ranks import MOST_BY_DEFAULT, chosen
 from meshwise.comm import World, run, torchrun_line
-from meshwise.simulate.cluster import Cluster, to_table
+from meshwise.simulate.cluster import to_table
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError
+
+UNDISTURBED = 0.9
+"""The part of their time that ranks have to have had, for a calibration to be left without a word."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +66,18 @@ def main(words: Sequence[str]) -> int:
         line = torchrun_line(size, ["-m", "meshwise", "bench", "calibrate", *words])
         print(f"starting {size} local ranks; the same with torchrun:\n  {line}", flush=True)
     device = None if flags.device == "auto" else flags.device
-    cluster: Cluster = run(size, _rank, args=(effort,), device=device, comm=chosen(flags.comm))[0]
+    found: Calibrated = run(size, _rank, args=(effort,), device=device, comm=chosen(flags.comm))[0]
     if os.environ.get("RANK", "0") == "0":
         flags.output.parent.mkdir(parents=True, exist_ok=True)
-        flags.output.write_text(tomli_w.dumps(to_table(cluster)), encoding="utf-8")
-        Console().print(f"wrote {flags.output}: {cluster.device.name}, {size} ranks", highlight=False, soft_wrap=True)
+        flags.output.write_text(tomli_w.dumps(to_table(found.cluster)), encoding="utf-8")
+        told = f"wrote {flags.output}: {found.cluster.device.name}, {size} ranks"
+        if found.share < UNDISTURBED:
+            told += f"; other work had {1 - found.share:.0%} of their time: calibrate again when the machine is quieter"
+        Console().print(told, highlight=False, soft_wrap=True)
     return 0
 
 
-def _rank(world: World, effort: Effort) -> Cluster:
+def _rank(world: World, effort: Effort) -> Calibrated:
     return calibrate(world, effort=effort)
 
 

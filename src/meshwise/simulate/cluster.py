@@ -5,6 +5,7 @@ or read in a data sheet:
 
     products      best · k/(k + inner) · P/(P + outputs) of the peak, for P = batch·m·n results of k terms each
     all else      bytes at the rate that a tensor of that size is read and written with, or at the operation's own
+    memory        bytes at the rate that the system gives them, where no allocator keeps what was used before
     collectives   latency · steps + bytes over the link's rate at that size, each as its ring or tree moves them
 """
 
@@ -79,6 +80,10 @@ class Device:
 
     bandwidth: Curve = ()
     """Bytes per second read and written, by the bytes that an operation moves."""
+
+    fresh: Curve = ()
+    """Bytes per second at which a tensor of that size is given memory, which a system clears page by page; empty where
+    an allocator keeps it."""
 
     rates: Mapping[str, float] = field(default_factory=dict)
     """Bytes per second of operations that are slower than that: `gelu = 1.5e9`."""

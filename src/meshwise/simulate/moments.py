@@ -62,4 +62,6 @@ def moments(segments: Iterable[Segment], *, prices: Prices) -> Iterator[Moment]:
                 yield Moment(segment, entry, now, end)
                 now = end
             else:
-                yield Moment(segment, entry, now, now)
+                start = now
+                now += prices.allocation(entry)
+                yield Moment(segment, entry, start, now)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from meshwise.simulate.cluster import Cluster, Curve, at
-from meshwise.simulate.tape import Call, Operation
+from meshwise.simulate.tape import Call, Memory, Operation
 
 FUSED = frozenset(
     {
@@ -23,6 +23,9 @@ FUSED = frozenset(
     }
 )
 """Operations of several passes that are one kernel already, however many tensors they go through."""
+
+SEND_RECV = "send_recv"
+"""The rate of a message, among those of collectives."""
 
 
 @dataclass
@@ -56,14 +59,19 @@ class Prices:
         computing = operation.flops / (peak * curve.efficiency(inner=inner, outputs=outputs))
         return device.kernel + max(computing, operation.bytes / at(device.bandwidth, size=operation.bytes))
 
+    def allocation(self, memory: Memory) -> float:
+        """Of memory, before it is first written to."""
+        return memory.bytes / at(self.cluster.device.fresh, size=memory.bytes) if memory.fresh else 0.0
+
     def collective(self, call: Call) -> float:
         """Of one collective, when every rank is in one of its kind along the same axes at the same time."""
-        kind, size, ranks = call.stamp.kind, call.stamp.bytes, call.ranks
+        kind = SEND_RECV if call.stamp.point_to_point else call.stamp.kind
+        size, ranks = call.stamp.bytes, call.ranks
         count = len(ranks)
         if kind == "barrier":
             return self._latency(ranks) * math.ceil(math.log2(count))
         moved = size * traffic(kind, count=count)
-        steps = 1 if kind in ("send", "recv") else math.ceil(math.log2(count))
+        steps = 1 if kind == SEND_RECV else math.ceil(math.log2(count))
         return self._latency(ranks) * steps + moved / self._rate(kind, size, ranks)
 
     def crosses(self, ranks: Sequence[int]) -> bool:
@@ -94,6 +102,6 @@ class Prices:
 
 def traffic(kind: str, *, count: int) -> float:
     """What each rank sends of a collective, as a part of its bytes (of the whole side, where one side is larger)."""
-    if kind in ("send", "recv"):
+    if kind in ("send", "recv", SEND_RECV):
         return 1.0
     return (2.0 if kind == "all_reduce" else 1.0) * (count - 1) / count

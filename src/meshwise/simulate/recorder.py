@@ -69,7 +69,7 @@ class Recorder:
         for tensor in tensors(output):
             self.allocated(tensor)
 
-    def allocated(self, tensor: Tensor, *, category: Category | None = None) -> None:
+    def allocated(self, tensor: Tensor, *, category: Category | None = None, fresh: bool = True) -> None:
         """Count the memory of a tensor, once; `category` says what it is for, whatever the rank is at."""
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -83,16 +83,19 @@ class Recorder:
         kind = category or _category(self.journal.doing)
         self._sizes[key] = (kind, self._part(storage), not tensor.is_meta)
         self._references[key] = weakref.ref(storage, lambda _: self._released(key))
-        self.note(Memory(*self._sizes[key]))
+        self.note(Memory(*self._sizes[key], fresh=fresh))
 
-    def borrow(self, tensor: Tensor, *, category: Category) -> None:
-        """Count a tensor in shared memory, which is lent: what the last tensors have left waits for another one."""
+    def borrowed(self, numel: int, *, dtype: torch.dtype, category: Category | None = None) -> Tensor:
+        """A tensor in shared memory, which is lent: what the last tensors have left waits for another one."""
+        with torch.utils._python_dispatch._disable_current_modes():
+            tensor = torch.empty(numel, dtype=dtype, device="meta")
         fitting = min((slab for slab in self._left if fits(tensor.nbytes, slab=slab)), default=None)
         if fitting is not None:
             self._left.remove(fitting)
             self.note(Memory(Category.COMMUNICATION, -fitting))
-        self.allocated(tensor, category=category)
+        self.allocated(tensor, category=category, fresh=fitting is None)
         self._borrowed.add(tensor.untyped_storage()._cdata)
+        return tensor
 
     def watch(self, tensor: Tensor, *, category: Category) -> None:
         """Count the memory of a tensor that may grow and shrink."""
@@ -124,7 +127,7 @@ class Recorder:
         for storage in self._watched:
             category, size, host = self._sizes[storage._cdata]
             if (now := self._part(storage)) != size:
-                self.note(Memory(category, now - size, host))
+                self.note(Memory(category, now - size, host, fresh=now > size))
                 self._sizes[storage._cdata] = (category, now, host)
 
     def _part(self, storage: torch.UntypedStorage) -> int:

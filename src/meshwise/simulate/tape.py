@@ -75,6 +75,9 @@ class Memory:
     host: bool = False
     """Whether it lies in the host's memory while the rank computes on a device of its own."""
 
+    fresh: bool = False
+    """Whether it is asked of the allocator; otherwise what there is gets another name, or is given back."""
+
 
 Entry: TypeAlias = Operation | Call | Wait | Memory
 

@@ -104,15 +104,20 @@ class RehearsalWorld(TraceWorld):
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
         """As of any world. What a step makes for the collectives are its gradients."""
-        tensor = super().empty(numel, dtype=dtype)
-        if self.journal.doing:
-            borrows = self._shared and tensor.nbytes > PAYLOAD_BYTES
-            (self._recorder.borrow if borrows else self._recorder.allocated)(tensor, category=Category.GRADIENTS)
-        return tensor
+        return self._made(numel, dtype=dtype, category=Category.GRADIENTS if self.journal.doing else None)
 
     def summand(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
         """As of any world: it is no gradient of a parameter."""
-        return super().empty(math.prod(shape), dtype=dtype).view(tuple(shape))
+        return self._made(math.prod(shape), dtype=dtype, category=None).view(tuple(shape))
+
+    def _made(self, numel: int, *, dtype: torch.dtype, category: Category | None) -> Tensor:
+        """Memory that the ranks share where they can; `category`: what it is for, if not for what the rank is at."""
+        if self._shared and self.journal.doing and numel * dtype.itemsize > PAYLOAD_BYTES:
+            return self._recorder.borrowed(numel, dtype=dtype, category=category)
+        tensor = super().empty(numel, dtype=dtype)
+        if category is not None:
+            self._recorder.allocated(tensor, category=category)
+        return tensor
 
     def common(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:
         """One piece of memory for all ranks along `axes`, where the ranks share memory."""
