@@ -65,6 +65,7 @@ def test_a_reader_that_has_seen_enough_ends_it_without_a_word(tmp_path: Path) ->
     assert (ended.returncode, ended.stderr) == (141, b"")
 
 
+SMALL = ["--train.batch=4", "--data.context=16", "--model.arguments", "layers=1", "width=32", "heads=2"]
 BAD_JOBS = {
     "unknown key": (["--train.stepz=3"], "unknown key train.stepz; did you mean train.steps?"),
     "wrong type": (["--train.steps=many"], "--train.steps: 'many' is no whole number"),
@@ -76,6 +77,13 @@ BAD_JOBS = {
     "empty data": (["--data.files", "blank.txt"], "no file of 1 has any text in it"),
     "too little data": (["--data.files", "short.txt"], "hold 6 bytes, but a sample takes data.context + 1 = 257"),
     "small batch": (["--train.batch=3", "--plan=dp=4"], "3 samples cannot be shared by the 4 replicas of 'dp=4'"),
+    "more than the data": (["--train.batch=99"], "train.batch = 99 samples, and there are 8 to train on: a step would"),
+    "micro-batches of none": (["--train.batch=4", "--plan=dp=2 microbatches=3"], "or at most microbatches=2"),
+    "too many stages": ([*SMALL, "--plan=pp=20"], "20 stages do not fit: GPT has 8 pieces"),
+    "heads that do not divide": (
+        [*SMALL, "--plan=tp=3"],
+        "'tp=3' shares them out over 3 ranks: they are fewer. Nearest",
+    ),
     "unknown model": (["--model.name=gtp"], "model.name = 'gtp' is neither 'gpt', 'mlp'"),
     "wrong shape": (["--model.arguments", "heads=3"], "width=128 must be a multiple of heads=3"),
     "unknown optimizer": (["--optimizer.name=Adamw"], "'Adamw' is no class of torch.optim; did you mean 'AdamW'?"),

@@ -18,7 +18,7 @@ from meshwise.train.config import read_job
 from meshwise.train.failure import leave_traceback
 from meshwise.train.job import Job
 from meshwise.train.loop import train
-from meshwise.train.prepare import prepare
+from meshwise.train.prepare import check_plan, prepare
 from meshwise.train.resume import checked_origin
 
 
@@ -26,9 +26,11 @@ def main(arguments: Sequence[str]) -> int:
     """Train the job that the arguments describe. Raises JobError or PlanError before any rank is started."""
     job = read_job(arguments, prog="meshwise train", kind=Job)
     size = local_ranks(job)
-    checked_origin(prepare(job, ranks=size), attempt=None)
+    prepared = prepare(job, ranks=size)
+    checked_origin(prepared, attempt=None)
     words = ["-m", "meshwise", "train", *arguments]
     if "RANK" not in os.environ:
+        check_plan(prepared)
         print(f"starting {size} local rank{'s' * (size > 1)}; the same with torchrun:")
         print(f"  {torchrun_line(size, words, restarts=job.restarts)}", flush=True)
     try:

@@ -23,7 +23,7 @@ from meshwise.train.data import length, read
 from meshwise.train.failure import leave_traceback
 from meshwise.train.job import JobError, Studied
 from meshwise.train.order import Order
-from meshwise.train.prepare import Prepared, prepare
+from meshwise.train.prepare import Prepared, check_plan, prepare
 from meshwise.verify import Report, verify
 
 _MOST_ROWS = 40
@@ -52,7 +52,9 @@ def main(arguments: Sequence[str]) -> int:
     """Verify the job that the arguments describe. Raises JobError or PlanError before any rank is started."""
     job = read_job(arguments, prog="meshwise verify", kind=VerifyJob)
     size = local_ranks(job)
-    prepare(job, ranks=size)
+    prepared = prepare(job, ranks=size)
+    if "RANK" not in os.environ:
+        check_plan(prepared)
     # The ranks wait while the first one takes a whole step alone, which is no hang.
     os.environ.setdefault("MESHWISE_STALL_SECONDS", _PATIENCE_SECONDS)
     if "RANK" in os.environ or job.comm != "threads":

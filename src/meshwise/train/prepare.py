@@ -14,16 +14,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 
+from meshwise.comm.trace_world import TraceWorld
 from meshwise.cutting import plan_schedule
+from meshwise.model.birth import shapes_of
 from meshwise.model.forward import Loss
-from meshwise.parallelize import Options
+from meshwise.parallelize import Options, parallelize
+from meshwise.plan import PlanError
 from meshwise.plan.keys import is_path
-from meshwise.train.data import Data, load_data
+from meshwise.train.data import Data, length, load_data
 from meshwise.train.job import Job, JobError
 from meshwise.train.named import loss_function, model_function, optimizer
 from meshwise.train.records import summary_writer
 from meshwise.train.tokens import STDLIB
+from meshwise.tree import map_tensors
 
 
 @dataclass(frozen=True)
@@ -72,13 +77,41 @@ def prepare(job: Job, *, ranks: int) -> Prepared:
             f"train.batch = {job.train.batch} samples cannot be shared by the {replicas} replicas of '{plan}'; "
             f"use train.batch = {replicas} or more, or at most dp={job.train.batch}"
         )
+    rows = -(-job.train.batch // replicas)
+    if rows < plan.microbatches:
+        raise JobError(
+            f"train.batch = {job.train.batch} samples, {rows} for a replica of '{plan}', are too few for its "
+            f"micro-batches; use train.batch = {replicas * plan.microbatches} or more, or at most microbatches={rows}"
+        )
     kind, arguments = optimizer(job.optimizer)
     model, loss, data = model_function(job), loss_function(job), load_data(job.data)
+    if job.train.batch > (size := length(data.train)):
+        raise JobError(
+            f"train.batch = {job.train.batch} samples, and there are {size} to train on: a step would see some of them "
+            f"twice; use train.batch = {size} or less, or more data"
+        )
     if job.train.tensorboard:
         summary_writer()
     if job.sample.length and not data.text:
         raise JobError(f"sample.length = {job.sample.length}: only a model of text (data.files) writes a sample; use 0")
     return Prepared(_absolute(dataclasses.replace(job, plan=plan, ranks=None)), model, loss, kind, arguments, data)
+
+
+def check_plan(prepared: Prepared) -> None:
+    """Put the model under the plan on a rank that is not there. Raises PlanError when it cannot be.
+
+    What else goes wrong may come of there being no values, and is left for the ranks to say.
+    """
+    job, example = prepared.job, default_collate([prepared.data.train[0]])
+    options = prepared.options(example=map_tensors(lambda tensor: tensor.to("meta"), example))
+    world = TraceWorld(rank=0, mesh=job.plan.mesh())
+    try:
+        source = shapes_of(prepared.model, seed=job.train.seed)
+        parallelize(source, job.plan, loss=prepared.loss, world=world, options=options).close()
+    except PlanError:
+        raise
+    except Exception:  # noqa: BLE001 -- see above
+        return
 
 
 def _absolute(job: Job) -> Job:
