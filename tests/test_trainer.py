@@ -108,7 +108,7 @@ def test_skipping_changes_nothing_and_ends_after_n_in_a_row(plan: str) -> None:
             assert math.isnan(result.loss)
             assert result.tokens == ROWS
         agree(state(trainer), before, bound=0.0)
-        with pytest.raises(NonFiniteError, match=r"rank 1: .*; 2 such steps in a row were skipped already"):
+        with pytest.raises(NonFiniteError, match=r"rank 1: .*; nonfinite='skip:2' allows no more such steps"):
             trainer.step(bad())
         agree(state(trainer), before, bound=0.0)
 
@@ -164,8 +164,10 @@ def test_a_loss_that_counts_nothing_is_not_applied(plan: str, loss: Any) -> None
         assert result.problem == "the loss counted nothing in this step: every rank returned a count of 0"
         assert math.isnan(trainer.evaluate([good()]).loss)
         agree(state(trainer), before, bound=0.0)
-        with pytest.raises(NonFiniteError, match="the loss counted nothing"):
+        with pytest.raises(NonFiniteError, match=r"the loss counted nothing .*; nonfinite='skip:1' allows no more"):
             trainer.step(good())
+        with pytest.raises(NonFiniteError, match=r"the loss counted nothing .*Look at the batch: it may have no rows"):
+            made(world, plan).step(good()[:0])
 
     run(2, main)
 

@@ -42,15 +42,20 @@ class SkipPolicy:
             return cls(int(number))
         raise ValueError(f"nonfinite={text!r}; write 'raise', 'end', or 'skip:3' to skip at most 3 such steps in a row")
 
-    def advice(self, *, updated: bool) -> str:
-        """What a user can do about it; `updated`: some units are."""
+    def advice(self, *, updated: bool, counted: bool = True) -> str:
+        """What a user can do about it; `updated`: some units are; `counted`: whether the loss counted anything."""
         if updated:
             return (
                 "; with nonfinite='end' units whose gradient was finite are updated already, so load a checkpoint to "
                 "go on. With 'raise' nothing would be, and the update would begin later"
             )
         if self.most:
-            return f"; {self.most} such steps in a row were skipped already"
+            return f"; nonfinite='skip:{self.most}' allows no more such steps in a row"
+        if not counted:
+            return (
+                "; the update was not applied. Look at the batch: it may have no rows, or only labels that the loss "
+                "leaves out (padding, ignore_index)"
+            )
         return (
             "; the update was not applied. Lower the learning rate, clip, look at the batch, or use nonfinite='skip:3'"
         )

@@ -208,7 +208,7 @@ def _as_plan_error() -> Iterator[None]:
     except PlanError:
         raise
     except ValueError as error:
-        raise PlanError(str(error)) from error
+        raise PlanError(str(error)).with_traceback(error.__traceback__) from None
 
 
 def _live(
@@ -274,7 +274,8 @@ def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
         own = dataclasses.replace(shared, parts=here)
         stages[index] = LiveStage(stage, *_live(source.part(stage.module), own, recall=recall, spare=spare))
         kept = in_flight(schedule)[index]
-        setting.around.blocks.install(stage.module, names=blocks, recall=recall, in_flight=kept)
+        halves = {name: f"{name} of stage {index}" for name in cut.met(index).opened}
+        setting.around.blocks.install(stage.module, names=blocks, recall=recall, in_flight=kept, parts=halves)
     if not source.deferred:
         _let_go(source.module)
     whole = StagedEngine({index: live.engine for index, live in stages.items()}, ranks=schedule.rank_of, world=world)
@@ -351,11 +352,11 @@ def _place_buffers(source: Source, world: World, precision: Precision) -> None:
 
 
 def _batch_norms_join(module: nn.Module, setting: Setting, world: World) -> bool:
-    """Whether ranks take the statistics of batch norms together. Raises ValueError where they cannot."""
+    """Whether ranks take the statistics of batch norms together. Raises PlanError where they cannot."""
     norms = list(batch_norms(module))
     setting.around.undo.push(take_over(module))
     if norms and _rows_meet(setting.plan, world):
-        raise ValueError(
+        raise PlanError(
             f"{norms[0]} takes statistics over the batch, and tp_mode={setting.plan.tp_mode} splits the features that "
             "they are of; use tp_mode=1d, or GroupNorm or LayerNorm"
         )

@@ -241,7 +241,7 @@ class Trainer:
             problem += culprits(self._engine, run=lambda seen: self._sweep.inspect(parts, seen=seen))
         self._skips += 1
         if self._skips > self._recipe.nonfinite.most:
-            raise NonFiniteError(problem + self._recipe.nonfinite.advice(updated=updated))
+            raise NonFiniteError(problem + self._recipe.nonfinite.advice(updated=updated, counted=bool(totals.count)))
         return problem
 
     def _apply(self, totals: Totals) -> None:

@@ -39,9 +39,9 @@ RUN: list[Event] = [
         1234,
         "12 MB",
         4,
-        8,
+        1,
         {"parameters": 2048, "optimizer": 0},
-        {"parameters": "bfloat16", "compute": "bfloat16", "master": "float32"},
+        {"parameters": "bfloat16", "compute": "bfloat16", "master": "float32", "buffers": "none"},
         "runs/a",
     ),
     step(1),
@@ -63,7 +63,7 @@ plan     dp=2 zero=1   (on CPU)
 model    1,234 parameters; on rank 0: parameters 2 KiB
 dtypes   bfloat16: parameters, compute; float32: master
 data     12 MB
-run      4 steps of 8 samples, into runs/a
+run      4 steps of 1 sample, into runs/a
 step 1/4  loss 2.5000  grad 1.250  lr 3.00e-04  12.3k tok/s  3 MiB  ETA 1:15
 step 2/4  loss 1.2500  grad 1.250  lr 3.00e-04  12.3k tok/s  3 MiB  ETA 1:15  SKIPPED
 NOT FINITE at step 2: the loss is nan; rank 1: head.weight

@@ -167,7 +167,7 @@ def test_skipped_steps_are_remembered(job: Job, tmp_path: Path) -> None:
     assert [row[-1] for row in steps(folder)] == [True, False, False, False, False], "step 4 is skipped, too"
 
     again = killed_after(3, whole, into=tmp_path / "again")
-    with pytest.raises(RuntimeError, match="1 such steps in a row were skipped already"):
+    with pytest.raises(RuntimeError, match="nonfinite='skip:1' allows no more such steps"):
         run(change(job, "train", output=str(again), resume="auto", nonfinite="skip:1"))
 
 

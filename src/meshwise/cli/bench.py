@@ -21,6 +21,7 @@ from meshwise.bench.tables import as_csv, as_json, as_table
 from meshwise.cli import calibrate, disk
 from meshwise.cli.ranks import MOST_BY_DEFAULT, chosen
 from meshwise.comm import World, run, torchrun_line
+from meshwise.train.counted import counted
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError
 
@@ -86,7 +87,9 @@ def _collectives(words: Sequence[str]) -> int:
     if "RANK" not in os.environ:
         line = torchrun_line(size, ["-m", "meshwise", "bench", "collectives", *words])
         console.print(
-            f"starting {size} local ranks; the same with torchrun:\n  {line}", highlight=False, soft_wrap=True
+            f"starting {counted(size, of='local rank')}; the same with torchrun:\n  {line}",
+            highlight=False,
+            soft_wrap=True,
         )
     device = None if flags.device == "auto" else flags.device
     measurements = run(size, _rank, args=(sweep,), device=device, comm=chosen(flags.comm))[0]

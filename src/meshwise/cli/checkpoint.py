@@ -28,6 +28,7 @@ from meshwise.checkpoint.export import ExportError, export
 from meshwise.checkpoint.folder import LATEST, checkpoints, is_checkpoint
 from meshwise.checkpoint.index import INDEX, Index, read_index
 from meshwise.train.config import from_text, from_toml
+from meshwise.train.counted import counted
 from meshwise.train.job import Job, JobError
 from meshwise.train.named import model_function
 
@@ -100,8 +101,10 @@ def _show(flags: argparse.Namespace, console: Console) -> int:
     for alias, name in index.aliases.items():
         console.print(f"{alias} is {name}", markup=False)
     parameters = sum(math.prod(row.shape) for name, row in index.tensors.items() if name.startswith("parameter/"))
-    size, files = index.nbytes / 1e6, len(index.files)
-    console.print(f"{parameters:,} parameters, {len(index.tensors)} tensors, {size:.1f} MB in {files} files")
+    console.print(
+        f"{counted(parameters, of='parameter')}, {counted(len(index.tensors), of='tensor')}, "
+        f"{index.nbytes / 1e6:.1f} MB in {counted(len(index.files), of='file')}"
+    )
     for key, value in index.extra.items():
         text = json.dumps(value)
         console.print(f"{key}: {text if len(text) <= _MOST_TEXT else f'{text[:_MOST_TEXT]}…'}", markup=False)
@@ -117,7 +120,7 @@ def _check(flags: argparse.Namespace, console: Console) -> int:
     wrong = 0
     for folder in folders:
         found = list(damages(folder))
-        verdict = f"{len(found)} places damaged" if found else "whole"
+        verdict = f"{counted(len(found), of='place')} damaged" if found else "whole"
         console.print(f"{folder}: {verdict}", style="red" if found else "green", markup=False)
         for damage in found:
             console.print(f"  {damage}", markup=False)

@@ -25,6 +25,7 @@ from meshwise.simulate.cluster import Cluster, ClusterError, parse_cluster
 from meshwise.simulate.rehearsal import Subject
 from meshwise.simulate.tables import text
 from meshwise.train.config import read_job
+from meshwise.train.counted import counted
 from meshwise.train.job import JobError, Studied
 from meshwise.train.prepare import prepare
 from meshwise.train.rewrite import rewrite
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
     survey = _shown(surveys, effort=effort, quiet=job.json)
     if not survey.candidates:
         held = f" with {job.fix}" if job.fix else ""
-        raise JobError(f"no plan for {cluster.ranks} ranks{held} divides this job; try other ranks")
+        raise JobError(f"no plan for {counted(cluster.ranks, of='rank')}{held} divides this job; try other ranks")
     best = survey.best()
     if job.json:
         print(json.dumps(survey_record(survey, top=job.top), indent=2))
@@ -137,7 +138,7 @@ def _shown(surveys: Iterator[Survey], *, effort: Effort, quiet: bool) -> Survey:
 
 def _tell(survey: Survey, *, top: int, seconds: float) -> None:
     console = Console() if Console().is_terminal else Console(width=_WIDTH)
-    told = f"{len(survey.candidates):,} plans, {survey.rehearsals} of them rehearsed, in {seconds:.0f} s"
+    told = f"{counted(len(survey.candidates), of='plan')}, {survey.rehearsals} of them rehearsed, in {seconds:.0f} s"
     console.print(told, highlight=False)
     if survey.best():
         console.print(_table(best_table(survey, top=top)))

@@ -25,6 +25,7 @@ from meshwise.simulate.memory import memory_of
 from meshwise.simulate.rehearsal import Subject, rehearse
 from meshwise.simulate.tables import memory_table, time_table
 from meshwise.train.config import read_job
+from meshwise.train.counted import counted
 from meshwise.train.data import length, read
 from meshwise.train.job import JobError, Studied
 from meshwise.train.order import Order
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     ]
     board = drawing_board()
     what = str(rehearsals[0].plan) if len(plans) == 1 else f"{len(plans)} plans"
-    title = f"{what} on {job.on or f'{size} ranks'}"
+    title = f"{what} on {job.on or counted(size, of='rank')}"
     board.print(title, highlight=False)
     if cluster is not None:
         _tell([predict(rehearsal, cluster=cluster) for rehearsal in rehearsals], step=step, job=job, title=title)

@@ -15,6 +15,7 @@ from meshwise.comm.launch import run, torchrun_line
 from meshwise.comm.world import World
 from meshwise.simulate.shortage import ShortageError, is_shortage, room_left, shortage
 from meshwise.train.config import read_job
+from meshwise.train.counted import counted
 from meshwise.train.failure import leave_traceback
 from meshwise.train.job import Job
 from meshwise.train.loop import train
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     words = ["-m", "meshwise", "train", *arguments]
     if "RANK" not in os.environ:
         check_plan(prepared)
-        print(f"starting {size} local rank{'s' * (size > 1)}; the same with torchrun:")
+        print(f"starting {counted(size, of='local rank')}; the same with torchrun:")
         print(f"  {torchrun_line(size, words, restarts=job.restarts)}", flush=True)
     try:
         run(size, _rank, args=(job,), restarts=job.restarts, comm=chosen(job.comm))

@@ -19,6 +19,7 @@ from meshwise.comm.launch import run, torchrun_line
 from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
 from meshwise.train.config import read_job
+from meshwise.train.counted import counted
 from meshwise.train.data import length, read
 from meshwise.train.failure import leave_traceback
 from meshwise.train.job import JobError, Studied
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.setdefault("MESHWISE_STALL_SECONDS", _PATIENCE_SECONDS)
     if "RANK" in os.environ or job.comm != "threads":
         if "RANK" not in os.environ:
-            print(f"starting {size} local rank{'s' * (size > 1)}; the same with torchrun:")
+            print(f"starting {counted(size, of='local rank')}; the same with torchrun:")
             print(f"  {torchrun_line(size, ['-m', 'meshwise', 'verify', *arguments])}", flush=True)
         report: Report = run(size, _rank, args=(job,), comm=chosen(job.comm))[0]
     else:

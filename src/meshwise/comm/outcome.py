@@ -18,7 +18,7 @@ from meshwise.comm.lost import RankLostError
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a rank's main, or the exception that ended it (as the original, and as text) and when it did."""
+    """The result of a rank's main, or the exception that ended it, where it was raised (as text) and when."""
 
     result: Any = None
     error: BaseException | None = None
@@ -28,7 +28,8 @@ class Outcome:
     @classmethod
     def of(cls, error: BaseException) -> Outcome:
         """How `error` ended a rank just now."""
-        return cls(error=_picklable(error), trace="".join(traceback.format_exception(error)), seconds=time.time())
+        told, words = traceback.format_exception(error), traceback.format_exception_only(error)
+        return cls(error=_picklable(error), trace="".join(told[: -len(words)]), seconds=time.time())
 
     @property
     def is_consequence(self) -> bool:

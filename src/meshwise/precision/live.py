@@ -9,7 +9,11 @@ import torch
 KINDS = ("parameters", "compute", "reduction", "accumulation", "master", "optimizer_state", "buffers")
 
 
+NOTHING = "none"
+"""In place of a dtype, where a rank has nothing of a kind."""
+
+
 def live(found: Mapping[str, Iterable[torch.dtype]]) -> dict[str, str]:
-    """The dtypes of every kind by name; `none` where a rank has nothing of a kind."""
+    """The dtypes of every kind by name, or NOTHING."""
     names = {kind: sorted({str(dtype).removeprefix("torch.") for dtype in found.get(kind, ())}) for kind in KINDS}
-    return {kind: " ".join(dtypes) or "none" for kind, dtypes in names.items()}
+    return {kind: " ".join(dtypes) or NOTHING for kind, dtypes in names.items()}

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from meshwise.train.counted import counted
 from meshwise.train.job import DataJob, JobError
 from meshwise.train.named import bind, locate
 from meshwise.train.order import Order
@@ -166,7 +167,7 @@ def _load_text(job: DataJob) -> Data:
     validation = Text(path, start=size - held_out, stop=size, context=job.context) if held_out else None
     picture = f"{size / 1e6:,.2f} MB of text ({', '.join(job.files)}): {_counts(train, validation)}"
     content = f"{size} bytes, {digest(open_tokens(path))}"
-    return Data(train, validation, f"{picture} of {job.context} bytes", text=True, content=content)
+    return Data(train, validation, f"{picture} of {counted(job.context, of='byte')}", text=True, content=content)
 
 
 def _load_dataset(job: DataJob) -> Data:
@@ -186,11 +187,13 @@ def _load_dataset(job: DataJob) -> Data:
         whole, train = train, Drawn(train, order=order, start=0, stop=max(0, size - held_out))
         validation = Drawn(whole, order=order, start=size - held_out, stop=size)
     if length(train) < 1 or (validation is not None and length(validation) < 1):
-        raise JobError(f"data.dataset = {job.dataset!r} holds {size} samples; training and validation need one each")
+        raise JobError(
+            f"data.dataset = {job.dataset!r} holds {counted(size, of='sample')}; training and validation need one each"
+        )
     counts = _counts(train, validation)
     return Data(train, validation, f"{job.dataset}: {counts}", text=False, content=counts)
 
 
 def _counts(train: Dataset[Any], validation: Dataset[Any] | None) -> str:
     kept = f" and {length(validation):,} for validation" if validation is not None else ""
-    return f"{length(train):,} samples{kept}"
+    return f"{counted(length(train), of='sample')}{kept}"

@@ -23,6 +23,7 @@ from meshwise.model.forward import Loss
 from meshwise.parallelize import Options, parallelize
 from meshwise.plan import PlanError
 from meshwise.plan.keys import is_path
+from meshwise.train.counted import counted
 from meshwise.train.data import Data, length, load_data
 from meshwise.train.job import Job, JobError
 from meshwise.train.named import loss_function, model_function, optimizer
@@ -72,22 +73,23 @@ def prepare(job: Job, *, ranks: int) -> Prepared:
     if plan.pp > 1:
         plan_schedule(plan)
     replicas = plan.mesh().degree("dp")
+    samples = f"train.batch = {counted(job.train.batch, of='sample')}"
     if job.train.batch < replicas:
         raise JobError(
-            f"train.batch = {job.train.batch} samples cannot be shared by the {replicas} replicas of '{plan}'; "
+            f"{samples} cannot be shared by the {replicas} replicas of '{plan}'; "
             f"use train.batch = {replicas} or more, or at most dp={job.train.batch}"
         )
     rows = -(-job.train.batch // replicas)
     if rows < plan.microbatches:
         raise JobError(
-            f"train.batch = {job.train.batch} samples, {rows} for a replica of '{plan}', are too few for its "
+            f"{samples}, {rows} for a replica of '{plan}', are too few for its "
             f"micro-batches; use train.batch = {replicas * plan.microbatches} or more, or at most microbatches={rows}"
         )
     kind, arguments = optimizer(job.optimizer)
     model, loss, data = model_function(job), loss_function(job), load_data(job.data)
     if job.train.batch > (size := length(data.train)):
         raise JobError(
-            f"train.batch = {job.train.batch} samples, and there are {size} to train on: a step would see some of them "
+            f"{samples}, and there are {size:,} to train on: a step would see some of them "
             f"twice; use train.batch = {size} or less, or more data"
         )
     if job.train.tensorboard:

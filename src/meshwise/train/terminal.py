@@ -13,6 +13,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.rule import Rule
 from rich.text import Text
 
+from meshwise.precision.live import NOTHING
+from meshwise.train.counted import counted
 from meshwise.train.events import (
     Budgeted,
     Compared,
@@ -126,15 +128,16 @@ def _told(event: Event) -> str:
     """The event in words."""
     match event:
         case Start():
+            steps = f"{counted(event.steps, of='step')} of {counted(event.batch, of='sample')}"
             return "\n".join(
                 [
                     f"plan     {event.plan}   (on {event.device})",
                     *_indented(event.mesh),
                     *_indented(event.stages),
-                    f"model    {event.parameters:,} parameters; on rank 0: {_memory(event.memory)}",
+                    f"model    {counted(event.parameters, of='parameter')}; on rank 0: {_memory(event.memory)}",
                     f"dtypes   {_dtypes(event.precision)}",
                     f"data     {event.data}",
-                    f"run      {event.steps:,} steps of {event.batch:,} samples, into {event.output}",
+                    f"run      {steps}, into {event.output}",
                 ]
             )
         case Step():
@@ -173,7 +176,7 @@ def _told(event: Event) -> str:
             )
         case End():
             rows = [f"  {name:<12} {path}" for name, path in event.outputs.items()]
-            head = f"done: {event.steps:,} steps in {_time(event.seconds)}, loss {event.loss:.4f}"
+            head = f"done: {counted(event.steps, of='step')} in {_time(event.seconds)}, loss {event.loss:.4f}"
             return "\n".join([head, *rows, f"next: {event.following}"])
 
 
@@ -181,7 +184,7 @@ def _resumed(event: Resume) -> list[str]:
     if not event.path:
         return ["resume   there is no checkpoint yet: from the start"]
     return [
-        f"resume   after step {event.step:,} ({event.samples:,} samples), from {event.path}",
+        f"resume   after step {event.step:,} ({counted(event.samples, of='sample')}), from {event.path}",
         *(f"         DAMAGED, passed over: {damage}" for damage in event.damaged),
         *(f"         changed: {change}" for change in event.changes),
     ]
@@ -214,10 +217,11 @@ def _memory(memory: Mapping[str, int]) -> str:
 
 
 def _dtypes(precision: Mapping[str, str]) -> str:
-    """The kinds that share a dtype, together."""
+    """The kinds that share a dtype, together; not those that a rank has nothing of."""
     kinds: dict[str, list[str]] = {}
     for kind, dtype in precision.items():
-        kinds.setdefault(dtype, []).append(kind.replace("_", " "))
+        if dtype != NOTHING:
+            kinds.setdefault(dtype, []).append(kind.replace("_", " "))
     return "; ".join(f"{dtype}: {', '.join(names)}" for dtype, names in kinds.items())
 
 
