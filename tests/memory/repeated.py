@@ -1,7 +1,8 @@
 """A model whose blocks are recomputed: ties, dropout of two kinds, an activation in place; and how it is trained."""
 
 import functools
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +11,16 @@ from torch.nn import functional
 from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
 from meshwise.parallelize import Options, parallelize
+from meshwise.pipeline.cut import Where
 from meshwise.plan import Plan
+from meshwise.trainer import Trainer
 
-WIDTH, TOKENS, WORDS, LAYERS, STEPS = 16, 4, 32, 2, 2
+T = TypeVar("T")
+WIDTH, TOKENS, WORDS, LAYERS, STEPS = 16, 4, 32, 2, 3
 
 
-Outcome: TypeAlias = tuple[Any, dict[str, Tensor], dict[str, str]]
+Outcome: TypeAlias = dict[str, Tensor]
+"""Loss, norm and gradients of a step, by name."""
 
 
 class Attention(nn.Module):
@@ -48,10 +53,10 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """Tied at its ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = LAYERS) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.embed.weight
@@ -74,18 +79,35 @@ def batches(rows: int = 8) -> list[tuple[Tensor, Tensor]]:
     return [(tokens[:, :-1], tokens[:, 1:]) for tokens in drawn]
 
 
-def train(world: World, plan: str, *, rows: int = 8, steps: int = STEPS) -> Outcome:
-    """Losses and norms, parameters after the last step, and how the blocks were recomputed then."""
-    given = batches(rows)[:steps]
-    options = Options(example=given[0], clip_norm=0.5)
-    trainer = parallelize(Model, plan, loss=loss, world=world, lr=1e-2, options=options)
-    numbers = [(result.loss, result.grad_norm) for result in map(trainer.step, given)]
-    values = {name: value.clone() for name, value in trainer.full_parameters()}
-    modes = dict(trainer.blocks.modes)
+def under(
+    world: World, plan: str, *, layers: int = LAYERS, rows: int = 8, cut: Where | None = None, **arguments: Any
+) -> Trainer:
+    options = Options(example=batches(rows)[0], clip_norm=0.5, cut=cut or Where())
+    build = functools.partial(Model, layers)
+    return parallelize(build, plan, loss=loss, world=world, options=options, **{"lr": 1e-2} | arguments)
+
+
+def outcome(trainer: Trainer, batch: Any) -> Outcome:
+    """Of one step."""
+    result = trainer.step(batch)
+    found = {"loss and norm": torch.tensor([result.loss, result.grad_norm], dtype=torch.float64)}
+    return found | {name: value.clone() for name, value in trainer.full_gradients()}
+
+
+def in_modes(world: World, plan: str, *, modes: Sequence[str], layers: int, rows: int) -> dict[str, Outcome]:
+    """One and the same step, its blocks recomputed in one mode after another."""
+    trainer = under(world, f"{plan} recompute=full", layers=layers, rows=rows, lr=0.0)
+    assert any(world.exchange(trainer.blocks.modes))  # a stage may have no block
+    found = {}
+    for mode in modes:
+        trainer.blocks.choose(dict.fromkeys(trainer.blocks.modes, mode))
+        trainer._steps = 0  # a model draws by the number of the step
+        found[mode] = outcome(trainer, batches(rows)[0])
     trainer.close()
-    return numbers, values, modes
+    return found
 
 
-def on(plan: str, *, rows: int = 8, steps: int = STEPS) -> list[Outcome]:
-    run = functools.partial(train, rows=rows, steps=steps)
-    return run_threads(Plan.parse(plan).mesh().size, run, args=(plan,))
+def on(plan: str, run: Callable[..., T], **arguments: Any) -> list[T]:
+    """What every rank of the plan comes to."""
+    ranks = Plan.parse(plan).mesh().size
+    return run_threads(ranks, functools.partial(run, **arguments), args=(plan,))

@@ -2,12 +2,12 @@
 
 import pytest
 
-from memory.repeated import Model, batches, loss, on
-from meshwise.comm.thread_world import run_threads
+from memory.repeated import batches, on, under
 from meshwise.comm.world import World
+from meshwise.memory.blocks import ROUNDS
 from meshwise.memory.cost import Cost, pick
-from meshwise.parallelize import Options, parallelize
-from meshwise.plan import Plan, PlanError
+from meshwise.pipeline.cut import Where
+from meshwise.plan import PlanError
 
 
 def cost(none: int, selective: int, full: int, *seconds: float, in_flight: float = 1) -> Cost:
@@ -42,15 +42,15 @@ def test_micro_batches_in_flight_count() -> None:
 
 def test_a_budget_is_met_and_explained() -> None:
     def run(world: World, plan: str) -> tuple[dict[str, str], dict[str, Cost], str]:
-        trainer = parallelize(Model, plan, loss=loss, world=world, lr=1e-2, options=Options(example=batches()[0]))
+        trainer = under(world, plan)
         before = dict(trainer.blocks.modes)
         assert set(before.values()) == {"full"}
-        for batch in batches():
+        for batch in batches()[:ROUNDS]:
             trainer.step(batch)
         return dict(trainer.blocks.modes), dict(trainer.blocks.costs), trainer.blocks.table()
 
     for budget, plan in ((24, "dp=1"), (48, "dp=1"), (24, "dp=2 tp=2"), (24, "pp=2 microbatches=4")):
-        for modes, costs, table in run_threads(Plan.parse(plan).mesh().size, run, args=(f"{plan} budget={budget}K",)):
+        for modes, costs, table in on(f"{plan} budget={budget}K", run):
             held = sum(costs[name].held(mode) for name, mode in modes.items())
             assert held <= budget * 1024
             assert set(costs) == set(modes) >= {next(iter(modes))}
@@ -58,6 +58,35 @@ def test_a_budget_is_met_and_explained() -> None:
             assert all(name in table and modes[name] in table for name in modes)
 
 
+def test_halves_of_a_block_are_measured_and_chosen_each_for_itself() -> None:
+    """Also the half that a stage leaves in its midst, and where both are on one rank."""
+
+    def run(world: World, plan: str) -> tuple[dict[str, str], dict[str, Cost]]:
+        cut = Where(at=("layers.0", "layers.0.second", "layers.1.second"))
+        trainer = under(world, plan, cut=cut)
+        for batch in batches()[:ROUNDS]:
+            trainer.step(batch)
+        return dict(trainer.blocks.modes), dict(trainer.blocks.costs)
+
+    plan = "pp=2 microbatches=4 virtual_stages=2 schedule=zb-v partition=params budget=1G"
+    for rank, (modes, costs) in enumerate(on(plan, run)):
+        assert modes.keys() == costs.keys()
+        assert (
+            set(modes)
+            == [
+                {"layers.1 of stage 3"},
+                {"layers.0 of stage 1", "layers.0 of stage 2", "layers.1 of stage 2"},
+            ][rank]
+        )
+        assert set(modes.values()) == {"none"}
+        assert all(cost.bytes["none"] > cost.bytes["full"] for cost in costs.values())
+
+
 def test_a_budget_that_cannot_be_met_is_refused_with_one_that_can() -> None:
+    def run(world: World, plan: str) -> None:
+        trainer = under(world, plan, layers=1)
+        for batch in batches():
+            trainer.step(batch)
+
     with pytest.raises(PlanError, match="Nearest that works: 'budget=1M'"):
-        on("dp=1 budget=1K")
+        on("dp=1 budget=1K", run)

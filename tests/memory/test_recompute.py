@@ -1,5 +1,6 @@
 """Recomputation: the same numbers bit for bit under every plan, and the memory that the formula says."""
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memory.repeated import LAYERS, STEPS, Attention, Model, batches, loss, on
+from memory.offloaded import the_same
+from memory.repeated import LAYERS, Attention, Model, batches, in_modes, loss, on, under
 from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
 from meshwise.memory.recompute import Block, RecomputeError
@@ -23,56 +25,56 @@ from meshwise.testing.count import count
 from meshwise.tree import tensors
 from meshwise.verify.check import verify
 
+EVEN, UNEVEN = 8, 5
+"""Rows of a batch: five are shared out unevenly."""
+
 PLANS = (
     "dp=2 zero=3 microbatches=2",
+    "dp=2 zero=3 precision=bf16",
     "dp=3 zero=2 microbatches=2",
+    "dp=2 tp=2 zero=3",
     "tp=2 sequence_parallel=1",
-    "tp=4 tp_mode=2d",
     "tp=4 tp_mode=2.5d",
     "tp=8 tp_mode=3d",
-    "dp=2 pp=2 zero=3 microbatches=2 schedule=zb-h1",
-    "dp=2 tp=2 zero=3",
-    "tp=2 pp=2 microbatches=2 schedule=1f1b",
-    *(f"pp=2 microbatches=4 virtual_stages={one.virtual[0]} schedule={name}" for name, one in SCHEDULES.items()),
+    "tp=2 pp=2 microbatches=2 schedule=1f1b precision=bf16",
+    *(
+        f"pp=2 microbatches={least} virtual_stages={virtual} schedule={name} partition=params"
+        for name, recipe in SCHEDULES.items()
+        for least, virtual in [recipe.nearest(2, microbatches=2, virtual_stages=1)]
+    ),
 )
+UNEVENLY = ("tp=4 tp_mode=2d", "dp=2 pp=2 zero=3 microbatches=2 schedule=zb-h1")
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_every_mode_gives_the_same_bits(plan: str) -> None:
-    steps = STEPS if plan.startswith("dp") else 1
-    plain = on(plan, steps=steps)
-    for mode in ("full", "selective"):
-        for found, single in zip(on(f"{plan} recompute={mode}", steps=steps), plain, strict=True):
-            assert found[0] == single[0], mode
-            assert all(torch.equal(found[1][name], value) for name, value in single[1].items()), mode
-            assert set(found[2].values()) <= {mode}
-            assert found[2] or "pp" in plan  # a stage may have no block
+@pytest.mark.parametrize("plan, rows", [*((plan, EVEN) for plan in PLANS), *((plan, UNEVEN) for plan in UNEVENLY)])
+def test_every_mode_gives_the_same_bits(plan: str, rows: int) -> None:
+    layers = LAYERS if "pp" in plan or "tp" not in plan else 1
+    for found in on(plan, in_modes, modes=("none", "full", "selective"), layers=layers, rows=rows):
+        for mode in ("full", "selective"):
+            the_same(found[mode], found["none"])
 
 
-@pytest.mark.parametrize("plan", ["dp=2 zero=3", "tp=2", "tp=2 pp=2 microbatches=2 schedule=zb-h1"])
-def test_a_budget_and_half_precision_give_the_same_bits(plan: str) -> None:
-    for mode, base in (("budget=24K", ""), ("precision=bf16 recompute=selective", "precision=bf16")):
-        for found, single in zip(on(f"{plan} {mode}"), on(f"{plan} {base}"), strict=True):
-            assert found[0] == single[0], mode
-            assert all(torch.equal(found[1][name], value) for name, value in single[1].items()), mode
-            assert found[2]
+@pytest.mark.parametrize("plan", ["tp=2", "dp=2 zero=3 microbatches=2", "pp=2 microbatches=2 schedule=zb-h1"])
+def test_a_budget_changes_modes_on_the_way_and_no_bit(plan: str) -> None:
+    def losses(world: World, plan: str) -> tuple[list[tuple[float, float]], list[set[str]]]:
+        trainer, modes, found = under(world, plan), [], []
+        for batch in batches():
+            modes.append(set(trainer.blocks.modes.values()))
+            result = trainer.step(batch)
+            found.append((result.loss, result.grad_norm))
+        return found, modes
 
-
-@pytest.mark.parametrize("plan", ["tp=4 tp_mode=2d", "dp=2 pp=2 zero=3 microbatches=2 schedule=zb-h1"])
-def test_rows_that_do_not_divide_are_repeated_as_they_were(plan: str) -> None:
-    expected = on(plan, rows=5, steps=1)[0]
-    for mode in ("full", "selective"):
-        found = on(f"{plan} recompute={mode}", rows=5, steps=1)[0]
-        assert found[0] == expected[0]
-        assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
+    plain = on(plan, losses)
+    chosen = on(f"{plan} budget=24K", losses)
+    assert [found for found, _ in chosen] == [found for found, _ in plain]
+    assert all(modes[0] == modes[1] == {"full"} for _, modes in chosen)
+    assert any(modes[2] != {"full"} for _, modes in chosen)
 
 
 def test_one_process_agrees() -> None:
-    for mode in ("full", "selective"):
-        report = verify(
-            Model, loss, batches(), f"dp=2 zero=3 microbatches=2 recompute={mode}", options=Options(clip_norm=0.5)
-        )
-        assert report.ok, str(report)
+    plan = "dp=2 zero=3 microbatches=2 recompute=selective"
+    report = verify(Model, loss, batches()[:2], plan, options=Options(clip_norm=0.5))
+    assert report.ok, str(report)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -81,7 +83,7 @@ def test_a_block_is_repeated_once_a_micro_batch(schedule: str) -> None:
 
     def runs(world: World, plan: str) -> int:
         options = Options(example=batches()[0], cut=Where(how="blocks"))
-        trainer = parallelize(Model, plan, loss=loss, world=world, lr=1e-2, options=options)
+        trainer = parallelize(Model, plan, loss=loss, world=world, options=options)
         calls: list[str] = []
         for module in trainer.modules:
             for part in module.modules():
@@ -90,16 +92,16 @@ def test_a_block_is_repeated_once_a_micro_batch(schedule: str) -> None:
         trainer.step(batches()[0])
         return len(calls)
 
-    plan = f"pp=2 microbatches=4 schedule={schedule}"
-    assert sum(run_threads(2, runs, args=(plan,))) == 4 * LAYERS
-    assert sum(run_threads(2, runs, args=(f"{plan} recompute=full",))) == 2 * 4 * LAYERS
+    plan = f"pp=2 microbatches=4 schedule={schedule} partition=params"
+    assert sum(on(plan, runs)) == 4 * LAYERS
+    assert sum(on(f"{plan} recompute=full", runs)) == 2 * 4 * LAYERS
 
 
 # ---- collectives -------------------------------------------------------------------------------------------------
 
 
 def called(world: World, plan: str) -> Any:
-    trainer = parallelize(Model, plan, loss=loss, world=world, lr=1e-2)
+    trainer = under(world, plan)
     trainer.step(batches()[0])
     with world.record() as stamps:
         trainer.step(batches()[0])
@@ -109,16 +111,14 @@ def called(world: World, plan: str) -> Any:
 def test_a_repeated_forward_gathers_no_parameters_again() -> None:
     """The unit is whole for its backward, in which the forward is repeated: the formula of ZeRO-3 stays."""
     plan = "dp=2 zero=3 microbatches=2"
-    plain = run_threads(2, called, args=(plan,))[0]
+    plain = on(plan, called)[0]
     for mode in ("full", "selective"):
-        run_threads(2, called, args=(f"{plan} recompute={mode}",))[0].check(plain)
+        on(f"{plan} recompute={mode}", called)[0].check(plain)
 
 
 def test_kept_products_are_not_reduced_again() -> None:
     """Of each block, two products are summed over tp in the forward: again under full, and not under selective."""
-    plain, full, selective = (
-        run_threads(2, called, args=(f"tp=2 {more}",))[0] for more in ("", "recompute=full", "recompute=selective")
-    )
+    plain, full, selective = (on(f"tp=2 {more}", called)[0] for more in ("", "recompute=full", "recompute=selective"))
     sums = [counts["all_reduce[tp]"][0] for counts in (plain, full, selective)]
     assert sums[2] == sums[0]
     assert LAYERS <= sums[1] - sums[0] <= 2 * LAYERS
@@ -187,6 +187,39 @@ def test_memory_is_cut_to_the_inputs_and_the_products_that_are_kept() -> None:
     assert found["full"] == between + output
     assert found["selective"] == between + output + layers * 4 * unit  # up's output; down's is needed by nobody
     assert found["none"] == between + output + layers * (unit + 4 * unit + 4 * unit + statistics)
+
+
+class Left(Exception):
+    """What ends a forward that goes on elsewhere."""
+
+
+def test_a_forward_that_is_left_half_way_keeps_what_its_half_needs() -> None:
+    """As in a stage of a pipeline that ends inside of a block: nobody needs what came last."""
+
+    class Half(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            sent.append(super().forward(x).sum())
+            raise Left
+
+    def held(mode: str, *, measures: bool) -> tuple[int, Block]:
+        module = Half(width)
+        block = Block(module, name="half", mode=mode, recall=Recall())
+        block.measures = measures
+        with Alive() as alive, contextlib.suppress(Left):
+            module(x)
+        kept = alive.bytes
+        sent.pop().backward()
+        return kept, block
+
+    rows, width = 64, 32
+    x, sent = torch.randn(rows, width, requires_grad=True), list[Tensor]()
+    product, total = rows * 4 * width * 4, 4
+    assert held("full", measures=False)[0] == total
+    assert held("selective", measures=False)[0] == total + product
+    kept, block = held("full", measures=True)
+    assert kept == total
+    assert block.cost is not None
+    assert block.cost.bytes["selective"] - block.cost.bytes["full"] == product
 
 
 def most_alive(layers: int, *, width: int, rows: int) -> int:

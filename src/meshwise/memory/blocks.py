@@ -8,6 +8,7 @@ on every rank that runs the block. Which mode a block has changes no number, so 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from torch import nn
 
@@ -65,16 +66,27 @@ class Blocks:
             )
         return found
 
-    def install(self, module: nn.Module, *, names: Sequence[str], recall: Recall, in_flight: float = 1.0) -> None:
-        """Recompute these blocks of what this rank runs of the model."""
+    def install(
+        self,
+        module: nn.Module,
+        *,
+        names: Sequence[str],
+        recall: Recall,
+        in_flight: float = 1.0,
+        parts: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Recompute these blocks of what this rank runs of the model.
+
+        `parts` are what those are called of which `module` runs a part alone: a block of its own, with its own cost.
+        """
         own = dict(module.named_modules())
         mode = "full" if self._plan.budget else self._plan.recompute
         for name in names:
             if name in own and any(True for _ in own[name].parameters()):
-                block = Block(own[name], name=name, mode=mode, recall=recall)
+                block = Block(own[name], name=parts.get(name, name), mode=mode, recall=recall)
                 block.measures = self._rounds > 0
                 self._blocks.append(block)
-                self._in_flight[name] = in_flight
+                self._in_flight[block.name] = in_flight
 
     def finish(self) -> None:
         """A step's backwards are over; every rank calls it. Raises PlanError when a budget cannot be met."""
@@ -90,9 +102,14 @@ class Blocks:
                     found[name] = cost if name not in found else found[name].least(cost)
         blocks = {block.name: block for block in self._blocks if block.name in found}
         self.costs = {name: Cost(found[name].bytes, found[name].seconds, self._in_flight[name]) for name in blocks}
-        modes = pick(self.costs, budget=self._plan.budget, allowed=ALLOWED[self._plan.recompute])
-        for name, block in blocks.items():
-            block.mode, block.measures = modes[name], False
+        self.choose(pick(self.costs, budget=self._plan.budget, allowed=ALLOWED[self._plan.recompute]))
+        for block in blocks.values():
+            block.measures = False
+
+    def choose(self, modes: Mapping[str, str]) -> None:
+        """Give blocks other modes, by name, between two steps; ranks that run the same block choose alike."""
+        for block in self._blocks:
+            block.mode = modes.get(block.name, block.mode)
 
     def table(self) -> str:
         """What each block keeps, what it would keep, and what the choice costs, as lines of text."""

@@ -62,9 +62,7 @@ class Block:
             return self._measured(args, kwargs)
         call = _Call(self, args, kwargs)
         with self._watched(), saved_tensors_hooks(call.pack, call.unpack), call.first():
-            output = self.run(*args, **kwargs)
-        call.over()
-        return output
+            return self.run(*args, **kwargs)
 
     @contextlib.contextmanager
     def repeated(self) -> Iterator[None]:
@@ -85,12 +83,14 @@ class Block:
     def _watched(self) -> Iterator[None]:
         """Inside runs a forward that is to be repeated. Raises RecomputeError when it writes to what it may read."""
         before = self._buffers()
-        yield
-        if written := [name for name, state in self._buffers().items() if before.get(name) != state]:
-            raise RecomputeError(
-                f"{self.name} writes to its buffer {written[0]!r} in its forward, and would again when that is "
-                "repeated. Leave it out: Options(recomputed=(…)) names the modules to recompute"
-            )
+        try:
+            yield
+        finally:  # a stage of a pipeline that ends inside the block leaves it by an exception
+            if written := [name for name, state in self._buffers().items() if before.get(name) != state]:
+                raise RecomputeError(
+                    f"{self.name} writes to its buffer {written[0]!r} in its forward, and would again when that is "
+                    "repeated. Leave it out: Options(recomputed=(…)) names the modules to recompute"
+                )
 
     def _buffers(self) -> dict[str, tuple[int, int]]:
         """Which tensors the buffers are, and how often they were written to; less the running statistics of norms."""
@@ -115,16 +115,16 @@ class Block:
                 saved[storage._cdata] = storage.nbytes()
             return call.pack(tensor)
 
-        with self._watched(), saved_tensors_hooks(pack, call.unpack), whole, call.first(clock=products):
-            output = self.run(*args, **kwargs)
-        call.over()
-        given, kept = call.bytes()
-        sizes = {"none": max(sum(saved.values()), given), "selective": given + kept, "full": given}
-        times = {"none": 0.0, "selective": whole.seconds() - products.seconds(), "full": whole.seconds()}
-        cost = Cost(sizes, times)
-        self.cost = cost if self.cost is None else self.cost.least(cost)
-        call.forget()
-        return output
+        try:
+            with self._watched(), saved_tensors_hooks(pack, call.unpack), whole, call.first(clock=products):
+                return self.run(*args, **kwargs)
+        finally:
+            given, kept = call.bytes()
+            sizes = {"none": max(sum(saved.values()), given), "selective": given + kept, "full": given}
+            times = {"none": 0.0, "selective": whole.seconds() - products.seconds(), "full": whole.seconds()}
+            cost = Cost(sizes, times)
+            self.cost = cost if self.cost is None else self.cost.least(cost)
+            call.forget()
 
     def close(self) -> None:
         """Put the module's forward back."""
@@ -160,14 +160,20 @@ class _Call:
 
     @contextlib.contextmanager
     def first(self, *, clock: Clock | None = None) -> Iterator[None]:
-        """Inside, the forward runs for the first time. With a clock, results are kept in any mode."""
+        """Inside, the forward runs for the first time. With a clock, results are kept in any mode.
+
+        However it ends: results that came after the last tensor that was saved are not needed.
+        """
         recall = self._block.recall
         if not self._selective and clock is None:
             with recall.suspended():
                 yield
             return
-        with recall.keeping(self._tape), Kept(recall, clock=clock):
-            yield
+        try:
+            with recall.keeping(self._tape), Kept(recall, clock=clock):
+                yield
+        finally:
+            del self._tape.results[self._needed :]
 
     def bytes(self) -> tuple[int, int]:
         """Of its inputs, and of the results that are kept."""
@@ -183,10 +189,6 @@ class _Call:
         self._slots.append(weakref.ref(slot))
         self._needed = len(self._tape.results)
         return slot
-
-    def over(self) -> None:
-        """The forward is over: results that came after the last tensor that was saved are not needed."""
-        del self._tape.results[self._needed :]
 
     def unpack(self, slot: _Slot) -> Tensor:
         """Autograd wants it back."""
