@@ -55,8 +55,12 @@ def test_it_tells_the_best_and_why_the_others_lost_and_writes_the_choice(
 
 
 def test_it_tells_json(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(job), "--on", "1x2 h100", "--fix", f"{HELD} microbatches=1", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    page, held = job.with_name("plans.html"), f"{HELD} microbatches=1"
+    assert main(["plan", str(job), "--on", "1x2 h100", "--fix", held, "--json", f"--html={page}"]) == 0
+    out, err = capsys.readouterr()
+    said = json.loads(out)
+    assert err == f"wrote {page}\n"
+    assert page.read_text().count('<section class="plan"') == 1
     assert [one["plan"] for one in said["best"]] == ["dp=2"]
     assert said["considered"] == said["rehearsed"] == said["proven"] == 1
     assert job.read_text() == JOB
@@ -76,7 +80,7 @@ def test_where_nothing_fits_it_names_the_closest_and_what_is_missing(
 @pytest.mark.parametrize(
     "words, told",
     [
-        ([], 'say on which cluster: --on "64x8 h100"'),
+        (["--html=a.html"], 'say on which cluster: --on "64x8 h100"'),
         (["--on", "8 h1000"], "did you mean h100?"),
         (["--on", "8 h100", "--fix", "tpp=2"], "unknown plan key 'tpp'; did you mean tp?"),
         (["--on", "8 h100", "--fix", "precision=bf16"], "precision is not searched"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,10 +17,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from meshwise.cli.drawing import Files, check, save
 from meshwise.cli.simulate import subject_of
 from meshwise.plan import Plan
 from meshwise.plan.keys import read_size
-from meshwise.planner.search import Candidate, Effort, Survey, search
+from meshwise.planner.search import Candidate, Effort, Survey, prediction_of, search
 from meshwise.planner.space import SEARCHED, Space, parse_fixed
 from meshwise.planner.tables import best_table, lost_table, survey_record
 from meshwise.simulate.cluster import Cluster, ClusterError, parse_cluster
@@ -29,13 +32,17 @@ from meshwise.train.counted import counted
 from meshwise.train.job import JobError, Studied
 from meshwise.train.prepare import prepare
 from meshwise.train.rewrite import rewrite
+from meshwise.view.account import predicted
+
+_DRAWN = 4
+"""Plans that are drawn beside one another at most."""
 
 _WIDTH = 160
 """Of the tables where the output is not a terminal."""
 
 
 @dataclass(frozen=True)
-class PlanJob(Studied):
+class PlanJob(Studied, Files):
     """A training job, for which a plan is chosen: its own code is rehearsed under the plans that bounds leave over."""
 
     on: str = ""
@@ -71,6 +78,7 @@ def main(arguments: Sequence[str]) -> int:
     path = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else None
     if job.write and path is None:
         raise JobError("--write writes into the job's file: name one, as in meshwise plan job.toml --write")
+    check(job)
     cluster = _cluster(job.on)
     subject, space = _searched(job, cluster)
     limit = _limit(job.memory_limit) if job.memory_limit else cluster.device.memory
@@ -90,6 +98,12 @@ def main(arguments: Sequence[str]) -> int:
         raise JobError(_closest(survey))
     if job.write and path is not None:
         _write(path, best[0], on=job.on)
+    if job.wanted:
+        shown = best[:_DRAWN]
+        predictions = [prediction_of(subject, candidate=one, cluster=cluster) for one in shown]
+        accounts = [predicted(each, title=str(one.plan)) for each, one in zip(predictions, shown, strict=True)]
+        with contextlib.redirect_stdout(sys.stderr if job.json else sys.stdout):
+            save(accounts, files=job, title=f"the best plans on {job.on}")
     return 0
 
 

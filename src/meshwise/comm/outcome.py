@@ -28,8 +28,8 @@ class Outcome:
     @classmethod
     def of(cls, error: BaseException) -> Outcome:
         """How `error` ended a rank just now."""
-        told, words = traceback.format_exception(error), traceback.format_exception_only(error)
-        return cls(error=_picklable(error), trace="".join(told[: -len(words)]), seconds=time.time())
+        told, words = map("".join, (traceback.format_exception(error), traceback.format_exception_only(error)))
+        return cls(error=_picklable(error), trace=told.removesuffix(words), seconds=time.time())
 
     @property
     def is_consequence(self) -> bool:

@@ -312,13 +312,8 @@ class Searching:
         return Candidate(plan, Rung.REHEARSED, self._rehearsed(plan), self._at(plan))
 
     def _rehearsed(self, plan: Plan) -> Figures:
-        device, options = self._cluster.device.kind, self._subject.options
-        options = dataclasses.replace(options, cut=dataclasses.replace(options.cut, at=self._at(plan)))
-        subject = dataclasses.replace(self._subject, options=options)
-        if options.cut.at:  # nothing is left to balance, and so nothing to measure for it
-            plan = dataclasses.replace(plan, partition="params")
-        rehearsal = rehearse(subject, plan=plan, ranks=self._space.ranks, device=device)  # type: ignore[arg-type]
-        return figures_of(predict(rehearsal, cluster=self._cluster))
+        candidate = Candidate(plan, at=self._at(plan))
+        return figures_of(prediction_of(self._subject, candidate=candidate, cluster=self._cluster))
 
 
 def _loads(whole: Sounding, stages: int, schedule: Schedule | None) -> list[list[float]]:
@@ -330,6 +325,18 @@ def _loads(whole: Sounding, stages: int, schedule: Schedule | None) -> list[list
         [rest + count * piece.forward.keeps for rest, piece in zip(rests, whole.pieces, strict=True)]
         for count in in_flight(schedule)
     ]
+
+
+def prediction_of(subject: Subject, *, candidate: Candidate, cluster: Cluster) -> Prediction:
+    """What a plan takes, cut where the candidate says. Raises what a rehearsal raises."""
+    plan, options = candidate.plan, subject.options
+    options = dataclasses.replace(options, cut=dataclasses.replace(options.cut, at=candidate.at))
+    if candidate.at:  # nothing is left to balance, and so nothing to measure for it
+        plan = dataclasses.replace(plan, partition="params")
+    subject = dataclasses.replace(subject, options=options)
+    device = cluster.device.kind
+    rehearsal = rehearse(subject, plan=plan, ranks=cluster.ranks, device=device)  # type: ignore[arg-type]
+    return predict(rehearsal, cluster=cluster)
 
 
 def figures_of(prediction: Prediction) -> Figures:
