@@ -1,11 +1,18 @@
-"""`python limited.py ROOM JOB [flags]`: train a job in a process that may take ROOM bytes more than it has now."""
+"""`python limited.py ROOM JOB`: for each plan on a line of the input, train the job in a process that may take ROOM
+bytes more than this one, and say how that ended.
 
+The processes are forked from this one, which has imported everything once.
+"""
+
+import os
 import resource
 import sys
 import threading
+import traceback
 from pathlib import Path
 
 import torch
+import torch._dynamo
 
 from meshwise.cli import train as command
 from meshwise.comm import World, run_threads
@@ -27,9 +34,24 @@ def main(world: World, room: int, words: list[str]) -> None:
     command._rank(world, read_job(words, prog="limited", kind=Job))
 
 
-if __name__ == "__main__":
+def forked(room: int, words: list[str]) -> int:
+    """The status with which a process ends that trains."""
+    if process := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    status = 1
     try:
-        run_threads(1, main, args=(int(sys.argv[1]), sys.argv[2:]), timeout=None)
+        run_threads(1, main, args=(room, words), timeout=None)
+        status = 0
     except ShortageError as error:
         print(error)
-        raise SystemExit(3) from None
+        status = 3
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        print(f"ended {forked(int(sys.argv[1]), [sys.argv[2], '--plan', line.strip()])}", flush=True)

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,10 @@ from meshwise.memory.swap import TierError
 from meshwise.simulate.shortage import ShortageError, is_shortage
 from meshwise.train.failure import SAY_ALL
 
-ROOM = 340 * 2**20
+ROOM = 85 * 2**20
 JOB = """
 [model]
-arguments = {width = 640, layers = 5, heads = 4}
+arguments = {width = 320, layers = 5, heads = 4}
 [data]
 context = 32
 files = ["words.txt"]
@@ -26,32 +27,52 @@ batch = 2
 [swap]
 megabytes = 4
 """
-PARAMETERS = 5 * 12 * 640 * 640  # and a little: 16 bytes each are 375 MiB
+PARAMETERS = 5 * 12 * 320 * 320  # and a little: 16 bytes each are 94 MiB
 
 
-def train(folder: Path, plan: str) -> subprocess.CompletedProcess[str]:
-    (folder / "job.toml").write_text(JOB)
-    (folder / "words.txt").write_text("to be or not to be " * 500)
+@pytest.fixture
+def limited(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    (tmp_path / "job.toml").write_text(JOB)
+    (tmp_path / "words.txt").write_text("to be or not to be " * 500)
     # What is freed goes back to the system at once, and threads share one heap: what counts is what is in use.
     lean = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    words = [sys.executable, str(Path(__file__).with_name("limited.py")), str(ROOM), "job.toml", "--plan", plan]
-    return subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False, env={**os.environ, **lean})
+    words = [sys.executable, str(Path(__file__).with_name("limited.py")), str(ROOM), "job.toml"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        words, cwd=tmp_path, text=True, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, env={**os.environ, **lean}
+    ) as running:
+        yield running
 
 
-def test_a_model_larger_than_the_memory_dies_with_an_answer_and_the_answer_trains(tmp_path: Path) -> None:
-    died = train(tmp_path, "dp=1")
-    assert died.returncode == 3, died.stdout + died.stderr
-    table = {row[0]: row[1] for row in re.findall(r"^  (\w[\w ]*?) {2,}([\d.]+) MiB", died.stdout, flags=re.MULTILINE)}
+def train(limited: subprocess.Popen[str], plan: str) -> tuple[str, int]:
+    """What a run under a plan prints, and its status."""
+    assert limited.stdin is not None
+    assert limited.stdout is not None
+    print(plan, file=limited.stdin, flush=True)
+    told = list[str]()
+    for line in limited.stdout:
+        if ended := re.fullmatch(r"ended (\d+)\n", line):
+            return "".join(told), int(ended[1])
+        told.append(line)
+    pytest.fail("".join(told))
+
+
+def test_a_model_larger_than_the_memory_dies_with_an_answer_and_the_answer_trains(
+    limited: subprocess.Popen[str],
+) -> None:
+    died, status = train(limited, "dp=1")
+    assert status == 3, died
+    table = {row[0]: row[1] for row in re.findall(r"^  (\w[\w ]*?) {2,}([\d.]+) MiB", died, flags=re.MULTILINE)}
     states = sum(float(table[kind]) for kind in ("parameters", "gradients", "optimizer"))
     assert 16 * PARAMETERS < states * 2**20 < 1.1 * 16 * PARAMETERS
     assert float(table["in all"]) > float(table["room"])
-    answer = re.search(r"the cheapest change that fits: '(.*)' \((.*) MiB\)", died.stdout)
-    assert answer is not None, died.stdout
-    assert "offload" in answer[1]
+    answer = re.search(r"the cheapest change that fits: '(.*)' \((.*) MiB\)", died)
+    assert answer is not None, died
+    assert "disk" in answer[1]
     assert float(answer[2]) < float(table["room"])
-    trained = train(tmp_path, answer[1])
-    assert trained.returncode == 0, trained.stdout + trained.stderr
-    assert "done: 2 steps" in trained.stdout
+    trained, status = train(limited, answer[1])
+    assert status == 0, trained
+    assert "done: 2 steps" in trained
 
 
 @pytest.mark.parametrize(
