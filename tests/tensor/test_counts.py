@@ -31,12 +31,12 @@ CONFIG = GPTConfig(width=H, heads=HEADS, layers=1, mlp_ratio=4)
 
 
 class Stream(nn.Module):
-    """One block as a model, whose classifier is left out."""
+    """One block as a model, whose embedding and head are left out."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([block])
-        self.classifier = nn.Linear(H, 2)
+        self.embedding, self.head = nn.Embedding(2, H), nn.Linear(H, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.blocks[0](x)

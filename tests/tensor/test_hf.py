@@ -5,7 +5,7 @@ pairs. Three steps of Llama and BERT, with all that they are combined with, are 
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -13,66 +13,72 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from grid import Grid
 from meshwise.comm.world import World
 from meshwise.parallelize import Options, parallelize
-from meshwise.plan import Plan, PlanError
+from meshwise.plan import Plan
 from meshwise.tensor.rules import find_parts
 from meshwise.testing import agree, alone, outcome, run
 from tensor.exact import with_exact_norms
 
 transformers = pytest.importorskip("transformers", reason="needs transformers, which the extra hf installs")
 
-ROWS = (8, 5, 4)
-EVEN_ROWS = (8, 4, 8)
 TOKENS, VOCABULARY, WIDTH, KEY_HEADS = 6, 23, 32, 2
-SHAPE = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+SHAPE: dict[str, Any] = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
 TEXT = {**SHAPE, "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-def llama() -> Any:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT, num_key_value_heads=KEY_HEADS))
+def text(**more: Any) -> dict[str, Any]:
+    return {**TEXT, **more}
 
 
-def qwen2() -> Any:
-    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**TEXT, num_key_value_heads=KEY_HEADS))
+BERT = text(**NO_DROPOUT, max_position_embeddings=TOKENS, num_labels=3)
+GPT2: dict[str, Any] = {"n_embd": WIDTH, "n_layer": 1, "n_head": 4, "vocab_size": VOCABULARY, "num_labels": 3}
+GPT2 |= {
+    "n_positions": TOKENS,
+    "attn_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+IMAGE = {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 3}
+T5: dict[str, Any] = {"d_model": WIDTH, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "dropout_rate": 0.0}
+T5 |= {"vocab_size": VOCABULARY, "decoder_start_token_id": 0, "pad_token_id": 0}
+FAMILIES: Mapping[str, tuple[Mapping[str, Any], tuple[str, str, str]]] = {
+    "Llama": (
+        text(num_key_value_heads=KEY_HEADS, num_labels=3),
+        ("LlamaModel", "LlamaForCausalLM", "LlamaForSequenceClassification"),
+    ),
+    "Qwen2": (
+        text(num_key_value_heads=KEY_HEADS, num_labels=3),
+        ("Qwen2Model", "Qwen2ForCausalLM", "Qwen2ForTokenClassification"),
+    ),
+    "Qwen3": (
+        text(num_key_value_heads=KEY_HEADS, head_dim=12, tie_word_embeddings=True),
+        ("Qwen3Model", "Qwen3ForCausalLM", "Qwen3ForTokenClassification"),
+    ),
+    "Mistral": (
+        text(num_key_value_heads=4, sliding_window=3, num_labels=3),
+        ("MistralModel", "MistralForCausalLM", "MistralForSequenceClassification"),
+    ),
+    "GPT2": (GPT2, ("GPT2Model", "GPT2LMHeadModel", "GPT2ForTokenClassification")),
+    "Bert": (BERT, ("BertModel", "BertForMaskedLM", "BertForSequenceClassification")),
+    "ViT": ({**SHAPE, **NO_DROPOUT, **IMAGE}, ("ViTModel", "ViTForImageClassification", "ViTForImageClassification")),
+    "T5": (T5, ("T5Model", "T5ForConditionalGeneration", "T5EncoderModel")),
+}
+"""The configuration of each, and its models without a head, with a head of logits, with something else behind it."""
 
 
-def qwen3() -> Any:
-    config = transformers.Qwen3Config(**TEXT, num_key_value_heads=KEY_HEADS, head_dim=12, tie_word_embeddings=True)
-    return transformers.Qwen3ForCausalLM(config)
-
-
-def mistral() -> Any:
-    config = transformers.MistralConfig(**TEXT, num_key_value_heads=4, sliding_window=3)
-    return transformers.MistralForCausalLM(config)
-
-
-def gpt2() -> Any:
-    dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    shape = {"n_embd": WIDTH, "n_layer": 1, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": TOKENS}
-    config = transformers.GPT2Config(**shape, **dropout, bos_token_id=1, eos_token_id=2)
-    return transformers.GPT2LMHeadModel(config)
-
-
-def bert() -> Any:
-    return transformers.BertForMaskedLM(transformers.BertConfig(**TEXT, **NO_DROPOUT, max_position_embeddings=TOKENS))
-
-
-def classifier() -> Any:
-    config = transformers.BertConfig(**TEXT, **NO_DROPOUT, max_position_embeddings=TOKENS, num_labels=3)
-    return transformers.BertForSequenceClassification(config)
-
-
-def vit() -> Any:
-    config = transformers.ViTConfig(**SHAPE, **NO_DROPOUT, image_size=8, patch_size=4, num_channels=1, num_labels=5)
-    return transformers.ViTForImageClassification(config)
-
-
-def t5() -> Any:
-    shape = {"d_model": WIDTH, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "dropout_rate": 0.0}
-    config = transformers.T5Config(**shape, vocab_size=VOCABULARY, decoder_start_token_id=0, pad_token_id=0)
-    return transformers.T5ForConditionalGeneration(config)
+def build(family: str, form: int) -> Any:
+    settings, models = FAMILIES[family]
+    return getattr(transformers, models[form])(getattr(transformers, f"{family}Config")(**settings))
 
 
 Model = Callable[[], Any]
@@ -85,38 +91,42 @@ PLANS = (
 )
 
 
-def batches(model: Model, *, sizes: Sequence[int]) -> list[Any]:
+SHAPES = {"pixel_values": (1, 8, 8), "input_features": (8, 2 * TOKENS)}
+"""Of what models take that do not take tokens."""
+
+
+def a_batch(model: Any, *, rows: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(4)
-    drawn = []
-    for rows in sizes:
-        inputs, targets = torch.randint(1, VOCABULARY, (2, rows, TOKENS), generator=generator)
-        targets[0, :2] = -100
-        if model is vit:
-            inputs = torch.randn(rows, 1, 8, 8, generator=generator, dtype=torch.float64)
-        if model in (vit, classifier):
-            targets = targets[:, -1] % 3
-        drawn.append((inputs, targets))
-    return drawn
+    inputs, targets = torch.randint(3, VOCABULARY, (2, rows, TOKENS), generator=generator)
+    targets[0, :2] = -100
+    if shape := SHAPES.get(model.main_input_name):
+        inputs = torch.randn(rows, *shape, generator=generator, dtype=torch.float64)
+    return inputs, targets
 
 
-def forward(model: nn.Module, batch: Any) -> Any:
-    if isinstance(model, transformers.T5ForConditionalGeneration):
-        return model(input_ids=batch[0], decoder_input_ids=batch[0].flip(1), use_cache=False).logits
-    return model(batch[0]).logits
+def forward(model: Any, batch: Any) -> Any:
+    decoded = (
+        {"decoder_input_ids": batch[1].clamp_min(3), "use_cache": False} if model.config.is_encoder_decoder else {}
+    )
+    output = model(batch[0], **decoded)
+    return output["logits"] if "logits" in output else output[0]
 
 
-def loss(logits: Tensor, batch: Any) -> tuple[Tensor, int]:
-    targets = batch[1].flatten()
-    total = functional.cross_entropy(logits.flatten(0, -2), targets, ignore_index=-100, reduction="sum")
+def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    """Of logits of the vocabulary the cross-entropy; of anything else what takes all its features to compute."""
+    targets = batch[1]
+    if output.size(-1) != VOCABULARY:
+        scale = torch.linspace(-1, 1, output.size(-1), dtype=output.dtype)
+        return (functional.normalize(output, dim=-1) * scale).flatten(1).sum(1).exp().sum(), len(targets)
+    total = functional.cross_entropy(output.flatten(0, -2), targets.flatten(), ignore_index=-100, reduction="sum")
     return total, int((targets != -100).sum())
 
 
-def check(build: Model, plan: str, *, steps: int, bound: float = 1e-9, optimizer: Any = torch.optim.AdamW) -> None:
-    torch.manual_seed(1)
-    model = with_exact_norms(build()).double()
-    given = batches(build, sizes=EVEN_ROWS if "3d" in plan else ROWS)[:steps]
-    options = Options(clip_norm=0.5, forward=forward)
-    settings: Mapping[str, Any] = {"loss": loss, "optimizer": optimizer, "lr": 1e-2, "options": options}
+def check(model: nn.Module, plan: str, *, bound: float = 1e-9) -> None:
+    """A step on one process and under the plan."""
+    given = [a_batch(model, rows=8 if "3d" in plan else 5)]
+    model, options = with_exact_norms(model).double(), Options(clip_norm=0.5, forward=forward)
+    settings: Mapping[str, Any] = {"loss": loss, "optimizer": torch.optim.SGD, "lr": 1e-2, "options": options}
 
     def main(world: World) -> Any:
         return outcome(parallelize(copy.deepcopy(model), plan, world=world, **settings), batches=given)
@@ -126,15 +136,10 @@ def check(build: Model, plan: str, *, steps: int, bound: float = 1e-9, optimizer
         agree(found, expected, bound=bound)
 
 
-FAMILIES = (llama, qwen2, qwen3, mistral, gpt2, classifier, vit, t5)
-# Under 2.5d these alone: Qwen and Mistral are to tensor parallelism what Llama is, which is in `test_grid` as BERT is.
-DEEP = (gpt2, vit, t5)
-TABLE = [(build, plan) for build in FAMILIES for plan in PLANS if build in DEEP or "2.5d" not in plan]
-
-
-@pytest.mark.parametrize("build, plan", TABLE, ids=[f"{build.__name__} {plan}" for build, plan in TABLE])
-def test_a_step_is_that_of_one_process(build: Model, plan: str) -> None:
-    check(build, plan, steps=1, optimizer=torch.optim.SGD)
+@pytest.mark.grid(Grid({"family": tuple(FAMILIES), "form": (0, 1, 2), "plan": PLANS}))
+def test_a_step_is_that_of_one_process(family: str, form: int, plan: str) -> None:
+    torch.manual_seed(1)
+    check(build(family, form), plan)
 
 
 def phi3() -> Any:
@@ -186,6 +191,30 @@ def falcon() -> Any:
     return transformers.FalconForCausalLM(config)
 
 
+def bart() -> Any:
+    """A vocabulary that is scaled; two stacks, and no norm behind them."""
+    stacks = {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    config = transformers.BartConfig(
+        **stacks, d_model=WIDTH, encoder_layers=1, decoder_layers=1, vocab_size=VOCABULARY, dropout=0.0, pad_token_id=0
+    )
+    return transformers.BartForConditionalGeneration(config)
+
+
+def whisper() -> Any:
+    """A stream that is convolved."""
+    stacks = {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    lengths = {"max_source_positions": TOKENS, "max_target_positions": TOKENS, "num_mel_bins": 8, "dropout": 0.0}
+    config = transformers.WhisperConfig(
+        **stacks, **lengths, d_model=WIDTH, encoder_layers=1, decoder_layers=1, vocab_size=VOCABULARY, pad_token_id=0
+    )
+    return transformers.WhisperForConditionalGeneration(config)
+
+
+def dinov2() -> Any:
+    """A classifier that reads two tokens side by side."""
+    return transformers.Dinov2ForImageClassification(transformers.Dinov2Config(**SHAPE, **IMAGE))
+
+
 FURTHER = {
     opt: "tp=8 tp_mode=3d",
     falcon: "tp=8 tp_mode=3d",
@@ -195,41 +224,21 @@ FURTHER = {
     bloom: "tp=2",
     mpt: "tp=4 tp_mode=2d",
     modernbert: "tp=2 sequence_parallel=1",
+    bart: "tp=4 tp_mode=2d",
+    whisper: "tp=4 tp_mode=2d",
+    dinov2: "tp=4 tp_mode=2d",
 }
 
 
-@pytest.mark.parametrize("build, plan", FURTHER.items(), ids=[build.__name__ for build in FURTHER])
-def test_a_step_of_further_families_is_that_of_one_process(build: Model, plan: str) -> None:
+@pytest.mark.parametrize("model, plan", FURTHER.items(), ids=[model.__name__ for model in FURTHER])
+def test_a_step_of_further_families_is_that_of_one_process(model: Model, plan: str) -> None:
     """These compute in float32 here and there, whatever they are given."""
-    check(build, plan, steps=1, bound=1e-6, optimizer=torch.optim.SGD)
+    torch.manual_seed(1)
+    check(model(), plan, bound=1e-6)
 
 
 def test_rows_and_tokens_in_one_dim_are_taken_apart_where_the_tokens_are_split() -> None:
-    check(opt, "tp=2 sequence_parallel=1", steps=1, bound=1e-6, optimizer=torch.optim.SGD)
-
-
-@pytest.mark.parametrize(
-    "build, message",
-    [
-        (
-            lambda: transformers.LlamaModel(transformers.LlamaConfig(**TEXT)),
-            "returns its stream of 32 features.*works: tp_mode=1d",
-        ),
-        (
-            lambda: transformers.Dinov2ForImageClassification(
-                transformers.Dinov2Config(**SHAPE, image_size=8, patch_size=4, num_channels=1, num_labels=5)
-            ),
-            "classifier: Linear is kept whole, and what it reads is the stream.*works: tp_mode=1d",
-        ),
-    ],
-    ids=["without a head", "a head that reads two tokens"],
-)
-def test_what_needs_all_features_of_the_stream_is_refused(build: Model, message: str) -> None:
-    with torch.device("meta"):
-        model = build()
-    find_parts(model, plan=Plan(tp=2))
-    with pytest.raises(PlanError, match=message):
-        find_parts(model, plan=Plan.parse("tp=4 tp_mode=2d"))
+    check(opt(), "tp=2 sequence_parallel=1", bound=1e-6)
 
 
 def test_experts_are_kept_whole_by_the_rule_that_the_refusal_shows() -> None:
@@ -244,13 +253,13 @@ def test_experts_are_kept_whole_by_the_rule_that_the_refusal_shows() -> None:
 
 def test_uneven_rows_under_3d_are_refused_where_a_forward_counts_them() -> None:
     torch.manual_seed(1)
-    model = bert().double()
+    model = build("Bert", form=1).double()
 
     def main(world: World) -> None:
         trainer = parallelize(
             copy.deepcopy(model), "tp=8 tp_mode=3d", world=world, loss=loss, lr=0.1, options=Options(forward=forward)
         )
-        trainer.step(batches(bert, sizes=(5,))[0])
+        trainer.step(a_batch(model, rows=5))
 
     with pytest.raises(ValueError, match=r"takes the number of rows from its input.*Use batches .* that divide evenly"):
         run(8, main)

@@ -117,19 +117,18 @@ def test_a_part_that_a_scheme_does_not_have_is_refused(options: dict[str, int], 
         find_parts(nn.MultiheadAttention(16, 4, **options), plan=Plan.parse(plan))
 
 
-def test_a_group_of_modules_is_kept_whole_where_the_stream_is_whole() -> None:
+def test_a_model_without_a_head_has_all_features_outside_of_its_blocks() -> None:
     model = gpt()
     model.head = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 24))  # type: ignore[assignment]
-    find_parts(model, plan=Plan.parse("tp=2"), rules={"head": "whole"})
-    with pytest.raises(PlanError, match="head: Sequential is kept whole, and what it reads is the stream"):
-        find_parts(model, plan=Plan.parse("tp=4 tp_mode=2d"), rules={"head": "whole"})
-    find_parts(model, plan=Plan.parse("tp=4 tp_mode=2d"))
+    for rules, role in (({"head": "whole"}, "whole"), ({}, "norm")):
+        assert find_parts(model, plan=Plan.parse("tp=4 tp_mode=2d"), rules=rules)["norm"].role == role
+        assert find_parts(model, plan=Plan.parse("tp=2"), rules=rules)["norm"].role == "norm"
 
 
-def test_a_model_that_returns_its_stream_keeps_it_whole() -> None:
-    model = nn.Sequential(nn.Embedding(24, 16), Block(Attention(16, 4, kv_heads=4), width=16, hidden=48))
+def test_a_model_without_blocks_has_no_place_for_a_stream_in_parts() -> None:
+    model = Block(Attention(16, 4, kv_heads=4), width=16, hidden=48)
     find_parts(model, plan=Plan.parse("tp=2"))
-    with pytest.raises(PlanError, match=r"returns its stream of 16 features.*Nearest that works: tp_mode=1d"):
+    with pytest.raises(PlanError, match=r"stream of 16 features.*no repeated blocks.*Nearest that works: tp_mode=1d"):
         find_parts(model, plan=Plan.parse("tp=4 tp_mode=2d"))
 
 

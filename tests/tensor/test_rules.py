@@ -242,11 +242,18 @@ class Scaled(nn.Embedding):
         return super().forward(numbers) * 4.0
 
 
+class Normed(nn.Embedding):
+    def forward(self, numbers: Tensor) -> Tensor:
+        return functional.normalize(super().forward(numbers), dim=-1)
+
+
 def test_what_a_derived_class_computes_is_not_replaced() -> None:
     model = stack()
     model[0] = Scaled(24, 16)
+    assert find_parts(model, plan=Plan())["0"].role == "embedding"  # part by part what it gives is scaled as well
+    model[0] = Normed(24, 16)
     assert find_parts(model, plan=Plan())["0"].role == "positions"  # which keeps the forward of the module
-    with pytest.raises(ValueError, match="'0' is to be 'embedding', but Scaled computes something of its own"):
+    with pytest.raises(ValueError, match="'0' is to be 'embedding', but Normed computes something of its own"):
         find_parts(model, plan=Plan(), rules={"0": "embedding"})
 
 

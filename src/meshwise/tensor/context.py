@@ -118,6 +118,22 @@ class Context:
             return x if x.size(0) == own else x.unflatten(0, (-1, own))
         return x
 
+    def features_apart(self, x: Tensor, *, sizes: tuple[int, ...]) -> Tensor:
+        """This rank's part of the stream's features, where `x` has all of them; `sizes`: of the parts."""
+        if len(sizes) == 1 or x.size(-1) != sum(sizes):
+            return x
+        return gradient.take(x, world=self.world, axes=self.scheme.stream, dim=-1, sizes=sizes).wait()
+
+    def features_together(self, x: Tensor, *, sizes: tuple[int, ...]) -> Tensor:
+        """All features of the stream, with which every rank goes on alike, where `x` is a part of them."""
+        if len(sizes) == 1 or x.size(-1) == sum(sizes):
+            return x
+        return gradient.replicate(x, world=self.world, axes=self.scheme.stream, dim=-1, sizes=sizes).wait()
+
+    def stream_sizes(self, features: int) -> tuple[int, ...]:
+        """How many of the stream's features each rank along the axes that split them has."""
+        return self.sizes(Layout((self.scheme.stream,)), size=features, axes=self.scheme.stream)
+
     def arrive(self, x: Tensor, *, moved: Moved, readers: int) -> Operand:
         """`x` brought together, for so many matrices to read it, of which this call is not one."""
         if not moved.axes:

@@ -78,11 +78,10 @@ class SplitTable:
         return gradient.reduce_scatter(parts, world=world, axes=moved.axes, dim=moved.dim, sizes=moved.sizes).wait()
 
 
-class ShardedEmbedding(nn.Module):
+class ShardedEmbedding(nn.Embedding):
     """An embedding that holds its part of the table; a base in front of the module's own class."""
 
     sharding: SplitTable
-    weight: Tensor
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
         """As the class it stands in front of, on what this rank has."""

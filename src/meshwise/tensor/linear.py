@@ -42,6 +42,7 @@ class Projection:
         self.bias_layout = Layout((product.features,), cuts=(out_cut,))
         self.out_sizes = context.sizes(self.bias_layout, size=shape[1 - within], axes=product.features)
         self._x = context.sizes(Layout((product.x.axes,), cuts=(in_cut,)), size=shape[within], axes=product.x.axes)
+        self._stream = context.stream_sizes(shape[within])
         self._within = within
         self._w, self._features = self._weight_moves(tuple(shape))
 
@@ -61,6 +62,8 @@ class Projection:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """(…, local in) to (…, local out), rows and tokens moved as the scheme says."""
         context, product = self.context, self.product
+        if self.part.role != "second" and not self.part.gathered:
+            x = context.features_apart(x, sizes=self._stream)
         apart = context.apart(x, product=product)
         if apart is not x:
             return self(apart, weight, bias).flatten(0, 1)

@@ -27,6 +27,7 @@ from meshwise.tensor import region
 from meshwise.tensor.batch_norm import ShardedBatchNorm, SplitStatistics
 from meshwise.tensor.context import Context
 from meshwise.tensor.embedding import ShardedEmbedding, SplitTable
+from meshwise.tensor.families.matrix import CONVOLUTIONS, computes_as
 from meshwise.tensor.linear import DATA, Projection, ShardedHead, ShardedLinear
 from meshwise.tensor.matmul import Streaming
 from meshwise.tensor.multihead import Sharding
@@ -136,14 +137,18 @@ class _Split:
         self._placed[f"{name}.weight"] = projection.weight_placement
         if f"{name}.bias" in self._parameters:
             self._placed[f"{name}.bias"] = projection.bias_placement
+        if part.whole_features:
+            region.leave_features(module, context=self._outside, features=self._width())
 
-    def _embedding(self, name: str, _part: Part) -> None:
+    def _embedding(self, name: str, part: Part) -> None:
         module = self._modules[name]
         _require_plain_embedding(module, name)
         rows, features = _matrix(module, name).shape
         table = SplitTable(self._outside, shape=(rows, features), padding_idx=getattr(module, "padding_idx", None))
-        _become(module, ShardedEmbedding, sharding=table)
+        _become(module, ShardedEmbedding, sharding=table, inside=not computes_as(module, kind=nn.Embedding))
         self._placed[f"{name}.weight"] = table.placement
+        if part.whole_features:
+            region.leave_features(module, context=self._outside, features=features)
 
     def _by_features(self, name: str, part: Part) -> None:
         """Parameters one of whose dims counts the stream's features, or what lies within a pair."""
@@ -155,9 +160,8 @@ class _Split:
         module = self._modules.get(name)
         if isinstance(module, nn.Embedding):
             _require_plain_embedding(module, name)
-        if part.role == "patches" and context.degree(axes) > 1:
-            assert module is not None
-            region.share_input(module, context=context, axes=axes)
+        if isinstance(module, CONVOLUTIONS) and part.role == "patches" and context.degree(axes) > 1:
+            region.share_channels(module, context=context, axes=axes)
         if inner and isinstance(module, BatchNorm):
             sizes = context.sizes(Layout((axes,), cuts=(part.cut,)), size=module.num_features, axes=axes)
             _become(module, ShardedBatchNorm, sharding=SplitStatistics(context.world, axes, sizes))
@@ -232,16 +236,19 @@ class _Split:
     # ---- all together --------------------------------------------------------------------------------------------
 
     def add_hooks(self) -> None:
-        """Where the stream is cut along the tokens, and where rows are agreed upon."""
+        """Where the stream is cut along the tokens or the features, and where rows are agreed upon."""
         region.watch_rows(self._root, context=self._outside)
-        if self._inside.degree(self._inside.scheme.tokens) == 1:
-            return
         stacks: dict[str, list[str]] = {}
         for name in self._blocks:
             stacks.setdefault(name.rpartition(".")[0], []).append(name)
         for names in stacks.values():
-            region.enter_tokens(self._modules[names[0]], context=self._inside)
-            region.leave_tokens(self._modules[names[-1]], context=self._inside)
+            first, last = self._modules[names[0]], self._modules[names[-1]]
+            if self._inside.degree(self._inside.scheme.tokens) > 1:
+                region.enter_tokens(first, context=self._inside)
+                region.leave_tokens(last, context=self._inside)
+            if self._parts[names[0]].whole_features:
+                region.enter_features(first, context=self._outside, features=self._width())
+                region.leave_features(last, context=self._outside, features=self._width())
 
     def _context(self, name: str, part: Part) -> Context:
         within = any(name == block or name.startswith(f"{block}.") for block in self._blocks)
@@ -281,8 +288,8 @@ def _set_count(module: nn.Module, attribute: str, count: Any) -> None:
     setattr(owner, name, count)
 
 
-def _become(module: nn.Module, front: type[nn.Module], *, sharding: Any) -> None:
-    """Put a class in front of the module's own."""
+def _become(module: nn.Module, front: type[nn.Module], *, sharding: Any, inside: bool = False) -> None:
+    """Put a class in front of the module's own; `inside`: behind it, where its forward goes on to that of its base."""
     own = type(module)
     body = {
         "sharding": sharding,
@@ -290,7 +297,7 @@ def _become(module: nn.Module, front: type[nn.Module], *, sharding: Any) -> None
         "__qualname__": own.__qualname__,
         "__doc__": own.__doc__,
     }
-    module.__class__ = type(own.__name__, (front, own), body)
+    module.__class__ = type(own.__name__, (own, front) if inside else (front, own), body)
 
 
 def _matrix(module: nn.Module, name: str) -> Tensor:

@@ -124,8 +124,8 @@ class Part:
     """attention: attributes that count the heads that share a key head."""
 
     by_head: tuple[str, ...] = ()
-    """attention: arguments of its forward that hold something for every head, of which `grain` stay together, and masks,
-    which may."""
+    """attention: arguments of its forward that hold something for every head, of which `grain` stay together; and
+    masks, which may."""
 
     heads: int = 0
     """attention with `by_head`: how many heads there are."""
@@ -143,6 +143,9 @@ class Part:
 
     norm: Norm | None = None
     """norm: how it normalises."""
+
+    whole_features: bool = False
+    """block, embedding, single, second: outside of the blocks the stream has all features; see `families.outside`."""
 
     inner: bool = False
     """norm: over what lies within a pair, all heads of queries or of keys, which are cut as those are."""

@@ -26,6 +26,7 @@ from meshwise.tensor.scheme import Axes
 from meshwise.tree import map_tensors, tensors
 
 Change: TypeAlias = Callable[[Tensor], Tensor]
+Convolution: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _STREAM = "hidden_states"
 _POSITIONS = ("position_embeddings", "position_ids", "cos", "sin")
 
@@ -62,17 +63,17 @@ def leave_tokens(block: nn.Module, *, context: Context) -> None:
         scheme, sizes = context.scheme, context.extents.tokens
         return gradient.replicate(x, world=context.world, axes=scheme.tokens, dim=-2, sizes=sizes).wait()
 
-    def after(_module: nn.Module, _args: Any, output: Any) -> Any:
-        if isinstance(output, Tensor):
-            return replicate(output)
-        if isinstance(output, tuple) and isinstance(output[0], Tensor):
-            return (replicate(output[0]), *output[1:])
-        raise ValueError(
-            f"a block returned {type(output).__name__}; with sequence_parallel=1 it returns the stream, or a tuple "
-            "that begins with it"
-        )
+    _change_output(block, replicate)
 
-    block.register_forward_hook(after)
+
+def enter_features(block: nn.Module, *, context: Context, features: int) -> None:
+    """Cut the stream along its features when it enters this block."""
+    _change_input(block, functools.partial(context.features_apart, sizes=context.stream_sizes(features)))
+
+
+def leave_features(module: nn.Module, *, context: Context, features: int) -> None:
+    """Put the features of the stream together when it leaves this module."""
+    _change_output(module, functools.partial(context.features_together, sizes=context.stream_sizes(features)))
 
 
 def gather_stream(module: nn.Module, *, context: Context, features: int, readers: int) -> None:
@@ -124,15 +125,22 @@ def show_narrow(module: nn.Module, *, readers: Sequence[nn.Module], features: in
 
 def gather_features(module: nn.Module, *, context: Context, features: int) -> None:
     """Give a module that is computed whole all features of the stream."""
-    axes, world = context.scheme.stream, context.world
-    sizes = context.sizes(Layout((axes,)), size=features, axes=axes)
-    if context.degree(axes) > 1:
-        _change_input(module, lambda x: gradient.replicate(x, world=world, axes=axes, dim=-1, sizes=sizes).wait())
+    _change_input(module, functools.partial(context.features_together, sizes=context.stream_sizes(features)))
 
 
-def share_input(module: nn.Module, *, context: Context, axes: Axes) -> None:
-    """Let every rank along `axes` use the same input in its own way: its gradients are summed."""
-    _change_input(module, lambda x: gradient.copy(x, world=context.world, axes=axes).wait() if x.requires_grad else x)
+def share_channels(convolution: Convolution, *, context: Context, axes: Axes) -> None:
+    """Let every rank along `axes` use all channels of the same input in its own way: its gradients are summed. An input
+    that is the stream has a part of them.
+    """
+    channels, dim = convolution.in_channels, -1 - len(convolution.kernel_size)
+    sizes = context.sizes(Layout((axes,)), size=channels, axes=axes)
+
+    def share(x: Tensor) -> Tensor:
+        if x.size(dim) != channels:
+            return gradient.all_gather(x, world=context.world, axes=axes, dim=dim, sizes=sizes).wait()
+        return gradient.copy(x, world=context.world, axes=axes).wait() if x.requires_grad else x
+
+    _change_input(convolution, share)
 
 
 def to_inner_rows(x: Tensor, *, context: Context) -> Tensor:
@@ -205,6 +213,22 @@ def _change_arguments(module: nn.Module, change: Callable[[str], Change | None])
         return (*placed, *args[len(placed) :]), {name: changed(name, argument) for name, argument in given.items()}
 
     module.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def _change_output(block: nn.Module, change: Change) -> None:
+    """Change the stream that a block returns, alone or first of a tuple."""
+
+    def after(_module: nn.Module, _args: Any, output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return change(output)
+        if isinstance(output, tuple) and isinstance(output[0], Tensor):
+            return (change(output[0]), *output[1:])
+        raise ValueError(
+            f"a block returned {type(output).__name__}; under tensor parallelism it returns the stream, or a tuple "
+            "that begins with it"
+        )
+
+    block.register_forward_hook(after)
 
 
 def _change_input(module: nn.Module, change: Change) -> None:

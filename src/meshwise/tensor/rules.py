@@ -27,6 +27,7 @@ from meshwise.plan import Plan
 from meshwise.tensor.families.fitting import refuse_misfits, refuse_modes
 from meshwise.tensor.families.known import DECLARED
 from meshwise.tensor.families.matrix import as_matrix
+from meshwise.tensor.families.outside import whole_outside
 from meshwise.tensor.families.sharing import Sharing
 from meshwise.tensor.families.structure import Structure
 from meshwise.tensor.part import Part
@@ -108,6 +109,7 @@ def find_parts(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -> 
     _refuse_unplaced(module, parts, structure=structure)
     split = [each for each in structure.attentions if each.name not in whole and not _lies_in(each.name, holders=whole)]
     refuse_misfits(split, plan=plan, sharing=sharing)
+    parts = whole_outside(parts, plan=plan)
     refuse_modes(parts, modules=structure.modules, plan=plan, width=structure.width)
     return parts
 

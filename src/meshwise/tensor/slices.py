@@ -44,7 +44,7 @@ def slices(module: nn.Module, *, plan: Plan, parts: Mapping[str, Part]) -> tuple
     after: dict[str, Callable[[], Region]] = {}
     for name, part in parts.items():
         within = any(name.startswith(f"{block}.") for block in blocks)
-        if part.role in _TO_STREAM:
+        if part.role in _TO_STREAM and not part.whole_features:
             after[name] = functools.partial(_stream, inside if within else outside, width)
         elif part.role == "whole" and not within:
             before[name] = Region
@@ -57,7 +57,8 @@ def slices(module: nn.Module, *, plan: Plan, parts: Mapping[str, Part]) -> tuple
     for stack in {block.rpartition(".")[0]: None for block in blocks}:
         names = [block for block in blocks if block.rpartition(".")[0] == stack]
         before[names[0]] = functools.partial(_stream, inside, width)
-        after[names[-1]] = functools.partial(_stream, outside, width)
+        whole = parts[names[-1]].whole_features
+        after[names[-1]] = Region if whole else functools.partial(_stream, outside, width)
     return before, after
 
 

@@ -48,11 +48,10 @@ def refuse_misfits(attentions: Sequence[Attention], *, plan: Plan, sharing: Shar
 
 def refuse_modes(parts: Mapping[str, Part], *, modules: Mapping[str, nn.Module], plan: Plan, width: int | None) -> None:
     """Raise PlanError for a part that a scheme does not have, other than 1d where the stream is whole."""
+    inside = tuple(f"{name}." for name, part in parts.items() if part.role == "block")
     if plan.sequence_parallel:
-        blocks = [name for name, part in parts.items() if part.role == "block"]
         for name, part in parts.items():
-            within = any(name.startswith(f"{block}.") for block in blocks)
-            if part.role == "whole" and within and name in modules and _may_mix_tokens(modules[name]):
+            if part.role == "whole" and name.startswith(inside) and name in modules and _may_mix_tokens(modules[name]):
                 raise PlanError(
                     f"{name} ({type(modules[name]).__name__}) is kept whole inside a block, where '{plan}' gives a "
                     "rank a part of the tokens, and whether it mixes them does not show. Nearest that works: "
@@ -60,17 +59,21 @@ def refuse_modes(parts: Mapping[str, Part], *, modules: Mapping[str, nn.Module],
                 )
     if plan.tp_mode == "1d":
         return
+    whole = any(part.whole_features for part in parts.values())
     for name, part in parts.items():
+        if whole and not name.startswith(inside):
+            continue  # what is there has all features
         module = modules.get(name)
         if module is not None and (reason := _only_1d(module, part, width, rows_move=plan.tp_mode == "3d")):
             raise PlanError(
                 f"{name}: {reason}, which tp_mode={plan.tp_mode} has no part for. Nearest that works: tp_mode=1d"
             )
-    ends = any(part.role == "head" or _reads_all(modules.get(name), part, width) for name, part in parts.items())
-    if not ends and width is not None:
+    ends = ("head", "block")
+    if width and not any(p.role in ends or _reads_all(modules.get(name), p, width) for name, p in parts.items()):
         raise PlanError(
-            f"the model returns its stream of {width} features, of which tp_mode={plan.tp_mode} gives a rank a part: "
-            "it has no head or classifier that reads all of them. Nearest that works: tp_mode=1d"
+            f"the model takes and returns a stream of {width} features, of which tp_mode={plan.tp_mode} gives a rank a "
+            "part, and has no repeated blocks, in a ModuleList, where that would begin and end. Nearest that works: "
+            "tp_mode=1d"
         )
 
 
@@ -81,8 +84,8 @@ def _only_1d(module: nn.Module, part: Part, width: int | None, *, rows_move: boo
         )
         if reads_stream and not _reads_all(module, part, width):
             return f"{type(module).__name__} is kept whole, and what it reads is the stream, split by features"
-    if part.role == "patches" and isinstance(module, CONVOLUTIONS) and module.in_channels == width:
-        return f"{type(module).__name__} reads the stream, which is split by features"
+    if part.role == "patches" and isinstance(module, CONVOLUTIONS) and module.groups > 1:
+        return f"{type(module).__name__} has groups of channels, and they become features, which are split"
     if isinstance(module, nn.MultiheadAttention):
         if module.in_proj_weight is None:
             return "its keys and values have another width than the stream"

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwise.tensor.families.known import STORED_AS_INPUTS_BY_OUTPUTS, full_name
@@ -69,6 +69,35 @@ def _multiplies(module: nn.Linear) -> bool:
 def computes_as(module: nn.Module, *, kind: type[nn.Module]) -> bool:
     """Whether a module is of a kind and has its forward."""
     return isinstance(module, kind) and type(module).forward is kind.forward
+
+
+def looks_up(module: nn.Module) -> bool:
+    """Whether a module is an embedding, or scales what an embedding gives: it is asked, with random numbers."""
+    if not isinstance(module, nn.Embedding) or computes_as(module, kind=nn.Embedding):
+        return isinstance(module, nn.Embedding)
+    own = type(module)
+    asked = copy.copy(module)
+    asked.__class__ = type(own.__name__, (own, _Gives), {})
+    try:
+        with torch.no_grad():
+            answer = asked(torch.zeros(2, 3, dtype=torch.long))
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
+        return False  # it takes something else
+    given = _Gives.numbers()
+    scale = float(answer.flatten()[0] / given.flatten()[0])
+    return answer.shape == given.shape and torch.allclose(answer, given * scale, rtol=1e-12, atol=0)
+
+
+class _Gives(nn.Embedding):
+    """An embedding that gives the same numbers, whatever it looks up."""
+
+    @staticmethod
+    def numbers() -> Tensor:
+        generator = torch.Generator("cpu").manual_seed(0)
+        return torch.randn(2, 3, 4, generator=generator, dtype=torch.float64, device="cpu")
+
+    def forward(self, _numbers: Tensor) -> Tensor:
+        return self.numbers()
 
 
 def matrices(module: nn.Module, *, name: str) -> Iterator[Matrix]:

@@ -19,7 +19,7 @@ from torch import nn
 
 from meshwise.norms import BatchNorm
 from meshwise.tensor.families.branch import Reading, stream_width
-from meshwise.tensor.families.matrix import CONVOLUTIONS, as_matrix, computes_as, matrices
+from meshwise.tensor.families.matrix import CONVOLUTIONS, as_matrix, computes_as, looks_up, matrices
 from meshwise.tensor.families.norm import as_norm, goes_feature_by_feature
 from meshwise.tensor.families.pair import Attention, Pairs, by_rule
 from meshwise.tensor.families.sharing import Sharing
@@ -131,7 +131,7 @@ class Structure:
         if matrix := as_matrix(module, name=name):
             if self._vocabulary is not None and matrix.inputs == self.width:
                 tied = module._parameters["weight"] is self._vocabulary.weight
-                if tied and not computes_as(self._vocabulary, kind=nn.Embedding):
+                if tied and not looks_up(self._vocabulary):
                     return "whole"  # as its table is
                 if tied or self.width != matrix.outputs == self._vocabulary.num_embeddings:
                     return "head"
@@ -142,7 +142,7 @@ class Structure:
             if module.embedding_dim != self.width:
                 return "whole"
             shared = self._vocabulary is not None and module.weight is self._vocabulary.weight
-            shared = shared and computes_as(module, kind=nn.Embedding)
+            shared = shared and looks_up(module)
             return "embedding" if shared else "positions"
         if isinstance(module, CONVOLUTIONS):
             return "patches" if module.out_channels == self.width else "whole"
@@ -221,10 +221,7 @@ def _replaces_own_forward(module: nn.Module | None, role: str) -> bool:
     """Whether the part would replace what a class computes that derives from one of torch's."""
     if module is None or role not in ("first", "second", "single", "head", "embedding"):
         return False
-    return (
-        not any(computes_as(module, kind=kind) for kind in (nn.Linear, nn.Embedding))
-        and as_matrix(module, name="") is None
-    )
+    return not looks_up(module) and as_matrix(module, name="") is None
 
 
 def _holders(name: str) -> list[str]:
