@@ -60,7 +60,8 @@ class Board:
         self.place = place
         self.bytes = memory
         self.words = words_of(memory)
-        self._bell = ctypes.c_void_p(self.bytes.data_ptr())
+        self.address = memory.data_ptr()
+        self._bell = ctypes.c_void_p(self.address)
         self._lock = threading.Lock()
         self._lanes: dict[int, int] = {}
         self._end = _FIRST_LANE

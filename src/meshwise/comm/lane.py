@@ -15,6 +15,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from ctypes import memmove
 from dataclasses import dataclass
 from functools import partial
 
@@ -113,8 +114,8 @@ class Lane:
             begin, places = board.payload(self._start, number=call.number, size=self._size), []
             offset = 0
             for x in call.gives:
-                if size := nbytes(x):
-                    self._room.board.bytes[begin + offset : begin + offset + size].view(x.dtype).copy_(x)
+                size = nbytes(x)
+                memmove(self._room.board.address + begin + offset, x.data_ptr(), size)
                 places.append((_IN_PAYLOAD, offset, size))
                 offset += _aligned(size)
             return places
@@ -205,22 +206,44 @@ class Lane:
 
         Raises RanksDisagree when it has another size.
         """
-        rank = self.ranks[index]
-        theirs, start = self._boards[index], self._known_start(index)
+        place, offset, size = self._given(call, index, like, which)
+        if place == _IN_PAYLOAD:
+            return Near(self._boards[index].bytes[offset : offset + size].view(like.dtype))
+        return self._elsewhere(index, place, offset, like)
+
+    def take(self, call: Call, *, index: int, into: Tensor, which: int = 0) -> None:
+        """Copy the tensor that a rank gave to this call, of the size and dtype of `into`.
+
+        Raises RanksDisagree when it has another size, OSError when the other process's memory cannot be read.
+        """
+        place, offset, size = self._given(call, index, into, which)
+        if place == _IN_PAYLOAD:
+            memmove(into.data_ptr(), self._boards[index].address + offset, size)
+        else:
+            self._elsewhere(index, place, offset, into).copy_to(into)
+
+    def _given(self, call: Call, index: int, like: Tensor, which: int) -> tuple[int, int, int]:
+        """Where the tensor is: the place, the offset there (in a payload: on that rank's board) and the bytes."""
+        start = self._known_start(index)
         at = board.record(start, number=call.number, size=self._size) + _HEAD + _PART * which
-        place, offset, size = theirs.words[at : at + _PART]
+        place, offset, size = self._boards[index].words[at : at + _PART]
         if size != nbytes(like):
             raise RanksDisagree(
-                f"rank {rank} gives {size} bytes where rank {self._room.rank} takes {nbytes(like)} in {call.stamp}"
+                f"rank {self.ranks[index]} gives {size} bytes where rank {self._room.rank} takes {nbytes(like)} "
+                f"in {call.stamp}"
             )
         if place == _IN_PAYLOAD:
             offset += board.payload(start, number=call.number, size=self._size)
-            return Near(theirs.bytes[offset : offset + size].view(like.dtype))
+        return place, offset, size
+
+    def _elsewhere(self, index: int, place: int, offset: int, like: Tensor) -> Span:
+        """A tensor that the call did not bring: its owner waits until it has been used."""
+        rank = self.ranks[index]
         self._is_awaited = True
         if place == _IN_PRIVATE:
             assert self._room.memory is not None
             return Far(self._room.memory, rank, offset, like.numel(), like.element_size())
-        return Near(self._room.peer(rank).slabs.at(place)[offset : offset + size].view(like.dtype))
+        return Near(self._room.peer(rank).slabs.at(place)[offset : offset + nbytes(like)].view(like.dtype))
 
     def _is_there(self, index: int, call: Call) -> bool:
         """Whether that rank has made the same call. One that made another is waited for: the hang report tells."""

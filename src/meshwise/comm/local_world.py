@@ -48,13 +48,13 @@ class _Part:
         """The indices of the other ranks."""
         return self.lane.others
 
-    def span(self, index: int, *, like: Tensor, which: int = 0) -> Span:
-        """What that rank gave to the call."""
-        return self.lane.span(self.call, index=index, like=like, which=which)
+    def take(self, index: int, *, into: Tensor, which: int = 0) -> None:
+        """Copy what that rank gave to the call."""
+        self.lane.take(self.call, index=index, into=into, which=which)
 
     def spans(self, own: Tensor, *, which: int = 0) -> list[Span]:
         """What every rank gave, of the size of what this rank gave."""
-        spans = {index: self.span(index, like=own, which=which) for index in self.others}
+        spans = {index: self.lane.span(self.call, index=index, like=own, which=which) for index in self.others}
         return [spans.get(index, Near(own)) for index in range(self.group.size)]
 
 
@@ -106,7 +106,7 @@ class LocalWorld(World):
         part = self._part(stamp, group)
         if group.index == source:
             return self._begin(part, gives=[x], users=part.others)
-        return self._begin(part, needs=[source], act=lambda: part.span(source, like=x).copy_to(x))
+        return self._begin(part, needs=[source], act=lambda: part.take(source, into=x))
 
     def _all_gather(self, stamp: Stamp, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
         part = self._part(stamp, group)
@@ -117,7 +117,7 @@ class LocalWorld(World):
         def act() -> None:
             put(x, into=parts[group.index])
             for index in part.others:
-                part.span(index, like=parts[index]).copy_to(parts[index])
+                part.take(index, into=parts[index])
 
         return self._begin(part, gives=[x], needs=part.others, users=part.others, act=act)
 
@@ -127,7 +127,7 @@ class LocalWorld(World):
         def act() -> None:
             put(parts[group.index], into=into[group.index])
             for index in part.others:
-                part.span(index, like=into[index], which=group.index).copy_to(into[index])
+                part.take(index, into=into[index], which=group.index)
 
         return self._begin(part, gives=parts, needs=part.others, users=part.others, act=act)
 
@@ -140,7 +140,7 @@ class LocalWorld(World):
         def act() -> None:
             put(x, into=parts[target])
             for index in part.others:
-                part.span(index, like=parts[index]).copy_to(parts[index])
+                part.take(index, into=parts[index])
 
         return self._begin(part, needs=part.others, act=act)
 
@@ -151,7 +151,7 @@ class LocalWorld(World):
             return self._begin(
                 part,
                 needs=[source],
-                act=lambda: part.span(source, like=into, which=group.index).copy_to(into),
+                act=lambda: part.take(source, into=into, which=group.index),
             )
         put(parts[source], into=into)
         return self._begin(part, gives=parts, users=part.others)
@@ -164,7 +164,7 @@ class LocalWorld(World):
     def _recv(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
         ends = line(group, source=source, target=group.index)
         part = self._part(stamp, ends)
-        return self._begin(part, needs=[0], act=lambda: part.span(0, like=x).copy_to(x))
+        return self._begin(part, needs=[0], act=lambda: part.take(0, into=x))
 
     def _barrier(self, stamp: Stamp, group: Group) -> None:
         part = self._part(stamp, group)
