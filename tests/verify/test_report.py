@@ -2,9 +2,8 @@ import dataclasses
 import io
 import math
 
-from rich.console import Console
-
 from meshwise.cli.verify import show
+from meshwise.train.screen import Screen
 from meshwise.verify.precision import Figure
 from meshwise.verify.report import Divergence, ParameterFigures, Report, StepFigures
 
@@ -76,7 +75,7 @@ def test_a_difference_before_the_first_step_says_so() -> None:
 def test_the_command_shows_the_parameters_nearest_their_bounds_and_counts_the_rest() -> None:
     many = tuple(ParameterFigures(f"p{i}", None, figure(i * 1e-12)) for i in range(100))
     text = io.StringIO()
-    show(dataclasses.replace(REPORT, first=None, parameters=many), console=Console(file=text, width=60))
+    show(dataclasses.replace(REPORT, first=None, parameters=many), console=Screen(file=text, width=60))
     shown = [line.split()[0] for line in text.getvalue().splitlines() if line.startswith("p") and "none" in line]
     assert shown == [f"p{i}" for i in range(60, 100)]
     assert "and 60 more, further from their bounds than these" in text.getvalue()

@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Literal
 
 import torch
-from rich.console import Console
 
 from meshwise.bench.bandwidth import BUS_FACTORS, COPY, Measurement
 from meshwise.bench.collectives import Sweep, group_sizes, measure
@@ -24,6 +23,7 @@ from meshwise.comm import World, run, torchrun_line
 from meshwise.train.counted import counted
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError
+from meshwise.train.screen import Screen, screen
 
 _WIDTH = 110
 """Of the table where the output is not a terminal."""
@@ -83,7 +83,7 @@ def _collectives(words: Sequence[str]) -> int:
     flags = parse_flags(words, prog="meshwise bench collectives", default=Collectives())
     size = _ranks(flags)
     sweep = _sweep(flags, size)
-    console = Console() if Console().is_terminal else Console(width=_WIDTH)
+    console = screen(width=_WIDTH)
     if "RANK" not in os.environ:
         line = torchrun_line(size, ["-m", "meshwise", "bench", "collectives", *words])
         console.print(
@@ -128,7 +128,7 @@ def _sweep(flags: Collectives, size: int) -> Sweep:
     return sweep
 
 
-def _tell(console: Console, flags: Collectives, measurements: Sequence[Measurement]) -> None:
+def _tell(console: Screen, flags: Collectives, measurements: Sequence[Measurement]) -> None:
     links = [link_text(interface) for interface in network_interfaces() if _is_link(interface)]
     caption = (
         "Time of the slowest rank. Bus bandwidth as nccl-tests defines it. Copy: all ranks of the group copy as much "
@@ -136,7 +136,7 @@ def _tell(console: Console, flags: Collectives, measurements: Sequence[Measureme
     )
     if links:
         caption += f" Links of this machine to others: {', '.join(links)}."
-    console.print(as_table(measurements, caption=caption))
+    console.show(as_table(measurements, caption=caption))
     for path, text in ((flags.csv, as_csv), (flags.json, as_json)):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,6 @@ from typing import Literal
 
 import tomli_w
 import torch
-from rich.console import Console
 
 from meshwise.bench.calibrate import Calibrated, Effort, calibrate
 from meshwise.bench.sizes import parse_size
@@ -19,6 +18,7 @@ from meshwise.comm import World, run, torchrun_line
 from meshwise.simulate.cluster import to_table
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError
+from meshwise.train.screen import Screen
 
 UNDISTURBED = 0.9
 """The part of their time that ranks have to have had, for a calibration to be left without a word."""
@@ -73,7 +73,7 @@ def main(words: Sequence[str]) -> int:
         told = f"wrote {flags.output}: {found.cluster.device.name}, {size} ranks"
         if found.share < UNDISTURBED:
             told += f"; other work had {1 - found.share:.0%} of their time: calibrate again when the machine is quieter"
-        Console().print(told, highlight=False, soft_wrap=True)
+        Screen().print(told, highlight=False, soft_wrap=True)
     return 0
 
 

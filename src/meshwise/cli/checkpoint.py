@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
@@ -31,6 +30,7 @@ from meshwise.train.config import from_text, from_toml
 from meshwise.train.counted import counted
 from meshwise.train.job import Job, JobError
 from meshwise.train.named import model_function
+from meshwise.train.screen import Screen
 
 _MOST_TEXT = 400
 _MOST_NAMES = 3
@@ -40,12 +40,12 @@ _PIPE_WIDTH = 200
 
 def main(words: Sequence[str]) -> int:
     """Do what the words ask. Raises JobError for a folder that is no checkpoint, and for one without a job."""
-    console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    console = Screen(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     flags = _parser().parse_args(words)
     for name in ("checkpoint", "one", "other"):
         if name in flags:
             _require(getattr(flags, name))
-    act: Callable[[argparse.Namespace, Console], int] = flags.act
+    act: Callable[[argparse.Namespace, Screen], int] = flags.act
     try:
         return act(flags, console)
     except (DamageError, ExportError, OSError) as error:
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="meshwise checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    verbs: Mapping[str, tuple[Callable[[argparse.Namespace, Console], int], str]] = {
+    verbs: Mapping[str, tuple[Callable[[argparse.Namespace, Screen], int], str]] = {
         "list": (_list, "folder"),
         "show": (_show, "checkpoint"),
         "check": (_check, "folder"),
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _list(flags: argparse.Namespace, console: Console) -> int:
+def _list(flags: argparse.Namespace, console: Screen) -> int:
     root = _root(flags.folder)
     table = Table("checkpoint", "tensors", "MB", "saved under", "", box=None)
     latest = (root / LATEST).read_text(encoding="utf-8").strip() if (root / LATEST).exists() else None
@@ -87,17 +87,20 @@ def _list(flags: argparse.Namespace, console: Console) -> int:
             table.add_row(path.name, str(len(index.tensors)), f"{index.nbytes / 1e6:.1f}", plan, mark)
         else:
             table.add_row(path.name, "", "", "", f"[red]damaged: {escape(str(index.damages[0]))}[/]")
-    console.print(table if found else f"no checkpoint in {root}")
+    if found:
+        console.show(table)
+    else:
+        console.print(f"no checkpoint in {root}")
     return 0 if all(isinstance(index, Index) for _, index in found) else 1
 
 
-def _show(flags: argparse.Namespace, console: Console) -> int:
+def _show(flags: argparse.Namespace, console: Screen) -> int:
     index = read_index(flags.checkpoint)
     table = Table(Column("tensor", overflow="fold"), "dtype", "shape", "parts", box=None)
     for name, stored in index.tensors.items():
         dtype = str(stored.dtype).removeprefix("torch.")
         table.add_row(name, dtype, "·".join(map(str, stored.shape)) or "one", str(len(stored.parts)))
-    console.print(table)
+    console.show(table)
     for alias, name in index.aliases.items():
         console.print(f"{alias} is {name}", markup=False)
     parameters = sum(math.prod(row.shape) for name, row in index.tensors.items() if name.startswith("parameter/"))
@@ -111,7 +114,7 @@ def _show(flags: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _check(flags: argparse.Namespace, console: Console) -> int:
+def _check(flags: argparse.Namespace, console: Screen) -> int:
     """One checkpoint, or all of a run."""
     one = is_checkpoint(flags.folder)
     folders = [flags.folder] if one else [path for path, _ in checkpoints(_root(flags.folder))]
@@ -128,15 +131,18 @@ def _check(flags: argparse.Namespace, console: Console) -> int:
     return 1 if wrong else 0
 
 
-def _diff(flags: argparse.Namespace, console: Console) -> int:
+def _diff(flags: argparse.Namespace, console: Screen) -> int:
     table = Table(Column("tensor", overflow="fold"), "", "largest difference", box=None)
     for found in differences(read_index(flags.one), second=read_index(flags.other)):
         table.add_row(found.name, found.what, f"{found.largest:.3g}" if found.elements else "")
-    console.print(table if table.row_count else "bit for bit the same")
+    if table.row_count:
+        console.show(table)
+    else:
+        console.print("bit for bit the same")
     return 1 if table.row_count else 0
 
 
-def _export(flags: argparse.Namespace, console: Console) -> int:
+def _export(flags: argparse.Namespace, console: Screen) -> int:
     job = _job(flags)
     try:
         done = export(flags.checkpoint, into=flags.into, build=model_function(job))

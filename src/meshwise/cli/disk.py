@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from meshwise.bench.disk import KINDS, TIER, Disk, measure
@@ -16,6 +15,7 @@ from meshwise.bench.sizes import parse_size
 from meshwise.memory.swap import TierError
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError
+from meshwise.train.screen import Screen
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ def main(words: Sequence[str]) -> int:
         disk = measure(flags.folder, size=parse_size(flags.size), rounds=flags.rounds)
     except (TierError, ValueError) as error:
         raise JobError(str(error)) from error
-    console = Console()
-    console.print(table(disk, folder=flags.folder))
+    console = Screen()
+    console.show(table(disk, folder=flags.folder))
     if flags.json is not None:
         told = [{"who": rate.who, "kind": rate.kind, "bytes_per_second": rate.rounds} for rate in disk.rates]
         flags.json.parent.mkdir(parents=True, exist_ok=True)

@@ -7,13 +7,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
 from rich.markup import escape
 
 from meshwise.bench.doctor import Report, consult_job, consult_local
 from meshwise.bench.machine import table
 from meshwise.bench.talk import Talk
 from meshwise.train.flags import parse_flags
+from meshwise.train.screen import Screen
 
 _MARKS: Mapping[str, str] = {"ok": "[green]ok     [/]", "note": "[yellow]note   [/]", "problem": "[red]problem[/]"}
 
@@ -32,7 +32,7 @@ class Doctor:
 def main(words: Sequence[str]) -> int:
     """Examine and tell. Raises JobError for bad flags."""
     flags = parse_flags(words, prog="meshwise doctor", default=Doctor())
-    console = Console(soft_wrap=True, highlight=False)
+    console = Screen(soft_wrap=True, highlight=False)
     if "RANK" in os.environ:
         report = consult_job(seconds=flags.seconds)
         if os.environ["RANK"] == "0":
@@ -45,7 +45,7 @@ def main(words: Sequence[str]) -> int:
     return 0 if report.healthy else 1
 
 
-def _tell(console: Console, report: Report) -> None:
+def _tell(console: Screen, report: Report) -> None:
     for name, text in table(report.machine):
         console.print(f"{name:14} {escape(text)}")
     if report.machine.topology:
@@ -56,7 +56,7 @@ def _tell(console: Console, report: Report) -> None:
     console.print("all is well" if report.healthy else "[red]ranks cannot train here until this is remedied[/]")
 
 
-def _tell_problems(console: Console, report: Report, *, prefix: str = "") -> None:
+def _tell_problems(console: Screen, report: Report, *, prefix: str = "") -> None:
     for finding in report.findings:
         console.print(f"{_MARKS[finding.level]} {escape(prefix + finding.what)}")
         console.print(f"        {escape(finding.remedy)}")

@@ -90,9 +90,9 @@ def _draw(flags: Draw, lowered: Schedule, *, title: str) -> None:
     console = drawing_board()
     costs = Cost(flags.forward, flags.input, flags.weight, link=flags.link)
     timeline = clock(lowered, costs=costs)
-    console.print(picture(timeline, width=console.width), soft_wrap=True)
+    console.show(picture(timeline, width=console.width))
     console.print()
-    console.print(figures(timeline, peaks=peaks(lowered, costs=costs)))
+    console.show(figures(timeline, peaks=peaks(lowered, costs=costs)))
     if flags.actions:
         console.print(f"\n{lowered}", highlight=False, soft_wrap=True)
     save([Account(title, timeline, unit="")], files=flags, title=title)

@@ -33,7 +33,7 @@ def main(words: Sequence[str]) -> int:
     longest = max(account.timeline.seconds for account in accounts)
     for account in accounts[:2]:
         board.print(f"{account.title}: {account.timeline.seconds:.4g} s", highlight=False)
-        board.print(strip(account.timeline, width=board.width, seconds=longest), soft_wrap=True)
+        board.show(strip(account.timeline, width=board.width, seconds=longest))
         board.print()
     board.print(str(run), highlight=False, soft_wrap=True)
     save(accounts, files=flags, title=f"a step of {flags.run}")

@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from meshwise.bench.plot import MissingExtraError, require_matplotlib
 from meshwise.pipeline.measured import Measured
 from meshwise.train.folder import TIMELINE
 from meshwise.train.job import JobError
+from meshwise.train.screen import Screen, screen
 from meshwise.view.account import Account
 from meshwise.view.chrome_trace import write_chrome_trace
 from meshwise.view.page import write_page
@@ -46,9 +45,9 @@ class Files:
         return any((self.html, self.png, self.svg, self.trace))
 
 
-def drawing_board() -> Console:
+def drawing_board() -> Screen:
     """The terminal."""
-    return Console() if Console().is_terminal else Console(width=_WIDTH)
+    return screen(width=_WIDTH)
 
 
 def check(files: Files) -> None:

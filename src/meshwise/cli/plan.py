@@ -32,6 +32,7 @@ from meshwise.train.counted import counted
 from meshwise.train.job import JobError, Studied
 from meshwise.train.prepare import prepare
 from meshwise.train.rewrite import rewrite
+from meshwise.train.screen import screen
 from meshwise.view.account import predicted
 
 _DRAWN = 4
@@ -151,12 +152,12 @@ def _shown(surveys: Iterator[Survey], *, effort: Effort, quiet: bool) -> Survey:
 
 
 def _tell(survey: Survey, *, top: int, seconds: float) -> None:
-    console = Console() if Console().is_terminal else Console(width=_WIDTH)
+    console = screen(width=_WIDTH)
     told = f"{counted(len(survey.candidates), of='plan')}, {survey.rehearsals} of them rehearsed, in {seconds:.0f} s"
     console.print(told, highlight=False)
     if survey.best():
-        console.print(_table(best_table(survey, top=top)))
-    console.print(_table(lost_table(survey, top=top)))
+        console.show(_table(best_table(survey, top=top)))
+    console.show(_table(lost_table(survey, top=top)))
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> Table:

@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     if job.memory:
         for rehearsal in rehearsals:
             measured = _measured(job, size) if job.measure and rehearsal is rehearsals[0] else ()
-            board.print(shown(memory_table(memory_of(rehearsal), measured=measured)))
+            board.show(shown(memory_table(memory_of(rehearsal), measured=measured)))
     return 0
 
 
@@ -89,18 +89,18 @@ def _tell(predictions: Sequence[Prediction], *, step: Step | None, job: Simulate
     """Print and draw what is asked for of some plans on one cluster, and of a step as it was."""
     board = drawing_board()
     if len(predictions) == 1 and not (job.draw or job.wanted or step):
-        board.print(shown(time_table(predictions[0])))
+        board.show(shown(time_table(predictions[0])))
         return
     accounts = [predicted(prediction) for prediction in predictions]
     if step:
         accounts.append(Account(f"measured in {job.run}", step.step))
     rows = comparison_table(accounts) if len(accounts) > 1 else time_table(predictions[0])
     for first in range(1, len(rows[0]), _ABREAST):
-        board.print(shown([(row[0], *row[first : first + _ABREAST]) for row in rows]))
+        board.show(shown([(row[0], *row[first : first + _ABREAST]) for row in rows]))
     if job.draw:
         for drawing in drawings(accounts, width=board.width):
             board.print()
-            board.print(drawing, soft_wrap=True)
+            board.show(drawing)
     save(accounts, files=job, title=title)
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from meshwise.cli.ranks import chosen, local_ranks
@@ -25,6 +24,7 @@ from meshwise.train.failure import leave_traceback
 from meshwise.train.job import JobError, Studied
 from meshwise.train.order import Order
 from meshwise.train.prepare import Prepared, check_plan, prepare
+from meshwise.train.screen import Screen
 from meshwise.verify import Report, verify
 
 _MOST_ROWS = 40
@@ -66,20 +66,20 @@ def main(arguments: Sequence[str]) -> int:
     else:
         report = run_threads(size, _rank, args=(job,), timeout=None)[0]
     if os.environ.get("RANK", "0") == "0":
-        show(report, console=Console())
+        show(report, console=Screen())
     return 0 if report.ok else 1
 
 
-def show(report: Report, *, console: Console) -> None:
+def show(report: Report, *, console: Screen) -> None:
     """Print a report: the verdict, the steps, and the parameters that are furthest from their bounds."""
     console.print(report.verdict, style="bold green" if report.ok else "bold red", soft_wrap=True, highlight=False)
     told = [report.setting, *report.notes, *([] if report.first is None else [str(report.first)])]
     console.print("\n".join(told), soft_wrap=True, highlight=False, markup=False, end="\n\n")
-    console.print(_table(report.step_rows()))
+    console.show(_table(report.step_rows()))
     console.print()
     worst = sorted(report.parameters, key=lambda line: -line.excess)[:_MOST_ROWS]
     shown = [line for line in report.parameters if line in worst]
-    console.print(_table(report.parameter_rows(shown)))
+    console.show(_table(report.parameter_rows(shown)))
     if rest := len(report.parameters) - len(shown):
         console.print(f"and {rest} more, further from their bounds than these", highlight=False)
 

@@ -43,6 +43,7 @@ from meshwise.train.prepare import Prepared, prepare
 from meshwise.train.resume import Progress, checked_origin, kept, on_first_rank, take_up
 from meshwise.train.sample import generate
 from meshwise.train.schedule import rate
+from meshwise.train.screen import Screen
 from meshwise.train.timeline import Timelines
 from meshwise.trainer import Trainer
 from meshwise.tree import map_tensors
@@ -78,7 +79,7 @@ def train(world: World, *, job: Job, console: Console | None = None) -> Summary:
         **prepared.optimizer_arguments,
     )
     folder = on_first_rank(lambda: RunFolder.claim(job, path=origin.folder, attempt=attempt), world=world)
-    sinks = [] if world.rank else folder.sinks(console or Console(), every=job.train.log_every)
+    sinks = [] if world.rank else folder.sinks(console or Screen(), every=job.train.log_every)
     try:
         with Events(sinks) as events:
             return _Run(trainer, prepared, folder, events).run(origin)

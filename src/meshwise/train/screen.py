@@ -1,0 +1,30 @@
+"""Where a command writes: a terminal, a file, or a pipe whose reader may have seen enough."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
+
+
+class Screen(Console):
+    """A console that leaves no blanks at the ends of drawn lines, and hands on that nobody reads it any more."""
+
+    def show(self, drawing: Table | Text) -> None:
+        """Print a table, or lines that are as long as they are, to be copied as they stand."""
+        as_it_is = self.soft_wrap or isinstance(drawing, Text)
+        options = self.options.update(no_wrap=True, overflow="ignore") if as_it_is else None
+        for line in Segment.split_lines(self.render(drawing, options)):
+            told = Text.assemble(*((part.text, part.style or "") for part in line))
+            told.rstrip()
+            self.print(told, soft_wrap=True)
+
+    def on_broken_pipe(self) -> None:
+        """Rich would end the process here, with status 1 and without a word."""
+        raise  # noqa: PLE0704 -- the BrokenPipeError that it is being asked about
+
+
+def screen(*, width: int) -> Screen:
+    """The terminal; elsewhere, lines of at most this width."""
+    return Screen() if Screen().is_terminal else Screen(width=width)

@@ -1,0 +1,34 @@
+"""Where commands write: lines without blanks at their ends, and a reader that may go away."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.table import Table
+from rich.text import Text
+
+from meshwise.train.screen import Screen
+
+
+class Unread(io.StringIO):
+    """A pipe whose reader has gone."""
+
+    def write(self, _: str, /) -> int:
+        raise BrokenPipeError
+
+
+def test_drawn_lines_have_no_blanks_at_their_ends() -> None:
+    out = io.StringIO()
+    screen = Screen(file=out, width=20)
+    table = Table("name", "what", box=None, pad_edge=False)
+    table.add_row("a", "long enough")
+    table.add_row("b", "")
+    screen.show(table)
+    screen.show(Text("drawn wider than the screen   \nup   "))
+    assert out.getvalue() == "name  what\na     long enough\nb\ndrawn wider than the screen\nup\n"
+
+
+def test_a_reader_that_is_gone_is_told_to_the_caller() -> None:
+    with pytest.raises(BrokenPipeError):
+        Screen(file=Unread()).print("nobody reads this")
