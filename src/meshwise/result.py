@@ -19,7 +19,7 @@ class StepResult:
     tokens      the count that `loss` returned, summed over the global batch
     seconds     wall time of this rank's step
     skipped     True when the update was not applied, with the reason in `problem`
-    loss_scale  what the loss was multiplied by for the backward (fp16); the other numbers are without it
+    loss_scale  what the mean loss was multiplied by for the backward (fp16); the other numbers are without it
     """
 
     loss: float

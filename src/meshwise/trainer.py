@@ -41,7 +41,7 @@ from meshwise.pipeline.action import Schedule
 from meshwise.pipeline.cut import Cut
 from meshwise.plan import Plan
 from meshwise.precision.live import KINDS, live
-from meshwise.precision.scale import Scale
+from meshwise.precision.scale import Scale, likely_count
 from meshwise.result import EvalResult, Recipe, StepResult, Totals
 from meshwise.sweep import Sweep, zeros
 
@@ -174,13 +174,14 @@ class Trainer:
             parts = [part if index in only else part.skipped() for index, part in enumerate(parts)]
         self._sweep.begin(self._steps)
         self._steps += 1
+        self._take_measure(batch, local=local)
         random_state = torch.get_rng_state()
         self._statistics.keep()
-        scale = 1.0 if self._scale is None else self._scale.value
+        scale = self._scale
         given = 0 if local else batch_digest(batch, contents=not self._compared)
         self._compared = True
         with self.world.record() as called:
-            sums = self._sweep.train(parts, scale=scale, counted=self._counted)
+            sums = self._sweep.train(parts, scale=self._factor, counted=self._counted)
             self._sweep.finish()
             self.world.journal.doing = "exchange"
             totals = self._exchange(sums, Given(given, tree.rows(batch), tuple(called)))
@@ -204,7 +205,8 @@ class Trainer:
         seconds = time.perf_counter() - started
         moved = (piece for piece in self.tiers.moved if piece.started >= began)
         self.world.journal.went_on((piece.kind, piece.started, piece.ended) for piece in moved)
-        return StepResult(totals.mean, totals.norm, int(totals.count), seconds, not self._applied, problem, scale)
+        told = 1.0 if scale is None else scale.value
+        return StepResult(totals.mean, totals.norm, int(totals.count), seconds, not self._applied, problem, told)
 
     def evaluate(self, batches: Iterable[Any], *, local: bool = False) -> EvalResult:
         """The loss over `batches` without training, the model in eval mode. Every rank passes as many batches."""
@@ -232,7 +234,7 @@ class Trainer:
         """Why a step's update is left out. Raises NonFiniteError when it must not be."""
         scale = self._scale
         if scale is not None and totals.overflowed and not scale.exhausted:
-            self._scale = scale.overflowed()
+            self._scale = scale.overflowed().expecting(totals.count)
             return (
                 f"the gradient overflowed at a loss scale of {scale.value:g}; it is {self._scale.value:g} from now on"
             )
@@ -247,11 +249,21 @@ class Trainer:
     def _apply(self, totals: Totals) -> None:
         clip = self._recipe.clip_norm
         self._clipped = 1.0 if clip is None else min(1.0, clip / (totals.norm + 1e-6))
-        factor = self._clipped / totals.count
+        factor = self._clipped / totals.count / self._factor
         if self._scale is not None:
-            factor /= self._scale.value
-            self._scale = self._scale.updated()
+            self._scale = self._scale.updated().expecting(totals.count)
         self._updating.apply(factor)
+
+    @property
+    def _factor(self) -> float:
+        """What the loss is multiplied by before the backward."""
+        return 1.0 if self._scale is None else self._scale.factor
+
+    def _take_measure(self, batch: Any, *, local: bool) -> None:
+        """Before the first step of all: about how much its batch counts. A local part may be another on each rank."""
+        if self._scale is not None and not self._scale.count:
+            parts = self.world.group(self._axes).size if local else 1
+            self._scale = self._scale.expecting(parts * max(self.world.exchange(likely_count(batch))))
 
     # ---- micro-batches -----------------------------------------------------------------------------------------
 
@@ -284,8 +296,7 @@ class Trainer:
         (loss, count, squared), dissent = world.totals(torch.stack(numbers), said=had.batch)
         if dissent:
             raise RanksDisagree(dissent_text(world.mesh, found=dict(world.exchange((world.rank, had)))))
-        scale = 1.0 if self._scale is None else self._scale.value
-        return Totals(loss, count, squared / scale**2)
+        return Totals(loss, count, squared / self._factor**2)
 
     # ---- the whole of things -----------------------------------------------------------------------------------
 

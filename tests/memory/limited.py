@@ -45,9 +45,9 @@ def forked(room: int, words: list[str]) -> int:
     except ShortageError as error:
         print(error)
         status = 3
-    except BaseException:
-        traceback.print_exc()
     finally:
+        if status == 1:
+            traceback.print_exc()
         sys.stdout.flush()
         os._exit(status)
 

@@ -1,10 +1,12 @@
 """The loss scale as a table: what it is in each step of a run."""
 
 import json
+import math
 
 import pytest
+import torch
 
-from meshwise.precision.scale import Scale
+from meshwise.precision.scale import Scale, likely_count
 
 
 def drawn(events: str, scale: Scale) -> list[float]:
@@ -36,6 +38,21 @@ def test_the_scale_stays_between_its_bounds() -> None:
     assert not Scale(Scale.LEAST * 2).exhausted
 
 
+def test_the_sum_is_multiplied_by_the_scale_over_a_power_of_two_near_its_count() -> None:
+    scale = Scale(2.0**16)
+    assert scale.factor == 2.0**16
+    assert [scale.expecting(count).factor for count in (1000, 1024, 1500, 3)] == [64, 64, 32, 2.0**14]
+    assert scale.expecting(8).expecting(0).expecting(math.nan).factor == scale.expecting(8).factor
+    assert scale.expecting(8).overflowed().factor == 2.0**12
+
+
+def test_a_batch_is_taken_to_count_what_its_smallest_tensor_holds() -> None:
+    images = {"pixels": torch.zeros(4, 3, 8, 8), "labels": torch.zeros(4), "temperature": torch.tensor(2.0)}
+    assert likely_count(images) == 4
+    assert likely_count((torch.zeros(4, 16), torch.zeros(4, 16))) == 64
+    assert likely_count(torch.tensor(1.0)) == 0
+
+
 def test_a_scale_goes_through_json() -> None:
-    scale = Scale(8.0, updates=3, overflows=1, patience=5)
+    scale = Scale(8.0, updates=3, overflows=1, patience=5, count=512.0)
     assert Scale.restored(json.loads(json.dumps(scale.state()))) == scale

@@ -309,7 +309,7 @@ def spiked(rows: int = 8) -> list[Tensor]:
 def run_spiked(world: World, plan: str) -> list[tuple[StepResult, dict[str, Tensor]]]:
     squares = lambda output, batch: (output.square().sum(), len(batch))  # noqa: E731
     options = Options(
-        loss_scale=Scale(4.0), example=spiked()[0], tensor_rules={"layers.0": "first", "layers.2": "second"}
+        loss_scale=Scale(32.0), example=spiked()[0], tensor_rules={"layers.0": "first", "layers.2": "second"}
     )
     trainer = parallelize(Spike, plan, loss=squares, world=world, lr=1e-2, options=options)
     found = []
@@ -329,10 +329,10 @@ def test_an_overflow_on_one_rank_is_seen_by_all_and_costs_the_step_alone(plan: s
     for first, spike, last in run_threads(Plan.parse(plan).mesh().size, run_spiked, args=(f"{plan} precision=fp16",)):
         assert not first[0].skipped
         assert spike[0].skipped
-        assert spike[0].problem == "the gradient overflowed at a loss scale of 4; it is 2 from now on"
+        assert spike[0].problem == "the gradient overflowed at a loss scale of 32; it is 16 from now on"
         assert math.isfinite(spike[0].loss)
         assert not last[0].skipped
-        assert [result.loss_scale for result, _ in (first, spike, last)] == [4, 4, 2]
+        assert [result.loss_scale for result, _ in (first, spike, last)] == [32, 32, 16]
         assert all(torch.equal(spike[1][name], value) for name, value in first[1].items())
         assert any(not torch.equal(last[1][name], value) for name, value in first[1].items())
 
@@ -353,7 +353,7 @@ def test_a_step_that_is_left_out_leaves_no_trace_in_running_statistics() -> None
 
     def main(world: World) -> None:
         squares = lambda output, batch: (output.square().sum(), len(batch))  # noqa: E731
-        options = Options(loss_scale=Scale(4.0), nonfinite="skip:1")
+        options = Options(loss_scale=Scale(32.0), nonfinite="skip:1")
         trainer = parallelize(Averaging, "dp=2 precision=fp16", loss=squares, world=world, lr=1e-2, options=options)
         draws = torch.Generator().manual_seed(0)
         trainer.step(torch.randn(8, 4, generator=draws))
@@ -361,7 +361,7 @@ def test_a_step_that_is_left_out_leaves_no_trace_in_running_statistics() -> None
         before = {name: value.clone() for name, value in trainer.full_buffers()}
         steep = torch.randn(8, 4, generator=draws)
         steep[0, 0] = 60000.0
-        assert trainer.step(steep).problem == "the gradient overflowed at a loss scale of 4; it is 2 from now on"
+        assert trainer.step(steep).problem == "the gradient overflowed at a loss scale of 32; it is 16 from now on"
         assert trainer.step(torch.full((8, 4), math.nan)).skipped
         for name, value in trainer.full_buffers():
             assert torch.equal(value, before[name]), name
@@ -379,9 +379,27 @@ def test_a_gradient_that_no_scale_mends_is_an_error() -> None:
         trainer.step(batch)
 
 
+@pytest.mark.parametrize("plan", ["dp=1", "dp=3 microbatches=2", "pp=2 microbatches=2"])
+def test_the_scale_is_that_of_the_mean_so_no_step_is_lost_to_find_it(plan: str) -> None:
+    """The sum of a batch overflows at it."""
+    rows = 4 * 2048
+
+    def main(world: World, plan: str) -> list[StepResult]:
+        squares = lambda output, batch: (output.square().sum(), batch.numel())  # noqa: E731
+        build = lambda: nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2))  # noqa: E731
+        x = torch.randn(rows, 2, generator=torch.Generator().manual_seed(0))
+        trainer = parallelize(build, plan, loss=squares, world=world, lr=1e-2, options=Options(example=x))
+        start, stop = trainer.share(rows)
+        return [trainer.step(x), trainer.step(x[start:stop], local=True, total=rows)]
+
+    for results in run_threads(Plan.parse(plan).mesh().size, main, args=(f"{plan} precision=fp16",)):
+        assert [(result.loss_scale, result.skipped) for result in results] == [(2.0**16, False)] * 2
+
+
 def test_the_scale_goes_through_a_checkpoint_to_another_plan(tmp_path: Path) -> None:
     def begin(world: World) -> float:
-        trainer = parallelize(Model, "dp=2 precision=fp16", loss=loss, world=world, lr=1e-2)
+        options = Options(loss_scale=Scale(Scale.MOST))
+        trainer = parallelize(Model, "dp=2 precision=fp16", loss=loss, world=world, lr=1e-2, options=options)
         results = [trainer.step(batches()[0]) for _ in range(2)]
         assert [result.skipped for result in results] == [True, True]
         trainer.save(tmp_path / "saved")
@@ -392,5 +410,5 @@ def test_the_scale_goes_through_a_checkpoint_to_another_plan(tmp_path: Path) -> 
         trainer.load(tmp_path / "saved")
         return trainer.step(batches()[0]).loss_scale
 
-    assert run_threads(2, begin) == [2.0**13] * 2
-    assert run_threads(1, go_on) == [2.0**13]
+    assert run_threads(2, begin) == [2.0**21] * 2
+    assert run_threads(1, go_on) == [2.0**21]

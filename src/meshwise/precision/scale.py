@@ -8,35 +8,55 @@ when a gradient overflows: then the update is left out, on every rank, and the s
     scale      65536   32768   8192   1024        2048
     gradient   inf     inf     inf    finite      finite
 
-An overflow halves the scale, the second in a row quarters it, the third divides it by 8: the loss here is a sum over
-the whole batch and not a mean, so a first scale may be far off, and is found in a few steps. It doubles again after
-`patience` updates. The scale is a power of two, so that scaling rounds nothing.
+An overflow halves the scale, the second in a row quarters it, the third divides it by 8; it doubles again after
+`patience` updates.
+
+The loss here is a sum over the whole batch, and would overflow at a scale that is right for its mean. The mean is not
+known before the last forward, and the division by the true count comes once, at the end. So the sum is multiplied by
+`factor`, the scale over a count that is near enough: that of the step before, and before the first the elements of the
+smallest tensor of a batch, which are labels. Both are powers of two, so that neither rounds anything, and the gradient
+is divided by the same factor: what the count is taken for changes no number that is not lost or infinite.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from meshwise.tree import tensors
 
 
 @dataclass(frozen=True)
 class Scale:
     """A loss scale between two steps.
 
-    value      what the loss is multiplied by
+    value      what the mean loss is multiplied by
     updates    since the scale last changed
     overflows  in a row, up to now
+    count      what a batch is taken to count, a power of two; 0 before the first
     """
 
     value: float = 2.0**16
     updates: int = 0
     overflows: int = 0
     patience: int = 2000
+    count: float = 0.0
 
     LEAST = 2.0**-14
     """An overflow below it is not the scale's fault: some gradient is not finite whatever it is multiplied by."""
 
     MOST = 2.0**24
+
+    @property
+    def factor(self) -> float:
+        """What the sum of the losses is multiplied by."""
+        return self.value / (self.count or 1.0)
+
+    def expecting(self, count: float) -> Scale:
+        """For batches that count about so much; as it was when that is nothing."""
+        return replace(self, count=2.0 ** round(math.log2(count))) if 0 < count < math.inf else self
 
     @property
     def exhausted(self) -> bool:
@@ -60,6 +80,9 @@ class Scale:
     @classmethod
     def restored(cls, state: Mapping[str, float] | None) -> Scale:
         """The scale that a checkpoint kept; a first one where it kept none."""
-        if state is None:
-            return cls()
-        return cls(float(state["value"]), *(int(state[key]) for key in ("updates", "overflows", "patience")))
+        return cls() if state is None else cls(**state)  # type: ignore[arg-type] # as `state` has made them
+
+
+def likely_count(batch: Any) -> int:
+    """The elements of its smallest tensor."""
+    return min((tensor.numel() for tensor in tensors(batch) if tensor.dim()), default=0)

@@ -48,9 +48,9 @@ class Subject:
 
     @property
     def options(self) -> Options:
-        """The options of the training; a step that is not finite is an error, never skipped, and no loss is scaled."""
+        """The options of the training; a step that is not finite is an error, so no loss is scaled by much."""
         options = self.training.get("options") or Options()
-        return dataclasses.replace(options, nonfinite="raise", precision=self.precision, loss_scale=Scale(1.0))
+        return dataclasses.replace(options, nonfinite="raise", precision=self.precision, loss_scale=Scale(256.0))
 
     def prepared(self) -> Model:
         """The model in the dtype and mode to compare in; a module is copied, since training would change it."""
