@@ -18,7 +18,7 @@ from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.reference.loss import next_token_loss
 from meshwise.simulate.clock import predict
 from meshwise.simulate.cluster import parse_cluster
-from meshwise.simulate.rehearsal import Subject, rehearse
+from meshwise.simulate.rehearsal import Rehearsal, Subject, rehearse
 
 CONFIG = GPTConfig(vocabulary=512, context=256, layers=2, heads=8, width=1024)
 SHIPPED = parse_cluster("2x4 h100")
@@ -62,11 +62,14 @@ def cut(plan: Plan) -> tuple[str, ...]:
 
 
 @cache
-def rehearsed(text: str) -> Figures:
+def rehearsal(text: str) -> Rehearsal:
     plan = Plan.parse(text)
     options = dataclasses.replace(subject().options, cut=Where(at=cut(plan)))
-    rehearsal = rehearse(dataclasses.replace(subject(), options=options), plan=plan, ranks=8, device="cuda")
-    return figures_of(predict(rehearsal, cluster=CLUSTER))
+    return rehearse(dataclasses.replace(subject(), options=options), plan=plan, ranks=8, device="cuda")
+
+
+def rehearsed(text: str) -> Figures:
+    return figures_of(predict(rehearsal(text), cluster=CLUSTER))
 
 
 def least(text: str, way: Callable[[Way], Way] = lambda own: own, *, exact: bool = False) -> Figures:
@@ -88,6 +91,25 @@ def test_no_rung_is_above_the_rehearsal(text: str) -> None:
     for figures in (least(text, undivided), least(text), least(text, exact=True)):
         assert figures.seconds <= truth.seconds * (1 + 1e-9)
         assert figures.memory <= truth.memory
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_where_nothing_overlaps_the_reduction_is_added(zero: int) -> None:
+    """But what the host only has to start goes on meanwhile."""
+    text = f"dp=8 zero={zero} precision=bf16 wire=fp32 microbatches=2"
+    own = sounding(Way.of(Plan.parse(text), batch=BATCH, pieces=pieces().count))
+    found = []
+    for launch in (CLUSTER.device.launch, 0.0):
+        device = dataclasses.replace(CLUSTER.device, launch=launch)
+        for overlap in (True, False):
+            cluster = dataclasses.replace(CLUSTER, device=device, overlap=overlap)
+            truth = figures_of(predict(rehearsal(text), cluster=cluster)).seconds
+            figures = bound(Plan.parse(text), sounding=own, cut=pieces().stages(()), cluster=cluster, exact=True)
+            assert 0.8 * truth < figures.seconds <= truth * (1 + 1e-9)
+            found.append(figures.seconds)
+    held_up, held_up_too, beside, after = found
+    assert held_up_too == held_up
+    assert after > beside
 
 
 def test_bounds_are_near() -> None:

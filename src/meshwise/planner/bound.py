@@ -21,6 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
+import torch
+
 from meshwise.comm.journal import Stamp
 from meshwise.pipeline.action import Action, Kind, Schedule
 from meshwise.pipeline.clock import Cost, clock
@@ -28,16 +30,11 @@ from meshwise.pipeline.schedules import SCHEDULES
 from meshwise.plan import Plan
 from meshwise.planner.sounding import Piece, Sounding, Work
 from meshwise.planner.space import splits_backward
+from meshwise.precision.policy import precision_of
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.price import Prices
 from meshwise.simulate.rehearsal import schedule_of
 from meshwise.simulate.tape import Call, Category
-
-WIDTHS: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of an element."""
-
-MASTER = 4
-"""Bytes of what is updated, where that is not what is computed in."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +91,11 @@ class _Stage:
     def whole(self) -> float:
         """Seconds for a micro-batch, at least."""
         return self.forward + self.backward + self.weight
+
+    @property
+    def busy(self) -> float:
+        """The same where nothing has to be started."""
+        return sum(work.seconds for piece in self.pieces for work in (piece.forward, piece.backward, piece.weight))
 
     @property
     def waits(self) -> float:
@@ -160,11 +162,10 @@ def bound(plan: Plan, *, sounding: Sounding, cut: Sequence[range], cluster: Clus
 
 
 def _least(plan: Plan, ranks: Sequence[Sequence[int]], stages: Sequence[_Stage], shard: _Shard) -> float:
-    """The formula above; without stages, the reduction can begin with the last backward."""
+    """The formula above."""
     count = plan.microbatches
     if plan.pp == 1:
-        whole = count * stages[0].whole
-        return max(whole, whole - stages[0].backward + shard.reduce(stages[0]))
+        return shard.alone(stages[0], along=count * stages[0].whole)
     before = [0.0, *itertools.accumulate(stage.forward for stage in stages)]
     after = [0.0, *itertools.accumulate(0.0 if splits_backward(plan) else stage.backward for stage in stages)]
     return max(before[own[0]] + count * sum(stages[s].whole for s in own) + after[own[0]] for own in ranks)
@@ -183,9 +184,7 @@ def _clocked(schedule: Schedule, stages: Sequence[_Stage], shard: _Shard) -> flo
         for number, stage in enumerate(stages)
     ]
     along = clock(schedule, costs=costs).seconds
-    if schedule.ranks > 1:
-        return along
-    return max(along, along - stages[0].backward + shard.reduce(stages[0]))
+    return along if schedule.ranks > 1 else shard.alone(stages[0], along=along)
 
 
 def _held(schedule: Schedule, stages: Sequence[_Stage]) -> list[int]:
@@ -250,6 +249,15 @@ class _Shard:
         """Seconds of reducing a stage's gradients at once."""
         return self._collective("reduce_scatter" if self.plan.zero else "all_reduce", stage, self._wire)
 
+    def alone(self, stage: _Stage, *, along: float) -> float:
+        """Seconds of a rank without a pipeline until its gradients are reduced; `along`: those that it computes.
+
+        The reduction can begin with the last backward where a rank can do both at once. Else all of it comes on top,
+        and only the host goes on meanwhile.
+        """
+        before = along - stage.backward if self.cluster.overlap else self.plan.microbatches * stage.busy
+        return max(along, before + self.reduce(stage))
+
     def _collective(self, kind: str, stage: _Stage, width: float) -> float:
         """Seconds of moving a stage's parameters along dp; `width`: in so many times the bytes they are used in."""
         if (self.plan.dp or 1) == 1:
@@ -271,13 +279,16 @@ class _Shard:
     @property
     def _used(self) -> float:
         """The part of the parameters' bytes that is not masters."""
-        width = WIDTHS[self.plan.precision]
-        return 1.0 if width == MASTER else width / (width + MASTER)
+        record = precision_of(self.plan)
+        if record.parameters is None:
+            return 1.0
+        width, master = record.parameters.itemsize, record.master_of(record.parameters).itemsize
+        return width / (width + master)
 
     @property
     def _wire(self) -> float:
         """Bytes that are reduced, as a multiple of those of the parameters that are used; at least."""
-        if self.plan.wire == "auto":
+        record = precision_of(self.plan)
+        if record.reduction is None:
             return 1.0
-        widest = 8 if self.plan.precision == "fp32" else WIDTHS[self.plan.precision]
-        return WIDTHS[self.plan.wire] / widest
+        return record.reduction.itemsize / (record.parameters or torch.float64).itemsize
