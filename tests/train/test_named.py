@@ -79,11 +79,12 @@ def test_a_model_is_built_in_the_type_that_the_job_names() -> None:
         ("gpt", {"layer": 2}, "model.arguments of gpt: unknown key layer; did you mean layers"),
         ("gpt", {"layers": "two"}, "model.arguments of gpt: layers: 'two' is no whole number"),
         ("gpt", {"heads": 3}, "must be a multiple of heads=3"),
+        ("mlp", {"layers": 2}, "model.arguments of mlp: unknown key layers; there are widths, "),
         ("mlp", {"widths": [3]}, "at least an input and an output width"),
         ("missing.py:build", {}, "there is no file missing.py"),
         ("no_such_module:build", {}, "cannot be imported: No module named 'no_such_module'"),
         ("OWN:biuld", {}, "no function 'biuld' in .*; did you mean 'build'"),
-        ("OWN:number", {}, "no function 'number'"),
+        ("OWN:number", {}, "no function 'number' in .*; there are "),
         ("OWN:build", {"widht": 3}, "model.arguments: unknown argument 'widht'; did you mean 'width'"),
     ],
 )
@@ -134,8 +135,9 @@ def test_an_optimizer_is_any_class_of_torch() -> None:
     [
         (OptimizerJob("AdamV"), "optimizer.name = 'AdamV' is no class of torch.optim; did you mean 'Adam"),
         (OptimizerJob("SGD", betas=(0.1, 0.2)), "optimizer: unknown argument 'betas'; there are lr, momentum"),
+        (OptimizerJob("LBFGS"), "LBFGS cannot run on slices of parameters"),
         (OptimizerJob(arguments={"wieght_decay": 1}), "unknown argument 'wieght_decay'; did you mean 'weight_decay'"),
-        (OptimizerJob(lr=-1.0), "AdamW refuses its arguments .*: Invalid learning rate: -1.0"),
+        (OptimizerJob(lr=-1.0), "optimizer.name = 'AdamW' with .*: Invalid learning rate: -1.0"),
     ],
 )
 def test_a_wrong_optimizer_is_told_what_is_wrong(job: OptimizerJob, message: str) -> None:

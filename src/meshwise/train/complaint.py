@@ -14,6 +14,7 @@ import re
 from collections.abc import Collection, Sequence
 
 _ALIKE = 0.6
+_FAR = 0.9
 _TOLD = (
     (r"(?:Error parsing )?(--[-.\w]+): invalid literal for int\(\) with base 10: (.+)", r"\1: \2 is no whole number"),
     (r"(?:Error parsing )?(--[-.\w]+): could not convert string to float: (.+)", r"\1: \2 is no number"),
@@ -49,13 +50,14 @@ def _unknown(word: str, words: Sequence[str], keys: Collection[str]) -> str:
     """What to change about a word that is no flag and no value of one."""
     name = word.lstrip("-").partition("=")[0].replace("-", "_")
     if word.startswith("--"):
-        nearest = max(keys, key=lambda key: _likeness(key, name) + _likeness(key.split(".")[-1], name.split(".")[-1]))
+        nearest = max(keys, key=lambda key: _like(key, name))
         section, _, last = name.rpartition(".")
         if f"{section}.arguments" in keys and _likeness(nearest.split(".")[-1], last) < _ALIKE:
             return (
                 f"unknown key {name}; an argument of what is named there is given as in --{section}.arguments {last}=…"
             )
-        return f"unknown key {word[2:].partition('=')[0]}; did you mean {nearest}?"
+        hint = f"did you mean {nearest}?" if _like(nearest, name) > _FAR else f"there are {', '.join(keys)}"
+        return f"unknown key {word[2:].partition('=')[0]}; {hint}"
     if name in keys:
         return f"{word!r} is no flag; did you mean '--{word.lstrip('-')}'?"
     if word.endswith(".toml"):
@@ -67,6 +69,11 @@ def _unknown(word: str, words: Sequence[str], keys: Collection[str]) -> str:
     flag, _, value = words[flags[-1]].partition("=")
     value = " ".join(filter(None, [value, *words[flags[-1] + 1 : place + 1]]))
     return f'unexpected {word!r}; a value with blanks is written in quotes, as in {flag} "{value}"'
+
+
+def _like(key: str, name: str) -> float:
+    """How alike two dotted names are: as wholes, and their last words."""
+    return _likeness(key, name) + _likeness(key.rpartition(".")[-1], name.rpartition(".")[-1])
 
 
 def _likeness(one: str, other: str) -> float:

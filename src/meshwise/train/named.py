@@ -19,11 +19,13 @@ import torch
 from torch import nn
 
 from meshwise.model.forward import Loss
+from meshwise.optim.flat import flat_optimizer
 from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig, next_token_loss
 from meshwise.train.flags import flags_of, parse_flags
 from meshwise.train.job import Job, JobError, OptimizerJob
 from meshwise.train.loss import mean_squared_error
 
+BYTES = 256
 LOSSES: Mapping[str, Loss] = {"cross-entropy": next_token_loss, "mse": mean_squared_error}
 
 
@@ -38,6 +40,23 @@ def model_function(job: Job) -> Callable[[], nn.Module]:
     else:
         raise JobError(f"model.name = {job.model.name!r} is neither 'gpt', 'mlp' nor a 'module:function' of your own")
     return build if job.train.dtype is None else partial(_build_as, build, getattr(torch, job.train.dtype))
+
+
+def check_text(job: Job) -> None:
+    """Raise JobError when the model is the reference GPT and cannot read text."""
+    if job.model.name != "gpt":
+        return
+    shape = _configure(job, GPTConfig(context=job.data.context))
+    if shape.vocabulary < BYTES:
+        raise JobError(
+            f"model.arguments of gpt: vocabulary={shape.vocabulary} is less than the {BYTES} bytes that text is made "
+            "of; leave it out"
+        )
+    if shape.context < job.data.context:
+        raise JobError(
+            f"model.arguments of gpt: context={shape.context} is less than data.context = {job.data.context}, the "
+            "bytes of a sample; leave it out"
+        )
 
 
 def loss_function(job: Job) -> Loss:
@@ -63,9 +82,9 @@ def optimizer(job: OptimizerJob) -> tuple[type[torch.optim.Optimizer], dict[str,
     kind = kinds[job.name]
     bind(partial(kind, []), arguments=arguments, key="optimizer")
     try:
-        kind([nn.Parameter(torch.zeros(1, 1))], **arguments)
+        flat_optimizer(kind, groups={(): [nn.Parameter(torch.zeros(1, 1))]}, **arguments)
     except (TypeError, ValueError) as error:
-        raise JobError(f"optimizer: {job.name} refuses its arguments {arguments}: {error}") from error
+        raise JobError(f"optimizer.name = {job.name!r} with {arguments}: {error}") from error
     return kind, arguments
 
 
@@ -76,6 +95,8 @@ def locate(name: str, *, key: str) -> Callable[..., Any]:
     Raises JobError when it is not there; what the user's own module raises while it is imported passes through.
     """
     where, _, what = name.rpartition(":")
+    if not where:
+        raise JobError(f"{key} = {name!r} is no 'module:function', as in 'my_module:{what.removesuffix('.py')}'")
     path = Path(where).absolute() if where.endswith(".py") else None
     if path is not None and not path.is_file():
         raise JobError(f"{key} = {name!r}: there is no file {where}")
@@ -90,7 +111,8 @@ def locate(name: str, *, key: str) -> Callable[..., Any]:
         raise JobError(f"{key} = {name!r}: another module is called {module_name!r} already; rename the file")
     found = getattr(module, what, None)
     if not callable(found):
-        raise JobError(f"{key} = {name!r}: no function {what!r} in {where}; {_nearest(what, vars(module))}")
+        functions = [known for known, value in vars(module).items() if callable(value)]
+        raise JobError(f"{key} = {name!r}: no function {what!r} in {where}; {_nearest(what, functions)}")
     return found  # type: ignore[no-any-return]
 
 

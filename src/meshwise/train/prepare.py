@@ -26,7 +26,7 @@ from meshwise.plan.keys import is_path
 from meshwise.train.counted import counted
 from meshwise.train.data import Data, length, load_data
 from meshwise.train.job import Job, JobError
-from meshwise.train.named import loss_function, model_function, optimizer
+from meshwise.train.named import check_text, loss_function, model_function, optimizer
 from meshwise.train.records import summary_writer
 from meshwise.train.tokens import STDLIB
 from meshwise.tree import map_tensors
@@ -87,6 +87,8 @@ def prepare(job: Job, *, ranks: int) -> Prepared:
         )
     kind, arguments = optimizer(job.optimizer)
     model, loss, data = model_function(job), loss_function(job), load_data(job.data)
+    if data.text:
+        check_text(job)
     if job.train.batch > (size := length(data.train)):
         raise JobError(
             f"{samples}, and there are {size:,} to train on: a step would see some of them "
