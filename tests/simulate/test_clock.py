@@ -14,6 +14,7 @@ from meshwise.simulate.clock import predict
 from meshwise.simulate.cluster import Cluster, ClusterError, Device, Link, Products, load, parse_cluster, to_table
 from meshwise.simulate.price import Prices, traffic
 from meshwise.simulate.rehearsal import Subject, rehearse
+from meshwise.simulate.tape import Memory
 from simulate.subjects import gpt_subject
 
 STEADY = Cluster(
@@ -54,6 +55,16 @@ def test_slower_links_cost_time_where_nothing_is_computed_meanwhile() -> None:
     assert late.seconds == pytest.approx(fast.seconds + late.exposed["tp"], rel=1e-6)
 
 
+def test_memory_that_the_system_clears_takes_time_whenever_it_is_new() -> None:
+    rehearsal = rehearse(gpt_subject(), plan="tp=2", ranks=2, shared=True)
+    slow = dataclasses.replace(STEADY, device=dataclasses.replace(STEADY.device, fresh=((1.0, 1e6),)))
+    entries = [entry for part in rehearsal.step(0) for entry in part.entries if isinstance(entry, Memory)]
+    asked = sum(entry.fresh * entry.bytes for entry in entries)
+    assert asked > 0 == sum(entry.fresh for entry in entries if entry.bytes < 0)
+    late = predict(rehearsal, cluster=slow).seconds - predict(rehearsal, cluster=STEADY).seconds
+    assert late == pytest.approx(asked / 1e6)
+
+
 def test_a_ring_in_one_node_uses_its_link_and_one_through_several_their_adapters() -> None:
     cluster = Cluster(
         ranks_per_node=4,
@@ -76,6 +87,7 @@ def test_a_shipped_cluster_is_read_and_written_back(name: str, tmp_path: Path) -
     path.write_text(tomli_w.dumps(to_table(cluster)))
     assert load(path) == cluster
     assert parse_cluster(f"64x8 {name}").ranks == 512
+    assert parse_cluster(f"64 × 8 {name.upper()}") == parse_cluster(f"64x8 {name}")
 
 
 def test_what_is_no_cluster_is_refused_with_what_is(tmp_path: Path) -> None:
@@ -84,6 +96,6 @@ def test_what_is_no_cluster_is_refused_with_what_is(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="unknown key lauch; did you mean launch"):
         load(path)
     with pytest.raises(ClusterError, match="did you mean h100"):
-        parse_cluster("64x8 h10")
+        parse_cluster("64x8 H10")
     with pytest.raises(ClusterError, match="no ranks"):
         parse_cluster("0 h100")

@@ -167,9 +167,10 @@ def load(name: str | Path) -> Cluster:
     shipped = resources.files("meshwise.simulate") / "clusters"
     known = sorted(entry.name.removesuffix(".toml") for entry in shipped.iterdir() if entry.name.endswith(".toml"))
     try:
-        text = (shipped / f"{name}.toml").read_text("utf-8") if str(name) in known else path.read_text("utf-8")
+        is_known = str(name).lower() in known and not path.is_file()
+        text = (shipped / f"{str(name).lower()}.toml" if is_known else path).read_text("utf-8")
     except OSError as error:
-        near = difflib.get_close_matches(str(name), known, n=1)
+        near = difflib.get_close_matches(str(name).lower(), known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"those that are known are {', '.join(known)}"
         raise ClusterError(f"no cluster {str(name)!r}, and no file of that name; {hint}") from error
     try:
@@ -183,7 +184,7 @@ def parse_cluster(text: str) -> Cluster:
 
     Raises ClusterError.
     """
-    found = re.fullmatch(r"(?:(?:(\d+)x)?(\d+)\s+)?(\S+)", text.strip())
+    found = re.fullmatch(r"(?:(?:(\d+)\s*[xX×]\s*)?(\d+)\s+)?(\S+)", text.strip())
     if found is None:
         raise ClusterError(f"{text!r} is not a cluster; write nodes x ranks and a name, as in '64x8 h100'")
     nodes, each, name = found.groups()

@@ -61,7 +61,7 @@ class Prices:
 
     def allocation(self, memory: Memory) -> float:
         """Of memory, before it is first written to."""
-        return memory.bytes / at(self.cluster.device.fresh, size=memory.bytes) if memory.fresh else 0.0
+        return memory.fresh * memory.bytes / at(self.cluster.device.fresh, size=memory.bytes) if memory.fresh else 0.0
 
     def collective(self, call: Call) -> float:
         """Of one collective, when every rank is in one of its kind along the same axes at the same time."""

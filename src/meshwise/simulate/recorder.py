@@ -69,7 +69,7 @@ class Recorder:
         for tensor in tensors(output):
             self.allocated(tensor)
 
-    def allocated(self, tensor: Tensor, *, category: Category | None = None, fresh: bool = True) -> None:
+    def allocated(self, tensor: Tensor, *, category: Category | None = None, fresh: int = 1) -> None:
         """Count the memory of a tensor, once; `category` says what it is for, whatever the rank is at."""
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -93,7 +93,7 @@ class Recorder:
         if fitting is not None:
             self._left.remove(fitting)
             self.note(Memory(Category.COMMUNICATION, -fitting))
-        self.allocated(tensor, category=category, fresh=fitting is None)
+        self.allocated(tensor, category=category, fresh=0 if fitting else 2)
         self._borrowed.add(tensor.untyped_storage()._cdata)
         return tensor
 
@@ -127,7 +127,7 @@ class Recorder:
         for storage in self._watched:
             category, size, host = self._sizes[storage._cdata]
             if (now := self._part(storage)) != size:
-                self.note(Memory(category, now - size, host, fresh=now > size))
+                self.note(Memory(category, now - size, host, fresh=int(now > size)))
                 self._sizes[storage._cdata] = (category, now, host)
 
     def _part(self, storage: torch.UntypedStorage) -> int:

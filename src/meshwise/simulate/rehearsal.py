@@ -188,10 +188,10 @@ def _kinds(source: Source, schedule: Schedule, plan: Plan, options: Options) -> 
     if plan.pp == 1:
         return (0,), options
     forward = options.forward or default_forward
-    micro = tree.take_rows(options.example, start=0, stop=1)
-    by = "params" if plan.partition == "time" else plan.partition
+    shares = math.prod(plan.mesh().degree(axis) for axis in plan.data_axes) * plan.microbatches
+    micro = tree.take_rows(options.example, start=0, stop=tree.rows(options.example) // shares)
     parts = find_parts(source.module, plan=plan, rules=options.tensor_rules) if plan.tp > 1 else {}
-    wish = Wish(by=by, where=options.cut, schedule=schedule, pairs=pairs_of(parts))  # type: ignore[arg-type]
+    wish = Wish(by=plan.partition, where=options.cut, schedule=schedule, pairs=pairs_of(parts))  # type: ignore[arg-type]
     try:
         cut = cut_model(source.module, stages=schedule.stages, call=lambda model: forward(model, micro), wish=wish)
     except CutError:

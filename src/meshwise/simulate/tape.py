@@ -75,8 +75,9 @@ class Memory:
     host: bool = False
     """Whether it lies in the host's memory while the rank computes on a device of its own."""
 
-    fresh: bool = False
-    """Whether it is asked of the allocator; otherwise what there is gets another name, or is given back."""
+    fresh: int = 0
+    """How often its pages are asked for: by the rank, and by the others where they map them; 0 where what there is gets
+    another name, or is given back."""
 
 
 Entry: TypeAlias = Operation | Call | Wait | Memory
