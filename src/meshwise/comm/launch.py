@@ -309,7 +309,7 @@ def _first_error(folder: Path, size: int, failures: dict[int, ProcessFailure]) -
         rank, first = min(raised.items(), key=lambda item: (item[1].is_consequence, item[1].seconds))
         assert first.error is not None
         if first.trace:
-            first.error.add_note(f"raised on rank {rank} of {size}:\n{first.trace}")
+            first.error.add_note(f"raised on rank {rank} of {size}:\n{first.trace.rstrip()}")
         return first.error
     rank = silent[0]
     status = failures[rank].exitcode
