@@ -12,6 +12,7 @@ from meshwise.parallelize import Options
 from meshwise.pipeline.cut import Where
 from meshwise.simulate.clock import predict
 from meshwise.simulate.cluster import Cluster, ClusterError, Device, Link, Products, load, parse_cluster, to_table
+from meshwise.simulate.cost import operation
 from meshwise.simulate.price import Prices, traffic
 from meshwise.simulate.rehearsal import Subject, rehearse
 from meshwise.simulate.tape import Memory
@@ -65,6 +66,17 @@ def test_memory_that_the_system_clears_takes_time_whenever_it_is_new() -> None:
     assert late == pytest.approx(asked / 1e6)
 
 
+def test_a_loss_looks_up_its_targets() -> None:
+    """What it reads of the scores are as many as there are targets, and their gradient is zero elsewhere."""
+    scores, targets = torch.empty(8, 1000, device="meta"), torch.empty(8, dtype=torch.long, device="meta")
+    forward, backward = torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss_backward.default
+    given = (scores, targets, None, 2, -100)
+    total, weight = forward(*given)
+    assert operation(forward, args=given, kwargs={}, output=(total, weight)).bytes < 100
+    given_back = (total, *given, weight)
+    assert operation(backward, args=given_back, kwargs={}, output=backward(*given_back)).bytes == scores.nbytes
+
+
 def test_a_ring_in_one_node_uses_its_link_and_one_through_several_their_adapters() -> None:
     cluster = Cluster(
         ranks_per_node=4,
@@ -77,6 +89,9 @@ def test_a_ring_in_one_node_uses_its_link_and_one_through_several_their_adapters
     assert prices._rate("all_reduce", 8, (0, 1, 2, 3)) == 100
     assert prices._rate("all_reduce", 8, (0, 4)) == 5  # two ranks share an adapter
     assert prices._rate("all_reduce", 8, tuple(range(8))) == 20  # the ring has both adapters of each node
+    quicker = Prices(dataclasses.replace(cluster, adapters=4, between=Link(bandwidth=((2.0, 5.0), (8.0, 10.0)))))
+    assert quicker._rate("all_reduce", 8, (0, 4)) == 10
+    assert quicker._rate("all_reduce", 8, tuple(range(8))) == 4 * 5  # each adapter carries a quarter, more slowly
     assert traffic("all_reduce", count=4) == 1.5
 
 

@@ -112,7 +112,7 @@ class Link:
     """Seconds before the first byte, for each step of a collective."""
 
     bandwidth: Curve = ()
-    """Bytes per second, by the bytes of the whole collective."""
+    """Bytes per second, by the bytes of the whole collective; of an adapter, by its part of them."""
 
     collectives: Mapping[str, Curve] = field(default_factory=dict)
     """The same of collectives that differ."""

@@ -21,9 +21,21 @@ from meshwise.tree import tensors
 aten = torch.ops.aten
 
 LOOK_UPS = frozenset(
-    {"aten::embedding", "aten::index", "aten::index_select", "aten::gather", "aten::slice_backward", "aten::take"}
+    {
+        "aten::embedding",
+        "aten::index",
+        "aten::index_select",
+        "aten::gather",
+        "aten::slice_backward",
+        "aten::take",
+        "aten::nll_loss_forward",
+        "aten::nll_loss2d_forward",
+    }
 )
 """Operations that read only a part of a tensor: as much as they return."""
+
+PLACED = frozenset({"aten::nll_loss_backward", "aten::nll_loss2d_backward"})
+"""Operations that write a tensor of zeros with a few other values, and read those alone."""
 
 NOTHING = frozenset(
     {
@@ -72,10 +84,11 @@ def operation(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any
     outputs = list(tensors(output))
     flops = _flops(func, args, kwargs, output)
     written = sum(map(_nbytes, _written(func, args, kwargs, outputs)))
-    read = written if func._schema.name in LOOK_UPS else sum(map(_nbytes, inputs))
+    name = func._schema.name
+    read = written if name in LOOK_UPS else 0 if name in PLACED else sum(map(_nbytes, inputs))
     dtype = next((str(t.dtype).removeprefix("torch.") for t in (*outputs, *inputs)), "")
     product = _product(func, inputs) if flops else None
-    return Operation(func._schema.name.removeprefix("aten::"), dtype, flops, read + written, product)
+    return Operation(name.removeprefix("aten::"), dtype, flops, read + written, product)
 
 
 def _flops(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> int:

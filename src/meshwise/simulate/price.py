@@ -87,17 +87,18 @@ class Prices:
     def _rate(self, kind: str, size: float, ranks: Sequence[int]) -> float:
         """Bytes per second of one rank.
 
-        A ring through several nodes enters and leaves each once for every adapter that its ranks there have; the
-        other groups of the same axes are at it at the same time, with the adapters of theirs.
+        A ring through several nodes enters and leaves each once for every adapter that its ranks there have, and each
+        carries its part; the other groups of the same axes are at it at the same time, with the adapters of theirs.
         """
         cluster = self.cluster
         inside = at(cluster.inside.collectives.get(kind, cluster.inside.bandwidth), size=size)
         if not self.crosses(ranks):
             return inside
         curve: Curve = cluster.between.collectives.get(kind, cluster.between.bandwidth)
-        here = len(ranks) / self._nodes(ranks)
+        here = max(1.0, len(ranks) / self._nodes(ranks))
         share = min(1.0, cluster.adapters / cluster.ranks_per_node)
-        return min(inside, at(curve, size=size) * here * share) if here > 1 else at(curve, size=size) * share
+        rate = at(curve, size=size / here) * here * share
+        return min(inside, rate) if here > 1 else rate
 
 
 def traffic(kind: str, *, count: int) -> float:
