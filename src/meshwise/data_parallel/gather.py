@@ -58,9 +58,9 @@ class Gatherer:
             self._handles.append(module.register_load_state_dict_pre_hook(_refuse_loading))
 
     @property
-    def guard(self) -> TorchFunctionMode:
+    def guard(self) -> contextlib.AbstractContextManager[Any]:
         """Inside it, a parameter used outside the modules of its unit is gathered on the spot."""
-        return _Guard(self._owners, self._need_now)
+        return _Guard(self._owners, self._need_now) if self._owners else contextlib.nullcontext()
 
     def begin(self, *, backward: bool) -> None:
         """A pass over the model starts."""
@@ -185,10 +185,9 @@ class _Guard(TorchFunctionMode):
 
     def _look(self, values: Iterable[Any]) -> None:
         for value in values:
-            if isinstance(value, nn.Parameter):
-                unit = self._owners.get(id(value))
-                if unit is not None:
-                    self._need(unit)
+            unit = self._owners.get(id(value))
+            if unit is not None:
+                self._need(unit)
             elif isinstance(value, list | tuple):
                 self._look(value)
 

@@ -166,7 +166,8 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _plain_attributes(module: nn.Module) -> dict[str, object]:
     """Attributes of a module that hold tensors but are neither parameters nor buffers."""
-    own = {key: value for key, value in vars(module).items() if key not in vars(nn.Module())}
+    every = vars(nn.Module())
+    own = {key: value for key, value in vars(module).items() if key not in every}
     return {key: value for key, value in own.items() if any(True for _ in _entries(key, value))}
 
 
