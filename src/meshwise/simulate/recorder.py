@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -225,6 +225,8 @@ class Kernels(Throughout):
             return self._kind == "cpu"
         if func in _DROPOUTS and self._kind == "cuda" and args[0].is_meta:
             return _dropout(*args, **kwargs)
+        if func in _NORMS and self._kind == "cuda" and args[0].is_meta:
+            return _rms_norm(*args, **kwargs)
         if func is functional.scaled_dot_product_attention:
             given = {**_ATTENTION, **dict(zip(_ATTENTION, args, strict=False)), **kwargs}
             return _attention(self._kind, given) if given["query"].is_meta else func(*args, **kwargs)
@@ -255,6 +257,23 @@ def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = F
         return x
     dropped: Tensor = torch.native_dropout(x, p, train=True)[0]
     return x.copy_(dropped) if inplace else dropped
+
+
+_NORMS = frozenset({functional.rms_norm, torch.rms_norm})
+
+
+def _rms_norm(
+    input: Tensor,  # noqa: A002 - torch's own name
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    """Torch's own root-mean-square norm, one kernel each way on a GPU and many operations on meta.
+
+    As a layer norm, which reads and writes as much.
+    """
+    normed: Tensor = torch.native_layer_norm(input, list(normalized_shape), weight, None, eps or 1e-6)[0]
+    return normed
 
 
 def _attention(kind: str, given: dict[str, Any]) -> Tensor:
