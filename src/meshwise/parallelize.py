@@ -24,9 +24,10 @@ from meshwise.data_parallel.batch_norm import Statistics, batch_norms, take_over
 from meshwise.data_parallel.engine import DataParallel
 from meshwise.data_parallel.protocol import Engine
 from meshwise.data_parallel.replication import Keeping
-from meshwise.memory.activations import Saving, activations
+from meshwise.memory.activations import activations
 from meshwise.memory.around import Around
 from meshwise.memory.blocks import Blocks
+from meshwise.memory.parked import Saving
 from meshwise.memory.staging import Swap
 from meshwise.memory.tiers import Tiers
 from meshwise.model.birth import Source, born

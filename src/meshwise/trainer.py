@@ -28,6 +28,7 @@ from meshwise.data_parallel.unit import LiveUnit
 from meshwise.data_parallel.updating import updating
 from meshwise.dissent import Given, batch_digest, dissent_text
 from meshwise.layout.geometry import even_split
+from meshwise.memory.activations import Activations
 from meshwise.memory.around import Around
 from meshwise.memory.blocks import Blocks
 from meshwise.memory.freed import give_back_freed
@@ -106,6 +107,11 @@ class Trainer:
     def tiers(self) -> Tiers:
         """Where state rests between its uses."""
         return self._engine.tiers
+
+    @property
+    def activations(self) -> Activations | None:
+        """The tier of what forwards save; None where it stays on the device."""
+        return self._around.activations
 
     @property
     def precision(self) -> Mapping[str, str]:

@@ -1,13 +1,16 @@
 """A model under plans with tiers: what the tests of them train, and what it comes to."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from meshwise.comm import World
 from meshwise.memory.staging import Swap
+from meshwise.memory.swap import TierError
 from meshwise.parallelize import Options, parallelize
 from meshwise.trainer import Trainer
 
@@ -71,3 +74,15 @@ def the_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     different = [name for name, value in expected.items() if not torch.equal(found[name], value)]
     assert not different
+
+
+def is_refused_until_a_load(trainer: Trainer, *, folder: Path) -> None:
+    """A trainer that is part old and part new neither steps nor saves; `folder / "saved"` is of the first step."""
+    _, second, third = batches()
+    for use in (lambda: trainer.step(third), lambda: trainer.save(folder / "torn")):
+        with pytest.raises(TierError, match="part old and part new; load a checkpoint to go on"):
+            use()
+    assert not (folder / "torn").exists()
+    trainer.load(folder / "saved")
+    trainer.step(second)
+    trainer.step(third)

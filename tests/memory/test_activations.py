@@ -13,7 +13,9 @@ from torch.nn import functional
 
 from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
-from meshwise.memory.activations import Activations, Saving, ToDisk, activations
+from meshwise.memory.activations import Activations, activations
+from meshwise.memory.movers import ToDisk
+from meshwise.memory.parked import Saving
 from meshwise.memory.staging import Swap
 from meshwise.memory.swap import SwapFile, TierError
 from meshwise.parallelize import Options, parallelize

@@ -1,4 +1,4 @@
-"""A file for tensors without values: what a rehearsal of a plan puts to rest."""
+"""Where tensors without values rest in a rehearsal of a plan: a file that holds none, and nowhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from meshwise.memory.swap import Moved, Transfer
+from meshwise.memory.parked import Mover, Parked, Saving
+from meshwise.memory.swap import BLOCK, Moved, Transfer
 
 
 class RehearsedFile:
@@ -52,3 +53,56 @@ class RehearsedFile:
 
     def close(self) -> None:
         """There is nothing to give back."""
+
+
+class RehearsedMover(Mover):
+    """Counts what would be away. The disk is taken to be slow: what is on its way fills the buffers that there are."""
+
+    def __init__(self, how: Saving) -> None:
+        self.device = torch.device("meta")
+        self.told: Callable[[Tensor], None] = lambda _: None
+        """Is shown each buffer when it is made."""
+        self._most = how.staged
+        self._buffers: list[Tensor] = []
+        self._used = 0
+
+    @property
+    def staged(self) -> int:
+        """Bytes of buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def park(self, values: Tensor, *, before: Parked | None) -> Parked:
+        """Count a storage, in whole blocks."""
+        size = -(-values.numel() // BLOCK) * BLOCK
+        self._used += size
+        self.peak = max(self.peak, self._used)
+        if self.staged < self.peak and (not self._buffers or self.staged + size <= self._most):
+            self._buffers.append(torch.empty(size, dtype=torch.uint8, device=self.device))
+            self.told(self._buffers[-1])
+        return _Nowhere(self, size, before)
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+    def leave(self, size: int) -> None:
+        """A storage is there again, or not wanted any more."""
+        self._used -= size
+
+
+class _Nowhere(Parked):
+    def __init__(self, tier: RehearsedMover, size: int, before: Parked | None) -> None:
+        super().__init__(size, before=before)
+        self._tier = tier
+        self._back: Tensor | None = None
+
+    def start(self) -> None:
+        if self._back is None:
+            self._back = torch.empty(self.size, dtype=torch.uint8, device=self._tier.device)
+
+    def get(self) -> Tensor:
+        self.start()
+        assert self._back is not None
+        return self._back
+
+    def __del__(self) -> None:
+        self._tier.leave(self.size)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from meshwise import tree
 from meshwise.comm.journal import Journal
 from meshwise.cutting import pairs_of, plan_schedule
-from meshwise.memory.tiers import Tiers
+from meshwise.memory.rehearsed import RehearsedMover
 from meshwise.model.birth import Source, shapes_of
 from meshwise.model.forward import Loss, default_forward
 from meshwise.optim.flat import OptimizerClass
@@ -37,6 +37,7 @@ from meshwise.pipeline.action import Action, Kind, Schedule
 from meshwise.pipeline.cut import Wish, cut_model
 from meshwise.pipeline.partition import CutError
 from meshwise.pipeline.passes import lower
+from meshwise.pipeline.validate import in_flight
 from meshwise.plan import Plan
 from meshwise.plan.offload import Offload
 from meshwise.simulate.alike import alike
@@ -269,23 +270,34 @@ class _Part:
             with Operations(recorder, memo=self.memo):
                 trainer.step(self.subject.batch, only=frozenset({max(self.only)}))
                 first = self._run(recorder)
+                saved = 0 if trainer.activations is None else trainer.activations.peak
                 trainer.step(self.subject.batch, only=self.only)
                 steady = self._run(recorder)
-        return Tape(index, build[0], first, steady, self._away(trainer.tiers))
+        return Tape(index, build[0], first, steady, self._away(trainer, saved=saved))
 
-    def _away(self, tiers: Tiers) -> Mapping[str, int]:
-        """What rests elsewhere, by the tier that the plan says."""
+    def _away(self, trainer: Trainer, *, saved: int) -> Mapping[str, int]:
+        """What rests elsewhere, by the tier that the plan says; `saved` are the activations of one micro-batch."""
         away: Counter[str] = Counter()
-        for what, size in tiers.away.items():
+        for what, size in trainer.tiers.away.items():
             away[getattr(self.plan.tiers, what)] += size
-        if self.device == "cuda" and self.plan.tiers.uses_disk:
-            away["cpu"] += tiers.staged  # pinned
-        return away
+        if saved:
+            kept, stages = in_flight(trainer.schedule), trainer.schedule.stages_of(trainer.world.group("pp").index)
+            away[self.plan.tiers.activations] += saved * math.ceil(max(kept[stage] for stage in stages))
+        if self.device == "cuda":  # pinned
+            away["cpu"] += trainer.tiers.staged if self.plan.tiers.uses_disk else 0
+            away["cpu"] += _staged(trainer) if self.plan.tiers.activations == "disk" else 0
+        return +away
 
     def _run(self, recorder: Recorder) -> tuple[Segment, ...]:
         """What has been recorded, without what passing over a micro-batch took."""
         passed = {f"0F{index}" for index in range(self.plan.microbatches) if index not in self.only}
         return tuple(segment for segment in recorder.segments() if self.plan.pp > 1 or segment.label not in passed)
+
+
+def _staged(trainer: Trainer) -> int:
+    """Bytes of the buffers that activations pass through."""
+    tier = trainer.activations
+    return tier.mover.staged if tier is not None and isinstance(tier.mover, RehearsedMover) else 0
 
 
 def _played(plan: Plan, device: Device) -> Plan:
@@ -300,6 +312,8 @@ def _watch(trainer: Trainer, recorder: Recorder, *, on_gpu: bool) -> None:
         recorder.elsewhere(tensor)
     staged = functools.partial(recorder.watch, category=Category.STAGING)
     trainer.tiers.told = recorder.elsewhere if on_gpu else staged  # a GPU's are in the host's memory
+    if trainer.activations is not None and isinstance(trainer.activations.mover, RehearsedMover):
+        trainer.activations.mover.told = trainer.tiers.told
     for bucket in (bucket for unit in trainer.units for bucket in unit.buckets):
         for name, value in vars(bucket).items():
             if isinstance(value, Tensor) and not trainer.tiers.on_disk(value):
