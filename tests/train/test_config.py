@@ -15,7 +15,7 @@ import pytest
 from meshwise.plan import Plan, PlanError
 from meshwise.train.config import read_job, to_toml
 from meshwise.train.flags import parse_flags
-from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, SampleJob, TrainJob
+from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, SampleJob, Studied, TrainJob
 
 
 def job_of(*words: str) -> Job:
@@ -46,7 +46,9 @@ FULL = Job(
 
 @pytest.mark.parametrize("job", [Job(), FULL], ids=["defaults", "everything"])
 def test_a_job_is_written_and_read_back_as_it_was(job: Job, tmp_path: Path) -> None:
-    assert job_of(write(tmp_path, to_toml(job))) == job
+    path = write(tmp_path, to_toml(job))
+    assert job_of(path) == job
+    assert to_toml(read_job([path], prog="meshwise verify", kind=Studied)) == to_toml(job)
 
 
 def test_without_words_a_job_has_its_defaults() -> None:

@@ -146,6 +146,8 @@ def _export(flags: argparse.Namespace, console: Screen) -> int:
     job = _job(flags)
     try:
         done = export(flags.checkpoint, into=flags.into, build=model_function(job))
+    except FileExistsError as error:
+        raise JobError(f"{error.filename} is there already, and stays as it is; name another folder") from error
     except ValueError as error:
         raise JobError(str(error)) from error
     for path in done.files:

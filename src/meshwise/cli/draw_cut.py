@@ -13,13 +13,13 @@ from meshwise.cutting import Example, cut_source, plan_schedule
 from meshwise.model.birth import born
 from meshwise.model.forward import default_forward
 from meshwise.train.config import read_job
-from meshwise.train.job import Job, JobError
+from meshwise.train.job import JobError, Studied
 from meshwise.train.prepare import prepare
 
 
 def main(words: Sequence[str]) -> int:
     """Print the cut of the job that the words describe. Raises JobError or PlanError where the job itself would."""
-    job = read_job(words, prog="meshwise draw cut", kind=Job)
+    job = read_job(words, prog="meshwise draw cut", kind=Studied)
     prepared = prepare(job, ranks=local_ranks(job))
     plan = prepared.job.plan
     if plan.pp == 1:

@@ -52,7 +52,7 @@ def from_text(text: str, *, source: str, kind: type[J]) -> J:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise JobError(f"{source} is not TOML: {error}") from error
-    flags = dict(flags_of(table, leaves=_mappings(kind)))
+    flags = {key: words for key, words in flags_of(table, leaves=_mappings(kind)) if key not in kind.passed_over}
     try:
         return parse_flags([word for words in flags.values() for word in words], prog=source, default=kind())
     except JobError as error:

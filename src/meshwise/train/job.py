@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
@@ -307,6 +307,9 @@ class PredictedJob:
 class Job:
     """A training job, from a TOML file and dotted flags (a flag wins)."""
 
+    passed_over: ClassVar[frozenset[tuple[str, ...]]] = frozenset()
+    """Keys that a file may have, and that are not read."""
+
     model: ModelJob = ModelJob()
     data: DataJob = DataJob()
     optimizer: OptimizerJob = OptimizerJob()
@@ -343,6 +346,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Studied(Job):
-    """A training job for a command that does not train it: what only starts of ranks need is read and not offered."""
+    """A training job for a command that does not train it: what only a run needs is passed over, and not offered."""
 
     restarts: tyro.conf.Suppress[int] = 0
+    passed_over: ClassVar[frozenset[tuple[str, ...]]] = frozenset({("restarts",)})

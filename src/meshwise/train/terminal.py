@@ -167,7 +167,7 @@ def _told(event: Event) -> str:
             return f"validation after step {event.step}: loss {event.loss:.4f} over {event.tokens:,} tokens"
         case Sample():
             lines = _printable(event.prompt + event.text).split("\n")
-            return "\n".join(["the model writes:", *(f"  | {line}" for line in lines)])
+            return "\n".join(["the model writes:", *(f"  | {line}".rstrip() for line in lines)])
         case Compared():
             return (
                 f"predicted {event.predicted_seconds:.4g} s a step and {_bytes(event.predicted_memory)} on {event.on}; "
