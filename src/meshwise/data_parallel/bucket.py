@@ -191,6 +191,8 @@ class Bucket:
         assert self._arriving is None
         self._filled.clear()
         self._rounds = 0
+        if self.replication.zero < 2 and not self.replication.tiers.leaves("gradients"):
+            self.reduced = None
 
     def deposit(self, index: int, *, gradient: Tensor) -> None:
         """Add one parameter's gradient to what this step has accumulated."""
