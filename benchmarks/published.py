@@ -2,10 +2,11 @@
 
     python benchmarks/published.py --numbers FOLDER [--tables ptdp multi] [--every 10] [--docs docs/simulation.md]
 
-The runs that are published were made with Megatron-LM: fp16 with fp32 masters, full recomputation, attention as
-products and a softmax, gradients reduced at the end of the step. So the model here is written that way, and its
-rehearsal is priced on `a100-80` without overlap. What was fitted, and on which rows, `FITTED` says; errors are told of
-all others, beside those of calculon (untuned) on the same rows.
+The runs that are published were made with Megatron-LM: fp16 with fp32 masters, attention as products and a softmax,
+gradients reduced at the end of the step, and, but for those of the pipeline schedules, full recomputation. So the model
+here is written that way, and its rehearsal is priced on `a100-80` without overlap. What was fitted, and on which rows,
+`FITTED` says; errors are told of all others, beside those of calculon (untuned) on the same rows. Memory is that of the
+fullest rank, where it is published.
 """
 
 from __future__ import annotations
@@ -31,19 +32,22 @@ from meshwise.pipeline.cut import Where
 from meshwise.precision.policy import Precision
 from meshwise.simulate.clock import predict
 from meshwise.simulate.cluster import load
+from meshwise.simulate.memory import fullest
 from meshwise.simulate.rehearsal import Rehearsal, Subject, rehearse
 from peer_table import write_between_markers
 
 FITTED = {"single": 10}
 """Of these tables every so-manieth row was used to fit the constants of the cluster; of no other table any row."""
 
-ADAPTERS = {"ptdp": 8, "single": 8, "multi": 4}
+ADAPTERS = {"ptdp": 8, "parallel": 8, "single": 8, "multi": 4, "schedules": 8}
 """Of a node of eight GPUs: Selene has one for each; vTrain's configurations say 800 Gb/s, which is four of 200 Gb/s."""
 
 TITLES = {
     "ptdp": "PTD-P, weak scaling (table 1)",
+    "parallel": "PTD-P, strong scaling (table 2)",
     "single": "vTrain, 2 to 8 GPUs of one node",
     "multi": "vTrain, 64 to 512 GPUs",
+    "schedules": "pipeline schedules (zero bubble, table 4)",
 }
 CALCULON = {"ptdp": "ptdp_table1", "single": "vtrain_single", "multi": "vtrain_multi"}
 """The tables as the peer's file calls them."""
@@ -57,6 +61,14 @@ PRECISION = Precision(
     master=torch.float32,
 )
 """Megatron-LM's fp16: gradients stay in it until the update."""
+
+SCHEDULES = {
+    "1F1B": "schedule=1f1b",
+    "1F1B-I": "schedule=interleaved",
+    "ZB-1p": "schedule=zb-h1",
+    "ZB-2p": "schedule=zb-h2",
+}
+"""Those of the zero-bubble paper; of its two that are found by search, the ones that it compares them to."""
 
 DROPOUT = 0.1
 """Megatron-LM's default."""
@@ -78,16 +90,30 @@ class Row:
     virtual: int
     vocabulary: int
     seconds: float
+    words: str = "recompute=full"
+    """Of its plan, beside its numbers."""
+
+    ends: int = 0
+    """Layers that the first and the last stage have less than the others: the embedding and the head count as them."""
+
+    memory: float = 0.0
+    """Bytes of the fullest rank; 0 where they are not published."""
 
     @property
     def plan(self) -> str:
         """As a plan of ours."""
         microbatches = self.batch // (self.dp * self.micro_batch)
-        schedule = f"schedule=interleaved virtual_stages={self.virtual}" if self.virtual > 1 else ""
         return (
-            f"tp={self.tp} dp={self.dp} pp={self.pp} microbatches={microbatches} recompute=full "
-            f"partition=params random=local {schedule}"
+            f"tp={self.tp} dp={self.dp} pp={self.pp} microbatches={microbatches} virtual_stages={self.virtual} "
+            f"partition=params random=local {self.words}"
         )
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """The modules that stages begin with, but for the first."""
+        parts, count = self.pp * self.virtual, self.layers + 2 * self.ends
+        firsts = [stage * count // parts - self.ends for stage in range(1, parts)]
+        return tuple(f"blocks.{first}" if first < self.layers else "norm" for first in firsts)
 
     @property
     def ranks(self) -> int:
@@ -160,9 +186,7 @@ def cross_entropy(output: Tensor, batch: Sequence[Tensor]) -> tuple[Tensor, int]
 def rehearsed(row: Row) -> Rehearsal:
     """The run, rehearsed: every stage has as many layers."""
     tokens = torch.empty(row.batch, row.sequence, dtype=torch.long, device="meta")
-    parts = row.pp * row.virtual
-    at = tuple(f"blocks.{stage * row.layers // parts}" for stage in range(1, parts))
-    options = Options(cut=Where(at=at), example=(tokens, tokens), precision=PRECISION)
+    options = Options(cut=Where(at=row.starts), example=(tokens, tokens), precision=PRECISION)
     subject = Subject(lambda: Megatron(row), cross_entropy, (tokens, tokens), options=options)
     return rehearse(subject, plan=row.plan, ranks=row.ranks, device="cuda")
 
@@ -171,13 +195,54 @@ def ptdp(numbers: Path) -> Iterator[Row]:
     """Weak scaling of Narayanan et al., 2021, table 1: one sequence a micro-batch, the fewest virtual stages."""
     for line in _lines(numbers / "megatron_ptdp_table1.csv"):
         layers, pp = int(line["layers"]), int(line["pp"])
-        each = layers // pp
-        virtual = next((v for v in range(2, each + 1) if each % v == 0), 1) if pp > 1 else 1
+        virtual = _fewest(layers, pp)
         yield Row(
             layers, int(line["hidden"]), int(line["heads"]), int(line["seq"]), int(line["global_batch"]), 1,
             int(line["tp"]), int(line["dp_derived"]), pp, virtual, int(line["vocab"]),
-            float(line["iter_time_s_derived_from_eq3"]),
+            float(line["iter_time_s_derived_from_eq3"]), _interleaved(virtual),
         )  # fmt: skip
+
+
+def parallel(numbers: Path) -> Iterator[Row]:
+    """Strong scaling of the same paper's table 2, which tells flops per second; those of a step are its equation 3."""
+    shapes = {"174.6": (96, 12288, 96), "529.6": (105, 20480, 128)}
+    sequence, vocabulary = 2048, 51200
+    for line in _lines(numbers / "megatron_ptdp_table2_zero3.csv"):
+        if line["scheme"] == "PTD-P":
+            layers, hidden, heads = shapes[line["params_B"]]
+            gpus, tp, pp, batch = (int(line[key]) for key in ("gpus", "tp", "pp", "global_batch"))
+            attended = 1 + sequence / (6 * hidden) + vocabulary / (16 * layers * hidden)
+            flops = 96 * batch * sequence * layers * hidden**2 * attended
+            virtual = _fewest(layers, pp)
+            yield Row(
+                layers, hidden, heads, sequence, batch, int(line["micro_batch"]), tp, gpus // (tp * pp), pp, virtual,
+                vocabulary, flops / (gpus * float(line["tflops_per_gpu"]) * 1e12), _interleaved(virtual),
+            )  # fmt: skip
+
+
+def schedules(numbers: Path) -> Iterator[Row]:
+    """Pipeline schedules of Qi et al., 2023 (zero bubble), table 4: one stage to a GPU, nothing recomputed."""
+    for line in _lines(numbers / "zero_bubble_table4_5.csv"):
+        if not line["samples_per_gpu_per_s"]:
+            continue
+        layers, pp, micro_batch = (int(line[key]) for key in ("layers", "pipeline_gpus", "micro_batch"))
+        batch = int(line["n_microbatches"]) * micro_batch
+        virtual = (layers + 2) // pp if line["schedule"] == "1F1B-I" else 1
+        yield Row(
+            layers, int(line["hidden"]), int(line["heads"]), int(line["seq"]), batch, micro_batch, 1, 1, pp, virtual,
+            51200, batch / (pp * float(line["samples_per_gpu_per_s"])), SCHEDULES[line["schedule"]], 1,
+            1e9 * float(line["peak_memory_GB"]),
+        )  # fmt: skip
+
+
+def _fewest(layers: int, pp: int) -> int:
+    """Virtual stages."""
+    each = layers // pp
+    return next((virtual for virtual in range(2, each + 1) if each % virtual == 0), 1) if pp > 1 else 1
+
+
+def _interleaved(virtual: int) -> str:
+    return "recompute=full schedule=interleaved" if virtual > 1 else "recompute=full"
 
 
 def single(numbers: Path) -> Iterator[Row]:
@@ -204,7 +269,13 @@ def _lines(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-TABLES: Mapping[str, Callable[[Path], Iterator[Row]]] = {"ptdp": ptdp, "single": single, "multi": multi}
+TABLES: Mapping[str, Callable[[Path], Iterator[Row]]] = {
+    "ptdp": ptdp,
+    "parallel": parallel,
+    "single": single,
+    "multi": multi,
+    "schedules": schedules,
+}
 
 
 def main() -> None:
@@ -217,38 +288,42 @@ def main() -> None:
     parser.add_argument("--docs", type=Path)
     arguments = parser.parse_args()
     lines = [
-        "| runs | rows, none of them fitted | mean absolute error | median | calculon |",
-        "|---|--:|--:|--:|--:|",
+        "| runs | rows, none of them fitted | mean absolute error | median | calculon | memory |",
+        "|---|--:|--:|--:|--:|--:|",
     ]
     with ProcessPoolExecutor(arguments.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         for table in arguments.tables:
             rows = list(TABLES[table](arguments.numbers))
             fitted, every = FITTED.get(table, 0), arguments.every if table == "single" else 1
             tried = [i for i in range(len(rows)) if i % every == every // 2 and not (fitted and i % fitted == 0)]
-            errors = []
-            for index, seconds in zip(
+            errors, wrong = [], []
+            for index, (seconds, size) in zip(
                 tried, pool.map(told, [table] * len(tried), map(rows.__getitem__, tried)), strict=True
             ):
                 row = rows[index]
                 errors.append(abs(seconds / row.seconds - 1))
                 off = f"{100 * (seconds / row.seconds - 1):+.1f} %"
                 print(f"{row.plan}  {row.layers}x{row.hidden}  {seconds:.3f}  {row.seconds:.3f}  {off}", flush=True)
-            peer = _percent(calculon(arguments.numbers, table, [rows[index].seconds for index in tried]))
-            of = f"{len(tried)} of {len(rows)}"
+                if row.memory:
+                    wrong.append(abs(size / row.memory - 1))
+                    print(f"    {size / 1e9:.1f} GB  {row.memory / 1e9:.0f} GB", flush=True)
+            peer = calculon(arguments.numbers, table, [rows[index].seconds for index in tried])
             lines.append(
-                f"| {TITLES[table]} | {of} | {_percent(errors)} | {100 * statistics.median(errors):.1f} % | {peer} |"
+                f"| {TITLES[table]} | {len(tried)} of {len(rows)} | {_percent(errors)} "
+                f"| {100 * statistics.median(errors):.1f} % | {_percent(peer)} | {_percent(wrong)} |"
             )
     print("\n".join(lines))
     if arguments.docs:
         write_between_markers(arguments.docs, text="\n".join([*lines, ""]), table="published")
 
 
-def told(table: str, row: Row) -> float:
-    """The seconds that a run is predicted to take."""
+def told(table: str, row: Row) -> tuple[float, int]:
+    """The seconds that a run is predicted to take, and the bytes of its fullest rank."""
     base = load("a100-80")
     nodes = -(-row.ranks // base.ranks_per_node)
     cluster = dataclasses.replace(base, overlap=False, nodes=nodes, adapters=ADAPTERS[table])
-    return predict(rehearsed(row), cluster=cluster).seconds
+    prediction = predict(rehearsed(row), cluster=cluster)
+    return prediction.seconds, fullest(prediction.memory).peak.bytes if row.memory else 0
 
 
 def calculon(numbers: Path, table: str, measured: Sequence[float]) -> list[float]:
@@ -258,14 +333,14 @@ def calculon(numbers: Path, table: str, measured: Sequence[float]) -> list[float
     return [
         abs(float(line["calculon_pred"]) / float(line["measured"]) - 1)
         for line in _lines(numbers / "peer_calculon_on_published.csv")
-        if line["set"] == CALCULON[table]
+        if line["set"] == CALCULON.get(table)
         and f"{float(line['measured']) * unit:.6g}" in wanted
         and line["calculon_pred"]
     ]
 
 
 def _percent(errors: Sequence[float]) -> str:
-    return f"{100 * statistics.mean(errors):.1f} %"
+    return f"{100 * statistics.mean(errors):.1f} %" if errors else ""
 
 
 if __name__ == "__main__":
