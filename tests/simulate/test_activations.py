@@ -86,6 +86,7 @@ def _held(blocks: int, plan: str) -> int:
         ("dp=1", 34 + SCORES),
         ("tp=4", 10 + 24 / 4 + SCORES / 4),
         ("tp=4 sequence_parallel=1", (34 + SCORES) / 4),
+        ("dp=1 recompute=selective", 20),  # the input, and what the four products give: 2 (1 + 3 + 1 + 4 + 1)
         ("dp=1 recompute=full", 2),
     ],
 )
@@ -93,5 +94,5 @@ def test_a_block_keeps_what_the_paper_says(plan: str, formula: float) -> None:
     block = _held(3, f"{plan} precision=fp16 random=local") - _held(2, f"{plan} precision=fp16 random=local")
     # Two norms keep a mean and a deviation of each row in fp32, which the paper leaves out.
     share = 4 if "sequence_parallel" in plan else 1
-    statistics = 0 if "full" in plan else 2 * 2 * 4 * LENGTH * BATCH / share
+    statistics = 0 if "recompute" in plan else 2 * 2 * 4 * LENGTH * BATCH / share
     assert block == formula * SBH + statistics
