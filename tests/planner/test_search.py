@@ -62,6 +62,17 @@ def test_what_is_held_is_held() -> None:
         assert (plan.tp, plan.pp, plan.dp, plan.schedule) == (2, 2, 1, "zb-h1")
 
 
+def test_a_rule_says_where_the_model_is_cut() -> None:
+    """As many stages as it names; and where each begins is where the plan is rehearsed."""
+    late = space(
+        "tp=1 dp=2 zero=0 microbatches=2 schedule=1f1b", begins=lambda stages: ("norm",) if stages == 2 else ()
+    )
+    assert {plan.pp for plan in space("tp=1").plans()} == {1, 2, 4}
+    assert {plan.pp for plan in dataclasses.replace(late, fixed=parse_fixed("tp=1")).plans()} == {1, 2}
+    *_, survey = search(subject(), cluster=CLUSTER, space=late, limit=80e9, effort=Effort(top=1))
+    assert [one.at for one in survey.best()] == [("norm",)]
+
+
 def test_every_plan_of_a_space_stands_for_itself() -> None:
     plans = list(space().plans())
     assert len(set(plans)) == len(plans)

@@ -295,6 +295,8 @@ class Searching:
         if where or plan.pp == 1 or whole is None or self._pieces is None:
             return where
         number = plan.pp * plan.virtual_stages
+        if self._space.begins is not None:
+            return self._space.begins(number)
         schedule = None if plan.partition == "time" else schedule_of(plan)
         key = (number, schedule and (plan.schedule, plan.microbatches, plan.recompute))
         if key not in self._cuts:

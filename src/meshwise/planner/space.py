@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -78,6 +78,10 @@ class Space:
 
     stages: int | None = None
     """How many there have to be, where the job says where it is cut."""
+
+    begins: Callable[[int], tuple[str, ...]] | None = None
+    """What each stage but the first begins with, by how many there are, where a rule says so; a rule that names fewer
+    cannot make as many. None: as even as can be."""
 
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Keys that are held at a value."""
@@ -165,9 +169,13 @@ class Space:
             least, most = recipe.virtual
             counts = (least,) if most == least else self._virtual()
             for count in counts:
-                stages = pp * count
-                if self._holds({"virtual_stages": count}) and stages <= self.pieces and self.stages in (None, stages):
+                if self._holds({"virtual_stages": count}) and self._cuts(pp * count):
                     yield {"schedule": name, "virtual_stages": count}
+
+    def _cuts(self, stages: int) -> bool:
+        """Whether the model can be cut into so many stages."""
+        ruled = self.begins is None or len(self.begins(stages)) == stages - 1
+        return stages <= self.pieces and self.stages in (None, stages) and ruled
 
     def _virtual(self) -> tuple[int, ...]:
         held = self.fixed.get("virtual_stages")
