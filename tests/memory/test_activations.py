@@ -14,6 +14,7 @@ from torch.nn import functional
 from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
 from meshwise.memory.activations import Activations, activations
+from meshwise.memory.blocks import ROUNDS
 from meshwise.memory.movers import ToDisk
 from meshwise.memory.parked import Saving
 from meshwise.memory.staging import Swap
@@ -173,6 +174,8 @@ def grown(world: World, plan: str, folder: str) -> int:
     trainer = parallelize(lambda: model(width, layers), plan, loss=measured, world=world, lr=1e-3, options=options)
     x = torch.randn(rows, width)
     trainer.step(x[:16])
+    for _ in range(ROUNDS if "budget" in plan else 0):
+        trainer.step(x)
     before = resident()
     trainer.step(x)
     return seen[-1] - before
@@ -180,15 +183,16 @@ def grown(world: World, plan: str, folder: str) -> int:
 
 @pytest.mark.processes
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
-def test_a_process_is_smaller_by_what_is_on_disk(processes: Processes, tmp_path: Path) -> None:
-    plain, moved, repeated = (
-        processes.run(1, grown, args=(plan, str(tmp_path)))[0]
-        for plan in ("dp=1", "offload=activations:disk", "recompute=full")
-    )
+def test_a_process_is_smaller_by_what_is_on_disk_or_computed_again(processes: Processes, tmp_path: Path) -> None:
+    plans = ("dp=1", "offload=activations:disk", "recompute=full", "recompute=selective", "budget=100M")
+    plain, moved, inputs, products, chosen = (processes.run(1, grown, args=(plan, str(tmp_path)))[0] for plan in plans)
     unit = 4096 * 256 * 4
+    passing = 6 * unit  # of the block that runs
     assert plain > 6 * 7 * unit
-    assert moved < 12 * unit
-    assert repeated < 6 * unit + 12 * unit
+    assert moved < passing
+    assert inputs < 6 * unit + passing
+    assert products < 6 * 5 * unit + passing
+    assert chosen < 100 * 2**20 + passing
 
 
 # ---- what goes wrong ---------------------------------------------------------------------------------------------
