@@ -129,7 +129,8 @@ class _Recorder(TorchDispatchMode):
             kwargs["device"], on_cpu["device"] = META, CPU
         args_then, kwargs_then = map_tensors(Tensor.detach, (args, on_cpu))  # the operation may move the view itself
         try:
-            result = func(*args, **kwargs)
+            # What fills a tensor with zeros, a number or draws changes no shape; torch takes a millisecond to see that.
+            result = args[0] if traits.overwrites and len(given) == 1 else func(*args, **kwargs)
         except NotImplementedError:  # the shape of the result depends on values, or torch has no meta kernel for it
             result = self._shells(func, args_then, kwargs_then)
         outputs = list(tensors(result))
