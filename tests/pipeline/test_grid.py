@@ -39,7 +39,7 @@ def plan_of(schedule: str, pp: int, zero: int, tp: str, dp: int) -> Plan:
     virtual = VIRTUAL.get(schedule, 1)
     microbatches = 2 * pp if schedule in ("zb-v", "dualpipev") else pp
     words = f"pp={pp} dp={dp} zero={zero} {SPLIT[tp]} schedule={schedule} virtual_stages={virtual}"
-    return Plan.parse(f"{words} microbatches={microbatches}")
+    return Plan.parse(f"{words} microbatches={microbatches} partition=params")
 
 
 def cost(cell: Cell) -> float:
@@ -123,8 +123,8 @@ def test_a_pipeline_is_one_process(schedule: str, pp: int, model: str, zero: int
         ("gpipe", 2, "resnet", 2, "1", 2),
         ("1f1b", 4, "tied", 0, "1", 1),
         ("interleaved", 2, "gpt", 3, "1", 2),
-        ("zb-h1", 2, "llama", 1, "2-tokens", 1),
-        ("zb-h2", 2, "t5", 3, "1", 2),
+        ("zb-h1", 2, "gpt", 1, "2-tokens", 1),
+        ("zb-h2", 2, "tied", 3, "1", 2),
         ("dualpipev", 2, "gpt", 1, "1", 2),
     ],
     ids=lambda case: " ".join(map(str, case)),

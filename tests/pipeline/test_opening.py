@@ -244,9 +244,9 @@ GRID = Grid(
 
 
 def plan_of(schedule: str, zero: int, tp: str, dp: int, recompute: str) -> Plan:
-    virtual = 2 if schedule == "zb-v" else 1
+    virtual, microbatches = (2, 4) if schedule == "zb-v" else (1, 2)
     words = f"pp=2 dp={dp} zero={zero} {SPLIT[tp]} recompute={recompute} schedule={schedule} virtual_stages={virtual}"
-    return Plan.parse(f"{words} microbatches=4")
+    return Plan.parse(f"{words} microbatches={microbatches} partition=params")
 
 
 def built(model: str) -> nn.Module:
