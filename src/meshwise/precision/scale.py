@@ -4,12 +4,13 @@ fp16 holds nothing below 6e-8, and gradients are often smaller; multiplied by th
 again in fp32, they survive (Micikevicius et al., arXiv 1710.03740, section 3.2). How large the scale may be only shows
 when a gradient overflows: then the update is left out, on every rank, and the scale goes down.
 
-    step       1       2       3      4 … 2003    2004 …
-    scale      65536   32768   8192   1024        2048
-    gradient   inf     inf     inf    finite      finite
+    step       1       2       3       4 … 2003    2004 …
+    scale      8192    4096    1024    128         256
+    gradient   inf     inf     inf     finite      finite
 
 An overflow halves the scale, the second in a row quarters it, the third divides it by 8; it doubles again after
-`patience` updates.
+`patience` updates. It begins where the gradient of a mean loss seldom overflows: a step that is lost costs more than
+bits that are won.
 
 The loss here is a sum over the whole batch, and would overflow at a scale that is right for its mean. The mean is not
 known before the last forward, and the division by the true count comes once, at the end. So the sum is multiplied by
@@ -38,7 +39,7 @@ class Scale:
     count      what a batch is taken to count, a power of two; 0 before the first
     """
 
-    value: float = 2.0**16
+    value: float = 2.0**13
     updates: int = 0
     overflows: int = 0
     patience: int = 2000
