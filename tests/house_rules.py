@@ -5,6 +5,7 @@ import builtins
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
@@ -22,6 +23,11 @@ class Module:
     @property
     def part(self) -> str:
         return part_of(self.name)
+
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """All of its syntax tree, in no order."""
+        return tuple(ast.walk(self.tree))
 
     def at(self, node: ast.AST, what: str) -> str:
         return f"{self.name}:{getattr(node, 'lineno', 1)}: {what}"
@@ -76,7 +82,7 @@ EXTRAS = ("matplotlib", "tensorboard", "torch.utils.tensorboard", "transformers"
 
 def imported(module: Module) -> Iterator[tuple[ast.stmt, str]]:
     """Every import with the full name of what it imports: `from torch import nn` imports torch.nn."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             yield from ((node, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -109,9 +115,7 @@ def imports_go_down(source: Source) -> Iterator[str]:
 
 def imports_stand_at_the_top(source: Source) -> Iterator[str]:
     for module in source.values():
-        inner = {
-            node for function in ast.walk(module.tree) if isinstance(function, FUNCTION) for node in ast.walk(function)
-        }
+        inner = {node for function in module.nodes if isinstance(function, FUNCTION) for node in ast.walk(function)}
         for node, name in imported(module):
             if node in inner and not any(within(name, extra) for extra in EXTRAS):
                 yield module.at(node, f"{name} is imported inside a function")
@@ -124,7 +128,7 @@ def only_comm_imports_torch_distributed(source: Source) -> Iterator[str]:
         for node, name in imported(module):
             if within(name, "torch.distributed"):
                 yield module.at(node, f"{name} is imported outside comm")
-        for used in ast.walk(module.tree):
+        for used in module.nodes:
             if isinstance(used, ast.Attribute) and used.attr == "distributed" and ast.unparse(used.value) == "torch":
                 yield module.at(used, "torch.distributed is used outside comm")
 
@@ -145,12 +149,12 @@ def no_global_state(source: Source) -> Iterator[str]:
     """No `global`, and no mutable value bound by a module or a class; one typed read-only is a constant."""
     for module in source.values():
         scopes: list[ast.Module | ast.ClassDef] = [module.tree]
-        scopes += [node for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
+        scopes += [node for node in module.nodes if isinstance(node, ast.ClassDef)]
         for scope in scopes:
             for bound in scope.body:
                 if isinstance(bound, ast.Assign | ast.AnnAssign) and bound.value is not None and _mutable(bound):
                     yield module.at(bound, f"mutable state in a module or a class: {ast.unparse(bound)[:60]}")
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.Global):
                 yield module.at(node, f"global {' '.join(node.names)}")
 
@@ -166,26 +170,33 @@ def _mutable(node: ast.Assign | ast.AnnAssign) -> bool:
     return isinstance(node.value, MUTABLE)
 
 
-def assigned_attributes(tree: ast.AST) -> Iterator[tuple[ast.AST, ast.expr, str]]:
+def assigned_attributes(module: Module) -> Iterator[tuple[ast.AST, ast.expr, str]]:
     """Every attribute that is assigned, deleted or set by name: (where, of what, which)."""
-    for node in ast.walk(tree):
+    for node in module.nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
             yield node, node.value, node.attr
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr", "object.__setattr__"):
+        if isinstance(node, ast.Call) and _last_name(node.func) in ("setattr", "delattr", "__setattr__"):
             attribute = node.args[1]
             yield node, node.args[0], str(attribute.value) if isinstance(attribute, ast.Constant) else "?"
+
+
+def _last_name(node: ast.expr) -> str:
+    """The name of a function, without what it belongs to."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def nothing_hung_on_tensors(source: Source) -> Iterator[str]:
     """No attribute of our own on a parameter or a tensor: a name typed, called or looped over as one."""
     for module in source.values():
         tensors = {"p", "param", "parameter", "tensor", "weight", "bias"}
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.arg | ast.AnnAssign) and _is_tensor(node.annotation):
                 tensors.add(node.arg if isinstance(node, ast.arg) else ast.unparse(node.target))
             if isinstance(node, ast.For | ast.comprehension) and "parameters()" in ast.unparse(node.iter):
                 tensors |= {name.id for name in ast.walk(node.target) if isinstance(name, ast.Name)}
-        for node, owner, attribute in assigned_attributes(module.tree):
+        for node, owner, attribute in assigned_attributes(module):
             if ast.unparse(owner).split(".")[-1] in tensors - {"self"} and attribute not in OWN_OF_A_TENSOR:
                 yield module.at(node, f"{attribute} is hung on the tensor {ast.unparse(owner)}")
 
@@ -198,11 +209,11 @@ def nothing_patched(source: Source) -> Iterator[str]:
     """No attribute of an imported module, or of what is imported from outside the house, is assigned."""
     for module in source.values():
         foreign = {}
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 for alias in node.names:
                     foreign[alias.asname or alias.name.split(".")[0]] = getattr(node, "module", None) or alias.name
-        for node, owner, attribute in assigned_attributes(module.tree):
+        for node, owner, attribute in assigned_attributes(module):
             if f"{ast.unparse(owner)}.{attribute}" in MEANT_TO_BE_SET:
                 continue
             root = owner
@@ -249,7 +260,7 @@ def sizes_are_bounded(source: Source) -> Iterator[str]:
     for module in source.values():
         if (lines := len(module.text.splitlines())) > LONGEST_FILE:
             yield f"{module.name}: {lines} lines"
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, FUNCTION):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 parameters = [*_positions(node), *node.args.kwonlyargs]
@@ -286,7 +297,7 @@ def _positions(function: FUNCTION) -> list[ast.arg]:
 def _overrides(module: Module, owner: ast.ClassDef, method: str) -> bool:
     """Whether a base class from outside the house has this method (not counting what every object has)."""
     origin = {}
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
                 full = f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
@@ -317,8 +328,8 @@ def names_say_something(source: Source) -> Iterator[str]:
 
 def no_hasattr(source: Source) -> Iterator[str]:
     for module in source.values():
-        for node in ast.walk(module.tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "hasattr":
+        for node in module.nodes:
+            if isinstance(node, ast.Call) and _last_name(node.func) == "hasattr":
                 yield module.at(node, f"{ast.unparse(node)}: a value's kind is known")
 
 
