@@ -26,8 +26,8 @@ demo: install  ## train a small GPT on the standard library's source, on 4 local
 
 test grid test-gpu: export OMP_NUM_THREADS := 1
 
-test: install  ## the whole suite, two files at a time
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+test: install  ## the whole suite, three files at a time: some wait for processes while others compute
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 grid: install  ## every cell of every grid of plans, of which `test` runs a part that has each pair of values
 	$(BIN)/python -m pytest -n 2 -m grid --whole-grids
