@@ -11,7 +11,7 @@ from torch import nn
 from meshwise.parallelize import Options
 from meshwise.pipeline.cut import Where
 from meshwise.simulate.clock import predict
-from meshwise.simulate.cluster import Cluster, ClusterError, Device, Link, Products, load, parse_cluster, to_table
+from meshwise.simulate.cluster import Cluster, ClusterError, Device, Host, Link, Products, load, parse_cluster, to_table
 from meshwise.simulate.cost import operation
 from meshwise.simulate.price import Prices, traffic
 from meshwise.simulate.rehearsal import Subject, rehearse
@@ -75,6 +75,20 @@ def test_a_loss_looks_up_its_targets() -> None:
     assert operation(forward, args=given, kwargs={}, output=(total, weight)).bytes < 100
     given_back = (total, *given, weight)
     assert operation(backward, args=given_back, kwargs={}, output=backward(*given_back)).bytes == scores.nbytes
+
+
+@pytest.mark.parametrize(
+    "offload, beside, after", [("optimizer:cpu", 4, 4), ("optimizer:disk", 4, 16), ("params:cpu", 12, 0)]
+)
+def test_what_rests_elsewhere_takes_its_time(offload: str, beside: int, after: int) -> None:
+    model = lambda: nn.Linear(64, 64, bias=False)  # noqa: E731
+    subject = Subject(model, lambda output, batch: (output.sum(), len(batch)), torch.zeros(4, 64))
+    rehearsal = rehearse(subject, plan=f"dp=1 zero=3 offload={offload}", ranks=1, device="cuda")
+    slow = dataclasses.replace(STEADY, ranks_per_node=1, host=Host(link=1.0, disk=1.0))
+    late = predict(rehearsal, cluster=slow)
+    # Bytes of each parameter: its gradient out beside the micro-batch (itself twice in); then itself or its states.
+    assert late.seconds == 64 * 64 * (beside + after)
+    assert late.exposed["host"] == pytest.approx(late.seconds - predict(rehearsal, cluster=STEADY).seconds)
 
 
 def test_a_ring_in_one_node_uses_its_link_and_one_through_several_their_adapters() -> None:

@@ -19,6 +19,7 @@ from meshwise.pipeline.clock import Cost, clock
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.memory import RankMemory, fullest, memory_of
 from meshwise.simulate.moments import moments
+from meshwise.simulate.offloaded import with_host
 from meshwise.simulate.price import Prices, traffic
 from meshwise.simulate.rehearsal import Rehearsal
 from meshwise.simulate.tape import Call, Operation, Segment, Wait
@@ -115,7 +116,8 @@ def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
     sent = max((rank.sent() for rank in ranks.values()), key=lambda sent: sum(sent.values()))
     if rehearsal.plan.pp == 1:
         played = ranks[places[0]].play(rehearsal.step(0))
-        return Prediction(rehearsal, cluster, played.seconds + step, 0.0, played.exposed, sent, None)
+        took, waits = _with_host(rehearsal, cluster, played.seconds + step, played.exposed)
+        return Prediction(rehearsal, cluster, took, 0.0, waits, sent, None)
     costs: dict[int, Cost] = {}
     for index, place in enumerate(places):
         costs |= dict(zip(rehearsal.schedule.stages_of(index), ranks[place].costs().values(), strict=True))
@@ -123,11 +125,21 @@ def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
     computed = max(event.stop for event in timeline.events if event.stream is Stream.COMPUTE)
     along = max(event.stop for event in timeline.events)
     last = max(ranks.values(), key=lambda rank: rank.around().seconds)
-    seconds = along + last.around().seconds + step
+    spent = along + last.around().seconds + step
     idle = sum(along - ranks[place].busy() for place in places) / len(places)
     exposed: dict[str, float] = defaultdict(float, last.waits())
     exposed["·".join(rehearsal.plan.data_axes)] += along - computed
-    return Prediction(rehearsal, cluster, seconds, max(0.0, idle) / seconds, exposed, sent, timeline)
+    took, waits = _with_host(rehearsal, cluster, spent, exposed)
+    return Prediction(rehearsal, cluster, took, max(0.0, idle) / took, waits, sent, timeline)
+
+
+def _with_host(
+    rehearsal: Rehearsal, cluster: Cluster, took: float, exposed: Mapping[str, float]
+) -> tuple[float, Mapping[str, float]]:
+    """A step's seconds and waits, with those for what rests elsewhere."""
+    on_host = rehearsal.device == "cuda" and rehearsal.plan.tiers.updates_on_cpu
+    whole = max(with_host(tape, took=took, cluster=cluster, on_host=on_host) for tape in rehearsal.tapes)
+    return (whole, {**exposed, "host": whole - took}) if whole > took else (took, exposed)
 
 
 def forward_flops(rehearsal: Rehearsal) -> list[int]:

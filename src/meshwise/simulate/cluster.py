@@ -119,6 +119,20 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Host:
+    """What a node has beside its devices; bytes per second. What is not told is taken to be fast enough."""
+
+    link: float = math.inf
+    """Between each GPU and the host's memory, of what goes either way."""
+
+    memory: float = math.inf
+    """The host's memory, as the optimizers of all its ranks read and write it."""
+
+    disk: float = math.inf
+    """Its disks, for all its ranks."""
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Nodes that are alike."""
 
@@ -136,6 +150,9 @@ class Cluster:
 
     between: Link = field(default_factory=Link)
     """Between nodes, through one adapter."""
+
+    host: Host = field(default_factory=Host)
+    """Where offloaded state rests."""
 
     adapters: int = 8
     """Adapters of a node; where ranks are more than they, they share them."""

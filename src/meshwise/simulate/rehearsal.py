@@ -41,6 +41,7 @@ from meshwise.pipeline.validate import in_flight
 from meshwise.plan import Plan
 from meshwise.plan.offload import Offload
 from meshwise.simulate.alike import alike
+from meshwise.simulate.offloaded import at_update, beside
 from meshwise.simulate.recorder import Kernels, Memo, Operations, Recorder, as_if_on
 from meshwise.simulate.tape import Category, Memory, Segment, Tape
 from meshwise.simulate.world import RehearsalWorld, Stages
@@ -273,7 +274,16 @@ class _Part:
                 saved = 0 if trainer.activations is None else trainer.activations.peak
                 trainer.step(self.subject.batch, only=self.only)
                 steady = self._run(recorder)
-        return Tape(index, build[0], first, steady, self._away(trainer, saved=saved))
+        tiers, on_gpu, sizes = self.plan.tiers, self.device == "cuda", {**trainer.tiers.away, "activations": saved}
+        return Tape(
+            index,
+            build[0],
+            first,
+            steady,
+            self._away(trainer, saved=saved),
+            beside(tiers, sizes=sizes, microbatches=self.plan.microbatches, on_gpu=on_gpu),
+            at_update(tiers, sizes=sizes, updated=_updated(trainer), on_gpu=on_gpu),
+        )
 
     def _away(self, trainer: Trainer, *, saved: int) -> Mapping[str, int]:
         """What rests elsewhere, by the tier that the plan says; `saved` are the activations of one micro-batch."""
@@ -292,6 +302,16 @@ class _Part:
         """What has been recorded, without what passing over a micro-batch took."""
         passed = {f"0F{index}" for index in range(self.plan.microbatches) if index not in self.only}
         return tuple(segment for segment in recorder.segments() if self.plan.pp > 1 or segment.label not in passed)
+
+
+def _updated(trainer: Trainer) -> Mapping[str, int]:
+    """Bytes of the parameters that a rank updates, and of their gradients as they update."""
+    updated: Counter[str] = Counter()
+    for bucket in (bucket for unit in trainer.units for bucket in unit.buckets):
+        count = bucket.owned[1] - bucket.owned[0]
+        updated["params"] += count * bucket.dtype.itemsize
+        updated["gradients"] += count * bucket.replication.precision.master_of(bucket.dtype).itemsize
+    return updated
 
 
 def _staged(trainer: Trainer) -> int:

@@ -7,7 +7,7 @@ A tape is cut into segments, each what the rank did for one action of its schedu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -101,6 +101,17 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """Bytes of a rank that move between tiers."""
+
+    link: int = 0
+    """Over the link of a GPU to its host."""
+
+    disk: int = 0
+    """From and to the disk."""
+
+
+@dataclass(frozen=True)
 class Tape:
     """What one rank did: while the plan was applied, in the first step, and in one of those that follow."""
 
@@ -113,3 +124,9 @@ class Tape:
 
     away: Mapping[str, int]
     """Bytes that rest elsewhere than on the device, by tier: `cpu`, `disk`."""
+
+    beside: Traffic = field(default_factory=Traffic)
+    """What moves between tiers beside the micro-batches of a step."""
+
+    at_update: Traffic = field(default_factory=Traffic)
+    """What moves between them when it updates."""
