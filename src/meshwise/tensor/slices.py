@@ -44,8 +44,9 @@ def slices(module: nn.Module, *, plan: Plan, parts: Mapping[str, Part]) -> tuple
     after: dict[str, Callable[[], Region]] = {}
     for name, part in parts.items():
         within = any(name.startswith(f"{block}.") for block in blocks)
-        if part.role in _TO_STREAM and not part.whole_features:
-            after[name] = functools.partial(_stream, inside if within else outside, width)
+        if part.role in _TO_STREAM:
+            stream = functools.partial(_stream, inside if within else outside, width)
+            after[name] = Region if part.whole_features else stream
         elif part.role == "whole" and not within:
             before[name] = Region
         elif part.shared:
