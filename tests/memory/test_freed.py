@@ -1,0 +1,48 @@
+"""Memory that is freed: given back to the system once, and kept from then on where that is asked for."""
+
+import ctypes
+import multiprocessing
+import os
+import resource
+
+import pytest
+
+from meshwise.memory.freed import settle
+
+SIZE = 64 << 20
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["meshwise.memory.freed"])
+
+pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
+
+
+def pages_of_one_more(environment: dict[str, str], keep: bool, answers: "multiprocessing.SimpleQueue[int]") -> None:
+    """Take memory twice, freed in between, in a process with such settings: the pages that the second time costs."""
+    for name in [name for name in os.environ if name.startswith("MALLOC_")]:
+        del os.environ[name]
+    os.environ.update(environment)
+    settle(keep=keep)
+    library = ctypes.CDLL(None)
+    library.malloc.restype = ctypes.c_void_p
+    library.free.argtypes = [ctypes.c_void_p]
+    for _ in range(2):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        held = library.malloc(ctypes.c_size_t(SIZE))
+        ctypes.memset(held, 1, SIZE)
+        library.free(held)
+    answers.put(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+
+@pytest.mark.parametrize(
+    "environment, keep, comes_again",
+    [({}, True, False), ({}, False, True), ({"MALLOC_ARENA_MAX": "4"}, True, True)],
+)
+def test_what_is_freed_is_kept_where_that_is_asked_for_and_the_environment_says_nothing(
+    environment: dict[str, str], keep: bool, comes_again: bool
+) -> None:
+    answers: multiprocessing.SimpleQueue[int] = _SERVER.SimpleQueue()
+    process = _SERVER.Process(target=pages_of_one_more, args=(environment, keep, answers))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert (answers.get() > SIZE // resource.getpagesize() // 2) == comes_again
