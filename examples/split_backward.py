@@ -96,7 +96,7 @@ def main(world: mw.World, plan: str) -> float:
     whole = alone(parameters, (x, y))
     apart = max(float((split[name] - whole[name]).norm() / whole[name].norm()) for name in whole)
     with mw.measure(trainer) as measuring:
-        for _ in range(5):
+        for _ in range(3):
             trainer.step((x, y))
     step = measuring.typical()
     if world.rank == 0:
