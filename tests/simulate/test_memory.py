@@ -97,3 +97,12 @@ def test_the_table_names_what_there_is() -> None:
     assert rows[0][:5] == ("pp", "parameters", "gathered", "gradients", "optimizer")
     assert len(rows) == 2
     assert text(4096) == "4.0 KiB"
+
+
+def test_more_micro_batches_of_a_size_need_no_more_memory() -> None:
+    """On the first stage of ZB-H2, some micro-batches have their backward in one part and most in two."""
+    few, many = (
+        memory_of(rehearse(gpt_subject(rows=rows), plan=f"pp=2 microbatches={rows} schedule=zb-h2", ranks=2))
+        for rows in (8, 16)
+    )
+    assert [rank.peak.bytes for rank in many] == pytest.approx([rank.peak.bytes for rank in few], abs=64)

@@ -133,24 +133,26 @@ def _renamed(label: str, stages: Mapping[int, int]) -> str:
 def _stand_ins(found: Mapping[str, Segment]) -> dict[tuple[int, Kind], Segment]:
     """What a rank did for the middle one of the micro-batches that were run, for each kind of action of each stage.
 
-    What it took for that, and gave back while it was at something else, the stand-in gives back with its backward: all
-    the micro-batches that it stands for leave as much memory as there was.
+    What it took for that, and gave back while at something else, the stand-in gives back with its backward (which
+    some have in two parts): all the micro-batches that it stands for leave as much memory as there was.
     """
     ran: dict[tuple[int, Kind], list[tuple[int, str]]] = defaultdict(list)
     for label in found:
         if label[:1].isdigit() and (action := Action.parse(label)).microbatch is not None:
             ran[action.stage, action.kind].append((action.microbatch, label))
     middle = {key: found[sorted(each)[len(each) // 2][1]] for key, each in ran.items()}
-    for stage in {stage for stage, _ in middle}:
-        last = (stage, Kind.W if (stage, Kind.W) in middle else Kind.B)
+    given_back = dict(middle)
+    for stage, kind in [key for key in middle if key[1] in (Kind.B, Kind.W)]:
+        last, others = (stage, kind), {Kind.I, Kind.W} if kind is Kind.B else {Kind.B}
         left: Counter[tuple[Category, bool]] = Counter()
-        for entry in (entry for key, part in middle.items() if key[0] == stage for entry in part.entries):
+        parts = (part for key, part in middle.items() if key[0] == stage and key[1] not in others)
+        for entry in (entry for part in parts for entry in part.entries):
             if isinstance(entry, Memory):
                 left[entry.category, entry.host] += entry.bytes
-        if last in middle and any(left.values()):
+        if any(left.values()):
             back = tuple(Memory(category, -size, host) for (category, host), size in left.items() if size)
-            middle[last] = Segment(middle[last].label, (*middle[last].entries, *back))
-    return middle
+            given_back[last] = Segment(middle[last].label, (*middle[last].entries, *back))
+    return given_back
 
 
 def rehearse(
