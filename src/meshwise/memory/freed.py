@@ -25,9 +25,10 @@ def settle(*, keep: bool) -> None:
     What the environment says about the C library's allocator is left as it is. Other libraries do it by themselves.
     """
     library = ctypes.CDLL(None)
-    if not hasattr(library, "malloc_trim"):
+    trim = getattr(library, "malloc_trim", None)
+    if trim is None:
         return
-    library.malloc_trim(0)
+    trim(0)
     if keep and not any(name.startswith(_SETTINGS) for name in os.environ):
         library.mallopt(_TRIM_THRESHOLD, _MOST)
         library.mallopt(_MMAP_MAX, 0)
