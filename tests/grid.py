@@ -41,21 +41,21 @@ class Grid:
     def pairs(self) -> list[Cell]:
         """Cells that have every pair of values that the whole grid has, few and cheap ones."""
         draw = random.Random(0)
-        cells = draw.sample(whole := self.whole(), len(whole))
-        having: dict[Pair, list[Cell]] = {}
-        for cell in cells:
-            for pair in _pairs(cell):
-                having.setdefault(pair, []).append(cell)
+        whole = self.whole()
+        pairs, costs = [list(_pairs(cell)) for cell in whole], [self.cost(cell) for cell in whole]
+        having: dict[Pair, list[int]] = {}
+        for at in draw.sample(range(len(whole)), len(whole)):
+            for pair in pairs[at]:
+                having.setdefault(pair, []).append(at)
         missing = dict.fromkeys(having)
         chosen = []
         while missing:
             holders = having[min(missing, key=lambda pair: len(having[pair]))]
             candidates = holders if len(holders) <= CANDIDATES else draw.sample(holders, CANDIDATES)
-            best = max(candidates, key=lambda cell: sum(pair in missing for pair in _pairs(cell)) / self.cost(cell))
-            chosen.append(best)
-            for pair in _pairs(best):
+            chosen.append(max(candidates, key=lambda at: sum(pair in missing for pair in pairs[at]) / costs[at]))
+            for pair in pairs[chosen[-1]]:
                 missing.pop(pair, None)
-        return sorted(chosen, key=whole.index)
+        return [whole[at] for at in sorted(chosen)]
 
 
 def _pairs(cell: Cell) -> Iterator[Pair]:

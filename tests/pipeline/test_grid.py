@@ -35,6 +35,7 @@ def exists(cell: Cell) -> bool:
     return cell["tp"] != "2-tokens" or cell["model"] not in ("resnet", "t5")
 
 
+@functools.cache
 def plan_of(schedule: str, pp: int, zero: int, tp: str, dp: int) -> Plan:
     virtual = VIRTUAL.get(schedule, 1)
     microbatches = 2 * pp if schedule in ("zb-v", "dualpipev") else pp
