@@ -109,7 +109,7 @@ def test_a_ring_in_one_node_uses_its_link_and_one_through_several_their_adapters
     assert traffic("all_reduce", count=4) == 1.5
 
 
-@pytest.mark.parametrize("name", ["v100", "a100-40", "a100-80", "h100", "h200", "b200"])
+@pytest.mark.parametrize("name", ["v100", "a100-40", "a100-80", "h100", "h200", "b200", "cpu4"])
 def test_a_shipped_cluster_is_read_and_written_back(name: str, tmp_path: Path) -> None:
     cluster = load(name)
     path = tmp_path / "cluster.toml"

@@ -4,8 +4,9 @@ All ranks measure at the same time, as they compute in training: they share cach
 product reaches by its shape is measured over a grid of shapes and fitted by three constants (see `Products`), each
 shape counting as much as it takes time; every other number is a median of its own, over all rounds of all ranks.
 
-A new tensor's memory comes from the system, which clears it page by page: where no allocator keeps what was used
-before, that takes longer than most operations. It is measured by itself and taken off what makes new tensors.
+Where nobody keeps memory that was used before (see `memory.freed`), a new tensor's comes from the system, which clears
+it page by page, and that takes longer than most operations. It is measured by itself and taken off what makes new
+tensors.
 
 On a CPU it is the processor's time that counts, so that a rank that other work keeps from its core measures the core
 all the same; how much of the time that was is told with the result.
@@ -30,6 +31,7 @@ from torch.nn import functional
 from meshwise.bench.collectives import Sweep, measure
 from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
+from meshwise.memory.freed import settle
 from meshwise.plan import Plan
 from meshwise.simulate.cluster import Cluster, Curve, Device, Link, Products, at
 from meshwise.simulate.cost import operation
@@ -71,6 +73,7 @@ class Calibrated:
 
 def calibrate(world: World, *, effort: Effort = Effort()) -> Calibrated:
     """Describe this machine by measuring it. Every rank calls it, and gets what all have measured."""
+    settle(keep=world.device.type == "cpu" and world.size > 1)  # as a trainer does
     seconds = _Stopwatch(world, rounds=effort.rounds)
     dtypes = [torch.float32] if world.device.type == "cpu" else [torch.float32, torch.bfloat16, torch.float16]
     base = _Base(_launch(seconds), _fresh(seconds, effort))
@@ -326,11 +329,19 @@ def _link(world: World, effort: Effort) -> Link:
     }
     told = world.exchange(told)[0]
     smallest = min(size for _, size in told)
-    latency = told["all_reduce", smallest][0] / math.ceil(math.log2(world.size))
+    whole = told["all_reduce", smallest][0]
+    latency = whole / math.ceil(math.log2(world.size))
 
     def curve(kind: str) -> Curve:
-        rows = sorted((float(size), rate) for (one, size), (_, rate) in told.items() if one == kind and size > smallest)
-        return tuple(rows)
+        """The rate once the first byte is there."""
+        before = latency if kind == SEND_RECV else whole
+        return tuple(
+            sorted(
+                (float(size), rate * took / max(took - before, took / 10))
+                for (one, size), (took, rate) in told.items()
+                if one == kind and size > smallest
+            )
+        )
 
     return Link(latency, curve("all_reduce"), {kind: curve(kind) for kind in (*sums[1:], SEND_RECV)})
 
