@@ -21,7 +21,8 @@ and 8 sequences, nothing recomputed. And it is priced as nanotron works, by its 
 
 Nothing is fitted to a row, and the prices are else `h100` as it is shipped; but it was the table that chose where these
 sources leave a choice or say otherwise: its memory, for `operands` and `memory`, and its times for `overlap`, first the
-four of the smallest model, which therefore do not count. All rows were in view: this is no blind test. `CHECKED` has three more runs, from comments in the authors' script.
+four of the smallest model, which therefore do not count. All rows were in view: this is no blind test. `CHECKED` has
+three more runs, from comments in the authors' script.
 """
 
 from __future__ import annotations
