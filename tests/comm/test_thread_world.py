@@ -281,3 +281,35 @@ def test_a_run_leaves_no_thread() -> None:
     before = threading.active_count()
     run_threads(4, lambda world: world.barrier())
     assert threading.active_count() == before
+
+
+def test_ranks_compute_in_turns() -> None:
+    computing: list[int] = []
+
+    def main(world: World) -> list[int]:
+        beside = []
+        for _ in range(20):
+            computing.append(world.rank)
+            time.sleep(0.001)  # where another thread would come in
+            beside += [rank for rank in computing if rank != world.rank]
+            computing.remove(world.rank)
+            world.all_reduce(torch.ones(2), axes="rank").wait()
+        return beside
+
+    assert run_threads(4, main) == [[], [], [], []]
+
+
+def test_a_rank_that_waits_for_another_in_its_own_way_is_not_held_up_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwise.comm.turn._PATIENCE_SECONDS", 0.05)
+    told = threading.Event()
+
+    def main(world: World) -> float:
+        if world.rank < 3:
+            assert told.wait(60)
+        else:
+            told.set()
+        x = torch.ones(2)
+        world.all_reduce(x, axes="rank").wait()
+        return float(x[0])
+
+    assert run_threads(4, main) == [4.0] * 4

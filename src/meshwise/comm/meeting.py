@@ -11,6 +11,7 @@ from torch import Tensor
 from meshwise.comm.journal import RanksDisagree, Stamp, disagreement, ranks_text
 from meshwise.comm.reduction import reduce_in_order
 from meshwise.comm.stacks import stack_of
+from meshwise.comm.turn import Turn
 
 
 class Ended(BaseException):
@@ -80,6 +81,7 @@ class Hub:
     def __init__(self, size: int, *, timeout: float | None) -> None:
         self.size = size
         self.timeout = timeout
+        self.turn = Turn()
         self.threads: list[threading.Thread] = []
         self.failure: BaseException | None = None
         self._lock = threading.RLock()
@@ -124,9 +126,11 @@ class Hub:
                 return
             self._waiting[rank] = meeting
             self._look_for_the_impossible()
+            self.turn.give()
             if not meeting.changed.wait_for(lambda: meeting.complete() or self.failure, _left(ends)):
                 self._fail(RanksDisagree(f"rank {rank} has waited for {self.timeout:g} s:\n{self._report()}"))
             self._end_if_failed()
+        self.turn.take()
 
     def finish(self, rank: int) -> None:
         """Mark a rank as done; nobody can wait for it any more."""

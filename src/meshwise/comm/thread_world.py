@@ -1,6 +1,7 @@
 """Ranks as threads of one process: the World of tests, notebooks and small machines.
 
-Processes make a test slow to start, hard to debug and able to hang. Here the ranks are threads that meet:
+Processes make a test slow to start, hard to debug and able to hang. Here the ranks are threads that compute in turns
+(see `turn`) and meet:
 
     rank 0   all_reduce(x) ──┐ leaves a copy of x                 wait() ── until all have arrived,
     rank 1        all_reduce(x) ──┤                                       then takes its result from the copies
@@ -56,7 +57,8 @@ def run_threads(
 
     def rank_main(rank: int) -> None:
         try:
-            results[rank] = main(ThreadWorld(hub, rank=rank, mesh=Mesh.of(rank=size)), *args)
+            with hub.turn:
+                results[rank] = main(ThreadWorld(hub, rank=rank, mesh=Mesh.of(rank=size)), *args)
             hub.finish(rank)
         except Ended:
             pass
