@@ -74,8 +74,9 @@ def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
 
 def alone(parameters: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
     """The gradients of one process, in plain torch."""
-    model = build()
-    model.load_state_dict(parameters)
+    with torch.device("meta"):  # nothing is drawn for parameters that come from elsewhere
+        model = build()
+    model.load_state_dict(parameters, assign=True)
     total, count = loss(model(batch[0]), batch)
     (total / count).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
