@@ -31,7 +31,7 @@ from meshwise.layout.geometry import even_split
 from meshwise.memory.activations import Activations
 from meshwise.memory.around import Around
 from meshwise.memory.blocks import Blocks
-from meshwise.memory.freed import settle
+from meshwise.memory.freed import settle_rank
 from meshwise.memory.tiers import Tiers
 from meshwise.microbatch import Deal, MicroBatch, micro_batches
 from meshwise.model.forward import eval_mode
@@ -205,7 +205,7 @@ class Trainer:
                 self._statistics.put_back()
         self._around.finish()
         if self._takes_shape:
-            settle(keep=self.world.device.type == "cpu" and self.world.size > 1)
+            settle_rank(self.world)
             self._takes_shape = False
         self.world.journal.doing = ""
         seconds = time.perf_counter() - started

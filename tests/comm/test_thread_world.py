@@ -283,7 +283,8 @@ def test_a_run_leaves_no_thread() -> None:
     assert threading.active_count() == before
 
 
-def test_ranks_compute_in_turns() -> None:
+def test_ranks_compute_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwise.comm.turn._PATIENCE_SECONDS", 60.0)
     computing: list[int] = []
 
     def main(world: World) -> list[int]:

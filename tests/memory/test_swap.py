@@ -2,6 +2,7 @@
 
 import fcntl
 import gc
+import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -160,14 +161,16 @@ def test_nothing_is_left_open_when_it_is_closed(tmp_path: Path) -> None:
     assert open_files() == []
 
 
+def is_killed(folder: Path) -> None:
+    SwapFile(folder).allocate(1000, dtype=torch.float32)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_a_process_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
-    if not (process := os.fork()):
-        try:
-            SwapFile(tmp_path).allocate(1000, dtype=torch.float32)
-            os.kill(os.getpid(), signal.SIGKILL)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
+    process = multiprocessing.get_context("forkserver").Process(target=is_killed, args=(tmp_path,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []
 
 

@@ -31,7 +31,7 @@ from torch.nn import functional
 from meshwise.bench.collectives import Sweep, measure
 from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
-from meshwise.memory.freed import settle
+from meshwise.memory.freed import settle_rank
 from meshwise.plan import Plan
 from meshwise.simulate.cluster import Cluster, Curve, Device, Link, Products, at
 from meshwise.simulate.cost import operation
@@ -73,7 +73,7 @@ class Calibrated:
 
 def calibrate(world: World, *, effort: Effort = Effort()) -> Calibrated:
     """Describe this machine by measuring it. Every rank calls it, and gets what all have measured."""
-    settle(keep=world.device.type == "cpu" and world.size > 1)  # as a trainer does
+    settle_rank(world)  # as a trainer does
     seconds = _Stopwatch(world, rounds=effort.rounds)
     dtypes = [torch.float32] if world.device.type == "cpu" else [torch.float32, torch.bfloat16, torch.float16]
     base = _Base(_launch(seconds), _fresh(seconds, effort))

@@ -19,9 +19,9 @@ import contextlib
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwise.memory.cost import Clock
+from meshwise.model.dispatch import TorchDispatchMode
 from meshwise.model.recall import Recall
 from meshwise.tree import tensors
 

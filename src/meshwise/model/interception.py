@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwise.model.bits import Kind, Part, draw, exponential, kept, normal, uniform
+from meshwise.model.dispatch import TorchDispatchMode
 
 _NAMES = """
     dropout dropout_ dropout1d dropout2d dropout3d feature_dropout feature_dropout_ native_dropout

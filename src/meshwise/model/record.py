@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from meshwise.model.dispatch import TorchDispatchMode, unseen
 from meshwise.model.replay import CPU, Operation, Record, storage
 from meshwise.tree import map_tensors, tensors
 
@@ -172,7 +172,7 @@ class _Recorder(TorchDispatchMode):
 
 def _values(record: Record, tree: Any) -> Any:
     """The same tree with real tensors in place of meta tensors."""
-    with _disable_current_modes():
+    with unseen():
         found = iter(record.values(list(tensors(tree))))
         return map_tensors(lambda _: next(found), tree)
 
@@ -210,7 +210,7 @@ class _Pretence(TorchFunctionMode):
             return self._skips_to_record(sys._getframe(1)) or self._answers[func]
         if func in self._readers and self._record.knows(args[0]):
             real = _values(self._record, args[0].detach())
-            with _disable_current_modes():
+            with unseen():
                 return func(real, *args[1:], **kwargs)
         if func is Tensor.new_tensor and self._record.knows(args[0]):
             data, kwargs = args[1], {"dtype": args[0].dtype, **kwargs, "device": CPU}
@@ -234,7 +234,7 @@ class _Pretence(TorchFunctionMode):
             return False
         names = ("tensor", "mean", "std", "a", "b")
         tensor, *bounds = (asker.f_locals[name] for name in names)
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
+        with torch._C.DisableTorchFunction(), unseen():
             view = tensor.detach()
         self._record.add(
             Operation(

@@ -30,6 +30,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from meshwise.model.dispatch import unseen
 from meshwise.pipeline.parcel import enter
 from meshwise.tree import map_tensors, tensors
 
@@ -197,22 +198,13 @@ class Piece:
             self._shadow.train(self._module.training)
             args, kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
             try:
-                with torch.no_grad(), _unseen():
+                with torch.no_grad(), unseen():
                     self._shapes[asked] = self._shadow(*args, **kwargs)
             except Exception as error:
                 raise StageError(
                     f"the shape of the output of {key} cannot be told without its values: {error}"
                 ) from error
         return self._shapes[asked]
-
-
-def _unseen() -> contextlib.AbstractContextManager[None]:
-    """What runs inside is nothing that a step does: whoever watches operations (a rehearsal, a profiler) is not told.
-
-    Torch has no public way to say so.
-    """
-    unseen: contextlib.AbstractContextManager[None] = torch.utils._python_dispatch._disable_current_modes()
-    return unseen
 
 
 class Opened:

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwise.comm.journal import Journal
 from meshwise.comm.segment import KEPT, fits
+from meshwise.model.dispatch import TorchDispatchMode, unseen
 from meshwise.model.interception import Throughout
 from meshwise.optim.flat import OptimizerClass
 from meshwise.pipeline.action import Action, Kind, ScheduleError
@@ -87,7 +87,7 @@ class Recorder:
 
     def borrowed(self, numel: int, *, dtype: torch.dtype, category: Category | None = None) -> Tensor:
         """A tensor in shared memory, which is lent: what the last tensors have left waits for another one."""
-        with torch.utils._python_dispatch._disable_current_modes():
+        with unseen():
             tensor = torch.empty(numel, dtype=dtype, device="meta")
         fitting = min((slab for slab in self._left if fits(tensor.nbytes, slab=slab)), default=None)
         if fitting is not None:
@@ -309,7 +309,7 @@ def _fused(kind: str, given: dict[str, Any]) -> bool:
         return True
     q, k, v = (torch.empty(1, t.size(1), 2, t.size(3), dtype=t.dtype, device="cpu") for t in (query, key, value))
     mask = None if given["attn_mask"] is None else torch.empty(2, 2, dtype=given["attn_mask"].dtype, device="cpu")
-    with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
+    with torch._C.DisableTorchFunction(), unseen():
         choice: int = torch._fused_sdp_choice(
             q, k, v, mask, 0.0, given["is_causal"], scale=given["scale"], enable_gqa=given["enable_gqa"]
         )

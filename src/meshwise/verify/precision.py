@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from meshwise.model.dispatch import TorchDispatchMode
 from meshwise.testing.difference import difference, floor, size
 from meshwise.testing.single import Single, whole
 from meshwise.tree import tensors

@@ -1,0 +1,15 @@
+"""Watching torch's operations, and not being watched: torch documents how, and keeps the names in a private module."""
+
+from __future__ import annotations
+
+import contextlib
+
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+__all__ = ["TorchDispatchMode", "unseen"]
+
+
+def unseen() -> contextlib.AbstractContextManager[None]:
+    """Inside, whoever watches operations (a rehearsal, a profiler) is told of none: no step does them."""
+    hidden: contextlib.AbstractContextManager[None] = _disable_current_modes()
+    return hidden
