@@ -1,6 +1,7 @@
 """What cannot be split, under any plan or under this one, is refused with the nearest that works."""
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -47,23 +48,102 @@ def with_mlp(mlp: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    "mlp", [Experts(nn.Identity()), Mlp(nn.Softmax(dim=-1)), Mlp(nn.LayerNorm(48, elementwise_affine=False))]
-)
+class Numbered(nn.Module):
+    """Does something else to each feature."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.arange(x.size(-1), dtype=x.dtype)
+
+
+class Running(nn.Module):
+    """What a feature gets goes by those before it only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cumsum(dim=-1)
+
+
+class Leaking(Mlp):
+    """What lies between the matrices does not all go through the second."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        output: Tensor = self.down(functional.gelu(y)) + y[..., :16]
+        return output
+
+
+BETWEEN = (nn.Softmax(dim=-1), nn.LayerNorm(48, elementwise_affine=False), nn.LayerNorm(48), Numbered(), Running())
+
+
+@pytest.mark.parametrize("mlp", [Experts(nn.Identity()), Leaking(nn.Identity()), *map(Mlp, BETWEEN)])
 def test_features_that_are_mixed_between_two_matrices_are_seen(mlp: nn.Module) -> None:
-    with pytest.raises(ValueError, match=r"mlp mixes features between them and 1\.mlp\.down") as raised:
+    with pytest.raises(ValueError, match=r"mlp mixes or counts the features between them and 1\.mlp\.down") as raised:
         find_parts(with_mlp(mlp), plan=Plan())
-    assert 'as in {"*.mlp": "whole"}' in str(raised.value)
+    assert '"*.mlp": "whole"' in str(raised.value)
     parts = find_parts(with_mlp(mlp), plan=Plan(), rules={"*.mlp": "whole"})
     assert (parts["1.mlp"].role, parts["1.attention.q"].role) == ("whole", "first")
 
 
 @pytest.mark.parametrize(
-    "mlp", [Mlp(nn.GELU()), Mlp(nn.Dropout(0.5)), Mlp(nn.Softmax(dim=-2)), Mlp(nn.Tanh(), fused=True)]
+    "mlp",
+    [
+        Mlp(nn.GELU()),
+        Mlp(nn.Dropout(0.5)),
+        Mlp(nn.Softmax(dim=-2)),
+        Mlp(nn.SiLU(inplace=True)),
+        Mlp(nn.Tanh(), fused=True),
+    ],
 )
 def test_what_goes_feature_by_feature_is_shared_out(mlp: nn.Module) -> None:
     parts = find_parts(with_mlp(mlp), plan=Plan())
     assert (parts["1.mlp.up"].role, parts["1.mlp.down"].role) == ("first", "second")
+
+
+class Sloped(Attention):
+    """Biases that go by the number of a head, of as many as there are."""
+
+    def between(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        slopes, places = torch.arange(q.size(1), dtype=q.dtype), torch.arange(q.size(2), dtype=q.dtype)
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=slopes[:, None, None] * places)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [linear(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for linear in (self.q, self.k, self.v)]
+        output: Tensor = self.out(self.between(*heads).transpose(1, 2).flatten(2))
+        return output
+
+
+class Competing(Sloped):
+    """Heads share what they give."""
+
+    def between(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q * k).softmax(dim=1) * v
+
+
+class Scaled(Sloped):
+    """A temperature for every head."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads, kv_heads=heads)
+        self.temperature = nn.Parameter(torch.zeros(heads, 1, 1))
+
+    def between(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q * self.temperature, k, v)
+
+
+@pytest.mark.parametrize("attention", [Sloped(16, 4, kv_heads=4), Competing(16, 4, kv_heads=4)])
+def test_heads_that_are_mixed_or_counted_are_seen(attention: nn.Module) -> None:
+    model = stack()
+    model[1].attention = attention
+    with pytest.raises(ValueError, match=r"1\.attention mixes or counts the heads between them and") as raised:
+        find_parts(model, plan=Plan())
+    assert '{"*.attention": "whole"}' in str(raised.value)
+    assert find_parts(model, plan=Plan(), rules={"1.attention": "whole"})["1.attention"].role == "whole"
+    assert find_parts(model, plan=Plan(), rules={"1.attention": "attention heads=4"})["1.attention.q"].role == "first"
+
+
+def test_what_has_a_part_of_every_head_may_be_counted() -> None:
+    model = stack()
+    model[1].attention = Scaled(16, 4)
+    assert find_parts(model, plan=Plan())["1.attention.temperature"].role == "inner"
 
 
 # ---- what cannot work under a plan -----------------------------------------------------------------------------------
@@ -168,3 +248,24 @@ def test_heads_kept_whole_need_not_be_shared_out() -> None:
     with pytest.raises(PlanError, match=r"or keep it whole on every rank, by the rule 'blocks\.0\.attention': 'whole'"):
         find_parts(gpt(kv_heads=1), plan=Plan.parse("tp=2"))
     find_parts(gpt(kv_heads=1), plan=Plan.parse("tp=2"), rules={"blocks.*.attention": "whole"})
+
+
+class InTwoSteps(Attention):
+    """A method of its own asks for the number of tokens."""
+
+    def heads_of(self, x: Tensor) -> list[Tensor]:
+        rows, tokens, _ = x.shape
+        return [linear(x).view(rows, tokens, -1, self.head_width) for linear in (self.q, self.k, self.v)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads_of(x)
+        output: Tensor = self.out((q + k + v).flatten(2))
+        return output
+
+
+def test_a_method_that_is_handed_the_input_may_ask_for_sizes() -> None:
+    model = stack()
+    model[1].attention = InTwoSteps(16, 4, kv_heads=4)
+    with pytest.raises(PlanError, match=r"1.attention asks its input x.*sequence_parallel=0"):
+        find_parts(model, plan=Plan.parse("tp=2 sequence_parallel=1"))
+    assert find_parts(model, plan=Plan.parse("tp=8 tp_mode=3d"))["1.attention"].even_rows

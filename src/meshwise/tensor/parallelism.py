@@ -8,7 +8,6 @@ installs it.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import difflib
 import operator
@@ -27,6 +26,7 @@ from meshwise.tensor import region
 from meshwise.tensor.batch_norm import ShardedBatchNorm, SplitStatistics
 from meshwise.tensor.context import Context
 from meshwise.tensor.embedding import ShardedEmbedding, SplitTable
+from meshwise.tensor.families.heads import set_count
 from meshwise.tensor.families.matrix import CONVOLUTIONS, computes_as
 from meshwise.tensor.linear import DATA, Projection, ShardedHead, ShardedLinear
 from meshwise.tensor.matmul import Streaming
@@ -204,12 +204,12 @@ class _Split:
             count = operator.attrgetter(attribute)(module)
             layout = Layout((inner,), cuts=(Cut(grain=grain),))
             counts = [context.own(layout, size=size) for size in (count if isinstance(count, tuple) else (count,))]
-            _set_count(module, attribute, tuple(counts) if isinstance(count, tuple) else counts[0])
+            set_count(module, attribute=attribute, count=tuple(counts) if isinstance(count, tuple) else counts[0])
         keys = tuple(axis for axis in inner if axis not in context.scheme.twins)
         for attributes, axes in ((part.key_counts, keys), (part.group_counts, context.scheme.twins)):
             for attribute in attributes:
                 size = operator.attrgetter(attribute)(module)
-                _set_count(module, attribute, context.own(Layout((axes,)), size=size))
+                set_count(module, attribute=attribute, count=context.own(Layout((axes,)), size=size))
         if part.becomes is None:
             region.move_rows(module, context=context)  # of all heads, before those of others are left out
         if part.by_head and context.degree(inner) > 1:
@@ -276,16 +276,6 @@ def _dim_of_features(part: Part, parameter: Tensor) -> int:
     if part.dim is not None:
         return parameter.dim() + part.dim
     return max((dim for dim, size in enumerate(parameter.shape) if size != 1), default=parameter.dim() - 1)
-
-
-def _set_count(module: nn.Module, attribute: str, count: Any) -> None:
-    """Of a configuration, which others read as well, the module gets a copy."""
-    holder, _, name = attribute.rpartition(".")
-    owner: Any = module
-    if holder:
-        owner = copy.copy(getattr(module, holder))
-        setattr(module, holder, owner)
-    setattr(owner, name, count)
 
 
 def _become(module: nn.Module, front: type[nn.Module], *, sharding: Any, inside: bool = False) -> None:

@@ -50,11 +50,17 @@ def only_read_by(module: nn.Module, *, children: Collection[str], others: Collec
 
 
 def sizes_unused(module: nn.Module) -> bool:
-    """Whether a module's forward is known not to ask its first argument for its sizes."""
+    """Whether a module's forward is known not to ask its first argument for its sizes. A method of its own that it
+    hands that on to may.
+    """
     definition = _forward(module)
     if definition is None:
         return False
     given, asked = definition.args.args[1].arg, _asked_for_sizes(definition)
+    for call in [node for node in ast.walk(definition) if isinstance(node, ast.Call)]:
+        called = _children_called(call.func, definition.args.args[0].arg, {})
+        if any(inspect.isfunction(getattr(type(module), name, None)) for name in called):
+            asked |= {id(argument) for argument in (*call.args, *(word.value for word in call.keywords))}
     return not any(id(node) in asked for node in ast.walk(definition) if _is_named(node, given))
 
 

@@ -12,6 +12,7 @@ split, a forward that says `q.view(batch, -1, self.num_heads, self.head_width)` 
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -136,6 +137,16 @@ def counts_of_groups(module: nn.Module, *, heads: Heads) -> tuple[str, ...]:
     """The attributes of a module that count the query heads of one key head."""
     found = _numbers(module).items()
     return tuple(name for name, value in found if name.rpartition(".")[2] in GROUPS and value == heads.group)
+
+
+def set_count(module: nn.Module, *, attribute: str, count: Any) -> None:
+    """Let a module count something else. Of a configuration, which others read as well, the module gets a copy."""
+    holder, _, name = attribute.rpartition(".")
+    owner: Any = module
+    if holder:
+        owner = copy.copy(getattr(module, holder))
+        setattr(module, holder, owner)
+    setattr(owner, name, count)
 
 
 def _numbers(module: nn.Module) -> dict[str, Any]:

@@ -21,9 +21,9 @@ from meshwise.tensor.families.entry import only_read_by, sizes_unused, splits_by
 from meshwise.tensor.families.heads import Heads, counted, counts_of_groups, counts_of_keys, find_heads, order_of_fused
 from meshwise.tensor.families.known import BY_HEAD, HEADS, MASK
 from meshwise.tensor.families.matrix import Matrix
-from meshwise.tensor.families.mixing import mixes_features
 from meshwise.tensor.families.norm import as_norm
 from meshwise.tensor.families.sharing import Sharing
+from meshwise.tensor.families.trial import Trial
 from meshwise.tensor.multihead import ShardedMultiheadAttention
 from meshwise.tensor.part import Part
 
@@ -120,7 +120,6 @@ class Pairs:
         gathers = not alone and self._share_input(branch, outside)
         narrows = gathers and heads.features == branch.firsts[0].inputs and splits_by_width(owner)
         whole = gathers or sizes_unused(owner)
-        self.attentions.append(Attention(home, heads, even=alike and heads.group > 1, alike=alike, enters_whole=whole))
         found = {
             home: Part(
                 "attention",
@@ -152,17 +151,15 @@ class Pairs:
                     gathered=gathers and matrix not in outside,
                     shared=keys and twins > 1,
                 )
-        return found | self._between(home, heads, grain=grain, twins=twins)
+        found |= self._between(home, heads, grain=grain, twins=twins)
+        stated = any("heads" in self._options.get(name, {}) for name in (home, *_above(home)))
+        if heads.key_count > 1 and not stated and self._fails(branch, found, ranks=heads.key_count, what="heads"):
+            return {}
+        self.attentions.append(Attention(home, heads, even=alike and heads.group > 1, alike=alike, enters_whole=whole))
+        return found
 
     def _mlp(self, branch: Branch) -> dict[str, Part]:
         hidden = branch.second.inputs
-        if self._mixes(branch):
-            reason = (
-                f"{_home(branch.second)} mixes features between them and {branch.second}, so ranks cannot share them"
-            )
-            matrices = (*branch.firsts, branch.second)
-            self._reasons |= {m.name: f"{reason}; rule for {_home(m)}: 'whole'" for m in matrices}
-            return {}
         found = {branch.second.name: Part("second", transposed=branch.second.flipped)}
         if hidden != branch.second.outputs:
             inside = self._modules[_home(branch.second)].named_modules(prefix=_home(branch.second))
@@ -182,19 +179,33 @@ class Pairs:
                     readers=len(branch.firsts),
                     gathered=gathers,
                 )
-        return found
+        return {} if self._fails(branch, found, ranks=2, what="features") else found
 
-    def _mixes(self, branch: Branch) -> bool:
-        """Whether the module that holds the matrices of an MLP is seen to mix features between them."""
-        homes = {_home(matrix) for matrix in (*branch.firsts, branch.second)}
-        if len(homes) > 1 or any(matrix.outputs % branch.second.inputs for matrix in branch.firsts):
+    def _fails(self, branch: Branch, found: Mapping[str, Part], *, ranks: int, what: str) -> bool:
+        """Whether the module that holds the first matrices is seen not to let ranks share out what lies between."""
+        homes = {_home(matrix) for matrix in branch.firsts}
+        if len(homes) > 1 or any(matrix.name not in found for matrix in branch.firsts):
             return False
-        return mixes_features(
-            self._modules[homes.pop()],
-            firsts={_child(matrix): matrix.outputs // branch.second.inputs for matrix in branch.firsts},
-            second=_child(branch.second),
+        home = homes.pop()
+        closes = _home(branch.second) == home
+        if not closes and what == "features":
+            return False
+        below = f"{home}." if home else ""
+        parts = {name.removeprefix(below): part for name, part in found.items() if name.startswith(below)}
+        trial = Trial(
+            self._modules[home],
+            firsts={_child(matrix): matrix.outputs for matrix in branch.firsts},
+            second=_child(branch.second) if closes else None,
+            read=found[branch.second.name].cut,
             sizes=(branch.second.inputs, branch.second.outputs),
+            parts={**parts, "": found.get(home, Part("pair"))},
         )
+        if not trial.fails(ranks=ranks):
+            return False
+        reason = f"{home} mixes or counts the {what} between them and {branch.second}, so ranks cannot share them"
+        names = (*(matrix.name for matrix in branch.firsts), branch.second.name)
+        self._reasons |= dict.fromkeys(names, f"{reason}; rule for {home}: 'whole'")
+        return True
 
     def _share_input(self, branch: Branch, outside: Sequence[Matrix] = ()) -> bool:
         """Whether the first matrices, but those that read what comes from `outside`, read one and the same tensor, the
