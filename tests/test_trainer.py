@@ -172,6 +172,15 @@ def test_a_loss_that_counts_nothing_is_not_applied(plan: str, loss: Any) -> None
     run(2, main)
 
 
+@over_plans
+def test_a_loss_that_cuts_the_graph_is_told(plan: str) -> None:
+    def main(world: World) -> None:
+        made(world, plan, loss=lambda output, batch: squares(output.detach(), batch)).step(good())
+
+    with pytest.warns(UserWarning, match=r"the gradient of every parameter is 0, with a loss of .*cut the graph"):
+        run(2, main)
+
+
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2 microbatches=2", "dp=2 zero=2"])
 def test_a_rank_whose_loss_is_a_constant_does_not_hide_who_brought_the_nan(plan: str) -> None:
     def main(world: World) -> None:

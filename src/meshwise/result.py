@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 
 from meshwise.nonfinite import SkipPolicy
@@ -70,6 +71,15 @@ class Totals:
         if math.isfinite(self.mean) and math.isfinite(self.norm):
             return None
         return f"the loss is {self.mean} and the gradient norm {self.norm}"
+
+    def warn_of_nothing(self) -> None:
+        """Warn when no parameter has a gradient, which where one process trains is an error of torch's."""
+        if not self.squared:
+            warnings.warn(
+                f"the gradient of every parameter is 0, with a loss of {self.mean:g}, and nothing is learned: does the "
+                "model or the loss cut the graph, by .detach(), .item() or torch.no_grad()?",
+                stacklevel=2,
+            )
 
 
 @dataclass(frozen=True)
