@@ -82,12 +82,16 @@ def first_ranks(make: Callable[[], Cut], *, world: World) -> Cut:
     """The cut that the first rank makes; what goes wrong there is raised on every rank."""
     cut: Cut | None = None
     error: Exception | None = None
+    problem = ""
     if world.rank == 0:
         try:
             cut = make()
-        except Exception as raised:  # noqa: BLE001 -- raised below, when the others know
-            error = raised
-    cut, problem = world.exchange((cut, error and f"{error}"))[0]
+        except ValueError as refused:  # raised below, when the others know
+            error, problem = refused, f"{refused}"
+        except Exception as raised:  # noqa: BLE001 -- as well
+            error, problem = raised, f"the model cannot be cut: {type(raised).__name__}: {raised}"
+            error.add_note("while the model ran on an example, to be cut")
+    cut, problem = world.exchange((cut, problem))[0]
     if error is not None:
         raise error
     if cut is None:

@@ -20,17 +20,8 @@ from meshwise.tree import map_tensors, tensors
 def alone(
     run: Callable[..., Any], *, inputs: tuple[Any, Any], parameters: Sequence[Tensor], timed: bool
 ) -> tuple[Any, Took]:
-    """Run a part of a model, cut off from what its inputs came from; its backward too, when it is timed."""
-    leaves: list[Tensor] = []
-
-    def own(tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad:
-            return tensor
-        leaves.append(tensor.detach().requires_grad_())
-        entered: Tensor = Entrance.apply(leaves[-1])
-        return entered
-
-    args, kwargs = map_tensors(own, inputs)
+    """Run a part of a model; its backward too, when it is timed."""
+    args, kwargs = inputs
     kept: dict[int, int] = {}
     keep = noting(kept, parameters=parameters)
 
@@ -44,6 +35,18 @@ def alone(
                 torch.autograd.backward(results, [torch.ones_like(one) for one in results])
         work = read() - begin
     return output, Took(sum(kept.values()), work)
+
+
+def cut_off(inputs: Any) -> Any:
+    """A tree of tensors without what they came from: the same memory."""
+
+    def own(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        entered: Tensor = Entrance.apply(tensor.detach().requires_grad_())
+        return entered
+
+    return map_tensors(own, inputs)
 
 
 class Tail:

@@ -62,7 +62,7 @@ def backward_input(
     graph = _Graph([edge.node for edge in map(torch.autograd.graph.get_gradient_edge, outputs)])
     spine = graph.leading_to({_node(leaf) for leaf in received})
     later = WeightBackward()
-    if any(node.name() == _REENTRANT for node in graph.nodes):
+    if graph.is_reentrant:
         torch.autograd.backward(outputs, gradients)
         return later
     if not spine:
@@ -87,6 +87,11 @@ def backward_input(
     for node in spine - set().union(*places.values()):
         _forget(node)
     return later
+
+
+def is_reentrant(values: Iterable[Tensor]) -> bool:
+    """Whether a reentrant checkpoint of torch is in what they were made by."""
+    return _Graph([value.grad_fn for value in values if value.grad_fn is not None]).is_reentrant
 
 
 def _arrived(later: WeightBackward, place: Node, parameters: Sequence[Tensor], gradients: Gradients) -> None:
@@ -148,6 +153,11 @@ class _Graph:
                 if below is not None:
                     self._above.setdefault(below, set()).add(node)
                     waiting.append(below)
+
+    @property
+    def is_reentrant(self) -> bool:
+        """Whether there is a reentrant checkpoint."""
+        return any(node.name() == _REENTRANT for node in self.nodes)
 
     def leading_to(self, leaves: Iterable[Node]) -> set[Node]:
         """The nodes from which one of the leaves can be reached; the leaves that can be reached as well."""

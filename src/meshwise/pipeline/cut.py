@@ -245,6 +245,7 @@ def _aim(wish: Wish, stages: int) -> Aim:
 
 def _cut(model: nn.Module, balanced: Balanced, wish: Wish, *, trace: Trace | None = None) -> Cut:
     seen, bounds = balanced.seen, balanced.bounds
+    _refuse_effects(seen, bounds)
     keys, stages = tuple(step.key for step in seen.steps), len(bounds) - 1
     holders = _holders(model, seen, bounds)
     loads = loads_of(model, seen=seen, aim=_aim(wish, stages))
@@ -265,6 +266,18 @@ def _cut(model: nn.Module, balanced: Balanced, wish: Wish, *, trace: Trace | Non
         opened=balanced.opened,
         trace=trace,
     )
+
+
+def _refuse_effects(seen: Seen, bounds: Sequence[int]) -> None:
+    """Raise CutError for a bound over which something is needed that no output is: stages send outputs."""
+    for bound in bounds[1:-1]:
+        if found := seen.effect(bound):
+            piece, user = found
+            raise CutError(
+                f"a stage cannot begin at {seen.steps[bound].key}: {user} needs what {piece} does beside returning its "
+                "output (it changes a tensor that it was given, or puts one into a list, a mapping or an attribute); "
+                f"let {piece} return that, or say where stages begin, none between the two: Options(cut=Where(at=…))"
+            )
 
 
 def _holders(model: nn.Module, seen: Seen, bounds: Sequence[int]) -> dict[str, tuple[int, ...]]:

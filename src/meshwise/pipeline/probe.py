@@ -1,9 +1,9 @@
 """One run of a whole model on an example, watched: which pieces run in which order, what each needs of the others, and
 what each costs.
 
-The outputs of every piece are cut off from the piece and marked. Whatever reaches a later piece, through sums, residual
-connections and anything else that the model does between its pieces, leads back to marks along autograd's graph; so it
-is seen which outputs would have to cross a cut.
+Whatever reaches a later piece, through sums, residual connections and anything else that the model does between its
+pieces, is followed back to the outputs that it was made of (`provenance.py`); these would have to cross a cut. Whoever
+follows it takes time, so time is measured in runs of its own.
 
 Of a model on the meta device the pieces run there, and operations are counted in place of time. What lies between
 them runs where the example is, on zeros: models look at values there, of masks and positions, as they will in a stage.
@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from meshwise.model.birth import without_values
 from meshwise.model.blocks import Patterns, Piece, partition
-from meshwise.pipeline.alone import Tail, alone, as_it_is, noting, reading
+from meshwise.pipeline.alone import Tail, alone, as_it_is, cut_off, noting, reading
+from meshwise.pipeline.backward import is_reentrant
 from meshwise.pipeline.opening import inside, is_repeated
 from meshwise.pipeline.parcel import Entrance
+from meshwise.pipeline.partition import CutError
+from meshwise.pipeline.provenance import Past, Provenance
 from meshwise.pipeline.seen import Seen, Step, Took
 from meshwise.tree import map_tensors, tensors
 
@@ -45,43 +48,66 @@ def probe(model: nn.Module, *, call: Call, pieces: Patterns = (), timed: bool = 
 
     `pieces` are patterns over module names that override how the model is divided (see `meshwise.model.blocks`).
     With `opens`, blocks that can be opened have steps inside.
+
+    Raises CutError for a piece that is called in a reentrant checkpoint of torch.
     """
     found = [piece for unit in partition(model, units=pieces) for piece in unit]
-    rounds = ROUNDS if timed and not is_bare(model) else 1
-    seen = fastest([_run(model, call, found, timed=timed) for _ in range(rounds)], model=model)
+    seen = _seen(model, call, found, timed=timed)
     parts = {piece.module: inside(model.get_submodule(piece.module)) for piece in found if opens and piece.block}
     if not any(parts.values()):
         return seen
-    opened = fastest([_run(model, call, found, timed=timed, parts=parts) for _ in range(rounds)], model=model)
+    opened = _seen(model, call, found, timed=timed, parts=parts)
     steps = (
         dataclasses.replace(whole, inside=step.inside) for whole, step in zip(seen.steps, opened.steps, strict=True)
     )
     return dataclasses.replace(seen, steps=tuple(steps), changed=seen.changed | opened.changed)
 
 
-def _run(
-    model: nn.Module,
-    call: Call,
-    found: Sequence[Piece],
-    *,
-    timed: bool,
-    parts: Mapping[str, Sequence[str]] = MappingProxyType({}),
+_Parts: TypeAlias = Mapping[str, Sequence[str]]
+"""Of blocks, the modules in them that are watched in their place."""
+
+
+def _seen(
+    model: nn.Module, call: Call, found: Sequence[Piece], *, timed: bool, parts: _Parts = MappingProxyType({})
 ) -> Seen:
-    """One run, with these parts of blocks watched in place of the blocks."""
+    """What runs show, with these parts of blocks watched in place of the blocks."""
+    followed = Provenance()
+    with followed:
+        seen = _run(model, call, found, followed, timed=timed and is_bare(model), parts=parts)
+    if not timed or is_bare(model):
+        return seen
+    runs = [_run(model, call, found, Provenance(), timed=True, parts=parts) for _ in range(ROUNDS)]
+    costs = fastest(runs, model=model)
+    return dataclasses.replace(seen, steps=_with_costs(seen.steps, costs.steps), tail=costs.tail)
+
+
+def _with_costs(steps: Sequence[Step], costs: Sequence[Step]) -> tuple[Step, ...]:
+    """The same steps with what they took in another run."""
+    return tuple(
+        dataclasses.replace(step, took=cost.took, inside=_with_costs(step.inside, cost.inside) if step.inside else ())
+        for step, cost in zip(steps, costs, strict=True)
+    )
+
+
+def _run(
+    model: nn.Module, call: Call, found: Sequence[Piece], followed: Provenance, *, timed: bool, parts: _Parts
+) -> Seen:
+    """One run."""
     everywhere = tuple(name for piece in found if piece.spans for name in piece.parameters)
     bare = is_bare(model)
     watched = copied(model, tensors={parameter: parameter for parameter in model.parameters()})
     shadow = copied(model, tensors={t: without_values(t) for t in _tensors(model)}) if bare else watched
     if bare:
         watched.register_forward_pre_hook(partial(_give_zeros, names=everywhere), with_kwargs=True)
-    watch = _Watch({piece.module: piece.parameters for piece in found}, timed=timed)
+    watch = _Watch({piece.module: piece.parameters for piece in found}, followed, timed=timed)
     for name in (piece.module for piece in found if not piece.spans):
-        module = shadow.get_submodule(name)
-        watched.get_submodule(name).forward = _Watched(name, module, watch, parts=parts.get(name, ()), bare=bare)
+        module = watched.get_submodule(name)
+        own = shadow.get_submodule(name) if bare else None
+        module.forward = _Watched(name, module, watch, parts=parts.get(name, ()), shadow=own)
     with torch.random.fork_rng(), torch.enable_grad():
         result = call(watched)
     tail = watch.since.to(result) if timed and not bare else 0.0
-    return dataclasses.replace(watch.seen(tensors(result), everywhere), tail=tail)
+    return dataclasses.replace(watch.seen(result, everywhere), tail=tail)
 
 
 def fastest(runs: Sequence[Seen], *, model: nn.Module) -> Seen:
@@ -134,90 +160,98 @@ def _give_zeros(model: nn.Module, args: Any, kwargs: Any, *, names: Sequence[str
 
 
 class _Watch:
-    """What has been seen so far, and the marks: leaves that stand for the outputs of steps."""
+    """What has been seen so far."""
 
-    def __init__(self, parameters: Mapping[str, tuple[str, ...]], *, timed: bool) -> None:
+    def __init__(self, parameters: Mapping[str, tuple[str, ...]], followed: Provenance, *, timed: bool) -> None:
         self.timed = timed
         self.steps: list[Step] = []
         self.parameters = parameters
+        self.followed = followed
         self.since = Tail(())
         self._calls: Counter[str] = Counter()
-        self._marks: dict[int, tuple[str, Tensor]] = {}
-        self._marked: list[tuple[str, Tensor, int]] = []
+        self._hidden: list[str] = []
 
     def key(self, name: str) -> str:
         """That of one more call of a piece."""
         self._calls[name] += 1
-        return name if self._calls[name] == 1 else f"{name}:{self._calls[name]}"
+        key = name if self._calls[name] == 1 else f"{name}:{self._calls[name]}"
+        if not torch.is_grad_enabled():
+            self._hidden.append(key)
+        return key
 
-    def mark(self, output: Any, *, key: str) -> Any:
-        """The output of a step cut off from what it was made of."""
-        return map_tensors(lambda tensor: self._mark(tensor, key), output)
+    def past(self, values: Any) -> Past:
+        """What values between the pieces were made of. Raises CutError where a checkpoint hides it from autograd."""
+        if self._hidden and is_reentrant(tensors(values)):
+            raise CutError(
+                f"{self._hidden[-1]} is called in a reentrant checkpoint of torch, which no gradient of what a stage "
+                "receives would leave; use checkpoint(..., use_reentrant=False), or recompute=full in the plan"
+            )
+        return self.followed.of(values)
 
-    def _mark(self, tensor: Tensor, key: str) -> Tensor:
-        if not tensor.dtype.is_floating_point:
-            return tensor
-        leaf = tensor.detach().requires_grad_()
-        self._marks[id(leaf)] = (key, leaf)
-        marked: Tensor = Entrance.apply(leaf)
-        self._marked.append((key, marked, marked._version))
-        return marked
+    def output(self, values: Any, *, key: str) -> Any:
+        """The output of a step, cut off from what it was made of."""
+        return map_tensors(lambda tensor: self._output(tensor, key), values)
 
-    def seen(self, result: Iterator[Tensor], everywhere: tuple[str, ...]) -> Seen:
+    def _output(self, tensor: Tensor, key: str) -> Tensor:
+        own = self.followed.output(tensor, key=key)
+        if not own.dtype.is_floating_point:
+            return own
+        entered: Tensor = Entrance.apply(own.requires_grad_())
+        return entered
+
+    def seen(self, result: Any, everywhere: tuple[str, ...]) -> Seen:
         """All of it. Only a block that is called once, and whose output is all that leaves it, can be opened."""
-        result_needs = self.sources(result)
-        used = frozenset().union(result_needs, *(step.needs for step in self.steps))
-        steps = (
-            step
-            if self._calls[step.module] == 1 and used.isdisjoint(part.key for part in step.inside[:-1])
-            else dataclasses.replace(step, inside=())
-            for step in self.steps
-        )
-        changed = frozenset(key for key, marked, version in self._marked if marked._version != version)
-        return Seen(tuple(steps), result_needs, everywhere, changed)
+        past = self.past(result)
+        pasts = {step.key: [step.past, *(part.past for part in step.inside)] for step in self.steps}
 
-    def sources(self, values: Iterator[Tensor]) -> frozenset[str]:
-        """The steps from whose outputs these tensors were made."""
-        waiting = [tensor.grad_fn for tensor in values]
-        seen: set[Any] = set()
-        found: set[str] = set()
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            waiting += [following for following, _ in node.next_functions]
-            leaf = getattr(node, "variable", None)
-            if id(leaf) in self._marks:
-                found.add(self._marks[id(leaf)][0])
-        return frozenset(found)
+        def opens(step: Step) -> bool:
+            others = [past, *(one for key, several in pasts.items() if key != step.key for one in several)]
+            used = {key for one in others for key in one.needs | one.effects}
+            return self._calls[step.module] == 1 and used.isdisjoint(part.key for part in step.inside[:-1])
+
+        steps = (step if opens(step) else dataclasses.replace(step, inside=()) for step in self.steps)
+        return Seen(tuple(steps), past, everywhere, frozenset(self.followed.changed))
 
 
 class _Watched:
     """Stands where a piece's forward was."""
 
-    def __init__(self, name: str, module: nn.Module, watch: _Watch, *, parts: Sequence[str], bare: bool) -> None:
-        self._name, self._module, self._watch, self._parts, self._bare = name, module, watch, parts, bare
+    def __init__(
+        self, name: str, module: nn.Module, watch: _Watch, *, parts: Sequence[str], shadow: nn.Module | None
+    ) -> None:
+        """`shadow` runs in place of a module without values, on the meta device."""
+        self._name, self._module, self._watch, self._parts = name, module, watch, parts
+        self._shadow = shadow
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the piece on its own, and note what it took."""
-        watch, device = self._watch, device_of((args, kwargs))
-        needs = watch.sources(tensors((args, kwargs)))
-        if self._bare:
-            args, kwargs = on_meta((args, kwargs))
-        key, parameters = watch.key(self._name), watch.parameters[self._name]
-        if self._parts and not is_repeated():
-            block = _Inside(self._name, self._module, watch, parts=self._parts)
-            output = block.run(args, kwargs)
-            step = Step(key, self._name, parameters, needs, size(output), Took(0.0, 0.0), inside=block.steps)
+        watch, given = self._watch, (args, kwargs)
+        past, device = watch.past(given), device_of(given)
+        key = watch.key(self._name)
+        if self._shadow is None:
+            output, step = self._step(key, self._module, given)
         else:
-            output, took = _own_forward(self._module, inputs=(args, kwargs), timed=watch.timed)
-            alike = _described(output) == _described(next(tensors((args, kwargs)), None))
-            step = Step(key, self._name, parameters, needs, size(output), took, alike)
-        watch.steps.append(step)
-        marked = watch.mark(as_zeros(output, device=device) if self._bare else output, key=key)
-        watch.since = Tail(marked)
-        return marked
+            put, inputs = partial(as_zeros, device=device), on_meta(given)
+            with (
+                watch.followed.given(given, held=inputs, key=key, put=put),
+                watch.followed.in_place_of(self._module, held=self._shadow, key=key, put=put),
+            ):
+                output, step = self._step(key, self._shadow, inputs)
+            output = put(output)
+        watch.steps.append(dataclasses.replace(step, past=past | step.past))
+        output = watch.output(output, key=key)
+        watch.since = Tail(output)
+        return output
+
+    def _step(self, key: str, module: nn.Module, inputs: tuple[Any, Any]) -> tuple[Any, Step]:
+        watch, parameters = self._watch, self._watch.parameters[self._name]
+        if self._parts and not is_repeated():
+            block = _Inside(self._name, module, watch, parts=self._parts)
+            output = block.run(*inputs)
+            return output, Step(key, self._name, parameters, Past(), size(output), Took(0.0, 0.0), inside=block.steps)
+        output, took, used = _own_forward(module, key, watch, inputs=inputs)
+        alike = _described(output) == _described(next(tensors(inputs), None))
+        return output, Step(key, self._name, parameters, used, size(output), took, alike)
 
 
 _WITH_BACKWARD = 3.0
@@ -254,20 +288,20 @@ class _Inside:
         if sorted(step.module for step in self._found) == sorted(f"{self._name}.{name}" for name in self._parts):
             took = Took(kept, _WITH_BACKWARD * between, between)
             alike = _described(output) == _described(next(tensors(inputs), None))
-            needs = self._watch.sources(tensors(output))
-            self.steps = (*self._found, Step(self._name, self._name, (), needs, size(output), took, alike))
+            past = self._watch.followed.of(output)
+            self.steps = (*self._found, Step(self._name, self._name, (), past, size(output), took, alike))
         return output
 
     def _part(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Stands where the module's forward was."""
         between, kept = self._between()
         inputs, watch, full = (args, kwargs), self._watch, f"{self._name}.{name}"
-        needs = watch.sources(tensors(inputs))
-        output, took = _own_forward(module, inputs=inputs, timed=watch.timed)
+        past = watch.followed.of(inputs)
+        output, took, used = _own_forward(module, full, watch, inputs=inputs)
         took = Took(took.activations + kept, took.work + _WITH_BACKWARD * between, between)
         alike = _described(output) == _described(next(tensors(inputs), None))
-        self._found.append(Step(full, full, self._held[name], needs, size(output), took, alike))
-        output = watch.mark(output, key=full)
+        self._found.append(Step(full, full, self._held[name], past | used, size(output), took, alike))
+        output = watch.output(output, key=full)
         self._since = self._read()
         return output
 
@@ -278,10 +312,12 @@ class _Inside:
         return self._read() - self._since, kept
 
 
-def _own_forward(module: nn.Module, *, inputs: tuple[Any, Any], timed: bool) -> tuple[Any, Took]:
-    """What its class computes, whatever stands in place of its `forward`."""
-    run = partial(type(module).forward, module)
-    return alone(run, inputs=inputs, parameters=list(module.parameters()), timed=timed)
+def _own_forward(module: nn.Module, key: str, watch: _Watch, *, inputs: tuple[Any, Any]) -> tuple[Any, Took, Past]:
+    """What its class computes, whatever stands in place of its `forward`, what that took and what it has used."""
+    run, parameters, held = partial(type(module).forward, module), list(module.parameters()), cut_off(inputs)
+    with watch.followed.inside(key), watch.followed.given(inputs, held=held, key=key):
+        output, took = alone(run, inputs=held, parameters=parameters, timed=watch.timed)
+        return output, took, watch.followed.used
 
 
 def _described(value: Any) -> Any:

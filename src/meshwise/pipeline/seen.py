@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from meshwise.pipeline.provenance import Past
+
 
 @dataclass(frozen=True)
 class Took:
@@ -40,8 +42,8 @@ class Step:
     parameters: tuple[str, ...]
     """First names of the parameters it uses."""
 
-    needs: frozenset[str]
-    """Keys of the earlier steps whose outputs reach it."""
+    past: Past
+    """What it is given was made of."""
 
     output: int
     """Bytes that it returns."""
@@ -74,14 +76,14 @@ class Seen:
     steps: tuple[Step, ...]
     """The calls, in order."""
 
-    result: frozenset[str]
-    """Which steps' outputs reach the result."""
+    result: Past
+    """What the result was made of."""
 
     everywhere: tuple[str, ...]
     """Parameters that the model uses outside its pieces; every stage needs them."""
 
     changed: frozenset[str]
-    """The steps whose outputs the model then changes in place, outside its pieces."""
+    """The steps whose outputs are then changed in place."""
 
     tail: float = 0.0
     """Seconds of forward and backward of what follows the last step, the loss for one; 0 where nobody asked."""
@@ -117,6 +119,16 @@ class Seen:
             step.key for step, last in zip(self.steps[:position], self._last, strict=False) if last >= position
         )
 
+    def effect(self, position: int) -> tuple[str, str] | None:
+        """A step before a cut, and who needs what it has done beside returning its output, after the cut."""
+        before = [step.key for step in self.steps[:position]]
+        after = [(step.key, step.past) for step in self.steps[position:]]
+        for name, past in (*after, ("the result", self.result)):
+            for key in sorted(past.effects):
+                if any(key == one or key.startswith(f"{one}.") for one in before):
+                    return key, name
+        return None
+
     @cached_property
     def sent(self) -> tuple[float, ...]:
         """The bytes that would cross a cut before each step."""
@@ -133,8 +145,8 @@ class Seen:
         places = {step.key: place for place, step in enumerate(self.steps)}
         last = list(range(len(self.steps)))
         for place, step in enumerate(self.steps):
-            for key in step.needs:
+            for key in step.past.needs:
                 last[places[key]] = place
-        for key in self.result:
+        for key in self.result.needs:
             last[places[key]] = len(self.steps)
         return tuple(last)

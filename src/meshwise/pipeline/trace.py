@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from meshwise.model.birth import without_values
-from meshwise.pipeline.alone import Tail, alone
+from meshwise.pipeline.alone import Tail, alone, cut_off
 from meshwise.pipeline.partition import CutError
 from meshwise.pipeline.probe import (
     ROUNDS,
@@ -36,6 +36,7 @@ from meshwise.pipeline.probe import (
     on_meta,
     size,
 )
+from meshwise.pipeline.provenance import Past
 from meshwise.pipeline.seen import Seen, Step
 from meshwise.pipeline.stage import Left
 from meshwise.tree import map_tensors, tensors
@@ -213,7 +214,7 @@ class _Watch(fx.Interpreter):
         if n not in self._own:
             return super().run_node(n)
         used = self._parameters(n)
-        inputs = self.fetch_args_kwargs_from_env(n)
+        inputs = cut_off(self.fetch_args_kwargs_from_env(n))
         run: Callable[..., Any] = lambda *args, **kwargs: getattr(self, n.op)(n.target, args, kwargs)  # noqa: E731
         output, took = alone(run, inputs=inputs, parameters=used, timed=self._timed)
         names = tuple(dict.fromkeys(self._names[id(parameter)] for parameter in used))
@@ -226,8 +227,8 @@ class _Watch(fx.Interpreter):
         result = next(node for node in self.graph.nodes if node.op == "output")
         return Seen(tuple(self._steps), self._needs(result), (), frozenset())
 
-    def _needs(self, node: fx.Node) -> frozenset[str]:
-        return frozenset(source.name for source in node.all_input_nodes if source in self._own)
+    def _needs(self, node: fx.Node) -> Past:
+        return Past(frozenset(source.name for source in node.all_input_nodes if source in self._own))
 
     def _parameters(self, node: fx.Node) -> list[Tensor]:
         """The parameters of a module, or those given to an operation."""

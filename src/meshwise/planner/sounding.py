@@ -12,6 +12,7 @@ its output counted among what it keeps: where the next piece is on the same stag
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -28,6 +29,7 @@ from meshwise.model.birth import Source
 from meshwise.model.forward import default_forward
 from meshwise.pipeline.action import Action, Kind
 from meshwise.pipeline.cut import Cut, Wish, cut_model
+from meshwise.pipeline.partition import CutError
 from meshwise.pipeline.probe import probe
 from meshwise.plan import Plan
 from meshwise.planner.space import rows_shared, splits_backward
@@ -214,15 +216,17 @@ def _shape(module: nn.Module) -> Hashable:
 
 
 def _cut(subject: Subject, model: nn.Module) -> Cut | None:
-    """With one piece a stage; None where there are not two."""
+    """With one piece a stage; None where there are not two, or no stage can begin at each."""
     forward = subject.options.forward or default_forward
     micro = tree.take_rows(subject.batch, start=0, stop=1)
     call = lambda model: forward(model, micro)  # noqa: E731
     where = subject.options.cut
-    seen = probe(model, call=call, pieces=where.pieces, timed=False)
-    firsts = tuple(step.key for step in seen.steps if step.parameters)
-    wish = Wish(by="params", where=dataclasses.replace(where, at=firsts[1:]))
-    return cut_model(model, stages=len(firsts), call=call, wish=wish) if len(firsts) > 1 else None
+    with contextlib.suppress(CutError):
+        seen = probe(model, call=call, pieces=where.pieces, timed=False)
+        firsts = tuple(step.key for step in seen.steps if step.parameters)
+        wish = Wish(by="params", where=dataclasses.replace(where, at=firsts[1:]))
+        return cut_model(model, stages=len(firsts), call=call, wish=wish) if len(firsts) > 1 else None
+    return None
 
 
 def _names(cut: Cut) -> tuple[str, ...]:

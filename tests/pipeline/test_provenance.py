@@ -1,0 +1,184 @@
+"""What crosses a cut is found whatever way it takes through the model, and what a piece does beside returning its
+output, which cannot cross, is refused.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from meshwise.pipeline.cut import Cut, Where, Wish, cut_model
+from meshwise.pipeline.partition import CutError
+from pipeline.oracle import is_the_model
+from pipeline.training import WIDTH, linears, made, numbers, squares
+
+
+class Model(nn.Module):
+    """An embedding and four layers, called as a test says; a stage begins at the last layer but one."""
+
+    def __init__(self, body: Callable[[Any, Any, Tensor], Any], *layers: nn.Module) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(layers or linears())
+        self.body = body
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(self.embedding, self.layers, x)
+
+
+def example(model: nn.Module) -> Tensor:
+    x = numbers(4)[0]
+    return squares(model(x.clone()), x)[0]
+
+
+def cut(model: nn.Module, *, at: str = "layers.2", bare: bool = False) -> Cut:
+    """In two; `bare`: of a model without values."""
+    cut_from = copy.deepcopy(model).to("meta") if bare else model
+    return cut_model(cut_from, stages=2, call=example, wish=Wish(where=Where(at=(at,), how="blocks")))
+
+
+def through(layers: Any, x: Any, *args: Any) -> Any:
+    for layer in layers:
+        x = layer(x, *args)
+    return x
+
+
+def detached(embedding: Any, layers: Any, x: Tensor) -> Any:
+    x = embedding(x)
+    return through(layers, x) * x.detach()
+
+
+def without_graph(embedding: Any, layers: Any, x: Tensor) -> Any:
+    with torch.no_grad():
+        x = embedding(x)
+        target = layers[0](x)
+    return through(layers[1:], x) - target
+
+
+def chosen(embedding: Any, layers: Any, x: Tensor) -> Any:
+    x = embedding(x)
+    number = x.argmax(-1, keepdim=True)
+    return through(layers, x) * (number + 1) * torch.where(x > 0, 2.0, 3.0)
+
+
+def read(embedding: Any, layers: Any, x: Tensor) -> Any:
+    first = embedding(x)
+    return through(layers, first) * (2.0 if bool((first.detach().square().sum() > 0).item()) else 5.0)
+
+
+def cloned_before(embedding: Any, layers: Any, x: Tensor) -> Any:
+    x = embedding(x)
+    kept = x.clone()
+    return through(layers, x) + kept
+
+
+class Numbered(nn.Module):
+    """Returns an integer as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out: Tensor = self.linear(x)
+        return out, out.argmax(-1, keepdim=True)
+
+
+def numbered(embedding: Any, layers: Any, x: Tensor) -> Any:
+    x, number = layers[0](embedding(x))
+    return through(layers[1:], x) * number
+
+
+class InPlace(nn.Module):
+    """Changes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x.mul_(2))
+        return out
+
+
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize(
+    "body, first",
+    [
+        (detached, linears),
+        (without_graph, linears),
+        (chosen, linears),
+        (read, linears),
+        (numbered, lambda: [Numbered()]),
+        (cloned_before, lambda: [InPlace()]),
+    ],
+)
+def test_what_autograd_does_not_see_crosses(body: Any, first: Callable[[], list[nn.Module]], bare: bool) -> None:
+    model = made(lambda: Model(body, first()[0], *linears(3)))
+    is_the_model(model, example, cut(model, bare=bare))
+
+
+class Kept(nn.Module):
+    """Puts something into an attribute, a list, a mapping or a tensor that it is given."""
+
+    def __init__(self, into: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.into, self.kept = into, torch.zeros(())
+
+    def forward(self, x: Tensor, there: Any) -> Tensor:
+        out: Tensor = self.linear(x)
+        if self.into == "attribute":
+            self.kept = out.square().sum()
+        elif self.into == "list":
+            there.append(out.square().sum())
+        elif self.into == "mapping":
+            there["sum"] = there["sum"] + out.detach().square().sum()
+        else:
+            there += out.detach()
+        return out
+
+
+def collecting(embedding: Any, layers: Any, x: Tensor) -> Any:
+    into = layers[0].into
+    there: Any = {"list": [], "mapping": {"sum": torch.zeros(())}, "tensor": torch.zeros_like(x)}.get(into)
+    x = through(layers, embedding(x), there)
+    if into == "attribute":
+        return x + sum(layer.kept for layer in layers)
+    return x + (sum(there) if into == "list" else there["sum"] if into == "mapping" else there)
+
+
+def changed_and_used(embedding: Any, layers: Any, x: Tensor) -> Any:
+    x = embedding(x)
+    return through(layers, x) + x
+
+
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize("into", ["attribute", "list", "mapping", "tensor"])
+def test_what_a_piece_puts_somewhere_is_refused_where_others_need_it(into: str, bare: bool) -> None:
+    model = made(lambda: Model(collecting, *(Kept(into) for _ in range(4))))
+    with pytest.raises(CutError, match=r"cannot begin at layers.2: .* needs what layers.[01] does beside returning"):
+        cut(model, bare=bare)
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_so_is_what_a_piece_changes(bare: bool) -> None:
+    model = made(lambda: Model(changed_and_used, InPlace(), *linears(3)))
+    with pytest.raises(CutError, match=r"layers.2: the result needs what layers.0 does beside returning its output"):
+        cut(model, bare=bare)
+    is_the_model(model, example, cut(model, at="layers.0", bare=bare))
+
+
+def test_and_a_piece_that_a_reentrant_checkpoint_hides_from_autograd() -> None:
+    def hiding(embedding: Any, layers: Any, x: Tensor) -> Any:
+        x = embedding(x)
+        for layer in layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+    with pytest.raises(CutError, match=r"layers.0 is called in a reentrant checkpoint .* use_reentrant=False"):
+        cut(made(lambda: Model(hiding)))
