@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.comm.world import World
+from meshwise.model.copied import copied
 from meshwise.model.record import recording
 from meshwise.model.replay import Record
 from meshwise.model.table import Row
@@ -129,8 +130,8 @@ def shapes_of(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> Sourc
     """
     if isinstance(model, nn.Module):
         held: list[Tensor] = [*model.parameters(), *model.buffers()]
-        model = copy.deepcopy(model, memo={id(tensor): without_values(tensor) for tensor in held})
-        return Source(model, record=None, shapes_only=True)
+        bare = copied(model, tensors={tensor: without_values(tensor) for tensor in held})
+        return Source(bare, record=None, shapes_only=True)
     return Source(born(model, seed=seed).module, record=None, shapes_only=True)
 
 

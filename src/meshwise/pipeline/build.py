@@ -8,8 +8,8 @@ from typing import Any
 from torch import fx, nn
 
 from meshwise.model.birth import without_values
-from meshwise.pipeline.cut import Cut
-from meshwise.pipeline.probe import copied
+from meshwise.model.copied import copied
+from meshwise.pipeline.cut import Cut, Met
 from meshwise.pipeline.stage import Crossing, Opened, Piece, Route, Stage
 from meshwise.pipeline.trace import part_of
 
@@ -30,9 +30,8 @@ def _blocks(model: nn.Module, cut: Cut, index: int, crossing: Crossing) -> nn.Mo
     """The model, with the pieces of other stages without parameters."""
     met = cut.met(index)
     held = {id(model.get_parameter(name)) for name, stages in cut.holders.items() if index in stages}
-    every = [*model.parameters(), *model.buffers()]
-    module = copied(model, tensors={tensor: tensor for tensor in every})
-    shadow = copied(model, tensors={tensor: without_values(tensor) for tensor in every})
+    bare = {tensor: without_values(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    module = copied(model, tensors={tensor: tensor for tensor in bare})
     modules = [module.get_submodule(name) for name in met.modules]
     route = Route(met.keys, modules=modules, start=met.start, stop=met.stop)
     for owner in module.modules():
@@ -44,8 +43,19 @@ def _blocks(model: nn.Module, cut: Cut, index: int, crossing: Crossing) -> nn.Mo
         if name not in met.modules[met.start : met.stop]:
             for owner in piece.modules():
                 _let_go(owner, owner._buffers, held)
-        piece.forward = Piece(piece, shadow=shadow.get_submodule(name), route=route, crossing=crossing)
+        shadow = copied(model.get_submodule(name), tensors=bare) if _is_asked(name, met, cut) else None
+        piece.forward = Piece(piece, shadow=shadow, route=route, crossing=crossing)
     return module
+
+
+def _is_asked(name: str, met: Met, cut: Cut) -> bool:
+    """Whether a piece may be asked for the shapes of its output, which take a copy of it without values.
+
+    Where it computes it never is, and not where the shapes are those of its input either.
+    """
+    calls = enumerate(zip(met.keys, met.modules, strict=True))
+    elsewhere = [key for at, (key, module) in calls if module == name and not met.start <= at < met.stop]
+    return not cut.alike.issuperset(elsewhere)
 
 
 def _let_go(owner: nn.Module, tensors: MutableMapping[str, Any], held: set[int]) -> None:

@@ -161,7 +161,7 @@ class Stage:
 class Piece:
     """The forward of one piece in one stage: computes, returns what was received, or returns NaN, call by call."""
 
-    def __init__(self, module: nn.Module, *, shadow: nn.Module, route: Route, crossing: Crossing) -> None:
+    def __init__(self, module: nn.Module, *, shadow: nn.Module | None, route: Route, crossing: Crossing) -> None:
         self._module, self._shadow, self._route, self._crossing = module, shadow, route, crossing
         self._shapes: dict[Any, Any] = {}
 
@@ -195,6 +195,7 @@ class Piece:
         """What the piece would return, on the meta device; computed once per shapes of its inputs."""
         asked = (self._module.training, signature((args, kwargs)))
         if asked not in self._shapes:
+            assert self._shadow is not None
             self._shadow.train(self._module.training)
             args, kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
             try:
