@@ -1,17 +1,25 @@
 """A model that is larger than the memory there is: it trains from disk, and without it dies with an answer."""
 
 import os
+import pickle
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
+from memory.offloaded import Blocks, batches, squares
 from meshwise.checkpoint.damage import DamageError
+from meshwise.cli import train as command
+from meshwise.comm.lost import RankKilledError
 from meshwise.memory.swap import TierError
-from meshwise.simulate.shortage import ShortageError, is_shortage
+from meshwise.plan import Plan
+from meshwise.simulate import room
+from meshwise.simulate.rehearsal import Subject
+from meshwise.simulate.shortage import Needs, ShortageError, is_shortage, shortage
 from meshwise.train.failure import SAY_ALL
 
 ROOM = 85 * 2**20
@@ -93,3 +101,102 @@ def test_what_is_a_shortage_of_memory(error: Exception, *, told: bool) -> None:
 
 def test_the_answer_is_told_without_a_traceback_and_so_is_a_broken_disk() -> None:
     assert {ShortageError, TierError} <= set(SAY_ALL)
+
+
+def test_the_answer_comes_from_another_process_as_it_is() -> None:
+    told = ShortageError("no memory", held={"parameters": 4})
+    come = pickle.loads(pickle.dumps(told))
+    assert (type(come), str(come), come.held) == (ShortageError, "no memory", told.held)
+
+
+# ---- which plan --------------------------------------------------------------------------------------------------
+
+
+class Said(Needs):
+    """States of 64 bytes and activations of 64 a rank, less by what a plan shares out, recomputes or moves."""
+
+    def of(self, plan: Plan) -> Mapping[str, int]:
+        assert plan.dp is not None
+        states = (64, 40, 28, 16)[plan.zero] if plan.dp > 1 else 64
+        activations = 64 // plan.microbatches // {"none": 1, "selective": 2, "full": 16}[plan.recompute]
+        return {"states": states // 4 if "disk" in plan.offload else states, "activations": activations}
+
+
+@pytest.mark.parametrize(
+    "plan, room, fitting",
+    [
+        ("dp=4", 127, "dp=4 zero=1"),
+        ("dp=4", 92, "dp=4 zero=2"),
+        ("dp=4", 79, "dp=4 zero=1 microbatches=2"),
+        ("dp=4 zero=2", 79, "dp=4 zero=2 microbatches=2"),
+        ("dp=4", 47, "dp=4 zero=1 recompute=full"),
+        ("dp=1", 80, "dp=1 microbatches=4"),
+        ("dp=1 microbatches=8", 71, "dp=1 microbatches=8 recompute=selective"),
+        ("dp=1", 60, "dp=1 recompute=full offload=optimizer:disk,gradients:disk"),
+        ("dp=1", 1, None),
+    ],
+)
+def test_the_cheapest_plan_that_fits_has_the_lowest_zero_and_then_the_least_to_do(
+    plan: str, room: int, fitting: str | None
+) -> None:
+    needs = Said(Subject(Blocks, squares, batches()[0]), ranks=4)
+    found = shortage(needs, plan=Plan.parse(plan), room=room, held={})
+    assert found.fitting == (fitting and Plan.parse(fitting))
+    assert str(found).count("staging buffers (swap.megabytes)") == (fitting is None)
+
+
+# ---- how much there is -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "own, folder, files",
+    [
+        ("0::/job/step", ".", ("memory.max", "memory.current", "inactive_file")),
+        (
+            "5:cpu,cpuacct:/\n4:memory:/job/step\n0::/",
+            "memory",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
+    ],
+    ids=["second version", "first version"],
+)
+def test_the_groups_of_a_process_and_those_around_them_limit_it_and_idle_files_do_not_count(
+    own: str, folder: str, files: tuple[str, str, str], tmp_path: Path
+) -> None:
+    most, now, idle = files
+
+    def group(path: str, limit: str) -> None:
+        (tmp_path / folder / path).mkdir(parents=True, exist_ok=True)
+        for name, text in ((most, limit), (now, "60"), ("memory.stat", f"anon 3\n{idle} 20\n")):
+            (tmp_path / folder / path / name).write_text(f"{text}\n")
+
+    group("job", "100")
+    group("job/step", "30")
+    group("other", "1")
+    assert list(room.left_by_groups(own, root=tmp_path)) == [0, 60]
+    assert list(room.left_by_groups(own.replace("/job/step", "/outside"), root=tmp_path)) == []
+
+
+def test_ranks_of_a_host_share_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "_left_by_the_machine", lambda: 100)
+    monkeypatch.setattr(room, "_left_by_limits", lambda: iter(()))
+    cpu = torch.device("cpu")
+    assert room.room_left(cpu) == 100
+    assert room.room_left(cpu, ranks=4, held=20) == (100 + 3 * 20) // 4
+
+
+@pytest.mark.parametrize("left, answered", [(1_300_000, True), (2_000_000, False)])
+def test_ranks_that_the_system_kills_are_answered_where_the_plan_needs_more_than_there_is(
+    left: int, *, answered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object, **__: object) -> None:
+        raise RankKilledError("rank 1 of 2 ended without an exception, killed by SIGKILL")
+
+    monkeypatch.setattr(command, "run", killed)
+    monkeypatch.setattr(command, "room_left", lambda *_, **__: left)
+    monkeypatch.chdir(tmp_path)
+    Path("words.txt").write_text("to be or not to be " * 500)
+    Path("job.toml").write_text(JOB.replace("320", "64").replace("layers = 5", "layers = 1"))
+    with pytest.raises(ShortageError if answered else RankKilledError, match="killed by SIGKILL") as told:
+        command.main(["job.toml", "--plan", "dp=2"])
+    assert ("the cheapest change that fits: 'dp=2 zero=1'" in str(told.value)) == answered

@@ -12,14 +12,16 @@ from rich.console import Console
 from meshwise.cli.ranks import chosen, local_ranks
 from meshwise.cli.simulate import subject_of
 from meshwise.comm.launch import run, torchrun_line
+from meshwise.comm.lost import RankKilledError
 from meshwise.comm.world import World
-from meshwise.simulate.shortage import ShortageError, is_shortage, room_left, shortage
+from meshwise.simulate.room import room_left
+from meshwise.simulate.shortage import Needs, ShortageError, is_shortage, shortage
 from meshwise.train.config import read_job
 from meshwise.train.counted import counted
 from meshwise.train.failure import leave_traceback
 from meshwise.train.job import Job
 from meshwise.train.loop import train
-from meshwise.train.prepare import check_plan, prepare
+from meshwise.train.prepare import Prepared, check_plan, prepare
 from meshwise.train.resume import checked_origin
 
 
@@ -36,6 +38,10 @@ def main(arguments: Sequence[str]) -> int:
         print(f"  {torchrun_line(size, words, restarts=job.restarts)}", flush=True)
     try:
         run(size, _rank, args=(job,), restarts=job.restarts, comm=chosen(job.comm))
+    except RankKilledError as error:
+        if (answer := _killed(error, prepared, size=size)) is None:
+            raise
+        raise answer from error
     finally:
         Console().show_cursor()  # A rank that is ended while it draws its progress line leaves the cursor hidden.
     return 0
@@ -65,7 +71,18 @@ def _answered(error: Exception, world: World, job: Job) -> ShortageError:
         seen = seen.with_traceback(None).__cause__ or seen.__context__
     gc.collect()
     prepared = prepare(job, ranks=world.size)
-    room = room_left(world.device)
-    subject = subject_of(prepared)
-    answer = shortage(subject, plan=prepared.job.plan, ranks=world.size, room=room, held=held)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    room = room_left(world.device, ranks=here, held=sum(held.values()))
+    needs = Needs(subject_of(prepared), ranks=world.size, shared=here == world.size)
+    answer = shortage(needs, plan=prepared.job.plan, room=room, held=held)
     return ShortageError(f"rank {world.rank} has no memory left: {error}\n{answer}", held=held)
+
+
+def _killed(error: RankKilledError, prepared: Prepared, *, size: int) -> ShortageError | None:
+    """What ranks on the CPUs of this machine lacked, so that the system killed one; None when there was enough."""
+    plan, needs = prepared.job.plan, Needs(subject_of(prepared), ranks=size, shared=True)
+    room = room_left(torch.device("cpu"), ranks=size)
+    if needs.device != "cpu" or needs.total(plan) <= room:
+        return None
+    answer = shortage(needs, plan=plan, room=room, held={})
+    return ShortageError(f"{error}, as the system ends what takes more memory than there is\n{answer}", held={})

@@ -40,7 +40,7 @@ from meshwise.comm.attempt import Attempt
 from meshwise.comm.forked import Launcher, Surroundings, starting
 from meshwise.comm.journal import RanksDisagree
 from meshwise.comm.loopback import BACKEND, LOOPBACK, make_known
-from meshwise.comm.lost import RankLostError
+from meshwise.comm.lost import RankKilledError, RankLostError
 from meshwise.comm.outcome import Outcome
 from meshwise.comm.torch_world import COMM_VARIABLE, Comm, default_device, meeting_place, torch_world
 from meshwise.comm.watch import Tell, Watch, tell_stderr
@@ -314,7 +314,8 @@ def _first_error(folder: Path, size: int, failures: dict[int, ProcessFailure]) -
     rank = silent[0]
     status = failures[rank].exitcode
     how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"with exit status {status}"
-    error = RankLostError(f"rank {rank} of {size} ended without an exception, {how}")
+    kind = RankKilledError if status == -signal.SIGKILL else RankLostError
+    error = kind(f"rank {rank} of {size} ended without an exception, {how}")
     for rank, outcome in raised.items():
         error.add_note(f"rank {rank} then met: {outcome.error}")
     return error

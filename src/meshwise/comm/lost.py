@@ -9,6 +9,10 @@ class RankLostError(RuntimeError):
     """Another rank ended, or its connection broke, while this one was in a collective."""
 
 
+class RankKilledError(RankLostError):
+    """A rank was ended by SIGKILL: by somebody, or by the system, which does that when memory runs out."""
+
+
 def lost(peer: int, *, about: object, error: Exception) -> RankLostError:
     """The error of a call that failed because of what became of `peer`."""
     what = re.sub(r"^\[.*?\] | This is typically.*$", "", str(error), flags=re.DOTALL)

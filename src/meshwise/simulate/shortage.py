@@ -3,27 +3,32 @@
 A process that runs out of memory is told how many bytes the last allocation wanted, which says nothing about what
 filled the rest. Here the plan is rehearsed, and beside it, from the cheapest change to the dearest, the plans that
 keep less, until one fits the room there is.
+
+A process that takes more than its machine or its control group has is not told anything: the system kills it. That is
+answered alike by the process that started it, where the plan needs more than there is.
 """
 
 from __future__ import annotations
 
 import errno
-import resource
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 import torch
 
+from meshwise import tree
 from meshwise.plan import Plan, PlanError
 from meshwise.simulate.memory import fullest, memory_of
 from meshwise.simulate.rehearsal import Device, Subject, rehearse
 from meshwise.simulate.tables import by_category, text
 
 CHANGES = (
-    "zero=1",
-    "zero=2",
-    "zero=3",
+    "",
+    "microbatches=*2",
+    "microbatches=*4",
     "recompute=selective",
     "recompute=full",
     "offload=optimizer:cpu",
@@ -34,14 +39,8 @@ CHANGES = (
     "zero=3 offload=optimizer:disk,gradients:disk,params:disk",
     "zero=3 recompute=full offload=optimizer:disk,gradients:disk,params:disk",
 )
-"""What makes a plan need less memory, by what it costs in time: first what costs none, then repeated computation, then
-copies over a link, then a disk."""
-
-_CGROUP = Path("/sys/fs/cgroup")
-_GROUPS = (
-    (_CGROUP / "memory.max", _CGROUP / "memory.current"),
-    (_CGROUP / "memory/memory.limit_in_bytes", _CGROUP / "memory/memory.usage_in_bytes"),
-)
+"""What makes a plan need less memory, by what it costs in time: smaller micro-batches, then repeated computation, then
+copies over a link, then a disk. Each under the lowest zero that fits: that costs less than any of them."""
 
 
 class ShortageError(RuntimeError):
@@ -50,6 +49,10 @@ class ShortageError(RuntimeError):
     def __init__(self, message: str, *, held: Mapping[str, int]) -> None:
         super().__init__(message)
         self.held = held
+
+    def __reduce__(self) -> tuple[partial[ShortageError], tuple[Any, ...]]:
+        """Made anew with what was held: an exception is else made from its message alone."""
+        return partial(ShortageError, held=self.held), self.args
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,10 @@ class Shortage:
         rows += [("in all", text(sum(self.predicted.values())), ""), ("room", text(self.room), "")]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         lines = [f"  {row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}".rstrip() for row in rows]
-        advice = "no change of the plan makes this model fit here: more ranks or smaller micro-batches may"
+        advice = (
+            "no change of the plan makes this model fit here: more ranks, a smaller batch or, with a disk, smaller "
+            "staging buffers (swap.megabytes) may"
+        )
         if self.fitting is not None:
             advice = f"the cheapest change that fits: '{self.fitting}' ({text(self.fitting_needs)})"
         return "\n".join([f"the plan '{self.plan}' on a rank:", *lines, advice])
@@ -86,63 +92,58 @@ def is_shortage(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "allocate memory" in str(error)
 
 
-def shortage(subject: Subject, *, plan: Plan, ranks: int, room: int, held: Mapping[str, int]) -> Shortage:
-    """Rehearse `plan`, which has run out of memory, and what is cheapest of those that fit `room` bytes of a rank."""
-    device: Device = "cuda" if torch.cuda.is_available() else "cpu"
+class Needs:
+    """What plans need of a rank at most, in bytes by category; each is rehearsed once."""
 
-    def needs(candidate: Plan) -> Mapping[str, int]:
-        return by_category([fullest(memory_of(rehearse(subject, plan=candidate, ranks=ranks, device=device)))])
+    def __init__(self, subject: Subject, *, ranks: int, shared: bool = False) -> None:
+        """`shared`: the ranks are processes of one host; on its CPUs they share memory."""
+        self.device: Device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.rows = tree.rows(subject.batch)
+        self._subject, self._ranks, self._shared = subject, ranks, shared and self.device == "cpu"
+        self._known: dict[Plan, Mapping[str, int]] = {}
 
-    predicted = needs(plan)
-    for candidate in _cheaper(plan, device=device):
+    def of(self, plan: Plan) -> Mapping[str, int]:
+        """Raises what a rehearsal raises."""
+        if plan not in self._known:
+            found = rehearse(self._subject, plan=plan, ranks=self._ranks, device=self.device, shared=self._shared)
+            self._known[plan] = by_category([fullest(memory_of(found))])
+        return self._known[plan]
+
+    def total(self, plan: Plan) -> float:
+        """In all; infinitely much for a plan under which this model cannot be trained."""
         try:
-            total = sum(needs(candidate).values())
+            return sum(self.of(plan).values())
         except (ValueError, RuntimeError):
-            continue  # this model cannot be trained under it
-        if total <= room:
-            return Shortage(plan, predicted, held, room, candidate, total)
+            return math.inf
+
+
+def shortage(needs: Needs, *, plan: Plan, room: int, held: Mapping[str, int]) -> Shortage:
+    """Rehearse `plan`, which has run out of memory, and what is cheapest of those that fit `room` bytes of a rank."""
+    predicted = needs.of(plan)
+    for change in CHANGES:
+        candidates = list(_changed(plan, change, needs=needs))
+        # The last one keeps least, or hardly more: where it does not fit, the others are not rehearsed.
+        if candidates and needs.total(candidates[-1]) <= room:
+            candidate = next(one for one in candidates if needs.total(one) <= room)
+            return Shortage(plan, predicted, held, room, candidate, int(needs.total(candidate)))
     return Shortage(plan, predicted, held, room, None, 0)
 
 
-def room_left(device: torch.device) -> int:
-    """Bytes that this process may still take of its device: what its limits, its group and the machine leave it."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return min(_left())
-
-
-def _cheaper(plan: Plan, *, device: str) -> Iterator[Plan]:
-    """Plans that need less memory than this one, the cheapest first."""
-    for change in CHANGES:
-        changes: dict[str, str | int] = {}
-        for word in change.split():
-            key, _, value = word.partition("=")
-            changes[key] = int(value) if value.isdecimal() else value
-        if int(changes.get("zero", plan.zero)) < plan.zero or (plan.dp == 1 and set(changes) == {"zero"}):
+def _changed(plan: Plan, change: str, *, needs: Needs) -> Iterator[Plan]:
+    """The plan with a change, under every zero that shares out as much or more, in that order."""
+    if needs.device == "cpu" and "optimizer:cpu" in change:
+        return  # there is no other memory to go to
+    words = dict(word.split("=", 1) for word in change.split())
+    for zero in range(plan.zero, 4 if plan.dp != 1 or "zero" in words else plan.zero + 1):
+        if words.get("zero", str(zero)) != str(zero):
             continue
-        if device == "cpu" and "optimizer:cpu" in change:
-            continue  # there is no other memory to go to
+        changes: dict[str, str | int] = {**words, "zero": zero}
+        if times := words.get("microbatches"):
+            changes["microbatches"] = plan.microbatches * int(times.removeprefix("*"))
         try:
             candidate = Plan.from_toml({**plan.to_toml(), **changes})
         except PlanError:
             continue
-        if candidate != plan:
+        parts = candidate.microbatches * math.prod(candidate.mesh().degree(axis) for axis in candidate.data_axes)
+        if candidate != plan and (not times or parts <= needs.rows):
             yield candidate
-
-
-def _left() -> Iterator[int]:
-    """What each limit leaves, in bytes."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    yield _kilobytes(meminfo["MemAvailable"])
-    for kind, used in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
-        limit = resource.getrlimit(kind)[0]
-        if limit != resource.RLIM_INFINITY:
-            yield max(0, limit - _kilobytes(status[used]))
-    for most, now in _GROUPS:
-        if most.exists() and (told := most.read_text().strip()) != "max":
-            yield max(0, int(told) - int(now.read_text()))
-
-
-def _kilobytes(told: str) -> int:
-    return int(told.split(maxsplit=1)[0]) * 1024

@@ -1,0 +1,87 @@
+"""How much memory a rank may still take of what it computes on.
+
+    own       the limits of its process, as `ulimit` sets them
+    shared    what the machine has left, and what each control group has that the process is in (of a container, a
+              batch system, a service); the ranks of a host take their parts of that
+
+What a group uses counts files that the kernel keeps in memory while there is room. Those that nobody has used lately
+are taken to be free, as container runtimes do.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_GROUPS = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+
+
+@dataclass(frozen=True)
+class _Version:
+    """What the files are called that tell of a control group, under the folder of all groups."""
+
+    folder: str
+    most: str
+    now: str
+    idle: str
+
+
+_FIRST = _Version("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_SECOND = _Version("", "memory.max", "memory.current", "inactive_file")
+
+
+def room_left(device: torch.device, *, ranks: int = 1, held: int = 0) -> int:
+    """Bytes that each of the `ranks` of this host may take of its device, where all but this one hold `held` now."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps of what was freed is no other process's, and free here
+        return torch.cuda.mem_get_info(device)[0]
+    shared = min([_left_by_the_machine(), *left_by_groups(_OWN_GROUPS.read_text(), root=_GROUPS)])
+    return min([(shared + (ranks - 1) * held) // ranks, *_left_by_limits()])
+
+
+def left_by_groups(own: str, *, root: Path) -> Iterator[int]:
+    """Bytes that each control group leaves of those that `own` names, and the groups around them, when it has a limit.
+
+    `own`: the text of /proc/self/cgroup. Inside a container its paths may be those outside; what is not under `root`
+    is passed over, and what is around it there is the container's.
+    """
+    for line in own.splitlines():
+        _, kinds, path = line.split(":", 2)
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        version = _FIRST if kinds else _SECOND
+        top = root / version.folder
+        group = top / path.strip("/")
+        for folder in (group, *group.parents):
+            most = folder / version.most
+            if folder.is_relative_to(top) and most.exists() and (told := most.read_text().strip()) != "max":
+                yield max(0, int(told) - _used(folder, version))
+
+
+def _used(folder: Path, version: _Version) -> int:
+    now = int((folder / version.now).read_text())
+    told = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    return now - next((int(size) for name, size in told if name == version.idle), 0)
+
+
+def _left_by_the_machine() -> int:
+    return _told(Path("/proc/meminfo"))["MemAvailable"]
+
+
+def _left_by_limits() -> Iterator[int]:
+    status = _told(Path("/proc/self/status"))
+    for kind, used in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
+        limit = resource.getrlimit(kind)[0]
+        if limit != resource.RLIM_INFINITY:
+            yield max(0, limit - status[used])
+
+
+def _told(file: Path) -> dict[str, int]:
+    """Bytes by name."""
+    rows = (line.split() for line in file.read_text().splitlines() if line.endswith(" kB"))
+    return {name.rstrip(":"): int(size) * 1024 for name, size, *_ in rows}
