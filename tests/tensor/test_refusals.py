@@ -269,3 +269,12 @@ def test_a_method_that_is_handed_the_input_may_ask_for_sizes() -> None:
     with pytest.raises(PlanError, match=r"1.attention asks its input x.*sequence_parallel=0"):
         find_parts(model, plan=Plan.parse("tp=2 sequence_parallel=1"))
     assert find_parts(model, plan=Plan.parse("tp=8 tp_mode=3d"))["1.attention"].even_rows
+
+
+def test_what_is_compiled_is_refused() -> None:
+    """What torch.compile gives, without its start."""
+    model = stack()
+    model[1] = nn.Module()
+    model[1].add_module("_orig_mod", stack()[1])
+    with pytest.raises(PlanError, match=r"1 is compiled.*leave torch\.compile out"):
+        find_parts(model, plan=Plan.parse("tp=2"))

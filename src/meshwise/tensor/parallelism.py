@@ -28,6 +28,7 @@ from meshwise.tensor.context import Context
 from meshwise.tensor.embedding import ShardedEmbedding, SplitTable
 from meshwise.tensor.families.heads import set_count
 from meshwise.tensor.families.matrix import CONVOLUTIONS, computes_as
+from meshwise.tensor.first_forward import FirstForward
 from meshwise.tensor.linear import DATA, Projection, ShardedHead, ShardedLinear
 from meshwise.tensor.matmul import Streaming
 from meshwise.tensor.multihead import Sharding
@@ -60,7 +61,7 @@ def tensor_parallel(
     split = _Split(module, parts, outside=outside, inside=inside)
     for name, part in parts.items():
         split.apply(name, part)
-    split.add_hooks()
+    split.add_hooks(whole=plan.pp == 1)
     return split.placements()
 
 
@@ -211,7 +212,8 @@ class _Split:
                 size = operator.attrgetter(attribute)(module)
                 set_count(module, attribute=attribute, count=context.own(Layout((axes,)), size=size))
         if part.becomes is None:
-            region.move_rows(module, context=context)  # of all heads, before those of others are left out
+            # of all heads, before those of others are left out
+            region.hand_over(module, context=context, widths=self._read_by_first(name))
         if part.by_head and context.degree(inner) > 1:
             heads = Layout((inner,), cuts=(Cut(grain=part.grain),))
             region.take_heads(module, context=context, names=part.by_head, heads=heads, size=part.heads)
@@ -233,11 +235,24 @@ class _Split:
         }
         _become(module, part.becomes, sharding=Sharding(context, projections))
 
+    def _read_by_first(self, name: str) -> set[int]:
+        """How many features the inputs of the first matrices in a module have, all of them and on this rank."""
+        widths = set()
+        for key, part in self._parts.items():
+            if part.role == "first" and (key.startswith(f"{name}.") or not name):
+                shape = (self._parameters[key] if key in self._parameters else _matrix(self._modules[key], key)).shape
+                features = shape[0 if part.transposed else 1]
+                widths |= {features, self._inside.own(Layout((self._inside.scheme.stream,)), size=features)}
+        return widths
+
     # ---- all together --------------------------------------------------------------------------------------------
 
-    def add_hooks(self) -> None:
-        """Where the stream is cut along the tokens or the features, and where rows are agreed upon."""
+    def add_hooks(self, *, whole: bool) -> None:
+        """Where the stream is cut along the tokens or the features, and where rows are agreed upon. `whole`: one rank
+        calls all blocks.
+        """
         region.watch_rows(self._root, context=self._outside)
+        cut: list[dict[str, nn.Module]] = []
         stacks: dict[str, list[str]] = {}
         for name in self._blocks:
             stacks.setdefault(name.rpartition(".")[0], []).append(name)
@@ -249,6 +264,16 @@ class _Split:
             if self._parts[names[0]].whole_features:
                 region.enter_features(first, context=self._outside, features=self._width())
                 region.leave_features(last, context=self._outside, features=self._width())
+            if whole and (self._inside.degree(self._inside.scheme.tokens) > 1 or self._parts[names[0]].whole_features):
+                cut.append({name: self._modules[name] for name in names})
+        FirstForward(self._root, split=self._matrices(), stacks=cut)
+
+    def _matrices(self) -> dict[Tensor, str]:
+        """The parameters that the modules which play their parts compute with in their own way."""
+        roles = ("first", "second", "single", "head", "embedding")
+        playing = [name for name, part in self._parts.items() if part.role in roles]
+        names = [name if name in self._parameters else f"{name}.weight" for name in playing]
+        return {self._parameters[name]: name for name in names if name in self._placed}
 
     def _context(self, name: str, part: Part) -> Context:
         within = any(name == block or name.startswith(f"{block}.") for block in self._blocks)

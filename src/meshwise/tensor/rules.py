@@ -24,7 +24,7 @@ from typing import TypeAlias
 from torch import nn
 
 from meshwise.plan import Plan
-from meshwise.tensor.families.fitting import refuse_misfits, refuse_modes
+from meshwise.tensor.families.fitting import refuse_compiled, refuse_misfits, refuse_modes
 from meshwise.tensor.families.known import DECLARED
 from meshwise.tensor.families.matrix import as_matrix
 from meshwise.tensor.families.outside import whole_outside
@@ -92,6 +92,7 @@ def find_parts(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -> 
     contradicts the sizes, and for parameters that no source gives a part; PlanError, with the nearest degrees that
     work, when the plan asks for more ranks than there are heads, or for a scheme that a part does not have.
     """
+    refuse_compiled(module)
     given = _matched(module, rules or {})
     stated = {name: rule.role for name, rule in given.items()}
     declared = _declared(module, stated=stated)

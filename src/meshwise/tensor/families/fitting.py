@@ -46,6 +46,16 @@ def refuse_misfits(attentions: Sequence[Attention], *, plan: Plan, sharing: Shar
         )
 
 
+def refuse_compiled(module: nn.Module) -> None:
+    """Raise PlanError for a model some of which is compiled: a graph knows nothing of what ranks wait for."""
+    for name, inner in module.named_modules():
+        if "_orig_mod" in inner._modules or vars(inner).get("_compiled_call_impl") is not None:
+            raise PlanError(
+                f"{name or 'the model'} is compiled, and tp changes what its modules compute; leave torch.compile out, "
+                "or take tp=1"
+            )
+
+
 def refuse_modes(parts: Mapping[str, Part], *, modules: Mapping[str, nn.Module], plan: Plan, width: int | None) -> None:
     """Raise PlanError for a part that a scheme does not have, other than 1d where the stream is whole."""
     inside = tuple(f"{name}." for name, part in parts.items() if part.role == "block")
