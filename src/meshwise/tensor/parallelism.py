@@ -29,12 +29,17 @@ from meshwise.tensor.embedding import ShardedEmbedding, SplitTable
 from meshwise.tensor.families.heads import set_count
 from meshwise.tensor.families.matrix import CONVOLUTIONS, computes_as
 from meshwise.tensor.first_forward import FirstForward
+from meshwise.tensor.leaving import Leaving
 from meshwise.tensor.linear import DATA, Projection, ShardedHead, ShardedLinear
 from meshwise.tensor.matmul import Streaming
 from meshwise.tensor.multihead import Sharding
 from meshwise.tensor.norm import ShardedNorm, SplitNorm
 from meshwise.tensor.part import Part
 from meshwise.tensor.twins import scheme_on
+
+
+_TO_STREAM = ("norm", "single", "embedding")
+"""Parts that return the stream, wherever they stand."""
 
 
 def tensor_parallel(
@@ -267,6 +272,19 @@ class _Split:
             if whole and (self._inside.degree(self._inside.scheme.tokens) > 1 or self._parts[names[0]].whole_features):
                 cut.append({name: self._modules[name] for name in names})
         FirstForward(self._root, split=self._matrices(), stacks=cut)
+        if whole:
+            self._watch_what_leaves(Leaving(self._root))
+
+    def _watch_what_leaves(self, leaving: Leaving) -> None:
+        """Streams that are parts, and what attentions have for their own heads."""
+        for name, part in self._parts.items():
+            block = part.role == "block"
+            context = self._inside if block else self._context(name, part)
+            split = context.degree((*context.scheme.tokens, *context.scheme.stream)) > 1
+            if part.role == "attention" and part.becomes is None:
+                leaving.watch_heads(self._modules[name], context=context, part=part)
+            elif split and (block or (part.role in _TO_STREAM and not part.inner and not part.whole_features)):
+                leaving.watch_stream(self._modules[name], context=context, features=self._width(), given=block)
 
     def _matrices(self) -> dict[Tensor, str]:
         """The parameters that the modules which play their parts compute with in their own way."""
