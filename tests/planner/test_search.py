@@ -69,6 +69,7 @@ def test_a_rule_says_where_the_model_is_cut() -> None:
     )
     assert {plan.pp for plan in space("tp=1").plans()} == {1, 2, 4}
     assert {plan.pp for plan in dataclasses.replace(late, fixed=parse_fixed("tp=1")).plans()} == {1, 2}
+    assert parse_fixed("schedule=zb-h1 tp=1") == {"schedule": "zb-h1", "tp": 1}
     *_, survey = search(subject(), cluster=CLUSTER, space=late, limit=80e9, effort=Effort(top=1))
     assert [one.at for one in survey.best()] == [("norm",)]
 

@@ -61,6 +61,8 @@ COMPATIBILITY = (
         instead="sequence_parallel=0",
     ),
     Refusal(when="tp_mode!=2.5d tp_depth>1", reason="only 2.5d has a depth", instead="tp_depth=1"),
+    Refusal(when="pp=1 schedule!=1f1b", reason="only a pipeline has a schedule", instead="schedule=1f1b"),
+    Refusal(when="pp=1 virtual_stages>1", reason="only a pipeline has stages", instead="virtual_stages=1"),
     Refusal(
         when="zero!=3 offload.params!=device",
         reason="only zero=3 brings parameters together for their use and puts them to rest after it",

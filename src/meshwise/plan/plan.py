@@ -102,13 +102,17 @@ class Plan:
         for key, value in self._items():
             keys[key].check(value, name=key)
         self._grid()
-        reasons = []
-        nearest = self
+        nearest, reasons = self._working()
+        if reasons:
+            raise PlanError(f"the plan '{self}' cannot work: {'; '.join(reasons)}. Nearest that works: '{nearest}'")
+
+    def _working(self) -> tuple[Plan, list[str]]:
+        """This plan changed until the compatibility table has nothing against it, and what it had."""
+        nearest, reasons = self, []
         while refusal := next((row for row in COMPATIBILITY if row.applies(nearest)), None):
             reasons.append(f"{refusal.reason} ({refusal.when})")
             nearest = nearest._unchecked(refusal.changes(nearest))
-        if reasons:
-            raise PlanError(f"the plan '{self}' cannot work: {'; '.join(reasons)}. Nearest that works: '{nearest}'")
+        return nearest, reasons
 
     def resolve(self, world_size: int) -> Plan:
         """This plan with `dp=auto` filled in for a world of `world_size` ranks.
@@ -188,7 +192,7 @@ class Plan:
             changes = dict(zip(AXES, filling, strict=True))
             if any(changes[axis] > 1 and degrees[axis] == 1 for axis in AXES if axis != "dp"):
                 continue
-            plan = self._unchecked(changes)
+            plan, _ = self._unchecked(changes)._working()
             with contextlib.suppress(PlanError):
                 plan.check()
                 plans.append(plan)

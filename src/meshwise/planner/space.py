@@ -38,6 +38,9 @@ SEARCHED = (
 NEVER_BETTER = ("naive", "gpipe", "looped")
 """Schedules that are tried only when they are asked for."""
 
+PIPELINED = ("schedule", "virtual_stages")
+"""Keys that only a pipeline has; a value that is held for one says nothing of plans without."""
+
 ROWS = (1, 2, 4, 8)
 """Of a micro-batch."""
 
@@ -161,7 +164,7 @@ class Space:
         """The schedules for so many ranks along pp, with the numbers of stages that they can have."""
         wanted = self.fixed.get("schedule")
         if pp == 1:
-            yield {"schedule": wanted or self.base.schedule, "virtual_stages": 1}
+            yield {"schedule": Plan.schedule, "virtual_stages": 1}
             return
         for name, recipe in SCHEDULES.items():
             if name != wanted and (wanted or name in NEVER_BETTER):
@@ -198,8 +201,10 @@ def rows_shared(plan: Plan) -> int:
 
 def parse_fixed(text: str) -> dict[str, Any]:
     """The keys and values of `tp=2 zero=1`. Raises PlanError as a plan would."""
-    plan = Plan.parse(text)
-    return {key: getattr(plan, key) for key in read_words(text)}
+    words = read_words(text)
+    piped = {"pp": 2} if words.keys() & set(PIPELINED) else {}
+    plan = Plan.from_toml(piped | words)
+    return {key: getattr(plan, key) for key in words}
 
 
 def _values(plan: Plan) -> dict[str, Any]:
