@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 from collections.abc import Mapping
 
@@ -17,7 +16,7 @@ _SITE = 1000
 
 def as_tensor(stamp: Stamp) -> Tensor:
     """A stamp as bytes, as many for any stamp."""
-    text = pickle.dumps(dataclasses.replace(stamp, site=stamp.site[-_SITE:]))
+    text = pickle.dumps(stamp._replace(site=stamp.site[-_SITE:]))
     return torch.frombuffer(bytearray(text.ljust(_BYTES, b"\0")), dtype=torch.uint8)
 
 

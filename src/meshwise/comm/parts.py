@@ -25,7 +25,7 @@ def split(x: Parts, size: int) -> list[Tensor]:
     if isinstance(x, Tensor):
         if x.numel() % size:
             raise ValueError(f"{x.numel()} elements do not divide into {size} equal parts; pass a list of parts")
-        return list(flat(x).view(size, x.numel() // size).unbind())
+        return list(flat(x).tensor_split(size))
     if len(x) != size:
         raise ValueError(f"{len(x)} parts for a group of {size} ranks")
     return [flat(part) for part in x]

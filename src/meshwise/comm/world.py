@@ -126,15 +126,15 @@ class World(abc.ABC):
 
         Its own `axes` are those that have more than one rank.
         """
-        wanted = {axes} if isinstance(axes, str) else set(axes)
-        key = tuple(name for name in self.mesh.names if name in wanted)
-        if missing := wanted - set(key):
-            raise ValueError(f"no axis {sorted(missing)} in the mesh {self.mesh}")
-        if key not in self._groups:
+        wanted = (axes,) if isinstance(axes, str) else tuple(axes)
+        if wanted not in self._groups:
+            if missing := set(wanted).difference(self.mesh.names):
+                raise ValueError(f"no axis {sorted(missing)} in the mesh {self.mesh}")
+            key = tuple(name for name in self.mesh.names if name in wanted)
             ranks = self.mesh.group(self.rank, axes=key)
             shared = tuple(name for name in key if self.mesh.degree(name) > 1)
-            self._groups[key] = Group(shared or key, ranks, ranks.index(self.rank))
-        return self._groups[key]
+            self._groups[wanted] = Group(shared or key, ranks, ranks.index(self.rank))
+        return self._groups[wanted]
 
     def record(self) -> AbstractContextManager[list[Stamp]]:
         """Collect the stamps of the collectives called inside the block, on any view of this world."""
@@ -353,11 +353,10 @@ class World(abc.ABC):
 
     def _stamp(self, kind: str, group: Group, x: Parts, *, how: str = "") -> Stamp:
         """Give the call its number and write it into the journal."""
-        tensors = [x] if isinstance(x, Tensor) else list(x)
-        elements = sum(t.numel() for t in tensors)
-        shape = tuple(x.shape) if isinstance(x, Tensor) else (elements,)
-        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
-        size = elements * tensors[0].element_size() if tensors else 0
+        first = x if isinstance(x, Tensor) else x[0] if x else None
+        shape = tuple(x.shape) if isinstance(x, Tensor) else (sum(part.numel() for part in x),)
+        dtype = "" if first is None else str(first.dtype).removeprefix("torch.")
+        size = 0 if first is None else math.prod(shape) * first.element_size()
         stamp = Stamp(self.journal.calls, kind, group.axes, shape, dtype, size, call_site(), how)
         self.journal.write(stamp, ranks=group.ranks)
         if self.check and not stamp.point_to_point:

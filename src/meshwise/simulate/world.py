@@ -8,7 +8,6 @@ would come from a stage that is not rehearsed comes from the one that is like it
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import threading
 import time
@@ -155,7 +154,7 @@ class RehearsalWorld(TraceWorld):
     def _stamp(self, kind: str, group: Group, x: Parts, *, how: str = "") -> Stamp:
         stamp = super()._stamp(kind, group, x, how=how)
         if kind == "all_gather" and all(map(self._recorder.is_common, [x] if isinstance(x, Tensor) else x)):
-            stamp = dataclasses.replace(stamp, bytes=0)  # everybody sees what is written
+            stamp = stamp._replace(bytes=0)  # everybody sees what is written
         self._recorder.look()
         self._recorder.note(Call(stamp, group.ranks))
         return stamp
