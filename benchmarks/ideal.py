@@ -48,7 +48,7 @@ class Entry:
 ENTRIES = (
     *(Entry(f"data, ZeRO {ours.stage}", ours, 1.05) for ours in contestants.OURS),
     *(Entry(f"data, ZeRO {peer.stage}", peer) for peer in contestants.PEERS),
-    Entry("tensor", tensor_contestants.contestant("meshwise 1d"), 1.25),
+    *(Entry("tensor", tensor_contestants.contestant(name), 1.25) for name in ("meshwise 1d", "meshwise 1d, sequence")),
     *(Entry("tensor", tensor_contestants.contestant(name)) for name in ("torch DTensor", "Megatron-Core")),
     Entry("pipeline", pipeline_contestants.contestant("meshwise 1f1b"), 1.06 * _BUBBLE),
     *(Entry("pipeline", pipeline_contestants.contestant(f"meshwise zb-{which}"), _BUBBLE) for which in ("h1", "h2")),
