@@ -24,7 +24,7 @@ from meshwise.comm import gradient
 from meshwise.layout.layout import Layout
 from meshwise.tensor.context import Context
 from meshwise.tensor.linear import Projection
-from meshwise.tensor.region import to_inner_rows
+from meshwise.tensor.region import to_inner_rows, used_apart
 
 
 @dataclass(frozen=True)
@@ -125,14 +125,18 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
 
     def _mask(self, call: _Call, *, like: Tensor, appended: int) -> Tensor | None:
         """Both masks as one that is added to the scores, (N or 1, H or 1, L or 1, S); None when there is none."""
-        masks = []
-        if (mask := call.attn_mask) is not None and mask.dim() == 3:  # (N * all heads, L, S)
-            mask_NHLS = to_inner_rows(mask.unflatten(0, (-1, self._heads)), context=self.sharding.context)
+        masks, context = [], self.sharding.context
+        given, padding = (
+            None if mask is None else used_apart(mask, context=context)
+            for mask in (call.attn_mask, call.key_padding_mask)
+        )
+        if given is not None and given.dim() == 3:  # (N * all heads, L, S)
+            mask_NHLS = to_inner_rows(given.unflatten(0, (-1, self._heads)), context=context)
             masks.append(mask_NHLS[:, self._heads_of_rank()])
-        elif mask is not None:
-            masks.append(mask[None, None])
-        if (mask := call.key_padding_mask) is not None:
-            mask_NS = to_inner_rows(mask.view(-1, mask.size(-1)), context=self.sharding.context)
+        elif given is not None:
+            masks.append(given[None, None])
+        if padding is not None:
+            mask_NS = to_inner_rows(padding.view(-1, padding.size(-1)), context=context)
             masks.append(mask_NS[:, None, None])
         added = [_added(mask, dtype=like.dtype) for mask in masks]
         whole = sum(added[1:], added[0]) if added else None

@@ -4,24 +4,24 @@ With sequence parallelism the stream is cut along the tokens from the first repe
 position numbers, rotary tables and masks are made outside of it and see whole sequences.
 
 Under 3D the rows of the batch are those of (i, j) in the stream and of (i, l) within a pair. What a model hands to its
-attention besides the stream, and has a batch dim, has to follow.
+attention besides the stream, and has a batch dim, has to follow. Where that has a gradient, under every scheme, each
+rank has what its own heads make of it, and those are summed.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from meshwise.comm import gradient
 from meshwise.layout.geometry import even_split
 from meshwise.layout.layout import Layout
 from meshwise.tensor.context import Context
-from meshwise.tensor.families.known import MASK
+from meshwise.tensor.families.known import BY_HEAD, MASKS
 from meshwise.tensor.scheme import Axes
 from meshwise.tree import map_tensors, tensors
 
@@ -146,34 +146,47 @@ def share_channels(convolution: Convolution, *, context: Context, axes: Axes) ->
 def to_inner_rows(x: Tensor, *, context: Context) -> Tensor:
     """A tensor with the stream's rows in dim 0, such as an attention mask, with the rows that a pair has inside.
 
-    The tensor itself where both are the same, where dim 0 is one row for all, and where it is that of queries in a mask
-    for all, (L, L). No gradient goes through it. Raises ValueError when dim 0 is neither.
+    The tensor itself where both are the same, and where dim 0 is something else; rows may be the slower index of it.
+    What every rank has alike comes out as it was.
     """
     there, back = context.scheme.first.x, context.scheme.first.y
-    if there.dim != "rows" or context.degree(there.axes) == 1:
+    if there.dim != "rows" or context.degree(there.axes) == 1 or not x.dim():
         return x
     world, group = context.world, context.world.group(there.axes)
     rows = context.extents.rows or (x.size(0),) * group.size
-    is_batch = x.size(0) == rows[group.index]
-    if min(rows) == 1 < max(rows):  # a rank with one row cannot tell it from one for all
-        is_batch = tuple(world.exchange(x.size(0), axes=there.axes)) == rows
-    if not is_batch:
-        if x.size(0) != 1 and x.shape != (x.size(0),) * 2:
-            raise ValueError(f"a mask of shape {tuple(x.shape)} beside {rows[group.index]} rows of the batch")
+    held = (x.size(0),) * group.size
+    if min(rows) < max(rows):  # what is one size on all ranks may be a multiple of the rows on some
+        held = tuple(world.exchange(x.size(0), axes=there.axes))
+    each = max(held) // max(1, *rows)
+    if not each or held != tuple(each * count for count in rows):
         return x
-    held = x.detach().contiguous()
-    parts = [held.new_empty((count, *x.shape[1:])) for count in rows]
-    world.all_gather(held, into=parts, axes=there.axes).wait()
-    inner: Tensor = torch.cat(parts).split(rows)[world.group(back.axes).index]
+    whole = gradient.all_gather(x, world=world, axes=there.axes, sizes=held).wait()
+    inner: Tensor = whole.split(held)[world.group(back.axes).index]
     return inner
 
 
-def move_rows(attention: nn.Module, *, context: Context) -> None:
-    """Bring what an attention is handed besides the stream, masks and positions, to the rows it has inside."""
-    there = context.scheme.first.x
-    if there.dim == "rows" and context.degree(there.axes) > 1:
-        move = functools.partial(to_inner_rows, context=context)
-        _change_arguments(attention, lambda name: move if MASK in name or name in _POSITIONS else None)
+def used_apart(x: Tensor, *, context: Context) -> Tensor:
+    """A tensor from outside of a pair, for each rank to use for its own heads, or features: its gradient is the sum."""
+    scheme = context.scheme
+    axes = tuple(axis for axis in (*scheme.inner, *scheme.inner_rows) if axis not in scheme.rows)
+    if not x.requires_grad or context.degree(axes) == 1:
+        return x
+    return gradient.copy(x, world=context.world, axes=axes).wait()
+
+
+def hand_over(module: nn.Module, *, context: Context, widths: Collection[int]) -> None:
+    """Bring what a module around a pair is handed besides the stream to the rows, and the use, that it has inside.
+
+    `widths`: of what the first matrices read, who bring it together themselves.
+    """
+
+    def change(name: str, x: Tensor) -> Tensor:
+        known = name in _POSITIONS or any(word in name for word in MASKS)
+        if not known and x.is_floating_point() and x.dim() > 1 and x.size(-1) in widths:
+            return x
+        return to_inner_rows(used_apart(x, context=context), context=context)
+
+    _change_arguments(module, lambda name: None if name in BY_HEAD else functools.partial(change, name))
 
 
 def take_heads(attention: nn.Module, *, context: Context, names: Sequence[str], heads: Layout, size: int) -> None:
@@ -187,14 +200,14 @@ def take_heads(attention: nn.Module, *, context: Context, names: Sequence[str], 
         apart = x if x.dim() == 4 else x.unflatten(0, (-1, size)) if x.size(0) % size == 0 else x[None]
         if apart.size(1) != size:
             return x
-        kept = to_inner_rows(apart, context=context)[:, own]
+        kept = to_inner_rows(used_apart(apart, context=context), context=context)[:, own]
         return kept if x.dim() == 4 else kept.flatten(0, 1)
 
     def take_of_mask(x: Tensor) -> Tensor:
-        """(1 or rows, heads, …); `move_rows` moves its rows."""
+        """(1 or rows, heads, …); `hand_over` moves its rows."""
         return x[:, own] if x.dim() == 4 and x.size(1) == size else x
 
-    changes = {name: take_of_mask if MASK in name else take for name in names}
+    changes = {name: take if name in BY_HEAD else take_of_mask for name in names}
     _change_arguments(attention, changes.get)
 
 

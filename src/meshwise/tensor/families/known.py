@@ -45,8 +45,9 @@ BY_HEAD = ("alibi", "position_bias")
 """Names of arguments of an attention that hold something for every head: (heads, …), (rows · heads, …) with three dims,
 (1 or rows, heads, …) with four."""
 
-MASK = "mask"
-"""What names of masks contain. One with four dims, (1 or rows, 1 or heads, …), may hold something for every head."""
+MASKS = ("mask", "bias")
+"""What names of masks, and of what is added to scores, contain. One with four dims, (1 or rows, 1 or heads, …), may
+hold something for every head."""
 
 STORED_AS_INPUTS_BY_OUTPUTS = ("transformers.pytorch_utils.Conv1D",)
 """Matrices whose weight is (inputs, outputs), and that are otherwise linear layers."""

@@ -19,7 +19,7 @@ from meshwise.norms import BatchNorm
 from meshwise.tensor.families.branch import Branch
 from meshwise.tensor.families.entry import only_read_by, sizes_unused, splits_by_width
 from meshwise.tensor.families.heads import Heads, counted, counts_of_groups, counts_of_keys, find_heads, order_of_fused
-from meshwise.tensor.families.known import BY_HEAD, HEADS, MASK
+from meshwise.tensor.families.known import BY_HEAD, HEADS, MASKS
 from meshwise.tensor.families.matrix import Matrix
 from meshwise.tensor.families.norm import as_norm
 from meshwise.tensor.families.sharing import Sharing
@@ -131,7 +131,9 @@ class Pairs:
                 readers=len(branch.firsts) - len(outside) if gathers else 1,
                 gathers=gathers,
                 narrows=grain if narrows else 0,
-                by_head=tuple(n for n in signature(owner.forward).parameters if n in BY_HEAD or MASK in n),
+                by_head=tuple(
+                    n for n in signature(owner.forward).parameters if n in BY_HEAD or any(word in n for word in MASKS)
+                ),
                 heads=heads.count,
                 grain=group,
             ),
