@@ -94,6 +94,19 @@ def test_waits_within_computations_and_reductions_are_the_collectives() -> None:
     assert dataclasses.astuple(one) == pytest.approx((0, 0, 0, 3, 1))
 
 
+def test_a_wait_for_a_slower_replica_is_counted_once() -> None:
+    schedule = lower(make_schedule("naive", pp=1, microbatches=1), zero=0)
+    rows = [(("F", 0, 1), ("B", 1, 3), ("REDUCE", 3, 7)), (("F", 0, 2), ("B", 2, 6), ("REDUCE", 6, 7))]
+    events = [
+        Event(rank, Stream.COLLECTIVE if kind == "REDUCE" else Stream.COMPUTE, kind, *times, 0, 0)
+        for rank, row in enumerate(rows)
+        for kind, *times in row
+    ]
+    fast, slow = lost(schedule, Timeline(tuple(events), ((0,), (1,))))
+    assert dataclasses.astuple(fast) == pytest.approx((0, 3, 0, 1, 0))
+    assert dataclasses.astuple(slow) == pytest.approx((0, 0, 0, 1, 0))
+
+
 def test_pipelines_beside_each_other_have_costs_of_their_own() -> None:
     fast, slow = (clock(SCHEDULE, costs=Cost(*[length] * 3)).events for length in (1, 2))
     events = [dataclasses.replace(event, rank=2 * event.rank) for event in fast]

@@ -6,7 +6,8 @@ What a rank loses of a step, the time in which it does not compute, is taken apa
     imbalance    what it costs more that stages differ, when every computation takes its stage's mean
     receives     what it waited longer than that, for messages and for the last rank: transfers, and computations that
                  were now longer and now shorter
-    collectives  waits inside computations (layers that are split, units that are gathered), and for reductions
+    collectives  waits inside computations (layers that are split, units that are gathered), and for reductions, less
+                 what the rank would have idled by the clock: for a rank that is slower it waits in them as well
     other        the rest: what the interpreter does between actions
 """
 
@@ -99,9 +100,10 @@ class Measured:
         around = run.seconds - (max(event.stop for event in own) - min(event.start for event in own))
         collectives = within(computing, inner=waits) + sum(e.seconds for e in own if e.stream is Stream.COLLECTIVE)
         ideal, predicted = (line.seconds - line.busy[rank] for line in (self.ideal, self.predicted))
-        lost = run.seconds - run.busy[rank]
-        other = lost - receives - around - collectives
-        return Lost(ideal, predicted - ideal, receives + around - predicted, collectives, other)
+        other = run.seconds - run.busy[rank] - receives - around - collectives
+        idle = receives + around
+        hidden = min(collectives, max(0.0, predicted - idle))
+        return Lost(ideal, predicted - ideal, idle + hidden - predicted, collectives - hidden, other)
 
     @cached_property
     def _means(self) -> list[list[_Means]]:
