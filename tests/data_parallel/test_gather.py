@@ -253,6 +253,58 @@ def test_unused_parameters(plan: str) -> None:
     check(plan, Unused)
 
 
+class Handing(nn.Module):
+    """A block that hands on what the first of its kind made, as blocks do that share a table of relative positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(WIDTH, 2 * WIDTH)
+        self.narrow = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, handed: Tensor | None) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.wide(x))
+        made = hidden.mean(-1, keepdim=True) if handed is None else handed
+        return x + self.narrow(hidden * made), made
+
+
+class HandedOn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Handing() for _ in range(BLOCKS)])
+
+    def forward(self, x: Tensor) -> Any:
+        x, handed = self.entry(x), None
+        for block in self.blocks:
+            x, handed = block(x, handed)
+        return x
+
+
+class Adding(Block):
+    """Returns the tensor that it was given, changed."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x.add_(self.narrow(torch.tanh(self.wide(x.clone()))))
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Adding() for _ in range(BLOCKS)])
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.entry(x) * 1
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("build", [HandedOn, InPlace])
+def test_what_a_block_only_passes_on_is_not_what_it_made(build: Callable[[], nn.Module]) -> None:
+    check("dp=2 zero=3", build)
+
+
 class Changing(Stack):
     """Takes the blocks in another order in every forward: each guess of what comes next is wrong."""
 

@@ -98,7 +98,10 @@ class Gatherer:
             handle.remove()
 
     def _watch(self, module: nn.Module, unit: LiveUnit) -> None:
-        def before(_module: nn.Module, _args: Any) -> None:
+        passed: list[dict[int, int]] = []
+
+        def before(_module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+            passed.append({id(x): x._version for x in reachable((args, given)) if x.requires_grad})
             for outer in self._open:
                 if outer is not unit:
                     outer.encloses = True
@@ -106,15 +109,17 @@ class Gatherer:
             self._need(unit)
 
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            was_there = passed.pop() if passed else {}
             if unit in self._open:
                 self._open.remove(unit)
             if torch.is_grad_enabled():
                 self._recorded = True
                 for tensor in reachable(output):
-                    if tensor.requires_grad:
+                    # One that is only passed on has its gradient when the backward has long left this module.
+                    if tensor.requires_grad and was_there.get(id(tensor)) != tensor._version:
                         tensor.register_hook(lambda _gradient: self._need(unit))
 
-        self._handles.append(module.register_forward_pre_hook(before))
+        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         # Always: activation checkpointing ends the forward it repeats, once it has what it needs, by an exception.
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
