@@ -98,9 +98,9 @@ def test_a_wait_for_a_slower_replica_is_counted_once() -> None:
     schedule = lower(make_schedule("naive", pp=1, microbatches=1), zero=0)
     rows = [(("F", 0, 1), ("B", 1, 3), ("REDUCE", 3, 7)), (("F", 0, 2), ("B", 2, 6), ("REDUCE", 6, 7))]
     events = [
-        Event(rank, Stream.COLLECTIVE if kind == "REDUCE" else Stream.COMPUTE, kind, *times, 0, 0)
+        Event(rank, Stream.COLLECTIVE if kind == "REDUCE" else Stream.COMPUTE, kind, start, stop, 0, 0)
         for rank, row in enumerate(rows)
-        for kind, *times in row
+        for kind, start, stop in row
     ]
     fast, slow = lost(schedule, Timeline(tuple(events), ((0,), (1,))))
     assert dataclasses.astuple(fast) == pytest.approx((0, 3, 0, 1, 0))
