@@ -41,6 +41,7 @@ from meshwise.optim.flat import OptimizerClass, flat_optimizer
 from meshwise.pipeline.build import make_stage
 from meshwise.pipeline.cut import Cut, Where
 from meshwise.pipeline.schedules.in_order import naive
+from meshwise.pipeline.stage import Width
 from meshwise.pipeline.validate import in_flight
 from meshwise.plan import Plan, PlanError
 from meshwise.precision.conversion import Doors, computing, convert, for_loss, place_buffer
@@ -50,7 +51,7 @@ from meshwise.result import Recipe
 from meshwise.staged import LiveStage, StagedEngine, StagedSweep
 from meshwise.sweep import Sweep, Task, WholeSweep
 from meshwise.tensor.matmul import Streaming
-from meshwise.tensor.parallelism import tensor_parallel
+from meshwise.tensor.parallelism import stream_width, tensor_parallel
 from meshwise.tensor.part import Part
 from meshwise.tensor.rules import Rules, find_parts
 from meshwise.tensor.slices import slices
@@ -268,6 +269,7 @@ def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
     for index in schedule.stages_of(world.group("pp").index):
         stage, recall = make_stage(source.module, cut=cut, index=index), Recall()
         recall.remember(stage.crossing)
+        stage.crossing.width = Width(*stream_width(parts, plan=plan, world=world))
         # Where the tokens are split and put together is known by the model's blocks, whichever of them a stage has.
         held = _holders(stage.module)
         here = {name: part for name, part in parts.items() if part.role == "block" or name in held}
@@ -328,8 +330,9 @@ def _let_go(module: nn.Module) -> None:
 
 
 def _holders(module: nn.Module) -> frozenset[str]:
-    """The names of all modules that a stage has parameters of."""
-    return frozenset(name for name, inner in module.named_modules() if any(True for _ in inner.parameters()))
+    """The names of all parameters that a stage has, and of the modules around them."""
+    names = [name.split(".") for name, _ in module.named_parameters(remove_duplicate=False)]
+    return frozenset(".".join(words[:depth]) for words in names for depth in range(len(words) + 1))
 
 
 def _draws(module: nn.Module, setting: Setting, world: World, parts: Mapping[str, Part]) -> Draws:

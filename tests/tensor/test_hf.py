@@ -76,8 +76,9 @@ FAMILIES: Mapping[str, tuple[Mapping[str, Any], tuple[str, str, str]]] = {
 """The configuration of each, and its models without a head, with a head of logits, with something else behind it."""
 
 
-def build(family: str, form: int) -> Any:
+def build(family: str, form: int, *, layers: int = 1) -> Any:
     settings, models = FAMILIES[family]
+    settings = {**settings, **{name: layers for name in ("num_layers", "num_hidden_layers") if name in settings}}
     return getattr(transformers, models[form])(getattr(transformers, f"{family}Config")(**settings))
 
 
@@ -125,7 +126,7 @@ def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
 def check(model: nn.Module, plan: str, *, bound: float = 1e-9) -> None:
     """A step on one process and under the plan."""
     given = [a_batch(model, rows=8 if "3d" in plan else 5)]
-    model, options = with_exact_norms(model).double(), Options(clip_norm=0.5, forward=forward)
+    model, options = with_exact_norms(model).double(), Options(clip_norm=0.5, forward=forward, example=given[0])
     settings: Mapping[str, Any] = {"loss": loss, "optimizer": torch.optim.SGD, "lr": 1e-2, "options": options}
 
     def main(world: World) -> Any:
@@ -140,6 +141,18 @@ def check(model: nn.Module, plan: str, *, bound: float = 1e-9) -> None:
 def test_a_step_is_that_of_one_process(family: str, form: int, plan: str) -> None:
     torch.manual_seed(1)
     check(build(family, form), plan)
+
+
+@pytest.mark.parametrize(
+    "family, form, plan",
+    [("T5", 2, "pp=2 tp=4 tp_mode=2d virtual_stages=2 schedule=interleaved microbatches=2"), ("ViT", 1, "pp=2 tp=2")],
+)
+def test_stages_ask_each_others_pieces_for_shapes_and_know_parameters_by_themselves(
+    family: str, form: int, plan: str
+) -> None:
+    """Blocks that return more than the stream; tokens that a module holds beside its embeddings."""
+    torch.manual_seed(1)
+    check(build(family, form, layers=3), plan)
 
 
 def phi3() -> Any:

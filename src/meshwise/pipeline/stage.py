@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -51,12 +52,39 @@ Place: TypeAlias = tuple[bool, int, dict[str, Any]]
 """A point of a run: whether there is one, which piece comes next, what has been received."""
 
 
+@dataclass(frozen=True)
+class Width:
+    """The features of what runs from piece to piece: how many a rank has, and how many there are."""
+
+    own: int = 0
+    whole: int = 0
+
+    def ask(self, shadow: nn.Module, *, args: Any, kwargs: Any) -> Any:
+        """What a piece without values returns, which knows of no ranks: it is given all features, and gives the part of
+        one rank where it would be given that first.
+        """
+        first = next(tensors((args, kwargs)), None)
+        if first is None or self.own == self.whole:
+            return shadow(*args, **kwargs)
+
+        def change(x: Tensor, size: int, to: int) -> Tensor:
+            alike = x.dtype == first.dtype and x.dim() == first.dim() and x.size(-1) == size
+            return x.new_empty(*x.shape[:-1], to) if alike else x
+
+        args, kwargs = map_tensors(lambda x: change(x, self.own, self.whole), (args, kwargs))
+        returned = shadow(*args, **kwargs)
+        if first.size(-1) != self.own:
+            return returned
+        return map_tensors(lambda x: change(x, self.whole, self.own), returned)
+
+
 class Crossing:
     """What one run of a stage has received and computed so far. Lives as long as the stage, open during a run."""
 
     def __init__(self, sends: Sequence[str], *, changed: Collection[str], alike: Collection[str]) -> None:
         self.sends, self.changed, self.alike = sends, changed, alike
         self.void = Void()
+        self.width = Width()
         self.open = self.repeats = False
         self.received: dict[str, Any] = {}
         self.sent: dict[str, Any] = {}
@@ -200,7 +228,7 @@ class Piece:
             args, kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
             try:
                 with torch.no_grad(), unseen():
-                    self._shapes[asked] = self._shadow(*args, **kwargs)
+                    self._shapes[asked] = self._crossing.width.ask(self._shadow, args=args, kwargs=kwargs)
             except Exception as error:
                 raise StageError(
                     f"the shape of the output of {key} cannot be told without its values: {error}"

@@ -37,7 +37,6 @@ from meshwise.tensor.norm import ShardedNorm, SplitNorm
 from meshwise.tensor.part import Part
 from meshwise.tensor.twins import scheme_on
 
-
 _TO_STREAM = ("norm", "single", "embedding")
 """Parts that return the stream, wherever they stand."""
 
@@ -68,6 +67,15 @@ def tensor_parallel(
         split.apply(name, part)
     split.add_hooks(whole=plan.pp == 1)
     return split.placements()
+
+
+def stream_width(parts: Mapping[str, Part], *, plan: Plan, world: World) -> tuple[int, int]:
+    """How many features of the stream this rank has between blocks, and how many there are; 0 without blocks."""
+    whole = max((part.stream for part in parts.values()), default=0)
+    if not whole:
+        return 0, 0
+    layout = Layout((scheme_on(world.mesh, plan=plan, blocks=True).stream,))
+    return layout.local_shape((whole,), mesh=world.mesh, rank=world.rank)[0], whole
 
 
 class _Split:
@@ -298,8 +306,10 @@ class _Split:
         return self._inside if within and not part.whole_tokens else self._outside
 
     def _width(self) -> int:
-        """How many features the stream has."""
+        """How many features the stream has. A stage of a pipeline may have no matrix, but it knows the blocks."""
         for name, part in self._parts.items():
+            if part.stream:
+                return part.stream
             if part.role in ("first", "single", "head") and name in self._modules:
                 return _matrix(self._modules[name], name).shape[0 if part.transposed else 1]
             if part.role == "first":

@@ -144,6 +144,9 @@ class Part:
     norm: Norm | None = None
     """norm: how it normalises."""
 
+    stream: int = 0
+    """block: how many features the stream has; 0 where a matrix that reads it tells."""
+
     whole_features: bool = False
     """block, embedding, single, second: outside of the blocks the stream has all features; see `families.outside`."""
 

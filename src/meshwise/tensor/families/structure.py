@@ -81,7 +81,7 @@ class Structure:
         branches, left = Reading(self.width, self._stated, self.modules.keys()).branches(block, name=name)
         if name:
             self._reasons |= {matrix.name: f"{matrix} forms no pair with a second" for matrix in left}
-            self._parts[name] = Part("block")
+            self._parts[name] = Part("block", stream=self.width)
         for inner, module in block.named_modules(prefix=name):
             if computes_as(module, kind=nn.MultiheadAttention) and not self._is_kept_whole(inner):
                 assert isinstance(module, nn.MultiheadAttention)
