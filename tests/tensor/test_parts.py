@@ -33,6 +33,18 @@ class Rms(nn.Module):
         return self.weight * normalised.to(x.dtype)
 
 
+class Scaled(nn.Module):
+    """RMSNorm with names of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+        self.g = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.g + self.shift
+
+
 class Around(nn.Module):
     """An embedding, one module over the stream, a pair, and a classifier."""
 
@@ -92,8 +104,9 @@ EVERY_SCHEME = pytest.mark.parametrize("plan", SCHEMES.values(), ids=SCHEMES)
         (nn.LayerNorm(WIDTH, elementwise_affine=False), Norm(centred=True, epsilon=1e-5)),
         (nn.RMSNorm(WIDTH), Norm(centred=False, epsilon=None)),
         (Rms(widen=False), Norm(centred=False, epsilon=1e-6)),
+        (Scaled(), Norm(centred=False, epsilon=1e-6, gain="g", bias="shift")),
     ],
-    ids=["layer", "layer without weight", "torch's rms", "rms"],
+    ids=["layer", "layer without weight", "torch's rms", "rms", "rms of other names"],
 )
 def test_a_norm_has_the_statistics_of_all_features(plan: str, norm: nn.Module, part: Norm) -> None:
     agrees(Around(norm), plan, parts(Part("norm", norm=part)))

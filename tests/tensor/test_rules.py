@@ -131,6 +131,23 @@ def test_a_norm_is_known_by_what_it_computes() -> None:
     assert (norm.centred, norm.epsilon, norm.statistics) == (True, 1e-3, torch.float32)
 
 
+class OtherNames(nn.Module):
+    """Other names for the gain and the bias, and no epsilon."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.shift, self.g = nn.Parameter(torch.zeros(width)), nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        normal: Tensor = functional.normalize(x, dim=-1) * x.size(-1) ** 0.5
+        return normal * self.g + self.shift
+
+
+def test_a_norm_may_call_its_parameters_anything() -> None:
+    norm = find_parts(stack().append(OtherNames(16)), plan=Plan())["4"].norm
+    assert norm == Norm(centred=False, epsilon=1e-30, gain="g", bias="shift")
+
+
 class OffsetRMSNorm(nn.Module):
     """Stores how far its gain is from 1."""
 

@@ -68,9 +68,10 @@ class ShardedNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """As the class it stands in front of, on what this rank has."""
-        weight, offset = self._parameters.get("weight"), self.sharding.norm.offset
-        gain = weight + offset if weight is not None and offset else weight
-        return self.sharding(x, gain, self._parameters.get("bias"))
+        norm = self.sharding.norm
+        stored = self._parameters.get(norm.gain)
+        gain = stored + norm.offset if stored is not None and norm.offset else stored
+        return self.sharding(x, gain, self._parameters.get(norm.bias))
 
 
 class _Normalise(torch.autograd.Function):

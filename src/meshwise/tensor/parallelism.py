@@ -356,10 +356,10 @@ def _features_of_norm(module: nn.Module, name: str) -> int:
     shape = getattr(module, "normalized_shape", None)
     if isinstance(shape, tuple) and len(shape) == 1:
         return int(shape[0])
-    weight = module._parameters.get("weight")
-    if weight is None or weight.dim() != 1:
+    sizes = {tuple(parameter.shape) for parameter in module.parameters(recurse=False)}
+    if len(sizes) != 1 or len(size := sizes.pop()) != 1:
         raise ValueError(f"{name} ({type(module).__name__}) does not normalise one dim, the features")
-    return weight.numel()
+    return size[0]
 
 
 def _require_plain_embedding(module: nn.Module, name: str) -> None:

@@ -71,7 +71,13 @@ class Norm:
     """The dtype the input is converted to for its statistics; None leaves it (half precision: float32)."""
 
     offset: float = 0.0
-    """Added to the weight: 1 where a norm stores how far its gain is from 1."""
+    """Added to the gain: 1 where a norm stores how far its gain is from 1."""
+
+    gain: str = "weight"
+    """The name of the parameter that scales; of one that is not there, nothing does."""
+
+    bias: str = "bias"
+    """The name of the parameter that is added, likewise."""
 
 
 @dataclass(frozen=True)

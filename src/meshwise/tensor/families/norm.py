@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Mapping
 
 import torch
@@ -24,8 +25,9 @@ from meshwise.tensor.part import Norm
 
 _ROWS = 3
 _EXACT, _NEAR = 1e-12, 1e-5
-_USUAL = (1e-5, 1e-6)
-"""Epsilons that a forward may name without keeping them."""
+_USUAL = (1e-5, 1e-6, 1e-8, 1e-12, 1e-30)
+"""Epsilons that a forward may name without keeping them; the last is as good as none, which is what
+`functional.normalize` has."""
 
 
 def as_norm(module: nn.Module) -> tuple[int, Norm] | None:
@@ -40,9 +42,9 @@ def as_norm(module: nn.Module) -> tuple[int, Norm] | None:
     answer = _answer(asked, x_RW)
     if answer is None:
         return None
-    for norm in _candidates(module):
-        expected = _compute(norm, x_RW, asked._parameters)
-        for precision, statistics in ((_EXACT, None), (_NEAR, torch.float32)):
+    for precision, statistics in ((_EXACT, None), (_NEAR, torch.float32)):
+        for norm in _candidates(module):
+            expected = _compute(norm, x_RW, asked._parameters)
             if torch.allclose(expected, answer.double(), rtol=precision, atol=precision):
                 return width, dataclasses.replace(norm, statistics=statistics)
     return None
@@ -61,9 +63,9 @@ def goes_feature_by_feature(module: nn.Module) -> bool:
     return whole is not None and half is not None and torch.equal(whole[:, : width // 2], half)
 
 
-def _random(*shape: int) -> Tensor:
+def _random(*shape: int, seed: int = 0) -> Tensor:
     """Numbers so small that an epsilon is no smaller than what it is added to."""
-    generator = torch.Generator("cpu").manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(seed)
     return (torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") + 1) * 1e-3
 
 
@@ -90,19 +92,25 @@ def _width(module: nn.Module) -> int | None:
 
 def _with_random_parameters(module: nn.Module) -> nn.Module:
     asked = copy.deepcopy(module)
-    for name, parameter in list(asked.named_parameters(recurse=False)):
-        asked._parameters[name] = nn.Parameter(_random(*parameter.shape) * 1e3, requires_grad=False)
+    for place, (name, parameter) in enumerate(list(asked.named_parameters(recurse=False)), start=1):
+        asked._parameters[name] = nn.Parameter(_random(*parameter.shape, seed=place) * 1e3, requires_grad=False)
     return asked
 
 
 def _candidates(module: nn.Module) -> list[Norm]:
-    """Both formulas with every small positive number that the module keeps, and the usual ones."""
+    """Both formulas with every small positive number that the module keeps, and the usual ones; a gain and a bias by
+    any names.
+    """
     kept: list[float | None] = [value for value in vars(module).values() if type(value) is float and 0 < value < 1]
+    held = [name for name, parameter in module._parameters.items() if parameter is not None]
+    usual = set(held) <= {"weight", "bias"}
+    names = [("weight", "bias")] if usual else list(itertools.permutations([*held, ""], 2))
     return [
-        Norm(centred, epsilon, offset=offset)
+        Norm(centred, epsilon, offset=offset, gain=gain, bias=bias)
         for epsilon in dict.fromkeys([*kept, None, *_USUAL])
         for centred in (True, False)
         for offset in (0.0, 1.0)
+        for gain, bias in names
     ]
 
 
@@ -110,7 +118,7 @@ def _compute(norm: Norm, x: Tensor, parameters: Mapping[str, Tensor | None]) -> 
     epsilon = torch.finfo(x.dtype).eps if norm.epsilon is None else norm.epsilon
     if norm.centred:
         x = x - x.mean(-1, keepdim=True)
-    gain, bias = parameters.get("weight"), parameters.get("bias")
+    gain, bias = parameters.get(norm.gain), parameters.get(norm.bias)
     normal = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
     scaled = normal if gain is None else normal * (gain + norm.offset)
     return scaled if bias is None else scaled + bias
