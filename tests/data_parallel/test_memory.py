@@ -2,6 +2,8 @@
 
 import ctypes
 import gc
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,10 @@ from meshwise.testing import Processes, run
 from meshwise.trainer import Trainer
 
 WIDTH, DEPTH, RANKS = 1024, 8, 4
-PARAMETERS = DEPTH * (WIDTH * WIDTH + WIDTH)
-UNIT = 8 * (WIDTH * WIDTH + WIDTH)  # bytes of one unit: its fp32 parameters and its gradients
+"""Of a model that processes are measured with: large beside what an allocator keeps."""
+
+SMALL = 128
+"""The width where bytes are counted, not measured."""
 
 # bytes per parameter: parameters, gradients, optimizer state (AdamW: two moments)
 FORMULA = {
@@ -29,36 +33,45 @@ FORMULA = {
 SHARED = {zero: sizes if zero == 0 else (4 / RANKS, *sizes[1:]) for zero, sizes in FORMULA.items()}
 
 
-def build() -> nn.Module:
-    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)])
+def build(width: int, *, depth: int = DEPTH) -> nn.Module:
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(depth)])
 
 
-def build_deep() -> nn.Module:
-    return nn.Sequential(*[build() for _ in range(4)])
+def parameters_of(width: int, *, depth: int = DEPTH) -> int:
+    return depth * (width * width + width)
+
+
+def unit_of(width: int) -> int:
+    """Bytes of one unit: its fp32 parameters and its gradients."""
+    return 8 * parameters_of(width, depth=1)
 
 
 def squares(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
     return output.square().sum(), len(batch)
 
 
-def train(world: World, plan: str) -> Trainer:
+def train(world: World, plan: str, width: int) -> Trainer:
     torch.set_num_threads(1)
-    batch = torch.randn(RANKS, WIDTH, generator=torch.Generator().manual_seed(0))
-    trainer = parallelize(build, plan, loss=squares, world=world, lr=1e-3)
+    batch = torch.randn(RANKS, width, generator=torch.Generator().manual_seed(0))
+    trainer = parallelize(partial(build, width), plan, loss=squares, world=world, lr=1e-3)
     for _ in range(2):
         trainer.step(batch)
     return trainer
 
 
 def accounted(world: World, plan: str) -> dict[str, int]:
-    return train(world, plan).memory()
+    return train(world, plan, SMALL).memory()
 
 
-def resident(world: World, plan: str) -> int:
-    """Bytes by which training made this process larger, memory that is free but not given back put aside."""
-    train(world, "dp=4 zero=3").close()  # what any run needs once: threads, kernels, buffers of the collectives
+def resident(world: World, plans: Sequence[str]) -> list[int]:
+    """Bytes by which training made this process larger under each plan, free memory that is kept put aside."""
+    train(world, "dp=4 zero=3", WIDTH).close()  # what any run needs once: threads, kernels, buffers of the collectives
+    return [_grown(world, plan) for plan in plans]
+
+
+def _grown(world: World, plan: str) -> int:
     before = _resident(world)
-    trainer = train(world, plan)
+    trainer = train(world, plan, WIDTH)
     grown = _resident(world) - before
     trainer.close()
     return grown
@@ -76,27 +89,29 @@ def _resident(world: World) -> int:
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_model_state_is_the_formula(zero: int) -> None:
-    parameters, gradients, optimizer = (PARAMETERS * size for size in FORMULA[zero])
+    parameters, gradients, optimizer = (parameters_of(SMALL) * size for size in FORMULA[zero])
     for memory in run_threads(RANKS, accounted, args=(f"dp={RANKS} zero={zero}",)):
         assert parameters <= memory["parameters"] <= 1.05 * parameters
         assert gradients <= memory["gradients"] <= 1.05 * gradients
         assert optimizer <= memory["optimizer"] <= 1.05 * optimizer
-        assert memory["gathered_peak"] <= UNIT  # two units' parameters, without gradients
+        assert memory["gathered_peak"] <= unit_of(SMALL)  # two units' parameters, without gradients
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_processes_are_no_larger_than_the_formula_and_two_units(zero: int, processes: Processes) -> None:
-    formula = sum(SHARED[zero]) * PARAMETERS
-    grown = run(RANKS, resident, on=processes, args=(f"dp={RANKS} zero={zero}",))
-    # The first training may have left two free gradient buffers to the second.
-    least, most = 0.9 * formula - UNIT, 1.05 * formula + 2 * UNIT
-    assert least <= max(grown) <= most, [round(size / formula, 2) for size in grown]
+def test_processes_are_no_larger_than_the_formula_and_two_units(processes: Processes) -> None:
+    plans = [f"dp={RANKS} zero={zero}" for zero in SHARED]
+    by_rank = run(RANKS, resident, on=processes, args=(plans,))
+    for plan, sizes, *grown in zip(plans, SHARED.values(), *by_rank, strict=True):
+        formula, unit = sum(sizes) * parameters_of(WIDTH), unit_of(WIDTH)
+        # The training before may have left two free gradient buffers to this one.
+        least, most = 0.9 * formula - unit, 1.05 * formula + 2 * unit
+        assert least <= max(grown) <= most, (plan, [round(size / formula, 2) for size in grown])
 
 
 def born(world: World) -> int:
     """Bytes that this process grew by at its largest while a model was born under zero=3."""
     torch.set_num_threads(1)
+    build_deep = partial(build, WIDTH // 2, depth=4 * DEPTH)
     parallelize(build_deep, "dp=4 zero=3", loss=squares, world=world).close()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -115,7 +130,7 @@ def _high_water() -> int:
 
 @pytest.mark.processes
 def test_no_rank_ever_holds_the_whole_model_while_it_is_born(processes: Processes) -> None:
-    whole = 4 * 4 * PARAMETERS  # of the deep model, in fp32
+    whole = 4 * parameters_of(WIDTH // 2, depth=4 * DEPTH)  # of the deep model, in fp32
     state = whole // RANKS * 2  # this rank's shards of the parameters and of the gradients
     peaks = run(RANKS, born, on=processes)
     # One value at a time is 1/32 of the model. A rank that held the other ranks' parameters too would be at 5/4 of it,
