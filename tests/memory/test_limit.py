@@ -145,6 +145,19 @@ def test_the_cheapest_plan_that_fits_has_the_lowest_zero_and_then_the_least_to_d
     assert str(found).count("staging buffers (swap.megabytes)") == (fitting is None)
 
 
+class Unsaid(Needs):
+    def of(self, plan: Plan) -> Mapping[str, int]:  # noqa: ARG002
+        raise RuntimeError("item() of a tensor without values")
+
+
+def test_a_model_that_cannot_be_rehearsed_is_answered_with_what_it_held() -> None:
+    needs = Unsaid(Subject(Blocks, squares, batches()[0]), ranks=1)
+    told = str(shortage(needs, plan=Plan(), room=1024, held={"parameters": 2048}))
+    assert re.search(
+        r"parameters +2.0 KiB\n  room +1.0 KiB\n.* without values: item\(\) of a tensor without values$", told
+    )
+
+
 # ---- how much there is -------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
@@ -206,3 +207,23 @@ def test_attention_is_the_fused_kernel_of_the_device_that_is_meant() -> None:
         names = {entry.name for part in rehearsal.step(0) for entry in part.entries if isinstance(entry, Operation)}
         assert name in names
         assert "_fused_adamw_" in names
+
+
+class _Placeless(nn.Module):
+    """Makes tensors on no device in particular, as models for CPUs do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * torch.ones(4)
+        for block in self.blocks:
+            x = block(x) + torch.arange(4)
+        return x
+
+
+@pytest.mark.parametrize("plan", ["dp=2 zero=3", "dp=2 recompute=selective", "pp=2 microbatches=2"])
+def test_a_model_and_a_loss_that_name_no_device_are_rehearsed(plan: str) -> None:
+    subject = Subject(_Placeless, lambda y, x: ((y - torch.zeros(4)).sum(), len(x)), torch.ones(8, 4))
+    assert rehearse(subject, plan=plan, ranks=2).step(0)

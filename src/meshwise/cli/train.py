@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 from collections.abc import Sequence
 
@@ -82,7 +83,7 @@ def _killed(error: RankKilledError, prepared: Prepared, *, size: int) -> Shortag
     """What ranks on the CPUs of this machine lacked, so that the system killed one; None when there was enough."""
     plan, needs = prepared.job.plan, Needs(subject_of(prepared), ranks=size, shared=True)
     room = room_left(torch.device("cpu"), ranks=size)
-    if needs.device != "cpu" or needs.total(plan) <= room:
+    if needs.device != "cpu" or not room < needs.total(plan) < math.inf:
         return None
     answer = shortage(needs, plan=plan, room=room, held={})
     return ShortageError(f"{error}, as the system ends what takes more memory than there is\n{answer}", held={})

@@ -172,10 +172,11 @@ def rehearse(
     shares = math.prod(plan.mesh().degree(axis) for axis in plan.data_axes)
     each = -(-rows // (shares * plan.microbatches))
     batch = _shapes(subject.batch, rows=each * plan.microbatches * shares)
-    options = dataclasses.replace(subject.options, example=batch)
+    forward = _without_values(subject.options.forward or default_forward)
+    options = dataclasses.replace(subject.options, example=batch, forward=forward)
     source = shapes_of(subject.model, seed=options.seed)
     like, options = _kinds(source, schedule, plan, options)
-    subject_here = dataclasses.replace(subject, options=options, batch=batch)
+    subject_here = dataclasses.replace(subject, options=options, batch=batch, loss=_without_values(subject.loss))
     part = _Part(subject_here, plan, _alike(schedule), source, device, Stages(like), shared)
     ranks_run = sorted(set(like))
     with ThreadPoolExecutor(len(ranks_run)) as threads:
@@ -185,6 +186,16 @@ def rehearse(
         raise failure
     tokens = next(tree.tensors(subject.batch)).numel()
     return Rehearsal(plan, rows, tokens, schedule, tuple(futures[index].result() for index in like), device)
+
+
+def _without_values(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, in which a tensor that the user's code makes on no device in particular is where all others are."""
+
+    def run(*given: Any) -> Any:
+        with torch.device("meta"):
+            return call(*given)
+
+    return run
 
 
 def _kinds(source: Source, schedule: Schedule, plan: Plan, options: Options) -> tuple[tuple[int, ...], Options]:

@@ -57,27 +57,34 @@ class ShortageError(RuntimeError):
 
 @dataclass(frozen=True)
 class Shortage:
-    """What a plan needs of a rank, what the rank had, and a plan that needs less. All sizes are in bytes."""
+    """What a plan needs of a rank, what the rank had, and a plan that needs less. All sizes are in bytes.
+
+    untold  why nothing is predicted of this model, where that is so
+    """
 
     plan: Plan
     predicted: Mapping[str, int]
     held: Mapping[str, int]
     room: int
-    fitting: Plan | None
-    fitting_needs: int
+    fitting: Plan | None = None
+    fitting_needs: int = 0
+    untold: str = ""
 
     def __str__(self) -> str:
         told = lambda sizes, kind: text(sizes[kind]) if kind in sizes else ""  # noqa: E731
         kinds = dict.fromkeys([*self.predicted, *self.held])
         rows = [("", "predicted", "when it failed")]
         rows += [(kind, told(self.predicted, kind), told(self.held, kind)) for kind in kinds]
-        rows += [("in all", text(sum(self.predicted.values())), ""), ("room", text(self.room), "")]
+        rows += [("in all", text(sum(self.predicted.values())), "")] if self.predicted else []
+        rows += [("room", text(self.room), "")]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         lines = [f"  {row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}".rstrip() for row in rows]
         advice = (
             "no change of the plan makes this model fit here: more ranks, a smaller batch or, with a disk, smaller "
             "staging buffers (swap.megabytes) may"
         )
+        if self.untold:
+            advice = f"what plans need of this model cannot be told without values: {self.untold}"
         if self.fitting is not None:
             advice = f"the cheapest change that fits: '{self.fitting}' ({text(self.fitting_needs)})"
         return "\n".join([f"the plan '{self.plan}' on a rank:", *lines, advice])
@@ -119,14 +126,17 @@ class Needs:
 
 def shortage(needs: Needs, *, plan: Plan, room: int, held: Mapping[str, int]) -> Shortage:
     """Rehearse `plan`, which has run out of memory, and what is cheapest of those that fit `room` bytes of a rank."""
-    predicted = needs.of(plan)
+    try:
+        predicted = needs.of(plan)
+    except (ValueError, RuntimeError) as error:
+        return Shortage(plan, {}, held, room, untold=str(error))
     for change in CHANGES:
         candidates = list(_changed(plan, change, needs=needs))
         # The last one keeps least, or hardly more: where it does not fit, the others are not rehearsed.
         if candidates and needs.total(candidates[-1]) <= room:
             candidate = next(one for one in candidates if needs.total(one) <= room)
             return Shortage(plan, predicted, held, room, candidate, int(needs.total(candidate)))
-    return Shortage(plan, predicted, held, room, None, 0)
+    return Shortage(plan, predicted, held, room)
 
 
 def _changed(plan: Plan, change: str, *, needs: Needs) -> Iterator[Plan]:
