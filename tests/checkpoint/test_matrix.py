@@ -74,18 +74,16 @@ def test_other_optimizers_and_dtypes_go_through_too(case: Case, tmp_path: Path) 
 TENSOR_PLANS = (
     "dp=1",
     "dp=3 zero=3",
-    "tp=2",
     "tp=4 sequence_parallel=1",
     "dp=2 tp=2 zero=0",
     "dp=2 tp=2 zero=1",
     "dp=2 tp=2 zero=3",
-    "tp=4 tp_mode=2d",
     "dp=2 tp=4 tp_mode=2d zero=2",
     "tp=8 tp_mode=2.5d tp_depth=2",
     "tp=8 tp_mode=3d",
-    "pp=2 microbatches=2",
-    "pp=2 dp=2 zero=3 microbatches=2 schedule=zb-h1",
-    "pp=2 tp=2 zero=1 microbatches=2",
+    "pp=2 microbatches=2 partition=params",
+    "pp=2 dp=2 zero=3 microbatches=2 schedule=zb-h1 partition=params",
+    "pp=2 tp=2 zero=1 microbatches=2 partition=params",
 )
 
 

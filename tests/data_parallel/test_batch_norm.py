@@ -183,7 +183,9 @@ def test_a_plan_is_one_process_with_the_same_micro_batches(kind: str, dp: int, z
     check(kind, f"dp={dp} zero={zero} microbatches={microbatches}")
 
 
-@pytest.mark.parametrize("plan", ["pp=2 microbatches=2", "dp=2 pp=2 microbatches=2 zero=1"])
+@pytest.mark.parametrize(
+    "plan", ["pp=2 microbatches=2 partition=params", "dp=2 pp=2 microbatches=2 zero=1 partition=params"]
+)
 def test_with_other_axes_too(plan: str) -> None:
     check("1d", plan)
 

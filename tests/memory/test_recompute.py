@@ -36,14 +36,14 @@ PLANS = (
     "tp=2 sequence_parallel=1",
     "tp=4 tp_mode=2.5d",
     "tp=8 tp_mode=3d",
-    "tp=2 pp=2 microbatches=2 schedule=1f1b precision=bf16",
+    "tp=2 pp=2 microbatches=2 schedule=1f1b precision=bf16 partition=params",
     *(
         f"pp=2 microbatches={least} virtual_stages={virtual} schedule={name} partition=params"
         for name, recipe in SCHEDULES.items()
         for least, virtual in [recipe.nearest(2, microbatches=2, virtual_stages=1)]
     ),
 )
-UNEVENLY = ("tp=4 tp_mode=2d", "dp=2 pp=2 zero=3 microbatches=2 schedule=zb-h1")
+UNEVENLY = ("tp=4 tp_mode=2d", "dp=2 pp=2 zero=3 microbatches=2 schedule=zb-h1 partition=params")
 
 
 @pytest.mark.parametrize("plan, rows", [*((plan, EVEN) for plan in PLANS), *((plan, UNEVEN) for plan in UNEVENLY)])
@@ -54,7 +54,9 @@ def test_every_mode_gives_the_same_bits(plan: str, rows: int) -> None:
             the_same(found[mode], found["none"])
 
 
-@pytest.mark.parametrize("plan", ["tp=2", "dp=2 zero=3 microbatches=2", "pp=2 microbatches=2 schedule=zb-h1"])
+@pytest.mark.parametrize(
+    "plan", ["tp=2", "dp=2 zero=3 microbatches=2", "pp=2 microbatches=2 schedule=zb-h1 partition=params"]
+)
 def test_a_budget_changes_modes_on_the_way_and_no_bit(plan: str) -> None:
     def losses(world: World, plan: str) -> tuple[list[tuple[float, float]], list[set[str]]]:
         trainer, modes, found = under(world, plan), [], []
@@ -269,7 +271,7 @@ def test_a_block_that_computes_something_else_is_an_error() -> None:
     fails(lambda x, calls: x[: 3 - calls].exp(), r"a tensor of shape \(1, 4\) for \(2, 4\)")
 
 
-@pytest.mark.parametrize("plan", ["dp=1", "dp=2 microbatches=2", "pp=2 microbatches=2 schedule=zb-h1"])
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2 microbatches=2", "pp=2 microbatches=2 schedule=zb-h1 partition=params"])
 def test_running_statistics_are_taken_once(plan: str) -> None:
     class Normed(nn.Module):
         def __init__(self) -> None:

@@ -49,7 +49,12 @@ def test_every_tier_gives_the_bits_of_the_plan_without_it(tiers: str, zero: int,
 @pytest.mark.parametrize("tiers", ["optimizer:disk", "optimizer:disk,gradients:disk,params:disk"])
 @pytest.mark.parametrize(
     "plan",
-    ["dp=2 zero=3 precision=bf16", "dp=2 zero=1 precision=bf16", "tp=2 zero=3", "dp=2 pp=2 zero=3 microbatches=2"],
+    [
+        "dp=2 zero=3 precision=bf16",
+        "dp=2 zero=1 precision=bf16",
+        "tp=2 zero=3",
+        "dp=2 pp=2 zero=3 microbatches=2 partition=params",
+    ],
 )
 def test_tiers_with_other_ways_of_splitting(plan: str, tiers: str) -> None:
     if "params" in tiers and "zero=3" not in plan:

@@ -6,6 +6,7 @@ two, which are fewer than there are micro-batches. What else is combined is in `
 import functools
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from meshwise.comm.thread_world import ThreadWorld
 from meshwise.comm.world import World
 from meshwise.model.birth import Source
 from meshwise.nonfinite import NonFiniteError
@@ -46,7 +48,9 @@ def options() -> Options:
 
 
 def trainer(world: World, plan: str, model: nn.Module | Callable[[], nn.Module]) -> Trainer:
-    return parallelize(model, plan, world=world, loss=next_token_loss, options=options(), lr=1e-2, weight_decay=0.1)
+    """Among threads cut by parameters: a cut by time takes some."""
+    parsed = replace(Plan.parse(plan), partition="params") if isinstance(world, ThreadWorld) else plan
+    return parallelize(model, parsed, world=world, loss=next_token_loss, options=options(), lr=1e-2, weight_decay=0.1)
 
 
 def trained(world: World, plan: str, model: nn.Module | Callable[[], nn.Module]) -> Any:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,8 +59,12 @@ def made(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def trainer(world: World, plan: str, model: nn.Module, **settings: Any) -> Trainer:
+    """Cut by parameters: a cut by time takes some, and is another on every machine."""
     options = settings.pop("options")
-    return parallelize(copy.deepcopy(model), plan, world=world, options=options, lr=1e-2, weight_decay=0.1, **settings)
+    parsed = replace(Plan.parse(plan), partition="params")
+    return parallelize(
+        copy.deepcopy(model), parsed, world=world, options=options, lr=1e-2, weight_decay=0.1, **settings
+    )
 
 
 def trains_like_one(

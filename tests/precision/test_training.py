@@ -120,9 +120,13 @@ ALONE = (
     "dp=2 zero=2 microbatches=2",
     "dp=2 zero=3",
     "tp=2 sequence_parallel=1",
-    "pp=2 microbatches=2 schedule=zb-h1",
+    "pp=2 microbatches=2 schedule=zb-h1 partition=params",
 )
-COMBINED = ("dp=2 tp=2 zero=2", "dp=2 pp=2 zero=3 microbatches=2", "tp=2 pp=2 microbatches=2")
+COMBINED = (
+    "dp=2 tp=2 zero=2",
+    "dp=2 pp=2 zero=3 microbatches=2 partition=params",
+    "tp=2 pp=2 microbatches=2 partition=params",
+)
 PLANS = (*ALONE, *COMBINED, "tp=4 tp_mode=2d", "tp=4 tp_mode=2.5d", "tp=8 tp_mode=3d")
 
 
@@ -211,7 +215,7 @@ def test_masters_start_from_values_that_were_never_rounded() -> None:
 # ---- the record --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan", ["dp=2 zero=2 microbatches=2", "dp=2 pp=2 zero=3 microbatches=2"])
+@pytest.mark.parametrize("plan", ["dp=2 zero=2 microbatches=2", "dp=2 pp=2 zero=3 microbatches=2 partition=params"])
 def test_the_wire_alone_may_be_narrow(plan: str) -> None:
     for found in on(f"{plan} wire=bf16"):
         assert found["before"] == found["after"] == HALF | {"parameters": "float32", "compute": "float32"}

@@ -27,8 +27,8 @@ PLANS = (
     "tp=2",
     "tp=4 tp_mode=2d dp=2",
     "pp=2 microbatches=4",
-    "pp=2 dp=2 zero=3 microbatches=4 schedule=zb-h1",
-    "pp=2 microbatches=4 schedule=interleaved virtual_stages=2",
+    "pp=2 dp=2 zero=3 microbatches=4 schedule=zb-h1 partition=params",
+    "pp=2 microbatches=4 schedule=interleaved virtual_stages=2 partition=params",
     "dp=2 recompute=full",
 )
 
@@ -71,7 +71,7 @@ def test_a_split_backward_of_a_model_with_dropout_is_rehearsed() -> None:
 
 
 def test_micro_batches_that_were_not_run_are_like_one_that_was() -> None:
-    for plan in ("dp=2 microbatches={}", "pp=2 microbatches={}"):
+    for plan in ("dp=2 microbatches={}", "pp=2 microbatches={} partition=params"):
         stages = Plan.parse(plan.format(1)).pp
         many = rehearse(gpt_subject(rows=32, stages=stages), plan=plan.format(16), ranks=2)
         one = rehearse(gpt_subject(rows=2, stages=stages), plan=plan.format(1), ranks=2)
@@ -83,7 +83,14 @@ def _flops(rehearsal: Rehearsal, index: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "plan", ["dp=2", "tp=2", "tp=2 dp=2 microbatches=4", "pp=2 microbatches=4", "pp=4 tp=2 microbatches=4"]
+    "plan",
+    [
+        "dp=2",
+        "tp=2",
+        "tp=2 dp=2 microbatches=4",
+        "pp=2 microbatches=4 partition=params",
+        "pp=4 tp=2 microbatches=4 partition=params",
+    ],
 )
 def test_flops_of_the_trace_are_those_of_the_published_formula(plan: str) -> None:
     # Narayanan et al., 2021, section 5.1, without recomputation, and counting the last layer's product once forward.
@@ -110,7 +117,7 @@ def test_recomputation_is_one_more_forward_of_the_blocks_but_for_each_last_produ
 def test_what_a_job_refuses_its_rehearsal_refuses_with_the_same_words() -> None:
     wrong: list[tuple[str, int, Subject]] = [
         ("dp=3", 4, gpt_subject()),
-        ("pp=32 microbatches=32", 32, gpt_subject()),
+        ("pp=32 microbatches=32 partition=params", 32, gpt_subject()),
         ("pp=2 schedule=interleaved microbatches=3 virtual_stages=2", 2, gpt_subject()),
         ("tp=3 tp_mode=2d", 3, gpt_subject()),
         ("dp=1", 1, gpt_subject(clip_norm=-1.0)),
@@ -133,10 +140,10 @@ GRID = (
     "tp=4 sequence_parallel=1 recompute=selective",
     "tp=4 tp_mode=2.5d",
     "tp=4 tp_mode=3d",
-    "pp=2 dp=2 microbatches=4 zero=3 schedule=interleaved virtual_stages=2",
-    "pp=4 microbatches=2 schedule=interleaved virtual_stages=2",
-    "pp=4 microbatches=8 schedule=zb-h1 recompute=full",
-    "pp=2 tp=2 microbatches=2 schedule=gpipe zero=1",
+    "pp=2 dp=2 microbatches=4 zero=3 schedule=interleaved virtual_stages=2 partition=params",
+    "pp=4 microbatches=2 schedule=interleaved virtual_stages=2 partition=params",
+    "pp=4 microbatches=8 schedule=zb-h1 recompute=full partition=params",
+    "pp=2 tp=2 microbatches=2 schedule=gpipe zero=1 partition=params",
     "dp=2 pp=2",
     "tp=2",
     "dp=8",

@@ -13,7 +13,7 @@ from typing import Literal
 
 from torch import nn
 
-from meshwise.model.blocks import Patterns
+from meshwise.model.blocks import Patterns, partition
 from meshwise.pipeline.action import Schedule
 from meshwise.pipeline.balance import Aim, Balanced, balance, balance_trace, by_hand, loads_of
 from meshwise.pipeline.partition import CutError
@@ -211,7 +211,8 @@ def cut_model(model: nn.Module, *, stages: int, call: Call, wish: Wish = Wish())
     where, timed = wish.where, wish.by == "time"
     if where.how == "trace":
         return _cut_trace(model, call, stages, wish)
-    seen = probe(model, call=call, pieces=where.pieces, timed=timed, opens=where.how == "auto" and not where.pieces)
+    opening = where.how == "auto" and not where.pieces and not (where.at and _are_pieces(where.at, model))
+    seen = probe(model, call=call, pieces=where.pieces, timed=timed, opens=opening)
     opens = [
         step.key
         for step in seen.steps
@@ -229,6 +230,12 @@ def cut_model(model: nn.Module, *, stages: int, call: Call, wish: Wish = Wish())
             f"{stages} stages do not fit: {type(model).__name__} has {fit} pieces, so at most "
             f"pp·virtual_stages={fit}; and as a trace: {error}"
         ) from None
+
+
+def _are_pieces(names: Sequence[str], model: nn.Module) -> bool:
+    """Whether these are calls of whole pieces, so that none lies inside of one."""
+    pieces = {piece.module for unit in partition(model) for piece in unit}
+    return all(name.partition(":")[0] in pieces for name in names)
 
 
 def _cut_trace(model: nn.Module, call: Call, stages: int, wish: Wish) -> Cut:

@@ -14,7 +14,6 @@ cost.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from meshwise.model.birth import without_values
 from meshwise.model.blocks import Patterns, Piece, partition
+from meshwise.model.copied import copied
 from meshwise.pipeline.alone import Tail, alone, as_it_is, cut_off, noting, reading
 from meshwise.pipeline.backward import is_reentrant
 from meshwise.pipeline.opening import inside, is_repeated
@@ -139,11 +139,6 @@ def _kinds(steps: Sequence[Step], model: nn.Module, *within: Any) -> Iterator[tu
         kind = (*within, (what, shapes, step.output, step.took.activations, place if within else 0))
         yield kind, step
         yield from _kinds(step.inside, model, *kind)
-
-
-def copied(model: nn.Module, *, tensors: Mapping[Tensor, Tensor]) -> nn.Module:
-    """A copy of the modules, with other tensors in place of some of the model's; the rest of the tensors are copied."""
-    return copy.deepcopy(model, memo={id(old): new for old, new in tensors.items()})
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:

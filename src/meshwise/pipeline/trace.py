@@ -23,13 +23,13 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from meshwise.model.birth import without_values
+from meshwise.model.copied import copied
 from meshwise.pipeline.alone import Tail, alone, cut_off
 from meshwise.pipeline.partition import CutError
 from meshwise.pipeline.probe import (
     ROUNDS,
     Call,
     as_zeros,
-    copied,
     device_of,
     fastest,
     is_bare,
