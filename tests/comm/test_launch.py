@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from meshwise.comm import World, connect, launch, run, torchrun_line
+from meshwise.testing import Processes
 
 pytestmark = pytest.mark.processes
 
@@ -213,14 +214,21 @@ def test_no_rank_outlives_its_launcher(end: str, send: Callable[[int, int], None
     assert said == (["stopped by Ctrl-C; all ranks have ended"] if end == "SIGINT" else []), errors
 
 
-def test_under_torchrun_the_same_script_connects(tmp_path: Path) -> None:
-    body = f"if __name__ == '__main__':\n    print(run({SIZE}, main, args=('{tmp_path}',)))"
-    line = torchrun_line(SIZE, [str(script(tmp_path, body))]).split()
-    assert line[0] == "torchrun"
-    process = start("-m", "torch.distributed.run", *line[1:], folder=tmp_path)
-    output, errors = process.communicate(timeout=2 * START_SECONDS)
-    assert process.returncode == 0, errors
-    assert output.count("[2.0, 2.0]") == SIZE
+def joins(world: World) -> tuple[list[float], bool]:
+    """What `run` returns to a rank that torchrun has started, and whether the ranks are those that there are."""
+    found = run(world.size, total, args=(0.5,))
+    return [result[0] for result in found], connect() is world
+
+
+def test_under_torchrun_the_same_script_connects(processes: Processes) -> None:
+    """That a whole job runs so is in the tests of `meshwise train`."""
+    assert processes.run(SIZE, joins) == [([2.0, 2.0], True)] * SIZE
+
+
+def test_the_line_for_torchrun_starts_the_same_script() -> None:
+    line = torchrun_line(SIZE, ["script.py", "--x"])
+    assert line.split()[0] == "torchrun"
+    assert line.endswith(" script.py --x")
 
 
 def test_another_size_than_torchruns_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
