@@ -29,20 +29,27 @@ VOCABULARY, TOKENS, WIDTH = 19, 5, 16
 class Encoder(nn.Module):
     """torch's own encoder over an embedding, for next tokens as well."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, batch_first: bool = True) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        layer = nn.TransformerEncoderLayer(WIDTH, 4, 24, dropout=0.3, batch_first=True)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 24, dropout=0.3, batch_first=batch_first)
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.batch_first = batch_first
 
     def forward(self, tokens: Tensor) -> Any:
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.size(1), dtype=torch.float64)
-        return self.head(self.layers(self.embedding(tokens), mask=mask, is_causal=True))
+        x = self.embedding(tokens)
+        x = self.layers(x if self.batch_first else x.transpose(0, 1), mask=mask, is_causal=True)
+        return self.head(x if self.batch_first else x.transpose(0, 1))
 
 
 def encoder() -> nn.Module:
     return Encoder()
+
+
+def tokens_first() -> nn.Module:
+    return Encoder(batch_first=False)
 
 
 class Mixing(Encoder):
@@ -142,6 +149,7 @@ CASES = (
     (gpt, "tp=3 sequence_parallel=1 zero=1"),
     (gpt, "dp=2 tp=2 microbatches=2 zero=3"),
     (encoder, "dp=2"),
+    (tokens_first, "dp=2 tp=2 sequence_parallel=1"),
     (mixing, "tp=4 tp_mode=2d"),
     (repeating, "dp=2 microbatches=3 zero=3"),
     (repeating, "dp=2 tp=2 sequence_parallel=1"),

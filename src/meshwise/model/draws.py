@@ -250,20 +250,23 @@ class Draws:
         """
         region, visit = self._region, self._stack[-1].visit or _OUTSIDE
         rows = self._rows.further(region.shares) if self._rows.further and region.shares else self._rows
-        count = rows.count
+        cuts, first, count = region.hidden, rows.first, rows.count
+        if not visit.samples_first and len(shape) == 3 and (across := [cut for cut in cuts if cut.dim == -2]):
+            cuts = tuple(cut for cut in cuts if cut.dim != -2)  # (tokens, samples, features): the samples are cut
+            first, count = first + across[0].start, across[0].size
         turned = (
             not scores and len(shape) > 1 and shape[1] == count and not (visit.samples_first and shape[0] % count == 0)
         )
         dims = [shape[1], shape[0], *shape[2:]] if turned else list(shape)
         if dims and count and dims[0] % count == 0:
             dims = dims if dims[0] == count else [count, dims[0] // count, *dims[1:]]
-            starts = [rows.first]
+            starts = [first]
         else:
             dims, starts = [1, *dims], [_NO_SAMPLE]
         starts += [0] * (len(dims) - 1)
         kept = {dim for dim, size in enumerate(dims) if dim == 0 or size != 1}
         scores = scores or len(dims) > 3
-        for cut in region.scores if scores else region.hidden:
+        for cut in region.scores if scores else cuts:
             dim = len(dims) + cut.dim
             if dim > 0 and (scores or dim in kept or cut.size == 1):
                 kept.add(dim)

@@ -42,12 +42,16 @@ def as_norm(module: nn.Module) -> tuple[int, Norm] | None:
     answer = _answer(asked, x_RW)
     if answer is None:
         return None
-    for precision, statistics in ((_EXACT, None), (_NEAR, torch.float32)):
-        for norm in _candidates(module):
-            expected = _compute(norm, x_RW, asked._parameters)
-            if torch.allclose(expected, answer.double(), rtol=precision, atol=precision):
-                return width, dataclasses.replace(norm, statistics=statistics)
-    return None
+    kept, near = _kept(module), None
+    for norm in _candidates(module):
+        expected = _compute(norm, x_RW, asked._parameters)
+        if torch.allclose(expected, answer.double(), rtol=_EXACT, atol=_EXACT):
+            return width, norm
+        if near is None and torch.allclose(expected, answer.double(), rtol=_NEAR, atol=_NEAR):
+            near = dataclasses.replace(norm, statistics=torch.float32)
+            if norm.epsilon in kept:
+                break
+    return None if near is None else (width, near)
 
 
 def goes_feature_by_feature(module: nn.Module) -> bool:
@@ -97,17 +101,21 @@ def _with_random_parameters(module: nn.Module) -> nn.Module:
     return asked
 
 
+def _kept(module: nn.Module) -> list[float]:
+    """The small positive numbers that a module keeps."""
+    return [value for value in vars(module).values() if type(value) is float and 0 < value < 1]
+
+
 def _candidates(module: nn.Module) -> list[Norm]:
     """Both formulas with every small positive number that the module keeps, and the usual ones; a gain and a bias by
     any names.
     """
-    kept: list[float | None] = [value for value in vars(module).values() if type(value) is float and 0 < value < 1]
     held = [name for name, parameter in module._parameters.items() if parameter is not None]
     usual = set(held) <= {"weight", "bias"}
     names = [("weight", "bias")] if usual else list(itertools.permutations([*held, ""], 2))
     return [
         Norm(centred, epsilon, offset=offset, gain=gain, bias=bias)
-        for epsilon in dict.fromkeys([*kept, None, *_USUAL])
+        for epsilon in dict.fromkeys([*_kept(module), None, *_USUAL])
         for centred in (True, False)
         for offset in (0.0, 1.0)
         for gain, bias in names
