@@ -13,6 +13,8 @@ the module returns must not depend on anything else of them.
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -65,10 +67,10 @@ class Trial:
         """What the second matrix reads and what the module returns, with a rank's part of what the first ones give;
         None when it cannot be run.
         """
-        generator = torch.Generator("cpu").manual_seed(0)
+        seeds = itertools.count()
 
         def numbers(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+            return _numbers(shape, seed=next(seeds)).clone()
 
         features, width = self.sizes
         given = {
@@ -158,6 +160,13 @@ class _Nothing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.new_zeros(*x.shape[:-1], self.outputs)
+
+
+@functools.lru_cache(maxsize=32)
+def _numbers(shape: tuple[int, ...], *, seed: int) -> Tensor:
+    """Random numbers: to draw them anew for each block of a large model takes longer than all else that is tried."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
 def _fill(module: nn.Module, numbers: Callable[..., Tensor]) -> None:
