@@ -176,6 +176,18 @@ def test_noise_of_a_models_own_is_the_same_under_every_plan(plan: str) -> None:
         agree(steps, expected(noisy), bound=1e-9)
 
 
+def test_one_token_for_two_ranks_has_the_masks_that_it_has_alone() -> None:
+    given = [(tokens[:, :1], targets[:, :1]) for tokens, targets in batches()]
+
+    def main(world: World) -> Any:
+        trainer = parallelize(copy.deepcopy(existing(gpt)), "tp=2 sequence_parallel=1", world=world, **TRAINING)
+        return outcome(trainer, batches=given)
+
+    expected = alone(existing(gpt), batches=given, **TRAINING)
+    for steps in run(2, main):
+        agree(steps, expected, bound=1e-9)
+
+
 def test_without_dropout_the_model_trains_to_something_else() -> None:
     quiet = alone(existing(gpt).eval(), batches=batches(), **TRAINING)
     existing(gpt).train()

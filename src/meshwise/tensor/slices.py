@@ -91,7 +91,7 @@ def _stream(context: Context, width: int) -> Region:
     if context.degree(features) > 1:
         part = Layout((features,)).local((width,), mesh=world.mesh, rank=world.rank)
         cuts.append(Cut(-1, part.offsets[0], part.sizes[0]))
-    if context.degree(axes) > 1 and context.extents.tokens is not None:
+    if context.degree(axes) > 1 and context.extents.tokens is not None and sum(context.extents.tokens) > 1:
         index = world.group(axes).index
         cuts.append(Cut(-2, sum(context.extents.tokens[:index]), context.extents.tokens[index]))
     return Region(hidden=tuple(cuts))
