@@ -10,12 +10,14 @@ import torch
 
 from meshwise.parallelize import Options
 from meshwise.plan import Plan, PlanError
-from meshwise.planner.search import Effort, Rung, Survey, search
+from meshwise.planner.bound import Figures
+from meshwise.planner.search import Effort, Rung, Searching, Survey, figures_of, search
 from meshwise.planner.space import Space, parse_fixed
 from meshwise.planner.tables import FULL, best_table, lost_table, survey_record
 from meshwise.planner.workers import Workers
 from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.reference.loss import next_token_loss
+from meshwise.simulate.clock import Prediction
 from meshwise.simulate.cluster import parse_cluster
 from meshwise.simulate.rehearsal import Subject, rehearse
 
@@ -55,6 +57,23 @@ def test_the_choice_is_the_best_of_all() -> None:
     assert survey.rehearsals < len(survey.candidates) == everything().rehearsals
     assert {one.rung for one in everything().candidates.values()} == {Rung.REHEARSED}
     assert everything().best()[0].plan == survey.best()[0].plan
+
+
+def test_what_a_rehearsal_tells_decides() -> None:
+    best, second, *_ = everything().best()
+
+    def told(prediction: Prediction) -> Figures:
+        figures = figures_of(prediction)
+        again = second.figures.seconds if prediction.rehearsal.plan.dp == best.plan.dp else 0.0
+        return dataclasses.replace(figures, seconds=figures.seconds + again)
+
+    effort = Effort(top=1, rehearsals=8)
+    with Searching(subject(), cluster=CLUSTER, space=space(NARROW), limit=80e9, effort=effort) as searching:
+        searching.told = told
+        for _ in searching.run(tiers=False):
+            pass
+    assert best.plan.dp != second.plan.dp
+    assert searching.survey.best()[0].plan == second.plan
 
 
 def test_what_is_held_is_held() -> None:

@@ -128,3 +128,5 @@ def test_what_is_no_cluster_is_refused_with_what_is(tmp_path: Path) -> None:
         parse_cluster("64x8 H10")
     with pytest.raises(ClusterError, match="no ranks"):
         parse_cluster("0 h100")
+    with pytest.raises(ClusterError, match="'64x8' names no device; write nodes x ranks and a name"):
+        parse_cluster("64x8")

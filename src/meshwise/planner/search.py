@@ -18,7 +18,7 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import MappingProxyType
@@ -141,8 +141,12 @@ def search(subject: Subject, *, cluster: Cluster, space: Space, limit: float, ef
 class Searching:
     """One search under way."""
 
+    told: Callable[[Prediction], Figures]
+    """What a rehearsal tells of a plan: nothing less than the prediction, or bounds are none."""
+
     def __init__(self, subject: Subject, *, cluster: Cluster, space: Space, limit: float, effort: Effort) -> None:
         self.survey = Survey(limit)
+        self.told = figures_of
         self._cluster, self._space, self._effort = cluster, space, effort
         self._source = shapes_of(subject.model, seed=subject.options.seed)
         self._subject = dataclasses.replace(subject, model=self._source.module)
@@ -315,7 +319,7 @@ class Searching:
 
     def _rehearsed(self, plan: Plan) -> Figures:
         candidate = Candidate(plan, at=self._at(plan))
-        return figures_of(prediction_of(self._subject, candidate=candidate, cluster=self._cluster))
+        return self.told(prediction_of(self._subject, candidate=candidate, cluster=self._cluster))
 
 
 def _loads(whole: Sounding, stages: int, schedule: Schedule | None) -> list[list[float]]:

@@ -205,6 +205,8 @@ def parse_cluster(text: str) -> Cluster:
     if found is None:
         raise ClusterError(f"{text!r} is not a cluster; write nodes x ranks and a name, as in '64x8 h100'")
     nodes, each, name = found.groups()
+    if re.fullmatch(r"[\dxX×]+", name) and not Path(name).is_file():
+        raise ClusterError(f"{text!r} names no device; write nodes x ranks and a name, as in '64x8 h100'")
     cluster = load(name)
     ranks = int(each) if each else cluster.ranks_per_node
     if not ranks or nodes == "0":
