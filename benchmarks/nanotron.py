@@ -1,0 +1,263 @@
+"""nanotron as a model, a cluster and a price: how the runs of the ultra-scale playbook worked, by its sources.
+
+Sources: [s], huggingface/nanotron, of which branch nouamane/bench2 (67c5ebb6) started those runs, and c2528430;
+[p], the playbook's own pages, as kept in vinjn/nanotron-ultrascale-playbook@924e4d0b.
+
+    kernels    norms and rotations are one kernel each (Triton, flash-attn), nothing else is fused [s]
+    cut        `build_model` fills a stage until its products pass its share; neither loss nor attention counts [s]
+    tp         communicates beside products where it can, and gathers again backward (`tp_recompute_allgather`); tokens
+               are the first dim, so what is gathered lies where it arrives and nothing is put together by copies [s]
+    gradients  are added up and reduced in fp32 [s]
+    ZeRO 0     is DDP, with its buckets in bf16 beside: reductions are hidden behind the last backward [s]
+    ZeRO 1     is not (`make_ddp`): after the last backward all gradients are reduced to every rank, normed and clipped
+               whole on every rank, and parameters gathered with a copy for every tensor of every rank [s]
+    adapters   as quick as their cluster moved 1 GiB over so many nodes, which every run measured before it began
+               (`measure_bandwidth` [s]): the best runs were published, so the 95th percentile of them [p]
+    earlier    runs without a pipeline were kept when those with one were made again by later code (`old_results_df`
+               in scaling_benchmarks.py [s]); by how much they were slower, `EARLIER` says
+    memory     as much as any published row holds
+
+`EARLIER` is fitted: the median of measured over predicted seconds of computing, in the seven runs of the smallest model
+on one node without a pipeline and with micro-batches up to 16 [p]. Prices are else `h100` as it is shipped.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meshwise.parallelize import Options
+from meshwise.plan import Plan
+from meshwise.planner.bound import Figures
+from meshwise.planner.search import figures_of
+from meshwise.planner.space import Space, parse_fixed
+from meshwise.reference.gpt import GPT, GPTConfig
+from meshwise.reference.loss import next_token_loss
+from meshwise.simulate.clock import Prediction, predict
+from meshwise.simulate.cluster import Cluster, at, parse_cluster
+from meshwise.simulate.rehearsal import Subject
+
+SEQUENCES, CONTEXT, VOCABULARY = 256, 4096, 131072
+
+COULD = "schedule=1f1b tp_mode=1d recompute=none offload=none partition=time"
+"""All plans that nanotron had, beside what is searched."""
+
+PEAK = 989e12
+"""Of an H100 in bf16, which the published utilisation is of."""
+
+EARLIER = 1.28
+"""How many times as long runs without a pipeline compute."""
+
+REDUCED: Mapping[int, float] = {1: 461.5, 2: 436.1, 4: 219.1, 8: 192.7, 16: 188.4, 32: 194.2, 64: 177.4}
+GATHERED: Mapping[int, float] = {1: 264.9, 2: 226.3, 4: 229.4, 8: 178.5, 16: 126.7, 32: 77.0, 64: 44.4}
+"""Bus bandwidth in GB/s of an all-reduce and of an all-gather into a list of tensors, by nodes of eight GPUs."""
+
+MEASURED_WITH = 2**30
+"""Bytes."""
+
+CLIPPED = 12
+"""Bytes for each parameter that its gradient's norm and its product with a number read and write."""
+
+TENSORS = 6
+"""Parameters of a block: two norms and four products."""
+
+
+@dataclass(frozen=True)
+class Llama:
+    """A model of the table."""
+
+    layers: int
+    width: int
+    heads: int
+    hidden: int
+    tied: bool
+
+    @property
+    def block(self) -> int:
+        """Parameters of a block's products."""
+        return 4 * self.width**2 + 3 * self.width * self.hidden
+
+    @property
+    def flops(self) -> int:
+        """Of a step, by the published formula: all products of the forward three times, attention in full."""
+        each = self.block + 2 * CONTEXT * self.width
+        return 6 * (self.layers * each + VOCABULARY * self.width) * SEQUENCES * CONTEXT
+
+
+MODELS = {
+    "1.34": Llama(16, 2048, 32, 8192, tied=True),
+    "3.57": Llama(28, 3072, 32, 8192, tied=True),
+    "8.86": Llama(32, 4096, 32, 14336, tied=False),
+    "80.0": Llama(80, 8192, 64, 28672, tied=False),
+}
+"""By billions of parameters, as nanotron's script for these runs builds them."""
+
+
+class Gated(nn.Module):
+    """An MLP with a gate."""
+
+    def __init__(self, model: Llama) -> None:
+        super().__init__()
+        self.gate = nn.Linear(model.width, model.hidden, bias=False)
+        self.up = nn.Linear(model.width, model.hidden, bias=False)
+        self.down = nn.Linear(model.hidden, model.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., width) to the same."""
+        output: Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
+        return output
+
+
+class Rotation(nn.Module):
+    """A rotation in one kernel: everything is read once and written once."""
+
+    table: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.empty(CONTEXT, width), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, heads, T, width) to the same: without values it is all one what they are."""
+        turned: Tensor = x * self.table.to(x.dtype)
+        return turned
+
+
+def build(model: Llama) -> nn.Module:
+    """The reference model, whose norms are one kernel, with gated MLPs and rotations that are."""
+    config = GPTConfig(
+        vocabulary=VOCABULARY,
+        context=CONTEXT,
+        layers=model.layers,
+        heads=model.heads,
+        width=model.width,
+        positions="rotary",
+        tied=model.tied,
+    )
+    made = GPT(config)
+    for block in made.blocks:
+        block.mlp = Gated(model)
+        block.get_submodule("attention").register_module("rotary", Rotation(config.head_width))
+    return made
+
+
+def subject(model: Llama, *, sequences: int = SEQUENCES) -> Subject:
+    """The model and a step's batch, without values."""
+    tokens = torch.empty(sequences, CONTEXT, dtype=torch.long, device="meta")
+    return Subject(partial(build, model), next_token_loss, (tokens, tokens), options=Options(clip_norm=1.0))
+
+
+def begins(model: Llama, stages: int) -> tuple[str, ...]:
+    """What each stage but the first begins with, by nanotron's rule: what passes a stage's share ends it."""
+    costs = {"embedding": 0, **{f"blocks.{n}": model.block for n in range(model.layers)}, "norm": 0, "head": 0}
+    costs["head"] = VOCABULARY * model.width
+    found: list[str] = []
+    passed, total = False, 0
+    for name, cost in costs.items():
+        if passed:
+            found.append(name)
+        total += cost
+        passed = total * stages > sum(costs.values()) * (len(found) + 1)
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Tried(Space):
+    """The plans that were run, whatever became of them."""
+
+    tried: tuple[Plan, ...] = field(default=())
+
+    def plans(self) -> Iterator[Plan]:
+        """Those of them that nanotron's rule can cut."""
+        assert self.begins is not None
+        return (plan for plan in self.tried if len(self.begins(plan.pp)) == plan.pp - 1)
+
+
+def searched(ranks: int, name: str, *, numbers: Path) -> Space:
+    """What was run of a model on so many GPUs, less tp over nodes; without that list, all that nanotron could do."""
+    base, rule = Plan(dp=None, precision="bf16", wire="fp32"), partial(begins, MODELS[name])
+    everything = Space(base, ranks, 8, SEQUENCES, ranks, begins=rule, fixed=parse_fixed(COULD), lean={}, tiers={})
+    path = numbers / "ultrascale_playbook_tried.csv"
+    if not path.is_file():
+        return everything
+    with path.open(encoding="utf-8") as file:
+        lines = [line for line in csv.DictReader(file) if (line["params_B"], line["gpus"]) == (name, str(ranks))]
+    plans = tuple(plan_of(line) for line in lines if int(line["tp"]) <= everything.node)
+    return Tried(base, ranks, 8, SEQUENCES, ranks, begins=rule, lean={}, tiers={}, tried=plans)
+
+
+def plan_of(line: Mapping[str, str]) -> Plan:
+    """A row of a table as a plan."""
+    tp = int(line["tp"])
+    return Plan(
+        dp=int(line["dp"]),
+        tp=tp,
+        pp=int(line["pp"]),
+        zero=int(line["zero_stage"]),
+        microbatches=int(line["grad_accum"]),
+        sequence_parallel=int(tp > 1),
+        precision="bf16",
+        wire="fp32",
+    )
+
+
+def machines(nodes: int) -> Cluster:
+    """Theirs, as nanotron uses them."""
+    base = parse_cluster(f"{nodes}x8 h100")
+    rates = {"all_reduce": REDUCED[nodes], "reduce_scatter": REDUCED[nodes] / 2, "all_gather": GATHERED[nodes]}
+    each = {kind: ((MEASURED_WITH / base.adapters, 1e9 * rate / base.adapters),) for kind, rate in rates.items()}
+    free = {"cat": math.inf, "copy_": math.inf}
+    device = dataclasses.replace(base.device, fused=1.0, rates={**base.device.rates, **free})
+    return dataclasses.replace(base, device=device, between=dataclasses.replace(base.between, collectives=each))
+
+
+def told(model: Llama, prediction: Prediction) -> Figures:
+    """What nanotron takes for a plan, of what this project would.
+
+    Where this project reduces and scatters gradients, which `machines` prices as reducing them to every rank, ZeRO 1
+    there begins after the last backward: what was hidden comes on top, and so does what it does beside.
+    """
+    figures, plan, cluster = figures_of(prediction), prediction.rehearsal.plan, prediction.cluster
+    exposed, dp = dict(figures.exposed), plan.dp or 1
+    slower = (EARLIER - 1.0) * figures.compute if plan.pp == 1 else 0.0
+    tensors, count = fullest_stage(model, plan)
+    memory, seconds = figures.memory, figures.seconds
+    if dp > 1 and plan.zero == 0:
+        memory += 2 * count
+    elif dp > 1:
+        open_ = predict(prediction.rehearsal, cluster=dataclasses.replace(cluster, overlap=False)).exposed
+        beside = tensors * dp * cluster.device.kernel + passing(cluster, size=CLIPPED * count * (1 - 1 / dp))
+        exposed["dp"] = max(exposed.get("dp", 0.0), open_.get("dp", 0.0)) + beside
+    late = sum(exposed.values()) - sum(figures.exposed.values())
+    return dataclasses.replace(figures, seconds=seconds + slower + late, memory=memory, exposed=exposed)
+
+
+def passing(cluster: Cluster, *, size: float) -> float:
+    """Seconds of reading and writing so many bytes."""
+    return size / at(cluster.device.bandwidth, size=size)
+
+
+def fullest_stage(model: Llama, plan: Plan) -> tuple[int, int]:
+    """Tensors and parameters of a rank of the stage that has most."""
+    names = ["embedding", *(f"blocks.{n}" for n in range(model.layers)), "norm", "head"]
+    bounds = [0, *map(names.index, begins(model, plan.pp)), len(names)]
+    found = []
+    for start, stop in itertools.pairwise(bounds):
+        own = names[start:stop]
+        blocks = sum(name.startswith("blocks") for name in own)
+        ends = {"embedding", "head"} & set(own)
+        words = 1 if model.tied and ends else len(ends)
+        found.append(
+            (blocks * TENSORS + words + 1, (blocks * model.block + words * VOCABULARY * model.width) // plan.tp)
+        )
+    return max(found, key=lambda pair: pair[1])
