@@ -9,7 +9,7 @@ Between the two, what a module holds has one number for each head, or treats eve
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 
@@ -65,6 +65,7 @@ class Pairs:
         sharing: Sharing,
     ) -> None:
         self.attentions: list[Attention] = []
+        self._failed: dict[Hashable, bool] = {}
         self._modules = modules
         self._options = options
         self._reasons = reasons
@@ -202,7 +203,10 @@ class Pairs:
             sizes=(branch.second.inputs, branch.second.outputs),
             parts={**parts, "": found.get(home, Part("pair"))},
         )
-        if not trial.fails(ranks=ranks):
+        tried = (trial.key, ranks)
+        if tried not in self._failed:
+            self._failed[tried] = trial.fails(ranks=ranks)
+        if not self._failed[tried]:
             return False
         reason = f"{home} mixes or counts the {what} between them and {branch.second}, so ranks cannot share them"
         names = (*(matrix.name for matrix in branch.firsts), branch.second.name)

@@ -16,9 +16,9 @@ import copy
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -57,11 +57,19 @@ class Trial:
         """Whether the first or the last of so many ranks is seen not to get its part. False, too, for a module whose
         forward takes something else, or is not the same every time.
         """
-        whole, again = self._run((0, 1)), self._run((0, 1))
-        if whole is None or again is None or not _same(whole, again) or whole[0].size(-1) != self.sizes[0]:
+        whole = self._run((0, 1))
+        if whole is None or whole[0].size(-1) != self.sizes[0]:
             return False
         places = [(0, ranks), (ranks - 1, ranks)]
-        return not all(_same((_cut(whole[0], self.read, at=at), whole[1]), self._run(at)) for at in places)
+        if all(_same((_cut(whole[0], self.read, at=at), whole[1]), self._run(at)) for at in places):
+            return False
+        return _same(whole, self._run((0, 1)))
+
+    @property
+    def key(self) -> Hashable:
+        """Alike for trials that come to the same: of modules of one make, as the blocks of a model are."""
+        made = tuple((name, type(inner), _state(inner)) for name, inner in self.module.named_modules())
+        return made, tuple(self.firsts.items()), self.second, self.read, self.sizes, tuple(self.parts.items())
 
     def _run(self, at: Place) -> tuple[Tensor, Tensor] | None:
         """What the second matrix reads and what the module returns, with a rank's part of what the first ones give;
@@ -178,6 +186,22 @@ def _fill(module: nn.Module, numbers: Callable[..., Tensor]) -> None:
         for name, buffer in inner._buffers.items():
             if buffer is not None:
                 inner._buffers[name] = buffer.to("cpu", torch.float64 if buffer.is_floating_point() else None)
+
+
+def _state(module: nn.Module) -> tuple[Hashable, ...]:
+    """What a module keeps besides other modules and parameters: plain values, sums of buffers, and which objects."""
+    kept = [(name, value) for name, value in vars(module).items() if not name.startswith("_")]
+    buffers = [(name, x) for name, x in module._buffers.items() if x is not None]
+    return (
+        *((name, value if _is_plain(value) else id(value)) for name, value in kept),
+        *((name, x.shape, None if x.is_meta else float(x.double().sum())) for name, x in buffers),
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _share(size: int, cut: Cut, *, at: Place) -> int:
