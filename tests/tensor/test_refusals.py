@@ -245,7 +245,9 @@ def test_an_attention_that_asks_for_the_number_of_its_tokens_is_given_them_or_re
 
 
 def test_heads_kept_whole_need_not_be_shared_out() -> None:
-    with pytest.raises(PlanError, match=r"or keep it whole on every rank, by the rule 'blocks\.0\.attention': 'whole'"):
+    with pytest.raises(
+        PlanError, match=r"or keep it whole on every rank, by the rules 'blocks\.\*\.attention': 'whole'"
+    ):
         find_parts(gpt(kv_heads=1), plan=Plan.parse("tp=2"))
     find_parts(gpt(kv_heads=1), plan=Plan.parse("tp=2"), rules={"blocks.*.attention": "whole"})
 
@@ -278,3 +280,26 @@ def test_what_is_compiled_is_refused() -> None:
     model[1].add_module("_orig_mod", stack()[1])
     with pytest.raises(PlanError, match=r"1 is compiled.*leave torch\.compile out"):
         find_parts(model, plan=Plan.parse("tp=2"))
+
+
+class Flagged(Mlp):
+    """Mixes features, or does not."""
+
+    def __init__(self, *, mixes: bool) -> None:
+        super().__init__(nn.GELU())
+        self.mixes = mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        output: Tensor = self.down(y.softmax(dim=-1) if self.mixes else self.between(y))
+        return output
+
+
+def test_blocks_of_one_class_that_differ_are_tried_each() -> None:
+    model = stack()
+    for block, mixes in ((model[1], False), (model[2], True)):
+        block.mlp = Flagged(mixes=mixes)
+        del block.up, block.down
+    with pytest.raises(ValueError, match=r"2\.mlp mixes or counts the features") as raised:
+        find_parts(model, plan=Plan())
+    assert "1.mlp mixes" not in str(raised.value)

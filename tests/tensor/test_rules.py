@@ -248,10 +248,23 @@ def test_heads_that_nothing_counts_are_asked_for() -> None:
     model = stack()
     for module in model.modules():
         vars(module).pop("n_head", None)
-    with pytest.raises(ValueError, match=r"1\.attention\.q\.weight.*counts no heads that fit"):
+    with pytest.raises(ValueError, match=r"1\.attention\.q\.weight.*counts no heads that fit") as caught:
         find_parts(model, plan=Plan())
+    assert 'as in {"*.attention": "attention heads=number"}' in str(caught.value)
     parts = find_parts(model, plan=Plan(), rules={"*.attention": "attention heads=4"})
     assert parts["1.attention.q"].grain == 4
+
+
+def test_an_attention_with_matrices_of_its_own_kind_is_kept_whole_by_the_rule_that_is_shown() -> None:
+    model = stack()
+    for block in ("1", "2"):
+        model.get_submodule(f"{block}.attention").add_module("places", nn.Linear(16, 16))  # as DeBERTa has
+    with pytest.raises(ValueError, match=r"more matrices than q, k and v") as caught:
+        find_parts(model, plan=Plan())
+    assert 'as in {"*.attention": "whole"}' in str(caught.value)
+    parts = find_parts(model, plan=Plan(), rules={"*.attention": "whole"})
+    assert parts["1.attention"].role == "whole"
+    assert (parts["1.up"].role, parts["1.down"].role) == ("first", "second")
 
 
 class Scaled(nn.Embedding):
@@ -288,6 +301,7 @@ def test_what_a_derived_class_computes_is_not_replaced() -> None:
         ({"blocks.*.attention": "attention heeds=2"}, "takes heads=number and kv_heads=number"),
         ({"blocks.*.attention": "attention heads=3"}, "heads has to divide them"),
         ({"blocks.*.attention.qkv": "first sections=5"}, "does not divide it"),
+        ({"blocks.*.attention": "attention heads=4 kv_heads=8"}, "heads has to divide them, and kv_heads the heads"),
         ({"norm": "attention"}, "'norm' is to be attention, but no pair"),
         ({"blocks.*.mlp": "norm"}, "computes neither LayerNorm nor RMSNorm"),
     ],

@@ -123,9 +123,12 @@ class _Split:
         for name, placement in placed.items():
             first = self._first_names[self._parameters[name]]
             if found.setdefault(first, placement) != placement:
+                holder, other = (key.rpartition(".")[0] for key in (by[first], name))
+                rules = f"as by the rules {{'{holder}': 'whole', '{other}': 'whole'}}"
                 raise ValueError(
                     f"{by[first]} and {name} are one parameter, but their parts store it as '{found[first].layout}' "
-                    f"and as '{placement.layout}'; give them parts that agree, or take tp_mode=1d"
+                    f"and as '{placement.layout}'; give them parts that agree, "
+                    f"{'or take tp_mode=1d' if self._outside.scheme.stream else rules}"
                 )
             by.setdefault(first, name)
         missing = [name for name in self._first_names.values() if name not in found]

@@ -25,7 +25,7 @@ from torch import nn
 
 from meshwise.plan import Plan
 from meshwise.tensor.families.fitting import refuse_compiled, refuse_misfits, refuse_modes
-from meshwise.tensor.families.known import DECLARED
+from meshwise.tensor.families.known import DECLARED, of_all_blocks
 from meshwise.tensor.families.matrix import as_matrix
 from meshwise.tensor.families.outside import whole_outside
 from meshwise.tensor.families.sharing import Sharing
@@ -142,14 +142,9 @@ def matches(name: str, *, pattern: str) -> bool:
 
 
 def _near(pattern: str, names: Sequence[str]) -> str:
-    general = list(dict.fromkeys(_general(name) for name in names))
-    near = difflib.get_close_matches(_general(pattern), general, n=3, cutoff=0.5)
+    general = list(dict.fromkeys(of_all_blocks(name) for name in names))
+    near = difflib.get_close_matches(of_all_blocks(pattern), general, n=3, cutoff=0.5)
     return f"near names: {' '.join(near)}" if near else f"there are {' '.join(general[:8])} and more"
-
-
-def _general(name: str) -> str:
-    """The name with `*` for every number: the same for all blocks."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def _declared(module: nn.Module, *, stated: Collection[str]) -> dict[str, str]:
@@ -202,14 +197,14 @@ def _example(module: nn.Module, parameter: str, *, reason: str) -> str:
     name = parameter.rpartition(".")[0]
     told = re.search(r"rule(?: for (\S+))?: '([^']+)'", reason)
     if told and told[1]:
-        return f'"{_general(told[1])}": "{told[2]}"'
+        return f'"{of_all_blocks(told[1])}": "{told[2]}"'
     owner = module.get_submodule(name)
     if not name or next(owner.children(), None) is not None:
-        return f'"{_general(parameter)}": "whole"'
+        return f'"{of_all_blocks(parameter)}": "whole"'
     guess = "first" if as_matrix(owner, name=name) else "whole"
-    general = _general(name)
-    alike = all(type(m) is type(owner) for n, m in module.named_modules() if matches(n, pattern=general))
-    return f'"{general if alike else name}": "{told[2] if told else guess}"'
+    pattern = of_all_blocks(name)
+    alike = all(type(m) is type(owner) for n, m in module.named_modules() if matches(n, pattern=pattern))
+    return f'"{pattern if alike else name}": "{told[2] if told else guess}"'
 
 
 def _places(parts: Mapping[str, Part], name: str) -> bool:
@@ -224,4 +219,4 @@ def _places(parts: Mapping[str, Part], name: str) -> bool:
 
 def _first_of_each(names: Iterable[str]) -> list[str]:
     """One name of those that differ in numbers only."""
-    return list({_general(name): name for name in reversed(list(names))}.values())[::-1]
+    return list({of_all_blocks(name): name for name in reversed(list(names))}.values())[::-1]

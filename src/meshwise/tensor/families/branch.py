@@ -89,6 +89,8 @@ class Reading:
             below = f"{name}.{child_name}" if name else child_name
             if below not in self.names or isinstance(child, nn.MultiheadAttention):
                 continue  # known by another name, or a branch by itself
+            if self.declared.get(below) == "whole":
+                continue
             matrix = as_matrix(child, name=below)
             if matrix is None:
                 items = self._walk(child, below, found)

@@ -9,6 +9,7 @@ from torch import nn
 
 from meshwise.norms import BatchNorm
 from meshwise.plan import Plan, PlanError
+from meshwise.tensor.families.known import of_all_blocks
 from meshwise.tensor.families.matrix import CONVOLUTIONS
 from meshwise.tensor.families.pair import Attention
 from meshwise.tensor.families.sharing import Sharing
@@ -31,7 +32,10 @@ def refuse_misfits(attentions: Sequence[Attention], *, plan: Plan, sharing: Shar
         if not _fits(attention, ranks=ranks, sharing=sharing):
             heads = attention.heads
             why = "they cannot be shared out evenly" if heads.key_count >= ranks else "they are fewer"
-            whole = f"; or keep it whole on every rank, by the rule '{attention.name}': 'whole'"
+            rules = _whole(
+                [other for other in attentions if not _fits(other, ranks=ranks, sharing=sharing)], attentions
+            )
+            whole = f"; or keep it whole on every rank, by the rules {rules}"
             raise PlanError(
                 f"{attention.name} has {heads.count} heads over {heads.key_count} key heads, and '{plan}' shares them "
                 f"out over {ranks} ranks: {why}. {_nearest(attentions, plan=plan, sharing=sharing)}"
@@ -125,6 +129,14 @@ def _fits(attention: Attention, *, ranks: int, sharing: Sharing) -> bool:
     if keys >= ranks:
         return keys % ranks == 0 or not attention.even
     return sharing.rows_stay and not attention.alike and attention.heads.twins(ranks) > 0
+
+
+def _whole(unfit: Sequence[Attention], attentions: Sequence[Attention]) -> str:
+    """Rules that keep attentions whole, and the blocks' other ones as they are."""
+    names = [attention.name for attention in unfit]
+    patterns = {of_all_blocks(name) for name in names}
+    alike = all(attention.name in names for attention in attentions if of_all_blocks(attention.name) in patterns)
+    return ", ".join(f"'{name}': 'whole'" for name in (sorted(patterns) if alike else names))
 
 
 def _nearest(attentions: Sequence[Attention], *, plan: Plan, sharing: Sharing) -> str:

@@ -7,6 +7,7 @@ installed needs no import.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_attn_heads")
@@ -70,6 +71,11 @@ DECLARED: Mapping[str, str | None] = {
     "embedding_rowwise": None,
 }
 """The words of a plan that a transformers model declares, and the parts they are here; None: what structure tells."""
+
+
+def of_all_blocks(name: str) -> str:
+    """The name with `*` for every number: the same for all blocks."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def full_name(kind: type) -> str:

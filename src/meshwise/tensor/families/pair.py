@@ -18,7 +18,15 @@ from torch import nn
 from meshwise.norms import BatchNorm
 from meshwise.tensor.families.branch import Branch
 from meshwise.tensor.families.entry import only_read_by, sizes_unused, splits_by_width
-from meshwise.tensor.families.heads import Heads, counted, counts_of_groups, counts_of_keys, find_heads, order_of_fused
+from meshwise.tensor.families.heads import (
+    Heads,
+    counted,
+    counts_heads,
+    counts_of_groups,
+    counts_of_keys,
+    find_heads,
+    order_of_fused,
+)
 from meshwise.tensor.families.known import BY_HEAD, HEADS, MASKS
 from meshwise.tensor.families.matrix import Matrix
 from meshwise.tensor.families.norm import as_norm
@@ -84,7 +92,11 @@ class Pairs:
                 before += 1
             elif _looks_like_attention(branch):
                 home = _home(branch.firsts[0])
-                reason = f"attention, it seems, but {home!r} counts no heads that fit; rule: 'attention heads=number'"
+                rule = f"rule for {home}: 'attention heads=number'"
+                reason = f"attention, it seems, but {home} counts no heads that fit; {rule}"
+                if len(branch.firsts) > 3 and counts_heads(self._modules[home]):
+                    around = next((name for name in reversed(_above(home)) if len(name) > len(block)), home)
+                    reason = f"attention, it seems, with more matrices than q, k and v; rule for {around}: 'whole'"
                 self._reasons |= dict.fromkeys((m.name for m in (*branch.firsts, branch.second)), reason)
             else:
                 found |= self._mlp(branch)
@@ -103,7 +115,14 @@ class Pairs:
                         f"{name}: heads={count} kv_heads={keys}, but {branch.second} reads {features} features; heads "
                         "has to divide them, and kv_heads the heads"
                     )
-                return Heads(count, keys, features // count)
+                heads = Heads(count, keys, features // count)
+                for matrix in branch.firsts:
+                    if matrix.outputs < heads.keys:
+                        raise ValueError(
+                            f"{name}: heads={count} kv_heads={keys} are {heads.keys} features of keys, but {matrix} "
+                            f"writes {matrix.outputs}; give the kv_heads that it has"
+                        )
+                return heads
         modules = [self._modules[name] for name in homes]
         firsts = [matrix.outputs for matrix in branch.firsts]
         return find_heads(modules, around=[self._modules[n] for n in around], firsts=firsts, features=features)
