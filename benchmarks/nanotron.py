@@ -40,7 +40,7 @@ from meshwise.parallelize import Options
 from meshwise.plan import Plan
 from meshwise.planner.bound import Figures
 from meshwise.planner.search import figures_of
-from meshwise.planner.space import Space, parse_fixed
+from meshwise.planner.space import Space
 from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.reference.loss import next_token_loss
 from meshwise.simulate.clock import Prediction, predict
@@ -49,8 +49,10 @@ from meshwise.simulate.rehearsal import Subject
 
 SEQUENCES, CONTEXT, VOCABULARY = 256, 4096, 131072
 
-COULD = "schedule=1f1b tp_mode=1d recompute=none offload=none partition=time"
-"""All plans that nanotron had, beside what is searched."""
+RAN = Path(__file__).with_name("nanotron_runs.csv")
+"""The layouts that were run, without what became of them: from the hover texts of the page's interactive figure [p]."""
+
+_NODE = 8
 
 PEAK = 989e12
 """Of an H100 in bf16, which the published utilisation is of."""
@@ -183,17 +185,13 @@ class Tried(Space):
         return (plan for plan in self.tried if len(self.begins(plan.pp)) == plan.pp - 1)
 
 
-def searched(ranks: int, name: str, *, numbers: Path) -> Space:
-    """What was run of a model on so many GPUs, less tp over nodes; without that list, all that nanotron could do."""
+def searched(ranks: int, name: str) -> Space:
+    """What was run of a model on so many GPUs, less tp over nodes."""
     base, rule = Plan(dp=None, precision="bf16", wire="fp32"), partial(begins, MODELS[name])
-    everything = Space(base, ranks, 8, SEQUENCES, ranks, begins=rule, fixed=parse_fixed(COULD), lean={}, tiers={})
-    path = numbers / "ultrascale_playbook_tried.csv"
-    if not path.is_file():
-        return everything
-    with path.open(encoding="utf-8") as file:
+    with RAN.open(encoding="utf-8") as file:
         lines = [line for line in csv.DictReader(file) if (line["params_B"], line["gpus"]) == (name, str(ranks))]
-    plans = tuple(plan_of(line) for line in lines if int(line["tp"]) <= everything.node)
-    return Tried(base, ranks, 8, SEQUENCES, ranks, begins=rule, lean={}, tiers={}, tried=plans)
+    plans = tuple(plan_of(line) for line in lines if int(line["tp"]) <= _NODE)
+    return Tried(base, ranks, _NODE, SEQUENCES, ranks, begins=rule, lean={}, tiers={}, tried=plans)
 
 
 def plan_of(line: Mapping[str, str]) -> Plan:

@@ -5,9 +5,9 @@
     python benchmarks/planner.py --speed 8.86 80.0 [--docs docs/planner.md]     how long a search over 512 GPUs takes
 
 The table (ultrascale_playbook_best.csv) has the best layouts that nanotron's authors found by running all of theirs on
-8 to 512 H100: 256 sequences of 4096 tokens a step, with a vocabulary of 131072. What they ran, of which
-ultrascale_playbook_tried.csv is the list without outcomes, is what is searched here, less tp over nodes; and it is
-priced as nanotron works, which `nanotron.py` lists with its sources.
+8 to 512 H100: 256 sequences of 4096 tokens a step, with a vocabulary of 131072. What they ran, which nanotron_runs.csv
+lists without outcomes, is what is searched here, less tp over nodes; and it is priced as nanotron works, which
+`nanotron.py` lists with its sources.
 
 One number is fitted, on runs of the smallest model on one node, so that model's cells do not count. All rows of the
 table were in view when these prices were chosen: this is no blind test. `CHECKED` has three more runs, from comments in
@@ -80,7 +80,7 @@ def table(numbers: Path, *, effort: Effort) -> list[str]:
     for line in lines:
         cluster = machines(int(line["nodes"]))
         limit = most + cluster.device.own
-        space = searched(cluster.ranks, line["params_B"], numbers=numbers)
+        space = searched(cluster.ranks, line["params_B"])
         chosen, published = cell(line, space=space, cluster=cluster, limit=limit, effort=effort)
         fits = published.figures.memory <= limit
         slower = published.figures.seconds / chosen.figures.seconds - 1
