@@ -209,6 +209,22 @@ def test_a_block_that_could_not_be_told_apart_stays_whole(call: Callable[[nn.Mod
         cut_model(model, stages=2, call=squares, wish=Wish("params", where=Where(at=("blocks.1.up",))))
 
 
+class Repeating(Block):
+    """Checkpoints itself, as layers of Hugging Face transformers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return out
+
+
+def test_nor_is_a_block_opened_that_checkpoints_itself() -> None:
+    model = Around(lambda block, x: block(x)).double()
+    model.blocks = nn.ModuleList(Repeating(0.0) for _ in range(2)).double()
+    call = lambda model: model(torch.ones(2, LENGTH, WIDTH).double())  # noqa: E731
+    with pytest.raises(CutError, match=r"a stage cannot begin at 'blocks\.1\.up'"):
+        cut_model(model, stages=2, call=call, wish=Wish("params", where=Where(at=("blocks.1.up",))))
+
+
 def test_no_stage_begins_between_the_matrices_that_ranks_share_out() -> None:
     model = Decoder().double()
     pairs = Pairs(frozenset({"blocks.0.qkv", "blocks.1.qkv"}), frozenset({"blocks.0.project", "blocks.1.project"}))

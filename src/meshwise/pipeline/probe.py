@@ -262,12 +262,15 @@ class _Inside:
         names = {id(p): own for own, p in zip(watch.parameters[name], module.parameters(), strict=True)}
         self._held = {part: tuple(names[id(p)] for p in module.get_submodule(part).parameters()) for part in parts}
         self._found: list[Step] = []
+        self._repeated = False
         self._kept: dict[int, int] = {}
         self._read: Callable[[], float] = float
         self._since = 0.0
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        """The block's output; afterwards `steps` are those inside, none when the modules do not run once each."""
+        """The block's output; afterwards `steps` are those inside, none when the modules do not run once each or, under
+        torch's checkpoint, will again.
+        """
         inputs, parts = (args, kwargs), [self._module.get_submodule(name) for name in self._parts]
         keep = noting(self._kept, parameters=self._module.parameters())
         for name, part in zip(self._parts, parts, strict=True):
@@ -280,7 +283,9 @@ class _Inside:
         finally:
             for part in parts:
                 del part.forward
-        if sorted(step.module for step in self._found) == sorted(f"{self._name}.{name}" for name in self._parts):
+        if not self._repeated and sorted(step.module for step in self._found) == sorted(
+            f"{self._name}.{name}" for name in self._parts
+        ):
             took = Took(kept, _WITH_BACKWARD * between, between)
             alike = _described(output) == _described(next(tensors(inputs), None))
             past = self._watch.followed.of(output)
@@ -289,6 +294,7 @@ class _Inside:
 
     def _part(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Stands where the module's forward was."""
+        self._repeated |= is_repeated()
         between, kept = self._between()
         inputs, watch, full = (args, kwargs), self._watch, f"{self._name}.{name}"
         past = watch.followed.of(inputs)
