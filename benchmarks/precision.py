@@ -1,6 +1,6 @@
 """Whether half precision learns what fp32 learns: the demo's job in fp32, bf16 and fp16, over several seeds.
 
-    python benchmarks/precision.py [--seeds 4] [--steps 600] [--plan "dp=2 zero=3"] [--docs docs/precision.md]
+    python benchmarks/precision.py [--seeds 4] [--steps 600] [--plan "dp=2 zero=3"] [--workers 2] [--docs docs/precision.md]
 
 One run says little: two runs in fp32 that differ in their seed alone end apart. So every precision is trained from each
 seed, which fixes the first parameters and the order of the data, and what counts is the mean of the differences to fp32
@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,12 +45,20 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--plan", default="dp=2 zero=3")
+    parser.add_argument("--workers", type=int, default=1, help="trainings at a time")
     parser.add_argument("--docs", type=Path, help="write the table between the markers `precision` of this file")
     given = parser.parse_args()
     found: dict[str, list[Run]] = {precision: [] for precision in PRECISIONS}
-    for seed, precision in itertools.product(range(given.seeds), PRECISIONS):
-        found[precision].append(run(f"{given.plan} precision={precision}", steps=given.steps, seed=seed))
-        print(f"seed {seed} {precision}: {found[precision][-1]}", file=sys.stderr, flush=True)
+
+    def train(seed: int, precision: str) -> Run:
+        ended = run(f"{given.plan} precision={precision}", steps=given.steps, seed=seed)
+        print(f"seed {seed} {precision}: {ended}", file=sys.stderr, flush=True)
+        return ended
+
+    pairs = list(itertools.product(range(given.seeds), PRECISIONS))
+    with ThreadPoolExecutor(given.workers) as workers:
+        for (_, precision), ended in zip(pairs, workers.map(train, *zip(*pairs, strict=True)), strict=True):
+            found[precision].append(ended)
     text = markdown(found, steps=given.steps, plan=given.plan)
     print(text)
     if given.docs:
