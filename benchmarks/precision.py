@@ -1,6 +1,6 @@
 """Whether half precision learns what fp32 learns: the demo's job in fp32, bf16 and fp16, over several seeds.
 
-    python benchmarks/precision.py [--seeds 4] [--steps 600] [--plan "dp=2 zero=3"] [--workers 2] [--docs docs/precision.md]
+    python benchmarks/precision.py [--seeds 4] [--steps 600] [--plan "dp=2 zero=3"] [--workers 2] [--docs PAGE]
 
 One run says little: two runs in fp32 that differ in their seed alone end apart. So every precision is trained from each
 seed, which fixes the first parameters and the order of the data, and what counts is the mean of the differences to fp32
