@@ -303,3 +303,27 @@ def test_blocks_of_one_class_that_differ_are_tried_each() -> None:
     with pytest.raises(ValueError, match=r"2\.mlp mixes or counts the features") as raised:
         find_parts(model, plan=Plan())
     assert "1.mlp mixes" not in str(raised.value)
+
+
+class Translator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 8)
+        self.both = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, words: Tensor) -> Tensor:
+        output: Tensor = self.head(self.both(self.words(words), self.words(words)))
+        return output
+
+
+@pytest.mark.parametrize(
+    "plan, message",
+    [
+        ("tp=2 sequence_parallel=1", "reads an encoder's output.*Nearest that works: sequence_parallel=0"),
+        ("tp=4 tp_mode=2d", "asks for all features of its input.*Nearest that works: tp_mode=1d"),
+    ],
+)
+def test_torchs_encoder_and_decoder_together_go_under_1d_only(plan: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        find_parts(Translator(), plan=Plan.parse(plan))

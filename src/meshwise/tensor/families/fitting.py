@@ -63,6 +63,17 @@ def refuse_compiled(module: nn.Module) -> None:
 def refuse_modes(parts: Mapping[str, Part], *, modules: Mapping[str, nn.Module], plan: Plan, width: int | None) -> None:
     """Raise PlanError for a part that a scheme does not have, other than 1d where the stream is whole."""
     inside = tuple(f"{name}." for name, part in parts.items() if part.role == "block")
+    for name, held in modules.items():
+        if plan.sequence_parallel and isinstance(held, nn.TransformerDecoderLayer):
+            raise PlanError(
+                f"{name} ({type(held).__name__}) reads an encoder's output, which has all tokens, by the matrix that "
+                f"reads the stream, of which '{plan}' gives a rank a part. Nearest that works: sequence_parallel=0"
+            )
+        if plan.tp_mode != "1d" and isinstance(held, nn.Transformer):
+            raise PlanError(
+                f"{name or 'the model'} ({type(held).__name__}) asks for all features of its input, and "
+                f"tp_mode={plan.tp_mode} splits them. Nearest that works: tp_mode=1d"
+            )
     if plan.sequence_parallel:
         for name, part in parts.items():
             if part.role == "whole" and name.startswith(inside) and name in modules and _may_mix_tokens(modules[name]):
