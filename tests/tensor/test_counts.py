@@ -124,8 +124,9 @@ def test_2d_and_25d_move_as_much_as_optimus_and_tesseract_say(q: int, depth: int
     rows = ROWS // (q * depth) * q * depth  # those of the ranks, where they do not divide
     inputs, matrices = 7 * B_S_H * rows // ROWS // (q * depth), 12 * H * H // q
     numbers = STATISTICS * rows // ROWS // (q * depth)
+    end = B_S_H * rows // ROWS // (q * depth)  # where the stream leaves the model, which is once
     forward, backward = traffic(plan, FREE)
-    assert elements(forward) == {"all_gather[col]": inputs + q * numbers, "all_gather[row]": matrices}
+    assert elements(forward) == {"all_gather[col]": inputs + end + q * numbers, "all_gather[row]": matrices}
     assert elements(backward) == {
         "all_gather[col]": inputs,
         "all_gather[row]": matrices,
@@ -145,12 +146,13 @@ def test_2d_and_25d_move_as_much_as_optimus_and_tesseract_say(q: int, depth: int
 def test_3d_moves_a_square_of_the_sides_less(p: int) -> None:
     forward, backward = traffic(f"tp={p**3} tp_mode=3d", KEPT)
     whole, numbers = B_S_H // p**2, STATISTICS // p**2
+    end = whole  # where the stream leaves the model, which is once
     # Of the two pairs, the first linears read h and write 3 h and 4 h, the second ones read h and 4 h and write h.
     assert elements(forward) == {
         "all_gather[i]": 12 * H * H // p**2,
         "all_gather[j]": 2 * whole,
         "reduce_scatter[l]": 7 * whole,
-        "all_gather[l]": 5 * whole + p * numbers,
+        "all_gather[l]": 5 * whole + end + p * numbers,
         "reduce_scatter[j]": 2 * whole,
     }
     assert elements(backward) == {
