@@ -160,6 +160,28 @@ def test_batch_norms_are_those_of_one_process_and_over_micro_batches_compared_wi
     assert "note: 1 takes statistics over a micro-batch, and the plan makes 2 of a batch" in report.notes[0]
 
 
+class KeyBias(nn.Module):
+    """An attention, whose keys have a bias that its softmax does not see: the gradient of that is rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+        nn.init.zeros_(self.k.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.q(x) @ self.k(x).transpose(-1, -2)
+        output: Tensor = scores.softmax(-1) @ self.v(x)
+        return output
+
+
+def test_a_step_that_rounding_alone_decided_is_not_compared() -> None:
+    batches = [torch.randn(rows, 6, 8, dtype=torch.float64) for rows in (5, 3)]
+    report = verify(KeyBias, squares, batches, "dp=2 zero=1", lr=1e-2, eps=1e-20)
+    assert report.ok, str(report)
+    [bias] = [line for line in report.parameters if line.name == "k.bias"]
+    assert bias.gradient is not None
+
+
 def test_a_buffer_that_sees_only_a_ranks_own_rows_is_a_difference() -> None:
     class Centred(nn.Module):
         mean: Tensor

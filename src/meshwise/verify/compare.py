@@ -61,8 +61,10 @@ class Oracle:
         for outputs in self.outputs:
             outputs.begin()
         losses = [single.backward(batch) for single in self.singles]
-        for name, gradient, *others in _together(self.gradients()):
-            vague = self._judge.vague(gradient, neighbours=others)
+        gradients = self.gradients()
+        largest = max((size(gradient) for gradient in gradients[0].values()), default=0.0)
+        for name, gradient, *others in _together(gradients):
+            vague = self._judge.vague(gradient, neighbours=others, largest=largest)
             if vague is not None:
                 self._vague[name] = vague | self._vague.get(name, False)
         return losses

@@ -9,8 +9,9 @@ the plan may differ as much:
 
     bound = max(16 eps, 16 · the larger difference)        eps of the narrowest dtype that the forward computes in
 
-An element of a parameter is compared as long as no gradient of it was smaller than 16 times that difference: rounding
-may have chosen its direction.
+An element of a parameter is compared as long as no gradient of it was smaller than 16 times that difference, or in
+float64 than what is rounding beside the largest gradient (the bias of an attention's keys, whose gradient is zero in
+exact arithmetic): rounding may have chosen its direction.
 """
 
 from __future__ import annotations
@@ -143,14 +144,18 @@ class Judge:
         spread = max(difference(neighbour, expected, floor=least).relative for neighbour in neighbours)
         return Figure(found, max(_ROUNDINGS * torch.finfo(self.precision).eps, _MARGIN * spread), step)
 
-    def vague(self, gradient: Tensor, *, neighbours: Sequence[Tensor]) -> Tensor | None:
+    def vague(self, gradient: Tensor, *, neighbours: Sequence[Tensor], largest: float) -> Tensor | None:
         """Where a gradient is so small that rounding may decide its sign, and with it the update (None: nowhere).
+        `largest`: the largest element of all gradients.
 
         An optimizer that divides by the size of the gradient makes the same step of the smallest one. Those elements
-        of the parameter cannot be compared from then on.
+        of the parameter cannot be compared from then on; their gradients still are.
         """
         if self.exact:
-            return None
+            rounding, nonzero = gradient.abs() <= self.floor(largest) * EXACT, gradient != 0
+            if not rounding.all():
+                rounding &= nonzero  # a zero among larger ones is one
+            return rounding if rounding.any() and nonzero.any() else None
         spread = max(size(neighbour - gradient) for neighbour in neighbours)
         return gradient.abs() < _MARGIN * spread
 
