@@ -20,6 +20,7 @@ from meshwise.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import Processes, agree, alone, run
+from meshwise.testing.count import count
 
 TRAINING: dict[str, Any] = {"loss": next_token_loss, "options": Options(clip_norm=0.5), "lr": 1e-2, "weight_decay": 0.1}
 
@@ -101,3 +102,17 @@ def test_a_model_born_under_the_plan_is_the_same_model(plan: str) -> None:
     build = Case(tied=False).build
     for steps in run(Plan.parse(plan).mesh().size, trained, args=(plan, build)):
         agree(steps, single(build), bound=1e-9)
+
+
+def traffic_of_tp(world: World, plan: str, model: nn.Module) -> dict[str, tuple[int, int]]:
+    trainer = parallelize(copy.deepcopy(model), plan, world=world, **TRAINING)
+    with world.record() as stamps:
+        trainer.step(batches()[0])
+    return {name: row for name, row in count(stamps).items() if name.endswith("[tp]")}
+
+
+def test_zero_3_asks_nothing_of_split_logits_that_would_bring_them_together() -> None:
+    model = existing(Case(tied=False))
+    plain, spread = (run(4, traffic_of_tp, args=(f"dp=2 tp=2 zero={zero}", model)) for zero in (2, 3))
+    assert "all_reduce[tp]" in plain[0]
+    assert spread == plain

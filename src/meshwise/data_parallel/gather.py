@@ -19,6 +19,7 @@ A unit whose module encloses another unit's (a parameter owned by the root, say)
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -98,10 +99,10 @@ class Gatherer:
             handle.remove()
 
     def _watch(self, module: nn.Module, unit: LiveUnit) -> None:
-        passed: list[dict[int, int]] = []
+        passed: list[dict[int, tuple[weakref.ref[torch.Tensor], int]]] = []
 
         def before(_module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-            passed.append({id(x): x._version for x in reachable((args, given)) if x.requires_grad})
+            passed.append({id(x): (weakref.ref(x), x._version) for x in reachable((args, given)) if x.requires_grad})
             for outer in self._open:
                 if outer is not unit:
                     outer.encloses = True
@@ -115,8 +116,11 @@ class Gatherer:
             if torch.is_grad_enabled():
                 self._recorded = True
                 for tensor in reachable(output):
-                    # One that is only passed on has its gradient when the backward has long left this module.
-                    if tensor.requires_grad and was_there.get(id(tensor)) != tensor._version:
+                    # One that is only passed on has its gradient when the backward has long left this module. Others
+                    # are not asked anything: logits that are split would be put together for an answer.
+                    given, version = was_there.get(id(tensor), (None, 0))
+                    changed = given is None or given() is not tensor or version != tensor._version
+                    if tensor.requires_grad and changed:
                         tensor.register_hook(lambda _gradient: self._need(unit))
 
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))

@@ -208,7 +208,7 @@ _ABOUT = frozenset(
 )
 _OF_THE_PART = frozenset(
     {
-        *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")),
+        *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "_version")),
         *(getattr(Tensor, name) for name in ("register_hook", "is_contiguous")),
     }
 )
