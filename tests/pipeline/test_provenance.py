@@ -3,6 +3,8 @@ output, which cannot cross, is refused.
 """
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -182,3 +184,23 @@ def test_and_a_piece_that_a_reentrant_checkpoint_hides_from_autograd() -> None:
 
     with pytest.raises(CutError, match=r"layers.0 is called in a reentrant checkpoint .* use_reentrant=False"):
         cut(made(lambda: Model(hiding)))
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_nothing_of_a_run_that_was_watched_is_held(bare: bool) -> None:
+    seen: list[weakref.ref[Tensor]] = []
+
+    def noted(embedding: Any, layers: Any, x: Tensor) -> Any:
+        for layer in (embedding, *layers):
+            x = layer(x)
+            seen.append(weakref.ref(x))
+        return x
+
+    model = Model(noted).double()
+    gc.disable()
+    try:
+        cut(model, bare=bare)
+        assert seen
+        assert not [found for found in seen if found() is not None]
+    finally:
+        gc.enable()

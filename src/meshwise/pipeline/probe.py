@@ -100,14 +100,18 @@ def _run(
     if bare:
         watched.register_forward_pre_hook(partial(_give_zeros, names=everywhere), with_kwargs=True)
     watch = _Watch({piece.module: piece.parameters for piece in found}, followed, timed=timed)
-    for name in (piece.module for piece in found if not piece.spans):
-        module = watched.get_submodule(name)
+    pieces = {piece.module: watched.get_submodule(piece.module) for piece in found if not piece.spans}
+    for name, module in pieces.items():
         own = shadow.get_submodule(name) if bare else None
         module.forward = _Watched(name, module, watch, parts=parts.get(name, ()), shadow=own)
-    with torch.random.fork_rng(), torch.enable_grad():
-        result = call(watched)
-    tail = watch.since.to(result) if timed and not bare else 0.0
-    return dataclasses.replace(watch.seen(result, everywhere), tail=tail)
+    try:
+        with torch.random.fork_rng(), torch.enable_grad():
+            result = call(watched)
+        tail = watch.since.to(result) if timed and not bare else 0.0
+        return dataclasses.replace(watch.seen(result, everywhere), tail=tail)
+    finally:
+        for module in pieces.values():  # which would hold this run's tensors until the next collection of garbage
+            del module.forward
 
 
 def fastest(runs: Sequence[Seen], *, model: nn.Module) -> Seen:
@@ -183,12 +187,12 @@ class _Watch:
             )
         return self.followed.of(values)
 
-    def output(self, values: Any, *, key: str) -> Any:
-        """The output of a step, cut off from what it was made of."""
-        return map_tensors(lambda tensor: self._output(tensor, key), values)
+    def output(self, values: Any, *, key: str, made: bool = False) -> Any:
+        """The output of a step, cut off from what it was made of. `made`: in memory that nothing else has."""
+        return map_tensors(lambda tensor: self._output(tensor, key, made=made), values)
 
-    def _output(self, tensor: Tensor, key: str) -> Tensor:
-        own = self.followed.output(tensor, key=key)
+    def _output(self, tensor: Tensor, key: str, *, made: bool) -> Tensor:
+        own = self.followed.output(tensor, key=key, made=made)
         if not own.dtype.is_floating_point:
             return own
         entered: Tensor = Entrance.apply(own.requires_grad_())
@@ -234,7 +238,7 @@ class _Watched:
                 output, step = self._step(key, self._shadow, inputs)
             output = put(output)
         watch.steps.append(dataclasses.replace(step, past=past | step.past))
-        output = watch.output(output, key=key)
+        output = watch.output(output, key=key, made=self._shadow is not None)
         watch.since = Tail(output)
         return output
 

@@ -74,9 +74,9 @@ class Provenance(TorchDispatchMode):
         """That of a tree of tensors, and of the numbers that the model has read so far."""
         return self._of(values) | self._read
 
-    def output(self, tensor: Tensor, *, key: str) -> Tensor:
-        """What a piece returns, in memory of its own: a piece may return what it was given."""
-        own = tensor.detach().clone()
+    def output(self, tensor: Tensor, *, key: str, made: bool) -> Tensor:
+        """What a piece returns, in memory of its own: one that was not `made` for it may be what it was given."""
+        own = tensor.detach() if made else tensor.detach().clone()
         self._pasts[own.untyped_storage()] = Past(frozenset((key,)))
         self._outputs[own.untyped_storage()] = key
         return own
