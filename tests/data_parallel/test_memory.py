@@ -111,7 +111,7 @@ def test_processes_are_no_larger_than_the_formula_and_two_units(processes: Proce
 def born(world: World) -> int:
     """Bytes that this process grew by at its largest while a model was born under zero=3."""
     torch.set_num_threads(1)
-    build_deep = partial(build, WIDTH // 2, depth=4 * DEPTH)
+    build_deep = partial(build, WIDTH, depth=4 * DEPTH)
     parallelize(build_deep, "dp=4 zero=3", loss=squares, world=world).close()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -130,7 +130,7 @@ def _high_water() -> int:
 
 @pytest.mark.processes
 def test_no_rank_ever_holds_the_whole_model_while_it_is_born(processes: Processes) -> None:
-    whole = 4 * parameters_of(WIDTH // 2, depth=4 * DEPTH)  # of the deep model, in fp32
+    whole = 4 * parameters_of(WIDTH, depth=4 * DEPTH)  # of the deep model, in fp32
     state = whole // RANKS * 2  # this rank's shards of the parameters and of the gradients
     peaks = run(RANKS, born, on=processes)
     # One value at a time is 1/32 of the model. A rank that held the other ranks' parameters too would be at 5/4 of it,
