@@ -72,12 +72,14 @@ class Totals:
             return None
         return f"the loss is {self.mean} and the gradient norm {self.norm}"
 
-    def warn_of_nothing(self) -> None:
-        """Warn when no parameter has a gradient, which where one process trains is an error of torch's."""
-        if not self.squared:
+    def warn_of_nothing(self, rank: int) -> None:
+        """Warn, on the first rank and once, when no parameter has a gradient, which torch makes an error of where one
+        process trains.
+        """
+        if not self.squared and rank == 0:
             warnings.warn(
-                f"the gradient of every parameter is 0, with a loss of {self.mean:g}, and nothing is learned: does the "
-                "model or the loss cut the graph, by .detach(), .item() or torch.no_grad()?",
+                "the gradient of every parameter is 0 and nothing is learned: does the model or the loss cut the "
+                "graph, by .detach(), .item() or torch.no_grad()?",
                 stacklevel=2,
             )
 

@@ -253,7 +253,7 @@ class Trainer:
         return problem
 
     def _apply(self, totals: Totals) -> None:
-        totals.warn_of_nothing()
+        totals.warn_of_nothing(self.world.rank)
         clip = self._recipe.clip_norm
         self._clipped = 1.0 if clip is None else min(1.0, clip / (totals.norm + 1e-6))
         factor = self._clipped / totals.count / self._factor
