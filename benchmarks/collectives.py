@@ -3,9 +3,9 @@
     python benchmarks/collectives.py                             # 2 and 4 ranks, 4 KiB to 256 MiB
     python benchmarks/collectives.py --rounds 15 --docs docs/benchmarks.md
 
-It runs what `meshwise bench collectives --on ordinary shared gloo` runs and tells multiples: how many times faster than
-gloo, and how many copies of the tensor by every rank at once it takes as long as. What memory allows at best follows
-from what has to be read and written, where a copy by n ranks reads n tensors and writes n:
+It runs what `meshwise bench collectives --on ordinary shared common gloo` runs and tells multiples: how many times as
+fast as gloo, and how many copies of the tensor by every rank at once it takes as long as. What memory allows at best
+follows from what has to be read and written, where a copy by n ranks reads n tensors and writes n:
 
     all-reduce       every rank's tensor is read and written         1 copy
     all-gather       each reads and writes what it did not have      (n-1)/n
@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from meshwise.bench.bandwidth import COPY, Measurement
-from meshwise.bench.collectives import Sweep, measure
+from meshwise.bench.collectives import WAYS, Sweep, measure
 from meshwise.bench.sizes import parse_size
 from meshwise.comm import World, run
 from peer_table import machine, write_between_markers
@@ -51,7 +51,7 @@ class Cell:
             return 5.0
         if self.bytes < _LARGE:
             return 0.0
-        return 6.0 if self.on == "shared" else 2.0
+        return 2.0 if self.on == "ordinary" else 6.0
 
     def __str__(self) -> str:
         """Bold where it reaches its bar, with the bar where it does not; then the copies, of shared tensors."""
@@ -79,7 +79,9 @@ def table(measurements: Sequence[Measurement], *, remarks: Sequence[str]) -> str
     rows = [f"| collective | ranks | tensors | {' | '.join(map(_size_text, sizes))} |", "|---" * (3 + len(sizes)) + "|"]
     for kind in kinds:
         for ranks in groups:
-            for on in ("ordinary", "shared"):
+            for on in WAYS:
+                if on == "gloo" or not any((kind, ranks, size, on) in found for size in sizes):
+                    continue
                 cells = [str(cell(found, kind=kind, ranks=ranks, size=size, on=on)) for size in sizes]
                 rows.append(f"| `{kind}` | {ranks} | {on} | {' | '.join(cells)} |")
     return "\n".join([*rows, "", *(f"- {remark}" for remark in remarks)]) + "\n"
@@ -104,14 +106,15 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(words)
     sizes = tuple(map(parse_size, arguments.sizes))
     groups = tuple(arguments.groups)
-    sweep = Sweep(KINDS, sizes, groups, rounds=arguments.rounds, on=("ordinary", "shared", "gloo"))
+    sweep = Sweep(KINDS, sizes, groups, rounds=arguments.rounds, on=WAYS)
     measurements = run(arguments.ranks, _rank, args=(sweep,), device="cpu", comm="local")[0]
     chosen = f"--ranks {arguments.ranks} --groups {' '.join(map(str, groups))} --sizes {' '.join(arguments.sizes)}"
     remarks = [
         f"Machine: {machine()}, torch {torch.__version__}; {arguments.ranks} processes of one thread.",
         "Multiples of gloo's speed, of medians. In brackets: the time in copies of the tensor by all ranks at once.",
         "What memory allows is 1 copy for all_reduce, (n-1)/n for all_gather and (n+1)/2n for reduce_scatter.",
-        "Bars: 5 up to 64 KiB; from 16 MiB 2 (ordinary) and 6 (shared tensors); 2 copies from 64 MiB. Bold: reached.",
+        "Bars: 5 up to 64 KiB; from 16 MiB 2 (ordinary) and 6 (others); 2 copies from 64 MiB. Bold: reached.",
+        "common: the ranks hold the whole together, as units of ZeRO 1 to 3 are held, and each has written its part.",
         f"Made by `python benchmarks/collectives.py {chosen} --rounds {arguments.rounds}`.",
     ]
     text = table(measurements, remarks=remarks)

@@ -80,6 +80,7 @@ def test_real_processes_are_measured_on_everything(processes: Processes) -> None
 
     everywhere = {(kind, on) for kind in ALL if kind != COPY for on in ("ordinary", "shared")} | {(COPY, "ordinary")}
     beside = {(kind, "gloo") for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")}
+    beside.add(("all_gather", "common"))
     assert {(one.kind, one.on) for one in found} == everywhere | beside
     assert all(1e3 < one.bus_bandwidth < 1e12 for one in found), "bytes per second"
 

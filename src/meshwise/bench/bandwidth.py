@@ -63,7 +63,8 @@ BUS_FACTORS: Mapping[str, BusFactor] = MappingProxyType(
 class Measurement:
     """One collective at one size in one group. Times are the slowest rank's, in seconds per call.
 
-    `on`: ordinary tensors, or those of `World.empty`, or ordinary ones and torch's own collectives over gloo.
+    `on`: ordinary tensors, those of `World.empty` (shared), the one that the ranks hold together (`World.common`), or
+    ordinary ones and torch's own collectives over gloo.
     """
 
     kind: str

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from meshwise.comm import Work, World
 from meshwise.comm.yardstick import Call, gloo_calls
 from meshwise.mesh import Mesh
 
-WAYS = ("ordinary", "shared", "gloo")
+WAYS = ("ordinary", "shared", "common", "gloo")
 """On what a collective is measured: see `Measurement.on`."""
 
 _AXIS = "ring"
@@ -131,14 +131,14 @@ def _measure_group(world: World, sweep: Sweep, gloo: Mapping[str, Call]) -> list
     n = world.mesh.degree(_AXIS)
     elements = sorted({max(1, size // (4 * n)) * n for size in sweep.sizes})
     kinds = [kind for kind in sweep.kinds if kind != COPY]
-    asked = [(kind, on) for kind in kinds for on in sweep.on if on != "gloo" or kind in gloo] + [(COPY, "ordinary")]
-    ordinary = {count: _buffers(count, torch.empty, device=world.device) for count in elements}
-    shared = {count: _buffers(count, world.empty) for count in elements} if "shared" in sweep.on else ordinary
+    buffers = {on: _buffers(world, on, elements) for on in dict.fromkeys((*sweep.on, "ordinary"))}
+    asked = [(kind, on) for kind in kinds for on in sweep.on if buffers[on] and _can(kind, on, gloo)]
+    asked.append((COPY, "ordinary"))
     samples: dict[_Sampled, list[float]] = {(kind, on, count): [] for kind, on in asked for count in elements}
     for turn in range(sweep.warmup + sweep.rounds):
         for (kind, on, count), seconds in samples.items():
             call = _waited(gloo[kind]) if on == "gloo" else _CALLS[kind]
-            sample = _sample(world, call, (shared if on == "shared" else ordinary)[count])
+            sample = _sample(world, call, buffers[on][count])
             if turn >= sweep.warmup:
                 seconds.append(sample)
         world.barrier()
@@ -160,10 +160,20 @@ def _waited(call: Call) -> _Call:
     return called
 
 
-def _buffers(elements: int, empty: Callable[..., Tensor], **options: Any) -> tuple[Tensor, Tensor]:
-    """Zeros (sums stay finite), written so that every page is the rank's own."""
-    x, y = (empty(elements, dtype=torch.float32, **options).fill_(0.0) for _ in range(2))
-    return x, y
+def _can(kind: str, on: str, gloo: Mapping[str, Call]) -> bool:
+    """Whether a collective is measured that way: on what the ranks hold together only what brings it together."""
+    return kind in gloo if on == "gloo" else on != "common" or kind == "all_gather"
+
+
+def _buffers(world: World, on: str, elements: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
+    """Zeros (sums stay finite), written so that every page is there; none where the world has no such tensors."""
+    makes: Mapping[str, Callable[[int], Tensor | None]] = {
+        "shared": lambda count: world.empty(count, dtype=torch.float32),
+        "common": lambda count: world.common(count, dtype=torch.float32, axes=_AXIS),
+    }
+    make = makes.get(on, lambda count: torch.empty(count, dtype=torch.float32, device=world.device))
+    made = {count: (make(count), make(count)) if on != "common" else (make(count),) * 2 for count in elements}
+    return {count: (x.zero_(), y.zero_()) for count, (x, y) in made.items() if x is not None and y is not None}
 
 
 def _sample(world: World, call: _Call, buffers: tuple[Tensor, Tensor]) -> float:
