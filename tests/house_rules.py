@@ -230,6 +230,7 @@ SAYS_NOTHING = frozenset({"utils", "util", "common", "helpers", "helper", "misc"
 POSITIONS: Mapping[str, int] = {
     # The verbs a user writes: what, and by which plan or on how many ranks.
     "meshwise.parallelize.parallelize": 2,
+    "meshwise.simulate.shortage.needs": 2,
     "meshwise.verify.check.verify": 4,
     "meshwise.comm.launch.run": 2,
     "meshwise.comm.thread_world.run_threads": 2,

@@ -8,6 +8,7 @@ from meshwise.nonfinite import NonFiniteError
 from meshwise.parallelize import Options, parallelize
 from meshwise.plan import Plan, PlanError
 from meshwise.result import EvalResult, StepResult
+from meshwise.simulate.shortage import needs
 from meshwise.trainer import Trainer
 from meshwise.verify import Report, verify
 
@@ -27,6 +28,7 @@ __all__ = [
     "World",
     "connect",
     "measure",
+    "needs",
     "parallelize",
     "run",
     "verify",

@@ -28,6 +28,7 @@ from meshwise.memory.activations import activations
 from meshwise.memory.around import Around
 from meshwise.memory.blocks import Blocks
 from meshwise.memory.parked import Saving
+from meshwise.memory.shortage import shortage_told
 from meshwise.memory.staging import Swap
 from meshwise.memory.tiers import Tiers
 from meshwise.model.birth import Source, born
@@ -149,7 +150,8 @@ def parallelize(
     forward = _computed(options.forward or default_forward, precision, world.device)
     task = Task(around.saved(forward), loss)
     setting = Setting(plan, world, options, task, Keeping(plan.zero, precision, tiers), around)
-    engine, sweep = (_in_stages if plan.pp > 1 else _whole)(source, setting=setting)
+    with shortage_told(plan):
+        engine, sweep = (_in_stages if plan.pp > 1 else _whole)(source, setting=setting)
     if not any(row.trainable for row in engine.table.rows):
         raise ValueError("every parameter is frozen; set requires_grad=True on those that should train")
     update = flat_optimizer(optimizer, groups=engine.slices(), **optimizer_arguments)

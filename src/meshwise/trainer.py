@@ -32,6 +32,7 @@ from meshwise.memory.activations import Activations
 from meshwise.memory.around import Around
 from meshwise.memory.blocks import Blocks
 from meshwise.memory.freed import settle_rank
+from meshwise.memory.shortage import shortage_noted
 from meshwise.memory.tiers import Tiers
 from meshwise.microbatch import Deal, MicroBatch, micro_batches
 from meshwise.model.forward import eval_mode
@@ -156,6 +157,7 @@ class Trainer:
         group = self.world.group(self._axes)
         return even_split(size, group.size)[group.index]
 
+    @shortage_noted
     def step(
         self, batch: Any, *, local: bool = False, total: int | None = None, only: Collection[int] | None = None
     ) -> StepResult:
@@ -214,6 +216,7 @@ class Trainer:
         told = 1.0 if scale is None else scale.value
         return StepResult(totals.mean, totals.norm, int(totals.count), seconds, not self._applied, problem, told)
 
+    @shortage_noted
     def evaluate(self, batches: Iterable[Any], *, local: bool = False) -> EvalResult:
         """The loss over `batches` without training, the model in eval mode. Every rank passes as many batches."""
         total, tokens = zeros(self.world)
@@ -320,9 +323,7 @@ class Trainer:
         Raises RuntimeError when the last step was skipped: what its gradients hold is not finite.
         """
         if not self._applied:
-            raise RuntimeError(
-                "the last step was skipped, so there are no gradients to look at; see StepResult.problem"
-            )
+            raise RuntimeError("the last step was skipped, so it has no gradients to show; see StepResult.problem")
         for name, gradient in self._engine.full_gradients():
             yield name, gradient / self._clipped
 
@@ -387,8 +388,7 @@ class Trainer:
         self._steps, self._skips = int(kept["steps"]), int(kept["skips"])
         if self._scale is not None and kept.get("scale") is not None:
             self._scale = Scale.restored(kept["scale"])
-        extra: Mapping[str, Any] = kept["user"]
-        return extra
+        return dict(kept["user"])
 
     def close(self) -> None:
         """Take the hooks off the model."""

@@ -1,5 +1,6 @@
 """`python limited.py ROOM JOB`: for each plan on a line of the input, train the job in a process that may take ROOM
-bytes more than this one, and say how that ended.
+bytes more than this one, and say how that ended. A line `script PLAN` trains as somebody's own script does, without a
+job, and `needs PLAN` asks what that needs.
 
 The processes are forked from this one, which has imported everything once.
 """
@@ -13,12 +14,17 @@ from pathlib import Path
 
 import torch
 import torch._dynamo
+from torch import Tensor, nn
 
+import meshwise as mw
 from meshwise.cli import train as command
 from meshwise.comm import World, run_threads
+from meshwise.memory.staging import Swap
 from meshwise.simulate.shortage import ShortageError
 from meshwise.train.config import read_job
 from meshwise.train.job import Job
+
+SMALL = mw.Options(swap=Swap(buffer=1 << 22))
 
 
 def taken() -> int:
@@ -27,11 +33,36 @@ def taken() -> int:
     return int(status["VmData"].split()[0]) * 1024
 
 
-def main(world: World, room: int, words: list[str]) -> None:
+def limit(room: int) -> None:
+    """From here on, take no more than so many bytes."""
     threading.stack_size(1 << 18)  # 8 MiB each would count, whatever of them is used
     torch.ones(64, 64).matmul(torch.ones(64, 64))
     resource.setrlimit(resource.RLIMIT_DATA, (taken() + room, resource.RLIM_INFINITY))
+
+
+def job(world: World, words: list[str]) -> None:
+    """`meshwise train`."""
     command._rank(world, read_job(words, prog="limited", kind=Job))
+
+
+def squares(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
+    return output.square().sum(), len(batch)
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(6)])
+
+
+def script(world: World, words: list[str]) -> None:
+    """What somebody writes."""
+    trainer = mw.parallelize(layers, words[1], loss=squares, world=world, options=SMALL)
+    trainer.step(torch.ones(8, 1024))
+    trainer.step(torch.ones(8, 1024))
+
+
+def needs(_: World, words: list[str]) -> None:
+    """What the error of that tells to ask."""
+    print(mw.needs(layers, words[1], loss=squares, batch=torch.ones(8, 1024), options=SMALL))
 
 
 def forked(room: int, words: list[str]) -> int:
@@ -40,18 +71,21 @@ def forked(room: int, words: list[str]) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     status = 1
     try:
-        run_threads(1, main, args=(room, words), timeout=None)
+        limit(room)
+        run_threads(1, {"script": script, "needs": needs}.get(words[0], job), args=(words,), timeout=None)
         status = 0
     except ShortageError as error:
         print(error)
         status = 3
     finally:
         if status == 1:
-            traceback.print_exc()
+            traceback.print_exc(file=sys.stdout)
         sys.stdout.flush()
         os._exit(status)
 
 
 if __name__ == "__main__":
     for line in sys.stdin:
-        print(f"ended {forked(int(sys.argv[1]), [sys.argv[2], '--plan', line.strip()])}", flush=True)
+        asked = line.strip()
+        named = asked.split(" ", 1) if asked.startswith(("script ", "needs ")) else [sys.argv[2], "--plan", asked]
+        print(f"ended {forked(int(sys.argv[1]), named)}", flush=True)

@@ -15,11 +15,12 @@ from memory.offloaded import Blocks, batches, squares
 from meshwise.checkpoint.damage import DamageError
 from meshwise.cli import train as command
 from meshwise.comm.lost import RankKilledError
+from meshwise.memory.shortage import is_shortage
 from meshwise.memory.swap import TierError
 from meshwise.plan import Plan
 from meshwise.simulate import room
 from meshwise.simulate.rehearsal import Subject
-from meshwise.simulate.shortage import Needs, ShortageError, is_shortage, shortage
+from meshwise.simulate.shortage import Needs, ShortageError, shortage
 from meshwise.train.failure import SAY_ALL
 
 ROOM = 85 * 2**20
@@ -38,8 +39,9 @@ megabytes = 4
 PARAMETERS = 5 * 12 * 320 * 320  # and a little: 16 bytes each are 94 MiB
 
 
-@pytest.fixture
-def limited(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    tmp_path = tmp_path_factory.mktemp("limited")
     (tmp_path / "job.toml").write_text(JOB)
     (tmp_path / "words.txt").write_text("to be or not to be " * 500)
     # What is freed goes back to the system at once, and threads share one heap: what counts is what is in use.
@@ -81,6 +83,23 @@ def test_a_model_larger_than_the_memory_dies_with_an_answer_and_the_answer_train
     trained, status = train(limited, answer[1])
     assert status == 0, trained
     assert "done: 2 steps" in trained
+
+
+def test_a_script_that_runs_out_of_memory_is_told_what_it_held_and_what_to_ask(
+    limited: subprocess.Popen[str],
+) -> None:
+    died, status = train(limited, "script dp=1")
+    assert status == 1, died
+    assert "allocate memory" in died
+    held = dict(re.findall(r"^  (\w+) +([\d.]+) MiB$", died, flags=re.MULTILINE))
+    assert (held["parameters"], held["gradients"]) == ("24.0", "24.0"), died
+    assert 'mw.needs(model, "dp=1", loss=loss, batch=batch)' in died
+    answer, status = train(limited, "needs dp=1")
+    assert status == 0, answer
+    cheapest = re.search(r"the cheapest change that fits: '(.*)' \(", answer)
+    assert cheapest is not None, answer
+    fits, status = train(limited, f"needs {cheapest[1]}")
+    assert fits.endswith("it fits\n"), fits
 
 
 @pytest.mark.parametrize(
@@ -142,7 +161,7 @@ def test_the_cheapest_plan_that_fits_has_the_lowest_zero_and_then_the_least_to_d
     needs = Said(Subject(Blocks, squares, batches()[0]), ranks=4)
     found = shortage(needs, plan=Plan.parse(plan), room=room, held={})
     assert found.fitting == (fitting and Plan.parse(fitting))
-    assert str(found).count("staging buffers (swap.megabytes)") == (fitting is None)
+    assert str(found).count("staging buffers (swap.megabytes") == (fitting is None)
 
 
 class Unsaid(Needs):

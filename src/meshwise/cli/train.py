@@ -15,8 +15,9 @@ from meshwise.cli.simulate import subject_of
 from meshwise.comm.launch import run, torchrun_line
 from meshwise.comm.lost import RankKilledError
 from meshwise.comm.world import World
+from meshwise.memory.shortage import is_shortage
 from meshwise.simulate.room import room_left
-from meshwise.simulate.shortage import Needs, ShortageError, is_shortage, shortage
+from meshwise.simulate.shortage import Needs, ShortageError, shortage
 from meshwise.train.config import read_job
 from meshwise.train.counted import counted
 from meshwise.train.failure import leave_traceback

@@ -10,19 +10,24 @@ answered alike by the process that started it, where the plan needs more than th
 
 from __future__ import annotations
 
-import errno
 import math
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from meshwise import tree
+from meshwise.model.forward import Loss
+from meshwise.optim.flat import OptimizerClass
+from meshwise.parallelize import Options
 from meshwise.plan import Plan, PlanError
 from meshwise.simulate.memory import fullest, memory_of
 from meshwise.simulate.rehearsal import Device, Subject, rehearse
+from meshwise.simulate.room import room_left
 from meshwise.simulate.tables import by_category, text
 
 CHANGES = (
@@ -43,7 +48,7 @@ CHANGES = (
 copies over a link, then a disk. Each under the lowest zero that fits: that costs less than any of them."""
 
 
-class ShortageError(RuntimeError):
+class ShortageError(MemoryError):
     """A rank has no memory left. `held`: what it had by then, in bytes, as `Trainer.memory` tells it."""
 
     def __init__(self, message: str, *, held: Mapping[str, int]) -> None:
@@ -59,6 +64,8 @@ class ShortageError(RuntimeError):
 class Shortage:
     """What a plan needs of a rank, what the rank had, and a plan that needs less. All sizes are in bytes.
 
+    held    when there was no memory left; empty where nothing has run
+    fitting the cheapest plan that fits: this one, where it does itself
     untold  why nothing is predicted of this model, where that is so
     """
 
@@ -73,7 +80,7 @@ class Shortage:
     def __str__(self) -> str:
         told = lambda sizes, kind: text(sizes[kind]) if kind in sizes else ""  # noqa: E731
         kinds = dict.fromkeys([*self.predicted, *self.held])
-        rows = [("", "predicted", "when it failed")]
+        rows = [("", "predicted", "when it failed" if self.held else "")]
         rows += [(kind, told(self.predicted, kind), told(self.held, kind)) for kind in kinds]
         rows += [("in all", text(sum(self.predicted.values())), "")] if self.predicted else []
         rows += [("room", text(self.room), "")]
@@ -81,22 +88,15 @@ class Shortage:
         lines = [f"  {row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}".rstrip() for row in rows]
         advice = (
             "no change of the plan makes this model fit here: more ranks, a smaller batch or, with a disk, smaller "
-            "staging buffers (swap.megabytes) may"
+            "staging buffers (swap.megabytes of a job, Swap(buffer=…) in Options) may"
         )
         if self.untold:
             advice = f"what plans need of this model cannot be told without values: {self.untold}"
-        if self.fitting is not None:
+        if self.fitting == self.plan:
+            advice = "it fits"
+        elif self.fitting is not None:
             advice = f"the cheapest change that fits: '{self.fitting}' ({text(self.fitting_needs)})"
         return "\n".join([f"the plan '{self.plan}' on a rank:", *lines, advice])
-
-
-def is_shortage(error: BaseException) -> bool:
-    """Whether an error says that there is no memory left, on the device or in the process."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError | ShortageError):
-        return True
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
 
 
 class Needs:
@@ -137,6 +137,32 @@ def shortage(needs: Needs, *, plan: Plan, room: int, held: Mapping[str, int]) ->
             candidate = next(one for one in candidates if needs.total(one) <= room)
             return Shortage(plan, predicted, held, room, candidate, int(needs.total(candidate)))
     return Shortage(plan, predicted, held, room)
+
+
+def needs(
+    model: nn.Module | Callable[[], nn.Module],
+    plan: Plan | str,
+    *,
+    loss: Loss,
+    batch: Any,
+    optimizer: OptimizerClass = torch.optim.AdamW,
+    options: Options | None = None,
+    **optimizer_arguments: Any,
+) -> Shortage:
+    """What a plan needs of each rank of this host and, where that is not there, the cheapest change that fits.
+
+    To be printed. It is given what `parallelize` is, before that changes the model, and a global batch like those to
+    come; nothing is allocated. Raises PlanError when the plan does not fit the model, ValueError for `dp=auto`.
+    """
+    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    ranks = plan.mesh().size
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    subject = Subject(model, loss, batch, optimizer, optimizer_arguments, options or Options())
+    found = Needs(subject, ranks=ranks, shared=here == ranks)
+    room, predicted = room_left(torch.device(found.device), ranks=here), found.of(plan)
+    if sum(predicted.values()) <= room:
+        return Shortage(plan, predicted, {}, room, plan, sum(predicted.values()))
+    return shortage(found, plan=plan, room=room, held={})
 
 
 def _changed(plan: Plan, change: str, *, needs: Needs) -> Iterator[Plan]:

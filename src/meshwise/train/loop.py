@@ -24,11 +24,12 @@ from torch.utils.data import Dataset, default_collate
 
 from meshwise.comm.attempt import Attempt
 from meshwise.comm.world import World
+from meshwise.memory.shortage import is_shortage
 from meshwise.nonfinite import NonFiniteError
 from meshwise.parallelize import parallelize
 from meshwise.plan import Plan
 from meshwise.result import StepResult
-from meshwise.simulate.shortage import ShortageError, is_shortage
+from meshwise.simulate.shortage import ShortageError
 from meshwise.train.checkpoints import Checkpoints
 from meshwise.train.data import length, read
 from meshwise.train.events import Budgeted, Compared, End, Events, NonFinite, Sample, Start, Step, Validation
