@@ -154,9 +154,10 @@ class Alive(TorchDispatchMode):
 
 
 def saved(model: nn.Module, x: Tensor, *, mode: str) -> int:
-    """Bytes that are held between forward and backward."""
+    """Bytes that are held between forward and backward, of any but the first, whose values are looked at."""
     recall = Recall()
     blocks = [Block(part, name=name, mode=mode, recall=recall) for name, part in model.named_children()]
+    model(x).sum().backward()
     with Alive() as alive:
         output = model(x)
         held: int = alive.bytes
@@ -206,7 +207,7 @@ def test_a_forward_that_is_left_half_way_keeps_what_its_half_needs() -> None:
     def held(mode: str, *, measures: bool) -> tuple[int, Block]:
         module = Half(width)
         block = Block(module, name="half", mode=mode, recall=Recall())
-        block.measures = measures
+        block.measures, block.is_trusted = measures, True
         with Alive() as alive, contextlib.suppress(Left):
             module(x)
         kept = alive.bytes
@@ -269,6 +270,22 @@ def test_a_block_that_computes_something_else_is_an_error() -> None:
 
     fails(lambda x, calls: x.exp() if calls == 1 else x, "fewer tensors")
     fails(lambda x, calls: x[: 3 - calls].exp(), r"a tensor of shape \(1, 4\) for \(2, 4\)")
+    fails(lambda x, calls: (x * calls).exp(), "other values")
+    masks = torch.rand(3, 4, generator=torch.Generator().manual_seed(0)) > 0.5
+    fails(lambda x, calls: x * masks[calls], "other values")
+
+
+@pytest.mark.parametrize("measures", [False, True])
+def test_a_block_that_writes_to_its_input_is_an_error(*, measures: bool) -> None:
+    class Writing(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.mul_(0.5))
+
+    module, x = Writing(4), torch.ones(2, 4, requires_grad=True)
+    block = Block(module, name="odd", mode="full", recall=Recall())
+    block.measures = measures
+    with pytest.raises(RecomputeError, match="a tensor that odd was given has been written to in place"):
+        module(x + 1).sum().backward()
 
 
 @pytest.mark.parametrize("plan", ["dp=1", "dp=2 microbatches=2", "pp=2 microbatches=2 schedule=zb-h1 partition=params"])

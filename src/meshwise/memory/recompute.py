@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshwise.memory.cost import Clock, Cost
+from meshwise.memory.glance import glance, is_alike
 from meshwise.memory.kept import Kept
 from meshwise.model.recall import Recall, Tape
 from meshwise.norms import RunningNorm
@@ -40,7 +41,10 @@ class RecomputeError(RuntimeError):
 
 
 class Block:
-    """Stands where a module's `forward` was; `mode` says what is computed again, `cost` what each would come to."""
+    """Stands where a module's `forward` was; `mode` says what is computed again, `cost` what each would come to.
+
+    `is_trusted`: a backward has seen that the forward computes the same again.
+    """
 
     def __init__(self, module: nn.Module, *, name: str, mode: str, recall: Recall) -> None:
         self.name = name
@@ -48,6 +52,7 @@ class Block:
         self.recall = recall
         self.cost: Cost | None = None
         self.measures = False
+        self.is_trusted = False
         self.run = module.forward
         self._module = module
         self._own = "forward" in vars(module)
@@ -67,7 +72,7 @@ class Block:
     @contextlib.contextmanager
     def repeated(self) -> Iterator[None]:
         """Inside, the forward is repeated: running statistics are taken into copies."""
-        norms = [part for part in self._module.modules() if isinstance(part, RunningNorm)]
+        norms = self._norms()
         own = [dict(norm.named_buffers(recurse=False)) for norm in norms]
         try:
             for norm, buffers in zip(norms, own, strict=True):
@@ -78,6 +83,13 @@ class Block:
             for norm, buffers in zip(norms, own, strict=True):
                 for name, buffer in buffers.items():
                     setattr(norm, name, buffer)
+
+    def counts(self, tensor: Tensor) -> bool:
+        """Whether it is a running statistic, which the first forward changes."""
+        return any(tensor is buffer for norm in self._norms() for buffer in norm.buffers(recurse=False))
+
+    def _norms(self) -> list[nn.Module]:
+        return [part for part in self._module.modules() if isinstance(part, RunningNorm)]
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
@@ -140,6 +152,7 @@ class _Slot:
 
     call: _Call
     like: tuple[torch.Size, torch.dtype, torch.device]
+    seen: Tensor | None = None
     value: Tensor | None = None
 
 
@@ -154,7 +167,7 @@ class _Call:
         self._slots: list[weakref.ref[_Slot]] = []
         self._found = block.recall.here()
         self._around = _surroundings()
-        self._inputs = _Inputs(args, kwargs)
+        self._inputs = _Inputs(args, kwargs, block=block.name)
 
     # ---- the first time ----------------------------------------------------------------------------------------
 
@@ -185,7 +198,8 @@ class _Call:
 
     def pack(self, tensor: Tensor) -> _Slot:
         """Autograd saves a tensor."""
-        slot = _Slot(self, (tensor.shape, tensor.dtype, tensor.device))
+        seen = None if self._block.is_trusted or self._block.counts(tensor) else glance(tensor)
+        slot = _Slot(self, (tensor.shape, tensor.dtype, tensor.device), seen)
         self._slots.append(weakref.ref(slot))
         self._needed = len(self._tape.results)
         return slot
@@ -214,11 +228,13 @@ class _Call:
             stack.enter_context(contextlib.suppress(_Enough))
             self._block.run(*args, **kwargs)
         self._tape = Tape()
+        self._block.is_trusted = True
 
     def _differs(self, what: str) -> str:
         return (
             f"{self._block.name} saved {what} when its forward was repeated; a block that is recomputed has to "
-            "compute the same twice: does it read something that changed in between, or take another branch? "
+            "compute the same twice: does it draw from numpy, read something that changed in between, or take another "
+            "branch? "
             "Leave it out: Options(recomputed=(…)) names the modules to recompute"
         )
 
@@ -243,6 +259,8 @@ class _Filling:
                 raise RecomputeError(
                     call._differs(f"a tensor of shape {tuple(tensor.shape)} for {tuple(slot.like[0])}")
                 )
+            if slot.seen is not None and not is_alike(slot.seen, kept):
+                raise RecomputeError(call._differs("other values"))
             slot.value = kept
         if self._count == len(call._slots):
             raise _Enough
@@ -261,7 +279,8 @@ def _again(tensor: Tensor) -> Tensor:
 class _Inputs:
     """The arguments of a block, their tensors saved by autograd."""
 
-    def __init__(self, args: Any, kwargs: Any) -> None:
+    def __init__(self, args: Any, kwargs: Any, *, block: str) -> None:
+        self._block = block
         given: list[Tensor] = []
         hole = torch.empty(0)
 
@@ -276,12 +295,25 @@ class _Inputs:
 
     def bytes(self) -> int:
         """What they hold."""
-        held = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in self._node.saved_tensors}
-        return sum(held.values())
+        storages = [one.untyped_storage() for one in self._saved()]
+        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+    def _saved(self) -> tuple[Tensor, ...]:
+        try:
+            saved: tuple[Tensor, ...] = self._node.saved_tensors
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise RecomputeError(
+                f"a tensor that {self._block} was given has been written to in place since, by itself or by what "
+                "follows, so its forward cannot be repeated. Make a new tensor there, or leave the block out: "
+                "Options(recomputed=(…)) names the modules to recompute"
+            ) from error
+        return saved
 
     def leaves(self) -> tuple[Any, Any]:
         """The arguments, their tensors cut off from what they came from."""
-        saved = zip(self._node.saved_tensors, self._requires_grad, strict=True)
+        saved = zip(self._saved(), self._requires_grad, strict=True)
         leaves = iter([tensor.detach().requires_grad_(needs) for tensor, needs in saved])
         args, kwargs = self._tree
         return map_tensors(lambda _: next(leaves), args), map_tensors(lambda _: next(leaves), kwargs)
