@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -66,14 +67,23 @@ def cut_source(source: Source, *, plan: Plan, schedule: Schedule, example: Examp
     device = device if source.deferred else next(source.module.parameters()).device
     micro = tree.map_tensors(lambda tensor: tensor.to(device), tree.take_rows(example.batch, start=0, stop=rows))
 
+    written = False
+
     def call(model: nn.Module) -> Any:
-        if example.loss is None or source.deferred:
-            return example.forward(model, micro)
-        return call_loss(model, micro, forward=example.forward, loss=example.loss)[0]
+        nonlocal written
+        given = tree.map_tensors(torch.clone, micro)
+        before = [tensor._version for tensor in tree.tensors(given)]
+        try:
+            if example.loss is None or source.deferred:
+                return example.forward(model, given)
+            return call_loss(model, given, forward=example.forward, loss=example.loss)[0]
+        finally:
+            written |= [tensor._version for tensor in tree.tensors(given)] != before
 
     wish = Wish(by=plan.partition, where=example.where, schedule=schedule, pairs=example.pairs)  # type: ignore[arg-type]
     try:
-        return cut_model(source.module, stages=schedule.stages, call=call, wish=wish)
+        cut = cut_model(source.module, stages=schedule.stages, call=call, wish=wish)
+        return dataclasses.replace(cut, writes=written)
     except CutError as error:
         raise PlanError(f"the plan '{plan}' cannot work for this model: {error}") from None
 

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -72,6 +73,26 @@ def read(embedding: Any, layers: Any, x: Tensor) -> Any:
     return through(layers, first) * (2.0 if bool((first.detach().square().sum() > 0).item()) else 5.0)
 
 
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "tolist": lambda x: len([row for row in x.tolist() if row[0] > 0]),
+    "numpy": lambda x: x.detach().numpy().mean(),
+    "asarray": lambda x: np.asarray(x.detach()).mean(),
+    "float": lambda x: float(x.detach().mean()),
+    "a shape that values decide": lambda x: x[x > 0].shape[0],
+}
+
+
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize("how", READS)
+def test_a_number_that_python_reads_makes_what_it_was_read_from_cross(how: str, bare: bool) -> None:
+    def reading(embedding: Any, layers: Any, x: Tensor) -> Any:
+        first = embedding(x)
+        return through(layers, first) * (2.0 + READS[how](first))
+
+    model = made(lambda: Model(reading))
+    is_the_model(model, example, cut(model, bare=bare))
+
+
 def cloned_before(embedding: Any, layers: Any, x: Tensor) -> Any:
     x = embedding(x)
     kept = x.clone()
@@ -130,11 +151,19 @@ class Kept(nn.Module):
     def __init__(self, into: str) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.into, self.kept = into, torch.zeros(())
+        self.into, self.calls = into, 0
+        self.kept: Any = torch.zeros(())
 
     def forward(self, x: Tensor, there: Any) -> Tensor:
         out: Tensor = self.linear(x)
-        if self.into == "attribute":
+        self.calls += 1
+        if self.into == "number in an attribute":
+            self.kept = self.calls * 2
+        elif self.into == "number in a list":
+            there.append(len(out) + self.calls)
+        elif self.into == "number in a mapping":
+            there["sum"] += self.calls
+        elif self.into == "attribute":
             self.kept = out.square().sum()
         elif self.into == "list":
             there.append(out.square().sum())
@@ -147,11 +176,14 @@ class Kept(nn.Module):
 
 def collecting(embedding: Any, layers: Any, x: Tensor) -> Any:
     into = layers[0].into
-    there: Any = {"list": [], "mapping": {"sum": torch.zeros(())}, "tensor": torch.zeros_like(x)}.get(into)
+    there: Any = {"list": [], "mapping": {"sum": torch.zeros(())}, "tensor": torch.zeros_like(x)}.get(into.split()[-1])
     x = through(layers, embedding(x), there)
-    if into == "attribute":
+    if into.endswith("attribute"):
         return x + sum(layer.kept for layer in layers)
-    return x + (sum(there) if into == "list" else there["sum"] if into == "mapping" else there)
+    return x + (sum(there) if isinstance(there, list) else there["sum"] if isinstance(there, dict) else there)
+
+
+INTO = [*("attribute", "list", "mapping", "tensor"), *(f"number in a{x}" for x in ("n attribute", " list", " mapping"))]
 
 
 def changed_and_used(embedding: Any, layers: Any, x: Tensor) -> Any:
@@ -160,7 +192,7 @@ def changed_and_used(embedding: Any, layers: Any, x: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("bare", [False, True])
-@pytest.mark.parametrize("into", ["attribute", "list", "mapping", "tensor"])
+@pytest.mark.parametrize("into", INTO)
 def test_what_a_piece_puts_somewhere_is_refused_where_others_need_it(into: str, bare: bool) -> None:
     model = made(lambda: Model(collecting, *(Kept(into) for _ in range(4))))
     with pytest.raises(CutError, match=r"cannot begin at layers.2: .* needs what layers.[01] does beside returning"):
@@ -173,6 +205,17 @@ def test_so_is_what_a_piece_changes(bare: bool) -> None:
     with pytest.raises(CutError, match=r"layers.2: the result needs what layers.0 does beside returning its output"):
         cut(model, bare=bare)
     is_the_model(model, example, cut(model, at="layers.0", bare=bare))
+
+
+def test_what_a_piece_keeps_for_itself_is_its_own() -> None:
+    def alone(embedding: Any, layers: Any, x: Tensor) -> Any:
+        x = embedding(x)
+        for layer in layers:
+            x = layer(x, [])
+        return x
+
+    model = made(lambda: Model(alone, *(Kept("number in an attribute") for _ in range(4))))
+    is_the_model(model, example, cut(model))
 
 
 def test_and_a_piece_that_a_reentrant_checkpoint_hides_from_autograd() -> None:

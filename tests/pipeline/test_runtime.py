@@ -120,27 +120,53 @@ def total(model: nn.Module, x: Tensor) -> Tensor:
 
 
 class Choosy(nn.Linear):
-    """How many rows it passes on depends on their values."""
+    """What it passes on depends on values: how many rows, of which dtype, with a gradient or without, beside what."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x[x.sum(1) > 0])
+    def __init__(self, what: str) -> None:
+        super().__init__(4, 4)
+        self.what = what
+
+    def forward(self, x: Tensor) -> Any:
+        out = super().forward(x)
+        if self.what == "a set":
+            return out, frozenset((float(x.sum()),))
+        if float(x.sum()) == 12:
+            return out
+        choices = {"rows": out[:2], "dtype": out.double(), "gradient": out.detach(), "number": (out, 2)}
+        return choices[self.what]
 
 
-def test_shapes_that_follow_from_values_are_an_error_that_says_so() -> None:
+class Takes(nn.Linear):
+    def forward(self, x: Any) -> Tensor:
+        return super().forward((x[0] if isinstance(x, tuple) else x).float())
+
+
+@pytest.mark.parametrize(
+    "what, said",
+    [
+        ("rows", r"tensor(size=(2, 4), requires_grad=True), and .* tensor(size=(3, 4), requires_grad=True);"),
+        ("dtype", r"tensor(size=(3, 4), dtype=torch.float64, .*, and .* tensor(size=(3, 4), requires_grad=True);"),
+        ("gradient", r"tensor(size=(3, 4)), and .* tensor(size=(3, 4), requires_grad=True);"),
+        ("number", r"(tensor(size=(3, 4), requires_grad=True), 2), and .* tensor(size=(3, 4), requires_grad=True);"),
+        ("a set", r"(tensor.*, frozenset({3.0})), and for another one .* frozenset({12.0}));"),
+    ],
+)
+def test_what_follows_from_values_is_an_error_that_says_what_it_is(what: str, said: str) -> None:
     def main(world: World) -> None:
         world = world.over(Mesh((("pp", 2),)))
         schedule = lower(make_schedule("gpipe", pp=2, microbatches=2), zero=0)
-        model = nn.Sequential(Choosy(4, 4), nn.Linear(4, 4))
+        model = nn.Sequential(Choosy(what), Takes(4, 4))
         call = functools.partial(total, x=torch.ones(3, 4))
         cut = cut_model(model, stages=2, call=call, wish=Wish("params"))
         stages = {world.rank: make_stage(model, cut=cut, index=world.rank)}
         keeper = Plain()
         keeper.did.append("gather")
         runtime = Runtime(stages, keepers={world.rank: keeper}, world=world)
-        batches = [torch.ones(3, 4), torch.eye(4)[:3] * torch.tensor([[1.0], [-1.0], [1.0]])]
+        batches = [torch.ones(3, 4), torch.eye(4)[:3]]
         runtime.run(schedule, jobs={i: Job(functools.partial(total, x=x), x.shape) for i, x in enumerate(batches)})
 
-    with pytest.raises(StageError, match="stage 0 sends something else for micro-batch 1"):
+    said = said.replace("(", r"\(").replace(")", r"\)")
+    with pytest.raises(StageError, match=f"stage 0 sends as 0, for micro-batch 1, {said}"):
         run(2, main)
 
 

@@ -1,6 +1,7 @@
 """What a stage promises, what it refuses, and how a cut is chosen and told."""
 
 import pickle
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from meshwise.pipeline.cut import Where, Wish, cut_model
 from meshwise.pipeline.parcel import bones, enter, pack, unpack
 from meshwise.pipeline.partition import CutError
 from meshwise.pipeline.schedules import make_schedule
-from meshwise.pipeline.stage import StageError, Void
+from meshwise.pipeline.stage import StageError, Void, signature
 from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig
 from pipeline.oracle import TOKENS, gpt, is_the_model, lm, run_stages
 
@@ -343,6 +344,18 @@ def test_a_parcel_takes_any_tree_apart_and_together() -> None:
     back = unpack(skeleton, arrived=parcel.tensors)
     assert back["a"][0] is back["b"][0]["c"] is shared
     assert back["a"][1:] == (None, 3)
+
+
+@dataclass
+class Held:
+    x: Tensor
+    name: str = ""
+
+
+def test_shapes_in_a_dataclass_are_told_apart() -> None:
+    one, other = Held(torch.zeros(2, 3)), Held(torch.zeros(3, 3))
+    assert signature(one) == signature(Held(torch.ones(2, 3)))
+    assert len({signature(held) for held in (one, other, Held(one.x, "a"), Held(one.x.int()))}) == 4
 
 
 def test_a_model_may_change_in_place_what_it_was_given() -> None:

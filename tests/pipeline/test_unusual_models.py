@@ -80,6 +80,16 @@ def test_changes_in_place_at_every_edge(schedule: str) -> None:
     trains_like_one(model, f"pp=4 microbatches=3 schedule={schedule}", numbers(6, 5, 4))
 
 
+class ChangesItsBatch(Chain):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x.clamp_(min=0.0).add_(1.0))
+
+
+@pytest.mark.parametrize("plan", ["pp=2 microbatches=2", "pp=2 microbatches=2 schedule=looped virtual_stages=2"])
+def test_a_batch_that_is_changed_in_place_is_every_stages_own(plan: str) -> None:
+    trains_like_one(made(lambda: ChangesItsBatch(*linears())), plan, numbers(4, 3))
+
+
 class Doubled(torch.autograd.Function):
     """A function with a backward of its own, which needs what its forward saved."""
 

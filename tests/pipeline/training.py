@@ -71,7 +71,9 @@ def trains_like_one(
     model: nn.Module, plan: str, batches: list[Batch], *, loss: Loss = squares, where: Where | None = None
 ) -> None:
     options = Options(clip_norm=0.5, example=batches[0], cut=where or Where())
-    whole = alone(copy.deepcopy(model), batches=batches, loss=loss, options=options, lr=1e-2, weight_decay=0.1)
+    whole = alone(
+        copy.deepcopy(model), batches=copy.deepcopy(batches), loss=loss, options=options, lr=1e-2, weight_decay=0.1
+    )
 
     def main(world: World) -> Any:
         split = trainer(world, plan, model, loss=loss, options=options)

@@ -135,6 +135,9 @@ class Cut:
     opened: tuple[str, ...] = ()
     """The blocks that a boundary is inside of."""
 
+    writes: bool = False
+    """Whether the model changes its batch in place: then each stage is given a copy."""
+
     trace: Trace | None = field(default=None, compare=False)
     """The operations that the keys are, of a model that is cut between them."""
 
@@ -282,7 +285,8 @@ def _refuse_effects(seen: Seen, bounds: Sequence[int]) -> None:
             piece, user = found
             raise CutError(
                 f"a stage cannot begin at {seen.steps[bound].key}: {user} needs what {piece} does beside returning its "
-                "output (it changes a tensor that it was given, or puts one into a list, a mapping or an attribute); "
+                "output (it changes a tensor that it was given, or puts something into a list, a mapping or an "
+                "attribute); "
                 f"let {piece} return that, or say where stages begin, none between the two: Options(cut=Where(at=…))"
             )
 

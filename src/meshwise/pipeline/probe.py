@@ -320,7 +320,7 @@ class _Inside:
 def _own_forward(module: nn.Module, key: str, watch: _Watch, *, inputs: tuple[Any, Any]) -> tuple[Any, Took, Past]:
     """What its class computes, whatever stands in place of its `forward`, what that took and what it has used."""
     run, parameters, held = partial(type(module).forward, module), list(module.parameters()), cut_off(inputs)
-    with watch.followed.inside(key), watch.followed.given(inputs, held=held, key=key):
+    with watch.followed.inside(key, module=module), watch.followed.given(inputs, held=held, key=key):
         output, took = alone(run, inputs=held, parameters=parameters, timed=watch.timed)
         return output, took, watch.followed.used
 

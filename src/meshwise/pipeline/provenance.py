@@ -2,13 +2,16 @@
 
 Autograd's graph does not tell: it ends at `detach`, under `no_grad`, and at integers and booleans. So every operation
 below autograd is watched, and what it makes was made of what it was given. Memory is followed, so views are too, and
-changes in place. A number that is read from a tensor may decide all that follows.
+changes in place. A number that is read from a tensor, or a shape that its values decide, may decide all that follows.
 
     h = embedding(tokens)          h        needs embedding
     wide = h.argmax(-1) > 3        wide     needs embedding
     y = block(h, wide, losses)     y        needs block
                                    losses   have an effect of block: it put there what it does not return
                                    h        has one as well, if block changes it in place
+
+Numbers and other plain values are not followed through Python. So one that a piece puts into a list or a mapping that
+it was given is an effect on all that follows, one that it keeps in an attribute an effect on who reads that.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from meshwise.model.dispatch import TorchDispatchMode
 from meshwise.tree import map_tensors, tensors
@@ -69,6 +73,17 @@ class Provenance(TorchDispatchMode):
         self._outputs: WeakKeyDictionary[torch.UntypedStorage, str] = WeakKeyDictionary()
         self._read = self._used = _NOTHING
         self._piece: str | None = None
+        self._kept: WeakKeyDictionary[nn.Module, dict[str, Past]] = WeakKeyDictionary()
+        self._reads = _Reads(self)
+
+    def __enter__(self) -> Provenance:
+        self._reads.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._reads.__exit__(*error)
 
     def of(self, values: Any) -> Past:
         """That of a tree of tensors, and of the numbers that the model has read so far."""
@@ -82,14 +97,33 @@ class Provenance(TorchDispatchMode):
         return own
 
     @contextlib.contextmanager
-    def inside(self, key: str) -> Iterator[None]:
+    def inside(self, key: str, *, module: nn.Module) -> Iterator[None]:
         """Inside, a piece runs."""
         before, self._piece = (self._piece, self._used), key
         self._used = _NOTHING
+        had = [(one, dict(vars(one))) for one in module.modules()]
         try:
             yield
         finally:
+            for one, was in had:
+                self._keeps(one, was=was, now=vars(one), key=key)
             self._piece, self._used = before
+
+    def reads(self, past: Past) -> None:
+        """Python reads something with this past."""
+        if self._piece is None:
+            self._read |= past
+        else:
+            self._used |= past
+
+    def _keeps(self, module: nn.Module, *, was: Mapping[str, Any], now: Mapping[str, Any], key: str) -> None:
+        """Who reads an attribute that a piece has put a plain value into is noticed from now on."""
+        names = [name for name, value in now.items() if _is_plain_change(was.get(name), value)]
+        if names and module not in self._kept:
+            self._kept[module] = {}
+            _tell(module, self._kept[module], self.reads)
+        for name in names:
+            self._kept[module][name] = Past(effects=frozenset((key,)))
 
     @contextlib.contextmanager
     def given(self, values: Any, *, held: Any, key: str, put: Callable[[Any], Any] = _as_it_is) -> Iterator[None]:
@@ -107,7 +141,8 @@ class Provenance(TorchDispatchMode):
         hand = _Hand(Past(effects=frozenset((key,))), put)
         for one, other, was in zip(module.modules(), held.modules(), before, strict=True):
             kept = {name: value for name, value in vars(other).items() if value is not was.get(name)}
-            vars(one).update((name, self._new(value, hand)) for name, value in kept.items())
+            vars(one).update((name, self._copy(value, hand)) for name, value in kept.items())
+            self._keeps(one, was=was, now=kept, key=key)
 
     @property
     def used(self) -> Past:
@@ -134,12 +169,18 @@ class Provenance(TorchDispatchMode):
             for three in zip(old, was, now, strict=True):
                 self._back(*three, hand)
         elif now is not was:
-            return self._new(now, hand)
+            return self._new(now, hand, was=was)
         elif isinstance(old, Tensor) and hand.past.effects <= self._of(now).effects:
             self.changes(old, past=hand.past)
         return old
 
-    def _new(self, values: Any, hand: _Hand) -> Any:
+    def _new(self, values: Any, hand: _Hand, *, was: Any = _NOTHING) -> Any:
+        """What stands for values that a piece has put where others may find them."""
+        if _is_plain_change(was, values):
+            self._read |= hand.past
+        return self._copy(values, hand)
+
+    def _copy(self, values: Any, hand: _Hand) -> Any:
         def made(tensor: Tensor) -> Tensor:
             own = tensor.detach().clone()
             self._pasts[own.untyped_storage()] = hand.past
@@ -149,7 +190,9 @@ class Provenance(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        decided = self._of(_deciding(func, args, kwargs))
+        placed, named = _in_one_place((args, kwargs))
+        result = func(*placed, **named)
         past = self._of((args, kwargs))
         if self._piece is not None:
             self._used |= past
@@ -161,8 +204,8 @@ class Provenance(TorchDispatchMode):
         for tensor in made:
             if tensor.untyped_storage() not in given:
                 self._pasts[tensor.untyped_storage()] = past
-        if not made and self._piece is None:
-            self._read |= past
+        if self._piece is None:
+            self._read |= decided if made else past
         return result
 
     def _of(self, values: Any) -> Past:
@@ -170,6 +213,63 @@ class Provenance(TorchDispatchMode):
         for tensor in tensors(values):
             found |= self._pasts.get(tensor.untyped_storage(), _NOTHING)
         return found
+
+
+def _in_one_place(given: Any) -> Any:
+    """What an operation is given; on the meta device when some of it is. A piece that runs there may make tensors of
+    its own, a mask or positions, and name no device for them.
+    """
+    if not any(tensor.is_meta for tensor in tensors(given)):
+        return given
+    return map_tensors(lambda tensor: tensor if tensor.is_meta or not tensor.dim() else tensor.to("meta"), given)
+
+
+class _Reads(TorchFunctionMode):
+    """Notices what Python reads out of tensors past torch's operations."""
+
+    def __init__(self, provenance: Provenance) -> None:
+        super().__init__()
+        self._provenance = provenance
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _OUT:
+            self._provenance.reads(self._provenance._of(args))
+        return func(*args, **(kwargs or {}))
+
+
+_OUT = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__))
+"""What gives the values of a tensor to Python."""
+
+
+def _deciding(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Of what an operation is given, what decides by its values how much it makes; nothing for most operations."""
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return []
+    given = list(tensors((args, kwargs)))
+    masks = [tensor for tensor in given if tensor.dtype in (torch.bool, torch.uint8)]
+    return masks if func.overloadpacket is torch.ops.aten.index else given
+
+
+def _is_plain_change(was: Any, now: Any) -> bool:
+    """Whether something without tensors is in another's place."""
+    if now is was or next(tensors(now), None) is not None:
+        return False
+    return not (isinstance(now, _PLAIN) and isinstance(was, _PLAIN) and now == was)
+
+
+_PLAIN = (int, float, str, bytes)
+
+
+def _tell(module: nn.Module, kept: Mapping[str, Past], reads: Callable[[Past], None]) -> None:
+    """From now on `reads` is told when one of these attributes of a module is read."""
+    kind = type(module)
+
+    def get(self: nn.Module, name: str) -> Any:
+        if name in kept:
+            reads(kept[name])
+        return kind.__getattribute__(self, name)
+
+    module.__class__ = type(kind.__name__, (kind,), {"__getattribute__": get})
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:

@@ -15,6 +15,7 @@ skeleton of what crosses, later ones are tensors alone. A micro-batch without ro
 
 from __future__ import annotations
 
+import pickle
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -30,6 +31,7 @@ from meshwise.pipeline.backward import WeightBackward, backward_input
 from meshwise.pipeline.parcel import bones, pack, unpack
 from meshwise.pipeline.passes import counterpart
 from meshwise.pipeline.stage import Stage, StageError, signature
+from meshwise.tree import tensors
 
 
 @dataclass(frozen=True)
@@ -216,17 +218,22 @@ class _Walk:
         if key not in self._agreed:
             self._agreed[key] = skeleton
             return [(self._stages[stage].sends.index(name), value) for name, value in skeleton.items()]
-        if _described(skeleton) != _described(self._agreed[key]):
-            raise StageError(
-                f"stage {stage} sends something else for micro-batch {index} than for another one of the same shapes; "
-                "a pipeline needs a model in which the shapes of activations follow from those of the batch"
-            )
+        agreed = self._agreed[key]
+        now, before = _described(skeleton), _described(agreed)
+        for name in agreed:
+            if now[name] != before[name]:
+                raise StageError(
+                    f"stage {stage} sends as {name}, for micro-batch {index}, {_words(skeleton[name])}, and for "
+                    f"another one of the same shapes {_words(agreed[name])}; between micro-batches of the same shapes "
+                    "only the values of tensors may differ: shapes, dtypes, whether there is a gradient, and values "
+                    "that are no tensors have to be the same (a number that differs can be returned as a tensor)"
+                )
         return None
 
     def _send(self, action: Action) -> None:
-        rank, (header, tensors) = self._other_end(action), self._leaving.pop((action.kind, _place(action)))
+        rank, (header, parts) = self._other_end(action), self._leaving.pop((action.kind, _place(action)))
         sends = [] if header is None else self._world.send_value(header, axis="pp", to=rank)
-        sends += [self._world.send(part.contiguous(), axis="pp", to=rank) for part in tensors if part.numel()]
+        sends += [self._world.send(part.contiguous(), axis="pp", to=rank) for part in parts if part.numel()]
         self._sending[rank].append(sends)
 
     def _acknowledged(self) -> dict[Action, int]:
@@ -301,5 +308,14 @@ def _place_text(action: Action) -> str:
     return f"stage {action.stage}" + ("" if action.microbatch is None else f", micro-batch {action.microbatch}")
 
 
-def _described(skeleton: Mapping[str, Any]) -> Any:
-    return signature(skeleton), [bone.requires_grad for bone in bones(skeleton)]
+def _described(skeleton: Mapping[str, Any]) -> dict[str, Any]:
+    """What has to be the same of each value; which tensors are one, too, for that travels once."""
+    number = {id(bone): place for place, bone in enumerate(bones(skeleton))}
+    return {
+        name: (signature(value, other=pickle.dumps), [(number[id(one)], one.requires_grad) for one in tensors(value)])
+        for name, value in skeleton.items()
+    }
+
+
+def _words(value: Any) -> str:
+    return " ".join(repr(value).split()).replace("..., device='meta', ", "")

@@ -24,8 +24,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -291,12 +291,17 @@ class Route:
         return self._keys[position]
 
 
-def signature(tree: Any) -> Any:
-    """What the shapes of outputs may depend on, of the inputs: shapes, dtypes and plain values; hashable."""
+def signature(tree: Any, *, other: Callable[[Any], Hashable] = lambda value: type(value).__qualname__) -> Any:
+    """What the shapes of outputs may depend on, of the inputs: shapes, dtypes and plain values; hashable.
+
+    `other`: what stands for a value that is none of these.
+    """
     if isinstance(tree, Tensor):
         return (tuple(tree.shape), tree.dtype)
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return tuple((field.name, signature(getattr(tree, field.name), other=other)) for field in fields(tree))
     if isinstance(tree, Mapping):
-        return tuple((key, signature(value)) for key, value in tree.items())
+        return tuple((key, signature(value, other=other)) for key, value in tree.items())
     if isinstance(tree, tuple | list):
-        return tuple(map(signature, tree))
-    return tree if isinstance(tree, int | float | str | None) else type(tree).__qualname__
+        return tuple(signature(value, other=other) for value in tree)
+    return tree if isinstance(tree, int | float | str | None) else other(tree)

@@ -21,6 +21,7 @@ from meshwise.pipeline.stage import signature
 from meshwise.staged.engine import StagedEngine
 from meshwise.staged.keeper import Keeper, LiveStage
 from meshwise.sweep import Counted, Seen, Sums, Task, placed, scaled, zeros
+from meshwise.tree import map_tensors
 
 
 class StagedSweep:
@@ -39,6 +40,7 @@ class StagedSweep:
         """`rows_meet`: ranks share out the rows of one product."""
         self.lockstep = rows_meet or any(live.statistics.joined for live in stages.values())
         self.cut: Cut | None = cut
+        self._copies = cut.writes
         self._engine, self._stages, self._task = engine, stages, task
         self._world = engine.world
         zero = max(stage.engine.zero for stage in stages.values())
@@ -92,7 +94,7 @@ class StagedSweep:
 
     def predict(self, batch: Any) -> Any:
         """The output for a batch, which the last stage sends to the others."""
-        call = lambda model: self._task.forward(model, placed(batch, world=self._world))  # noqa: E731
+        call = lambda model: self._task.forward(model, self._given(batch))  # noqa: E731
         returned = self._runtime.run(self._forwards, jobs={0: Job(call, (signature(batch), False))})
         parcel = pack({"output": returned[0]}) if returned else None
         told = self._world.exchange(parcel and parcel.skeleton, axes="pp")
@@ -112,9 +114,14 @@ class StagedSweep:
             if part.rows is not None
         }
 
+    def _given(self, batch: Any) -> Any:
+        """A batch as a stage may have it."""
+        rows = placed(batch, world=self._world)
+        return map_tensors(torch.clone, rows) if self._copies else rows
+
     def _run(self, part: MicroBatch, sums: Sums, scale: float, model: nn.Module) -> Tensor:
         """Forward and loss of one micro-batch; only on the last stage it comes to an end, and counts."""
-        rows = placed(part.rows, world=self._world)
+        rows = self._given(part.rows)
         loss, count = call_loss(model, rows, forward=self._task.forward, loss=self._task.loss)
         if not part.counts:
             return scaled(loss, by=0.0)
