@@ -82,6 +82,21 @@ def test_nan_names_the_rank_the_micro_batch_and_the_parameters(zero: int, row: i
         run(2, main)
 
 
+def test_a_parameter_that_is_not_finite_itself_is_named() -> None:
+    def build() -> nn.Module:
+        model = Two().requires_grad_(requires_grad=False)
+        model.first.weight[0, 0] = math.nan
+        model.second.requires_grad_()
+        return model
+
+    def main(world: World) -> None:
+        trainer = parallelize(build, "dp=2 zero=3", world=world, loss=squares, lr=1e-2)
+        with pytest.raises(NonFiniteError, match=r"; parameters that are not finite themselves: first\.weight; the up"):
+            trainer.step(good())
+
+    run(2, main)
+
+
 @over_plans
 def test_a_step_that_raises_leaves_parameters_and_optimizer_as_they_were(plan: str) -> None:
     def main(world: World) -> None:

@@ -62,7 +62,8 @@ class SkipPolicy:
 
 
 def culprits(engine: Engine, *, run: Callable[[Callable[[int, Row, Tensor], None]], None]) -> str:
-    """Name the first parameters, ranks and micro-batches whose own gradient is not finite (a collective).
+    """Name the first parameters, ranks and micro-batches whose own gradient is not finite, and the parameters that are
+    not themselves (a collective).
 
     `run(arrival)` repeats this rank's forward and backward and calls `arrival(micro_batch, row, gradient)`.
     """
@@ -83,12 +84,15 @@ def culprits(engine: Engine, *, run: Callable[[Callable[[int, Row, Tensor], None
         for rank, number, first in found
         if number
     ]
+    broken = [name for name, value in engine.full_parameters() if not bool(torch.isfinite(value).all())]
+    more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
+    themselves = f"; parameters that are not finite themselves: {', '.join(broken[:3])}{more}" if broken else ""
     if not told:
-        return (
+        return themselves + (
             "; every rank's own gradients are finite when the step is run again, so their sum overflowed or the model "
             "is not deterministic"
         )
-    return f"; gradients that are not finite, nearest to the loss first: {'; '.join(told)}"
+    return f"; gradients that are not finite, nearest to the loss first: {'; '.join(told)}{themselves}"
 
 
 class RunningStatistics:

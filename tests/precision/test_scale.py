@@ -56,3 +56,10 @@ def test_a_batch_is_taken_to_count_what_its_smallest_tensor_holds() -> None:
 def test_a_scale_goes_through_json() -> None:
     scale = Scale(8.0, updates=3, overflows=1, patience=5, count=512.0)
     assert Scale.restored(json.loads(json.dumps(scale.state()))) == scale
+
+
+@pytest.mark.parametrize("value, patience", [(0.0, 1), (-2.0, 1), (math.nan, 1), (math.inf, 1), (1000.0, 1), (8.0, 0)])
+def test_a_scale_that_is_no_power_of_two_is_refused(value: float, patience: int) -> None:
+    """With 0, NaN or infinity no step would ever be applied."""
+    with pytest.raises(ValueError, match=f"a loss scale of {value:g} that .* after {patience} updates; give a power"):
+        Scale(value, patience=patience)
