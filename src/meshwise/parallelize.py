@@ -52,6 +52,7 @@ from meshwise.result import Recipe
 from meshwise.staged import LiveStage, StagedEngine, StagedSweep
 from meshwise.sweep import Sweep, Task, WholeSweep
 from meshwise.tensor.matmul import Streaming
+from meshwise.tensor.misfit import misfits_told
 from meshwise.tensor.parallelism import stream_width, tensor_parallel
 from meshwise.tensor.part import Part
 from meshwise.tensor.rules import Rules, find_parts
@@ -147,7 +148,7 @@ def parallelize(
     tiers = Tiers(plan.tiers, device=world.device, swap=options.swap)
     tier = activations(plan.tiers.activations, device=world.device, swap=options.swap, how=options.saving)
     around = Around(Blocks(plan, world=world, patterns=options.recomputed), tier)
-    forward = _computed(options.forward or default_forward, precision, world.device)
+    forward = _computed(_told(options.forward or default_forward, plan=plan), precision, world.device)
     task = Task(around.saved(forward), loss)
     setting = Setting(plan, world, options, task, Keeping(plan.zero, precision, tiers), around)
     with shortage_told(plan):
@@ -169,6 +170,16 @@ class Setting:
     task: Task
     keeping: Keeping
     around: Around
+
+
+def _told(forward: Forward, *, plan: Plan) -> Forward:
+    """The forward, which says what to change where the model does not fit what tensor parallelism gives it."""
+
+    def run(model: nn.Module, batch: Any) -> Any:
+        with misfits_told(model, plan=plan):
+            return forward(model, batch)
+
+    return forward if plan.tp == 1 else run
 
 
 def _computed(forward: Forward, precision: Precision, device: torch.device) -> Forward:

@@ -45,7 +45,7 @@ class Model(nn.Module):
             if self.between is not None and block is body.blocks[0]:
                 x = self.between(x)
         x = body.norm(x)
-        logits: Tensor = functional.linear(x, body.embedding.weight) if self.tied else body.head(x)
+        logits: Tensor = functional.linear(x, 2 * body.embedding.weight) if self.tied else body.head(x)
         return logits
 
 
@@ -60,7 +60,7 @@ def step(model: nn.Module, plan: str, rules: dict[str, str] | None = None) -> No
     run(2, main)
 
 
-def test_a_head_tied_by_use_is_refused() -> None:
+def test_what_is_computed_of_a_split_weight_is_refused() -> None:
     with pytest.raises(ValueError, match=r"embedding\.weight is split over the ranks of tp, and the forward computes"):
         step(Model(tied=True), "tp=2")
 

@@ -14,21 +14,25 @@ from meshwise.comm import gradient
 from meshwise.layout.layout import Layout
 from meshwise.model.table import Placement
 from meshwise.tensor.context import Context
-from meshwise.tensor.linear import DATA
+from meshwise.tensor.linear import DATA, Projection
 from meshwise.tensor.matmul import Moved
+from meshwise.tensor.part import Part
 from meshwise.tensor.scheme import Move
+from meshwise.tensor.tied import TableWeight
 
 
 class SplitTable:
     """An embedding bound to this rank: call it with the numbers and what the rank has of the table.
 
-    `shape`: of the full table, (vocabulary, features).
+    `shape`: of the full table, (vocabulary, features). While the model is `running`, its forward may multiply with it.
     """
 
     def __init__(self, context: Context, *, shape: tuple[int, int], padding_idx: int | None) -> None:
         lookup, world = context.scheme.embedding, context.world
         self.context = context
+        self.shape = shape
         self.size = shape[0]
+        self.running = False
         self.layout = Layout((lookup.vocabulary, lookup.features))
         own = self.layout.local(shape, mesh=world.mesh, rank=world.rank)
         self._first, self._count = own.offsets[0], own.sizes[0]
@@ -45,6 +49,16 @@ class SplitTable:
         """Where the table is stored."""
         scheme = self.context.scheme
         return Placement(self.layout, (*DATA, *(axis for axis in scheme.rows if axis not in scheme.embedding.w.axes)))
+
+    def follow(self, model: nn.Module) -> None:
+        """Know when this model is running."""
+        model.register_forward_pre_hook(lambda *_: setattr(self, "running", True), prepend=True)
+        model.register_forward_hook(lambda *_: setattr(self, "running", False), always_call=True)
+
+    def as_matrix(self, table: Tensor) -> Tensor:
+        """The table for a forward that multiplies with it."""
+        head = Projection(self.context, part=Part("head"), shape=self.shape)
+        return TableWeight(table, size=self.shape, head=lambda x, part: head.logits(x, weight=part))
 
     def __call__(self, numbers: Tensor, table: Tensor) -> Tensor:
         """(…) integers, this rank's rows, to (…, local features). Raises IndexError for one outside the vocabulary."""
@@ -83,6 +97,12 @@ class ShardedEmbedding(nn.Embedding):
 
     sharding: SplitTable
 
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The parameter; while the model runs, as a forward may use it."""
+        held: Tensor = self._parameters["weight"]  # type: ignore[assignment]
+        return self.sharding.as_matrix(held) if self.sharding.running else held
+
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
         """As the class it stands in front of, on what this rank has."""
-        return self.sharding(input, self.weight)
+        return self.sharding(input, self._parameters["weight"])  # type: ignore[arg-type]

@@ -82,6 +82,13 @@ class Projection:
             y = gradient.replicate(y, world=context.world, axes=product.features, dim=-1, sizes=self.out_sizes).wait()
         return y
 
+    def logits(self, x: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The same for a head: logits that are left split over the vocabulary; see `SplitLogits`."""
+        local, axes = self(x, weight, bias), self.product.features
+        if self.context.degree(axes) == 1:
+            return local
+        return SplitLogits(local, vocabulary=Vocabulary(self.context.world, axes, self.out_sizes))
+
     def _operand(self, x: Tensor) -> Operand:
         """What is multiplied when the module is given `x`: with others that read it, what arrived for all of them."""
         context = self.context
@@ -119,11 +126,7 @@ class ShardedHead(ShardedLinear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
         """As the class it stands in front of; see `SplitLogits`."""
-        local = super().forward(input)
-        context, axes = self.sharding.context, self.sharding.product.features
-        if context.degree(axes) == 1:
-            return local
-        return SplitLogits(local, vocabulary=Vocabulary(context.world, axes, self.sharding.out_sizes))
+        return self.sharding.logits(input, weight=self.weight, bias=self.bias)
 
 
 def _product(scheme: Scheme, part: Part) -> Product:

@@ -81,7 +81,7 @@ class SplitLogits(Tensor):
     ) -> Any:
         """Stay split where that can be, else use whole logits."""
         given = dict(kwargs or {})
-        if func in _ABOUT:
+        if func in ABOUT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **given)
         first = args[0] if args else given.get("input")
@@ -193,7 +193,7 @@ def _cross_entropy(x: SplitLogits, _func: Any, args: tuple[Any, ...], given: dic
 
 
 _IN_PLACE = tuple(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"))
-_ABOUT = frozenset(
+ABOUT = frozenset(
     {
         *(
             getattr(Tensor, name).__get__
@@ -206,6 +206,8 @@ _ABOUT = frozenset(
         *(getattr(Tensor, name) for name in ("is_floating_point", "is_complex", "get_device")),
     }
 )
+"""What tells of a tensor and computes nothing."""
+
 _OF_THE_PART = frozenset(
     {
         *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "_version")),

@@ -163,6 +163,7 @@ class _Split:
         rows, features = _matrix(module, name).shape
         table = SplitTable(self._outside, shape=(rows, features), padding_idx=getattr(module, "padding_idx", None))
         _become(module, ShardedEmbedding, sharding=table, inside=not computes_as(module, kind=nn.Embedding))
+        table.follow(self._root)
         self._placed[f"{name}.weight"] = table.placement
         if part.whole_features:
             region.leave_features(module, context=self._outside, features=features)
@@ -179,6 +180,8 @@ class _Split:
             _require_plain_embedding(module, name)
         if isinstance(module, CONVOLUTIONS) and part.role == "patches" and context.degree(axes) > 1:
             region.share_channels(module, context=context, axes=axes)
+        elif part.role == "patches" and module is not None and context.degree(axes) > 1:
+            region.share_input(module, context=context, axes=axes)
         if inner and isinstance(module, BatchNorm):
             sizes = context.sizes(Layout((axes,), cuts=(part.cut,)), size=module.num_features, axes=axes)
             _become(module, ShardedBatchNorm, sharding=SplitStatistics(context.world, axes, sizes))

@@ -138,9 +138,18 @@ def share_channels(convolution: Convolution, *, context: Context, axes: Axes) ->
     def share(x: Tensor) -> Tensor:
         if x.size(dim) != channels:
             return gradient.all_gather(x, world=context.world, axes=axes, dim=dim, sizes=sizes).wait()
-        return gradient.copy(x, world=context.world, axes=axes).wait() if x.requires_grad else x
+        return _copied(x, context=context, axes=axes)
 
     _change_input(convolution, share)
+
+
+def share_input(module: nn.Module, *, context: Context, axes: Axes) -> None:
+    """Let every rank along `axes` use the same input in its own way: its gradients are summed."""
+    _change_input(module, functools.partial(_copied, context=context, axes=axes))
+
+
+def _copied(x: Tensor, *, context: Context, axes: Axes) -> Tensor:
+    return gradient.copy(x, world=context.world, axes=axes).wait() if x.requires_grad else x
 
 
 def to_inner_rows(x: Tensor, *, context: Context) -> Tensor:

@@ -110,7 +110,7 @@ def find_parts(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -> 
     _refuse_unplaced(module, parts, structure=structure)
     split = [each for each in structure.attentions if each.name not in whole and not _lies_in(each.name, holders=whole)]
     refuse_misfits(split, plan=plan, sharing=sharing)
-    parts = whole_outside(parts, plan=plan)
+    parts = whole_outside(parts, plan=plan, adds=structure.adds_tables)
     refuse_modes(parts, modules=structure.modules, plan=plan, width=structure.width)
     return parts
 

@@ -71,6 +71,16 @@ class Structure:
         """The attentions that were found, with their heads."""
         return tuple(self._pairs.attentions)
 
+    @property
+    def adds_tables(self) -> bool:
+        """Whether outside of the blocks there is a buffer as wide as the stream, which its forward adds all of."""
+        return any(
+            buffer.is_floating_point() and buffer.dim() > 1 and buffer.size(-1) == self.width
+            for name, module in self.modules.items()
+            if not self._in_block(name) and not isinstance(module, BatchNorm)
+            for buffer in module.buffers(recurse=False)
+        )
+
     def reason(self, name: str) -> str:
         """Why a parameter has no part, in brackets, where that is known."""
         return next((f"  ({self._reasons[holder]})" for holder in _holders(name) if holder in self._reasons), "")

@@ -1,0 +1,93 @@
+"""A table that a forward multiplies with: a head tied by use, not by registration.
+
+    return functional.linear(x, self.embedding.weight)          return x @ self.embedding.weight.T
+
+No module is called there that could play a part. So while the model runs, a split embedding hands out its weight as a
+`TableWeight`: it has the table's full shape, and a product with it is the head's, which leaves the logits split.
+Whatever else is computed with it is computed with what this rank has, and refused by `first_forward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from meshwise.tensor.logits import ABOUT
+
+_FLIPS = frozenset({Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__})  # type: ignore[attr-defined]
+_EXCHANGES = frozenset({Tensor.transpose, torch.transpose, Tensor.swapaxes})
+_CONVERSIONS = frozenset(getattr(Tensor, name) for name in ("to", "float", "double", "half", "bfloat16", "type_as"))
+_PRODUCTS = frozenset({Tensor.matmul, torch.matmul, Tensor.__matmul__, Tensor.mm, torch.mm})
+
+
+class TableWeight(Tensor):
+    """This rank's part of a table of `size` rows and features, as a tensor of its full shape.
+
+    `head` computes this rank's logits from the stream and the part; `flipped`: it stands as (features, rows).
+    """
+
+    own: Tensor
+    head: Callable[[Tensor, Tensor], Tensor]
+    flipped: bool
+
+    @staticmethod
+    def __new__(
+        cls, own: Tensor, *, size: tuple[int, ...], head: Callable[[Tensor, Tensor], Tensor], flipped: bool = False
+    ) -> TableWeight:
+        """`own`: this rank's part of a table of this `size`, in the table's order."""
+        shape = size[::-1] if flipped else size
+        self: TableWeight = Tensor._make_wrapper_subclass(cls, shape, dtype=own.dtype, device=own.device)
+        self.own, self.head, self.flipped = own, head, flipped
+        return self
+
+    def _like(self, own: Tensor, *, flipped: bool) -> TableWeight:
+        size = self.shape[::-1] if self.flipped else self.shape
+        return TableWeight(own, size=tuple(size), head=self.head, flipped=flipped)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"TableWeight({tuple(self.shape)}, this rank has {tuple(self.own.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """A product is the head's; anything else is computed with what this rank has."""
+        given = dict(kwargs or {})
+        if func in ABOUT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **given)
+        first, second = (*args, None, None)[:2]
+        if isinstance(first, TableWeight):
+            if func in _FLIPS or (func in _EXCHANGES and _swaps(args[1:])):
+                return first._like(first.own, flipped=not first.flipped)
+            if func in _CONVERSIONS:
+                return first._like(func(first.own, *args[1:], **given), flipped=first.flipped)
+        if isinstance(second, TableWeight) and not isinstance(first, TableWeight):
+            if func is functional.linear and not second.flipped:
+                bias = given.get("bias", args[2] if len(args) > 2 else None)
+                logits = second.head(first, second.own)
+                return logits if bias is None else logits + bias
+            if func in _PRODUCTS and second.flipped:
+                return second.head(first, second.own)
+        args, given = pytree.tree_map_only(TableWeight, _part, (args, given))
+        return func(*args, **given)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Below autograd there is nothing left to choose. Raises RuntimeError."""
+        raise RuntimeError(f"{func} got a table that is split over the ranks; call the embedding, or multiply with it")
+
+
+def _part(weight: TableWeight) -> Tensor:
+    return weight.own.t() if weight.flipped else weight.own
+
+
+def _swaps(dims: tuple[Any, ...]) -> bool:
+    return {dim % 2 for dim in dims if isinstance(dim, int)} == {0, 1}

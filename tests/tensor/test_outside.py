@@ -1,0 +1,83 @@
+"""What a model does with the stream outside of its blocks: a head tied by use, tables of its own, detours."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meshwise.comm.world import World
+from meshwise.parallelize import Options, parallelize
+from meshwise.plan import Plan
+from meshwise.reference import next_token_loss
+from meshwise.testing import agree, alone, outcome, run
+from tensor.plain import gpt
+
+WIDTH, WORDS, TOKENS = 16, 24, 6
+
+
+class Model(nn.Module):
+    """Blocks of the reference GPT between what a test wants: a `head` that is a module or a product with the table's
+    weight, positions that are a buffer or a parameter, and a detour through another width.
+    """
+
+    def __init__(self, *, head: str = "module", positions: str = "", detour: bool = False) -> None:
+        super().__init__()
+        body = gpt()
+        self.embedding, self.blocks = body.embedding, body.blocks
+        self.norm = nn.LayerNorm(WIDTH)
+        self.how = head
+        self.head = nn.Linear(WIDTH, WORDS) if head == "module" else None
+        table = torch.randn(1, TOKENS + 2, WIDTH)
+        if positions == "buffer":
+            self.register_buffer("positions", table)
+        else:
+            self.positions = nn.Parameter(table) if positions else None
+        self.detour = nn.Sequential(nn.Linear(WIDTH, 12), nn.Tanh(), nn.Linear(12, WIDTH)) if detour else None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embedding(tokens)
+        if self.positions is not None:
+            x = x + self.positions[:, : tokens.size(1)]
+        if self.detour is not None:
+            x = x + self.detour(x)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        if self.head is not None:
+            return self.head(x)  # type: ignore[no-any-return]
+        weight = self.embedding.weight
+        if self.how == "linear":
+            return functional.linear(x, weight.to(x.dtype))
+        return x @ (weight.transpose(0, 1) if self.how == "transpose" else weight.T)
+
+
+TIED = [Model(head="linear"), Model(head="T"), Model(head="transpose")]
+GRIDS = [Model(positions="buffer"), Model(detour=True), Model(positions="buffer", head="linear", detour=True)]
+
+
+@pytest.mark.parametrize(
+    "plan, model",
+    [
+        *(("tp=2", model) for model in TIED),
+        *(("tp=2 sequence_parallel=1 dp=2 zero=3", model) for model in TIED[:1]),
+        *(("tp=4 tp_mode=2d", model) for model in (*TIED[:1], *GRIDS)),
+        ("tp=8 tp_mode=3d", GRIDS[1]),
+        ("tp=2 pp=2 microbatches=2", GRIDS[2]),
+    ],
+)
+def test_the_model_is_the_same(plan: str, model: Model) -> None:
+    model = copy.deepcopy(model).double()
+    tokens = torch.randint(0, WORDS, (8, TOKENS + 1), generator=torch.Generator().manual_seed(1))
+    batches = [(tokens[:, :-1], tokens[:, 1:])]
+
+    def main(world: World) -> Any:
+        options = Options(example=batches[0])
+        trainer = parallelize(copy.deepcopy(model), plan, loss=next_token_loss, world=world, lr=1e-2, options=options)
+        return outcome(trainer, batches=batches)
+
+    expected = alone(model, loss=next_token_loss, batches=batches, lr=1e-2)
+    for found in run(Plan.parse(plan).mesh().size, main):
+        agree(found, expected, bound=1e-9)
