@@ -1,5 +1,6 @@
 """Tensors that rest in a file: what is written is read, by whichever way, and what goes wrong is told."""
 
+import errno
 import fcntl
 import gc
 import multiprocessing
@@ -121,6 +122,25 @@ def test_a_full_disk_is_told_before_anything_is_written(file: SwapFile) -> None:
     with pytest.raises(TierError, match=r"has no room for tensors at rest: .*; \d+ bytes are needed beside"):
         file.allocate(1 << 50, dtype=torch.float32)
     assert file.allocate(3, dtype=torch.float32).tolist() == [0, 0, 0]
+
+
+def test_a_process_whose_files_may_not_grow_far_maps_what_it_needs(
+    file: SwapFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is reserved fits; the larger region that is mapped ahead does not."""
+    real, most = os.ftruncate, 64 * BLOCK
+
+    def limited(descriptor: int, length: int) -> None:
+        if length > most:
+            raise OSError(errno.EFBIG, "File too large")
+        real(descriptor, length)
+
+    monkeypatch.setattr(os, "ftruncate", limited)
+    first = file.allocate(1, dtype=torch.float32)
+    file._room = file._room[:0]
+    second = file.allocate(BLOCK, dtype=torch.float32)
+    second.fill_(2)
+    assert (first.tolist(), file.place(second) - file.place(first)) == ([0], BLOCK)
 
 
 def test_a_file_that_was_cut_is_told(file: SwapFile) -> None:

@@ -127,7 +127,10 @@ class SwapFile:
         size = max(1, -(-numel * dtype.itemsize // BLOCK)) * BLOCK
         self._reserve(size)
         if size > self._room.numel():
-            self._map(max(size, self.size, REGION))
+            try:
+                self._map(max(size, self.size, REGION))
+            except OSError:  # a process may be limited in how long its files are, or in what it maps
+                self._map(size)
         tensor, self._room = self._room[: numel * dtype.itemsize].view(dtype), self._room[size:]
         self.size += size
         return tensor
