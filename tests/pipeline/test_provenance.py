@@ -207,6 +207,44 @@ def test_so_is_what_a_piece_changes(bare: bool) -> None:
     is_the_model(model, example, cut(model, at="layers.0", bare=bare))
 
 
+class Looks(nn.Module):
+    """What it computes depends on a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        return out * 2 if out.sum().item() > 0 else out
+
+
+def test_a_piece_that_looks_at_values_is_cut_with_them_and_refused_without() -> None:
+    def plain(embedding: Any, layers: Any, x: Tensor) -> Any:
+        return through(layers, embedding(x))
+
+    model = made(lambda: Model(plain, Looks(), *linears(3)))
+    is_the_model(model, example, cut(model))
+    with pytest.raises(CutError, match=r"(?s)layers.0 cannot run without values: .*\.item.* Give the module itself"):
+        cut(model, bare=True)
+
+
+def hooked(embedding: Any, layers: Any, x: Tensor) -> Any:
+    """As the models of transformers collect what their attention gives."""
+    found: list[Tensor] = []
+    hooks = [layer[0].register_forward_hook(lambda _layer, _given, out: found.append(out.sum())) for layer in layers]
+    x = through(layers, embedding(x))
+    for hook in hooks:
+        hook.remove()
+    return x + sum(found)
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_so_is_what_hooks_collect_inside_of_pieces(bare: bool) -> None:
+    with pytest.raises(CutError, match=r"layers.2: the result needs what layers.0 does beside returning its output"):
+        cut(made(lambda: Model(hooked)), bare=bare)
+
+
 def test_what_a_piece_keeps_for_itself_is_its_own() -> None:
     def alone(embedding: Any, layers: Any, x: Tensor) -> Any:
         x = embedding(x)

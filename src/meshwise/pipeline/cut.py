@@ -38,6 +38,9 @@ class Where:
     `auto` opens blocks where boundaries inside of them make a difference, and traces when there are not enough
     pieces."""
 
+    made: Cut | None = field(default=None, compare=False, repr=False)
+    """A cut that was made of the same model in the same way, and is not made again."""
+
     def __post_init__(self) -> None:
         if self.how not in ("auto", "blocks", "trace"):
             raise CutError(f"how={self.how!r}: a model is cut by its 'blocks', by its 'trace', or by what fits, 'auto'")
@@ -212,6 +215,8 @@ def cut_model(model: nn.Module, *, stages: int, call: Call, wish: Wish = Wish())
     if wish.schedule is not None and wish.schedule.stages != stages:
         raise CutError(f"the schedule has {wish.schedule.stages} stages, the cut {stages}")
     where, timed = wish.where, wish.by == "time"
+    if where.made is not None and where.made.stages == stages:
+        return where.made
     if where.how == "trace":
         return _cut_trace(model, call, stages, wish)
     opening = where.how == "auto" and not where.pieces and not (where.at and _are_pieces(where.at, model))
@@ -287,7 +292,8 @@ def _refuse_effects(seen: Seen, bounds: Sequence[int]) -> None:
                 f"a stage cannot begin at {seen.steps[bound].key}: {user} needs what {piece} does beside returning its "
                 "output (it changes a tensor that it was given, or puts something into a list, a mapping or an "
                 "attribute); "
-                f"let {piece} return that, or say where stages begin, none between the two: Options(cut=Where(at=…))"
+                f"let {piece} return that, or say where stages begin, none between the two: Options(cut=Where(at=…)). "
+                "A model of transformers does so with output_attentions and output_router_logits: leave them out"
             )
 
 

@@ -231,16 +231,27 @@ class _Watched:
             output, step = self._step(key, self._module, given)
         else:
             put, inputs = partial(as_zeros, device=device), on_meta(given)
+            _share_hooks(self._module, other=self._shadow)
             with (
                 watch.followed.given(given, held=inputs, key=key, put=put),
                 watch.followed.in_place_of(self._module, held=self._shadow, key=key, put=put),
             ):
-                output, step = self._step(key, self._shadow, inputs)
+                output, step = self._without_values(key, self._shadow, inputs)
             output = put(output)
         watch.steps.append(dataclasses.replace(step, past=past | step.past))
         output = watch.output(output, key=key, made=self._shadow is not None)
         watch.since = Tail(output)
         return output
+
+    def _without_values(self, key: str, shadow: nn.Module, inputs: tuple[Any, Any]) -> tuple[Any, Step]:
+        try:
+            return self._step(key, shadow, inputs)
+        except RuntimeError as error:
+            raise CutError(
+                f"{key} cannot run without values: {error}\nA model that is given as a function is cut on the meta "
+                f"device. Give the module itself, or let {key} ask for no values (of a mixture of transformers, "
+                "experts_implementation='batched_mm' asks for none)"
+            ) from error
 
     def _step(self, key: str, module: nn.Module, inputs: tuple[Any, Any]) -> tuple[Any, Step]:
         watch, parameters = self._watch, self._watch.parameters[self._name]
@@ -251,6 +262,12 @@ class _Watched:
         output, took, used = _own_forward(module, key, watch, inputs=inputs)
         alike = _described(output) == _described(next(tensors(inputs), None))
         return output, Step(key, self._name, parameters, used, size(output), took, alike)
+
+
+def _share_hooks(module: nn.Module, *, other: nn.Module) -> None:
+    """A copy has the hooks of a module, with those that were put on since it was made: some models do as they run."""
+    for one, copy in zip(module.modules(), other.modules(), strict=True):
+        vars(copy).update((name, held) for name, held in vars(one).items() if "hooks" in name)
 
 
 _WITH_BACKWARD = 3.0

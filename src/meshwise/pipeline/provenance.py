@@ -269,7 +269,8 @@ def _tell(module: nn.Module, kept: Mapping[str, Past], reads: Callable[[Past], N
             reads(kept[name])
         return kind.__getattribute__(self, name)
 
-    module.__class__ = type(kind.__name__, (kind,), {"__getattribute__": get})
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    module.__class__ = type(kind.__name__, (kind,), names | {"__getattribute__": get})
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
