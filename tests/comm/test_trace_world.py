@@ -1,12 +1,22 @@
 """One rank of a world of any size."""
 
 import time
+from typing import Any
 
 import pytest
 import torch
 
 from meshwise.comm.trace_world import TraceWorld
 from meshwise.mesh import Mesh
+from meshwise.model.dispatch import TorchDispatchMode
+
+
+class _Operations(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 def test_a_rank_of_65536_is_traced_at_once_on_meta_tensors() -> None:
@@ -31,6 +41,20 @@ def test_a_rank_of_65536_is_traced_at_once_on_meta_tensors() -> None:
         ("barrier", ("pp", "dp", "tp"), 0, ""),
     ]
     assert stamps[0].site.startswith("comm/test_trace_world.py:")
+
+
+def test_a_call_takes_as_many_operations_whatever_the_number_of_ranks() -> None:
+    """On meta; a rehearsal sees every operation."""
+    counts = []
+    for ranks in (4, 512):
+        world, whole = TraceWorld(rank=1, mesh=Mesh.of(dp=ranks)), torch.empty(1 << 20, device="meta")
+        parts = [torch.empty(2, 3, device="meta") for _ in range(ranks)]
+        with _Operations() as seen:
+            world.all_gather(whole[: (1 << 20) // ranks], into=whole, axes="dp").wait()
+            world.reduce_scatter(whole, into=whole[: (1 << 20) // ranks], axes="dp").wait()
+            world.all_gather(parts[0], into=parts, axes="dp").wait()
+        counts.append(seen.count)
+    assert counts[0] == counts[1] > 0
 
 
 def test_on_real_tensors_the_other_ranks_give_zeros() -> None:

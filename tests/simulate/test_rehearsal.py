@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
 from meshwise.parallelize import parallelize
+from meshwise.pipeline import cut
+from meshwise.pipeline.probe import probe
+from meshwise.pipeline.seen import Seen
 from meshwise.plan import Plan, PlanError
 from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.simulate.clock import forward_flops
@@ -51,6 +54,18 @@ def _called(world: World, plan: str, stages: int) -> list[tuple[str, tuple[str, 
         trainer.step(subject.batch)
     # A receive is posted ahead of its own action, during any other; what is received is what another rank sends.
     return [(stamp.kind, stamp.axes, stamp.bytes) for stamp in stamps if stamp.kind != "recv"]
+
+
+def test_a_model_is_looked_at_once_to_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[nn.Module] = []
+
+    def watched(model: nn.Module, **rest: Any) -> Seen:
+        seen.append(model)
+        return probe(model, **rest)
+
+    monkeypatch.setattr(cut, "probe", watched)
+    rehearse(gpt_subject(_small(2), stages=2), plan="pp=2 microbatches=2 partition=params", ranks=2)
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TypeAlias
 
 from torch import Tensor
@@ -21,14 +21,25 @@ def flat(x: Tensor) -> Tensor:
 
 
 def split(x: Parts, size: int) -> list[Tensor]:
-    """`x` as `size` flat parts: equal slices (views) of one tensor, or the given parts. Raises ValueError otherwise."""
+    """`x` as `size` flat parts: equal slices (views) of one tensor, or the given parts. Raises ValueError otherwise.
+
+    On meta, where there are no values, one view stands for all parts that are alike.
+    """
     if isinstance(x, Tensor):
         if x.numel() % size:
             raise ValueError(f"{x.numel()} elements do not divide into {size} equal parts; pass a list of parts")
-        return list(flat(x).tensor_split(size))
+        whole = flat(x)
+        return [whole[: x.numel() // size]] * size if x.is_meta else list(whole.tensor_split(size))
     if len(x) != size:
         raise ValueError(f"{len(x)} parts for a group of {size} ranks")
-    return [flat(part) for part in x]
+    known: dict[Hashable, Tensor] = {}
+    found: list[Tensor] = []
+    for part in x:
+        like = (part.shape, part.stride(), part.dtype) if part.is_meta else id(part)
+        if like not in known:
+            known[like] = flat(part)
+        found.append(known[like])
+    return found
 
 
 def fit(x: Tensor, *, part: Tensor) -> None:

@@ -35,6 +35,15 @@ from meshwise.simulate.tape import Category, Entry, Memory, Operation, Segment
 from meshwise.tree import tensors
 
 
+@dataclass
+class _Watched:
+    """Memory that may grow and shrink."""
+
+    storage: torch.UntypedStorage
+    bytes: int
+    """When it was last looked at."""
+
+
 class Recorder:
     """What one rank has done so far. Its `entries` are in order, each with what the journal says the rank was at."""
 
@@ -43,7 +52,7 @@ class Recorder:
         self._entries: list[tuple[str, Entry]] = []
         self._sizes: dict[int, tuple[Category, int, bool]] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._watched: list[torch.UntypedStorage] = []
+        self._watched: dict[int, _Watched] = {}
         self._holders: dict[int, int] = {}
         self._borrowed: set[int] = set()
         self._left: deque[int] = deque()
@@ -101,8 +110,7 @@ class Recorder:
         """Count the memory of a tensor that may grow and shrink."""
         self.allocated(tensor, category=category)
         storage = tensor.untyped_storage()
-        if all(known._cdata != storage._cdata for known in self._watched):
-            self._watched.append(storage)
+        self._watched.setdefault(storage._cdata, _Watched(storage, storage.nbytes()))
 
     def elsewhere(self, tensor: Tensor) -> None:
         """Do not count the memory of a tensor that takes none where the rank computes."""
@@ -124,11 +132,14 @@ class Recorder:
 
     def look(self) -> None:
         """Notice which of the watched tensors have grown or shrunk: no operation tells of it."""
-        for storage in self._watched:
-            category, size, host = self._sizes[storage._cdata]
-            if (now := self._part(storage)) != size:
-                self.note(Memory(category, now - size, host, fresh=int(now > size)))
-                self._sizes[storage._cdata] = (category, now, host)
+        for watched in self._watched.values():
+            if (whole := watched.storage.nbytes()) == watched.bytes:
+                continue
+            watched.bytes = whole
+            category, size, host = self._sizes[watched.storage._cdata]
+            now = self._part(watched.storage)
+            self.note(Memory(category, now - size, host, fresh=int(now > size)))
+            self._sizes[watched.storage._cdata] = (category, now, host)
 
     def _part(self, storage: torch.UntypedStorage) -> int:
         """The bytes of a storage that are this rank's."""
@@ -164,7 +175,9 @@ class _Known:
     """What an operation on tensors of these shapes costs, and what it returns: sizes, strides and dtypes."""
 
     operation: Operation | None
-    outputs: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
+    outputs: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype] | None, ...]
+    """None where it returns none."""
+
     single: bool
 
 
@@ -188,17 +201,23 @@ class Operations(TorchDispatchMode):
         key = (func, _described(args), _described(tuple(kwargs.items()))) if makes_anew(func) else None
         known = self._memo.get(key) if key else None
         if known is not None:
-            made = tuple(torch.empty_strided(*each[:2], dtype=each[2], device="meta") for each in known.outputs)
+            made = tuple(
+                each and torch.empty_strided(*each[:2], dtype=each[2], device="meta") for each in known.outputs
+            )
             self._recorder.saw(known.operation, output=made)
             return made[0] if known.single else made
         output = func(*args, **kwargs)
         cost = None if moves_nothing(func) else operation(func, args=args, kwargs=kwargs, output=output)
         self._recorder.saw(cost, output=output)
         outputs = [output] if isinstance(output, Tensor) else output
-        if key and isinstance(outputs, list | tuple) and all(isinstance(t, Tensor) and t.is_meta for t in outputs):
-            described = tuple((t.size(), t.stride(), t.dtype) for t in outputs)
+        if key and isinstance(outputs, list | tuple) and all(t is None or _is_meta(t) for t in outputs):
+            described = tuple(None if t is None else (t.size(), t.stride(), t.dtype) for t in outputs)
             self._memo[key] = _Known(cost, described, isinstance(output, Tensor))
         return output
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
 
 
 def _described(value: Any) -> Any:

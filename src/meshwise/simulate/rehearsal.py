@@ -213,7 +213,7 @@ def _kinds(source: Source, schedule: Schedule, plan: Plan, options: Options) -> 
         return tuple(range(plan.pp)), options  # for the real code to say
     if cut.trace is None:
         at = tuple(cut.keys[bound] for bound in cut.bounds[1:-1])
-        options = dataclasses.replace(options, cut=dataclasses.replace(options.cut, at=at))
+        options = dataclasses.replace(options, cut=dataclasses.replace(options.cut, at=at, made=cut))
     return alike(source.module, cut=cut, schedule=schedule), options
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 
 from torch import nn
 
@@ -38,14 +39,14 @@ def only_read_by(module: nn.Module, *, children: Collection[str], others: Collec
     harmless |= _asked_for_sizes(definition)
     looped = _looped_over(definition, itself)
     readers: dict[str, set[str]] = {given: set(), also: set()}
-    for node in ast.walk(definition):
+    for node in _nodes(definition):
         if isinstance(node, ast.Call) and len(node.args) == 1 and isinstance(node.args[0], ast.Name):
             called, name = _children_called(node.func, itself, looped), node.args[0].id
             if called and name in readers and called <= {*children, *others}:
                 readers[name] |= called
                 harmless.add(id(node.args[0]))
     read = readers[given] if others else readers[given] | readers[also]
-    loads = [node for node in ast.walk(definition) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    loads = [node for node in _nodes(definition) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
     return read == set(children) and all(id(node) in harmless for node in loads if node.id in readers)
 
 
@@ -57,11 +58,11 @@ def sizes_unused(module: nn.Module) -> bool:
     if definition is None:
         return False
     given, asked = definition.args.args[1].arg, _asked_for_sizes(definition)
-    for call in [node for node in ast.walk(definition) if isinstance(node, ast.Call)]:
+    for call in [node for node in _nodes(definition) if isinstance(node, ast.Call)]:
         called = _children_called(call.func, definition.args.args[0].arg, {})
         if any(inspect.isfunction(getattr(type(module), name, None)) for name in called):
             asked |= {id(argument) for argument in (*call.args, *(word.value for word in call.keywords))}
-    return not any(id(node) in asked for node in ast.walk(definition) if _is_named(node, given))
+    return not any(id(node) in asked for node in _nodes(definition) if _is_named(node, given))
 
 
 def splits_by_width(module: nn.Module) -> bool:
@@ -76,21 +77,19 @@ def splits_by_width(module: nn.Module) -> bool:
     given = definition.args.args[1].arg
     names = {
         node.targets[0].elts[-1].id
-        for node in ast.walk(definition)
+        for node in _nodes(definition)
         if isinstance(node, ast.Assign)
         and isinstance(node.targets[0], ast.Tuple)
         and isinstance(node.targets[0].elts[-1], ast.Name)
         and _is_sizes_of(node.value, given)
     }
     harmless: set[int] = set()
-    for node in ast.walk(definition):
+    for node in _nodes(definition):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _RESHAPING:
             harmless |= {id(argument) for argument in node.args}
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
             harmless.add(id(node.left))
-    uses = [
-        n for n in ast.walk(definition) if isinstance(n, ast.Name) and n.id in names and isinstance(n.ctx, ast.Load)
-    ]
+    uses = [n for n in _nodes(definition) if isinstance(n, ast.Name) and n.id in names and isinstance(n.ctx, ast.Load)]
     return bool(uses) and all(id(node) in harmless for node in uses)
 
 
@@ -103,7 +102,7 @@ def _is_sizes_of(node: ast.expr, name: str) -> bool:
 
 def _second_names(definition: ast.FunctionDef, given: str) -> tuple[str, set[int]]:
     """The name of what is `given` or something else, as the forward decides; and where it says so."""
-    for node in ast.walk(definition):
+    for node in _nodes(definition):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.IfExp) and isinstance(node.targets[0], ast.Name):
             either = [branch for branch in (node.value.body, node.value.orelse) if _is_named(branch, given)]
             if either:
@@ -113,7 +112,7 @@ def _second_names(definition: ast.FunctionDef, given: str) -> tuple[str, set[int
 
 def _looped_over(definition: ast.FunctionDef, itself: str) -> dict[str, set[str]]:
     """Names that stand for one child after the other: `linear`, in `for linear in (self.q, self.k, self.v)`."""
-    loops = [node for node in ast.walk(definition) if isinstance(node, ast.For | ast.comprehension)]
+    loops = [node for node in _nodes(definition) if isinstance(node, ast.For | ast.comprehension)]
     return {
         node.target.id: {entry.attr for entry in node.iter.elts if isinstance(entry, ast.Attribute)}
         for node in loops
@@ -139,8 +138,14 @@ def _forward(module: nn.Module) -> ast.FunctionDef | None:
     return definition if isinstance(definition, ast.FunctionDef) and len(definition.args.args) > 1 else None
 
 
+@lru_cache(256)
+def _nodes(definition: ast.FunctionDef) -> tuple[ast.AST, ...]:
+    """All of a definition. A model has many modules of one class."""
+    return tuple(ast.walk(definition))
+
+
 def _asked_for_sizes(definition: ast.FunctionDef) -> set[int]:
-    attributes = [node for node in ast.walk(definition) if isinstance(node, ast.Attribute)]
+    attributes = [node for node in _nodes(definition) if isinstance(node, ast.Attribute)]
     return {id(node.value) for node in attributes if node.attr in _OF_ITS_SHAPE}
 
 
