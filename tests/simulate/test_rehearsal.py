@@ -249,3 +249,16 @@ class _Placeless(nn.Module):
 def test_a_model_and_a_loss_that_name_no_device_are_rehearsed(plan: str) -> None:
     subject = Subject(_Placeless, lambda y, x: ((y - torch.zeros(4)).sum(), len(x)), torch.ones(8, 4))
     assert rehearse(subject, plan=plan, ranks=2).step(0)
+
+
+class _Looks(_Placeless):
+    """Reads a value of its batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if bool((x > 0).all()) else -x)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "pp=2 microbatches=2"])
+def test_a_model_that_asks_for_values_is_told_that_there_are_none(plan: str) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)meta tensors.*A rehearsal's tensors have no values"):
+        rehearse(Subject(_Looks, loss, torch.ones(8, 4)), plan=plan, ranks=2)

@@ -11,12 +11,13 @@ Whatever the code refuses, it refuses here, with the same words.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -175,7 +176,8 @@ def rehearse(
     forward = _without_values(subject.options.forward or default_forward)
     options = dataclasses.replace(subject.options, example=batch, forward=forward)
     source = shapes_of(subject.model, seed=options.seed)
-    like, options = _kinds(source, schedule, plan, options)
+    with _told_of_values():
+        like, options = _kinds(source, schedule, plan, options)
     subject_here = dataclasses.replace(subject, options=options, batch=batch, loss=_without_values(subject.loss))
     part = _Part(subject_here, plan, _alike(schedule), source, device, Stages(like), shared)
     ranks_run = sorted(set(like))
@@ -183,9 +185,27 @@ def rehearse(
         futures = {index: threads.submit(part.tape, index) for index in ranks_run}
     failures = [failure for failure in (future.exception() for future in futures.values()) if failure is not None]
     for failure in sorted(failures, key=lambda one: isinstance(one, threading.BrokenBarrierError)):
-        raise failure
+        with _told_of_values():
+            raise failure
     tokens = next(tree.tensors(subject.batch)).numel()
     return Rehearsal(plan, rows, tokens, schedule, tuple(futures[index].result() for index in like), device)
+
+
+_NO_VALUES = """\
+A rehearsal's tensors have no values, and the model seems to ask for some. Those of transformers do for their masks, but
+for attn_implementation='eager' with an attention_mask in the batch, and mixtures among them for their experts, but for
+experts_implementation='batched_mm'."""
+
+
+@contextlib.contextmanager
+def _told_of_values() -> Iterator[None]:
+    """What torch says of a value that is asked for and is not there, with what that means here."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "meta" in str(error):
+            error.add_note(_NO_VALUES)
+        raise
 
 
 def _without_values(call: Callable[..., Any]) -> Callable[..., Any]:
