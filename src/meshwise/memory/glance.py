@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from meshwise.model.dispatch import unseen
+
 _ELEMENTS = 64
 _FEW = 1 / 16
 _LITTLE = 0.05
@@ -21,11 +23,12 @@ def glance(tensor: Tensor) -> Tensor | None:
     """Some elements, evenly spread; None of a tensor that has no values, or not where its shape says."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
         return None
-    values, count = tensor.detach(), tensor.numel()
-    if count <= _ELEMENTS:
-        return values.flatten().clone()
-    places = torch.arange(_ELEMENTS, device=tensor.device) * (count - 1) // (_ELEMENTS - 1)
-    return values[torch.unravel_index(places, tensor.shape)]
+    with unseen():  # it is no operation of the model
+        values, count = tensor.detach(), tensor.numel()
+        if count <= _ELEMENTS:
+            return values.flatten().clone()
+        places = torch.arange(_ELEMENTS, device=tensor.device) * (count - 1) // (_ELEMENTS - 1)
+        return values[torch.unravel_index(places, tensor.shape)]
 
 
 def is_alike(before: Tensor, tensor: Tensor) -> bool:

@@ -35,6 +35,7 @@ from meshwise.tensor.matmul import Streaming
 from meshwise.tensor.multihead import Sharding
 from meshwise.tensor.norm import ShardedNorm, SplitNorm
 from meshwise.tensor.part import Part
+from meshwise.tensor.stream_watch import watch
 from meshwise.tensor.twins import scheme_on
 
 _TO_STREAM = ("norm", "single", "embedding")
@@ -286,6 +287,10 @@ class _Split:
             if whole and (self._inside.degree(self._inside.scheme.tokens) > 1 or self._parts[names[0]].whole_features):
                 cut.append({name: self._modules[name] for name in names})
         FirstForward(self._root, split=self._matrices(), stacks=cut)
+        if self._inside.degree((*self._inside.scheme.stream, *self._inside.scheme.tokens)) > 1:
+            places = {name: self._context(name, part).scheme for name, part in self._parts.items()}
+            placed = {**self._kept_whole, **self._placed}
+            watch(self._root, parts=self._parts, places=places, inside=self._inside, width=self._width(), placed=placed)
         if whole:
             self._watch_what_leaves(Leaving(self._root))
 
