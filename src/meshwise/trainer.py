@@ -176,7 +176,7 @@ class Trainer:
         started, began = time.perf_counter(), time.monotonic()
         self.world.journal.doing = "begin"
         self._engine.check_parameters()
-        self._update.check()
+        self._updating.begin()
         parts = self._micro_batches(batch, local=local, parts=self.plan.microbatches, total=total)
         if only is not None:
             parts = [part if index in only else part.skipped() for index, part in enumerate(parts)]

@@ -208,3 +208,28 @@ def test_a_backward_that_ends_half_way_is_not_gone_on_from() -> None:
         trainer.close()
 
     run_threads(1, main)
+
+
+@pytest.mark.parametrize("tiers", ["optimizer:cpu", "optimizer:disk,gradients:disk"])
+def test_a_backward_that_ends_before_anything_was_updated_is_forgotten(tiers: str) -> None:
+    """In the last micro-batch, when the reduction of the first unit is under way."""
+    calls = list[None]()
+
+    def fail(_: Tensor) -> None:
+        calls.append(None)
+        if len(calls) == 2:
+            raise ValueError("a hook of the model")
+
+    def main(world: World) -> None:
+        trainer = under(world, f"zero=2 microbatches=2 offload={tiers}", options=EARLY)
+        handle = dict(trainer.model.named_parameters())["blocks.1.weight"].register_hook(fail)
+        with pytest.raises(ValueError, match="a hook of the model"):
+            trainer.step(batches()[0])
+        handle.remove()
+        for batch in batches():
+            trainer.step(batch)
+        found = outcome(trainer)
+        the_same(found, {name: at_the_end(1, "zero=2 microbatches=2")[name] for name in found})
+        trainer.close()
+
+    run_threads(1, main)

@@ -187,8 +187,10 @@ class Bucket:
     # ---- gradients ---------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Forget the gradients of the last step."""
-        assert self._arriving is None
+        """Forget the gradients of the last step, and those that are still on their way from one that ended half way."""
+        if self._arriving is not None:
+            self._arriving[0].wait()
+            self._arriving = None
         self._filled.clear()
         self._rounds = 0
         if self.replication.zero < 2 and not self.replication.tiers.leaves("gradients"):

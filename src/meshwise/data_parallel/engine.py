@@ -25,6 +25,7 @@ ranks that took other branches of the model, or had no data, still agree.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -39,6 +40,7 @@ from meshwise.data_parallel.graph import reached
 from meshwise.data_parallel.place import Options
 from meshwise.data_parallel.replication import Keeping, Replication
 from meshwise.data_parallel.unit import LiveUnit
+from meshwise.memory.swap import TierError
 from meshwise.model.birth import Source, install
 from meshwise.model.table import ParameterTable, Row
 
@@ -114,8 +116,10 @@ class DataParallel:
 
     def begin_step(self) -> None:
         """Forget the gradients of the last step, of one that an exception ended and of backwards that were no step."""
-        self._settle(0)
+        self._in_flight.clear()
         self._waiting = {}
+        with contextlib.suppress(TierError):
+            self.tiers.settle()
         for unit in self._order:
             for _, _, parameter in unit.trainable():
                 parameter.grad = None

@@ -29,6 +29,9 @@ from meshwise.memory.visit import Chunk
 class Updating(Protocol):
     """Brings an update about."""
 
+    def begin(self) -> None:
+        """A step begins. Raises TierError when an update came to nothing half way."""
+
     def counted(self, count: Tensor) -> None:
         """The last forward of a step is over, and this is what the loss of this rank has counted; every rank calls it.
 
@@ -48,6 +51,10 @@ class AtTheEnd:
     def __init__(self, engine: Engine, *, update: Update) -> None:
         self._engine = engine
         self._update = update
+
+    def begin(self) -> None:
+        """Nothing is under way."""
+        self._update.check()
 
     def counted(self, count: Tensor) -> None:
         """It is counted once more with the norm."""
@@ -83,6 +90,11 @@ class AsTheyArrive:
         self._left: dict[Bucket, None] = {}
         for bucket in buckets:
             bucket.told = self._reduced
+
+    def begin(self) -> None:
+        """Forget a step that ended half way, which knew its count."""
+        self._count = None
+        self._update.check()
 
     def counted(self, count: Tensor) -> None:
         """Gradients that arrive from now on are those of the whole step."""
