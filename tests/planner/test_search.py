@@ -119,6 +119,15 @@ def test_plans_that_do_not_fit_make_room_for_leaner_ones() -> None:
     assert any(row[1] == FULL for row in lost_table(survey, top=1))
 
 
+def test_a_plan_that_keeps_less_may_be_quicker() -> None:
+    """ZeRO 1 gathers at the end of a step, where nothing is left to compute beside it; ZeRO 3 does not."""
+    fix = "tp=1 pp=1 microbatches=1 recompute=none"
+    best = {one.plan.zero: one.figures for one in found(fix, top=EVERYTHING).best()}
+    assert best[3].seconds < best[1].seconds
+    assert best[1].memory < best[0].memory
+    assert found(fix, limit=best[0].memory - 1).best()[0].plan.zero == 3
+
+
 def test_where_nothing_fits_the_devices_tiers_are_tried() -> None:
     survey = found("tp=1 pp=1 microbatches=1 zero=0 recompute=full", limit=1e6)
     assert not survey.best()

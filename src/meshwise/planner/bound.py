@@ -16,6 +16,7 @@ faster than its operations do; tests/planner holds them against rehearsals.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -156,7 +157,10 @@ def bound(plan: Plan, *, sounding: Sounding, cut: Sequence[range], cluster: Clus
     bubble = max(0.0, along - busy) if plan.pp > 1 else 0.0
     if plan.pp == 1 and along > busy:
         exposed["dp"] = along - busy
-    held = _held(schedule, stages) if schedule is not None else [max(stages[s].keeps for s in own) for own in ranks]
+    if schedule is None:
+        held: list[float] = [max(stages[s].keeps for s in own) for own in ranks]
+    else:
+        held = [max(_levels(row, stages, shard), default=0) for row in schedule.rows]
     memory = max(rest + kept for rest, kept in zip(rests, held, strict=True)) + cluster.device.own
     return Figures(seconds, int(memory), bubble, exposed)
 
@@ -179,6 +183,7 @@ def _clocked(schedule: Schedule, stages: Sequence[_Stage], shard: _Shard) -> flo
             input=stage.backward,
             weight=stage.weight,
             link=shard.link(stage, number, schedule.rank_of),
+            gather=shard.whole(stage),
             reduce=shard.reduce(stage) if schedule.ranks > 1 else 0.0,
         )
         for number, stage in enumerate(stages)
@@ -187,22 +192,30 @@ def _clocked(schedule: Schedule, stages: Sequence[_Stage], shard: _Shard) -> flo
     return along if schedule.ranks > 1 else shard.alone(stages[0], along=along)
 
 
-def _held(schedule: Schedule, stages: Sequence[_Stage]) -> list[int]:
-    """The most activations of each rank. What a backward in two parts leaves for its weights is not counted."""
-    return [max(_levels(row, stages), default=0) for row in schedule.rows]
-
-
-def _levels(row: Sequence[Action], stages: Sequence[_Stage]) -> Iterator[int]:
+def _levels(row: Sequence[Action], stages: Sequence[_Stage], shard: _Shard) -> Iterator[float]:
+    """What a rank has beside what rests on it, as it does its row: activations, and stages that are whole, with their
+    gradients. What a backward in two parts leaves for its weights is not counted.
+    """
     sizes = [(stage.keeps, stage.top_forward, stage.top_backward) for stage in stages]
-    level = 0
+    gathers, reduces = {Kind.GATHER: 1, Kind.FREE: -1}, {action.stage for action in row if action.kind is Kind.REDUCE}
+    whole: set[int] = set()
+    level = 0.0
     for action in row:
         keeps, top_forward, top_backward = sizes[action.stage]
-        if action.kind is Kind.F:
+        if action.kind in gathers:
+            level += gathers[action.kind] * shard.gathered(stages[action.stage])
+        elif action.kind is Kind.F:
             yield level + top_forward
             level += keeps
         elif action.kind in (Kind.B, Kind.I):
             yield level + top_backward
             level -= keeps
+        if action.kind in (Kind.B, Kind.W) and action.stage in reduces - whole:
+            whole.add(action.stage)
+            level += shard.accumulated(stages[action.stage])
+            yield level
+        elif action.kind is Kind.REDUCE:
+            level -= shard.accumulated(stages[action.stage])
 
 
 @dataclass(frozen=True)
@@ -232,6 +245,17 @@ class _Shard:
                 total += held.get(Category.OPTIMIZER, 0.0) / (shares if zero else 1)
         return total
 
+    def gathered(self, stage: _Stage) -> float:
+        """Bytes of a stage's parameters on the device while they are whole, beside those that rest there."""
+        used = sum(piece.states.get(Category.PARAMETERS, 0) for piece in stage.pieces) * self._used
+        resting = 0.0 if self.plan.tiers.params == "disk" else used / (self.plan.dp or 1)
+        return used - resting if self.plan.zero == 3 else 0.0
+
+    def accumulated(self, stage: _Stage) -> float:
+        """Bytes of a stage's gradients until they are reduced, beside those that rest there."""
+        whole = sum(piece.states.get(Category.GRADIENTS, 0) for piece in stage.pieces)
+        return whole * (1 - 1 / (self.plan.dp or 1)) if self.plan.zero >= 2 else 0.0
+
     def update(self, stages: Sequence[_Stage]) -> float:
         """Seconds of updating a rank's share, on the device, after the last gradient."""
         if self.plan.tiers.updates_on_cpu:
@@ -245,6 +269,10 @@ class _Shard:
             return 0.0
         return sum(self._collective("all_gather", stage, 1.0) for stage in stages)
 
+    def whole(self, stage: _Stage) -> float:
+        """Seconds of bringing a stage's parameters together at once, where ranks have parts of them."""
+        return self._collective("all_gather", stage, 1.0) if self.plan.zero == 3 else 0.0
+
     def reduce(self, stage: _Stage) -> float:
         """Seconds of reducing a stage's gradients at once."""
         return self._collective("reduce_scatter" if self.plan.zero else "all_reduce", stage, self._wire)
@@ -253,10 +281,16 @@ class _Shard:
         """Seconds of a rank without a pipeline until its gradients are reduced; `along`: those that it computes.
 
         The reduction can begin with the last backward where a rank can do both at once. Else all of it comes on top,
-        and only the host goes on meanwhile.
+        and only the host goes on meanwhile. Parameters that ranks have parts of are brought together for each forward
+        and each backward, for which the last piece may still be whole, and gradients reduced after each.
         """
-        before = along - stage.backward if self.cluster.overlap else self.plan.microbatches * stage.busy
-        return max(along, before + self.reduce(stage))
+        count, rest = self.plan.microbatches, dataclasses.replace(stage, pieces=stage.pieces[:-1])
+        moved = self.reduce(stage)
+        if self.plan.zero == 3:
+            moved = count * (self.whole(stage) + self.whole(rest) + moved)
+        if not self.cluster.overlap:
+            return max(along, count * stage.busy + moved)
+        return max(along, moved, along - stage.backward + self.reduce(stage))
 
     def _collective(self, kind: str, stage: _Stage, width: float) -> float:
         """Seconds of moving a stage's parameters along dp; `width`: in so many times the bytes they are used in."""

@@ -111,13 +111,21 @@ class Survey:
 
     rehearsals: int = 0
 
+    _rehearsed: dict[Plan, Candidate] = field(default_factory=dict)
+
+    def note(self, candidate: Candidate) -> None:
+        """What is known of a plan now."""
+        self.candidates[candidate.plan] = candidate
+        if candidate.rehearsed:
+            self._rehearsed[candidate.plan] = candidate
+
     def fits(self, candidate: Candidate) -> bool:
         """Whether, as far as is known, it does."""
         return candidate.figures.memory <= self.limit
 
     def best(self) -> list[Candidate]:
         """What was rehearsed and fits, the quickest first, and of equals the one that needs least."""
-        found = [one for one in self.candidates.values() if one.rehearsed and self.fits(one)]
+        found = [one for one in self._rehearsed.values() if self.fits(one)]
         return sorted(found, key=lambda one: (one.figures.seconds, one.figures.memory, str(one.plan)))
 
     def lost(self, *, top: int) -> list[Candidate]:
@@ -153,6 +161,7 @@ class Searching:
         self._pieces = Pieces.of(self._subject, source=self._source)
         self._space = dataclasses.replace(space, pieces=self._pieces.count) if self._pieces else space
         self._soundings: dict[Way, Sounding | None] = {}
+        self._scaled: dict[tuple[Way, Way], Sounding] = {}
         rows = dataclasses.replace(space.base, dp=1, **WHOLE)
         self._whole = Way(dataclasses.replace(rows, pp=self._space.pieces), self._space.most_rows)
         self._asked: dict[Way, list[Candidate]] = {}
@@ -242,7 +251,7 @@ class Searching:
 
     def _enter(self, candidate: Candidate) -> None:
         if candidate.plan not in self.survey.candidates:
-            self.survey.candidates[candidate.plan] = candidate
+            self.survey.note(candidate)
             self._push(candidate)
 
     def _push(self, candidate: Candidate) -> None:
@@ -251,7 +260,7 @@ class Searching:
 
     def _settle(self, candidate: Candidate, *, tiers: bool) -> None:
         """Note what is known of a plan now, and whether it goes on."""
-        self.survey.candidates[candidate.plan] = candidate
+        self.survey.note(candidate)
         if not self.survey.fits(candidate):
             self._make_room(candidate, tiers=tiers)
         elif candidate.rung is not Rung.REHEARSED:
@@ -259,8 +268,9 @@ class Searching:
 
     def _make_room(self, candidate: Candidate, *, tiers: bool) -> None:
         for plan in self._space.leaner(candidate.plan, tiers=tiers):
-            # It takes no less time than what keeps more.
-            self._enter(Candidate(plan, figures=dataclasses.replace(candidate.figures, memory=0)))
+            # It takes no less time than what keeps more, but that zero=3 does not gather at the end.
+            least = dataclasses.replace(candidate.figures, memory=0)
+            self._enter(Candidate(plan, figures=Figures() if plan.zero == 3 != candidate.plan.zero else least))
 
     # ---- rungs -------------------------------------------------------------------------------------------------
 
@@ -282,7 +292,7 @@ class Searching:
         own, at = Way.of(plan, batch=self._space.batch, pieces=pieces.count), self._at(plan)
         figures = bound(
             plan,
-            sounding=sounding if sounding.way == own else sounding.scaled(own),
+            sounding=self._as(own, sounding=sounding),
             cut=pieces.stages(at),
             cluster=self._cluster,
             exact=rung is Rung.TIMED,
@@ -292,6 +302,14 @@ class Searching:
             figures = dataclasses.replace(before, memory=figures.memory)
         memory = max(figures.memory, before.memory)
         return dataclasses.replace(candidate, rung=rung, at=at, figures=dataclasses.replace(figures, memory=memory))
+
+    def _as(self, way: Way, *, sounding: Sounding) -> Sounding:
+        """A sounding as another way's; many plans share one."""
+        if sounding.way == way:
+            return sounding
+        if (sounding.way, way) not in self._scaled:
+            self._scaled[sounding.way, way] = sounding.scaled(way)
+        return self._scaled[sounding.way, way]
 
     def _at(self, plan: Plan) -> tuple[str, ...]:
         """Where each stage but the first begins, to be as even as can be by what the pieces take undivided."""

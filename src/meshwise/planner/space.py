@@ -8,8 +8,8 @@
 | `microbatches` | as many as leave each micro-batch 1, 2, 4 or 8 rows |
 | `schedule` | 1f1b, interleaved, and those that split backwards; the others are never quicker, and hold no less |
 | where it is cut | as even in predicted time as can be; in memory where that does not fit |
-| `zero` 0 and 1 | both: they move as much |
-| `zero` 2 and 3, `recompute`, `offload` | where the same plan that keeps more does not fit: none of them saves time |
+| `zero` 0, 1 and 3 | each: 0 updates more on every rank, 1 gathers at the end, 3 oftener, but beside what it computes |
+| `zero` 2, `recompute`, `offload` | where the same plan that keeps more does not fit: none of them saves time |
 
 A plan that the compatibility table refuses, or that has no such schedule, is none.
 """
@@ -54,7 +54,8 @@ LEANER: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "recompute": ("none", "selective", "full"),
     }
 )
-"""Keys by which a plan keeps less than another one that is as it is otherwise, and takes no less time."""
+"""Keys by which a plan keeps less than another one that is as it is otherwise, and, but for zero=3, takes no less
+time."""
 
 TIERS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {"offload": ("none", "optimizer:cpu", "optimizer:cpu,params:cpu", "optimizer:disk,gradients:disk,params:disk")}
@@ -123,7 +124,7 @@ class Space:
         """The plans of these degrees and this schedule."""
         piped = chosen["pp"] > 1
         cuts = ("time",) if piped and self.stages is None else (self.base.partition,)
-        zeros = (0, 1) if chosen["dp"] > 1 else (0,)
+        zeros = (0, 1, 3) if chosen["dp"] > 1 else (0,)
         tried = {"partition": cuts, "zero": zeros, "recompute": ("none",), "offload": ("none",)}
         values = [(self.fixed[key],) if key in self.fixed else each for key, each in tried.items()]
         for microbatches in self._microbatches(chosen):
