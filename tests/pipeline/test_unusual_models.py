@@ -19,6 +19,7 @@ from meshwise.plan import Plan, PlanError
 from meshwise.testing import agree, run
 from meshwise.verify import verify
 from pipeline.training import (
+    BOUND,
     WIDTH,
     Chain,
     images,
@@ -169,6 +170,51 @@ def test_norms_over_the_batch_are_of_the_rows_of_all_ranks(plan: str, how: Any) 
     model = made(without_vanishing_gradients)
     trains_like_one(model, plan, images(4, 5, 4), where=Where(how=how))
     trains_like_one(model.eval(), f"{plan} microbatches=2", images(4, 3, 4), where=Where(how=how))
+
+
+class Counting(Chain):
+    """Counts its forwards in a buffer of its own, before its layers or after, and has norms without parameters."""
+
+    steps: Tensor
+
+    def __init__(self, *, late: bool = False) -> None:
+        super().__init__(*linears())
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH, affine=False) for _ in self.layers)
+        self.late = late
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.late:
+            self.steps += self.training
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = norm(layer(x))
+        if self.late:
+            self.steps += self.training
+        return x * (1.0 + self.steps)
+
+
+def trained(model: nn.Module, plan: str, batches: list[Tensor]) -> list[Any]:
+    """What it evaluates to after the steps, and its buffers, of every rank."""
+
+    def main(world: World) -> Any:
+        split = trainer(world, plan, model, loss=squares, options=Options(example=batches[0]))
+        steps = [split.step(batch).loss for batch in batches]
+        return steps, split.evaluate(batches[:1]).loss, dict(split.full_buffers())
+
+    return run(Plan.parse(plan).mesh().size, main)
+
+
+@pytest.mark.parametrize("plan", ["pp=4", "pp=2 schedule=looped virtual_stages=2 microbatches=1"])
+def test_buffers_outside_of_pieces_are_as_on_one_process(plan: str) -> None:
+    model, batches = made(Counting), numbers(5, 4)
+    (whole,) = trained(model, "dp=1", batches)
+    for found in trained(model, plan, batches):
+        agree(found, whole, bound=BOUND)
+
+
+def test_one_that_only_some_stages_would_change_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"changes its buffer steps after layers.0 has run, outside of its pieces"):
+        trained(made(lambda: Counting(late=True)), "pp=2", numbers(4))
 
 
 # ---- what crosses, goes in and comes out --------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from meshwise.pipeline.trace import part_of
 def make_stage(model: nn.Module, *, cut: Cut, index: int) -> Stage:
     """Stage `index` of a model that was cut.
 
-    Its parameters and buffers are the model's own tensors, not copies: what the stage trains is the model. Those of
-    other stages are let go; where nobody else holds the model, their memory is free.
+    Its parameters and buffers are the model's own tensors, not copies (but for `cut.own`): what the stage trains is the
+    model. Those of other stages are let go; where nobody else holds the model, their memory is free.
     """
     crossing = Crossing(cut.crossing[index] if index + 1 < cut.stages else (), changed=cut.changed, alike=cut.alike)
     module = (_blocks if cut.trace is None else _traced)(model, cut, index, crossing)
@@ -31,7 +31,8 @@ def _blocks(model: nn.Module, cut: Cut, index: int, crossing: Crossing) -> nn.Mo
     met = cut.met(index)
     held = {id(model.get_parameter(name)) for name, stages in cut.holders.items() if index in stages}
     bare = {tensor: without_values(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    module = copied(model, tensors={tensor: tensor for tensor in bare})
+    own = {model.get_buffer(name) for name in cut.own}
+    module = copied(model, tensors={tensor: tensor for tensor in bare if tensor not in own})
     modules = [module.get_submodule(name) for name in met.modules]
     route = Route(met.keys, modules=modules, start=met.start, stop=met.stop)
     for owner in module.modules():

@@ -138,6 +138,9 @@ class Cut:
     opened: tuple[str, ...] = ()
     """The blocks that a boundary is inside of."""
 
+    own: frozenset[str] = frozenset()
+    """Buffers outside of the pieces that the model changes before its first piece: each stage has its own."""
+
     writes: bool = False
     """Whether the model changes its batch in place: then each stage is given a copy."""
 
@@ -279,12 +282,21 @@ def _cut(model: nn.Module, balanced: Balanced, wish: Wish, *, trace: Trace | Non
         loads=tuple(sum(loads[k][start:stop]) for k, (start, stop) in enumerate(pairwise(bounds))),
         by="operations" if wish.by == "time" and is_bare(model) else wish.by,
         opened=balanced.opened,
+        own=seen.early,
         trace=trace,
     )
 
 
 def _refuse_effects(seen: Seen, bounds: Sequence[int]) -> None:
-    """Raise CutError for a bound over which something is needed that no output is: stages send outputs."""
+    """Raise CutError for what only some stages would change, and for a bound over which something is needed that no
+    output is: stages send outputs.
+    """
+    if seen.late and len(bounds) > 2:
+        raise CutError(
+            f"the model changes its buffer {min(seen.late)} after {seen.steps[0].key} has run, outside of its pieces: "
+            "some stages would and others not. Put the buffer, and what changes it, into a module of its own, or "
+            "change it before"
+        )
     for bound in bounds[1:-1]:
         if found := seen.effect(bound):
             piece, user = found

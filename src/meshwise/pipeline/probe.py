@@ -31,6 +31,7 @@ from meshwise.model.copied import copied
 from meshwise.pipeline.alone import Tail, alone, as_it_is, cut_off, noting, reading
 from meshwise.pipeline.backward import is_reentrant
 from meshwise.pipeline.opening import inside, is_repeated
+from meshwise.pipeline.outside import Outside
 from meshwise.pipeline.parcel import Entrance
 from meshwise.pipeline.partition import CutError
 from meshwise.pipeline.provenance import Past, Provenance
@@ -53,6 +54,9 @@ def probe(model: nn.Module, *, call: Call, pieces: Patterns = (), timed: bool = 
     """
     found = [piece for unit in partition(model, units=pieces) for piece in unit]
     seen = _seen(model, call, found, timed=timed)
+    if counting := sorted({owner for owner in map(_owner, seen.early | seen.late) if _counts(model, owner)}):
+        found += [Piece(owner, ()) for owner in counting]
+        seen = _seen(model, call, found, timed=timed)
     parts = {piece.module: inside(model.get_submodule(piece.module)) for piece in found if opens and piece.block}
     if not any(parts.values()):
         return seen
@@ -61,6 +65,15 @@ def probe(model: nn.Module, *, call: Call, pieces: Patterns = (), timed: bool = 
         dataclasses.replace(whole, inside=step.inside) for whole, step in zip(seen.steps, opened.steps, strict=True)
     )
     return dataclasses.replace(seen, steps=tuple(steps), changed=seen.changed | opened.changed)
+
+
+def _owner(buffer: str) -> str:
+    return buffer.rpartition(".")[0]
+
+
+def _counts(model: nn.Module, name: str) -> bool:
+    """Whether this is a module without parameters, as some norms over the batch are: it belongs to one stage."""
+    return bool(name) and next(model.get_submodule(name).parameters(), None) is None
 
 
 _Parts: TypeAlias = Mapping[str, Sequence[str]]
@@ -99,8 +112,9 @@ def _run(
     shadow = copied(model, tensors={t: without_values(t) for t in _tensors(model)}) if bare else watched
     if bare:
         watched.register_forward_pre_hook(partial(_give_zeros, names=everywhere), with_kwargs=True)
-    watch = _Watch({piece.module: piece.parameters for piece in found}, followed, timed=timed)
     pieces = {piece.module: watched.get_submodule(piece.module) for piece in found if not piece.spans}
+    outside = Outside(watched, pieces=pieces)
+    watch = _Watch({piece.module: piece.parameters for piece in found}, followed, outside, timed=timed)
     for name, module in pieces.items():
         own = shadow.get_submodule(name) if bare else None
         module.forward = _Watched(name, module, watch, parts=parts.get(name, ()), shadow=own)
@@ -161,8 +175,10 @@ def _give_zeros(model: nn.Module, args: Any, kwargs: Any, *, names: Sequence[str
 class _Watch:
     """What has been seen so far."""
 
-    def __init__(self, parameters: Mapping[str, tuple[str, ...]], followed: Provenance, *, timed: bool) -> None:
-        self.timed = timed
+    def __init__(
+        self, parameters: Mapping[str, tuple[str, ...]], followed: Provenance, outside: Outside, *, timed: bool
+    ) -> None:
+        self.timed, self.outside = timed, outside
         self.steps: list[Step] = []
         self.parameters = parameters
         self.followed = followed
@@ -209,7 +225,8 @@ class _Watch:
             return self._calls[step.module] == 1 and used.isdisjoint(part.key for part in step.inside[:-1])
 
         steps = (step if opens(step) else dataclasses.replace(step, inside=()) for step in self.steps)
-        return Seen(tuple(steps), past, everywhere, frozenset(self.followed.changed))
+        changed, outside = frozenset(self.followed.changed), self.outside
+        return Seen(tuple(steps), past, everywhere, changed, early=outside.early, late=outside.late)
 
 
 class _Watched:
@@ -225,6 +242,7 @@ class _Watched:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the piece on its own, and note what it took."""
         watch, given = self._watch, (args, kwargs)
+        watch.outside.begin()
         past, device = watch.past(given), device_of(given)
         key = watch.key(self._name)
         if self._shadow is None:
