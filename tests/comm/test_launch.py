@@ -165,9 +165,10 @@ def test_the_error_of_the_rank_that_failed_is_raised_with_its_traceback(raised: 
 
 
 def test_a_rank_that_ends_without_a_word_is_named(raised: dict[str, list[str]]) -> None:
-    words, note = raised["RankKilledError"]
+    words, note, advice = raised["RankKilledError"]
     assert words == "rank 1 of 2 ended without an exception, killed by SIGKILL"
     assert "rank 0 then met: rank 1 was lost in #0 barrier[rank]" in note
+    assert "when memory runs out" in advice
 
 
 def test_the_report_of_the_watch_is_what_is_raised(raised: dict[str, list[str]]) -> None:

@@ -318,6 +318,11 @@ def _first_error(folder: Path, size: int, failures: dict[int, ProcessFailure]) -
     error = kind(f"rank {rank} of {size} ended without an exception, {how}")
     for rank, outcome in raised.items():
         error.add_note(f"rank {rank} then met: {outcome.error}")
+    if kind is RankKilledError:
+        error.add_note(
+            "the system does that when memory runs out; what a plan needs, and a change that fits, is told by "
+            "print(mw.needs(model, plan, loss=loss, batch=batch))"
+        )
     return error
 
 
