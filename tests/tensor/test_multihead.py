@@ -151,6 +151,35 @@ def test_attention_alone_is_that_of_one_process(options: dict[str, Any], plan: s
     )
 
 
+class Weighed(nn.Module):
+    """A block that returns where it looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        self.up, self.down = nn.Linear(WIDTH, 20), nn.Linear(20, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, weights = self.attention(x, x, x)
+        return x + y + self.down(self.up(x + y).tanh()), weights
+
+
+@pytest.mark.parametrize("plan", ["tp=4 tp_mode=2d", "tp=8 tp_mode=3d"])
+def test_attention_weights_are_those_of_the_rows_that_a_rank_has(plan: str) -> None:
+    torch.manual_seed(1)
+    model: Any = nn.ModuleDict(
+        {"embedding": nn.Embedding(11, WIDTH), "blocks": nn.ModuleList([Weighed()]), "head": nn.Linear(WIDTH, 11)}
+    ).double()
+
+    def loss(module: Any, inputs: Any) -> Tensor:
+        x, weights = module.blocks[0](module.embedding(inputs[0]))
+        total: Tensor = module.head(x).square().sum() + (weights.square() * inputs[0][:, None]).sum()
+        return total
+
+    parts = find_parts(model, plan=Plan.parse(plan))
+    split_agrees(model, plan=plan, parts=parts, batch=([rows(8)], loss), bound=1e-10)
+
+
 def test_a_causal_hint_without_a_mask_is_refused_as_torch_refuses_it() -> None:
     def main(world: World) -> None:
         model = Crossed().double()

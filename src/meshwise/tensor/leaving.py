@@ -19,6 +19,7 @@ from meshwise.comm import gradient
 from meshwise.layout.layout import Cut, Layout
 from meshwise.tensor.context import Context
 from meshwise.tensor.part import Part
+from meshwise.tensor.region import to_stream_rows
 from meshwise.tree import map_tensors, tensors
 
 Change: TypeAlias = Callable[[Tensor], Tensor]
@@ -101,9 +102,5 @@ def _whole_stream(x: Tensor, *, context: Context, features: int, tokens: tuple[i
 
 def _all_heads(x: Tensor, *, context: Context, sizes: tuple[int, ...]) -> Tensor:
     """(inner rows, own heads, …) to (rows of the stream, all heads, …)."""
-    world, scheme, rows = context.world, context.scheme, context.extents.rows
-    x = gradient.replicate(x, world=world, axes=scheme.inner, dim=1, sizes=sizes).wait()
-    if scheme.first.x.dim != "rows" or context.degree(scheme.first.x.axes) == 1:
-        return x
-    x = gradient.replicate(x, world=world, axes=scheme.first.y.axes, dim=0, sizes=rows).wait()
-    return gradient.take(x, world=world, axes=scheme.first.x.axes, dim=0, sizes=rows).wait()
+    x = gradient.replicate(x, world=context.world, axes=context.scheme.inner, dim=1, sizes=sizes).wait()
+    return to_stream_rows(x, context=context)

@@ -24,7 +24,7 @@ from meshwise.comm import gradient
 from meshwise.layout.layout import Layout
 from meshwise.tensor.context import Context
 from meshwise.tensor.linear import Projection
-from meshwise.tensor.region import to_inner_rows, used_apart
+from meshwise.tensor.region import to_inner_rows, to_stream_rows, used_apart
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         output = self.out_proj(y)
         if weights is not None:
             weights = self._of_all_heads(weights, average=call.average_attn_weights)
-            weights = weights if batched else weights.squeeze(0)
+            weights = to_stream_rows(weights, context=self.sharding.context) if batched else weights.squeeze(0)
         return output, weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -174,6 +174,15 @@ def to_inner_rows(x: Tensor, *, context: Context) -> Tensor:
     return inner
 
 
+def to_stream_rows(x: Tensor, *, context: Context) -> Tensor:
+    """The way back, for what all ranks with the same rows of a pair have alike."""
+    there, back, rows = context.scheme.first.x, context.scheme.first.y, context.extents.rows
+    if there.dim != "rows" or context.degree(there.axes) == 1:
+        return x
+    whole = gradient.replicate(x, world=context.world, axes=back.axes, dim=0, sizes=rows).wait()
+    return gradient.take(whole, world=context.world, axes=there.axes, dim=0, sizes=rows).wait()
+
+
 def used_apart(x: Tensor, *, context: Context) -> Tensor:
     """A tensor from outside of a pair, for each rank to use for its own heads, or features: its gradient is the sum."""
     scheme = context.scheme
