@@ -31,7 +31,7 @@ def glance(tensor: Tensor) -> Tensor | None:
         return values[torch.unravel_index(places, tensor.shape)]
 
 
-def is_alike(before: Tensor, tensor: Tensor) -> bool:
+def is_alike(tensor: Tensor, *, before: Tensor) -> bool:
     """Whether a tensor can be the one that was glanced at."""
     now = glance(tensor)
     assert now is not None

@@ -259,7 +259,7 @@ class _Filling:
                 raise RecomputeError(
                     call._differs(f"a tensor of shape {tuple(tensor.shape)} for {tuple(slot.like[0])}")
                 )
-            if slot.seen is not None and not is_alike(slot.seen, kept):
+            if slot.seen is not None and not is_alike(kept, before=slot.seen):
                 raise RecomputeError(call._differs("other values"))
             slot.value = kept
         if self._count == len(call._slots):
