@@ -373,10 +373,11 @@ def _watch(trainer: Trainer, recorder: Recorder, *, on_gpu: bool) -> None:
                 gathered = bucket.at_rest and value is bucket.whole
                 gradient = name in ("gradient", "reduced")
                 usual = Category.GRADIENTS if gradient else Category.PARAMETERS
-                recorder.watch(value, category=Category.GATHERED if gathered else usual)
+                note = recorder.watch if value is bucket.whole else recorder.allocated
+                note(value, category=Category.GATHERED if gathered else usual)
     for module in trainer.modules:
         for buffer in module.buffers():
-            recorder.watch(buffer, category=Category.PARAMETERS)
+            recorder.allocated(buffer, category=Category.PARAMETERS)
     for state in trainer.optimizer.state.values():
         for value in tree.tensors(state):
-            recorder.watch(value, category=Category.OPTIMIZER)
+            recorder.allocated(value, category=Category.OPTIMIZER)
