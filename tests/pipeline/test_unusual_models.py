@@ -193,11 +193,11 @@ class Counting(Chain):
         return x * (1.0 + self.steps)
 
 
-def trained(model: nn.Module, plan: str, batches: list[Tensor]) -> list[Any]:
+def trained(model: nn.Module, plan: str, batches: list[Tensor], at: tuple[str, ...] = ()) -> list[Any]:
     """What it evaluates to after the steps, and its buffers, of every rank."""
 
     def main(world: World) -> Any:
-        split = trainer(world, plan, model, loss=squares, options=Options(example=batches[0]))
+        split = trainer(world, plan, model, loss=squares, options=Options(example=batches[0], cut=Where(at=at)))
         steps = [split.step(batch).loss for batch in batches]
         return steps, split.evaluate(batches[:1]).loss, dict(split.full_buffers())
 
@@ -209,6 +209,16 @@ def test_buffers_outside_of_pieces_are_as_on_one_process(plan: str) -> None:
     model, batches = made(Counting), numbers(5, 4)
     (whole,) = trained(model, "dp=1", batches)
     for found in trained(model, plan, batches):
+        agree(found, whole, bound=BOUND)
+
+
+def test_those_of_a_block_that_runs_twice_on_a_stage_are_its_own() -> None:
+    def build() -> nn.Module:
+        twice = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+        return Chain(*linears(1), twice, twice, *linears(2))
+
+    (whole,) = trained(made(build), "dp=1", numbers(5, 4))
+    for found in trained(made(build), "pp=2", numbers(5, 4), ("layers.3",)):
         agree(found, whole, bound=BOUND)
 
 

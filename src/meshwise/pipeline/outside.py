@@ -15,8 +15,8 @@ class Outside:
     """Watches these buffers during one run."""
 
     def __init__(self, model: nn.Module, *, pieces: Collection[str]) -> None:
-        self._model = model
-        self._inside = tuple(f"{name}." if name else "" for name in pieces)
+        inside = {one for name in pieces for one in model.get_submodule(name).modules()}
+        self._owners = [(name, one) for name, one in model.named_modules() if one not in inside]
         self._start = self._began = self._state()
         self._runs = False
 
@@ -36,8 +36,11 @@ class Outside:
         return _changes(self._began, self._state())
 
     def _state(self) -> dict[str, tuple[Tensor, int]]:
-        buffers = self._model.named_buffers(remove_duplicate=False)
-        return {name: (held, held._version) for name, held in buffers if not name.startswith(self._inside)}
+        return {
+            f"{owner}.{name}" if owner else name: (held, held._version)
+            for owner, one in self._owners
+            for name, held in one.named_buffers(recurse=False)
+        }
 
 
 def _changes(before: dict[str, tuple[Tensor, int]], after: dict[str, tuple[Tensor, int]]) -> frozenset[str]:
