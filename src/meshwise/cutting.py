@@ -125,6 +125,5 @@ def refuse_lost(parts: Iterable[str], *, cut: Cut) -> None:
     if lost:
         raise PlanError(
             f"the model is cut by its trace, which does not call {', '.join(lost)} as a whole, and so tp cannot split "
-            "it; use tp=1, fewer stages (between pieces), or tensor rules for the modules inside: "
-            f"Options(tensor_rules={{'{lost[0]}.*': 'whole'}})"
+            "it; use tp=1, or fewer stages, which are cut between pieces"
         )

@@ -53,7 +53,7 @@ from meshwise.staged import LiveStage, StagedEngine, StagedSweep
 from meshwise.sweep import Sweep, Task, WholeSweep
 from meshwise.tensor.matmul import Streaming
 from meshwise.tensor.misfit import misfits_told
-from meshwise.tensor.parallelism import stream_width, tensor_parallel
+from meshwise.tensor.parallelism import makers, stream_width, tensor_parallel
 from meshwise.tensor.part import Part
 from meshwise.tensor.rules import Rules, find_parts
 from meshwise.tensor.slices import slices
@@ -282,10 +282,12 @@ def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
     for index in schedule.stages_of(world.group("pp").index):
         stage, recall = make_stage(source.module, cut=cut, index=index), Recall()
         recall.remember(stage.crossing)
-        stage.crossing.width = Width(*stream_width(parts, plan=plan, world=world))
-        # Where the tokens are split and put together is known by the model's blocks, whichever of them a stage has.
+        stage.crossing.width = Width(*stream_width(parts, plan=plan, world=world), makers(parts, module=source.module))
+        # Where the tokens are split and put together is known by the model's blocks, whichever of them a stage has; and
+        # of which heads their attentions return scores, by those.
         held = _holders(stage.module)
-        here = {name: part for name, part in parts.items() if part.role == "block" or name in held}
+        known = {name for name, part in parts.items() if part.role == "block" or part.returns_scores}
+        here = {name: part for name, part in parts.items() if name in known | held}
         spare = [name for name, holders in cut.holders.items() if holders[0] < index]
         own = dataclasses.replace(shared, parts=here)
         stages[index] = LiveStage(stage, *_live(source.part(stage.module), own, recall=recall, spare=spare))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwise.comm.world import World
-from meshwise.parallelize import parallelize
+from meshwise.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.testing import agree, alone, outcome, run
 
@@ -72,15 +72,27 @@ def loss(output: dict[str, Any], batch: Tensor) -> tuple[Tensor, int]:
     return total, batch.numel()
 
 
+PLANS = [
+    "tp=2",
+    "tp=2 sequence_parallel=1",
+    "tp=4 tp_mode=2d",
+    "tp=8 tp_mode=3d",
+    "tp=2 pp=2 sequence_parallel=1",
+    "tp=4 tp_mode=2d pp=2",
+]
+
+
 @pytest.mark.parametrize("head", [True, False])
-@pytest.mark.parametrize("plan", ["tp=2", "tp=2 sequence_parallel=1", "tp=4 tp_mode=2d", "tp=8 tp_mode=3d"])
+@pytest.mark.parametrize("plan", PLANS)
 def test_parts_that_are_returned_are_made_whole(plan: str, head: bool) -> None:
     model = Model(head=head).double()
     rows = 5 if plan != "tp=8 tp_mode=3d" else 8
     batches = [torch.randint(0, WORDS, (rows, TOKENS), generator=torch.Generator().manual_seed(1))]
 
     def main(world: World) -> Any:
-        trainer = parallelize(copy.deepcopy(model), plan, loss=loss, world=world, lr=1e-2)
+        trainer = parallelize(
+            copy.deepcopy(model), plan, loss=loss, world=world, lr=1e-2, options=Options(example=batches[0])
+        )
         start, stop = trainer.share(rows)
         found = trainer.predict(batches[0][start:stop])
         with torch.no_grad():

@@ -98,6 +98,25 @@ def test_square_matrices_are_told_by_their_order(hidden: int) -> None:
     assert (parts["0"].role, parts["3"].role) == ("embedding", "head")
 
 
+def test_a_gate_may_be_registered_behind_what_closes_its_pair() -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w1, self.w2, self.w3 = nn.Linear(16, 48), nn.Linear(48, 16), nn.Linear(16, 48)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.w2(functional.silu(self.w1(x)) * self.w3(x))
+            return y
+
+    model = stack()
+    for block in ("1", "2"):
+        model.get_submodule(block).add_module("mlp", Gated())
+    parts = find_parts(model, plan=Plan())
+    assert [parts[f"1.mlp.{name}"].role for name in ("w1", "w2", "w3")] == ["first", "second", "first"]
+    assert parts["1.mlp"].readers == 2
+    assert (parts["1.up"].role, parts["1.down"].role) == ("first", "second")
+
+
 def test_queries_of_one_key_stay_together() -> None:
     parts = find_parts(stack(kv_heads=2), plan=Plan())
     assert [parts[f"1.attention.{name}"].grain for name in ("q", "k", "v", "out")] == [8, 4, 4, 8]
@@ -255,6 +274,21 @@ def test_heads_that_nothing_counts_are_asked_for() -> None:
     assert parts["1.attention.q"].grain == 4
 
 
+def test_what_lies_in_a_module_that_the_rule_keeps_whole_needs_none() -> None:
+    class Adapted(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base, self.down, self.up = base, nn.Linear(16, 4), nn.Linear(4, base.out_features)
+
+    model = stack()
+    for block in ("1", "2"):
+        attention = model.get_submodule(f"{block}.attention")
+        attention.q = Adapted(attention.q)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"found no part") as caught:
+        find_parts(model, plan=Plan())
+    assert 'as in {"*.attention": "whole"}' in str(caught.value)
+
+
 def test_an_attention_with_matrices_of_its_own_kind_is_kept_whole_by_the_rule_that_is_shown() -> None:
     model = stack()
     for block in ("1", "2"):
@@ -317,5 +351,5 @@ def test_a_parameter_without_a_part_is_an_error_that_shows_how_to_give_it_one() 
         block.gate = nn.Linear(16, 3)
     with pytest.raises(ValueError, match=r"blocks\.0\.gate\.weight .*forms no pair") as raised:
         find_parts(model, plan=Plan())
-    assert 'as in {"blocks.*.gate": "first"}' in str(raised.value)
+    assert 'as in {"blocks.*.gate": "whole"}' in str(raised.value)
     assert "blocks.1.gate" not in str(raised.value)

@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -54,15 +54,21 @@ Place: TypeAlias = tuple[bool, int, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Width:
-    """The features of what runs from piece to piece: how many a rank has, and how many there are."""
+    """The features of what runs from piece to piece: how many a rank has, and how many there are. `made`: the pieces
+    that make it of something else, as an embedding does, and the dim of what they return that has the features.
+    """
 
     own: int = 0
     whole: int = 0
+    made: Mapping[str, int] = field(default_factory=dict)
 
-    def ask(self, shadow: nn.Module, *, args: Any, kwargs: Any) -> Any:
-        """What a piece without values returns, which knows of no ranks: it is given all features, and gives the part of
-        one rank where it would be given that first.
+    def ask(self, shadow: nn.Module, *, name: str, args: Any, kwargs: Any) -> Any:
+        """What the piece called `name` returns, of which this is one without values, which knows of no ranks: it is
+        given all features, and gives the part of one rank where it would be given that first, or makes it.
         """
+        if name in self.made and self.own != self.whole:
+            dim = self.made[name]
+            return map_tensors(lambda x: self._part(x, dim=dim), shadow(*args, **kwargs))
         first = next(tensors((args, kwargs)), None)
         if first is None or self.own == self.whole:
             return shadow(*args, **kwargs)
@@ -76,6 +82,10 @@ class Width:
         if first.size(-1) != self.own:
             return returned
         return map_tensors(lambda x: change(x, self.whole, self.own), returned)
+
+    def _part(self, x: Tensor, *, dim: int) -> Tensor:
+        split = x.dim() >= -dim and x.size(dim) == self.whole and x.is_floating_point()
+        return x.narrow(dim, 0, self.own) if split else x
 
 
 class Crossing:
@@ -228,7 +238,9 @@ class Piece:
             args, kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
             try:
                 with torch.no_grad(), unseen():
-                    self._shapes[asked] = self._crossing.width.ask(self._shadow, args=args, kwargs=kwargs)
+                    self._shapes[asked] = self._crossing.width.ask(
+                        self._shadow, name=key.partition(":")[0], args=args, kwargs=kwargs
+                    )
             except Exception as error:
                 raise StageError(
                     f"the shape of the output of {key} cannot be told without its values: {error}"

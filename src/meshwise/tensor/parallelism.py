@@ -79,6 +79,20 @@ def stream_width(parts: Mapping[str, Part], *, plan: Plan, world: World) -> tupl
     return layout.local_shape((whole,), mesh=world.mesh, rank=world.rank)[0], whole
 
 
+def makers(parts: Mapping[str, Part], *, module: nn.Module) -> Mapping[str, int]:
+    """The modules of a model that make the stream of something else, and those around them; each with the dim of what
+    it returns that has the features a rank has of it.
+    """
+    found: dict[str, int] = {}
+    for name, part in parts.items():
+        if part.role in ("embedding", "positions", "patches") and not part.whole_features:
+            maker = module.get_submodule(name)
+            words = name.split(".")
+            found |= {".".join(words[:depth]): -1 for depth in range(1, len(words))}
+            found[name] = -1 - len(maker.kernel_size) if isinstance(maker, CONVOLUTIONS) else -1
+    return found
+
+
 class _Split:
     """A model on its way: its contexts inside and outside of the blocks, and the placements so far."""
 
@@ -291,8 +305,7 @@ class _Split:
             places = {name: self._context(name, part).scheme for name, part in self._parts.items()}
             placed = {**self._kept_whole, **self._placed}
             watch(self._root, parts=self._parts, places=places, inside=self._inside, width=self._width(), placed=placed)
-        if whole:
-            self._watch_what_leaves(Leaving(self._root))
+        self._watch_what_leaves(Leaving(self._root))
 
     def _watch_what_leaves(self, leaving: Leaving) -> None:
         """Streams that are parts, and what attentions have for their own heads."""
@@ -300,8 +313,11 @@ class _Split:
             block = part.role == "block"
             context = self._inside if block else self._context(name, part)
             split = context.degree((*context.scheme.tokens, *context.scheme.stream)) > 1
-            if part.role == "attention" and part.becomes is None:
-                leaving.watch_heads(self._modules[name], context=context, part=part)
+            if part.returns_scores:
+                # A stage of a pipeline gets what other stages' blocks returned where it would call them.
+                around = [other for other in self._blocks if name.startswith(f"{other}.")]
+                for watched in {name, *around}:
+                    leaving.watch_heads(self._modules[watched], context=context, part=part)
             elif split and (block or (part.role in _TO_STREAM and not part.inner and not part.whole_features)):
                 leaving.watch_stream(self._modules[name], context=context, features=self._width(), given=block)
 

@@ -166,6 +166,11 @@ class Part:
             raise ValueError("the part 'norm' says how it normalises: Part('norm', norm=Norm(...))")
 
     @property
+    def returns_scores(self) -> bool:
+        """Whether it may return something for each of its heads beside the stream."""
+        return self.role == "attention" and self.becomes is None
+
+    @property
     def cut(self) -> Cut:
         """How the inner dim may be cut."""
         return Cut(self.sections, self.grain)

@@ -26,7 +26,6 @@ from torch import nn
 from meshwise.plan import Plan
 from meshwise.tensor.families.fitting import refuse_compiled, refuse_misfits, refuse_modes
 from meshwise.tensor.families.known import DECLARED, of_all_blocks
-from meshwise.tensor.families.matrix import as_matrix
 from meshwise.tensor.families.outside import whole_outside
 from meshwise.tensor.families.sharing import Sharing
 from meshwise.tensor.families.structure import Structure
@@ -110,7 +109,7 @@ def find_parts(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -> 
     _refuse_unplaced(module, parts, structure=structure)
     split = [each for each in structure.attentions if each.name not in whole and not _lies_in(each.name, holders=whole)]
     refuse_misfits(split, plan=plan, sharing=sharing)
-    parts = whole_outside(parts, plan=plan, adds=structure.adds_tables)
+    parts = whole_outside(parts, plan=plan, counts=structure.counts_features)
     refuse_modes(parts, modules=structure.modules, plan=plan, width=structure.width)
     return parts
 
@@ -183,28 +182,29 @@ def _refuse_unplaced(module: nn.Module, parts: Mapping[str, Part], *, structure:
     general = _first_of_each(left)
     lines = [f"  {name}  {tuple(module.get_parameter(name).shape)}{structure.reason(name)}" for name in general[:12]]
     more = [f"  and {len(general) - 12} more"] if len(general) > 12 else []
-    examples = [_example(module, name, reason=structure.reason(name)) for name in general]
+    told = dict(_example(module, name, reason=structure.reason(name)) for name in general)
+    whole = {name for name, role in told.items() if role == "whole"}
+    examples = [f'"{name}": "{role}"' for name, role in told.items() if not _lies_in(name, holders=whole)]
     raise ValueError(
         "tensor parallelism found no part for these parameters:\n"
         + "\n".join([*lines, *more])
-        + f"\nState them in the rules, as in {{{', '.join(list(dict.fromkeys(examples))[:4])}}}; the parts are "
+        + f"\nState them in the rules, as in {{{', '.join(examples[:4])}}}; the parts are "
         + " ".join(_ALLOWED)
     )
 
 
-def _example(module: nn.Module, parameter: str, *, reason: str) -> str:
-    """A rule to copy for a parameter without a part: the one its reason tells, or one that its module can have."""
+def _example(module: nn.Module, parameter: str, *, reason: str) -> tuple[str, str]:
+    """A rule to copy, a name and a part, for a parameter without one: what its reason tells, or its module can have."""
     name = parameter.rpartition(".")[0]
     told = re.search(r"rule(?: for (\S+))?: '([^']+)'", reason)
     if told and told[1]:
-        return f'"{of_all_blocks(told[1])}": "{told[2]}"'
+        return of_all_blocks(told[1]), told[2]
     owner = module.get_submodule(name)
     if not name or next(owner.children(), None) is not None:
-        return f'"{of_all_blocks(parameter)}": "whole"'
-    guess = "first" if as_matrix(owner, name=name) else "whole"
+        return of_all_blocks(parameter), "whole"
     pattern = of_all_blocks(name)
     alike = all(type(m) is type(owner) for n, m in module.named_modules() if matches(n, pattern=pattern))
-    return f'"{pattern if alike else name}": "{told[2] if told else guess}"'
+    return pattern if alike else name, told[2] if told else "whole"
 
 
 def _places(parts: Mapping[str, Part], name: str) -> bool:

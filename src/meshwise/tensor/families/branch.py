@@ -17,7 +17,8 @@ and the output of an attention usually are), and then the order of registration 
     the second of two squares, elsewhere            an MLP whose hidden size is the width
 
 at the end of the module that holds them (q, k and v may live in one module and the output in the next), or where
-another branch begins. What someone declares, the user or the model, goes before all that.
+another branch begins. A gate may be registered behind the second, if that is all that its module holds. What someone
+declares, the user or the model, goes before all that.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ class Reading:
     def _walk(self, module: nn.Module, name: str, found: list[Branch]) -> list[_Item]:
         """Find the branches that end inside a module, and return the matrices of the one that does not."""
         left: list[_Item] = []
+        before = len(found)
         own_heads = counts_heads(module) or self.declared.get(name) == "attention"
         for child_name, child in module.named_children():
             below = f"{name}.{child_name}" if name else child_name
@@ -111,6 +113,8 @@ class Reading:
         elif len(left) > 1 and [item.role for item in left] == ["second"] + ["first"] * (len(left) - 1):
             found.append(_branch([*left[1:], left[0]]))  # the whole module has them in the other order
             left = []
+        elif late := _late(left, branches=found[before:], holder=name):
+            found[-1], left = late, []
         return left
 
     def _role(self, matrix: Matrix) -> str:
@@ -138,6 +142,21 @@ def _ends(items: Sequence[_Item]) -> bool:
         return True
     attention = any(item.in_attention for item in items)
     return len(items) == (_SQUARES_OF_ATTENTION if attention else _SQUARES_OF_MLP)
+
+
+def _late(items: Sequence[_Item], *, branches: Sequence[Branch], holder: str) -> Branch | None:
+    """The only branch of a module, with matrices that it registers behind its second, and that write what that reads:
+    w1, w2, w3 of a gated MLP, where w2 closes it.
+    """
+    if len(branches) != 1 or not items:
+        return None
+    hidden = branches[0].second.inputs
+    held = [*(item.matrix for item in items), *branches[0].firsts, branches[0].second]
+    if hidden == branches[0].second.outputs or any(matrix.name.rpartition(".")[0] != holder for matrix in held):
+        return None
+    if any(item.role != "first" or item.matrix.outputs != hidden for item in items):
+        return None
+    return Branch((*branches[0].firsts, *(item.matrix for item in items)), branches[0].second)
 
 
 def _branch(items: Sequence[_Item]) -> Branch:

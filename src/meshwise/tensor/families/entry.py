@@ -18,6 +18,7 @@ from torch import nn
 from meshwise.model.reads import source_of
 
 _RESHAPING = frozenset({"view", "reshape", "split", "unflatten"})
+_LAST = ("-1", "2")
 _OF_ITS_SHAPE = frozenset({"shape", "size", "dim", "ndim", "dtype", "device"})
 
 
@@ -91,6 +92,26 @@ def splits_by_width(module: nn.Module) -> bool:
             harmless.add(id(node.left))
     uses = [n for n in _nodes(definition) if isinstance(n, ast.Name) and n.id in names and isinstance(n.ctx, ast.Load)]
     return bool(uses) and all(id(node) in harmless for node in uses)
+
+
+def asks_for_last_size(module: nn.Module) -> bool:
+    """Whether a module's forward takes the last of three sizes from any tensor: the number of features of a stream.
+
+    d = x.shape[-1]        d = x.size(2)        B, T, C = x.shape
+    """
+    definition = _forward(module)
+    return definition is not None and any(map(_is_last_size, ast.walk(definition)))
+
+
+def _is_last_size(node: ast.AST) -> bool:
+    match node:
+        case ast.Subscript(value=ast.Attribute(attr="shape"), slice=place):
+            return ast.unparse(place) in _LAST
+        case ast.Call(func=ast.Attribute(attr="size"), args=[place]):
+            return ast.unparse(place) in _LAST
+        case ast.Assign(targets=[ast.Tuple(elts=[_, _, ast.Name()])], value=sizes):
+            return ast.unparse(sizes).endswith((".shape", ".size()"))
+    return False
 
 
 def _is_sizes_of(node: ast.expr, name: str) -> bool:

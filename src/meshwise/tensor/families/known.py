@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_attn_heads")
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_attn_heads", "num_head", "h")
 """Names of the number of attention heads, on a module or on its configuration."""
 
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
@@ -19,7 +19,10 @@ KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "
 GROUPS = ("num_key_value_groups", "n_rep", "num_queries_per_kv", "queries_per_kv")
 """Names of the number of heads that share a key head."""
 
-HEAD_WIDTHS = ("head_dim", "head_size", "head_width", "attention_head_size", "key_value_proj_dim", "d_kv", "d_head")
+HEAD_WIDTHS = (
+    *("head_dim", "head_size", "head_width", "attention_head_size", "key_value_proj_dim", "d_kv", "d_k", "d_head"),
+    "dim_head",
+)
 """Names of the features of one head."""
 
 FEATURES = (

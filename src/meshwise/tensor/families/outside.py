@@ -1,9 +1,9 @@
-"""What a model without a head, or with tables of its own making, does outside of its blocks.
+"""What a model without a head, or that counts its features, does outside of its blocks.
 
 Under 2d, 2.5d and 3d the stream is split by features. A head of logits reads it like that, and what lies between the
 blocks and the head is known to go feature by feature, or has a part. A model that returns its stream, or pools and
 classifies it, may do anything with it there: put tokens side by side, take a length, or a size to view something by.
-One that keeps a table of its own as a buffer, sines of positions, adds all its features. So outside of the blocks it is
+One that makes something for all features itself, sines of positions, adds that. So outside of the blocks it is
 given all features, as under sequence parallelism it is given all tokens:
 
     embedding ─ all features ─ block 0 ─ a part … a part ─ last block ─ all features ─ norm, pooler, the caller
@@ -23,12 +23,10 @@ _SPLIT = ("embedding", "single", "second")
 _SMALL = ("norm", "positions", "patches", "vector")
 
 
-def whole_outside(parts: Mapping[str, Part], *, plan: Plan, adds: bool) -> dict[str, Part]:
-    """The parts of a model, with all features outside of its blocks where it has no head, or `adds` to the stream there
-    what is kept whole.
-    """
+def whole_outside(parts: Mapping[str, Part], *, plan: Plan, counts: bool) -> dict[str, Part]:
+    """The parts of a model, with all features outside of its blocks where it has no head, or `counts` them there."""
     blocks = tuple(name for name, part in parts.items() if part.role == "block")
-    split = any(part.role == "head" for part in parts.values()) and not adds
+    split = any(part.role == "head" for part in parts.values()) and not counts
     if plan.tp_mode == "1d" or not blocks or split:
         return dict(parts)
     inside = tuple(f"{block}." for block in blocks)

@@ -35,6 +35,9 @@ from meshwise.tensor.families.trial import Trial
 from meshwise.tensor.multihead import ShardedMultiheadAttention
 from meshwise.tensor.part import Part
 
+_GATED = 2
+"""How many hidden features of an MLP one matrix writes at most, in multiples of what the next reads: gate and value."""
+
 _OF_QUERY_OR_KEY = re.compile(r"(^|_)(q|k|query|key)(_|$)")
 
 
@@ -191,7 +194,7 @@ class Pairs:
         if gathers:
             found[_home(branch.firsts[0])] = Part("pair", gathers=True, readers=len(branch.firsts))
         for matrix in branch.firsts:
-            if matrix.outputs % hidden:
+            if matrix.outputs % hidden or matrix.outputs > _GATED * hidden:
                 self._reasons[matrix.name] = f"{matrix} does not fit {branch.second}"
             elif cut := self._cut(matrix, (hidden,) * (matrix.outputs // hidden), grain=1, heads=None):
                 found[matrix.name] = Part(

@@ -19,12 +19,16 @@ from torch import nn
 
 from meshwise.norms import BatchNorm
 from meshwise.tensor.families.branch import Reading, stream_width
+from meshwise.tensor.families.entry import asks_for_last_size
 from meshwise.tensor.families.matrix import CONVOLUTIONS, as_matrix, computes_as, looks_up, matrices
 from meshwise.tensor.families.norm import as_norm, goes_feature_by_feature
 from meshwise.tensor.families.pair import Attention, Pairs, by_rule
 from meshwise.tensor.families.sharing import Sharing
 from meshwise.tensor.multihead import UnnestedEncoder
 from meshwise.tensor.part import Part
+
+_KNOWN = ("torch", "transformers", "meshwise")
+"""Packages whose modules take what they make for each feature from parameters."""
 
 
 class Structure:
@@ -72,14 +76,15 @@ class Structure:
         return tuple(self._pairs.attentions)
 
     @property
-    def adds_tables(self) -> bool:
-        """Whether outside of the blocks there is a buffer as wide as the stream, which its forward adds all of."""
-        return any(
-            buffer.is_floating_point() and buffer.dim() > 1 and buffer.size(-1) == self.width
-            for name, module in self.modules.items()
-            if not self._in_block(name) and not isinstance(module, BatchNorm)
-            for buffer in module.buffers(recurse=False)
-        )
+    def counts_features(self) -> bool:
+        """Whether outside of the blocks something is made for all features of the stream: there is a buffer that wide,
+        or a forward of the user's asks how many there are.
+        """
+        outside = [module for name, module in self.modules.items() if not self._in_block(name)]
+        own = [module for module in outside if type(module).__module__.partition(".")[0] not in _KNOWN]
+        tables = [buffer for module in own for buffer in module.buffers(recurse=False) if buffer.is_floating_point()]
+        wide = any(table.dim() > 1 and table.size(-1) == self.width for table in tables)
+        return wide or any(map(asks_for_last_size, own))
 
     def reason(self, name: str) -> str:
         """Why a parameter has no part, in brackets, where that is known."""
