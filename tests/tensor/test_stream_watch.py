@@ -100,6 +100,11 @@ CHANGES: dict[str, Change] = {
     "statistic": lambda x: x.detach().pow(2).mean(),
     "sizes": lambda x: x * x[:, 0].size(-1) ** 0 * x[..., -1].dim(),
     "checks": lambda x: x if not x.isnan().any() else -x,
+    "numbered tokens": lambda x: x * torch.arange(x.size(1))[:, None],
+    "numbered features": lambda x: x + torch.arange(x.size(-1)).to(x).exp(),
+    "a table of tokens": lambda x: x + torch.linspace(0, 1, 99)[: x.size(1), None].double(),
+    "numbers of rows": lambda x: x * torch.arange(x.size(0))[:, None, None],
+    "numbers of nothing": lambda x: x + torch.arange(7).sum(),
     "dropout": lambda x: functional.dropout(x, 0.0),
 }  # fmt: skip
 

@@ -15,11 +15,12 @@ it. For parameters that is known; for anything else it is refused. What is not k
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,9 @@ class Split:
     instead: str
 
 
+_Noted: TypeAlias = dict[int, tuple[weakref.ref[Tensor], tuple[Piece, ...]]]
+
+
 class StreamWatch(TorchDispatchMode):
     """Watches a model until its first forward with gradients is over.
 
@@ -89,7 +93,9 @@ class StreamWatch(TorchDispatchMode):
         self._asleep = 0
         self._within: list[str] = []
         self._before = ""
-        self._found: dict[int, tuple[weakref.ref[Tensor], tuple[Piece, ...]]] = {}
+        self._found: _Noted = {}
+        self._counts: _Noted = {}
+        self._entered = False
         self._taken: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         self._hooks: list[RemovableHandle] = []
         self._own = [
@@ -104,7 +110,7 @@ class StreamWatch(TorchDispatchMode):
             for handle in self._own:
                 handle.remove()
         elif torch.is_grad_enabled():
-            self._asleep = 0
+            self._asleep, self._entered = 0, False
             parameters = dict(model.named_parameters(remove_duplicate=False))
             self._held, self._summed = (
                 {parameters[name] for name in names if name in parameters} for names in self._names
@@ -124,7 +130,10 @@ class StreamWatch(TorchDispatchMode):
 
         def ready(_module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
             self._asleep -= not plays
+            if plays and any(_of(x, self._counts) for x in tensors((args, given))):
+                raise ValueError(self._message("embedding", f"numbers the {self._split.what} of"))
             if module in self._blocks:
+                self._entered = True
                 self._mark(next(tensors((args, given)), None), dim=self._split.dim)
 
         def done(_module: nn.Module, _args: Any, output: Any) -> None:
@@ -153,6 +162,7 @@ class StreamWatch(TorchDispatchMode):
         for handle in self._hooks:
             handle.remove()
         self._found.clear()
+        self._counts.clear()
         self._taken.clear()
         self._hooks, self._over = [], True
 
@@ -172,10 +182,24 @@ class StreamWatch(TorchDispatchMode):
             self._found.pop(id(x), None)
 
     def _pieces(self, x: Tensor) -> tuple[Piece, ...]:
-        if x in self._held:
-            return (Piece(x.dim() - 1, 1, x.size(-1)),)
-        found = self._found.get(id(x))
-        return found[1] if found is not None and found[0]() is x else ()
+        return (Piece(x.dim() - 1, 1, x.size(-1)),) if x in self._held else _of(x, self._found)
+
+    def _follow_count(self, func: OpOverload, *, given: Mapping[str, Any], made: Tensor) -> None:
+        """Numbers as many as the rank has of what is split, and what is made of them: right only if it has all."""
+        name, count = func.overloadpacket.__name__, self._split.count()
+        pieces: tuple[Piece, ...] = ()
+        if name == "arange" and made.numel() == count:
+            pieces = (Piece(0, 1, count),)
+        elif name == "slice" and not given["start"] and given["step"] == 1:
+            dim = given["dim"] % made.dim()
+            pieces = (Piece(dim, 1, count),) if made.size(dim) == count < given["self"].size(dim) else ()
+        for operand, value in given.items():
+            for x in tensors(value):
+                if known := _of(x, self._counts):
+                    with contextlib.suppress(MixedError):
+                        pieces = tuple(after(func, operand=operand, x=x, pieces=known, given=given, made=made))
+        if pieces and count > 1:
+            self._counts[id(made)] = weakref.ref(made), pieces
 
     # ---- what is done to them ------------------------------------------------------------------------------------
 
@@ -188,9 +212,14 @@ class StreamWatch(TorchDispatchMode):
             return func(*args, **kwargs)
         if taken := next(filter(None, map(self._taken_out, operands)), ""):
             return self._use(func, taken, made=func(*args, **kwargs))
-        if self._asleep or not any(map(self._pieces, operands)):
+        if self._asleep:
             return func(*args, **kwargs)
         given = arguments(func, args=args, kwargs=kwargs)
+        if not any(map(self._pieces, operands)):
+            output = func(*args, **kwargs)
+            for made in tensors(output) if self._entered else ():
+                self._follow_count(func, given=given, made=made)
+            return output
         if is_pointwise(func):
             self._require_fitting(func, given=given)
         output = func(*args, **kwargs)
@@ -213,22 +242,26 @@ class StreamWatch(TorchDispatchMode):
                 try:
                     found.add(tuple(after(func, operand=operand, x=x, pieces=pieces, given=given, made=made)))
                 except MixedError:
-                    message = self._message(func, f"mixes the {self._split.what} of")
+                    message = self._message(func.overloadpacket.__name__, f"mixes the {self._split.what} of")
                     self._use(func, message, made=made)
         found.discard(())
         if len(found) > 1:
-            raise ValueError(self._message(func, f"brings together different {self._split.what} of"))
+            raise ValueError(
+                self._message(func.overloadpacket.__name__, f"brings together different {self._split.what} of")
+            )
         return next(iter(found), ())
 
     def _require_fitting(self, func: OpOverload, *, given: Mapping[str, Any]) -> None:
         """What meets a part element by element is as large as it is."""
-        operands = list(tensors(given))
+        operands, name = list(tensors(given)), func.overloadpacket.__name__
         for x, other in itertools.permutations(operands, 2):
             for piece in self._pieces(x):
                 dim = piece.dim - x.dim()
+                if any(count.dim - other.dim() == dim for count in _of(other, self._counts)):
+                    raise ValueError(self._message(name, f"numbers the {self._split.what} of"))
                 if not self._pieces(other) and other.dim() >= -dim and other.size(dim) not in (1, x.size(dim)):
                     does = f"has {other.size(dim)} for the {x.size(dim)} {self._split.what} of"
-                    raise ValueError(self._message(func, does))
+                    raise ValueError(self._message(name, does))
 
     def _require_gradients(
         self, func: OpOverload, *, given: Mapping[str, Any], made: Tensor, pieces: Sequence[Piece]
@@ -241,7 +274,7 @@ class StreamWatch(TorchDispatchMode):
             alike = is_product(func) or any(x.dim() < -dim or x.size(dim) < made.size(dim) for dim in meets)
             if alike and x.requires_grad and not self._pieces(x) and not self._summed.issuperset(_leaves(x)):
                 does = "gives something that is trained, and that all ranks have alike, a gradient from"
-                raise ValueError(self._message(func, does))
+                raise ValueError(self._message(func.overloadpacket.__name__, does))
 
     def _use(self, func: OpOverload, message: str, *, made: Any) -> Any:
         """Some of a part was taken out as if it were all. For its sizes a forward may do so."""
@@ -254,13 +287,18 @@ class StreamWatch(TorchDispatchMode):
         held, message = self._taken.get(id(x), (None, ""))
         return message if held is not None and held() is x else ""
 
-    def _message(self, func: OpOverload, does: str) -> str:
-        split, name = self._split, func.overloadpacket.__name__.strip("_")
+    def _message(self, name: str, does: str) -> str:
+        split, name = self._split, name.strip("_")
         where = self._within[-1] if self._within else f"the forward of the model, behind {self._before},"
         return (
             f"{where} {does} the stream ({name}), of which a rank of tp has some {split.what} only: it would compute "
             f"with those as if they were all. {split.instead}"
         )
+
+
+def _of(x: Tensor, noted: _Noted) -> tuple[Piece, ...]:
+    found = noted.get(id(x))
+    return found[1] if found is not None and found[0]() is x else ()
 
 
 def _leaves(x: Tensor) -> Iterator[Tensor]:
