@@ -86,3 +86,17 @@ def test_the_model_is_the_same(plan: str, model: Model) -> None:
     expected = alone(model, loss=next_token_loss, batches=batches, lr=1e-2)
     for found in run(Plan.parse(plan).mesh().size, main):
         agree(found, expected, bound=1e-9)
+
+
+def test_numbers_are_looked_up_by_the_embedding() -> None:
+    class Other(Model):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return super().forward(tokens) + functional.embedding(tokens, self.embedding.weight).sum()
+
+    batch = torch.zeros(2, TOKENS, dtype=torch.int64)
+
+    def main(world: World) -> Any:
+        return parallelize(Other(), "tp=2", loss=next_token_loss, world=world, lr=1e-2).step((batch, batch))
+
+    with pytest.raises(ValueError, match=r"a table of 24 rows is split .* Call the embedding"):
+        run(2, main)

@@ -4,7 +4,8 @@
 
 No module is called there that could play a part. So while the model runs, a split embedding hands out its weight as a
 `TableWeight`: it has the table's full shape, and a product with it is the head's, which leaves the logits split.
-Whatever else is computed with it is computed with what this rank has, and refused by `first_forward`.
+To look numbers up in it is refused. Whatever else is computed with it is computed with what this rank has, and refused
+by `first_forward`.
 """
 
 from __future__ import annotations
@@ -72,6 +73,11 @@ class TableWeight(Tensor):
                 bias = given.get("bias", args[2] if len(args) > 2 else None)
                 logits = second.head(first, second.own)
                 return logits if bias is None else logits + bias
+            if func is functional.embedding:
+                raise ValueError(
+                    f"a table of {second.size(0)} rows is split over the ranks of tp, and the forward looks numbers up "
+                    "in its weight: in this rank's part, as if that were all. Call the embedding instead"
+                )
             if func in _PRODUCTS and second.flipped:
                 return second.head(first, second.own)
         args, given = pytree.tree_map_only(TableWeight, _part, (args, given))
