@@ -53,8 +53,9 @@ _LOUD = ("torch.distributed.elastic", "torch.multiprocessing")
 _SHUTDOWN_SECONDS = 5
 _POLL_SECONDS = 0.1
 _LEAVING_TIME = timedelta(seconds=5)
-# Longer than the launcher takes to notice the rank that ended first.
-_CONSEQUENCE_SECONDS = 10 * _POLL_SECONDS
+# Longer than the launcher takes, on a machine with too much to do as well, to notice the rank that ended first: it ends
+# the others then.
+_CONSEQUENCE_SECONDS = 30 * _POLL_SECONDS
 
 
 def connect(
