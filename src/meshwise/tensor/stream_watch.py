@@ -214,10 +214,14 @@ class StreamWatch(TorchDispatchMode):
             return self._use(func, taken, made=func(*args, **kwargs))
         if self._asleep:
             return func(*args, **kwargs)
+        parts, counts = any(map(self._pieces, operands)), any(_of(x, self._counts) for x in operands)
+        counts = self._entered and (counts or func.overloadpacket.__name__ in ("arange", "slice"))
+        if not parts and not counts:
+            return func(*args, **kwargs)
         given = arguments(func, args=args, kwargs=kwargs)
-        if not any(map(self._pieces, operands)):
+        if not parts:
             output = func(*args, **kwargs)
-            for made in tensors(output) if self._entered else ():
+            for made in tensors(output):
                 self._follow_count(func, given=given, made=made)
             return output
         if is_pointwise(func):
