@@ -9,6 +9,7 @@ import os
 import re
 import runpy
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from meshwise.comm.forked import Launcher
 from meshwise.comm.torch_world import torch_world
-from meshwise.comm.watch import Watch
+from meshwise.comm.watch import Watch, has_ended
 from meshwise.comm.world import World
 
 SIZE = 3
@@ -275,6 +276,17 @@ def test_a_killed_rank_is_told_and_the_others_end(start: Callable[..., Ranks]) -
     assert ranks.ended() == [1, -signal.SIGKILL, 1]
     assert "rank 1 does not answer" in ranks.report()
     assert re.search(r"rank 1 \(process _\).*; the process has ended", ranks.report())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_process_that_waits_to_be_asked_has_ended() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert not has_ended(child.pid)
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert has_ended(child.pid)
+    with pytest.raises(ProcessLookupError):
+        has_ended(child.pid)
 
 
 def test_a_stopped_rank_is_told_and_the_others_end(start: Callable[..., Ranks]) -> None:

@@ -26,6 +26,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Protocol
 
@@ -267,9 +268,11 @@ class Watch:
         if self._store.check([f"finished/{rank}"]):
             counts = pickle.loads(self._store.get(f"finished/{rank}"))
             return Absent("has finished", finished=True, counts=counts)
-        if not self._store.check([f"alive/{rank}"]):
+        if not self._store.check([f"process/{rank}"]):
             return Absent("never came")
         process = self._store.get(f"process/{rank}").decode()
+        if not self._store.check([f"alive/{rank}"]):
+            return Absent(f"({process}) does not answer, and never did{_state(process)}")
         seen, place = pickle.loads(self._store.get(f"alive/{rank}"))
         age = f"{time.time() - seen:.1f} s"
         return Absent(
@@ -338,8 +341,20 @@ def _state(process: str) -> str:
         return ""
     try:
         os.kill(int(pid), 0)
+        ended = has_ended(int(pid))
     except ProcessLookupError:
-        return "; the process has ended"
+        ended = True
     except PermissionError:
         return ""
-    return "; the process is stopped or stuck"
+    return "; the process has ended" if ended else "; the process is stopped or stuck"
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended and only waits for its parent to ask how. Raises ProcessLookupError without one."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        if sys.platform == "linux":
+            raise ProcessLookupError(pid) from None
+        return False
+    return state.rpartition(")")[2].split()[0] in "ZX"
