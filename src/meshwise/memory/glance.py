@@ -20,8 +20,14 @@ _LITTLE = 0.05
 
 
 def glance(tensor: Tensor) -> Tensor | None:
-    """Some elements, evenly spread; None of a tensor that has no values, or not where its shape says."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
+    """Some elements, evenly spread; None of a tensor that has no values, or not where its shape says.
+
+    Bytes are not looked at: they are the workspace of a kernel (an LSTM on a CPU saves one), of which it may have
+    written a part only.
+    """
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        return None
+    if tensor.is_meta or tensor.dtype == torch.uint8:
         return None
     with unseen():  # it is no operation of the model
         values, count = tensor.detach(), tensor.numel()

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -38,6 +38,10 @@ from meshwise.tree import map_tensors
 
 class RecomputeError(RuntimeError):
     """A block computed something else when its forward was repeated, or would."""
+
+
+Statistics: TypeAlias = Mapping[str, Tensor]
+"""The buffers of a norm that keeps statistics over batches."""
 
 
 class Block:
@@ -70,12 +74,12 @@ class Block:
             return self.run(*args, **kwargs)
 
     @contextlib.contextmanager
-    def repeated(self) -> Iterator[None]:
-        """Inside, the forward is repeated: running statistics are taken into copies."""
+    def repeated(self, statistics: Sequence[Statistics]) -> Iterator[None]:
+        """Inside, the forward is repeated: running statistics are taken into copies, of these where there are any."""
         norms = self._norms()
         own = [dict(norm.named_buffers(recurse=False)) for norm in norms]
         try:
-            for norm, buffers in zip(norms, own, strict=True):
+            for norm, buffers in zip(norms, statistics or own, strict=True):
                 for name, buffer in buffers.items():
                     setattr(norm, name, buffer.clone())
             yield
@@ -84,9 +88,9 @@ class Block:
                 for name, buffer in buffers.items():
                     setattr(norm, name, buffer)
 
-    def counts(self, tensor: Tensor) -> bool:
-        """Whether it is a running statistic, which the first forward changes."""
-        return any(tensor is buffer for norm in self._norms() for buffer in norm.buffers(recurse=False))
+    def statistics(self) -> list[Statistics]:
+        """Those of each norm as they are now: the forward changes them, and may save what it made of them."""
+        return [{name: one.clone() for name, one in norm.named_buffers(recurse=False)} for norm in self._norms()]
 
     def _norms(self) -> list[nn.Module]:
         return [part for part in self._module.modules() if isinstance(part, RunningNorm)]
@@ -161,6 +165,7 @@ class _Call:
 
     def __init__(self, block: Block, args: Any, kwargs: Any) -> None:
         self._block = block
+        self._statistics = [] if block.is_trusted else block.statistics()
         self._selective = block.mode == "selective"
         self._tape = Tape()
         self._needed = 0
@@ -198,7 +203,7 @@ class _Call:
 
     def pack(self, tensor: Tensor) -> _Slot:
         """Autograd saves a tensor."""
-        seen = None if self._block.is_trusted or self._block.counts(tensor) else glance(tensor)
+        seen = None if self._block.is_trusted else glance(tensor)
         slot = _Slot(self, (tensor.shape, tensor.dtype, tensor.device), seen)
         self._slots.append(weakref.ref(slot))
         self._needed = len(self._tape.results)
@@ -219,8 +224,9 @@ class _Call:
         recall = self._block.recall
         filled = _Filling(self)
         play = recall.playing(self._tape) if self._selective else recall.suspended()
+        statistics = self._block.repeated(self._statistics)
         with contextlib.ExitStack() as stack:
-            for context in (torch.enable_grad(), self._around(), recall.at(self._found), play, self._block.repeated()):
+            for context in (torch.enable_grad(), self._around(), recall.at(self._found), play, statistics):
                 stack.enter_context(context)
             if self._selective:
                 stack.enter_context(Kept(recall))
@@ -233,8 +239,8 @@ class _Call:
     def _differs(self, what: str) -> str:
         return (
             f"{self._block.name} saved {what} when its forward was repeated; a block that is recomputed has to "
-            "compute the same twice: does it draw from numpy, read something that changed in between, or take another "
-            "branch? "
+            "compute the same twice: does it draw from numpy, read something that changed in between, or memory that "
+            "nobody wrote to, or take another branch? "
             "Leave it out: Options(recomputed=(…)) names the modules to recompute"
         )
 
