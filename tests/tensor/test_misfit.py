@@ -101,8 +101,17 @@ def test_other_errors_of_a_model_are_left_alone() -> None:
         def forward(self, tokens: Tensor) -> Tensor:
             raise RuntimeError(f"no luck with {len(tokens)}")
 
+    class TooLargeError(ValueError):
+        pass
+
+    class Own(Model):
+        def forward(self, tokens: Tensor) -> Tensor:
+            raise TooLargeError(f"no such size as {len(tokens)}")
+
     with pytest.raises(RuntimeError, match=r"^no luck"):
         step(Other(), "tp=2")
+    with pytest.raises(TooLargeError, match=r"^no such size"):
+        step(Own(), "tp=2")
 
 
 def test_a_mask_that_names_no_device_is_no_obstacle_to_a_cut() -> None:

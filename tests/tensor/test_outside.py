@@ -1,12 +1,14 @@
 """What a model does with the stream outside of its blocks: a head tied by use, tables of its own, detours."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from meshwise.comm.world import World
 from meshwise.parallelize import Options, parallelize
@@ -52,12 +54,14 @@ class Model(nn.Module):
         if self.head is not None:
             return self.head(x)  # type: ignore[no-any-return]
         weight = self.embedding.weight
+        if self.how == "again":
+            return checkpoint(lambda y: functional.linear(y, weight=self.embedding.weight), x, use_reentrant=False)  # type: ignore[no-any-return]
         if self.how == "linear":
             return functional.linear(x, weight.to(x.dtype))
         return x @ (weight.transpose(0, 1) if self.how == "transpose" else weight.T)
 
 
-TIED = [Model(head="linear"), Model(head="T"), Model(head="transpose")]
+TIED = [Model(head="linear"), Model(head="T"), Model(head="transpose"), Model(head="again")]
 GRIDS = [Model(positions="buffer"), Model(detour=True), Model(positions="buffer", head="linear", detour=True)]
 
 
@@ -88,10 +92,18 @@ def test_the_model_is_the_same(plan: str, model: Model) -> None:
         agree(found, expected, bound=1e-9)
 
 
-def test_numbers_are_looked_up_by_the_embedding() -> None:
+READS = {
+    "functional.embedding": lambda weight, tokens: functional.embedding(tokens, weight).sum(),
+    "torch.embedding": lambda weight, tokens: torch.embedding(weight, tokens).sum(),
+    "detach": lambda weight, _: weight.detach().mean(),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_table_is_read_by_the_embedding_alone(read: Callable[[Tensor, Tensor], Tensor]) -> None:
     class Other(Model):
         def forward(self, tokens: Tensor) -> Tensor:
-            return super().forward(tokens) + functional.embedding(tokens, self.embedding.weight).sum()
+            return super().forward(tokens) + read(self.embedding.weight, tokens)
 
     batch = torch.zeros(2, TOKENS, dtype=torch.int64)
 

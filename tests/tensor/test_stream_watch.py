@@ -1,5 +1,6 @@
 """What a forward does to a part of the stream as if it were all is refused, and nothing else is."""
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -139,7 +140,7 @@ def refusal(change: Change, *, dim: int) -> str:
     model = nn.Sequential(Body(change))
     size = (TOKENS, WIDTH // 2)[dim]
     split = Split(("tokens", "features")[dim], (-2, -1)[dim], lambda: size, "Take another plan")
-    StreamWatch(model, split=split, parts={}, blocks=set(model), held=(), summed=())
+    StreamWatch(model, split=split, parts={}, blocks=dict.fromkeys(model, True), held=(), summed=())
     part = torch.randn(2, *((TOKENS, WIDTH), (TOKENS * 2, WIDTH // 2))[dim], dtype=torch.float64)
     try:
         model(part)
@@ -275,3 +276,86 @@ RIGHT = {
 @pytest.mark.parametrize("plan", RIGHT)
 def test_what_is_right_passes(plan: str) -> None:
     check(RIGHT[plan], plan)
+
+
+# ---- forwards that do not come to an end -----------------------------------------------------------------------------
+
+
+class Catches(Model):
+    """Goes on after an exception that a module raised."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with contextlib.suppress(IndexError):
+            self.embedding(tokens + WORDS)
+        return super().forward(tokens)
+
+
+@pytest.mark.parametrize("error", [None, LookupError, KeyboardInterrupt, IndexError])
+def test_a_forward_that_did_not_come_to_its_end_is_watched_again(error: type[BaseException] | None) -> None:
+    fails = error in (LookupError, KeyboardInterrupt)
+
+    def tries(use: Callable[..., Tensor]) -> list[str]:
+        def once(block: Block, x: Tensor, more: Tensor) -> Tensor:
+            if vars(block).pop("fails", False):
+                assert error is not None
+                raise error
+            return use(block, x, more)
+
+        model = (Catches if error is IndexError else Model)(once, layers=1)
+        batch = torch.zeros(2, TOKENS, dtype=torch.int64)
+
+        def main(world: World) -> list[str]:
+            options = Options(tensor_rules=dict.fromkeys(("more", "blocks.*.factor", "blocks.*.gate"), "whole"))
+            trainer = parallelize(copy.deepcopy(model), SEQUENCE, world=world, loss=loss, lr=1e-2, options=options)
+            vars(trainer.model.get_submodule("blocks.0"))["fails"] = fails
+            said = []
+            for _ in range(3):
+                try:
+                    trainer.step((batch, batch))
+                    said.append("")
+                except (ValueError, LookupError, KeyboardInterrupt) as problem:
+                    said.append(str(problem) or "failed")
+            return said[fails:]
+
+        found: list[str] = run(2, main)[0]
+        return found
+
+    assert all("mixes the tokens" in said for said in tries(lambda _block, x, _: x - x.mean(1, keepdim=True)))
+    assert not any(tries(lambda _block, x, _: x.clone()))
+
+
+class InChunks(Model):
+    """Calls its head on as many tokens at a time as a rank has, and its block with a mask before the stream."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _block, x, _: x, layers=1)
+        self.blocks = nn.ModuleList([Masked()])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) * self.more
+        x = self.blocks[0](mask=torch.ones(TOKENS, TOKENS, dtype=x.dtype), hidden_states=x)
+        return torch.cat([self.head(part) for part in x.split(TOKENS // 2, 1)], 1)
+
+
+class Masked(Block):
+    def __init__(self) -> None:
+        super().__init__(lambda _block, x, _: x)
+
+    def forward(self, *, mask: Tensor, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(hidden_states, mask) * mask.softmax(-2).sum()
+
+
+def test_what_only_looks_like_a_part_is_let_pass() -> None:
+    model = InChunks().double()
+    tokens = torch.randint(0, WORDS, (4, TOKENS + 1))
+    batch = tokens[:, :-1], tokens[:, 1:]
+    rules = dict.fromkeys(("more", "blocks.*.factor", "blocks.*.gate"), "whole")
+
+    def main(world: World) -> Any:
+        options = Options(tensor_rules=rules)
+        trainer = parallelize(copy.deepcopy(model), SEQUENCE, world=world, loss=loss, lr=1e-2, options=options)
+        return outcome(trainer, batches=[batch])
+
+    expected = alone(model, batches=[batch], loss=loss, lr=1e-2)
+    for found in run(2, main):
+        agree(found, expected, bound=1e-9)

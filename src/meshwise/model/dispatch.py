@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import contextlib
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = ["TorchDispatchMode", "unseen"]
+__all__ = ["TorchDispatchMode", "in_backward", "unseen"]
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward in this thread, which may repeat a part of a forward."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def unseen() -> contextlib.AbstractContextManager[None]:

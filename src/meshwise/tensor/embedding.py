@@ -6,12 +6,15 @@ added up: the product with one-hot rows, without the product.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwise.comm import gradient
 from meshwise.layout.layout import Layout
+from meshwise.model.dispatch import in_backward
 from meshwise.model.table import Placement
 from meshwise.tensor.context import Context
 from meshwise.tensor.linear import DATA, Projection
@@ -57,8 +60,11 @@ class SplitTable:
 
     def as_matrix(self, table: Tensor) -> Tensor:
         """The table for a forward that multiplies with it."""
-        head = Projection(self.context, part=Part("head"), shape=self.shape)
-        return TableWeight(table, size=self.shape, head=lambda x, part: head.logits(x, weight=part))
+        return TableWeight(table, size=self.shape, head=lambda x, part: self._head.logits(x, weight=part))
+
+    @functools.cached_property
+    def _head(self) -> Projection:
+        return Projection(self.context, part=Part("head"), shape=self.shape)
 
     def __call__(self, numbers: Tensor, table: Tensor) -> Tensor:
         """(…) integers, this rank's rows, to (…, local features). Raises IndexError for one outside the vocabulary."""
@@ -99,9 +105,9 @@ class ShardedEmbedding(nn.Embedding):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The parameter; while the model runs, as a forward may use it."""
+        """The parameter; while the model runs, or runs again in a backward, as a forward may use it."""
         held: Tensor = self._parameters["weight"]  # type: ignore[assignment]
-        return self.sharding.as_matrix(held) if self.sharding.running else held
+        return self.sharding.as_matrix(held) if self.sharding.running or in_backward() else held
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
         """As the class it stands in front of, on what this rank has."""

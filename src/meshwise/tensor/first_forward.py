@@ -76,8 +76,6 @@ class FirstForward:
     def _end(self, _model: nn.Module, _args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        for handle in (*self._blocks, *self._ends):
-            handle.remove()
         for stack, place in enumerate(self._called):
             if place:
                 self._refuse_order(stack)
@@ -90,6 +88,8 @@ class FirstForward:
                     f'or keep the module around it whole on every rank, by a rule such as "{name.rpartition(".")[0]}": '
                     '"whole"'
                 )
+        for handle in (*self._blocks, *self._ends):
+            handle.remove()
 
     def _refuse_order(self, stack: int) -> NoReturn:
         first, *_, last = self._stacks[stack]

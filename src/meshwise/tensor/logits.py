@@ -86,7 +86,7 @@ class SplitLogits(Tensor):
                 return func(*args, **given)
         first = args[0] if args else given.get("input")
         if isinstance(first, SplitLogits):
-            if func in _OF_THE_PART:
+            if func in OF_THE_PART:
                 return func(first.local, *args[1:], **given)
             handler = None if first.altered else _STAYS_SPLIT.get(func)
             result = handler(first, func, args[1:], given) if handler else None
@@ -208,7 +208,7 @@ ABOUT = frozenset(
 )
 """What tells of a tensor and computes nothing."""
 
-_OF_THE_PART = frozenset(
+OF_THE_PART = frozenset(
     {
         *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "_version")),
         *(getattr(Tensor, name) for name in ("register_hook", "is_contiguous")),

@@ -28,6 +28,8 @@ _BRANCH = re.compile(r".*?\.\d+(\.[^.]+)?")
 
 _OURS = str(Path(__file__).parents[1])
 _TORCHS = str(Path(torch.__file__).parent)
+_KINDS = (RuntimeError, ValueError, AssertionError)
+"""What torch and Python raise about sizes. A class of the model's own says something else."""
 
 
 @contextlib.contextmanager
@@ -37,15 +39,16 @@ def misfits_told(model: nn.Module, *, plan: Plan) -> Iterator[None]:
         yield
     except PlanError:
         raise
-    except (RuntimeError, ValueError, AssertionError) as error:
+    except _KINDS as error:
         place = _place(model, error.__traceback__)
-        if place is None or not _about_sizes(error):
+        if place is None or type(error) not in _KINDS or not _about_sizes(error):
             raise
         raise PlanError(_told(error, plan=plan, name=place[0], frame=place[1], line=place[2])) from error
 
 
 def _about_sizes(error: Exception) -> bool:
-    return isinstance(error, AssertionError) or _OF_SIZES.search(str(error)) is not None
+    said = str(error)
+    return _OF_SIZES.search(said) is not None or (isinstance(error, AssertionError) and not said)
 
 
 def _place(model: nn.Module, trace: TracebackType | None) -> tuple[str, FrameType, int] | None:

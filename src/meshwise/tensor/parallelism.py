@@ -305,9 +305,9 @@ class _Split:
             places = {name: self._context(name, part).scheme for name, part in self._parts.items()}
             placed = {**self._kept_whole, **self._placed}
             watch(self._root, parts=self._parts, places=places, inside=self._inside, width=self._width(), placed=placed)
-        self._watch_what_leaves(Leaving(self._root))
+        self._watch_what_leaves(Leaving(self._root), whole=whole)
 
-    def _watch_what_leaves(self, leaving: Leaving) -> None:
+    def _watch_what_leaves(self, leaving: Leaving, *, whole: bool) -> None:
         """Streams that are parts, and what attentions have for their own heads."""
         for name, part in self._parts.items():
             block = part.role == "block"
@@ -315,7 +315,7 @@ class _Split:
             split = context.degree((*context.scheme.tokens, *context.scheme.stream)) > 1
             if part.returns_scores:
                 # A stage of a pipeline gets what other stages' blocks returned where it would call them.
-                around = [other for other in self._blocks if name.startswith(f"{other}.")]
+                around = [other for other in self._blocks if name.startswith(f"{other}.") and not whole]
                 for watched in {name, *around}:
                     leaving.watch_heads(self._modules[watched], context=context, part=part)
             elif split and (block or (part.role in _TO_STREAM and not part.inner and not part.whole_features)):

@@ -65,7 +65,7 @@ class StreamWatch(TorchDispatchMode):
     """Watches a model until its first forward with gradients is over.
 
     parts     the modules that play a part, which know what is split; with the dim in which what they return is a part
-    blocks    what they are given and return is the stream
+    blocks    what they are given and return is the stream; each with whether it is the last of its list
     held      names of parameters whose last dim is split as the stream is
     summed    names of those of which each rank may have a gradient of its own: they are summed
     """
@@ -78,7 +78,7 @@ class StreamWatch(TorchDispatchMode):
         *,
         split: Split,
         parts: Mapping[nn.Module, int | None],
-        blocks: Collection[nn.Module],
+        blocks: Mapping[nn.Module, bool],
         held: Collection[str],
         summed: Collection[str],
     ) -> None:
@@ -91,7 +91,7 @@ class StreamWatch(TorchDispatchMode):
         self._summed: set[nn.Parameter] = set()
         self._over = False
         self._asleep = 0
-        self._within: list[str] = []
+        self._within: list[tuple[str, int]] = []
         self._before = ""
         self._found: _Noted = {}
         self._counts: _Noted = {}
@@ -110,7 +110,9 @@ class StreamWatch(TorchDispatchMode):
             for handle in self._own:
                 handle.remove()
         elif torch.is_grad_enabled():
+            self._stop()  # of a forward that was interrupted
             self._asleep, self._entered = 0, False
+            self._within.clear()
             parameters = dict(model.named_parameters(remove_duplicate=False))
             self._held, self._summed = (
                 {parameters[name] for name in names if name in parameters} for names in self._names
@@ -122,28 +124,31 @@ class StreamWatch(TorchDispatchMode):
 
     def _follow(self, module: nn.Module, *, name: str) -> list[RemovableHandle]:
         """Hooks are not watched, nor is a module that plays a part."""
-        plays = module in self._parts
+        plays, said = module in self._parts, f"{name} ({type(module).__name__})"
 
         def first(_module: nn.Module, _args: Any) -> None:
-            self._within.append(f"{name} ({type(module).__name__})")
+            self._within.append((said, self._asleep))
             self._asleep += 1
 
         def ready(_module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
             self._asleep -= not plays
-            if plays and any(_of(x, self._counts) for x in tensors((args, given))):
+            numbered = self._entered and any(_of(x, self._counts) for x in tensors((args, given)))
+            if plays and numbered and self._split.dim == -2:
                 raise ValueError(self._message("embedding", f"numbers the {self._split.what} of"))
             if module in self._blocks:
                 self._entered = True
-                self._mark(next(tensors((args, given)), None), dim=self._split.dim)
+                self._mark(next(tensors((args, given.get("hidden_states"), given)), None), dim=self._split.dim)
 
         def done(_module: nn.Module, _args: Any, output: Any) -> None:
             self._asleep += not plays
             if module in self._blocks:
                 self._mark(next(tensors(output), None), dim=self._split.dim)
+                self._entered = not self._blocks[module]
 
         def last(_module: nn.Module, _args: Any, output: Any) -> None:
-            self._asleep -= 1
-            self._before = self._within.pop()
+            if not self._within or self._within[-1][0] != said:
+                return  # a hook before these raised an exception
+            self._before, self._asleep = self._within.pop()
             dim = self._parts.get(module)
             if dim is not None:
                 self._mark(next(tensors(output), None), dim=dim)
@@ -152,10 +157,15 @@ class StreamWatch(TorchDispatchMode):
             module.register_forward_pre_hook(first, prepend=True),
             module.register_forward_pre_hook(ready, with_kwargs=True),
             module.register_forward_hook(done, prepend=True),
-            module.register_forward_hook(last),
+            module.register_forward_hook(last, always_call=True),
         ]
 
-    def _end(self, _model: nn.Module, _args: Any, _output: Any) -> None:
+    def _end(self, _model: nn.Module, _args: Any, output: Any) -> None:
+        """A forward that raised an exception, and has no output, is watched again."""
+        self._over = bool(self._hooks) and output is not None
+        self._stop()
+
+    def _stop(self) -> None:
         if not self._hooks:
             return
         self.__exit__(None, None, None)
@@ -164,7 +174,7 @@ class StreamWatch(TorchDispatchMode):
         self._found.clear()
         self._counts.clear()
         self._taken.clear()
-        self._hooks, self._over = [], True
+        self._hooks = []
 
     # ---- which tensors are parts ---------------------------------------------------------------------------------
 
@@ -293,7 +303,7 @@ class StreamWatch(TorchDispatchMode):
 
     def _message(self, name: str, does: str) -> str:
         split, name = self._split, name.strip("_")
-        where = self._within[-1] if self._within else f"the forward of the model, behind {self._before},"
+        where = self._within[-1][0] if self._within else f"the forward of the model, behind {self._before},"
         return (
             f"{where} {does} the stream ({name}), of which a rank of tp has some {split.what} only: it would compute "
             f"with those as if they were all. {split.instead}"
@@ -352,11 +362,14 @@ def watch(
             returned = part.role not in _OTHERS and not part.inner and bool(places[name].stream or places[name].tokens)
             channels = -1 - len(module.kernel_size) if isinstance(module, CONVOLUTIONS) else split.dim
             playing[module] = channels if returned else None
+    names = [name for name, part in parts.items() if part.role == "block"]
+    lasts = {name.rpartition(".")[0]: name for name in names}
+    blocks = {modules[name]: lasts[name.rpartition(".")[0]] == name for name in names}
     StreamWatch(
         model,
         split=split,
         parts=playing,
-        blocks={modules[name] for name, part in parts.items() if part.role == "block"},
+        blocks=blocks,
         held=[name for name in placed if f"{name}.".startswith(held)],
         summed=[name for name, at in placed.items() if {*scheme.stream, *scheme.tokens} <= {*at.summed}],
     )

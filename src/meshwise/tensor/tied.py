@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from meshwise.tensor.logits import ABOUT
+from meshwise.tensor.logits import ABOUT, OF_THE_PART
 
 _FLIPS = frozenset({Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__})  # type: ignore[attr-defined]
 _EXCHANGES = frozenset({Tensor.transpose, torch.transpose, Tensor.swapaxes})
 _CONVERSIONS = frozenset(getattr(Tensor, name) for name in ("to", "float", "double", "half", "bfloat16", "type_as"))
+_CUTS_OFF = frozenset({Tensor.detach, torch.detach, Tensor.data.__get__})  # type: ignore[attr-defined]
 _PRODUCTS = frozenset({Tensor.matmul, torch.matmul, Tensor.__matmul__, Tensor.mm, torch.mm})
 
 
@@ -62,10 +63,15 @@ class TableWeight(Tensor):
         if func in ABOUT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **given)
+        if func is functional.linear and len(args) < 2:
+            given = {**dict(zip(("input", "weight"), args, strict=False)), **given}
+            args = (given.pop("input"), given.pop("weight"))
         first, second = (*args, None, None)[:2]
         if isinstance(first, TableWeight):
             if func in _FLIPS or (func in _EXCHANGES and _swaps(args[1:])):
                 return first._like(first.own, flipped=not first.flipped)
+            if func is torch.embedding:
+                raise ValueError(_refusal(first, "looks numbers up in its weight"))
             if func in _CONVERSIONS:
                 return first._like(func(first.own, *args[1:], **given), flipped=first.flipped)
         if isinstance(second, TableWeight) and not isinstance(first, TableWeight):
@@ -74,12 +80,12 @@ class TableWeight(Tensor):
                 logits = second.head(first, second.own)
                 return logits if bias is None else logits + bias
             if func is functional.embedding:
-                raise ValueError(
-                    f"a table of {second.size(0)} rows is split over the ranks of tp, and the forward looks numbers up "
-                    "in its weight: in this rank's part, as if that were all. Call the embedding instead"
-                )
+                raise ValueError(_refusal(second, "looks numbers up in its weight"))
             if func in _PRODUCTS and second.flipped:
                 return second.head(first, second.own)
+        if func in _CUTS_OFF or (not torch.is_grad_enabled() and func not in OF_THE_PART):
+            table = next(one for one in pytree.tree_leaves((args, given)) if isinstance(one, TableWeight))
+            raise ValueError(_refusal(table, "reads its weight where no gradient shows it"))
         args, given = pytree.tree_map_only(TableWeight, _part, (args, given))
         return func(*args, **given)
 
@@ -89,6 +95,13 @@ class TableWeight(Tensor):
     ) -> Any:
         """Below autograd there is nothing left to choose. Raises RuntimeError."""
         raise RuntimeError(f"{func} got a table that is split over the ranks; call the embedding, or multiply with it")
+
+
+def _refusal(weight: TableWeight, what: str) -> str:
+    return (
+        f"a table of {max(weight.shape)} rows is split over the ranks of tp, and the forward {what}: in this rank's "
+        "part, as if that were all. Call the embedding instead"
+    )
 
 
 def _part(weight: TableWeight) -> Tensor:

@@ -100,17 +100,20 @@ def asks_for_last_size(module: nn.Module) -> bool:
     d = x.shape[-1]        d = x.size(2)        B, T, C = x.shape
     """
     definition = _forward(module)
-    return definition is not None and any(map(_is_last_size, ast.walk(definition)))
+    if definition is None:
+        return False
+    read = {node.id for node in ast.walk(definition) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    return any(_is_last_size(node, read=read) for node in ast.walk(definition))
 
 
-def _is_last_size(node: ast.AST) -> bool:
+def _is_last_size(node: ast.AST, *, read: set[str]) -> bool:
     match node:
         case ast.Subscript(value=ast.Attribute(attr="shape"), slice=place):
             return ast.unparse(place) in _LAST
         case ast.Call(func=ast.Attribute(attr="size"), args=[place]):
             return ast.unparse(place) in _LAST
-        case ast.Assign(targets=[ast.Tuple(elts=[_, _, ast.Name()])], value=sizes):
-            return ast.unparse(sizes).endswith((".shape", ".size()"))
+        case ast.Assign(targets=[ast.Tuple(elts=[_, _, ast.Name(id=name)])], value=sizes):
+            return name in read and ast.unparse(sizes).endswith((".shape", ".size()"))
     return False
 
 

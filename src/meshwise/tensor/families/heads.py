@@ -68,7 +68,12 @@ class Heads:
 
 def counts_heads(module: nn.Module) -> bool:
     """Whether the module itself keeps a count of heads."""
-    return any(_is_count(vars(module).get(name)) for name in HEADS)
+    return any(_is_count(vars(module).get(name)) for name in HEADS if name != "h" or _h_counts(vars(module)))
+
+
+def _h_counts(own: Mapping[str, Any]) -> bool:
+    """Whether `h` is a number of heads, and no height or hidden size: beside how wide one is, and no other name."""
+    return any(name in own for name in HEAD_WIDTHS) and not any(name in own for name in HEADS if name != "h")
 
 
 def find_heads(
@@ -153,6 +158,8 @@ def _numbers(module: nn.Module) -> dict[str, Any]:
     """What a module keeps, and what its forward reads from its configuration, as `config.name`."""
     own = vars(module)
     read = [path for path in dotted_names(type(module)) if len(path) == 2 and path[0] in CONFIGURATIONS]
+    if not _h_counts(own):
+        own = {name: value for name, value in own.items() if name != "h"}
     return {**own, **{f"{holder}.{name}": _fields(own.get(holder)).get(name) for holder, name in sorted(read)}}
 
 
