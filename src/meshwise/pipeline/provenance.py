@@ -121,7 +121,7 @@ class Provenance(TorchDispatchMode):
         names = [name for name, value in now.items() if _is_plain_change(was.get(name), value)]
         if names and module not in self._kept:
             self._kept[module] = {}
-            _tell(module, self._kept[module], self.reads)
+            _tell(module, self._kept[module], self)
         for name in names:
             self._kept[module][name] = Past(effects=frozenset((key,)))
 
@@ -143,6 +143,11 @@ class Provenance(TorchDispatchMode):
             kept = {name: value for name, value in vars(other).items() if value is not was.get(name)}
             vars(one).update((name, self._copy(value, hand)) for name, value in kept.items())
             self._keeps(one, was=was, now=kept, key=key)
+
+    @property
+    def own(self) -> Past:
+        """What the piece that runs puts somewhere has been made of."""
+        return _NOTHING if self._piece is None else Past(effects=frozenset((self._piece,)))
 
     @property
     def used(self) -> Past:
@@ -260,17 +265,30 @@ def _is_plain_change(was: Any, now: Any) -> bool:
 _PLAIN = (int, float, str, bytes)
 
 
-def _tell(module: nn.Module, kept: Mapping[str, Past], reads: Callable[[Past], None]) -> None:
-    """From now on `reads` is told when one of these attributes of a module is read."""
+class _Quiet(nn.Module):
+    """Before another base: of a class that is made of both, that one is not told."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        pass
+
+
+def _tell(module: nn.Module, kept: dict[str, Past], provenance: Provenance) -> None:
+    """From now on it is noticed when one of these attributes of a module is read, and whose it is when it is written."""
     kind = type(module)
 
     def get(self: nn.Module, name: str) -> Any:
         if name in kept:
-            reads(kept[name])
+            provenance.reads(kept[name])
         return kind.__getattribute__(self, name)
 
+    def put(self: nn.Module, name: str, value: Any) -> None:
+        if name in kept:
+            kept[name] = provenance.own
+        kind.__setattr__(self, name, value)
+
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    module.__class__ = type(kind.__name__, (kind,), names | {"__getattribute__": get})
+    watching = {"__getattribute__": get, "__setattr__": put}
+    module.__class__ = type(kind.__name__, (_Quiet, kind), names | watching)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
