@@ -289,8 +289,42 @@ def test_what_a_piece_writes_anew_before_it_reads_it_is_its_own_in_every_call(ba
         cut(made(lambda: Model(twice, Remembers(), *linears(3))), bare=bare)
 
 
+class Level(nn.Module):
+    """Has a buffer, and a method that changes it; nobody calls it."""
+
+    level: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("level", torch.ones(()))
+
+    def update(self, x: Tensor) -> None:
+        with torch.no_grad():
+            self.level.mul_(0.5).add_(x.abs().mean())
+
+
+def test_a_buffer_that_is_changed_by_a_method_is_as_one_of_the_model() -> None:
+    def levelled(embedding: Any, layers: Any, x: Tensor) -> Any:
+        x = embedding(x)
+        for layer in layers[:-1]:
+            x = layer(x)
+        layers[-1].update(x)
+        return x / layers[-1].level
+
+    def first(embedding: Any, layers: Any, x: Tensor) -> Any:
+        layers[-1].update(x)
+        return through(layers[:-1], embedding(x)) / layers[-1].level
+
+    assert cut(made(lambda: Model(first, *linears(), Level()))).own == {"layers.4.level"}
+    build = lambda: Model(levelled, *linears(), Level())  # noqa: E731
+    with pytest.raises(CutError, match=r"the model changes its buffer layers.4.level after embedding has run"):
+        cut_model(made(build), stages=3, call=example, wish=Wish(where=Where(how="blocks")))
+
+
 def test_the_class_of_a_piece_that_keeps_a_number_may_ask_something_of_its_subclasses() -> None:
     class Tagged(Kept):
+        tag: str
+
         def __init_subclass__(cls, *, tag: str) -> None:
             cls.tag = tag
 

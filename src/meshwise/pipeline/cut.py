@@ -294,8 +294,8 @@ def _refuse_effects(seen: Seen, bounds: Sequence[int]) -> None:
     if seen.late and len(bounds) > 2:
         raise CutError(
             f"the model changes its buffer {min(seen.late)} after {seen.steps[0].key} has run, outside of its pieces: "
-            "some stages would and others not. Put the buffer, and what changes it, into a module of its own, or "
-            "change it before"
+            "some stages would and others not. Put the buffer, and what changes it, into the forward of a module of "
+            "its own, or change it before"
         )
     for bound in bounds[1:-1]:
         if found := seen.effect(bound):

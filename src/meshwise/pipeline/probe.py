@@ -56,7 +56,10 @@ def probe(model: nn.Module, *, call: Call, pieces: Patterns = (), timed: bool = 
     seen = _seen(model, call, found, timed=timed)
     if counting := sorted({owner for owner in map(_owner, seen.early | seen.late) if _counts(model, owner)}):
         found += [Piece(owner, ()) for owner in counting]
-        seen = _seen(model, call, found, timed=timed)
+        again = _seen(model, call, found, timed=timed)
+        ran = {step.module for step in again.steps}  # those that are not called are changed as any other
+        early, late = ({name for name in names if _owner(name) not in ran} for names in (seen.early, seen.late))
+        seen = dataclasses.replace(again, early=again.early | early, late=again.late | late)
     parts = {piece.module: inside(model.get_submodule(piece.module)) for piece in found if opens and piece.block}
     if not any(parts.values()):
         return seen

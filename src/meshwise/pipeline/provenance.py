@@ -273,7 +273,7 @@ class _Quiet(nn.Module):
 
 
 def _tell(module: nn.Module, kept: dict[str, Past], provenance: Provenance) -> None:
-    """From now on it is noticed when one of these attributes of a module is read, and whose it is when it is written."""
+    """From now on it is noticed when one of these attributes of a module is read, and who writes it."""
     kind = type(module)
 
     def get(self: nn.Module, name: str) -> Any:
