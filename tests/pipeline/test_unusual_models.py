@@ -155,9 +155,9 @@ def test_frozen_stages_at_the_beginning_in_the_middle_and_at_the_end(schedule: s
     trains_like_one(made(build), f"pp=4 microbatches=2 schedule={schedule}", numbers(4, 3, 4))
 
 
-def without_vanishing_gradients() -> nn.Module:
+def without_vanishing_gradients(blocks: int = 1) -> nn.Module:
     """A bias before a norm over the batch has a gradient of rounding alone, and Adam makes whole steps of that."""
-    model = ResNet(1, norm=nn.BatchNorm2d)
+    model = ResNet(blocks, norm=nn.BatchNorm2d)
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             module.bias = None
@@ -170,6 +170,12 @@ def test_norms_over_the_batch_are_of_the_rows_of_all_ranks(plan: str, how: Any) 
     model = made(without_vanishing_gradients)
     trains_like_one(model, plan, images(4, 5, 4), where=Where(how=how))
     trains_like_one(model.eval(), f"{plan} microbatches=2", images(4, 3, 4), where=Where(how=how))
+
+
+def test_a_norm_of_a_block_that_another_stage_has_asks_no_rank() -> None:
+    """The last stage only asks for the shape of what the blocks before it return."""
+    model = made(lambda: without_vanishing_gradients(blocks=2))
+    trains_like_one(model, "pp=2 dp=2", images(4, 5), where=Where(at=("head",)))
 
 
 class Counting(Chain):

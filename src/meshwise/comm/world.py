@@ -354,6 +354,8 @@ class World(abc.ABC):
     def _stamp(self, kind: str, group: Group, x: Parts, *, how: str = "") -> Stamp:
         """Give the call its number and write it into the journal."""
         first = x if isinstance(x, Tensor) else x[0] if x else None
+        if first is not None and first.is_meta and self.device.type != "meta":
+            raise ValueError(f"{kind} of a tensor without values; these ranks exchange what is on {self.device}")
         shape = tuple(x.shape) if isinstance(x, Tensor) else (sum(part.numel() for part in x),)
         dtype = "" if first is None else str(first.dtype).removeprefix("torch.")
         size = 0 if first is None else math.prod(shape) * first.element_size()

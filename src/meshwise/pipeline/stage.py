@@ -237,7 +237,8 @@ class Piece:
             self._shadow.train(self._module.training)
             args, kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
             try:
-                with torch.no_grad(), unseen():
+                # A norm over the batch of all ranks would ask the others.
+                with torch.no_grad(), torch._C.DisableTorchFunction(), unseen():
                     self._shapes[asked] = self._crossing.width.ask(
                         self._shadow, name=key.partition(":")[0], args=args, kwargs=kwargs
                     )
