@@ -67,6 +67,20 @@ def cut_source(source: Source, *, plan: Plan, schedule: Schedule, example: Examp
     device = device if source.deferred else next(source.module.parameters()).device
     micro = tree.map_tensors(lambda tensor: tensor.to(device), tree.take_rows(example.batch, start=0, stop=rows))
 
+    def run(model: nn.Module, given: Any) -> Any:
+        if example.loss is None or source.deferred:
+            return example.forward(model, given)
+        return call_loss(model, given, forward=example.forward, loss=example.loss)[0]
+
+    wish = Wish(by=plan.partition, where=example.where, schedule=schedule, pairs=example.pairs)  # type: ignore[arg-type]
+    try:
+        return cut_for(source.module, stages=schedule.stages, micro=micro, run=run, wish=wish)
+    except CutError as error:
+        raise PlanError(f"the plan '{plan}' cannot work for this model: {error}") from None
+
+
+def cut_for(model: nn.Module, *, stages: int, micro: Any, run: Callable[[nn.Module, Any], Any], wish: Wish) -> Cut:
+    """The cut of a model that runs on copies of a micro-batch, with whether it writes to them."""
     written = False
 
     def call(model: nn.Module) -> Any:
@@ -74,18 +88,12 @@ def cut_source(source: Source, *, plan: Plan, schedule: Schedule, example: Examp
         given = tree.map_tensors(torch.clone, micro)
         before = [tensor._version for tensor in tree.tensors(given)]
         try:
-            if example.loss is None or source.deferred:
-                return example.forward(model, given)
-            return call_loss(model, given, forward=example.forward, loss=example.loss)[0]
+            return run(model, given)
         finally:
             written |= [tensor._version for tensor in tree.tensors(given)] != before
 
-    wish = Wish(by=plan.partition, where=example.where, schedule=schedule, pairs=example.pairs)  # type: ignore[arg-type]
-    try:
-        cut = cut_model(source.module, stages=schedule.stages, call=call, wish=wish)
-        return dataclasses.replace(cut, writes=written)
-    except CutError as error:
-        raise PlanError(f"the plan '{plan}' cannot work for this model: {error}") from None
+    cut = cut_model(model, stages=stages, call=call, wish=wish)
+    return dataclasses.replace(cut, writes=written or cut.writes)  # one that was made before is not made again
 
 
 def first_ranks(make: Callable[[], Cut], *, world: World) -> Cut:

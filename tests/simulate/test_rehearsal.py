@@ -19,6 +19,7 @@ from meshwise.plan import Plan, PlanError
 from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.simulate.clock import forward_flops
 from meshwise.simulate.rehearsal import Rehearsal, Subject, rehearse
+from meshwise.simulate.shortage import needs
 from meshwise.simulate.tape import Operation
 from simulate.subjects import CONFIG, gpt_subject, loss
 
@@ -262,3 +263,37 @@ class _Looks(_Placeless):
 def test_a_model_that_asks_for_values_is_told_that_there_are_none(plan: str) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)meta tensors.*A rehearsal's tensors have no values"):
         rehearse(Subject(_Looks, loss, torch.ones(8, 4)), plan=plan, ranks=2)
+
+
+@pytest.mark.parametrize("says, noted", [("a meta tensor", True), ("no metadata", False)])
+def test_what_a_model_raises_else_has_no_such_note(says: str, noted: bool) -> None:
+    class Raises(_Placeless):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError(f"{says} of {x.shape}")
+
+    with pytest.raises(RuntimeError) as told:
+        rehearse(Subject(Raises, loss, torch.ones(8, 4)), plan="dp=2", ranks=2)
+    assert any("have no values" in note for note in getattr(told.value, "__notes__", ())) == noted
+
+
+def test_what_plans_need_of_a_model_that_asks_for_values_is_answered_as_untold() -> None:
+    answer = needs(_Looks, "dp=2", loss=loss, batch=torch.ones(8, 4))
+    assert "cannot be told without values: " in str(answer)
+
+    class Misfit(_Placeless):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x[:, :3])
+
+    with pytest.raises(RuntimeError, match="dimension of length 4"):
+        needs(Misfit, "dp=2", loss=loss, batch=torch.ones(8, 4))
+
+
+def test_a_model_that_changes_its_batch_in_place_is_rehearsed_in_stages() -> None:
+    class Changes(nn.Sequential):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x.mul_(2))
+
+    build = lambda: Changes(*(nn.Linear(4, 4) for _ in range(4)))  # noqa: E731
+    squares = lambda y, x: (y.square().sum(), len(x))  # noqa: E731
+    rehearsal = rehearse(Subject(build, squares, torch.ones(8, 4)), plan="pp=2 microbatches=2", ranks=2)
+    assert rehearsal.step(0)

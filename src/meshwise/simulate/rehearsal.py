@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import re
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -28,14 +29,14 @@ from torch import Tensor, nn
 
 from meshwise import tree
 from meshwise.comm.journal import Journal
-from meshwise.cutting import pairs_of, plan_schedule
+from meshwise.cutting import cut_for, pairs_of, plan_schedule
 from meshwise.memory.rehearsed import RehearsedMover
 from meshwise.model.birth import Source, shapes_of
 from meshwise.model.forward import Loss, default_forward
 from meshwise.optim.flat import OptimizerClass
 from meshwise.parallelize import Options, parallelize
 from meshwise.pipeline.action import Action, Kind, Schedule
-from meshwise.pipeline.cut import Wish, cut_model
+from meshwise.pipeline.cut import Wish
 from meshwise.pipeline.partition import CutError
 from meshwise.pipeline.passes import lower
 from meshwise.pipeline.validate import in_flight
@@ -197,13 +198,18 @@ for attn_implementation='eager' with an attention_mask in the batch, and mixture
 experts_implementation='batched_mm'."""
 
 
+def is_of_values(error: RuntimeError) -> bool:
+    """Whether it says that a value was asked for which a tensor of a rehearsal does not have."""
+    return re.search(r"\bmeta\b", str(error), re.IGNORECASE) is not None
+
+
 @contextlib.contextmanager
 def _told_of_values() -> Iterator[None]:
     """What torch says of a value that is asked for and is not there, with what that means here."""
     try:
         yield
     except RuntimeError as error:
-        if "meta" in str(error):
+        if is_of_values(error):
             error.add_note(_NO_VALUES)
         raise
 
@@ -228,7 +234,7 @@ def _kinds(source: Source, schedule: Schedule, plan: Plan, options: Options) -> 
     parts = find_parts(source.module, plan=plan, rules=options.tensor_rules) if plan.tp > 1 else {}
     wish = Wish(by=plan.partition, where=options.cut, schedule=schedule, pairs=pairs_of(parts))  # type: ignore[arg-type]
     try:
-        cut = cut_model(source.module, stages=schedule.stages, call=lambda model: forward(model, micro), wish=wish)
+        cut = cut_for(source.module, stages=schedule.stages, micro=micro, run=forward, wish=wish)
     except CutError:
         return tuple(range(plan.pp)), options  # for the real code to say
     if cut.trace is None:

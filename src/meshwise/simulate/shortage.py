@@ -26,7 +26,7 @@ from meshwise.optim.flat import OptimizerClass
 from meshwise.parallelize import Options
 from meshwise.plan import Plan, PlanError
 from meshwise.simulate.memory import fullest, memory_of
-from meshwise.simulate.rehearsal import Device, Subject, rehearse
+from meshwise.simulate.rehearsal import Device, Subject, is_of_values, rehearse
 from meshwise.simulate.room import room_left
 from meshwise.simulate.tables import by_category, text
 
@@ -159,7 +159,13 @@ def needs(
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     subject = Subject(model, loss, batch, optimizer, optimizer_arguments, options or Options())
     found = Needs(subject, ranks=ranks, shared=here == ranks)
-    room, predicted = room_left(torch.device(found.device), ranks=here), found.of(plan)
+    room = room_left(torch.device(found.device), ranks=here)
+    try:
+        predicted = found.of(plan)
+    except RuntimeError as error:
+        if not is_of_values(error):
+            raise
+        return Shortage(plan, {}, {}, room, untold=str(error))
     if sum(predicted.values()) <= room:
         return Shortage(plan, predicted, {}, room, plan, sum(predicted.values()))
     return shortage(found, plan=plan, room=room, held={})
