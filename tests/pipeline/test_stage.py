@@ -358,6 +358,10 @@ def test_shapes_in_a_dataclass_are_told_apart() -> None:
     assert len({signature(held) for held in (one, other, Held(one.x, "a"), Held(one.x.int()))}) == 4
 
 
+def test_a_number_that_is_none_is_like_another() -> None:
+    assert signature([float("nan"), 1.0]) == signature([float("nan"), 1.0]) != signature([0.0, 1.0])
+
+
 def test_a_model_may_change_in_place_what_it_was_given() -> None:
     leaf = torch.ones(3, requires_grad=True)
     inside = enter({"x": leaf})["x"]

@@ -317,4 +317,6 @@ def signature(tree: Any, *, other: Callable[[Any], Hashable] = lambda value: typ
         return tuple((key, signature(value, other=other)) for key, value in tree.items())
     if isinstance(tree, tuple | list):
         return tuple(signature(value, other=other) for value in tree)
+    if isinstance(tree, float) and math.isnan(tree):  # which is no other's equal, nor its own
+        return repr(tree)
     return tree if isinstance(tree, int | float | str | None) else other(tree)
