@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwise import tree
+from meshwise.comm.world import World
 from meshwise.layout.geometry import even_split
 from meshwise.model.draws import Rows
 
@@ -57,16 +58,32 @@ class Deal:
         return there.samples(number, parts=parts)
 
 
-def micro_batches(batch: Any, *, deal: Deal, parts: int, lockstep: bool, offset: int = 0) -> list[MicroBatch]:
+def spare_row(batch: Any, *, world: World) -> Any:
+    """For ranks whose own part has no rows, a row of a rank that has some; None where all have, or none. Every rank
+    calls it.
+    """
+    rows = world.exchange(tree.rows(batch))
+    if min(rows) or not max(rows):
+        return None
+    found = world.exchange(tree.take_rows(batch, start=0, stop=1) if tree.rows(batch) else None)
+    return next(row for row in found if row is not None)
+
+
+def micro_batches(
+    batch: Any, *, deal: Deal, parts: int, lockstep: bool, offset: int = 0, spare: Any = None
+) -> list[MicroBatch]:
     """Cut this rank's rows of the global batch into exactly `parts` micro-batches.
 
     `batch` holds the rows of the global batch from number `offset` on, this rank's among them.
-    `lockstep`: every micro-batch has to be run. One without rows is then the batch's first row, or, when the whole
-    batch is empty, the empty batch itself.
+    `lockstep`: every micro-batch has to be run. One without rows is then the batch's first row, or, when that has
+    none, the `spare` one, or when nobody has any, the empty batch itself.
     """
-    spare = None
-    if lockstep:
-        spare = tree.take_rows(batch, start=0, stop=1) if tree.rows(batch) else batch
+    if not lockstep:
+        spare = None
+    elif tree.rows(batch):
+        spare = tree.take_rows(batch, start=0, stop=1)
+    elif spare is None:
+        spare = batch
     samples = [deal.samples(number, parts=parts) for number in range(parts)]
     return [
         MicroBatch(tree.take_rows(batch, start=start - offset, stop=stop - offset), counts=True, samples=own)

@@ -34,7 +34,7 @@ from meshwise.memory.blocks import Blocks
 from meshwise.memory.freed import settle_rank
 from meshwise.memory.shortage import shortage_noted
 from meshwise.memory.tiers import Tiers
-from meshwise.microbatch import Deal, MicroBatch, micro_batches
+from meshwise.microbatch import Deal, MicroBatch, micro_batches, spare_row
 from meshwise.model.forward import eval_mode
 from meshwise.model.table import ParameterTable
 from meshwise.nonfinite import NonFiniteError, RunningStatistics, culprits
@@ -244,9 +244,7 @@ class Trainer:
         scale = self._scale
         if scale is not None and totals.overflowed and not scale.exhausted:
             self._scale = scale.overflowed().expecting(totals.count)
-            return (
-                f"the gradient overflowed at a loss scale of {scale.value:g}; it is {self._scale.value:g} from now on"
-            )
+            return f"the gradient overflowed at a loss scale of {scale.value:g}; it is {self._scale.value:g} now"
         updated = self._updating.leave_out()
         if totals.count:
             problem += culprits(self._engine, run=lambda seen: self._sweep.inspect(parts, seen=seen))
@@ -285,7 +283,9 @@ class Trainer:
         start, stop = deal.shares[group.index]
         if local and stop - start != rows:
             raise ValueError(f"this rank's part has {rows} rows; of {total} in total, share() gives it {stop - start}")
-        return micro_batches(batch, deal=deal, parts=parts, lockstep=self._sweep.lockstep, offset=start if local else 0)
+        lockstep, offset = self._sweep.lockstep, start if local else 0
+        spare = spare_row(batch, world=self.world) if local and lockstep and (total or 0) < group.size else None
+        return micro_batches(batch, deal=deal, parts=parts, lockstep=lockstep, offset=offset, spare=spare)
 
     @property
     def _speaks(self) -> bool:

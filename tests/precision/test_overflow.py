@@ -75,7 +75,7 @@ def test_an_overflow_on_one_rank_is_seen_by_all_and_costs_the_step_alone(plan: s
     for first, spike, last in run_threads(Plan.parse(plan).mesh().size, run_spiked, args=(f"{plan} precision=fp16",)):
         assert not first[0].skipped
         assert spike[0].skipped
-        assert spike[0].problem == "the gradient overflowed at a loss scale of 32; it is 16 from now on"
+        assert spike[0].problem == "the gradient overflowed at a loss scale of 32; it is 16 now"
         assert math.isfinite(spike[0].loss)
         assert not last[0].skipped
         assert [result.loss_scale for result, _ in (first, spike, last)] == [32, 32, 16]
@@ -106,7 +106,7 @@ def test_a_step_that_is_left_out_leaves_no_trace_in_running_statistics() -> None
         before = {name: value.clone() for name, value in trainer.full_buffers()}
         steep = torch.randn(8, 4, generator=draws)
         steep[0, 0] = 60000.0
-        assert trainer.step(steep).problem == "the gradient overflowed at a loss scale of 32; it is 16 from now on"
+        assert trainer.step(steep).problem == "the gradient overflowed at a loss scale of 32; it is 16 now"
         assert trainer.step(torch.full((8, 4), math.nan)).skipped
         for name, value in trainer.full_buffers():
             assert torch.equal(value, before[name]), name

@@ -116,3 +116,31 @@ def test_zero_3_asks_nothing_of_split_logits_that_would_bring_them_together() ->
     plain, spread = (run(4, traffic_of_tp, args=(f"dp=2 tp=2 zero={zero}", model)) for zero in (2, 3))
     assert "all_reduce[tp]" in plain[0]
     assert spread == plain
+
+
+class Reluctant(GPT):
+    """Cannot be run without rows, as many models cannot."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        assert len(tokens), "no rows"
+        return super().forward(tokens)
+
+
+def test_ranks_that_have_no_rows_of_their_own_run_one_of_others() -> None:
+    """As `meshwise train` does where a validation ends with one row."""
+    model = existing(Case(tied=False))
+    assert isinstance(model, GPT)
+    tokens, targets = (part[:1] for part in batches()[0])
+    settings: dict[str, Any] = {"loss": next_token_loss, "lr": 1e-2}
+
+    def main(world: World) -> tuple[float, float]:
+        own = copy.deepcopy(model)
+        own.__class__ = Reluctant
+        trainer = parallelize(own, "tp=4 tp_mode=2d", world=world, **settings)
+        start, stop = trainer.share(1)
+        part = tokens[start:stop], targets[start:stop]
+        return trainer.evaluate([part], local=True).loss, trainer.step(part, local=True, total=1).loss
+
+    expected = parallelize(copy.deepcopy(model), "dp=1", **settings).evaluate([(tokens, targets)]).loss
+    for found in run(4, main):
+        assert found == pytest.approx((expected, expected), rel=1e-9)
