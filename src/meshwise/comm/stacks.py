@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+import sysconfig
 import threading
 import traceback
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch
 _MOST_FRAMES = 12
 _INDENT = "      "
 _TORCH = f"{Path(torch.__file__).parent}/"
+_OURS = f"{Path(__file__).parents[1]}/"
+_PYTHON = f"{sysconfig.get_paths()['stdlib']}/"
 # Waiting in here, and what starts processes and threads: no part of the answer.
 _LEFT_OUT = (
     f"{Path(__file__).parent}/",
@@ -37,10 +40,17 @@ def stack(frame: FrameType | None) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """`file:line function`: the innermost line of the traceback outside torch, where there is one."""
+    """`file:line function`: the innermost line of the traceback that its reader wrote, else that is not torch's."""
     entries = traceback.extract_tb(error.__traceback__)
-    entry = next((entry for entry in reversed(entries) if not entry.filename.startswith(_TORCH)), entries[-1])
+    others = [entry for entry in entries if not entry.filename.startswith(_TORCH)]
+    theirs = [entry for entry in others if not _is_pythons_or_ours(entry.filename)]
+    entry = (theirs or others or entries)[-1]
     return f"{entry.filename}:{entry.lineno} {entry.name}"
+
+
+def _is_pythons_or_ours(file: str) -> bool:
+    pythons = file.startswith((_PYTHON, "<")) and "site-packages" not in file
+    return pythons or file.startswith(_OURS)
 
 
 def stack_of(thread: int | None) -> str:

@@ -13,8 +13,14 @@ def next_token_loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tenso
 
     `logits` is (..., vocabulary); `batch` is (inputs, targets), targets (...) integer; a target of -100 counts for
     nothing. The logits are widened to at least fp32. Returns two scalars: (sum, count), with count an integer tensor.
-    Raises ValueError when the targets' shape is not the logits' without the vocabulary.
+    Raises TypeError when the model returned no tensor, ValueError when the targets' shape is not the logits' without
+    the vocabulary.
     """
+    if not isinstance(logits, Tensor):
+        raise TypeError(
+            f"the model returned a {type(logits).__name__}, and this loss is of a tensor of logits; name a loss of "
+            "your own, which is given what the model returns and the batch: loss = 'my_module:my_loss' in a job"
+        )
     targets = batch[1]
     if logits.shape[:-1] != targets.shape:
         raise ValueError(

@@ -2,7 +2,7 @@
 
     at the start  the state of a checkpoint, when there is one to go on from (origin)
     each step     this rank's rows (data) → trainer.step → event → learning rate → validation, checkpoint when due
-    at the end    validation, a generated sample, the full parameters
+    at the end    the full parameters, validation, a generated sample
 
 Every rank runs it; what is printed and written comes from rank 0.
 """
@@ -120,6 +120,7 @@ class _Run:
         self._start()
         self._progress = take_up(trainer, origin=origin, prepared=self._prepared, emit=self._emit)
         self._steps()
+        self._keep()
         self._compare()
         self._validate(job.train.steps)
         if job.sample.length:
@@ -248,11 +249,15 @@ class _Run:
         dtype = getattr(torch, self._job.train.dtype)
         return (map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, batch) for batch in rows)
 
-    def _end(self, seconds: float) -> None:
+    def _keep(self) -> None:
+        """Write what was trained, before anything else can fail."""
         job, folder = self._job, self._folder
         metadata = {"steps": str(job.train.steps), "plan": str(job.plan), "model": job.model.name}
         write_parameters(self._trainer, path=None if self._trainer.world.rank else folder.parameters, metadata=metadata)
         self._checkpoints.finish()
+
+    def _end(self, seconds: float) -> None:
+        job, folder = self._job, self._folder
         following = shlex.join(["meshwise", "verify", str(folder.job)])
         self._emit(End(job.train.steps, seconds, self._progress.loss, folder.outputs(), following))
 
