@@ -340,21 +340,16 @@ def _state(process: str) -> str:
     if host != socket.gethostname():
         return ""
     try:
-        os.kill(int(pid), 0)
-        ended = has_ended(int(pid))
-    except ProcessLookupError:
-        ended = True
+        return "; the process has ended" if has_ended(int(pid)) else "; the process is stopped or stuck"
     except PermissionError:
         return ""
-    return "; the process has ended" if ended else "; the process is stopped or stuck"
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process has ended and only waits for its parent to ask how. Raises ProcessLookupError without one."""
+    """Whether a process is no more, or only waits for its parent to ask how it ended. Raises PermissionError."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        if sys.platform == "linux":
-            raise ProcessLookupError(pid) from None
-        return False
-    return state.rpartition(")")[2].split()[0] in "ZX"
+        os.kill(pid, 0)
+        state = Path(f"/proc/{pid}/stat")
+        return state.exists() and state.read_text().rpartition(")")[2].split()[0] in "ZX"
+    except (ProcessLookupError, FileNotFoundError):
+        return True
