@@ -58,6 +58,38 @@ class Deal:
         return there.samples(number, parts=parts)
 
 
+@dataclass(frozen=True)
+class Dealer:
+    """Deals batches out to the ranks of `world` along `axes`; `lockstep`: every micro-batch has to be run."""
+
+    world: World
+    axes: tuple[str, ...]
+    lockstep: bool
+
+    @property
+    def ranks(self) -> int:
+        """How many have rows of their own."""
+        return self.world.group(self.axes).size
+
+    def deal(self, size: int) -> Deal:
+        """A global batch of `size` rows."""
+        return Deal.of(size, ranks=self.ranks, index=self.world.group(self.axes).index)
+
+    def cut(self, batch: Any, *, local: bool, total: int | None, parts: int) -> list[MicroBatch]:
+        """This rank's micro-batches, `parts` of them. `local`: `batch` is its own part of `total` rows (None: all have
+        as many). Raises ValueError when it is not.
+        """
+        rows = tree.rows(batch)
+        if not local:
+            return micro_batches(batch, deal=self.deal(rows), parts=parts, lockstep=self.lockstep)
+        deal = self.deal(rows * self.ranks if total is None else total)
+        start, stop = deal.shares[deal.index]
+        if stop - start != rows:
+            raise ValueError(f"this rank's part has {rows} rows; of {total} in total, share() gives it {stop - start}")
+        spare = spare_row(batch, world=self.world) if self.lockstep and (total or 0) < self.ranks else None
+        return micro_batches(batch, deal=deal, parts=parts, lockstep=self.lockstep, offset=start, spare=spare)
+
+
 def spare_row(batch: Any, *, world: World) -> Any:
     """For ranks whose own part has no rows, a row of a rank that has some; None where all have, or none. Every rank
     calls it.

@@ -27,14 +27,13 @@ from meshwise.data_parallel.protocol import Engine
 from meshwise.data_parallel.unit import LiveUnit
 from meshwise.data_parallel.updating import updating
 from meshwise.dissent import Given, batch_digest, dissent_text
-from meshwise.layout.geometry import even_split
 from meshwise.memory.activations import Activations
 from meshwise.memory.around import Around
 from meshwise.memory.blocks import Blocks
 from meshwise.memory.freed import settle_rank
 from meshwise.memory.shortage import shortage_noted
 from meshwise.memory.tiers import Tiers
-from meshwise.microbatch import Deal, MicroBatch, micro_batches, spare_row
+from meshwise.microbatch import Dealer, MicroBatch
 from meshwise.model.forward import eval_mode
 from meshwise.model.table import ParameterTable
 from meshwise.nonfinite import NonFiniteError, RunningStatistics, culprits
@@ -70,6 +69,7 @@ class Trainer:
         self._update, self._updating = updating(engine, optimizer=optimizer, early=recipe.early)
         self._state = TrainingState(engine, update=self._update, plan=plan)
         self._axes = plan.data_axes
+        self._dealer = Dealer(engine.world, plan.data_axes, sweep.lockstep)
         self._steps = 0
         self._skips = 0
         self._compared = False
@@ -154,8 +154,8 @@ class Trainer:
 
     def share(self, size: int) -> tuple[int, int]:
         """[start, stop) of the rows that this rank takes of a global batch of `size` rows."""
-        group = self.world.group(self._axes)
-        return even_split(size, group.size)[group.index]
+        deal = self._dealer.deal(size)
+        return deal.shares[deal.index]
 
     @shortage_noted
     def step(
@@ -177,7 +177,7 @@ class Trainer:
         self.world.journal.doing = "begin"
         self._engine.check_parameters()
         self._updating.begin()
-        parts = self._micro_batches(batch, local=local, parts=self.plan.microbatches, total=total)
+        parts = self._dealer.cut(batch, local=local, total=total, parts=self.plan.microbatches)
         if only is not None:
             parts = [part if index in only else part.skipped() for index, part in enumerate(parts)]
         self._sweep.begin(self._steps)
@@ -222,7 +222,7 @@ class Trainer:
         total, tokens = zeros(self.world)
         with torch.no_grad(), eval_mode(self.model):
             for batch in batches:
-                parts = self._micro_batches(batch, local=local, parts=self._sweep.evaluated_in)
+                parts = self._dealer.cut(batch, local=local, total=None, parts=self._sweep.evaluated_in)
                 loss, count = self._sweep.evaluate(parts)
                 total += loss
                 tokens += count
@@ -270,22 +270,10 @@ class Trainer:
     def _take_measure(self, batch: Any, *, local: bool) -> None:
         """Before the first step of all: about how much its batch counts. A local part may be another on each rank."""
         if self._scale is not None and not self._scale.count:
-            parts = self.world.group(self._axes).size if local else 1
+            parts = self._dealer.ranks if local else 1
             self._scale = self._scale.expecting(parts * max(self.world.exchange(likely_count(batch))))
 
-    # ---- micro-batches -----------------------------------------------------------------------------------------
-
-    def _micro_batches(self, batch: Any, *, local: bool, parts: int, total: int | None = None) -> list[MicroBatch]:
-        """This rank's rows, cut. Raises ValueError when a local part is not this rank's of `total` rows."""
-        group, rows = self.world.group(self._axes), tree.rows(batch)
-        size = rows if not local else rows * group.size if total is None else total
-        deal = Deal.of(size, ranks=group.size, index=group.index)
-        start, stop = deal.shares[group.index]
-        if local and stop - start != rows:
-            raise ValueError(f"this rank's part has {rows} rows; of {total} in total, share() gives it {stop - start}")
-        lockstep, offset = self._sweep.lockstep, start if local else 0
-        spare = spare_row(batch, world=self.world) if local and lockstep and (total or 0) < group.size else None
-        return micro_batches(batch, deal=deal, parts=parts, lockstep=lockstep, offset=offset, spare=spare)
+    # ---- sums over the ranks -----------------------------------------------------------------------------------
 
     @property
     def _speaks(self) -> bool:
