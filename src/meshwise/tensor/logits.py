@@ -18,21 +18,22 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from meshwise.comm import gradient
+from meshwise.tensor.looks_whole import OF_THE_PART, LooksWhole
 from meshwise.tensor.loss import LossOptions, Vocabulary, cross_entropy
 
 
-class SplitLogits(Tensor):
+class SplitLogits(LooksWhole):
     """This rank's part of logits, as a tensor of their full shape.
 
     `local` is the part, with the vocabulary along `dim_of_vocabulary`; autograd goes through it. `altered`: somebody
     wrote into the logits; they are whole from then on. `derived`: made from others, whose memory they may share.
     """
 
-    local: Tensor
     vocabulary: Vocabulary
     dim_of_vocabulary: int
     altered: bool
     derived: bool
+    too_late = "{} got logits that are split over the vocabulary; give it a gathered copy: logits + 0"
     _whole: Tensor | None
 
     @staticmethod
@@ -40,8 +41,7 @@ class SplitLogits(Tensor):
         """`local`: its `dim` is as large as this rank's part of `vocabulary`."""
         shape = list(local.shape)
         shape[dim] = vocabulary.size
-        self: SplitLogits = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
-        self.local = local
+        self = cls.over(local, shape=shape)
         self.vocabulary = vocabulary
         self.dim_of_vocabulary = dim % local.dim()
         self.altered = False
@@ -72,18 +72,9 @@ class SplitLogits(Tensor):
         other.derived = True
         return other
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"SplitLogits({tuple(self.shape)}, this rank has {tuple(self.local.shape)}, dtype={self.dtype})"
-
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def answer(cls, func: Any, *, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         """Stay split where that can be, else use whole logits."""
-        given = dict(kwargs or {})
-        if func in ABOUT:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **given)
         first = args[0] if args else given.get("input")
         if isinstance(first, SplitLogits):
             if func in OF_THE_PART:
@@ -96,13 +87,6 @@ class SplitLogits(Tensor):
                 first.write(func)
         args, given = pytree.tree_map_only(SplitLogits, SplitLogits.whole, (args, given))
         return func(*args, **given)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Below autograd it would be too late to gather. Raises RuntimeError."""
-        raise RuntimeError(f"{func} got logits that are split over the vocabulary; give it a gathered copy: logits + 0")
 
 
 def _writes(func: Any) -> bool:
@@ -193,27 +177,6 @@ def _cross_entropy(x: SplitLogits, _func: Any, args: tuple[Any, ...], given: dic
 
 
 _IN_PLACE = tuple(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"))
-ABOUT = frozenset(
-    {
-        *(
-            getattr(Tensor, name).__get__
-            for name in ("shape", "dtype", "device", "ndim", "layout", "is_meta", "is_cuda")
-        ),
-        *(
-            getattr(Tensor, name)
-            for name in ("size", "dim", "numel", "nelement", "element_size", "__len__", "ndimension")
-        ),
-        *(getattr(Tensor, name) for name in ("is_floating_point", "is_complex", "get_device")),
-    }
-)
-"""What tells of a tensor and computes nothing."""
-
-OF_THE_PART = frozenset(
-    {
-        *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "_version")),
-        *(getattr(Tensor, name) for name in ("register_hook", "is_contiguous")),
-    }
-)
 _STAYS_SPLIT: Mapping[Any, Callable[[SplitLogits, Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     **dict.fromkeys(
         (getattr(Tensor, name) for name in ("float", "double", "half", "bfloat16", "to", "contiguous", "clone")),

@@ -115,6 +115,7 @@ _OTHERS: Mapping[str, Mapping[str, Mixed]] = {
     "repeat": {"self": _repeated},
     "stack": {"tensors": lambda _x, _given: ()},
 }
+_MIXES: Mapping[str, Mapping[str, Mixed]] = {**_PRODUCTS, **_OTHERS}
 _SDPA = "_scaled_dot_product"
 _RESHAPED = ("view", "_unsafe_view", "_reshape_alias", "view_copy")
 _FAR = 1 << 40
@@ -164,7 +165,7 @@ def after(
 
 def _mixed(name: str, *, operand: str, x: Tensor, given: Arguments, reduces: bool) -> Sequence[int] | None:
     """The dims of an operand that an operation mixes, counted from 0; None where it is not known."""
-    known = {**_PRODUCTS, **_OTHERS}.get(name) or (_ATTENTION if name.startswith(_SDPA) else None)
+    known = _MIXES.get(name) or (_ATTENTION if name.startswith(_SDPA) else None)
     named = [given[word] for word in ("dim", "dims") if word in given]
     if known is not None:
         dims: Sequence[int] = known[operand](x, given) if operand in known else ()
@@ -208,6 +209,8 @@ def _reshaped(pieces: Sequence[Piece], *, x: Tensor, made: Tensor, size: Sequenc
 
 def _viewed(pieces: Sequence[Piece], *, func: OpOverload, operand: str, x: Tensor, given: Arguments) -> Iterator[Piece]:
     """Of a view: a tensor without memory, whose strides tell its dims apart, is looked at in the same way."""
+    if func.overloadpacket.__name__ == "as_strided":
+        return
     strides = [_FAR + dim for dim in range(x.dim())]
     with unseen():
         ghost = torch.empty_strided(x.shape, strides, dtype=x.dtype, device="meta")
@@ -215,8 +218,6 @@ def _viewed(pieces: Sequence[Piece], *, func: OpOverload, operand: str, x: Tenso
             seen = next(tensors(func(**{**given, operand: ghost})))
         except RuntimeError:  # another dtype over the same memory
             return
-    if func.overloadpacket.__name__ == "as_strided":
-        return
     for piece in pieces:
         size = x.size(piece.dim)
         kept = [dim for dim in range(seen.dim()) if (seen.stride(dim), seen.size(dim)) == (strides[piece.dim], size)]

@@ -102,8 +102,8 @@ def asks_for_last_size(module: nn.Module) -> bool:
     definition = _forward(module)
     if definition is None:
         return False
-    read = {node.id for node in ast.walk(definition) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    return any(_is_last_size(node, read=read) for node in ast.walk(definition))
+    read = {node.id for node in _nodes(definition) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    return any(_is_last_size(node, read=read) for node in _nodes(definition))
 
 
 def _is_last_size(node: ast.AST, *, read: set[str]) -> bool:
