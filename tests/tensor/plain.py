@@ -1,5 +1,7 @@
 """Plain models, as users write them, whose parts are to be found."""
 
+import re
+
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -41,3 +43,8 @@ class Block(nn.Module):
 def stack(kv_heads: int = 4, hidden: int = 48) -> nn.Sequential:
     blocks = [Block(Attention(16, 4, kv_heads=kv_heads), width=16, hidden=hidden) for _ in range(2)]
     return nn.Sequential(nn.Embedding(24, 16), *blocks, nn.Linear(16, 24))
+
+
+def shown(error: BaseException) -> dict[str, str]:
+    """The rules that an error shows, as they stand there."""
+    return dict(re.findall(r'"([^"]+)": "([^"]+)"', str(error).partition("as in ")[2]))

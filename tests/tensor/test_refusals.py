@@ -135,7 +135,7 @@ def test_heads_that_are_mixed_or_counted_are_seen(attention: nn.Module) -> None:
     model[1].attention = attention
     with pytest.raises(ValueError, match=r"1\.attention mixes or counts the heads between them and") as raised:
         find_parts(model, plan=Plan())
-    assert '{"*.attention": "whole"}' in str(raised.value)
+    assert '{"1.attention": "whole"}' in str(raised.value)
     assert find_parts(model, plan=Plan(), rules={"1.attention": "whole"})["1.attention"].role == "whole"
     assert find_parts(model, plan=Plan(), rules={"1.attention": "attention heads=4"})["1.attention.q"].role == "first"
 
@@ -287,11 +287,11 @@ class Flagged(Mlp):
 
     def __init__(self, *, mixes: bool) -> None:
         super().__init__(nn.GELU())
-        self.mixes = mixes
+        self._mixes = mixes
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.up(x)
-        output: Tensor = self.down(y.softmax(dim=-1) if self.mixes else self.between(y))
+        output: Tensor = self.down(y.softmax(dim=-1) if self._mixes else self.between(y))
         return output
 
 

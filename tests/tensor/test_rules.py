@@ -13,7 +13,7 @@ from meshwise.plan import Plan
 from meshwise.reference import MLP, MLPConfig
 from meshwise.tensor.part import Norm, Part
 from meshwise.tensor.rules import Rules, find_parts
-from tensor.plain import Block, gpt, stack
+from tensor.plain import Block, gpt, shown, stack
 
 
 def drawn(module: nn.Module, *, plan: str = "dp=1", rules: Rules | None = None) -> str:
@@ -267,9 +267,11 @@ def test_heads_that_nothing_counts_are_asked_for() -> None:
     model = stack()
     for module in model.modules():
         vars(module).pop("n_head", None)
-    with pytest.raises(ValueError, match=r"1\.attention\.q\.weight.*counts no heads that fit") as caught:
+    with pytest.raises(
+        ValueError, match=r"1\.attention\.q\.weight.*no heads that fit, and how many .* not show"
+    ) as caught:
         find_parts(model, plan=Plan())
-    assert 'as in {"*.attention": "attention heads=number"}' in str(caught.value)
+    assert find_parts(model, plan=Plan(), rules=shown(caught.value))["1.attention"].role == "whole"
     parts = find_parts(model, plan=Plan(), rules={"*.attention": "attention heads=4"})
     assert parts["1.attention.q"].grain == 4
 
@@ -338,6 +340,8 @@ def test_what_a_derived_class_computes_is_not_replaced() -> None:
         ({"blocks.*.attention": "attention heads=4 kv_heads=8"}, "heads has to divide them, and kv_heads the heads"),
         ({"norm": "attention"}, "'norm' is to be attention, but no pair"),
         ({"blocks.*.mlp": "norm"}, "computes neither LayerNorm nor RMSNorm"),
+        ({"embedding": "head"}, "'embedding' is to be 'head', but Embedding computes something else"),
+        ({"head": "first"}, "'head' is to be 'first', but no pair of matrices was found in which it is that"),
     ],
 )
 def test_a_rule_that_cannot_be_meant_says_so(rules: Any, message: str) -> None:

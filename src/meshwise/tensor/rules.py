@@ -14,8 +14,10 @@ that list what comes near.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import fnmatch
+import itertools
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,24 +94,53 @@ def find_parts(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -> 
     work, when the plan asks for more ranks than there are heads, or for a scheme that a part does not have.
     """
     refuse_compiled(module)
-    given = _matched(module, rules or {})
+    found = _read(module, plan=plan, rules=rules or {})
+    if found.left:
+        raise ValueError(_no_part(module, found, plan=plan, rules=rules or {}))
+    return _fitting(found, plan=plan)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the sources tell: the parts, the modules kept whole by a rule, and the parameters without a part."""
+
+    structure: Structure
+    parts: Mapping[str, Part]
+    whole: Collection[str]
+    left: Sequence[str]
+
+
+def _read(module: nn.Module, *, plan: Plan, rules: Rules) -> _Found:
+    given = _matched(module, rules)
     stated = {name: rule.role for name, rule in given.items()}
     declared = _declared(module, stated=stated)
-    sharing = Sharing.of(plan)
     structure = Structure(
         module,
         stated={**declared, **stated},
         options={name: rule.options for name, rule in given.items()},
-        sharing=sharing,
+        sharing=Sharing.of(plan),
     )
     whole = {name for name, role in stated.items() if role == "whole"}
     parts = {
         name: part for name, part in structure.parts.items() if name in stated or not _lies_in(name, holders=whole)
     }
-    _refuse_unplaced(module, parts, structure=structure)
+    for name, rule in given.items():
+        if rule.role in ("first", "second") and name in parts and parts[name].role != rule.role:
+            raise ValueError(
+                f"{name!r} is to be {rule.role!r}, but no pair of matrices was found in which it is that; without the "
+                f"rule it is {parts[name].role!r}"
+            )
+    placed = {id(p) for name, p in module.named_parameters(remove_duplicate=False) if _places(parts, name)}
+    left = [name for name, p in module.named_parameters() if id(p) not in placed]
+    return _Found(structure, parts, whole, left)
+
+
+def _fitting(found: _Found, *, plan: Plan) -> Mapping[str, Part]:
+    """The parts as a plan has them. Raises PlanError where it has none."""
+    structure, whole = found.structure, found.whole
     split = [each for each in structure.attentions if each.name not in whole and not _lies_in(each.name, holders=whole)]
-    refuse_misfits(split, plan=plan, sharing=sharing)
-    parts = whole_outside(parts, plan=plan, counts=structure.counts_features)
+    refuse_misfits(split, plan=plan, sharing=Sharing.of(plan))
+    parts = whole_outside(found.parts, plan=plan, counts=structure.counts_features)
     refuse_modes(parts, modules=structure.modules, plan=plan, width=structure.width)
     return parts
 
@@ -174,36 +205,55 @@ def _declared(module: nn.Module, *, stated: Collection[str]) -> dict[str, str]:
     return found
 
 
-def _refuse_unplaced(module: nn.Module, parts: Mapping[str, Part], *, structure: Structure) -> None:
-    placed = {id(p) for name, p in module.named_parameters(remove_duplicate=False) if _places(parts, name)}
-    left = [name for name, p in module.named_parameters() if id(p) not in placed]
-    if not left:
-        return
-    general = _first_of_each(left)
+def _no_part(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules) -> str:
+    """Of which parameters nothing tells the part, and why; with rules to copy that were tried, or none."""
+    structure = found.structure
+    general = _first_of_each(found.left)
     lines = [f"  {name}  {tuple(module.get_parameter(name).shape)}{structure.reason(name)}" for name in general[:12]]
     more = [f"  and {len(general) - 12} more"] if len(general) > 12 else []
-    told = dict(_example(module, name, reason=structure.reason(name)) for name in general)
-    whole = {name for name, role in told.items() if role == "whole"}
-    examples = [f'"{name}": "{role}"' for name, role in told.items() if not _lies_in(name, holders=whole)]
-    raise ValueError(
-        "tensor parallelism found no part for these parameters:\n"
-        + "\n".join([*lines, *more])
-        + f"\nState them in the rules, as in {{{', '.join(examples[:4])}}}; the parts are "
-        + " ".join(_ALLOWED)
-    )
+    told = dict(_example(module, name, reason=structure.reason(name)) for name in found.left)
+    kept = dict(_example(module, name, reason="") for name in found.left)
+    plainer = dataclasses.replace(plan, tp_mode="1d", tp_depth=1, sequence_parallel=0)
+    for examples, under in itertools.product((told, kept), dict.fromkeys((plan, plainer))):
+        whole = {name for name, role in examples.items() if role == "whole"}
+        examples = {name: role for name, role in examples.items() if not _lies_in(name, holders=whole)}
+        if _work(module, plan=under, rules={**rules, **examples}):
+            shown = ", ".join(f'"{name}": "{role}"' for name, role in examples.items())
+            instead = "" if under == plan else f", and take tp_mode=1d{' sequence_parallel=0' * plan.sequence_parallel}"
+            advice = f"State them in the rules, as in {{{shown}}}{instead}"
+            break
+    else:
+        advice = f"No rules are known that work under '{plan}': state them"
+    return "\n".join(
+        ["tensor parallelism found no part for these parameters:", *lines, *more, f"{advice}; the parts are"]
+    ) + " ".join(["", *_ALLOWED])
+
+
+def _work(module: nn.Module, *, plan: Plan, rules: Rules) -> bool:
+    """Whether every parameter has a part by these rules, and the plan has all the parts; a matrix that is kept whole
+    in a block writes all features, which only 1d has there.
+    """
+    try:
+        found = _read(module, plan=plan, rules=rules)
+        if found.left or (plan.tp_mode != "1d" and any(map(found.structure.writes_stream, found.whole))):
+            return False
+        return bool(_fitting(found, plan=plan))
+    except ValueError:
+        return False
 
 
 def _example(module: nn.Module, parameter: str, *, reason: str) -> tuple[str, str]:
-    """A rule to copy, a name and a part, for a parameter without one: what its reason tells, or its module can have."""
+    """A rule to copy, a name and a part, for a parameter without one: what its reason tells, or its module can have. It
+    is for all blocks where it names modules of one class.
+    """
     name = parameter.rpartition(".")[0]
     told = re.search(r"rule(?: for (\S+))?: '([^']+)'", reason)
     if told and told[1]:
-        return of_all_blocks(told[1]), told[2]
-    owner = module.get_submodule(name)
-    if not name or next(owner.children(), None) is not None:
+        name = told[1]
+    elif not name or next(module.get_submodule(name).children(), None) is not None:
         return of_all_blocks(parameter), "whole"
-    pattern = of_all_blocks(name)
-    alike = all(type(m) is type(owner) for n, m in module.named_modules() if matches(n, pattern=pattern))
+    pattern, kind = of_all_blocks(name), type(module.get_submodule(name))
+    alike = all(type(m) is kind for n, m in module.named_modules() if matches(n, pattern=pattern))
     return pattern if alike else name, told[2] if told else "whole"
 
 

@@ -43,10 +43,27 @@ class Branch:
     firsts: tuple[Matrix, ...]
     second: Matrix
 
+    @property
+    def names(self) -> list[str]:
+        """Of its matrices."""
+        return [matrix.name for matrix in (*self.firsts, self.second)]
 
-def stream_width(blocks: Iterable[nn.Module]) -> int | None:
+    @property
+    def looks_like_attention(self) -> bool:
+        """Whether the sizes are those of attention, and of little else."""
+        writes = [matrix.outputs for matrix in self.firsts]
+        return len(writes) >= 3 or (len(writes) == 1 and writes[0] == 3 * self.second.inputs)
+
+    def agrees(self, stated: Mapping[str, str]) -> bool:
+        """Whether no matrix is said to be what it is not in this branch."""
+        roles = dict.fromkeys((matrix.name for matrix in self.firsts), "first") | {self.second.name: "second"}
+        return all(stated.get(name, role) == role for name, role in roles.items())
+
+
+def stream_width(blocks: Iterable[nn.Module], *, outside: Collection[int]) -> int | None:
     """The size that most matrices of the blocks read or write, among those that are both read and written; None when
-    there is none. Of several, as in blocks of one MLP each, the one that is read first.
+    there is none. Of several, as in blocks of one MLP each, one that parameters `outside` of them have in their last
+    dim, and of those the one that is read first.
     """
     uses: Counter[int] = Counter()
     read: list[int] = []
@@ -61,7 +78,7 @@ def stream_width(blocks: Iterable[nn.Module]) -> int | None:
                 uses[module.embed_dim] += 2
                 read.append(module.embed_dim)
                 written.add(module.embed_dim)
-    return max((size for size in read if size in written), key=lambda size: uses[size], default=None)
+    return max((size for size in read if size in written), key=lambda size: (uses[size], size in outside), default=None)
 
 
 @dataclass(frozen=True)
@@ -136,7 +153,7 @@ class _Item:
 
 def _ends(items: Sequence[_Item]) -> bool:
     """Whether the last of these matrices can only be a second."""
-    if not items or items[-1].role:
+    if not items or items[-1].role or any(item.role == "second" for item in items):
         return False
     if any(item.role == "first" for item in items):
         return True

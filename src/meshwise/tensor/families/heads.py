@@ -31,6 +31,7 @@ from meshwise.tensor.families.known import (
     KEY_HEADS,
     full_name,
 )
+from meshwise.tensor.families.matrix import Matrix
 
 _KEEPS_ORDER = frozenset({"clamp", "contiguous", "float", "to", "type_as"})
 
@@ -117,6 +118,26 @@ def order_of_fused(owner: nn.Module, *, child: str, sizes: Sequence[int], width:
     if tuple(sizes) in kept or tuple(size // width for size in sizes) in kept:
         return "sections"
     return "sections" if child in set(_split_at_once(type(owner))) else None
+
+
+def sections_of(matrix: Matrix, *, heads: Heads) -> tuple[int, ...]:
+    """The sizes of what an attention's first matrix writes, when they lie one after the other."""
+    keys = heads.keys
+    fused = {heads.features + 2 * keys: (heads.features, keys, keys), heads.features: (heads.features,), keys: (keys,)}
+    return fused.get(matrix.outputs, (keys,) * (matrix.outputs // keys))
+
+
+def by_rule(
+    matrix: Matrix, *, sections: tuple[int, ...], given: Mapping[str, int], default: int
+) -> tuple[tuple[int, ...], int]:
+    """The cut that a rule's numbers ask for. Raises ValueError when they do not fit the matrix."""
+    number, grain = given.get("sections", 1), given.get("grain", default)
+    sizes = sections if len(sections) == number else (matrix.outputs // number,) * number
+    if sum(sizes) != matrix.outputs or any(size % grain for size in sizes):
+        raise ValueError(
+            f"{matrix}: a rule cuts it into sections={number} with grain={grain}, which does not divide it"
+        )
+    return (sizes if number > 1 else ()), grain
 
 
 def counted(module: nn.Module, *, heads: Heads, group: int) -> tuple[tuple[str, int], ...]:

@@ -20,12 +20,14 @@ from meshwise.tensor.families.branch import Branch
 from meshwise.tensor.families.entry import only_read_by, sizes_unused, splits_by_width
 from meshwise.tensor.families.heads import (
     Heads,
+    by_rule,
     counted,
     counts_heads,
     counts_of_groups,
     counts_of_keys,
     find_heads,
     order_of_fused,
+    sections_of,
 )
 from meshwise.tensor.families.known import BY_HEAD, HEADS, MASKS
 from meshwise.tensor.families.matrix import Matrix
@@ -37,6 +39,9 @@ from meshwise.tensor.part import Part
 
 _GATED = 2
 """How many hidden features of an MLP one matrix writes at most, in multiples of what the next reads: gate and value."""
+
+_SQUARES = 4
+"""Matrices of an attention whose heads are as wide together as the stream."""
 
 _OF_QUERY_OR_KEY = re.compile(r"(^|_)(q|k|query|key)(_|$)")
 
@@ -76,7 +81,7 @@ class Pairs:
         sharing: Sharing,
     ) -> None:
         self.attentions: list[Attention] = []
-        self._failed: dict[Hashable, bool] = {}
+        self._tried: dict[Hashable, bool | None] = {}
         self._modules = modules
         self._options = options
         self._reasons = reasons
@@ -93,17 +98,62 @@ class Pairs:
             if heads is not None:
                 found |= self._attention(branch, heads, cross=before > 0)
                 before += 1
-            elif _looks_like_attention(branch):
-                home = _home(branch.firsts[0])
-                rule = f"rule for {home}: 'attention heads=number'"
-                reason = f"attention, it seems, but {home} counts no heads that fit; {rule}"
-                if len(branch.firsts) > 3 and counts_heads(self._modules[home]):
-                    around = next((name for name in reversed(_above(home)) if len(name) > len(block)), home)
-                    reason = f"attention, it seems, with more matrices than q, k and v; rule for {around}: 'whole'"
-                self._reasons |= dict.fromkeys((m.name for m in (*branch.firsts, branch.second)), reason)
+            elif branch.looks_like_attention and not self._goes_by_feature(branch):
+                self._reasons |= dict.fromkeys(branch.names, self._why_no_heads(branch, block=block))
             else:
                 found |= self._mlp(branch)
         return found
+
+    def of_squares(self, left: Sequence[Matrix], *, stated: Mapping[str, str]) -> list[Branch]:
+        """Of matrices whose sizes and order do not tell, the pairs that their module is seen to make of all it holds:
+        every feature goes by itself from the others to one of them. Of four that are seen to be an attention's, the
+        reason tells the rule.
+        """
+        found: list[Branch] = []
+        for home in dict.fromkeys(map(_home, left)):
+            own = [matrix for matrix in left if _home(matrix) == home]
+            could = [Branch(tuple(matrix for matrix in own if matrix != second), second) for second in own]
+            could = [
+                branch
+                for branch in could
+                if {m.outputs for m in branch.firsts} == {branch.second.inputs} and branch.agrees(stated)
+            ]
+            found += [branch for branch in could if self._goes_by_feature(branch)][:1]
+            if len(could) == _SQUARES and not (found and found[-1] in could) and (heads := self._seen_heads(could[-1])):
+                self._reasons |= dict.fromkeys(could[-1].names, _rule_for_heads(home, heads))
+        return found
+
+    def _goes_by_feature(self, branch: Branch) -> bool:
+        """Whether the module is seen to treat every feature between the matrices by itself."""
+        return bool(self._verdict(branch, self._mlp_parts(branch), ranks=branch.second.inputs))
+
+    def _why_no_heads(self, branch: Branch, *, block: str) -> str:
+        """Why what looks like attention has no heads, with a rule that its forward is seen to allow."""
+        home = _home(branch.firsts[0])
+        around = next((name for name in reversed(_above(home)) if len(name) > len(block)), home)
+        whole = f"rule for {around}: 'whole'" if around != block else ""
+        if len(branch.firsts) > 3 and counts_heads(self._modules[home]):
+            return f"attention, it seems, with more matrices than q, k and v; {whole or 'no part has them'}"
+        why = f"attention, it seems, but {home} counts no heads that fit"
+        if heads := self._seen_heads(branch):
+            return _rule_for_heads(home, heads)
+        return (
+            f"{why}, and how many there are does not show: state them by 'attention heads=…'{whole and f', or {whole}'}"
+        )
+
+    def _seen_heads(self, branch: Branch) -> Heads | None:
+        """The most heads with which a module is seen to compute each of them by itself."""
+        features, reasons = branch.second.inputs, dict(self._reasons)
+        seen = None
+        for count in range(features, 1, -1):
+            keys = branch.firsts[-1].outputs * count // features if len(branch.firsts) == 3 else count
+            if seen is None and features % count == 0 and keys > 1 and count % keys == 0:
+                heads = Heads(count, keys, features // count)
+                if self._verdict(branch, self._attention_parts(branch, heads, cross=False)[0], ranks=keys):
+                    seen = heads
+        self._reasons.clear()
+        self._reasons |= reasons
+        return seen
 
     def _heads(self, branch: Branch, *, block: str) -> Heads | None:
         homes = list(dict.fromkeys(_home(matrix) for matrix in (*branch.firsts, branch.second)))
@@ -131,6 +181,14 @@ class Pairs:
         return find_heads(modules, around=[self._modules[n] for n in around], firsts=firsts, features=features)
 
     def _attention(self, branch: Branch, heads: Heads, *, cross: bool) -> dict[str, Part]:
+        found, attention = self._attention_parts(branch, heads, cross=cross)
+        stated = any("heads" in self._options.get(name, {}) for name in (attention.name, *_above(attention.name)))
+        if heads.key_count > 1 and not stated and self._fails(branch, found, ranks=heads.key_count, what="heads"):
+            return {}
+        self.attentions.append(attention)
+        return found
+
+    def _attention_parts(self, branch: Branch, heads: Heads, *, cross: bool) -> tuple[dict[str, Part], Attention]:
         home = _home(branch.firsts[0])
         owner = self._modules[home]
         alike = len(branch.firsts) < 3 or any(isinstance(vars(owner).get(name), tuple) for name in HEADS)
@@ -164,7 +222,7 @@ class Pairs:
         }
         for matrix in branch.firsts:
             keys = len(branch.firsts) >= 3 and heads.group > 1 and matrix.outputs == heads.keys
-            cut = self._cut(matrix, _sections(matrix, heads), grain=heads.width if keys else grain, heads=heads)
+            cut = self._cut(matrix, sections_of(matrix, heads=heads), grain=heads.width if keys else grain, heads=heads)
             if cut is not None:
                 found[matrix.name] = Part(
                     "first",
@@ -177,13 +235,13 @@ class Pairs:
                     shared=keys and twins > 1,
                 )
         found |= self._between(home, heads, grain=grain, twins=twins)
-        stated = any("heads" in self._options.get(name, {}) for name in (home, *_above(home)))
-        if heads.key_count > 1 and not stated and self._fails(branch, found, ranks=heads.key_count, what="heads"):
-            return {}
-        self.attentions.append(Attention(home, heads, even=alike and heads.group > 1, alike=alike, enters_whole=whole))
-        return found
+        return found, Attention(home, heads, even=alike and heads.group > 1, alike=alike, enters_whole=whole)
 
     def _mlp(self, branch: Branch) -> dict[str, Part]:
+        found = self._mlp_parts(branch)
+        return {} if self._fails(branch, found, ranks=2, what="features") else found
+
+    def _mlp_parts(self, branch: Branch) -> dict[str, Part]:
         hidden = branch.second.inputs
         found = {branch.second.name: Part("second", transposed=branch.second.flipped)}
         if hidden != branch.second.outputs:
@@ -204,17 +262,28 @@ class Pairs:
                     readers=len(branch.firsts),
                     gathered=gathers,
                 )
-        return {} if self._fails(branch, found, ranks=2, what="features") else found
+        return found
 
     def _fails(self, branch: Branch, found: Mapping[str, Part], *, ranks: int, what: str) -> bool:
         """Whether the module that holds the first matrices is seen not to let ranks share out what lies between."""
+        if self._verdict(branch, found, ranks=ranks) is not False:
+            return False
+        home = _home(branch.firsts[0])
+        reason = f"{home} mixes or counts the {what} between them and {branch.second}, so ranks cannot share them"
+        self._reasons |= dict.fromkeys(branch.names, f"{reason}; rule for {home}: 'whole'")
+        return True
+
+    def _verdict(self, branch: Branch, found: Mapping[str, Part], *, ranks: int) -> bool | None:
+        """Whether the module that holds the first matrices is seen to let ranks share out what lies between, or not to;
+        None where it cannot be tried.
+        """
         homes = {_home(matrix) for matrix in branch.firsts}
         if len(homes) > 1 or any(matrix.name not in found for matrix in branch.firsts):
-            return False
+            return None
         home = homes.pop()
         closes = _home(branch.second) == home
-        if not closes and what == "features":
-            return False
+        if not closes and found.get(home, Part("pair")).role != "attention":
+            return None
         below = f"{home}." if home else ""
         parts = {name.removeprefix(below): part for name, part in found.items() if name.startswith(below)}
         trial = Trial(
@@ -226,14 +295,9 @@ class Pairs:
             parts={**parts, "": found.get(home, Part("pair"))},
         )
         tried = (trial.key, ranks)
-        if tried not in self._failed:
-            self._failed[tried] = trial.fails(ranks=ranks)
-        if not self._failed[tried]:
-            return False
-        reason = f"{home} mixes or counts the {what} between them and {branch.second}, so ranks cannot share them"
-        names = (*(matrix.name for matrix in branch.firsts), branch.second.name)
-        self._reasons |= dict.fromkeys(names, f"{reason}; rule for {home}: 'whole'")
-        return True
+        if tried not in self._tried:
+            self._tried[tried] = trial.verdict(ranks=ranks)
+        return self._tried[tried]
 
     def _share_input(self, branch: Branch, outside: Sequence[Matrix] = ()) -> bool:
         """Whether the first matrices, but those that read what comes from `outside`, read one and the same tensor, the
@@ -315,30 +379,10 @@ class Pairs:
         }
 
 
-def _sections(matrix: Matrix, heads: Heads) -> tuple[int, ...]:
-    """The sizes of what an attention's first matrix writes, when they lie one after the other."""
-    keys = heads.keys
-    fused = {heads.features + 2 * keys: (heads.features, keys, keys), heads.features: (heads.features,), keys: (keys,)}
-    return fused.get(matrix.outputs, (keys,) * (matrix.outputs // keys))
-
-
-def by_rule(
-    matrix: Matrix, *, sections: tuple[int, ...], given: Mapping[str, int], default: int
-) -> tuple[tuple[int, ...], int]:
-    """The cut that a rule's numbers ask for. Raises ValueError when they do not fit the matrix."""
-    number, grain = given.get("sections", 1), given.get("grain", default)
-    sizes = sections if len(sections) == number else (matrix.outputs // number,) * number
-    if sum(sizes) != matrix.outputs or any(size % grain for size in sizes):
-        raise ValueError(
-            f"{matrix}: a rule cuts it into sections={number} with grain={grain}, which does not divide it"
-        )
-    return (sizes if number > 1 else ()), grain
-
-
-def _looks_like_attention(branch: Branch) -> bool:
-    """Whether the sizes are those of attention and of nothing else that is usual."""
-    writes = [matrix.outputs for matrix in branch.firsts]
-    return len(writes) >= 3 or (len(writes) == 1 and writes[0] == 3 * branch.second.inputs)
+def _rule_for_heads(home: str, heads: Heads) -> str:
+    keys = f" kv_heads={heads.key_count}" if heads.group > 1 else ""
+    counts = f"{home} counts no heads that fit, and computes as with {heads.count}"
+    return f"attention, it seems, but {counts}; rule for {home}: 'attention heads={heads.count}{keys}'"
 
 
 def _home(matrix: Matrix) -> str:

@@ -20,9 +20,10 @@ from torch import nn
 from meshwise.norms import BatchNorm
 from meshwise.tensor.families.branch import Reading, stream_width
 from meshwise.tensor.families.entry import asks_for_last_size
+from meshwise.tensor.families.heads import by_rule
 from meshwise.tensor.families.matrix import CONVOLUTIONS, as_matrix, computes_as, looks_up, matrices
 from meshwise.tensor.families.norm import as_norm, goes_feature_by_feature
-from meshwise.tensor.families.pair import Attention, Pairs, by_rule
+from meshwise.tensor.families.pair import Attention, Pairs
 from meshwise.tensor.families.sharing import Sharing
 from meshwise.tensor.multihead import UnnestedEncoder
 from meshwise.tensor.part import Part
@@ -54,7 +55,8 @@ class Structure:
         self._reasons: dict[str, str] = {}
         self._pairs = Pairs(self.modules, options=options, reasons=self._reasons, sharing=sharing)
         self._regions = self.blocks or {"": module}
-        self.width = stream_width(self._regions.values())
+        outside = [p for name, p in module.named_parameters() if p.dim() and not self._in_block(name)]
+        self.width = stream_width(self._regions.values(), outside={parameter.size(-1) for parameter in outside})
         self._vocabulary = self._find_vocabulary()
         self._parts: dict[str, Part] = {}
         for name, block in self._regions.items():
@@ -90,12 +92,21 @@ class Structure:
         """Why a parameter has no part, in brackets, where that is known."""
         return next((f"  ({self._reasons[holder]})" for holder in _holders(name) if holder in self._reasons), "")
 
+    def writes_stream(self, name: str) -> bool:
+        """Whether it is a matrix in a block that makes something as wide as the stream."""
+        matrix = as_matrix(self.modules[name], name=name) if name in self.modules else None
+        return matrix is not None and matrix.outputs == self.width and self._in_block(name)
+
     def _read_block(self, block: nn.Module, name: str) -> None:
         if self.width is None:
             return
         branches, left = Reading(self.width, self._stated, self.modules.keys()).branches(block, name=name)
+        seen = self._pairs.of_squares(left, stated=self._stated)
+        branches += seen
+        left = [matrix for matrix in left if not any(matrix in (*each.firsts, each.second) for each in seen)]
         if name:
-            self._reasons |= {matrix.name: f"{matrix} forms no pair with a second" for matrix in left}
+            for matrix in left:
+                self._reasons.setdefault(matrix.name, f"{matrix} forms no pair with a second")
             self._parts[name] = Part("block", stream=self.width)
         for inner, module in block.named_modules(prefix=name):
             if computes_as(module, kind=nn.MultiheadAttention) and not self._is_kept_whole(inner):
@@ -185,9 +196,11 @@ class Structure:
         module = self.modules.get(name)
         matrix = as_matrix(module, name=name) if module is not None else None
         if _replaces_own_forward(module, role):
+            plain = matrix is not None or (isinstance(module, nn.Embedding) and looks_up(module))
             raise ValueError(
-                f"{name!r} is to be {role!r}, but {type(module).__name__} computes something of its own, which that "
-                "part would replace; parts that keep it are positions, vector, inner, each_head and whole"
+                f"{name!r} is to be {role!r}, but {type(module).__name__} computes something "
+                f"{'else' if plain else 'of its own'}, which that part would replace; parts that keep it "
+                "are positions, vector, inner, each_head and whole"
             )
         given = self._options.get(name, {})
         if role == "attention":
@@ -236,7 +249,7 @@ def _replaces_own_forward(module: nn.Module | None, role: str) -> bool:
     """Whether the part would replace what a class computes that derives from one of torch's."""
     if module is None or role not in ("first", "second", "single", "head", "embedding"):
         return False
-    return not looks_up(module) and as_matrix(module, name="") is None
+    return not looks_up(module) if role == "embedding" else as_matrix(module, name="") is None
 
 
 def _holders(name: str) -> list[str]:

@@ -31,6 +31,7 @@ from meshwise.tensor.part import Part
 
 Place: TypeAlias = tuple[int, int]
 _TOKENS = 3
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _OTHERWISE = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError, AssertionError)
 """What a module raises that takes something else."""
 
@@ -53,17 +54,18 @@ class Trial:
     sizes: tuple[int, int]
     parts: Mapping[str, Part]
 
-    def fails(self, *, ranks: int) -> bool:
-        """Whether the first or the last of so many ranks is seen not to get its part. False, too, for a module whose
-        forward takes something else, or is not the same every time.
+    def verdict(self, *, ranks: int) -> bool | None:
+        """Whether the first and the last of so many ranks are seen to get their parts. None for a module whose forward
+        takes something else, or is not the same every time.
         """
         whole = self._run((0, 1))
         if whole is None or whole[0].size(-1) != self.sizes[0]:
-            return False
+            return None
+        read, *others = whole
         places = [(0, ranks), (ranks - 1, ranks)]
-        if all(_same((_cut(whole[0], self.read, at=at), whole[1]), self._run(at)) for at in places):
-            return False
-        return _same(whole, self._run((0, 1)))
+        if all(_same((_cut(read, self.read, at=at), *others), self._run(at)) for at in places):
+            return True
+        return False if _same(whole, self._run((0, 1))) else None
 
     @property
     def key(self) -> Hashable:
@@ -71,9 +73,9 @@ class Trial:
         made = tuple((name, type(inner), _state(inner)) for name, inner in self.module.named_modules())
         return made, tuple(self.firsts.items()), self.second, self.read, self.sizes, tuple(self.parts.items())
 
-    def _run(self, at: Place) -> tuple[Tensor, Tensor] | None:
-        """What the second matrix reads and what the module returns, with a rank's part of what the first ones give;
-        None when it cannot be run.
+    def _run(self, at: Place) -> tuple[Tensor, ...] | None:
+        """What the second matrix reads, what the module returns and, unless that is narrow, what the first ones read,
+        with a rank's part of what they give; None when it cannot be run.
         """
         seeds = itertools.count()
 
@@ -88,8 +90,9 @@ class Trial:
         if grain := self.parts[""].narrows:
             x = x[..., : _share(features, Cut(grain=grain), at=at)]
         takes = _Takes(closing)
+        gives: dict[str | None, _Takes] = {name: _Takes(part) for name, part in given.items()}
         try:
-            asked = self._copy({**{name: _Gives(part) for name, part in given.items()}, self.second: takes})
+            asked = self._copy(gives | {self.second: takes})
             _fill(asked, numbers)
             self._cut_inside(asked, at=at)
             with torch.no_grad():
@@ -97,11 +100,12 @@ class Trial:
         except _OTHERWISE:
             return None
         returned = answer[0] if isinstance(answer, tuple) else answer
+        read = () if grain else tuple(matrix.read for matrix in gives.values() if matrix.read is not None)
         if self.second is None:
-            return (returned, closing) if isinstance(returned, Tensor) else None
-        return (takes.read, returned) if takes.read is not None and isinstance(returned, Tensor) else None
+            return (returned, closing, *read) if isinstance(returned, Tensor) else None
+        return (takes.read, returned, *read) if takes.read is not None and isinstance(returned, Tensor) else None
 
-    def _copy(self, stubs: Mapping[str | None, nn.Module]) -> nn.Module:
+    def _copy(self, stubs: Mapping[str | None, _Takes]) -> nn.Module:
         """The module with these children, in eval mode. No matrix is copied: others give nothing."""
         asked, inside = copy.copy(self.module), dict(self.module.named_modules())
         memo = {id(inside[matrix.name]): _Nothing(matrix.outputs) for matrix in matrices(self.module, name="")}
@@ -138,25 +142,18 @@ class Trial:
                 holder._parameters[last] = _cut_parameter(holder.get_parameter(last), part, at=at)
 
 
-class _Gives(nn.Module):
-    """A matrix that gives these numbers, whatever it reads."""
+class _Takes(nn.Module):
+    """A matrix that gives these numbers, whatever it reads, and remembers that."""
+
+    read: Tensor | None = None
 
     def __init__(self, numbers: Tensor) -> None:
         super().__init__()
         self.numbers = numbers
 
-    def forward(self, _x: Tensor) -> Tensor:
-        return self.numbers.clone()
-
-
-class _Takes(_Gives):
-    """One that remembers what it has read."""
-
-    read: Tensor | None = None
-
     def forward(self, x: Tensor) -> Tensor:
         self.read = x.clone()
-        return super().forward(x)
+        return self.numbers.clone()
 
 
 class _Nothing(nn.Module):
@@ -190,7 +187,7 @@ def _fill(module: nn.Module, numbers: Callable[..., Tensor]) -> None:
 
 def _state(module: nn.Module) -> tuple[Hashable, ...]:
     """What a module keeps besides other modules and parameters: plain values, sums of buffers, and which objects."""
-    kept = [(name, value) for name, value in vars(module).items() if not name.startswith("_")]
+    kept = [(name, value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE]
     buffers = [(name, x) for name, x in module._buffers.items() if x is not None]
     return (
         *((name, value if _is_plain(value) else id(value)) for name, value in kept),
@@ -219,7 +216,11 @@ def _cut_parameter(parameter: Tensor, part: Part, *, at: Place) -> nn.Parameter:
     return nn.Parameter(_cut(parameter, part.cut, at=at, dim=dim), requires_grad=False)
 
 
-def _same(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor] | None) -> bool:
-    return other is not None and all(
-        a.shape == b.shape and torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in zip(one, other, strict=True)
+def _same(one: tuple[Tensor, ...], other: tuple[Tensor, ...] | None) -> bool:
+    return (
+        other is not None
+        and len(one) == len(other)
+        and all(
+            a.shape == b.shape and torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in zip(one, other, strict=True)
+        )
     )

@@ -1,0 +1,88 @@
+"""A pair whose sizes and order do not tell it is known by what it computes; rules that an error shows work as shown."""
+
+import copy
+import functools
+
+import pytest
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meshwise.plan import Plan
+from meshwise.tensor.rules import Rules, find_parts
+from tensor.plain import shown
+
+
+def with_blocks(*blocks: nn.Module) -> nn.Module:
+    return nn.ModuleDict(
+        {"embedding": nn.Embedding(24, 16), "blocks": nn.ModuleList(blocks), "head": nn.Linear(16, 24)}
+    )
+
+
+class Parts(nn.Module):
+    """Matrices under any names and in any order, of which the last of `names` closes what the others open."""
+
+    def __init__(self, names: str, *, hidden: int, order: str = "") -> None:
+        super().__init__()
+        self.names = names
+        for name in order or names:
+            self.add_module(name, nn.Linear(hidden, 16) if name == names[-1] else nn.Linear(16, hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        *opened, closes = (self.get_submodule(name) for name in self.names)
+        output: Tensor = x + closes(self.between(*(opens(x) for opens in opened)))
+        return output
+
+    def between(self, gate: Tensor, up: Tensor, *more: Tensor) -> Tensor:
+        return functional.silu(gate) * sum(more, up)
+
+
+class Heads(Parts):
+    """Attention whose number of heads only the forward knows: they are 4 wide."""
+
+    def between(self, *opened: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (-1, 4)).transpose(1, 2) for y in opened)
+        return functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Chained(Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = x + functools.reduce(lambda y, name: self.get_submodule(name)(y).relu(), self.names, x)
+        return output
+
+
+@pytest.mark.parametrize("hidden", [16, 48])
+@pytest.mark.parametrize("order", ["gud", "gdu", "dgu", "agud"])
+def test_a_gated_mlp_is_known_by_what_it_computes(order: str, hidden: int) -> None:
+    names = "".join(sorted(order.replace("d", ""))) + "d"
+    model = with_blocks(*(Parts(names, hidden=hidden, order=order) for _ in range(2)))
+    parts = find_parts(model, plan=Plan(tp=2))
+    assert {name: parts[f"blocks.1.{name}"].role for name in names} == {**dict.fromkeys(names, "first"), "d": "second"}
+
+
+@pytest.mark.parametrize("hidden, heads", [(16, 4), (32, 8)])
+def test_the_rule_to_copy_has_the_heads_that_the_forward_is_seen_to_have(hidden: int, heads: int) -> None:
+    model = with_blocks(*(Heads("abcd", hidden=hidden) for _ in range(2)))
+    with pytest.raises(ValueError, match=f"and computes as with {heads}") as caught:
+        find_parts(model, plan=Plan(tp=2))
+    parts = find_parts(model, plan=Plan(tp=2), rules=shown(caught.value))
+    assert [parts[f"blocks.1.{name}"].grain for name in "abcd"] == [4] * 4
+
+
+@pytest.mark.parametrize(
+    "block, rules",
+    [
+        (Chained("abc", hidden=16), {}),
+        (Parts("gud", hidden=48), {"blocks.*.d": "whole"}),
+        (Parts("gud", hidden=48), {"blocks.*.d": "first"}),
+        (Parts("gud", hidden=16), {"blocks.*.g": "second", "blocks.*.d": "first"}),
+        (Heads("abcd", hidden=16), {"blocks.*.a": "second"}),
+    ],
+)
+@pytest.mark.parametrize("plan", ["tp=2", "tp=4 tp_mode=2d"])
+def test_rules_that_are_shown_work_as_they_stand(block: nn.Module, rules: Rules, plan: str) -> None:
+    model = with_blocks(block, copy.deepcopy(block))
+    with pytest.raises(ValueError, match="found no part") as caught:
+        find_parts(model, plan=Plan.parse(plan), rules=rules)
+    if "and take tp_mode=1d" in str(caught.value):
+        plan = "tp=2"
+    assert find_parts(model, plan=Plan.parse(plan), rules={**rules, **shown(caught.value)})
