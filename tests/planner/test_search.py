@@ -11,7 +11,7 @@ import torch
 from meshwise.parallelize import Options
 from meshwise.plan import Plan, PlanError
 from meshwise.planner.bound import Figures
-from meshwise.planner.search import Effort, Rung, Searching, Survey, figures_of, search
+from meshwise.planner.search import Candidate, Effort, Rung, Searching, Survey, figures_of, search
 from meshwise.planner.space import Space, parse_fixed
 from meshwise.planner.tables import FULL, best_table, lost_table, survey_record
 from meshwise.planner.workers import Workers
@@ -19,7 +19,7 @@ from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.reference.loss import next_token_loss
 from meshwise.simulate.clock import Prediction
 from meshwise.simulate.cluster import parse_cluster
-from meshwise.simulate.rehearsal import Subject, rehearse
+from meshwise.simulate.rehearsal import Subject, rehearse, schedule_of
 
 CLUSTER = parse_cluster("1x4 h100")
 CONFIG = GPTConfig(vocabulary=512, context=128, layers=2, heads=4, width=512)
@@ -102,6 +102,27 @@ def test_every_plan_of_a_space_stands_for_itself() -> None:
         "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipev"
     }  # fmt: skip
     assert {plan.recompute for plan in plans} == {"none"}
+
+
+def test_schedules_that_come_to_the_same_table_are_one_plan() -> None:
+    plans = [plan for plan in space().plans() if plan.pp > 1]
+    tables = {(dataclasses.replace(plan, schedule="1f1b"), str(schedule_of(plan))) for plan in plans}
+    assert len(tables) == len(plans)
+    assert [plan.schedule for plan in space("schedule=zb-h2 pp=2 dp=2 microbatches=1 zero=0 tp=1").plans()] == ["zb-h2"]
+
+
+def test_a_reason_is_told_once_for_all_plans_that_it_refuses() -> None:
+    survey = Survey(limit=1.0)
+    for ranks, zero in ((4, 0), (4, 1), (8, 0)):
+        plan = Plan.parse(f"dp=2 tp={ranks} zero={zero}")
+        said = f"blocks.0 has 2 heads, and '{plan}' shares them out over {ranks} ranks: they are fewer. Nearest: tp=2"
+        survey.note(Candidate(plan, Rung.REHEARSED, Figures(seconds=float(ranks + zero)), refused=said))
+    parts = "found no part for these parameters:\n  up.weight  (4, 4)  (why)\n  up.bias  (4)\nState them in the rules"
+    survey.note(Candidate(Plan.parse("dp=3 tp=2"), Rung.REHEARSED, refused=parts))
+    heads, unplaced = lost_table(survey, top=1)[1:]
+    told = "refused: blocks.0 has 2 heads, and the plan shares them out over 4 ranks: they are fewer"
+    assert heads == ("3", told, "", "", "dp=2 tp=4")
+    assert unplaced[:2] == ("1", "refused: found no part for these parameters: up.weight (4, 4) (why)")
 
 
 def test_a_key_that_is_no_key_is_refused_as_a_plan_refuses_it() -> None:

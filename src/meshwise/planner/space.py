@@ -6,7 +6,7 @@
 | `pp`, `virtual_stages` | as many stages as the model has pieces for |
 | `dp` | what is left of the ranks |
 | `microbatches` | as many as leave each micro-batch 1, 2, 4 or 8 rows |
-| `schedule` | 1f1b, interleaved, and those that split backwards; the others are never quicker, and hold no less |
+| `schedule` | 1f1b, interleaved, and those that split backwards, each table once; the others are never quicker, nor leaner |
 | where it is cut | as even in predicted time as can be; in memory where that does not fit |
 | `zero` 0, 1 and 3 | each: 0 updates more on every rank, 1 gathers at the end, 3 oftener, but beside what it computes |
 | `zero` 2, `recompute`, `offload` | where the same plan that keeps more does not fit: none of them saves time |
@@ -17,6 +17,7 @@ A plan that the compatibility table refuses, or that has no such schedule, is no
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from meshwise.pipeline.schedules import SCHEDULES
+from meshwise.pipeline.schedules import SCHEDULES, make_schedule
 from meshwise.plan import Plan, PlanError
 from meshwise.plan.keys import keys_of
 from meshwise.plan.words import read_words
@@ -43,6 +44,9 @@ PIPELINED = ("schedule", "virtual_stages")
 
 ROWS = (1, 2, 4, 8)
 """Of a micro-batch."""
+
+_FEW = 2
+"""Micro-batches with which two schedules may come to the same."""
 
 VIRTUAL_STAGES = (2, 3, 4)
 """Of the schedules that leave them free."""
@@ -128,9 +132,21 @@ class Space:
         tried = {"partition": cuts, "zero": zeros, "recompute": ("none",), "offload": ("none",)}
         values = [(self.fixed[key],) if key in self.fixed else each for key, each in tried.items()]
         for microbatches in self._microbatches(chosen):
+            if self._repeats(chosen, microbatches=microbatches):
+                continue
             for free in itertools.product(*values):
                 changes = {**chosen, "microbatches": microbatches, **dict(zip(tried, free, strict=True))}
                 yield from self._made({**_values(self.base), **changes})
+
+    def _repeats(self, chosen: Mapping[str, Any], *, microbatches: int) -> bool:
+        """Whether a schedule that is tried as well does the very same with so few micro-batches."""
+        name, pp, virtual = chosen["schedule"], chosen["pp"], chosen["virtual_stages"]
+        if pp == 1 or microbatches > _FEW or "schedule" in self.fixed:
+            return False
+        before = itertools.takewhile(lambda other: other != name, (n for n in SCHEDULES if n not in NEVER_BETTER))
+        return any(
+            _table(other, pp, microbatches, virtual) == _table(name, pp, microbatches, virtual) for other in before
+        )
 
     def _microbatches(self, chosen: Mapping[str, Any]) -> list[int]:
         """How many micro-batches there may be."""
@@ -188,6 +204,14 @@ class Space:
     def _holds(self, values: Mapping[str, Any]) -> bool:
         """Whether these are no other values than those that are held."""
         return all(self.fixed.get(key, value) in (value, None) for key, value in values.items())
+
+
+@functools.cache
+def _table(name: str, pp: int, microbatches: int, virtual: int) -> str:
+    """What every rank does in a step; the name where there is no such schedule."""
+    if SCHEDULES[name].nearest(pp, microbatches=microbatches, virtual_stages=virtual) != (microbatches, virtual):
+        return name
+    return str(make_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual))
 
 
 def splits_backward(plan: Plan) -> bool:

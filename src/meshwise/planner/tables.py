@@ -81,15 +81,19 @@ def _reasons(survey: Survey, top: int) -> Mapping[str, list[Candidate]]:
     best = survey.best()[:top]
     last = best[-1].figures.seconds if best else 0.0
     found: dict[str, list[Candidate]] = defaultdict(list)
+    refused: dict[str, list[Candidate]] = defaultdict(list)
     for one in survey.lost(top=top):
         if one.refused:
-            found[f"{REFUSED}: {_unplanned(one.refused)}"].append(one)
+            refused[re.sub(r"\d+", "", _unplanned(one))].append(one)
         elif not survey.fits(one):
             found[FULL].append(one)
         elif one.rung is not Rung.REHEARSED and one.figures.seconds < last:
             found[UNTRIED].append(one)
         else:
             found[f"slower: {_where(one, best[0])}" if best else UNTRIED].append(one)
+    for alike in refused.values():
+        nearest = min(alike, key=lambda one: _excess(one, survey, REFUSED))
+        found[f"{REFUSED}: {_unplanned(nearest)}"] = alike
     return found
 
 
@@ -111,6 +115,9 @@ def _furthest(candidates: Sequence[Candidate], survey: Survey, reason: str) -> C
     return max(candidates, key=lambda one: _excess(one, survey, reason))
 
 
-def _unplanned(message: str) -> str:
-    """A refusal without the plan that it names, so that those with the same reason are told once."""
-    return re.sub(r"the plan '[^']*' cannot work(?: for this model)?: ", "", message).split(". ")[0].split("; ")[0]
+def _unplanned(one: Candidate) -> str:
+    """A refusal in one line, without the plan, so that those with the same reason are told once."""
+    message = re.sub(r"the plan '[^']*' cannot work(?: for this model)?: ", "", one.refused)
+    message = message.replace(f"'{one.plan}'", "the plan")
+    told = " ".join(word for line in message.splitlines()[:2] for word in line.split())
+    return told.split(". ")[0].split("; ")[0]
