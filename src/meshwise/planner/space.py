@@ -6,7 +6,7 @@
 | `pp`, `virtual_stages` | as many stages as the model has pieces for |
 | `dp` | what is left of the ranks |
 | `microbatches` | as many as leave each micro-batch 1, 2, 4 or 8 rows |
-| `schedule` | 1f1b, interleaved, and those that split backwards, each table once; others are never quicker, nor leaner |
+| `schedule` | 1f1b, interleaved, and those that split backwards, each table once; others are no quicker, nor leaner |
 | where it is cut | as even in predicted time as can be; in memory where that does not fit |
 | `zero` 0, 1 and 3 | each: 0 updates more on every rank, 1 gathers at the end, 3 oftener, but beside what it computes |
 | `zero` 2, `recompute`, `offload` | where the same plan that keeps more does not fit: none of them saves time |
