@@ -19,10 +19,11 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in
 
 from joined import joined
 from meshwise.comm import World
-from meshwise.comm.board import RING, Board
+from meshwise.comm.board import Board
 from meshwise.comm.gloo_world import GlooWorld
 from meshwise.comm.local_world import LocalWorld
 from meshwise.comm.segment import Segment, Slabs, open_segment
+from meshwise.comm.side import RING
 from meshwise.comm.torch_world import meeting_place, torch_world
 from meshwise.mesh import Mesh
 from meshwise.testing import Processes, run

@@ -5,9 +5,7 @@ A number of 8 aligned bytes is written at once, so a rank that counts up what it
     words   0     the bell: changes with everything else, and is what the others sleep on (a futex)
             8     how many lanes there are
             16…   for each lane: its key, and where it begins
-    a lane  +0    calls posted                       (what a lane is: see `lane`)
-            +8    calls done
-            +16…  a ring of records, then a ring of payloads, one of each for a call
+            …     the lanes, in pages (what stands there, `side` says)
 
 Whoever waits looks a few times, which is enough when the other is about to be there, and then sleeps until the other's
 bell rings. Nothing is burned, with any number of ranks on any number of cores: 30 us for a barrier of 4 ranks on 4 busy
@@ -23,7 +21,9 @@ import ctypes
 import platform
 import threading
 import time
+from functools import lru_cache, partial
 
+import torch
 from torch import Tensor
 
 from meshwise.comm.segment import Segment, open_segment, words_of
@@ -31,20 +31,19 @@ from meshwise.comm.segment import Segment, open_segment, words_of
 PAYLOAD_BYTES = 64 << 10
 """Up to so many bytes travel in the board itself."""
 
-RING = 32
-"""Calls of a lane that one rank may be ahead of another."""
+PAGE_WORDS = PAYLOAD_BYTES // 8
 
 _BYTES = 1 << 30  # of addresses; memory is taken page by page, as lanes are used
 _NUM_LANES, _TABLE, _MOST_LANES = 8, 16, 2000
 _FIRST_LANE = _TABLE + 2 * _MOST_LANES
-_POSTED, _DONE, _RECORDS = 0, 8, 16
-_PAGE_WORDS = PAYLOAD_BYTES // 8
+
+_MOST_VIEWS = 4096
 
 _KEEPS_ORDER = platform.machine() in ("x86_64", "AMD64")
 _FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine())
 _WAIT, _WAKE, _EVERYBODY = 0, 1, 1 << 30
 _NAP_SECONDS = 100e-6  # where there is no futex to sleep on
-_C = ctypes.CDLL(None)
+_syscall = ctypes.CDLL(None).syscall
 
 
 class _Span(ctypes.Structure):
@@ -61,6 +60,8 @@ class Board:
         self.bytes = memory
         self.words = words_of(memory)
         self.address = memory.data_ptr()
+        self.view = lru_cache(maxsize=_MOST_VIEWS)(partial(_view, memory))
+        """What stands at an offset, of so many bytes and that dtype: of payloads that come again and again."""
         self._bell = ctypes.c_void_p(self.address)
         self._lock = threading.Lock()
         self._lanes: dict[int, int] = {}
@@ -79,9 +80,8 @@ class Board:
 
     # ---- lanes -------------------------------------------------------------------------------------------------
 
-    def add_lane(self, key: int, *, record: int) -> int:
-        """Make room for a lane with records of so many words; where it begins."""
-        words = _round(_RECORDS + RING * record) + RING * _PAGE_WORDS
+    def add_lane(self, key: int, *, words: int) -> int:
+        """Make room for a lane of so many words; where it begins."""
         count, start = self.words[_NUM_LANES], _round(self._end)
         assert count < _MOST_LANES, "the board is full of lanes"
         assert start + words <= len(self.words), "the board is full of lanes"
@@ -103,20 +103,21 @@ class Board:
 
     def publish(self, word: int, *, value: int) -> None:
         """Write a number, after everything that was written before."""
-        self._keep_order()
+        if not _KEEPS_ORDER:
+            self._order()
         self.words[word] = value
 
     def read(self, word: int) -> int:
         """Read a number; what its owner wrote before it is then to be seen."""
         value = self.words[word]
-        self._keep_order()
+        if not _KEEPS_ORDER:
+            self._order()
         return value
 
-    def _keep_order(self) -> None:
-        if not _KEEPS_ORDER:
-            for _ in range(2):
-                with self._lock:
-                    pass
+    def _order(self) -> None:
+        for _ in range(2):
+            with self._lock:
+                pass
 
     # ---- sleeping and waking -----------------------------------------------------------------------------------
 
@@ -129,7 +130,7 @@ class Board:
         """Wake those that sleep on this board."""
         self.words[0] = (self.words[0] + 1) & 0x7FFFFFFF
         if _FUTEX is not None:
-            _C.syscall(_FUTEX, self._bell, _WAKE, _EVERYBODY, None, None, 0)
+            _syscall(_FUTEX, self._bell, _WAKE, _EVERYBODY)
 
     def sleep(self, seen: int, *, seconds: float) -> None:
         """Sleep until the bell is no longer what was seen, for a time at most (it may also end for no reason)."""
@@ -137,28 +138,12 @@ class Board:
             time.sleep(min(_NAP_SECONDS, seconds))
         elif self.words[0] == seen:
             most = _Span(int(seconds), int(seconds % 1 * 1e9))
-            _C.syscall(_FUTEX, self._bell, _WAIT, ctypes.c_int(seen), ctypes.byref(most), None, 0)
+            _syscall(_FUTEX, self._bell, _WAIT, ctypes.c_int(seen), ctypes.byref(most), None, 0)
+
+
+def _view(memory: Tensor, offset: int, size: int, dtype: torch.dtype) -> Tensor:
+    return memory[offset : offset + size].view(dtype)
 
 
 def _round(words: int) -> int:
-    return -(-words // _PAGE_WORDS) * _PAGE_WORDS
-
-
-def posted(start: int) -> int:
-    """The word that counts the calls posted in a lane that starts there."""
-    return start + _POSTED
-
-
-def done(start: int) -> int:
-    """The word that counts the calls done."""
-    return start + _DONE
-
-
-def record(start: int, *, number: int, size: int) -> int:
-    """The first word of the record of a call, in records of so many words."""
-    return start + _RECORDS + number % RING * size
-
-
-def payload(start: int, *, number: int, size: int) -> int:
-    """The first byte of the payload of a call."""
-    return (start + _round(_RECORDS + RING * size) + number % RING * _PAGE_WORDS) * 8
+    return -(-words // PAGE_WORDS) * PAGE_WORDS

@@ -65,6 +65,11 @@ class Stamp(NamedTuple):
         """
         return _agreed(self.kind, self.how, self.shape, self.dtype)
 
+    @property
+    def tag(self) -> int:
+        """The same as a number."""
+        return _tag(self.agreed)
+
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape)) or "scalar"
         how = f" {self.how}" if self.how else ""
@@ -77,6 +82,11 @@ def _agreed(kind: str, how: str, shape: tuple[int, ...], dtype: str) -> str:
     elements = "" if kind in _SIZES_MAY_DIFFER else f" {math.prod(shape)} elements"
     call = "message" if kind in _MESSAGES else f"{kind} {how}"
     return f"{call}{elements} {dtype}"
+
+
+@lru_cache(maxsize=4096)
+def _tag(agreed: str) -> int:
+    return zlib.crc32(agreed.encode())
 
 
 class Line(NamedTuple):
@@ -164,20 +174,9 @@ class Journal:
         """The last call among `ranks` was refused on all of them: it does not count as one they made together."""
         self.digests[ranks] = self._before[ranks]
 
-    @contextlib.contextmanager
-    def waiting(self, stamp: Stamp) -> Iterator[None]:
+    def waiting(self, stamp: Stamp) -> _Waiting:
         """Mark this rank as waiting for `stamp` inside the block; one may stand in another."""
-        before, since, watch = self.position, time.monotonic(), self._stopwatch
-        self.position = Position(stamp, since)
-        moment = None if watch is None else watch.now()
-        try:
-            yield
-        finally:
-            self.position = before
-            if before.waiting_since is None:
-                self.waited += time.monotonic() - since
-                if watch is not None and moment is not None:
-                    watch.waited(f"{stamp.kind} {'·'.join(stamp.axes)}", since=moment)
+        return _Waiting(self, stamp)
 
     @contextlib.contextmanager
     def record(self) -> Iterator[list[Stamp]]:
@@ -208,6 +207,29 @@ class Journal:
             yield self._stopwatch
         finally:
             self._stopwatch = None
+
+
+class _Waiting:
+    """A block in which a rank waits. A small call takes little longer than a context manager made of a generator."""
+
+    def __init__(self, journal: Journal, stamp: Stamp) -> None:
+        self._journal = journal
+        self._stamp = stamp
+
+    def __enter__(self) -> None:
+        journal = self._journal
+        self._before, self._watch = journal.position, journal._stopwatch
+        self._since = time.monotonic()
+        journal.position = Position(self._stamp, self._since)
+        self._moment = None if self._watch is None else self._watch.now()
+
+    def __exit__(self, *_: object) -> None:
+        journal = self._journal
+        journal.position = self._before
+        if self._before.waiting_since is None:
+            journal.waited += time.monotonic() - self._since
+            if self._watch is not None:
+                self._watch.waited(f"{self._stamp.kind} {'·'.join(self._stamp.axes)}", since=self._moment)
 
 
 def disagreement(stamps: Mapping[int, Stamp]) -> str | None:
@@ -241,5 +263,10 @@ def call_site() -> str:
         frame = frame.f_back
     if frame is None:
         return "interpreter exit"
-    tail = "/".join(frame.f_code.co_filename.rsplit(os.sep, 2)[-2:])
-    return f"{tail}:{frame.f_lineno} {frame.f_code.co_name}"
+    return _site(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+@lru_cache(maxsize=4096)
+def _site(file: str, number: int, name: str) -> str:
+    tail = "/".join(file.rsplit(os.sep, 2)[-2:])
+    return f"{tail}:{number} {name}"

@@ -16,58 +16,72 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from ctypes import memmove
-from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
 
-from meshwise.comm import board
-from meshwise.comm.board import PAYLOAD_BYTES, RING
+from meshwise.comm.board import Board
 from meshwise.comm.group import Group
 from meshwise.comm.journal import RanksDisagree, Stamp
 from meshwise.comm.lost import lost
 from meshwise.comm.meanwhile import Meanwhile, Outlook
 from meshwise.comm.room import Room
+from meshwise.comm.side import IN_PAYLOAD, IN_PRIVATE, RING, Place, Side
 from meshwise.comm.span import Far, Near, Span
-
-_IN_PAYLOAD, _IN_PRIVATE = 0, -1
-_HEAD, _PART = 1, 3  # words: the tag; place, offset and bytes
-_ALIGNMENT = 16
+from meshwise.comm.world import Work, World
 
 
-def nbytes(x: Tensor) -> int:
-    """Bytes of its elements."""
-    return x.numel() * x.element_size()
-
-
-def travels_in_payload(tensors: Sequence[Tensor]) -> bool:
-    """Whether they are so small that a call brings their contents, and they are the caller's again at once."""
-    return sum(_aligned(nbytes(x)) for x in tensors) <= PAYLOAD_BYTES
-
-
-@dataclass
-class Call:
+class Call(Work):
     """One rank's part in a collective.
 
     gives   its tensors: the others read them, and in some collectives write them
+    brings  whether the call brings their contents; they are the caller's again at once
     needs   the indices of the ranks that must have posted before `act` can be called
     users   the indices of the ranks that use this rank's tensors in their `act`
     after   what is done when all of them have
     """
 
-    stamp: Stamp
     gives: Sequence[Tensor] = ()
+    brings = True
     needs: Sequence[int] = ()
     users: Sequence[int] = ()
     act: Callable[[], None] | None = None
     after: Callable[[], None] | None = None
-    number: int = -1
-    acted: bool = False
-    finished: bool = False
+    number = -1
+    acted = False
 
-    def __post_init__(self) -> None:
-        self.tag = zlib.crc32(self.stamp.agreed.encode())
-        """What the ranks have to agree about."""
+    def __init__(self, world: World, *, stamp: Stamp, lane: Lane) -> None:
+        super().__init__(world, stamp=stamp)
+        self.stamp = stamp
+        self.lane = lane
+        self.others = lane.others
+
+    @property
+    def ready(self) -> bool:
+        """Whether its results are in place and nobody uses its tensors any more."""
+        return self._done or self.lane.is_over(self)
+
+    def take(self, index: int, *, into: Tensor, which: int = 0) -> None:
+        """Copy what a rank gave to it."""
+        self.lane.take(self, index=index, into=into, which=which)
+
+    def spans(self, own: Tensor, *, which: int = 0) -> list[Span]:
+        """What every rank gave to it, of the size of what this rank gave."""
+        lane = self.lane
+        return [
+            Near(own) if index == lane.index else lane.span(self, index=index, like=own, which=which)
+            for index in range(len(lane.ranks))
+        ]
+
+    def end(self) -> None:
+        """It is over: do what comes last, once, and let go of the tensors."""
+        after = self.after
+        self.gives, self.act, self.after = (), None, None
+        if after is not None:
+            after()
+
+    def _finish(self) -> None:
+        self.lane.finish(self)
 
 
 class Lane:
@@ -81,55 +95,41 @@ class Lane:
         self._room = room
         self._meanwhile = meanwhile
         self._key = key
-        self._size = _HEAD + _PART * len(ranks)
-        self._start = room.board.add_lane(key, record=self._size)
+        self._own = Side.make(room.board, key=key, ranks=len(ranks))
+        self._sides: list[Side | None] = [self._own if rank == room.rank else None for rank in ranks]
         self._posted = 0
         self._done = 0
-        self._calls: deque[Call] = deque()
+        self._free = RING
+        """Calls up to this number overwrite nothing that somebody may still read."""
+        self._due: deque[Call] = deque()
+        self._held: deque[Call] = deque()
         self._is_awaited = False
-        self._boards = [room.board if rank == room.rank else room.peer(rank).board for rank in ranks]
-        self._starts: dict[int, int] = {}
 
     # ---- what this rank does -----------------------------------------------------------------------------------
 
     def post(self, call: Call) -> None:
         """Make the call known to the others."""
-        call.number = self._posted
-        if (overwritten := call.number - RING) >= 0:
-            self._catch_up(overwritten)
-            self._await_done(call, range(len(self.ranks)), overwritten)
-        own, start = self._room.board, self._start
-        at = board.record(start, number=call.number, size=self._size)
-        words = [call.tag, *(word for where in self._places(call) for word in where)]
-        for offset, word in enumerate(words):
-            own.words[at + offset] = word
-        self._posted += 1
-        self._calls.append(call)
-        own.publish(board.posted(start), value=self._posted)
-        own.ring()
-
-    def _places(self, call: Call) -> list[tuple[int, int, int]]:
-        """Where the tensors of a call are: in the payload, in shared memory, or at an address of this process."""
-        if travels_in_payload(call.gives):
-            begin, places = board.payload(self._start, number=call.number, size=self._size), []
-            offset = 0
-            for x in call.gives:
-                size = nbytes(x)
-                memmove(self._room.board.address + begin + offset, x.data_ptr(), size)
-                places.append((_IN_PAYLOAD, offset, size))
-                offset += _aligned(size)
-            return places
-        located = [(self._room.slabs.locate(x), x) for x in call.gives]
-        return [
-            (*where, nbytes(x)) if where is not None else (_IN_PRIVATE, x.data_ptr(), nbytes(x)) for where, x in located
-        ]
+        call.number = number = self._posted
+        if number >= self._free:
+            self._make_room(call)
+        if call.brings:
+            places = self._own.bring(number, gives=call.gives)
+        else:
+            places = [self._place(x) for x in call.gives]
+            self._held.append(call)
+        self._own.note(number, tag=call.stamp.tag, places=places)
+        self._posted = number + 1
+        self._due.append(call)
+        self._own.publish_posted(number + 1)
 
     def advance(self) -> bool:
         """Do this rank's part of every call whose turn it is; whether there was one."""
         acted = False
-        for call in self._due():
-            if not all(self._is_there(index, call) for index in call.needs):
-                break
+        while self._due:
+            call = self._due[0]
+            for index in call.needs:
+                if not self._is_there(index, call):
+                    return acted
             self._act(call)
             acted = True
         return acted
@@ -137,46 +137,55 @@ class Lane:
     def finish(self, call: Call) -> None:
         """Block until the results of the call are in place and nobody uses its tensors any more."""
         self._catch_up(call.number)
-        self._await_done(call, call.users, call.number)
-        self._end(call)
+        for index in call.users:
+            self._await_done(call, index, call.number)
+        call.end()
 
     def tidy(self) -> None:
         """Let go of the tensors of calls that everyone has done."""
-        while self._calls and self._calls[0].acted:
-            call = self._calls[0]
-            if not self.is_over(call):
-                return
-            self._end(call)
-            self._calls.popleft()
+        while self._held and self.is_over(self._held[0]):
+            self._held.popleft().end()
 
     def is_over(self, call: Call) -> bool:
         """Whether its results are in place and nobody uses its tensors any more."""
-        return call.acted and all(self._count_done(index) > call.number for index in call.users)
+        if not call.acted:
+            return False
+        return not call.users or all(self._count_done(index) > call.number for index in call.users)
+
+    def close(self) -> None:
+        """Wait for every call under way."""
+        for call in (*self._due, *self._held):
+            self.finish(call)
 
     @property
     def busy(self) -> bool:
         """Whether this rank has a part left to do."""
-        return self._done < self._posted
+        return bool(self._due)
 
-    @property
-    def calls(self) -> list[Call]:
-        """Those that have not been seen to end."""
-        return list(self._calls)
+    def _place(self, x: Tensor) -> Place:
+        """Where a tensor is: in shared memory, or at an address of this process."""
+        where = self._room.slabs.locate(x)
+        return (IN_PRIVATE, x.data_ptr(), x.nbytes) if where is None else (*where, x.nbytes)
 
-    def _due(self) -> list[Call]:
-        return [call for call in self._calls if not call.acted]
+    def _make_room(self, call: Call) -> None:
+        """Wait until everyone has done the call that this one overwrites."""
+        self._catch_up(call.number - RING)
+        for index in self.others:
+            self._await_done(call, index, call.number - RING)
+        self._free = RING + min(self._done, *map(self._count_done, self.others))
 
     def _catch_up(self, number: int) -> None:
         """Do this rank's part of every call up to that number."""
-        for call in self._due():
-            if call.number > number:
-                return
+        while self._due and self._due[0].number <= number:
+            call = self._due[0]
             for index in call.needs:
-                self._await(call, index, partial(self._is_over_or_there, index, call))
+                if not self._is_there(index, call):
+                    self._await(call, index, partial(self._is_over_or_there, index, call))
             if not call.acted:
                 self._act(call)
 
     def _act(self, call: Call) -> None:
+        """Do this rank's part of the call that comes next."""
         try:
             if call.act is not None:
                 call.act()
@@ -185,19 +194,14 @@ class Lane:
                 raise lost(gone, about=call.stamp, error=error) from error
             raise
         call.acted = True
+        self._due.popleft()
         self._done += 1
-        self._room.board.publish(board.done(self._start), value=self._done)
+        self._own.publish_done(self._done)
         if self._is_awaited:  # by a rank whose tensor this one used; a payload belongs to nobody
             self._is_awaited = False
-            self._room.board.ring()
-
-    @staticmethod
-    def _end(call: Call) -> None:
-        if not call.finished:
-            call.finished = True
-            if call.after is not None:
-                call.after()
-            call.gives, call.act, call.after = (), None, None
+            self._own.board.ring()
+        if call.brings:
+            call.end()
 
     # ---- what the others have done -----------------------------------------------------------------------------
 
@@ -207,8 +211,8 @@ class Lane:
         Raises RanksDisagree when it has another size.
         """
         place, offset, size = self._given(call, index, like, which)
-        if place == _IN_PAYLOAD:
-            return Near(self._boards[index].bytes[offset : offset + size].view(like.dtype))
+        if place == IN_PAYLOAD:
+            return Near(self._board(index).view(offset, size, like.dtype))
         return self._elsewhere(index, place, offset, like)
 
     def take(self, call: Call, *, index: int, into: Tensor, which: int = 0) -> None:
@@ -217,63 +221,56 @@ class Lane:
         Raises RanksDisagree when it has another size, OSError when the other process's memory cannot be read.
         """
         place, offset, size = self._given(call, index, into, which)
-        if place == _IN_PAYLOAD:
-            memmove(into.data_ptr(), self._boards[index].address + offset, size)
+        if place == IN_PAYLOAD:
+            memmove(into.data_ptr(), self._board(index).address + offset, size)
         else:
             self._elsewhere(index, place, offset, into).copy_to(into)
 
-    def _given(self, call: Call, index: int, like: Tensor, which: int) -> tuple[int, int, int]:
-        """Where the tensor is: the place, the offset there (in a payload: on that rank's board) and the bytes."""
-        start = self._known_start(index)
-        at = board.record(start, number=call.number, size=self._size) + _HEAD + _PART * which
-        place, offset, size = self._boards[index].words[at : at + _PART]
-        if size != nbytes(like):
+    def _given(self, call: Call, index: int, like: Tensor, which: int) -> Place:
+        """Where the tensor is."""
+        side = self._side(index)
+        assert side is not None, "the rank has called it"
+        found = side.given(call.number, which=which)
+        if found[2] != like.nbytes:
             raise RanksDisagree(
-                f"rank {self.ranks[index]} gives {size} bytes where rank {self._room.rank} takes {nbytes(like)} "
+                f"rank {self.ranks[index]} gives {found[2]} bytes where rank {self._room.rank} takes {like.nbytes} "
                 f"in {call.stamp}"
             )
-        if place == _IN_PAYLOAD:
-            offset += board.payload(start, number=call.number, size=self._size)
-        return place, offset, size
+        return found
 
     def _elsewhere(self, index: int, place: int, offset: int, like: Tensor) -> Span:
         """A tensor that the call did not bring: its owner waits until it has been used."""
         rank = self.ranks[index]
         self._is_awaited = True
-        if place == _IN_PRIVATE:
+        if place == IN_PRIVATE:
             assert self._room.memory is not None
             return Far(self._room.memory, rank, offset, like.numel(), like.element_size())
-        return Near(self._room.peer(rank).slabs.at(place)[offset : offset + nbytes(like)].view(like.dtype))
+        return Near(self._room.peer(rank).slabs.at(place)[offset : offset + like.nbytes].view(like.dtype))
 
     def _is_there(self, index: int, call: Call) -> bool:
         """Whether that rank has made the same call. One that made another is waited for: the hang report tells."""
-        start = self._known_start(index)
-        theirs = self._boards[index]
-        if start < 0 or theirs.read(board.posted(start)) <= call.number:
-            return False
-        return theirs.words[board.record(start, number=call.number, size=self._size)] == call.tag
+        side = self._sides[index] or self._side(index)
+        return side is not None and side.has_posted(call.number, tag=call.stamp.tag)
 
     def _is_over_or_there(self, index: int, call: Call) -> bool:
         """The same, or this rank has come by and done its part, after which the record may be another call's."""
         return call.acted or self._is_there(index, call)
 
     def _count_done(self, index: int) -> int:
-        start = self._known_start(index)
-        return 0 if start < 0 else self._boards[index].read(board.done(start))
+        side = self._side(index)
+        return 0 if side is None else side.done
 
-    def _known_start(self, index: int) -> int:
-        """Where the lane begins on that rank's board; -1 as long as it has not called anything in it."""
-        if index not in self._starts:
-            start = self._boards[index].lane(self._key)
-            if start is None:
-                return -1
-            self._starts[index] = start
-        return self._starts[index]
+    def _side(self, index: int) -> Side | None:
+        """That rank's side; None as long as it has not called anything in the lane."""
+        if self._sides[index] is None:
+            self._sides[index] = Side.find(self._board(index), key=self._key, ranks=len(self.ranks))
+        return self._sides[index]
 
-    def _await_done(self, call: Call, indices: Sequence[int], number: int) -> None:
-        for index in indices:
-            if index != self.index:
-                self._await(call, index, lambda index=index: self._count_done(index) > number)  # type: ignore[misc]
+    def _board(self, index: int) -> Board:
+        return self._room.peer(self.ranks[index]).board
+
+    def _await_done(self, call: Call, index: int, number: int) -> None:
+        self._await(call, index, lambda: self._count_done(index) > number)
 
     def _await(self, call: Call, index: int, condition: Callable[[], bool]) -> None:
         if not condition():
@@ -300,20 +297,19 @@ class Lanes:
 
     def come_by(self) -> Outlook:
         """Do what has become due in any lane, and the errands."""
-        busy = [lane for lane in self._lanes.values() if lane.busy]
-        outlooks = [Outlook.DID if lane.advance() else Outlook.LATER for lane in busy]
-        return max([*outlooks, *(errand() for errand in self._errands)], default=Outlook.NOTHING)
+        outlook = Outlook.NOTHING
+        for lane in self._lanes.values():
+            if lane.busy:
+                outlook = max(outlook, Outlook.DID if lane.advance() else Outlook.LATER)
+        for errand in self._errands:
+            outlook = max(outlook, errand())
+        return outlook
 
     def close(self) -> None:
         """Wait for every call under way; there will be no other."""
         for lane in self._lanes.values():
-            for call in lane.calls:
-                lane.finish(call)
+            lane.close()
         self.closed = True
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _key(ranks: tuple[int, ...], purpose: str) -> int:

@@ -19,7 +19,6 @@ Sums have the order of the group, so they are the same bits however tensors lie 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,35 +26,12 @@ from torch import Tensor
 from meshwise.comm.board import PAYLOAD_BYTES
 from meshwise.comm.group import Group, line
 from meshwise.comm.journal import Journal, Stamp
-from meshwise.comm.lane import Call, Lane, Lanes, travels_in_payload
+from meshwise.comm.lane import Call, Lanes
 from meshwise.comm.parts import put
-from meshwise.comm.span import Near, Span, reduce_spans
+from meshwise.comm.side import travels_in_payload
+from meshwise.comm.span import Span, reduce_spans
 from meshwise.comm.world import Axes, Work, World
 from meshwise.mesh import Mesh
-
-
-@dataclass
-class _Part:
-    """This rank's part in a collective of a group, while it is made up."""
-
-    stamp: Stamp
-    group: Group
-    lane: Lane
-    call: Call
-
-    @property
-    def others(self) -> list[int]:
-        """The indices of the other ranks."""
-        return self.lane.others
-
-    def take(self, index: int, *, into: Tensor, which: int = 0) -> None:
-        """Copy what that rank gave to the call."""
-        self.lane.take(self.call, index=index, into=into, which=which)
-
-    def spans(self, own: Tensor, *, which: int = 0) -> list[Span]:
-        """What every rank gave, of the size of what this rank gave."""
-        spans = {index: self.lane.span(self.call, index=index, like=own, which=which) for index in self.others}
-        return [spans.get(index, Near(own)) for index in range(self.group.size)]
 
 
 class LocalWorld(World):
@@ -103,111 +79,107 @@ class LocalWorld(World):
     # ---- everyone takes what it wants --------------------------------------------------------------------------
 
     def _broadcast(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
-        part = self._part(stamp, group)
+        call = self._call(stamp, group)
         if group.index == source:
-            return self._begin(part, gives=[x], users=part.others)
-        return self._begin(part, needs=[source], act=lambda: part.take(source, into=x))
+            return self._begin(call, gives=[x], users=call.others)
+        return self._begin(call, needs=[source], act=lambda: call.take(source, into=x))
 
     def _all_gather(self, stamp: Stamp, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
-        part = self._part(stamp, group)
-        if all(self._lanes.room.commons.holds(held, ranks=group.ranks) for held in parts):
+        call = self._call(stamp, group)
+        if self._lanes.room.commons.hold(parts, ranks=group.ranks):
             put(x, into=parts[group.index])
-            return self._begin(part, needs=part.others)
+            return self._begin(call, needs=call.others)
 
         def act() -> None:
             put(x, into=parts[group.index])
-            for index in part.others:
-                part.take(index, into=parts[index])
+            for index in call.others:
+                call.take(index, into=parts[index])
 
-        return self._begin(part, gives=[x], needs=part.others, users=part.others, act=act)
+        return self._begin(call, gives=[x], needs=call.others, users=call.others, act=act)
 
     def _all_to_all(self, stamp: Stamp, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
-        part = self._part(stamp, group)
+        call = self._call(stamp, group)
 
         def act() -> None:
             put(parts[group.index], into=into[group.index])
-            for index in part.others:
-                part.take(index, into=into[index], which=group.index)
+            for index in call.others:
+                call.take(index, into=into[index], which=group.index)
 
-        return self._begin(part, gives=parts, needs=part.others, users=part.others, act=act)
+        return self._begin(call, gives=parts, needs=call.others, users=call.others, act=act)
 
     def _gather(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
         parts, target = how
-        part = self._part(stamp, group)
+        call = self._call(stamp, group)
         if parts is None:
-            return self._begin(part, gives=[x], users=[target])
+            return self._begin(call, gives=[x], users=[target])
 
         def act() -> None:
             put(x, into=parts[target])
-            for index in part.others:
-                part.take(index, into=parts[index])
+            for index in call.others:
+                call.take(index, into=parts[index])
 
-        return self._begin(part, needs=part.others, act=act)
+        return self._begin(call, needs=call.others, act=act)
 
     def _scatter(self, stamp: Stamp, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
         parts, source = how
-        part = self._part(stamp, group)
+        call = self._call(stamp, group)
         if parts is None:
             return self._begin(
-                part,
+                call,
                 needs=[source],
-                act=lambda: part.take(source, into=into, which=group.index),
+                act=lambda: call.take(source, into=into, which=group.index),
             )
         put(parts[source], into=into)
-        return self._begin(part, gives=parts, users=part.others)
+        return self._begin(call, gives=parts, users=call.others)
 
     def _send(self, stamp: Stamp, group: Group, x: Tensor, to: int) -> Work:
         ends = line(group, source=group.index, target=to)
-        part = self._part(stamp, ends)
-        return self._begin(part, gives=[x], users=[1])
+        call = self._call(stamp, ends)
+        return self._begin(call, gives=[x], users=[1])
 
     def _recv(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
         ends = line(group, source=source, target=group.index)
-        part = self._part(stamp, ends)
-        return self._begin(part, needs=[0], act=lambda: part.take(0, into=x))
+        call = self._call(stamp, ends)
+        return self._begin(call, needs=[0], act=lambda: call.take(0, into=x))
 
     def _barrier(self, stamp: Stamp, group: Group) -> None:
-        part = self._part(stamp, group)
-        self._begin(part, needs=part.others)
-        part.lane.finish(part.call)
+        call = self._call(stamp, group)
+        self._begin(call, needs=call.others)._finish()
 
     # ---- sums --------------------------------------------------------------------------------------------------
 
     def _reduce_scatter(self, stamp: Stamp, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
         into, op = how
-        part = self._part(stamp, group)
+        call = self._call(stamp, group)
 
         def act() -> None:
-            self._sum(part.spans(parts[group.index], which=group.index), into, op)
+            self._sum(call.spans(parts[group.index], which=group.index), into, op)
 
-        return self._begin(part, gives=parts, needs=part.others, users=part.others, act=act)
+        return self._begin(call, gives=parts, needs=call.others, users=call.others, act=act)
 
     def _all_reduce(self, stamp: Stamp, group: Group, x: Tensor, op: str) -> Work:
-        part = self._part(stamp, group)
+        call = self._call(stamp, group)
         if travels_in_payload([x]):
-            return self._begin(
-                part, gives=[x], needs=part.others, users=part.others, act=lambda: self._sum(part.spans(x), x, op)
-            )
-        return self._begin_sum(part, x, op, targets=range(group.size))
+            return self._begin(call, gives=[x], needs=call.others, act=lambda: self._sum(call.spans(x), x, op))
+        return self._begin_sum(call, group, x, op, targets=range(group.size))
 
     def _reduce(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
         target, op = how
-        part = self._part(stamp, group)
+        call = self._call(stamp, group)
         if not travels_in_payload([x]):
-            return self._begin_sum(part, x, op, targets=[target])
+            return self._begin_sum(call, group, x, op, targets=[target])
         if group.index == target:
-            return self._begin(part, gives=[x], needs=part.others, act=lambda: self._sum(part.spans(x), x, op))
-        return self._begin(part, gives=[x], users=[target])
+            return self._begin(call, gives=[x], needs=call.others, act=lambda: self._sum(call.spans(x), x, op))
+        return self._begin(call, gives=[x], users=[target])
 
-    def _begin_sum(self, part: _Part, x: Tensor, op: str, *, targets: Sequence[int]) -> Work:
+    def _begin_sum(self, call: Call, group: Group, x: Tensor, op: str, *, targets: Sequence[int]) -> Work:
         """Every rank reduces its slice of everyone's `x`, and writes it into that of the targets."""
-        group = part.group
         start = sum(piece.numel() for piece in x.tensor_split(group.size)[: group.index])
         stop = start + x.tensor_split(group.size)[group.index].numel()
-        [held] = self._reachable([x], group)
+        [held] = self._reachable([x], group.ranks)
 
         def act() -> None:
-            spans = part.spans(held)
+            spans = call.spans(held)
             slices = [span.cut(start, stop=stop) for span in spans]
             copies = [slices[index] for index in targets if index != group.index]
             self._sum(slices, held[start:stop], op, copies=copies)
@@ -216,43 +188,42 @@ class LocalWorld(World):
             if held is not x and group.index in targets:
                 x.copy_(held)
 
-        return self._begin(part, gives=[held], needs=part.others, users=part.others, act=act, after=after)
+        return self._begin(call, gives=[held], needs=call.others, users=call.others, act=act, after=after)
 
     def _sum(self, spans: Sequence[Span], into: Tensor, op: str, *, copies: Sequence[Span] = ()) -> None:
         reduce_spans(spans, into=into, copies=copies, op=op, scratch=self._lanes.room.scratch)
 
     # ---- how they are carried out ------------------------------------------------------------------------------
 
-    def _part(self, stamp: Stamp, group: Group) -> _Part:
+    def _call(self, stamp: Stamp, group: Group) -> Call:
         lane = self._lanes.of(group)
         lane.tidy()
-        return _Part(stamp, group, lane, Call(stamp))
+        return Call(self, stamp=stamp, lane=lane)
 
     def _begin(
         self,
-        part: _Part,
+        call: Call,
         *,
         gives: Sequence[Tensor] = (),
         needs: Sequence[int] = (),
         users: Sequence[int] = (),
         act: Callable[[], None] | None = None,
         after: Callable[[], None] | None = None,
-    ) -> Work:
+    ) -> Call:
         """Post the call, and do what is due."""
-        call = part.call
         call.needs, call.act, call.after = needs, act, after
         if travels_in_payload(gives):
             call.gives = gives
         else:
-            call.gives, call.users = self._reachable(gives, part.group), users
-        part.lane.post(call)
+            call.gives, call.users, call.brings = self._reachable(gives, call.lane.ranks), users, False
+        call.lane.post(call)
         self._lanes.come_by()
-        return _Begun(self, part.stamp, part.lane, call)
+        return call
 
-    def _reachable(self, tensors: Sequence[Tensor], group: Group) -> Sequence[Tensor]:
+    def _reachable(self, tensors: Sequence[Tensor], ranks: Sequence[int]) -> Sequence[Tensor]:
         """`tensors`, or copies in shared memory when some lie where a rank of the group cannot read and write them."""
         room = self._lanes.room
-        if room.memory is not None and all(room.memory.read_by(rank) for rank in group.ranks if rank != self.rank):
+        if room.memory is not None and all(room.memory.read_by(rank) for rank in ranks if rank != self.rank):
             return tensors
         if all(room.slabs.locate(x) is not None for x in tensors):
             return tensors
@@ -261,20 +232,3 @@ class LocalWorld(World):
         for copy, x in zip(copies, tensors, strict=True):
             copy.copy_(x)
         return copies
-
-
-class _Begun(Work):
-    """A collective under way."""
-
-    def __init__(self, world: World, stamp: Stamp, lane: Lane, call: Call) -> None:
-        super().__init__(world, stamp=stamp)
-        self._lane = lane
-        self._call = call
-
-    @property
-    def ready(self) -> bool:
-        """Whether all has been done."""
-        return super().ready or self._lane.is_over(self._call)
-
-    def _finish(self) -> None:
-        self._lane.finish(self._call)

@@ -17,7 +17,8 @@ def flat(x: Tensor) -> Tensor:
     """
     if not x.is_contiguous():
         raise ValueError(f"a collective needs contiguous tensors; {tuple(x.shape)} has strides {x.stride()}")
-    return x.data.view(-1)
+    data = x.data
+    return data if data.dim() == 1 else data.view(-1)
 
 
 def split(x: Parts, size: int) -> list[Tensor]:
@@ -29,7 +30,7 @@ def split(x: Parts, size: int) -> list[Tensor]:
         if x.numel() % size:
             raise ValueError(f"{x.numel()} elements do not divide into {size} equal parts; pass a list of parts")
         whole = flat(x)
-        return [whole[: x.numel() // size]] * size if x.is_meta else list(whole.tensor_split(size))
+        return [whole[: x.numel() // size]] * size if x.is_meta else list(whole.chunk(size))
     if len(x) != size:
         raise ValueError(f"{len(x)} parts for a group of {size} ranks")
     known: dict[Hashable, Tensor] = {}

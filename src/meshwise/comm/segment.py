@@ -20,6 +20,7 @@ import os
 import sys
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -160,9 +161,9 @@ class Commons:
         self._leases[address] = weakref.ref(lease, lambda _: self._forget(address))
         return torch.frombuffer(lease, dtype=torch.uint8)
 
-    def holds(self, x: Tensor, *, ranks: tuple[int, ...]) -> bool:
-        """Whether `x` lies in memory that exactly these ranks hold together."""
-        return self._ranks.get(x.untyped_storage().data_ptr()) == ranks
+    def hold(self, tensors: Sequence[Tensor], *, ranks: tuple[int, ...]) -> bool:
+        """Whether all of these lie in memory that exactly these ranks hold together."""
+        return bool(self._ranks) and all(self._ranks.get(x.untyped_storage().data_ptr()) == ranks for x in tensors)
 
     def _forget(self, address: int) -> None:
         del self._ranks[address], self._leases[address]

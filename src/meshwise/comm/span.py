@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,8 +23,7 @@ from meshwise.comm.scratch import Scratch
 _BLOCK_BYTES = 512 << 10
 
 
-@dataclass(frozen=True)
-class Near:
+class Near(NamedTuple):
     """Elements in memory that this process maps."""
 
     tensor: Tensor
@@ -96,7 +95,7 @@ def reduce_spans(spans: Sequence[Span], *, into: Tensor, copies: Sequence[Span],
     blocks = max(1, -(-into.numel() * into.element_size() // _BLOCK_BYTES))
     near = [span.tensor for span in spans if isinstance(span, Near)]
     if blocks == 1 and len(near) == len(spans) and not copies:
-        reduce_block(near, into=into, scratch=torch.empty_like(into), op=op)
+        reduce_block(near, into=into, scratch=torch.empty_like(into) if len(near) > 2 else into, op=op)
         return
     parts = into.chunk(blocks)
     total = scratch.borrow(like=parts[0])

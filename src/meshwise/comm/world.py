@@ -53,8 +53,11 @@ class Work:
             return
         assert self._world is not None
         assert self._stamp is not None
-        with self._world.journal.waiting(self._stamp):
+        if self.ready:
             self._finish()
+        else:
+            with self._world.journal.waiting(self._stamp):
+                self._finish()
         self._done = True
 
     def _finish(self) -> None:
@@ -127,14 +130,15 @@ class World(abc.ABC):
         Its own `axes` are those that have more than one rank.
         """
         wanted = (axes,) if isinstance(axes, str) else tuple(axes)
-        if wanted not in self._groups:
+        known = self._groups.get(wanted)
+        if known is None:
             if missing := set(wanted).difference(self.mesh.names):
                 raise ValueError(f"no axis {sorted(missing)} in the mesh {self.mesh}")
             key = tuple(name for name in self.mesh.names if name in wanted)
             ranks = self.mesh.group(self.rank, axes=key)
             shared = tuple(name for name in key if self.mesh.degree(name) > 1)
-            self._groups[wanted] = Group(shared or key, ranks, ranks.index(self.rank))
-        return self._groups[wanted]
+            known = self._groups[wanted] = Group(shared or key, ranks, ranks.index(self.rank))
+        return known
 
     def record(self) -> AbstractContextManager[list[Stamp]]:
         """Collect the stamps of the collectives called inside the block, on any view of this world."""
