@@ -95,21 +95,24 @@ def culprits(engine: Engine, *, run: Callable[[Callable[[int, Row, Tensor], None
     return f"; gradients that are not finite, nearest to the loss first: {'; '.join(told)}{themselves}"
 
 
-class RunningStatistics:
-    """What the forward of a step writes to the model, to be put back when the step is left out.
-
-    One batch that is not finite would stay in a running mean for ever.
+class Before:
+    """What a step changes ahead of its update, to be put back when the step is left out or raises: running statistics,
+    where one batch that is not finite would stay for ever, and the state of torch's generator.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._norms = [part for module in modules for part in module.modules() if isinstance(part, RunningNorm)]
         self._kept: list[tuple[Tensor, Tensor]] = []
+        self._random_state: Tensor | None = None
 
     def keep(self) -> None:
         """A step begins."""
         self._kept = [(each, each.clone()) for norm in self._norms for each in norm.buffers(recurse=False)]
+        self._random_state = torch.get_rng_state()
 
     def put_back(self) -> None:
         """They are what they were then."""
+        assert self._random_state is not None
+        torch.set_rng_state(self._random_state)
         for live, kept in self._kept:
             live.copy_(kept)

@@ -36,7 +36,7 @@ from meshwise.memory.tiers import Tiers
 from meshwise.microbatch import Dealer, MicroBatch
 from meshwise.model.forward import eval_mode
 from meshwise.model.table import ParameterTable
-from meshwise.nonfinite import NonFiniteError, RunningStatistics, culprits
+from meshwise.nonfinite import Before, NonFiniteError, culprits
 from meshwise.optim.flat import state_tensors
 from meshwise.pipeline.action import Schedule
 from meshwise.pipeline.cut import Cut
@@ -77,7 +77,7 @@ class Trainer:
         self._scale = recipe.scale
         self._applied = True
         self._around = around
-        self._statistics = RunningStatistics(engine.modules)
+        self._before = Before(engine.modules)
         # Ranks that are threads share a process, of which a training is only a part.
         self._takes_shape = not isinstance(self.world, ThreadWorld)
 
@@ -171,7 +171,10 @@ class Trainer:
 
         Raises NonFiniteError when the loss or the gradient is not finite and the policy says so, RanksDisagree when
         the ranks called different collectives or were given different global batches (by their shapes; in the first
-        step also by what is in them), LossError when `loss` does not return (sum, count).
+        step also by what is in them), LossError when `loss` does not return (sum, count), and what model and loss
+        raise. A step that raised has not been: parameters, optimizer, running statistics and what the next step draws
+        are as they were, and where all ranks have caught it they may go on. Not so after an exception of the optimizer
+        itself, and with nonfinite='end', which may have updated some units.
         """
         started, began = time.perf_counter(), time.monotonic()
         self.world.journal.doing = "begin"
@@ -181,30 +184,14 @@ class Trainer:
         if only is not None:
             parts = [part if index in only else part.skipped() for index, part in enumerate(parts)]
         self._sweep.begin(self._steps)
-        self._steps += 1
         self._take_measure(batch, local=local)
-        random_state = torch.get_rng_state()
-        self._statistics.keep()
-        scale = self._scale
-        given = 0 if local else batch_digest(batch, contents=not self._compared)
-        self._compared = True
-        with self.world.record() as called:
-            sums = self._sweep.train(parts, scale=self._factor, counted=self._counted)
-            self._sweep.finish()
-            self.world.journal.doing = "exchange"
-            totals = self._exchange(sums, Given(given, tree.rows(batch), tuple(called)))
-        self.world.journal.doing = "update"
-        problem = totals.problem
-        self._applied = problem is None
-        if problem is None:
-            self._skips = 0
-            self._apply(totals)
-        else:
-            torch.set_rng_state(random_state)
-            try:
-                problem = self._left_out(problem, totals, parts)
-            finally:
-                self._statistics.put_back()
+        self._before.keep()
+        scale, self._applied = self._scale, False
+        try:
+            totals, problem = self._attempt(batch, parts, local=local)
+        finally:
+            if not self._applied:
+                self._before.put_back()
         self._around.finish()
         if self._takes_shape:
             settle_rank(self.world)
@@ -215,6 +202,24 @@ class Trainer:
         self.world.journal.went_on((piece.kind, piece.started, piece.ended) for piece in moved)
         told = 1.0 if scale is None else scale.value
         return StepResult(totals.mean, totals.norm, int(totals.count), seconds, not self._applied, problem, told)
+
+    def _attempt(self, batch: Any, parts: Sequence[MicroBatch], *, local: bool) -> tuple[Totals, str | None]:
+        """Forward, backward and update; the sums over the ranks, and why the update was left out."""
+        given = 0 if local else batch_digest(batch, contents=not self._compared)
+        with self.world.record() as called:
+            sums = self._sweep.train(parts, scale=self._factor, counted=self._counted)
+            self._sweep.finish()
+            self.world.journal.doing = "exchange"
+            totals = self._exchange(sums, Given(given, tree.rows(batch), tuple(called)))
+        self._compared = True
+        self.world.journal.doing = "update"
+        if totals.problem is not None:
+            self._before.put_back()
+            return totals, self._left_out(totals.problem, totals, parts)
+        self._apply(totals)
+        self._applied = True
+        self._skips, self._steps = 0, self._steps + 1
+        return totals, None
 
     @shortage_noted
     def evaluate(self, batches: Iterable[Any], *, local: bool = False) -> EvalResult:
@@ -308,10 +313,13 @@ class Trainer:
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """(name, full gradient) of the last step, averaged, before clipping. Every rank iterates to the end.
 
-        Raises RuntimeError when the last step was skipped: what its gradients hold is not finite.
+        Raises RuntimeError when the last step was skipped or raised: what its gradients hold is not finite, or a part.
         """
         if not self._applied:
-            raise RuntimeError("the last step was skipped, so it has no gradients to show; see StepResult.problem")
+            raise RuntimeError(
+                "the last step was skipped or raised an exception, so it has no gradients to show; see "
+                "StepResult.problem"
+            )
         for name, gradient in self._engine.full_gradients():
             yield name, gradient / self._clipped
 

@@ -1,0 +1,116 @@
+"""A step that raised has not been: what it left is what was there before, and tried again it gives the same."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwise.comm.world import World
+from meshwise.parallelize import Options, parallelize
+from meshwise.testing import agree, run
+from meshwise.trainer import Trainer
+
+ROWS, WIDTH = 8, 4
+
+
+class Trap:
+    """Raises once, at a place, when it is set."""
+
+    def __init__(self) -> None:
+        self.place = ""
+
+    def __call__(self, here: str) -> None:
+        if here == self.place:
+            self.place = ""
+            raise LookupError(here)
+
+
+class Passing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, trap: Trap) -> Tensor:
+        ctx.trap = trap
+        trap("forward")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.trap("backward")
+        return gradients[0], None
+
+
+class Block(nn.Module):
+    """Draws, and keeps statistics, on both sides of what may raise."""
+
+    def __init__(self, trap: Trap) -> None:
+        super().__init__()
+        self.trap = trap
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+        self.norm, self.dropout = nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.dropout(self.norm(self.down(self.up(x).relu())))
+        output: Tensor = x + self.dropout(Passing.apply(y, self.trap))
+        return output
+
+
+def training(world: World, plan: str, trap: Trap, **options: Any) -> Trainer:
+    def loss(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
+        trap("loss")
+        return output.square().sum(), batch.shape[0]
+
+    torch.manual_seed(0)
+    blocks = (Block(Trap()), Block(trap))
+    made = Options(clip_norm=1.0, **options)
+    return parallelize(nn.Sequential(*blocks), plan, world=world, loss=loss, lr=1e-2, options=made)
+
+
+def state(trainer: Trainer) -> dict[str, Any]:
+    held = trainer.optimizer.state_dict()["state"]
+    return {
+        "parameters": {name: value.clone() for name, value in trainer.full_parameters()},
+        "buffers": {name: value.clone() for name, value in trainer.full_buffers()},
+        "optimizer": {str(n): {key: value.clone() for key, value in held[n].items()} for n in held},
+    }
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "loss"])
+@pytest.mark.parametrize(
+    "plan", ["dp=1 random=local", "dp=2", "dp=2 zero=2 microbatches=2", "dp=2 zero=3 microbatches=2", "tp=2"]
+)
+def test_a_step_that_raised_has_not_been(plan: str, place: str) -> None:
+    batches = [torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+    def main(world: World, *, failing: bool) -> dict[str, Any]:
+        trap = Trap()
+        trainer = training(world, plan, trap)
+        losses = []
+        for number, batch in enumerate(batches):
+            if failing and number == 1:
+                before = state(trainer)
+                trap.place = place
+                with pytest.raises(LookupError, match=place):
+                    trainer.step(batch)
+                agree(state(trainer), before, bound=0.0)
+                with pytest.raises(RuntimeError, match="the last step was skipped or raised an exception"):
+                    next(trainer.full_gradients())
+            losses.append(trainer.step(batch).loss)
+        return {"losses": losses, **state(trainer)}
+
+    ranks = 1 if plan.startswith("dp=1") else 2
+    with_failure, without = (run(ranks, lambda world, f=f: main(world, failing=f)) for f in (True, False))
+    agree(with_failure, without, bound=0.0)
+
+
+def test_a_step_that_was_skipped_draws_nothing() -> None:
+    batches = [torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+    def main(world: World, *, skipping: bool) -> dict[str, Any]:
+        trainer = training(world, "dp=2", Trap(), nonfinite="skip:1")
+        trainer.step(batches[0])
+        if skipping:
+            assert trainer.step(batches[1] / 0).skipped
+        return {"loss": trainer.step(batches[2]).loss, **state(trainer)}
+
+    skipped, without = (run(2, lambda world, s=s: main(world, skipping=s)) for s in (True, False))
+    agree(skipped, without, bound=0.0)
