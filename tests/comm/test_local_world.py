@@ -125,6 +125,17 @@ def waits_crosswise(world: World) -> None:
     assert second.equal(2 * drawn(1, 5000))
 
 
+def parts_are_done_without_waiting(world: World) -> None:
+    """Ranks that go on computing after a call, and come by now and then."""
+    x = in_shared_memory(world, drawn(0, 50_000))
+    work, end = world.all_reduce(x, axes="rank"), time.monotonic() + 20.0
+    while not work.ready and time.monotonic() < end:
+        time.sleep(0.001)
+        world.come_by()
+    assert work.ready
+    assert x.equal(4 * drawn(0, 50_000))
+
+
 def memory_comes_back(world: World) -> list[int]:
     """Shared bytes of this process after some rounds of tensors that come, are reduced and go."""
     found = []
@@ -188,6 +199,10 @@ def test_nobody_burns_a_core_while_one_is_late(processes: Processes) -> None:
 
 def test_a_rank_may_run_ahead_of_the_others(processes: Processes) -> None:
     run(SIZE, one_runs_ahead, on=processes)
+
+
+def test_a_rank_that_comes_by_does_its_part_before_it_waits(processes: Processes) -> None:
+    run(SIZE, parts_are_done_without_waiting, on=processes)
 
 
 def test_lanes_do_not_wait_for_each_other(processes: Processes) -> None:

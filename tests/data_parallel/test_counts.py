@@ -78,6 +78,28 @@ def test_a_step_calls_what_the_formula_says(zero: int, n: int, m: int, frozen: b
     counts.check(expected[zero])
 
 
+def coming_by(world: World) -> tuple[list[str], list[int]]:
+    """The collectives of a step by their kinds, and after how many of them this rank came by, each time."""
+    came: list[int] = []
+
+    def come_by() -> None:
+        came.append(len(stamps))
+
+    vars(world)["come_by"] = come_by
+    trainer = parallelize(build(), "dp=2 zero=2", world=world, loss=next_token_loss, lr=1e-3)
+    tokens = torch.randint(16, (4, 5), generator=torch.Generator().manual_seed(1))
+    with world.record() as stamps:
+        trainer.step((tokens[:, :-1], tokens[:, 1:]))
+    return [stamp.kind for stamp in stamps], came
+
+
+def test_a_rank_does_its_part_of_a_reduction_while_the_next_gradients_are_computed() -> None:
+    kinds, came = run(2, coming_by)[0]
+    later = range(1, kinds.count("reduce_scatter") - 1)
+    assert later
+    assert all(came.count(begun) > 1 for begun in later)  # not only right after it has begun
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_one_rank_calls_nothing(zero: int) -> None:
     assert run(1, counted, args=(Plan(zero=zero, microbatches=3), False))[0][0] == {}

@@ -110,6 +110,23 @@ def test_1d_sums_the_stream_twice_a_pass(streaming: Streaming) -> None:
     assert dict(forward) == dict(backward) == {"all_reduce[tp]": (2, 2 * 4 * B_S_H)}
 
 
+def test_a_rank_does_its_part_of_a_sum_while_it_computes_the_gradient_of_the_weight() -> None:
+    mesh = Plan.parse("tp=4").mesh()
+    world, came = TraceWorld(rank=0, mesh=mesh), list[int]()
+
+    def come_by() -> None:
+        came.append(len(stamps))
+
+    vars(world)["come_by"] = come_by
+    with torch.device("meta"):
+        model = one_matrix()
+    install(model, plan="tp=4", world=world, parts=find_parts(model, plan=Plan.parse("tp=4")), streaming=FREE)
+    y = model(stream(world, "tp=4"))
+    with world.record() as stamps:
+        y.backward(torch.empty_like(y))
+    assert {1, 2} <= set(came)
+
+
 @pytest.mark.parametrize("streaming, again", [(FREE, 2), (KEPT, 0)], ids=["free", "kept"])
 def test_1d_with_sequence_parallel_gathers_and_scatters_instead(streaming: Streaming, again: int) -> None:
     forward, backward = traffic("tp=4 sequence_parallel=1", streaming)

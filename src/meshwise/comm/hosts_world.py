@@ -89,6 +89,10 @@ class HostsWorld(World):
         here = self._way(self.group(axes)) is self._inside
         return self._inside.over(self.mesh).common(numel, dtype=dtype, axes=axes) if here else None
 
+    def come_by(self) -> None:
+        """Do this rank's part in calls that the other ranks have made by now, on this host and between hosts."""
+        self._inside.come_by()
+
     def close(self) -> None:
         """When all ranks have called it: wait for what is under way and close the connections."""
         self._chains.finish()

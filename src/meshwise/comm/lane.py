@@ -2,7 +2,8 @@
 
 A rank that makes a call posts it: where its tensors lie, or if they are small what they hold. Nothing else happens by
 itself; no thread competes with the one that computes. What is left to do, reading from the others and adding up, a rank
-does when it waits for the call, or comes by because it makes another call and finds that the others are there:
+does when it waits for the call, or comes by (because it makes another call, or is sent by: `World.come_by`) and finds
+that the others are there:
 
     rank 0   post #7 ········ compute ········ post #8: does its part of #7 │ compute ··· wait #8
     rank 1       post #7 ········ compute ········ post #8: its part of #7 │ compute ··· wait #8

@@ -66,6 +66,10 @@ class LocalWorld(World):
         held = room.commons.add(memory, ranks=group.ranks)
         return held[: numel * dtype.itemsize].view(dtype)
 
+    def come_by(self) -> None:
+        """Do this rank's part in calls that the other ranks have made by now."""
+        self._lanes.come_by()
+
     def close(self) -> None:
         """When all ranks have called it: wait for what is under way."""
         if not self._lanes.closed:

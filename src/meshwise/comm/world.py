@@ -121,6 +121,12 @@ class World(abc.ABC):
         """
         return None
 
+    def come_by(self) -> None:  # noqa: B027 — most worlds carry out what was called by themselves
+        """Do this rank's part in calls that the other ranks have made by now, and return at once.
+
+        Worth a call now and then where much is computed between a collective and its `wait`: others wait for this part.
+        """
+
     def close(self) -> None:  # noqa: B027 — most worlds hold nothing to release
         """Release what joins the ranks. Only the world that `connect` returned needs it; safe to call twice."""
 

@@ -261,6 +261,7 @@ class DataParallel:
             waiting.discard(id(parameter))
             if self._reducing and not waiting:
                 self._start(all_of_them=False)
+            self.world.come_by()  # the others wait for this rank's part of the last reduction before their next
 
         self._handles.append(parameter.register_post_accumulate_grad_hook(arrived))
 

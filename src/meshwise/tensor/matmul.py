@@ -232,7 +232,9 @@ class _Multiply(torch.autograd.Function):
         arriving = _gather(_there(dy), operation.y, world=operation.world)
         whole = x if ctx.gathering is None else ctx.gathering.again(x())
         operands = zip(kept[::2], kept[1::2], strict=True) if kept else _operands(whole, weight(), operation)
-        d_bias = dy.flatten(0, -2).sum(0) if for_bias else None
+        own, d_bias = dy, None
+        if for_bias and operation.y.dim is not None:  # while dy arrives
+            d_bias = own.flatten(0, -2).sum(0)
         dy = arriving()
         dxs: list[Finish] = []
         dws: list[Finish] = []
@@ -241,6 +243,9 @@ class _Multiply(torch.autograd.Function):
                 moved = operation.x_panel(panel).moved
                 dx = _product(dy, w_coming().t(), summed=moved, world=operation.world)
                 dxs.append(_reduce(dx, moved, world=operation.world))
+            if for_bias and d_bias is None:
+                d_bias = own.flatten(0, -2).sum(0)
+            operation.world.come_by()  # by now the others have given their dx: their part of the sum is not waited for
             if for_w:
                 dw = _outer(x_coming(), dy, within=operation.within)
                 dws.append(_reduce(dw, operation.w_panel(panel).moved, world=operation.world))
