@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 from meshwise.microbatch import MicroBatch
 from meshwise.model.forward import call_loss
+from meshwise.pipeline.absent import Absent
 from meshwise.pipeline.action import Action, Kind, Schedule
 from meshwise.pipeline.cut import Cut
 from meshwise.pipeline.parcel import bones, pack, unpack
 from meshwise.pipeline.passes import add_gathers, add_transfers, lower
 from meshwise.pipeline.runtime import Job, Runtime
 from meshwise.pipeline.stage import signature
+from meshwise.plan import PlanError
 from meshwise.staged.engine import StagedEngine
 from meshwise.staged.keeper import Keeper, LiveStage
 from meshwise.sweep import Counted, Seen, Sums, Task, placed, scaled, zeros
@@ -93,10 +95,24 @@ class StagedSweep:
         self._runtime.run(self.schedule, jobs=self._jobs(parts, zeros(self._world)))
 
     def predict(self, batch: Any) -> Any:
-        """The output for a batch, which the last stage sends to the others."""
-        call = lambda model: self._task.forward(model, self._given(batch))  # noqa: E731
+        """The output for a batch, which the last stage sends to the others. Raises PlanError where it has not received
+        all of that.
+        """
+        absent = Absent(live.stage.crossing.void for live in self._stages.values())
+
+        def call(model: nn.Module) -> Any:
+            with absent:
+                return self._task.forward(model, self._given(batch))
+
         returned = self._runtime.run(self._forwards, jobs={0: Job(call, (signature(batch), False))})
         parcel = pack({"output": returned[0]}) if returned else None
+        if names := "".join(self._world.exchange(absent.names(returned[0]) if returned else "", axes="pp")):
+            raise PlanError(
+                f"predict would return {names}: other stages compute that, the loss does not use it, and so the last "
+                "stage has not received it. Let the model not return it (of transformers: output_hidden_states=False, "
+                "output_attentions=False), or the loss use it; or load a checkpoint under a plan without pp and "
+                "predict there"
+            )
         told = self._world.exchange(parcel and parcel.skeleton, axes="pp")
         source = next(index for index, skeleton in enumerate(told) if skeleton is not None)
         arrived = [torch.empty(bone.shape, dtype=bone.dtype, device=self._world.device) for bone in bones(told[source])]
