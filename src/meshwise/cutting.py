@@ -14,9 +14,10 @@ from torch import nn
 from meshwise import tree
 from meshwise.comm.world import World
 from meshwise.model.birth import Source
+from meshwise.model.blocks import Patterns
 from meshwise.model.forward import Forward, Loss, call_loss
 from meshwise.pipeline.action import Schedule, ScheduleError
-from meshwise.pipeline.cut import Cut, Pairs, Where, Wish, cut_model
+from meshwise.pipeline.cut import Cut, Pairs, Where, Wish, cut_model, cut_pieces
 from meshwise.pipeline.partition import CutError
 from meshwise.pipeline.schedules import make_schedule
 from meshwise.plan import Plan, PlanError
@@ -79,21 +80,37 @@ def cut_source(source: Source, *, plan: Plan, schedule: Schedule, example: Examp
         raise PlanError(f"the plan '{plan}' cannot work for this model: {error}") from None
 
 
-def cut_for(model: nn.Module, *, stages: int, micro: Any, run: Callable[[nn.Module, Any], Any], wish: Wish) -> Cut:
-    """The cut of a model that runs on copies of a micro-batch, with whether it writes to them."""
-    written = False
+class OnCopies:
+    """Runs a model on copies of a micro-batch, and knows whether it writes to them."""
 
-    def call(model: nn.Module) -> Any:
-        nonlocal written
-        given = tree.map_tensors(torch.clone, micro)
+    def __init__(self, micro: Any, *, run: Callable[[nn.Module, Any], Any]) -> None:
+        self._micro, self._run = micro, run
+        self.written = False
+
+    def __call__(self, model: nn.Module) -> Any:
+        """What the model returns."""
+        given = tree.map_tensors(torch.clone, self._micro)
         before = [tensor._version for tensor in tree.tensors(given)]
         try:
-            return run(model, given)
+            return self._run(model, given)
         finally:
-            written |= [tensor._version for tensor in tree.tensors(given)] != before
+            self.written |= [tensor._version for tensor in tree.tensors(given)] != before
 
+
+def cut_for(model: nn.Module, *, stages: int, micro: Any, run: Callable[[nn.Module, Any], Any], wish: Wish) -> Cut:
+    """The cut of a model that runs on copies of a micro-batch, with whether it writes to them."""
+    call = OnCopies(micro, run=run)
     cut = cut_model(model, stages=stages, call=call, wish=wish)
-    return dataclasses.replace(cut, writes=written or cut.writes)  # one that was made before is not made again
+    return dataclasses.replace(cut, writes=call.written or cut.writes)  # one that was made before is not made again
+
+
+def finest_cut(
+    model: nn.Module, *, micro: Any, run: Callable[[nn.Module, Any], Any], pieces: Patterns = ()
+) -> Cut | None:
+    """The same with a stage for each piece that has parameters; None where that is one."""
+    call = OnCopies(micro, run=run)
+    cut = cut_pieces(model, call=call, pieces=pieces)
+    return dataclasses.replace(cut, writes=call.written) if cut.stages > 1 else None
 
 
 def first_ranks(make: Callable[[], Cut], *, world: World) -> Cut:

@@ -39,7 +39,7 @@ from meshwise.model.recall import Recall
 from meshwise.model.table import ParameterOptions, parameter_table
 from meshwise.nonfinite import SkipPolicy
 from meshwise.optim.flat import OptimizerClass, flat_optimizer
-from meshwise.pipeline.build import make_stage
+from meshwise.pipeline.build import bare, make_stage
 from meshwise.pipeline.cut import Cut, Where
 from meshwise.pipeline.schedules.in_order import naive
 from meshwise.pipeline.stage import Width
@@ -85,6 +85,9 @@ class Options:
     tensor_rules: Rules | None = None
     """With tp, the parts of modules whose names match a pattern: `{"blocks.*.up": "first"}`; see
     `meshwise.tensor.rules.Rules`. None: what the model declares and its structure says."""
+
+    parts: Mapping[str, Part] | None = None
+    """With tp, what `find_parts` has told of the same model under the same plan; it is not asked again."""
 
     example: Any = None
     """With pp, a batch like those to come, of any number of rows: the model is cut by running it once. Of a model that
@@ -209,7 +212,9 @@ class _Shared:
         """Find out. What is found out about a model is found in the dtype that it was written in."""
         plan, module = setting.plan, source.module
         with _as_plan_error():
-            parts = find_parts(module, plan=plan, rules=setting.options.tensor_rules) if plan.tp > 1 else {}
+            parts = setting.options.parts
+            if parts is None:
+                parts = find_parts(module, plan=plan, rules=setting.options.tensor_rules) if plan.tp > 1 else {}
         setting.around.undo.callback(Doors(module, precision=setting.keeping.precision).close)
         world = setting.world.over(mesh_with_twins(plan, parts=parts.values()))
         return cls(setting, world, parts, _batch_norms_join(module, setting, world))
@@ -278,9 +283,11 @@ def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
     )
     refuse_lost(parts, cut=cut)
     blocks = _recomputed(source.module, setting, cut)
+    like = bare(source.module)
+    convert(like, precision=setting.keeping.precision)
     stages: dict[int, LiveStage] = {}
     for index in schedule.stages_of(world.group("pp").index):
-        stage, recall = make_stage(source.module, cut=cut, index=index), Recall()
+        stage, recall = make_stage(source.module, cut=cut, index=index, like=like), Recall()
         recall.remember(stage.crossing)
         stage.crossing.width = Width(*stream_width(parts, plan=plan, world=world), makers(parts, module=source.module))
         # Where the tokens are split and put together is known by the model's blocks, whichever of them a stage has; and

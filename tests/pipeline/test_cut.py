@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.pipeline.cut import Where, Wish, cut_model
+from meshwise.pipeline.cut import Where, Wish, cut_model, cut_pieces
 from meshwise.reference import next_token_loss
 from pipeline.oracle import TARGETS, TOKENS, gpt, is_the_model, lm
 from reference.convolutional import ResNet, UNet
@@ -34,6 +34,15 @@ def test_every_balance(by: Any) -> None:
     is_the_model(model, lm, cut)
     assert cut.by == by
     assert cut.imbalance >= 1
+
+
+@pytest.mark.parametrize("at", [("blocks.0", "norm"), ("blocks.2",)], ids=str)
+def test_a_cut_at_some_of_the_places_of_another(at: tuple[str, ...]) -> None:
+    model = gpt(tied=True)
+    finest = cut_pieces(model, call=lm)
+    assert finest.stages == len(finest.keys)
+    made = cut_model(model, stages=len(at) + 1, call=lm, wish=Wish("params", where=Where(at=at)))
+    assert finest.coarser(at, model=model) == made
 
 
 def llama() -> nn.Module:

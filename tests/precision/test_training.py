@@ -267,3 +267,32 @@ def test_parameters_are_gathered_and_kept_in_their_own_width() -> None:
     assert half["gathered_peak"] * 2 == wide["gathered_peak"]
     assert half["parameters"] == wide["parameters"] * 6 // 4
     assert half["optimizer"] == wide["optimizer"]
+
+
+def test_what_a_stage_has_not_computed_has_the_dtype_of_what_it_has() -> None:
+    """Between its pieces the model sees the same dtypes on every stage."""
+
+    class Telling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third = nn.Linear(4, 5), nn.Linear(5, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            met.append((x.dtype, self.first.weight.dtype))
+            met.append(((x := self.second(x)).dtype, self.second.weight.dtype))
+            last: Tensor = self.third(x)
+            return last
+
+    met: list[tuple[torch.dtype, torch.dtype]] = []
+    rows = torch.zeros(4, 4)
+
+    def main(world: World) -> None:
+        options = Options(example=rows)
+        count = lambda output, batch: (output.square().sum(), batch.numel())  # noqa: E731
+        trainer = parallelize(Telling, "pp=3 precision=bf16", loss=count, world=world, options=options)
+        met.clear()  # the model was run as it is written, to be cut
+        trainer.step(rows)
+
+    run_threads(3, main)
+    assert set(met) == {(torch.bfloat16, torch.bfloat16)}

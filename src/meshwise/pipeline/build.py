@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from torch import fx, nn
@@ -14,43 +14,52 @@ from meshwise.pipeline.stage import Crossing, Opened, Piece, Route, Stage
 from meshwise.pipeline.trace import part_of
 
 
-def make_stage(model: nn.Module, *, cut: Cut, index: int) -> Stage:
-    """Stage `index` of a model that was cut.
+def bare(model: nn.Module) -> nn.Module:
+    """A copy of a model without values."""
+    return copied(model, tensors={tensor: without_values(tensor) for tensor in (*model.parameters(), *model.buffers())})
+
+
+def make_stage(model: nn.Module, *, cut: Cut, index: int, like: nn.Module | None = None) -> Stage:
+    """Stage `index` of a model that was cut. `like`: the model without values, in the dtypes that it is to run in.
 
     Its parameters and buffers are the model's own tensors, not copies (but for `cut.own`): what the stage trains is the
     model. Those of other stages are let go; where nobody else holds the model, their memory is free.
     """
     crossing = Crossing(cut.crossing[index] if index + 1 < cut.stages else (), changed=cut.changed, alike=cut.alike)
-    module = (_blocks if cut.trace is None else _traced)(model, cut, index, crossing)
+    module = (
+        _blocks(model, cut, index, crossing, like or bare(model))
+        if cut.trace is None
+        else _traced(model, cut, index, crossing)
+    )
     receives = cut.crossing[index - 1] if index else ()
     return Stage(module, index=index, count=cut.stages, crossing=crossing, receives=receives)
 
 
-def _blocks(model: nn.Module, cut: Cut, index: int, crossing: Crossing) -> nn.Module:
+def _blocks(model: nn.Module, cut: Cut, index: int, crossing: Crossing, like: nn.Module) -> nn.Module:
     """The model, with the pieces of other stages without parameters."""
     met = cut.met(index)
     held = {id(model.get_parameter(name)) for name, stages in cut.holders.items() if index in stages}
-    bare = {tensor: without_values(tensor) for tensor in (*model.parameters(), *model.buffers())}
     own = {model.get_buffer(name) for name in cut.own}
-    module = copied(model, tensors={tensor: tensor for tensor in bare if tensor not in own})
+    tensors = {*model.parameters(), *model.buffers()} - own
+    module = copied(model, tensors=dict(zip(tensors, tensors, strict=True)))
     modules = [module.get_submodule(name) for name in met.modules]
     route = Route(met.keys, modules=modules, start=met.start, stop=met.stop)
-    for owner in module.modules():
-        _let_go(owner, owner._parameters, held)
+    for owner, bare_owner in zip(module.modules(), like.modules(), strict=True):
+        _let_go(owner, owner._parameters, held, bare_owner._parameters)
     for name, piece in dict(zip(met.modules, modules, strict=True)).items():
         if name in met.opened:
             piece.forward = Opened(piece, route=route, crossing=crossing)
             continue
         if name not in met.modules[met.start : met.stop]:
-            for owner in piece.modules():
-                _let_go(owner, owner._buffers, held)
-        shadow = copied(model.get_submodule(name), tensors=bare) if _is_asked(name, met, cut) else None
+            for owner, bare_owner in zip(piece.modules(), like.get_submodule(name).modules(), strict=True):
+                _let_go(owner, owner._buffers, held, bare_owner._buffers)
+        shadow = like.get_submodule(name) if _is_asked(name, met, cut) else None
         piece.forward = Piece(piece, shadow=shadow, route=route, crossing=crossing)
     return module
 
 
 def _is_asked(name: str, met: Met, cut: Cut) -> bool:
-    """Whether a piece may be asked for the shapes of its output, which take a copy of it without values.
+    """Whether a piece may be asked for the shapes of its output.
 
     Where it computes it never is, and not where the shapes are those of its input either.
     """
@@ -59,16 +68,17 @@ def _is_asked(name: str, met: Met, cut: Cut) -> bool:
     return not cut.alike.issuperset(elsewhere)
 
 
-def _let_go(owner: nn.Module, tensors: MutableMapping[str, Any], held: set[int]) -> None:
+def _let_go(owner: nn.Module, tensors: MutableMapping[str, Any], held: set[int], like: Mapping[str, Any]) -> None:
     """Forget the parameters, or the buffers, of a module that are not held here.
 
     A plain meta tensor stays under the name, for a model that asks for a dtype or a shape; to compute with it is an
     error.
     """
     for name, tensor in list(tensors.items()):
-        if tensor is not None and id(tensor) not in held:
+        bare = like[name]
+        if tensor is not None and bare is not None and id(tensor) not in held:
             del tensors[name]
-            setattr(owner, name, tensor.detach().to("meta"))
+            setattr(owner, name, bare.detach())
 
 
 def _traced(model: nn.Module, cut: Cut, index: int, crossing: Crossing) -> nn.Module:

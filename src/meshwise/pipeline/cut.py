@@ -6,6 +6,8 @@ and compared. `build.py` makes a stage from it.
 
 from __future__ import annotations
 
+import dataclasses
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -176,6 +178,24 @@ class Cut:
             opened=tuple(opened),
         )
 
+    def coarser(self, at: Sequence[str], *, model: nn.Module) -> Cut:
+        """The same model cut at these only of the places that it is cut at: by the keys that stages begin with.
+
+        Raises ValueError for another key.
+        """
+        begins = [self.keys[bound] for bound in self.bounds[:-1]]
+        firsts = [0, *(begins.index(key) for key in at)]
+        stage_of = [bisect_right(firsts, stage) - 1 for stage in range(self.stages)]
+        holders = {name: tuple(sorted({stage_of[stage] for stage in on})) for name, on in self.holders.items()}
+        return dataclasses.replace(
+            self,
+            bounds=tuple(self.bounds[first] for first in (*firsts, self.stages)),
+            crossing=tuple(self.crossing[first - 1] for first in firsts[1:]),
+            holders=holders,
+            parameters=_parameters(model, holders, len(firsts)),
+            loads=tuple(sum(self.loads[start:stop]) for start, stop in pairwise((*firsts, self.stages))),
+        )
+
     @property
     def imbalance(self) -> float:
         """The largest stage's load, as a multiple of the mean."""
@@ -243,6 +263,13 @@ def cut_model(model: nn.Module, *, stages: int, call: Call, wish: Wish = Wish())
         ) from None
 
 
+def cut_pieces(model: nn.Module, *, call: Call, pieces: Patterns = ()) -> Cut:
+    """Cut a model before each piece with parameters but the first. Raises CutError as `cut_model` does."""
+    seen = probe(model, call=call, pieces=pieces)
+    begins = [place for place, step in enumerate(seen.steps) if step.parameters]
+    return _cut(model, Balanced(seen, (0, *begins[1:], len(seen.steps))), Wish(by="params"))
+
+
 def _are_pieces(names: Sequence[str], model: nn.Module) -> bool:
     """Whether these are calls of whole pieces, so that none lies inside of one."""
     pieces = {piece.module for unit in partition(model) for piece in unit}
@@ -275,10 +302,7 @@ def _cut(model: nn.Module, balanced: Balanced, wish: Wish, *, trace: Trace | Non
         changed=seen.changed.intersection(keys),
         alike=frozenset(step.key for step in seen.steps if step.alike),
         holders=holders,
-        parameters=tuple(
-            sum(model.get_parameter(name).numel() for name, on in holders.items() if stage in on)
-            for stage in range(stages)
-        ),
+        parameters=_parameters(model, holders, stages),
         loads=tuple(sum(loads[k][start:stop]) for k, (start, stop) in enumerate(pairwise(bounds))),
         by="operations" if wish.by == "time" and is_bare(model) else wish.by,
         opened=balanced.opened,
@@ -318,6 +342,14 @@ def _holders(model: nn.Module, seen: Seen, bounds: Sequence[int]) -> dict[str, t
             for name in step.parameters:
                 stages.setdefault(name, set()).add(stage)
     return {name: tuple(sorted(stages.get(name, {last}))) for name, _ in model.named_parameters()}
+
+
+def _parameters(model: nn.Module, holders: Mapping[str, Sequence[int]], stages: int) -> tuple[int, ...]:
+    found = [0] * stages
+    for name, on in holders.items():
+        for stage in on:
+            found[stage] += model.get_parameter(name).numel()
+    return tuple(found)
 
 
 def _amount(load: float, by: str) -> str:

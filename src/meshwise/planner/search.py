@@ -336,8 +336,11 @@ class Searching:
         return Candidate(plan, Rung.REHEARSED, self._rehearsed(plan), self._at(plan))
 
     def _rehearsed(self, plan: Plan) -> Figures:
-        candidate = Candidate(plan, at=self._at(plan))
-        return self.told(prediction_of(self._subject, candidate=candidate, cluster=self._cluster))
+        candidate, subject = Candidate(plan, at=self._at(plan)), self._subject
+        if self._pieces is not None:
+            where = self._pieces.where(candidate.at, where=subject.options.cut)
+            subject = dataclasses.replace(subject, options=dataclasses.replace(subject.options, cut=where))
+        return self.told(prediction_of(subject, candidate=candidate, cluster=self._cluster))
 
 
 def _loads(whole: Sounding, stages: int, schedule: Schedule | None) -> list[list[float]]:

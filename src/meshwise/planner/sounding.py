@@ -25,18 +25,18 @@ from typing import Any, TypeGuard
 from torch import nn
 
 from meshwise import tree
+from meshwise.cutting import finest_cut
 from meshwise.model.birth import Source
 from meshwise.model.forward import default_forward
 from meshwise.pipeline.action import Action, Kind
-from meshwise.pipeline.cut import Cut, Wish, cut_model
+from meshwise.pipeline.cut import Cut, Where
 from meshwise.pipeline.partition import CutError
-from meshwise.pipeline.probe import probe
 from meshwise.plan import Plan
 from meshwise.planner.space import rows_shared, splits_backward
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.memory import memory_of
 from meshwise.simulate.price import Prices
-from meshwise.simulate.rehearsal import Subject, rehearse
+from meshwise.simulate.rehearsal import Subject, rehearse, without_values
 from meshwise.simulate.tape import Call, Category, Entry, Memory, Operation, Segment, Wait
 
 
@@ -129,22 +129,30 @@ class Way:
 class Pieces:
     """How far a model can be cut, and a smaller one that has a piece like each of its own."""
 
-    names: tuple[str, ...]
-    """What each begins with, as `model.cut_at` names it."""
+    whole: nn.Module
+    """The model."""
+
+    finest: Cut
+    """Of that, with one piece a stage."""
 
     model: nn.Module
     """The smaller one: of many blocks that are alike it has three."""
 
     cut: Cut
-    """Of that, with one piece a stage."""
+    """Of the smaller one."""
 
     like: tuple[int, ...]
     """For each piece, the stage of that cut that is like it."""
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """What each begins with, as `model.cut_at` names it."""
+        return _names(self.finest)
+
+    @property
     def count(self) -> int:
         """How many there are."""
-        return len(self.names)
+        return self.finest.stages
 
     @classmethod
     def of(cls, subject: Subject, *, source: Source) -> Pieces | None:
@@ -161,15 +169,23 @@ class Pieces:
             if cut is not None:
                 like = tuple(_names(cut).index(renamed(name)) for name in names)
                 if _sizes(whole) == [_sizes(cut)[index] for index in like]:
-                    return cls(names, thin, cut, like)
+                    return cls(source.module, whole, thin, cut, like)
         except Exception:  # noqa: BLE001, S110 -- a model that does not run with fewer blocks is taken as it is
             pass
-        return cls(names, source.module, whole, tuple(range(len(names))))
+        return cls(source.module, whole, source.module, whole, tuple(range(len(names))))
 
     def stages(self, at: Sequence[str]) -> tuple[range, ...]:
         """The pieces of each stage, where every stage but the first begins at one of these names."""
-        bounds = [0, *(self.names.index(name) for name in at), self.count]
+        names = self.names
+        bounds = [0, *(names.index(name) for name in at), self.count]
         return tuple(range(start, stop) for start, stop in pairwise(bounds))
+
+    def where(self, at: Sequence[str], *, where: Where) -> Where:
+        """Where the model is cut when every stage but the first begins at one of these names, with the cut, so that
+        nobody makes it again.
+        """
+        made = self.finest.coarser(at, model=self.whole) if at and set(at) <= set(self.names) else None
+        return dataclasses.replace(where, at=tuple(at), made=made)
 
 
 def thinned(model: nn.Module) -> tuple[nn.Module, Callable[[str], str]]:
@@ -217,15 +233,11 @@ def _shape(module: nn.Module) -> Hashable:
 
 def _cut(subject: Subject, model: nn.Module) -> Cut | None:
     """With one piece a stage; None where there are not two, or no stage can begin at each."""
-    forward = subject.options.forward or default_forward
-    micro = tree.take_rows(subject.batch, start=0, stop=1)
-    call = lambda model: forward(model, micro)  # noqa: E731
-    where = subject.options.cut
+    rows = min(2, tree.rows(subject.batch))  # of which what is as large as one row is not
+    micro = tree.take_rows(subject.batch, start=0, stop=rows)
+    run = without_values(subject.options.forward or default_forward)
     with contextlib.suppress(CutError):
-        seen = probe(model, call=call, pieces=where.pieces, timed=False)
-        firsts = tuple(step.key for step in seen.steps if step.parameters)
-        wish = Wish(by="params", where=dataclasses.replace(where, at=firsts[1:]))
-        return cut_model(model, stages=len(firsts), call=call, wish=wish) if len(firsts) > 1 else None
+        return finest_cut(model, micro=micro, run=run, pieces=subject.options.cut.pieces)
     return None
 
 
@@ -270,7 +282,7 @@ def sound(subject: Subject, *, pieces: Pieces, way: Way, cluster: Cluster) -> So
     batch = tree.map_tensors(
         lambda tensor: tensor.new_empty((way.rows, *tensor.shape[1:]), device="meta"), subject.batch
     )
-    where = dataclasses.replace(subject.options.cut, at=_names(pieces.cut)[1:])
+    where = dataclasses.replace(subject.options.cut, at=_names(pieces.cut)[1:], made=pieces.cut)
     options = dataclasses.replace(subject.options, cut=where, example=batch)
     alone = dataclasses.replace(subject, model=pieces.model, batch=batch, options=options)
     rehearsal = rehearse(alone, plan=plan, ranks=plan.mesh().size, device=cluster.device.kind)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from meshwise.simulate.rehearsal import Rehearsal
 from meshwise.simulate.tape import Category, Memory, Segment
@@ -18,16 +19,25 @@ class Moment:
     """The most that a rank has while it does one action."""
 
     label: str
-    device: Mapping[Category, int]
-    """Bytes where it computes."""
 
-    host: Mapping[Category, int]
-    """Bytes in the host's memory, where the rank computes elsewhere."""
+    bytes: int
+    """On the device, in all."""
 
-    @property
-    def bytes(self) -> int:
-        """On the device, in all."""
-        return sum(self.device.values())
+    before: tuple[Mapping[Category, int], Mapping[Category, int]]
+    """Bytes of each category when the action begins, where the rank computes and in the host's memory."""
+
+    more: tuple[Mapping[Category, int], Mapping[Category, int]] = ({}, {})
+    """Those that it has more."""
+
+    @cached_property
+    def device(self) -> Mapping[Category, int]:
+        """Bytes where it computes."""
+        return _sum(self.before[0], self.more[0])
+
+    @cached_property
+    def host(self) -> Mapping[Category, int]:
+        """Bytes in the host's memory, where the rank computes elsewhere."""
+        return _sum(self.before[1], self.more[1])
 
 
 @dataclass(frozen=True)
@@ -71,13 +81,13 @@ def _rank(rehearsal: Rehearsal, index: int, known: dict[int, _Change]) -> RankMe
     tape = rehearsal.tapes[index]
     level = _Level(apart=rehearsal.device != "cpu", known=known)
     level.play(tape.build)
-    built = dict(level.device)
+    built = level.device
     first = tuple(map(level.play, rehearsal.step(index, first=True)))
     # What was run is exact; what stands in for other micro-batches may leave a remainder that the step's end releases.
     exact = _Level(apart=level.apart, known=known)
     for segment in (tape.build, *tape.first):
         exact.play(segment)
-    start = Moment("", dict(exact.device), dict(exact.host))
+    start = Moment("", sum(exact.device.values()), (exact.device, exact.host))
     steady = (start, *map(exact.play, rehearsal.step(index)))
     return RankMemory(index, built, first, steady, tape.away)
 
@@ -90,6 +100,10 @@ class _Change:
     host: Counter[Category]
     most: Counter[Category]
     most_host: Counter[Category]
+
+    total: int
+    highest: int
+    """Bytes on the device."""
 
     @classmethod
     def of(cls, segment: Segment, *, apart: bool) -> _Change:
@@ -108,7 +122,7 @@ class _Change:
             total += entry.bytes
             if total > highest:
                 highest, most = total, Counter(device)
-        return cls(device, host, most, most_host)
+        return cls(device, host, most, most_host, total, highest)
 
 
 class _Level:
@@ -117,8 +131,9 @@ class _Level:
     def __init__(self, *, apart: bool, known: dict[int, _Change]) -> None:
         """`known`: of segments with the same entries, by their identity."""
         self.apart = apart
-        self.device: Counter[Category] = Counter()
-        self.host: Counter[Category] = Counter()
+        self.device: Mapping[Category, int] = {}
+        self.host: Mapping[Category, int] = {}
+        self._total = 0
         self._known = known
 
     def play(self, segment: Segment) -> Moment:
@@ -126,11 +141,16 @@ class _Level:
         change = self._known.get(id(segment.entries))
         if change is None:
             change = self._known[id(segment.entries)] = _Change.of(segment, apart=self.apart)
-        moment = Moment(segment.label, _sum(self.device, change.most), _sum(self.host, change.most_host))
-        self.device.update(change.device)
-        self.host.update(change.host)
+        before, more = (self.device, self.host), (change.most, change.most_host)
+        moment = Moment(segment.label, self._total + change.highest, before, more)
+        self._total += change.total
+        self.device = _sum(self.device, change.device) if change.device else self.device
+        self.host = _sum(self.host, change.host) if change.host else self.host
         return moment
 
 
 def _sum(one: Mapping[Category, int], other: Mapping[Category, int]) -> dict[Category, int]:
-    return {category: one.get(category, 0) + other.get(category, 0) for category in {**one, **other}}
+    found = dict(one)
+    for category, size in other.items():
+        found[category] = found.get(category, 0) + size
+    return found

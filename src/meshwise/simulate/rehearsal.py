@@ -174,12 +174,12 @@ def rehearse(
     shares = math.prod(plan.mesh().degree(axis) for axis in plan.data_axes)
     each = -(-rows // (shares * plan.microbatches))
     batch = _shapes(subject.batch, rows=each * plan.microbatches * shares)
-    forward = _without_values(subject.options.forward or default_forward)
+    forward = without_values(subject.options.forward or default_forward)
     options = dataclasses.replace(subject.options, example=batch, forward=forward)
     source = shapes_of(subject.model, seed=options.seed)
     with _told_of_values():
         like, options = _kinds(source, schedule, plan, options)
-    subject_here = dataclasses.replace(subject, options=options, batch=batch, loss=_without_values(subject.loss))
+    subject_here = dataclasses.replace(subject, options=options, batch=batch, loss=without_values(subject.loss))
     part = _Part(subject_here, plan, _alike(schedule), source, device, Stages(like), shared)
     ranks_run = sorted(set(like))
     with ThreadPoolExecutor(len(ranks_run)) as threads:
@@ -214,7 +214,7 @@ def _told_of_values() -> Iterator[None]:
         raise
 
 
-def _without_values(call: Callable[..., Any]) -> Callable[..., Any]:
+def without_values(call: Callable[..., Any]) -> Callable[..., Any]:
     """The same, in which a tensor that the user's code makes on no device in particular is where all others are."""
 
     def run(*given: Any) -> Any:
@@ -225,13 +225,16 @@ def _without_values(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _kinds(source: Source, schedule: Schedule, plan: Plan, options: Options) -> tuple[tuple[int, ...], Options]:
-    """For each rank along pp the one that is rehearsed for it; and options by which all cut the model as was found."""
+    """For each rank along pp the one that is rehearsed for it; and options by which all cut and split the model as was
+    found.
+    """
     if plan.pp == 1:
         return (0,), options
     forward = options.forward or default_forward
     shares = math.prod(plan.mesh().degree(axis) for axis in plan.data_axes) * plan.microbatches
     micro = tree.take_rows(options.example, start=0, stop=tree.rows(options.example) // shares)
     parts = find_parts(source.module, plan=plan, rules=options.tensor_rules) if plan.tp > 1 else {}
+    options = dataclasses.replace(options, parts=parts)
     wish = Wish(by=plan.partition, where=options.cut, schedule=schedule, pairs=pairs_of(parts))  # type: ignore[arg-type]
     try:
         cut = cut_for(source.module, stages=schedule.stages, micro=micro, run=forward, wish=wish)

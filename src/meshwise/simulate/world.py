@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,9 +27,6 @@ from meshwise.mesh import Mesh
 from meshwise.simulate.recorder import Recorder
 from meshwise.simulate.tape import Call, Category, Wait
 
-_GLANCE_SECONDS = 1e-3
-"""How often a stage that waits for another one looks."""
-
 
 class Stages:
     """What the stages' threads tell each other.
@@ -43,6 +39,7 @@ class Stages:
         """`alike`: for each stage's rank, the one that is rehearsed for it."""
         self.alike = tuple(alike)
         self._turn = threading.Lock()
+        self._sent = threading.Condition(self._turn)
         self._barrier = threading.Barrier(len(set(alike)))
         self._told: dict[int, Any] = {}
         self._letters: dict[tuple[int, int], list[Any]] = defaultdict(list)
@@ -50,12 +47,13 @@ class Stages:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Inside, a stage runs; when it fails, so do those that wait for it, by threading.BrokenBarrierError."""
-        try:
-            with self._turn:
+        with self._turn:
+            try:
                 yield
-        except BaseException:
-            self._barrier.abort()
-            raise
+            except BaseException:
+                self._barrier.abort()
+                self._sent.notify_all()
+                raise
 
     def exchange(self, index: int, *, value: Any) -> list[Any]:
         """The value of every stage's rank."""
@@ -70,13 +68,13 @@ class Stages:
     def send(self, value: Any, *, source: int, target: int) -> None:
         """Leave a value for another stage's rank."""
         self._letters[source, target - source].append(value)
+        self._sent.notify_all()
 
     def receive(self, number: int, *, source: int, target: int) -> Any:
         """The value with this number of those that were left for a stage's rank."""
         letters = self._letters[self.alike[source], target - source]
-        with self._waiting():
-            while len(letters) <= number and not self._barrier.broken:
-                time.sleep(_GLANCE_SECONDS)
+        while len(letters) <= number and not self._barrier.broken:
+            self._sent.wait()
         if len(letters) <= number:
             raise threading.BrokenBarrierError
         return letters[number]

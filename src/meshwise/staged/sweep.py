@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -45,14 +46,18 @@ class StagedSweep:
         self._copies = cut.writes
         self._engine, self._stages, self._task = engine, stages, task
         self._world = engine.world
-        zero = max(stage.engine.zero for stage in stages.values())
-        self.schedule = lower(schedule, zero=zero)
-        forwards = add_transfers(_forwards(schedule))
-        self._forwards = add_gathers(forwards) if zero == 3 else forwards
+        self._zero = max(stage.engine.zero for stage in stages.values())
+        self.schedule, self._plain = lower(schedule, zero=self._zero), schedule
         self.evaluated_in = schedule.microbatches
         self._keepers = {index: Keeper(live, tied=engine.tied) for index, live in stages.items()}
         runs = {index: live.stage for index, live in stages.items()}
         self._runtime = Runtime(runs, keepers=self._keepers, world=self._world)
+
+    @cached_property
+    def _forwards(self) -> Schedule:
+        """What an evaluation runs: a training that never evaluates need not make it."""
+        forwards = add_transfers(_forwards(self._plain))
+        return add_gathers(forwards) if self._zero == 3 else forwards
 
     def begin(self, step: int) -> None:
         """A step begins: any number that no other step has."""
