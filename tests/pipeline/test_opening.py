@@ -6,7 +6,11 @@ loss, norm, every gradient and every parameter to 1e-9 of one process. `make gri
 
 import functools
 import gc
+import random
+import time
 from collections.abc import Callable
+from dataclasses import replace
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -22,7 +26,9 @@ from meshwise.pipeline.clock import StepClock
 from meshwise.pipeline.cut import Pairs, Where, Wish, cut_model
 from meshwise.pipeline.opening import inside
 from meshwise.pipeline.partition import CutError
+from meshwise.pipeline.probe import probe, typical
 from meshwise.pipeline.schedules import make_schedule
+from meshwise.pipeline.seen import Seen, Took
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import agree, alone, outcome, run
@@ -342,3 +348,33 @@ def test_what_was_computed_to_find_the_costs_is_let_go() -> None:
     gc.collect()
     left = [one for one in gc.get_objects() if type(one) is Tensor and one.shape[:1] == (rows,) and one.requires_grad]
     assert not left
+
+
+class Kept(nn.Linear):
+    """A piece during which the processor does something else."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
+        time.sleep(0.05)
+        return super().forward(input)
+
+
+def test_what_else_the_machine_does_makes_no_stage_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    model, x = nn.Sequential(nn.Linear(2, 2), Kept(2, 2)), torch.ones(1, 2)
+    cut = cut_model(model, stages=2, call=lambda model: model(x).sum(), wish=Wish("time"))
+    assert max(cut.loads) < 0.05
+
+
+def test_a_head_that_runs_once_is_measured_as_blocks_that_run_often() -> None:
+    """By the least of their times, of a head three, blocks would seem too small: the more blocks, the smaller."""
+    model, x = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)), nn.Linear(2, 1)), torch.ones(1, 2)
+    seen = probe(model, call=lambda model: model(x).sum())
+    drawn = random.Random(0)
+
+    def restless() -> Seen:
+        took = [Took(0.0, drawn.gauss(1.0, 0.1)) for _ in seen.steps]
+        steps = tuple(replace(step, took=one) for step, one in zip(seen.steps, took, strict=True))
+        return replace(seen, steps=steps)
+
+    works = [[step.took.work for step in typical([restless() for _ in range(3)], model=model).steps] for _ in range(40)]
+    assert abs(mean(work[-1] for work in works) - mean(work[0] for work in works)) < 0.03

@@ -18,6 +18,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from statistics import median
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -41,7 +42,7 @@ from meshwise.tree import map_tensors, tensors
 Call = Callable[[nn.Module], Any]
 
 ROUNDS = 3
-"""Runs that time is measured in; the least of each piece, and of those like it, counts. Operations are counted once."""
+"""Runs that time is measured in; the median of a piece, and of those like it, counts. Operations are counted once."""
 
 
 def probe(model: nn.Module, *, call: Call, pieces: Patterns = (), timed: bool = False, opens: bool = False) -> Seen:
@@ -93,7 +94,7 @@ def _seen(
     if not timed or is_bare(model):
         return seen
     runs = [_run(model, call, found, Provenance(), timed=True, parts=parts) for _ in range(ROUNDS)]
-    costs = fastest(runs, model=model)
+    costs = typical(runs, model=model)
     return dataclasses.replace(seen, steps=_with_costs(seen.steps, costs.steps), tail=costs.tail)
 
 
@@ -131,25 +132,29 @@ def _run(
             del module.forward
 
 
-def fastest(runs: Sequence[Seen], *, model: nn.Module) -> Seen:
-    """The first of several runs of one model, with the least work of each step and of those that are like it.
+def typical(runs: Sequence[Seen], *, model: nn.Module) -> Seen:
+    """The first of several runs of one model, with the median work of each step and of those that are like it.
 
     Steps that are alike (blocks of one kind) do the same, so where their times differ, the machine did something else.
+    The least would be too little for many blocks beside one head: of more times, the least is less.
     """
-    least: dict[Any, Took] = {}
+    found: dict[Any, list[Took]] = {}
     for run in runs:
         for kind, step in _kinds(run.steps, model):
-            took, known = step.took, least.get(kind, step.took)
-            least[kind] = Took(took.activations, min(took.work, known.work), min(took.between, known.between))
+            found.setdefault(kind, []).append(step.took)
+    medians = {
+        kind: Took(some[0].activations, median(one.work for one in some), median(one.between for one in some))
+        for kind, some in found.items()
+    }
 
-    def best(steps: Sequence[Step], *within: Any) -> tuple[Step, ...]:
+    def with_medians(steps: Sequence[Step], *within: Any) -> tuple[Step, ...]:
         return tuple(
-            dataclasses.replace(step, took=least[kind], inside=best(step.inside, *kind))
+            dataclasses.replace(step, took=medians[kind], inside=with_medians(step.inside, *kind))
             for kind, step in _kinds(steps, model, *within)
             if kind[:-1] == within
         )
 
-    return dataclasses.replace(runs[0], steps=best(runs[0].steps), tail=min(run.tail for run in runs))
+    return dataclasses.replace(runs[0], steps=with_medians(runs[0].steps), tail=median(run.tail for run in runs))
 
 
 def _kinds(steps: Sequence[Step], model: nn.Module, *within: Any) -> Iterator[tuple[Any, Step]]:

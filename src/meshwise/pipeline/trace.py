@@ -31,10 +31,10 @@ from meshwise.pipeline.probe import (
     Call,
     as_zeros,
     device_of,
-    fastest,
     is_bare,
     on_meta,
     size,
+    typical,
 )
 from meshwise.pipeline.provenance import Past
 from meshwise.pipeline.seen import Seen, Step
@@ -177,7 +177,7 @@ def probe_trace(model: nn.Module, *, trace: Trace, call: Call, timed: bool = Fal
             result = call(watched)
         tail = watch.since.to(result) if timed and not is_bare(model) else 0.0
         runs.append(dataclasses.replace(watch.seen(), tail=tail))
-    return fastest(runs, model=model)
+    return typical(runs, model=model)
 
 
 def steps_of(graph: fx.Graph) -> list[fx.Node]:
