@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from meshwise.comm.world import World
 from meshwise.parallelize import Options, parallelize
+from meshwise.plan import Plan
 from meshwise.reference import next_token_loss
 from meshwise.testing import run
 from tensor.plain import gpt
@@ -57,7 +58,7 @@ def step(model: nn.Module, plan: str, rules: dict[str, str] | None = None) -> No
         trainer = parallelize(copy.deepcopy(model), plan, world=world, **settings)
         trainer.step((tokens[:, :-1], tokens[:, 1:]))
 
-    run(2, main)
+    run(Plan.parse(plan).mesh().size, main)
 
 
 def test_what_is_computed_of_a_split_weight_is_refused() -> None:
@@ -72,6 +73,44 @@ def test_parameters_that_rules_make_matrices_are_multiplied_by_nobody() -> None:
     with pytest.raises(ValueError, match=r'mlp\.down is split.*a rule such as "body\.blocks\.1\.mlp": "whole"'):
         step(model, "tp=2", rules)
     step(model, "tp=2", {"body.blocks.1.mlp": "whole"})
+
+
+class ByHand(nn.Module):
+    """Runs the forward of its module, and does not call it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.inner.forward(x)
+        return output
+
+
+def test_what_is_run_by_its_forward_is_to_be_called() -> None:
+    model = Model()
+    model.body.blocks[0].attention_norm = ByHand(model.get_submodule("body.blocks.0.attention_norm"))
+    step(model, "tp=2 sequence_parallel=1")
+    with pytest.raises(
+        ValueError, match=r"runs the forward of a LayerNorm without calling it.*module\(x\) in place of"
+    ):
+        step(model, "tp=4 tp_mode=2d")
+
+
+def test_blocks_that_are_run_by_their_forward_are_to_be_called() -> None:
+    class Running(Model):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x: Tensor = self.body.embedding(tokens)
+            for block in self.body.blocks:
+                x = block.forward(x)
+            logits: Tensor = self.body.head(self.body.norm(x))
+            return logits
+
+    step(Running(), "tp=2")
+    with pytest.raises(
+        ValueError, match=r"body\.blocks\.0 and the blocks behind it run without being called.*as block"
+    ):
+        step(Running(), "tp=2 sequence_parallel=1")
 
 
 @pytest.mark.parametrize("changes", [{"backwards": True}, {"between": True}])

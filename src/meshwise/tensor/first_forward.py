@@ -41,6 +41,7 @@ class FirstForward:
         self._split = split
         self._stacks = stacks
         self._called: list[int] = []
+        self._ran: set[int] = set()
         self._blocks: list[RemovableHandle] = []
         self._ends = [
             model.register_forward_pre_hook(self._begin, prepend=True),
@@ -71,6 +72,7 @@ class FirstForward:
             if expected != (place if other == stack else 0):
                 self._refuse_order(other)
         if stack is not None:
+            self._ran.add(stack)
             self._called[stack] = (place + 1) % len(self._stacks[stack])
 
     def _end(self, _model: nn.Module, _args: Any, output: Any) -> None:
@@ -79,7 +81,17 @@ class FirstForward:
         for stack, place in enumerate(self._called):
             if place:
                 self._refuse_order(stack)
+        by_hand = [blocks for stack, blocks in enumerate(self._stacks) if stack not in self._ran]
+        unseen: dict[Tensor, Mapping[str, nn.Module]] = {
+            x: blocks for blocks in by_hand for block in blocks.values() for x in block.parameters()
+        }
         for parameter, reader in _reads(output):
+            if parameter in unseen:
+                first, *_ = unseen[parameter]
+                raise ValueError(
+                    f"{first} and the blocks behind it run without being called, as block.forward(x): the stream is "
+                    "cut and put together where they are called. Call them as block(x)"
+                )
             name = self._split.get(parameter)
             if name is not None and not reader.startswith(_READERS):
                 raise ValueError(

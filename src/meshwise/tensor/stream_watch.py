@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -303,6 +304,12 @@ class StreamWatch(TorchDispatchMode):
 
     def _message(self, name: str, does: str) -> str:
         split, name = self._split, name.strip("_")
+        if by_hand := next((type(module).__name__ for module in _running() if module in self._parts), ""):
+            return (
+                f"{self._within[-1][0] if self._within else 'the forward of the model'} runs the forward of a "
+                f"{by_hand} without calling it. It has to bring together what a rank of tp has of the "
+                f"{split.what} of the stream, and does so where it is called: module(x) in place of module.forward(x)"
+            )
         where = self._within[-1][0] if self._within else f"the forward of the model, behind {self._before},"
         return (
             f"{where} {does} the stream ({name}), of which a rank of tp has some {split.what} only: it would compute "
@@ -313,6 +320,14 @@ class StreamWatch(TorchDispatchMode):
 def _of(x: Tensor, noted: _Noted) -> tuple[Piece, ...]:
     found = noted.get(id(x))
     return found[1] if found is not None and found[0]() is x else ()
+
+
+def _running() -> Iterator[nn.Module]:
+    """The modules whose forward is on the stack, innermost first."""
+    for frame, _line in traceback.walk_stack(None):
+        itself = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
+        if frame.f_code.co_name == "forward" and isinstance(itself, nn.Module):
+            yield itself
 
 
 def _leaves(x: Tensor) -> Iterator[Tensor]:
