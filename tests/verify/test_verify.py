@@ -200,13 +200,26 @@ def test_a_buffer_that_sees_only_a_ranks_own_rows_is_a_difference() -> None:
     assert report.first.what.startswith("the value of mean")
 
 
-def test_a_module_that_mixes_rows_is_named_though_the_gradients_of_others_differ_as_well() -> None:
+@pytest.mark.parametrize(
+    "mixed",
+    [
+        lambda x: x - x.mean(0),
+        lambda x: x.cumsum(0),
+        lambda x: x * x.argsort(0),
+        lambda x: x + x.topk(1, 0).values,
+        lambda x: x * x.flip(0),
+        lambda x: x @ x.T @ x,
+    ],
+)
+@pytest.mark.parametrize("plan", ["dp=2", "microbatches=2"])
+def test_a_module_that_mixes_rows_is_named_though_the_gradients_of_others_differ_as_well(mixed: Any, plan: str) -> None:
     class Mix(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return x - x.mean(0)
+            output: Tensor = mixed(x)
+            return output
 
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Mix(), nn.Linear(3, 3))
-    report = verify(model, squares, [torch.randn(6, 3)], "dp=2", lr=1e-2)
+    report = verify(model, squares, [torch.randn(6, 3)], plan, lr=1e-2)
     assert report.first is not None
     assert (report.first.what, report.first.step, report.first.module) == ("the loss", 1, "2")
 
