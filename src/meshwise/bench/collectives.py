@@ -1,10 +1,12 @@
 """Time every collective of a World over sizes and group sizes.
 
 Sizes and collectives take turns within a round, so that a machine that slows down slows them all; a copy within each
-rank's memory takes its turn among them as the best the machine could do at that moment. A sample is a few calls back
-to back after a barrier, timed on each rank; the slowest rank's time counts, and the median and minimum over rounds are
-given. A group of n ranks is measured alone, while the others wait. Small calls begin with one that is not timed: after
-another library's turn its threads are still about to sleep, and caches hold its code.
+rank's memory takes its turn among them as the best the machine could do at that moment. A round goes from the smallest
+size to the largest: what is compared is timed one soon after the other, and small calls do not follow on megabytes of
+another library's. A sample is a few calls back to back after a barrier, timed on each rank; the slowest rank's time
+counts, and the median and minimum over rounds are given. A group of n ranks is measured alone, while the others wait.
+Small calls begin with some that are not timed: after another library's turn its threads are still about to sleep, and
+caches hold its code.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ WAYS = ("ordinary", "shared", "common", "gloo")
 _AXIS = "ring"
 _CALLS_BYTES = 4 << 20
 _CALLS_MOST = 100
+_UNTIMED = 10  # one in so many
 
 _Call: TypeAlias = Callable[[World, Tensor, Tensor], Sequence[Work]]
 _Sampled: TypeAlias = tuple[str, str, int]
@@ -135,12 +138,13 @@ def _measure_group(world: World, sweep: Sweep, gloo: Mapping[str, Call]) -> list
     asked = [(kind, on) for kind in kinds for on in sweep.on if buffers[on] and _can(kind, on, gloo)]
     asked.append((COPY, "ordinary"))
     samples: dict[_Sampled, list[float]] = {(kind, on, count): [] for kind, on in asked for count in elements}
+    turns = sorted(samples, key=lambda sampled: (sampled[2], WAYS.index(sampled[1])))
     for turn in range(sweep.warmup + sweep.rounds):
-        for (kind, on, count), seconds in samples.items():
+        for kind, on, count in turns:
             call = _waited(gloo[kind]) if on == "gloo" else _CALLS[kind]
             sample = _sample(world, call, buffers[on][count])
             if turn >= sweep.warmup:
-                seconds.append(sample)
+                samples[kind, on, count].append(sample)
         world.barrier()
     slowest = torch.tensor(list(samples.values()), dtype=torch.float64, device=world.device)
     world.all_reduce(slowest, axes=_AXIS, op="max").wait()
@@ -180,7 +184,7 @@ def _sample(world: World, call: _Call, buffers: tuple[Tensor, Tensor]) -> float:
     """Seconds per call on this rank."""
     calls = max(1, min(_CALLS_MOST, _CALLS_BYTES // (4 * buffers[0].numel())))
     if calls > 1:
-        _call(world, call, buffers, 1)
+        _call(world, call, buffers, -(-calls // _UNTIMED))
     world.barrier(axes=_AXIS)
     if world.device.type == "cuda":
         return _seconds_on_stream(lambda: _call(world, call, buffers, calls)) / calls
