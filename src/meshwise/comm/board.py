@@ -7,9 +7,10 @@ A number of 8 aligned bytes is written at once, so a rank that counts up what it
             16…   for each lane: its key, and where it begins
             …     the lanes, in pages (what stands there, `side` says)
 
-Whoever waits looks a few times, which is enough when the other is about to be there, and then sleeps until the other's
-bell rings. Nothing is burned, with any number of ranks on any number of cores: 30 us for a barrier of 4 ranks on 4 busy
-cores, 100 us with 8 ranks, where spinning on takes 1 ms and 3 ms.
+Whoever waits looks a few times, which is enough when the other is about to be there, lets others run between some more
+looks, which is enough when the other needs the same core, and then sleeps until the other's bell rings. Nothing is
+burned, with any number of ranks on any number of cores: 30 us for a barrier of 4 ranks on 4 busy cores, 100 us with 8
+ranks, where spinning on takes 1 ms and 3 ms.
 
 What was written before a count is seen by whoever has read the count. x86 keeps that order by itself. Elsewhere a lock
 is let go and taken again in between, which nothing may be moved across from either side.

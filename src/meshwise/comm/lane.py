@@ -88,11 +88,15 @@ class Call(Work):
 class Lane:
     """One rank's side of a lane."""
 
-    def __init__(self, room: Room, *, key: int, ranks: tuple[int, ...], meanwhile: Meanwhile) -> None:
+    def __init__(
+        self, room: Room, *, key: int, ranks: tuple[int, ...], meanwhile: Callable[[int | None], Outlook]
+    ) -> None:
         self.ranks = ranks
         self.index = ranks.index(room.rank)
         self.others = [(self.index + step) % len(ranks) for step in range(1, len(ranks))]
         """The indices after this one and around, so that not everyone begins with the same rank."""
+        self.lacks: int | None = None
+        """The rank that has not made the call whose part comes next, when `advance` last looked."""
         self._room = room
         self._meanwhile = meanwhile
         self._key = key
@@ -130,6 +134,7 @@ class Lane:
             call = self._due[0]
             for index in call.needs:
                 if not self._is_there(index, call):
+                    self.lacks = self.ranks[index]
                     return acted
             self._act(call)
             acted = True
@@ -275,8 +280,10 @@ class Lane:
 
     def _await(self, call: Call, index: int, condition: Callable[[], bool]) -> None:
         if not condition():
-            rank, stamp = self.ranks[index], call.stamp
-            self._room.wait_for(rank, condition=condition, among=self.ranks, about=stamp, meanwhile=self._meanwhile)
+            rank, stamp, meanwhile = self.ranks[index], call.stamp, self._meanwhile
+            self._room.wait_for(
+                rank, condition=condition, among=self.ranks, about=stamp, meanwhile=lambda: meanwhile(rank)
+            )
 
 
 class Lanes:
@@ -296,12 +303,15 @@ class Lanes:
             self._lanes[name] = Lane(self.room, key=_key(*name), ranks=group.ranks, meanwhile=self.come_by)
         return self._lanes[name]
 
-    def come_by(self) -> Outlook:
-        """Do what has become due in any lane, and the errands."""
+    def come_by(self, bell: int | None = None) -> Outlook:
+        """Do what has become due in any lane, and the errands. What that rank's bell will tell of is no outlook."""
         outlook = Outlook.NOTHING
         for lane in self._lanes.values():
             if lane.busy:
-                outlook = max(outlook, Outlook.DID if lane.advance() else Outlook.LATER)
+                if lane.advance():
+                    outlook = Outlook.DID
+                elif lane.lacks != bell:
+                    outlook = max(outlook, Outlook.LATER)
         for errand in self._errands:
             outlook = max(outlook, errand())
         return outlook

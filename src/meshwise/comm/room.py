@@ -20,7 +20,9 @@ from meshwise.comm.scratch import Scratch
 from meshwise.comm.segment import Commons, Mappings, Slabs
 
 _PROOF_WORD = 1
-_LOOKS = 50
+# How often to look, and how often to let others run and look again: another rank may wait for this very core.
+_LOOKS = 10
+_YIELDS = 30
 # How long to sleep before looking whether the others live (a launcher that sees one die soon ends the rest, and they
 # have something to say), and when other work may become due meanwhile.
 _SLEEP_SECONDS = 0.005
@@ -84,6 +86,10 @@ class Room:
         Raises RankLostError when one of the ranks has ended and it is still not so.
         """
         for _ in range(_LOOKS):
+            if condition():
+                return
+        for _ in range(_YIELDS):
+            os.sched_yield()
             if condition():
                 return
         board = self._peers[rank].board
