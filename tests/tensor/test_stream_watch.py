@@ -324,6 +324,28 @@ def test_a_forward_that_did_not_come_to_its_end_is_watched_again(error: type[Bas
     assert not any(tries(lambda _block, x, _: x.clone()))
 
 
+def test_the_forward_of_a_stage_is_watched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of one that leaves the model to the next stage, micro-batch by micro-batch."""
+    entered, begun = StreamWatch.__enter__, list[StreamWatch]()
+
+    def enter(watching: StreamWatch) -> Any:
+        begun.append(watching)
+        return entered(watching)
+
+    monkeypatch.setattr(StreamWatch, "__enter__", enter)
+    batch = torch.zeros(4, TOKENS, dtype=torch.int64)
+
+    def main(world: World) -> None:
+        rules = dict.fromkeys(("more", "blocks.*.factor", "blocks.*.gate"), "whole")
+        options = Options(example=(batch, batch), tensor_rules=rules)
+        model = Model(lambda _block, x, _: x.clone(), layers=2)
+        plan = f"{SEQUENCE} pp=2 microbatches=4"
+        parallelize(model, plan, world=world, loss=loss, lr=1e-2, options=options).step((batch, batch))
+
+    run(4, main)
+    assert len(begun) == len(set(map(id, begun))) == 4
+
+
 class InChunks(Model):
     """Calls its head on as many tokens at a time as a rank has, and its block with a mask before the stream."""
 

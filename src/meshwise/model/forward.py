@@ -25,6 +25,14 @@ class LossError(ValueError):
     """A loss did not return the sum of what it measured and the count of what it summed."""
 
 
+class Left(Exception):
+    """The forward of a pipeline's stage has been left, as it should be: what follows is other stages'.
+
+    No error, but an Exception, so that torch runs the hooks of the modules that are left (those registered with
+    `always_call`). A model that catches it runs into the next piece, which raises it again.
+    """
+
+
 def default_forward(model: nn.Module, batch: Any) -> Any:
     """Call the model on its part of a batch.
 

@@ -32,20 +32,13 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.model.dispatch import unseen
+from meshwise.model.forward import Left
 from meshwise.pipeline.parcel import enter
 from meshwise.tree import map_tensors, tensors
 
 
 class StageError(RuntimeError):
     """A stage met something else than the cut has seen."""
-
-
-class Left(Exception):
-    """The forward has been left: what follows is other stages'.
-
-    No error, but an Exception, so that torch runs the hooks of the modules that are left (those registered with
-    `always_call`). A model that catches it runs into the next piece, which raises it again.
-    """
 
 
 Place: TypeAlias = tuple[bool, int, dict[str, Any]]

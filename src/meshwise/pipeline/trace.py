@@ -24,6 +24,7 @@ from torch.fx.node import map_aggregate
 
 from meshwise.model.birth import without_values
 from meshwise.model.copied import copied
+from meshwise.model.forward import Left
 from meshwise.pipeline.alone import Tail, alone, cut_off
 from meshwise.pipeline.partition import CutError
 from meshwise.pipeline.probe import (
@@ -38,7 +39,6 @@ from meshwise.pipeline.probe import (
 )
 from meshwise.pipeline.provenance import Past
 from meshwise.pipeline.seen import Seen, Step
-from meshwise.pipeline.stage import Left
 from meshwise.tree import map_tensors, tensors
 
 OUTSIDE = ("placeholder", "get_attr", "output")

@@ -69,7 +69,7 @@ class Workers:
 
 
 def _child(connection: Connection, work: Callable[[], Any]) -> None:
-    gc.freeze()  # what the parent had is no garbage, and to look through it each time takes a third of the work
+    gc.disable()  # to look for garbage takes a third of the time, and there is little until the process ends
     connection.send(_outcome(work))
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from meshwise.model.dispatch import TorchDispatchMode
+from meshwise.model.forward import Left
 from meshwise.model.table import Placement
 from meshwise.tensor.context import Context
 from meshwise.tensor.families.matrix import CONVOLUTIONS
@@ -162,8 +164,8 @@ class StreamWatch(TorchDispatchMode):
         ]
 
     def _end(self, _model: nn.Module, _args: Any, output: Any) -> None:
-        """A forward that raised an exception, and has no output, is watched again."""
-        self._over = bool(self._hooks) and output is not None
+        """A forward that raised an exception, and has no output, is watched again; unless it left a stage."""
+        self._over = bool(self._hooks) and (output is not None or isinstance(sys.exception(), Left))
         self._stop()
 
     def _stop(self) -> None:
