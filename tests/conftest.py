@@ -3,6 +3,7 @@ CUDA, and real processes that are started once.
 """
 
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -49,10 +50,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(skip)
 
 
-def pytest_collection_finish() -> None:
-    """What has been imported stays: no collection of garbage, and pytest makes some, need look at it again."""
-    gc.collect()
-    gc.freeze()
+class Imported:
+    """What has been imported stays: no collection of garbage need look at it again. Else one of the oldest generation
+    takes a fifth of a second once the models of transformers are there, and they were 7 % of the whole suite.
+    """
+
+    def __init__(self) -> None:
+        self._modules = 0
+
+    def pytest_collection_finish(self) -> None:
+        importlib.import_module("torch._dynamo")  # an optimizer does so
+        self._settle()
+
+    def pytest_runtest_logfinish(self) -> None:
+        if len(sys.modules) > self._modules + 20:
+            self._settle()
+
+    def _settle(self) -> None:
+        self._modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Imported())
 
 
 @pytest.fixture(autouse=True)

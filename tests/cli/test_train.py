@@ -1,4 +1,7 @@
-"""`meshwise train` as a user starts it: what it says, with which status it ends, and that no process is left."""
+"""`meshwise train` as a user starts it: what it says, with which status it ends, and that no process is left.
+
+What needs no process of its own is called in this one, whose ranks are forked from a server that is there already.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from meshwise.cli.main import main
+from meshwise.comm.world import World
+from meshwise.testing import Processes
 
 pytestmark = pytest.mark.processes
 
@@ -77,27 +85,46 @@ class Command:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "own", raising=False)
     (tmp_path / "own.py").write_text(OWN)
     return tmp_path
 
 
-def meshwise(*words: str, folder: Path) -> Command:
-    return Command(sys.executable, "-m", "meshwise", *words, "--data.cache=cache", "--train.output=run", folder=folder)
+FILES = ["--data.cache=cache", "--train.output=run"]
 
 
-def own(how: str, *words: str, folder: Path) -> Command:
-    """Training a model of the user's own on two ranks."""
+def own(how: str) -> list[str]:
+    """The words for training a model of the user's own on two ranks."""
     model = ["--model.name=own.py:Own", "--model.arguments", f"how={how}"]
-    data = [
-        "--data.files",
-        "own.py",
-        "--data.context=16",
-        "--data.validation=0",
-        "--train.batch=4",
-        "--plan=dp=2 zero=2",
-    ]
-    return meshwise("train", *model, *data, "--train.log-every=1", *words, folder=folder)
+    data = ["--data.files", "own.py", "--data.context=16", "--data.validation=0", "--train.batch=4"]
+    return ["train", *model, *data, "--plan=dp=2 zero=2", "--train.log-every=1", *FILES]
+
+
+def children() -> set[int]:
+    """The processes that this one has, and those of the server from which ranks are forked."""
+    rows = subprocess.run(["ps", "-eo", "pid=,ppid=,stat=,comm="], capture_output=True, text=True, check=True).stdout
+    split = [row.split(maxsplit=3) for row in rows.splitlines()]
+    parents = {int(row[0]): int(row[1]) for row in split if not row[2].startswith("Z") and row[3] != "ps"}
+    own = {pid for pid, of in parents.items() if of == os.getpid()}
+    return own | {pid for pid, of in parents.items() if of in own}
+
+
+def size(world: World) -> int:
+    return world.size
+
+
+@pytest.fixture
+def nothing_left(processes: Processes) -> Iterator[None]:
+    """No process is left of what the test calls in this one."""
+    processes.run(2, size)  # these stay, and so does the server that they are forked from
+    before = children()
+    yield
+    stop = time.monotonic() + END_SECONDS
+    while (left := children() - before) and time.monotonic() < stop:
+        time.sleep(0.1)
+    assert not left
 
 
 def steps(folder: Path) -> list[tuple[int, float]]:
@@ -105,12 +132,14 @@ def steps(folder: Path) -> list[tuple[int, float]]:
     return [(event["step"], event["loss"]) for event in events if event["event"] == "step"]
 
 
-def test_the_demo_trains_and_the_torchrun_line_it_prints_does_the_same(folder: Path) -> None:
-    local = meshwise("train", str(DEMO), "--plan=dp=2 zero=3", *SHORT, folder=folder)
-    status, out, err = local.end()
+@pytest.mark.usefixtures("nothing_left")
+def test_the_demo_trains_and_the_torchrun_line_it_prints_does_the_same(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    status = main(["train", str(DEMO), "--plan=dp=2 zero=3", *SHORT, *FILES])
+    out, err = capfd.readouterr()
 
     assert (status, err) == (0, "")
-    assert not local.left()
     assert "starting 2 local ranks" in out
     assert "dp │ 0  1" in out
     assert "the model writes:" in out
@@ -126,28 +155,30 @@ def test_the_demo_trains_and_the_torchrun_line_it_prints_does_the_same(folder: P
     assert [step for step, _ in steps(folder / "run")] == [1, 2, 3]
 
 
-def test_a_model_that_raises_on_one_rank_is_one_message_and_its_traceback_is_in_the_folder(folder: Path) -> None:
-    command = own("raise", folder=folder)
-    status, _, err = command.end()
+@pytest.mark.usefixtures("nothing_left")
+def test_a_model_that_raises_on_one_rank_is_one_message_and_its_traceback_is_in_the_folder(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(own("raise")) == 1
 
     file = folder / "run" / "failure-rank-1.txt"
     line = 1 + OWN.splitlines().index(next(line for line in OWN.splitlines() if "ArithmeticError" in line))
-    assert status == 1
-    assert err.splitlines() == [
+    assert capfd.readouterr().err.splitlines() == [
         "meshwise train failed: ArithmeticError: this model cannot count to three",
         f"  raised on rank 1 of 2 at {folder}/own.py:{line} forward; the whole traceback is in {file}",
     ]
     assert file.read_text().startswith("Traceback")
     assert file.read_text().endswith("ArithmeticError: this model cannot count to three\n")
-    assert not command.left()
     assert [step for step, _ in steps(folder / "run")] == [1, 2], "what was done before is on disk"
 
 
-def test_a_rank_that_is_killed_is_started_again_and_the_run_goes_on_until_that_helps_no_more(folder: Path) -> None:
-    command = own("die", "--restarts=1", "--train.steps=9", "--train.save-every=1", folder=folder)
-    status, out, err = command.end()
+@pytest.mark.usefixtures("nothing_left")
+def test_a_rank_that_is_killed_is_started_again_and_the_run_goes_on_until_that_helps_no_more(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*own("die"), "--restarts=1", "--train.steps=9", "--train.save-every=1"]) == 1
 
-    assert status == 1
+    out, err = capfd.readouterr()
     assert "--max-restarts=1" in out
     restarted, ended = err.splitlines()
     assert restarted.startswith("meshwise: restart 1 of 1, because ")
@@ -158,11 +189,11 @@ def test_a_rank_that_is_killed_is_started_again_and_the_run_goes_on_until_that_h
     assert last >= 3, "each start trains for two steps more; what is on disk may be a step behind"
     assert sorted(dict(done)) == list(range(1, last + 1))
     assert len(set(done)) == last, "a step that was done twice had the same loss"
-    assert not command.left()
 
 
 def test_ctrl_c_ends_every_rank_with_status_130(folder: Path) -> None:
-    command = own("nothing", "--train.steps=1000000", folder=folder)
+    words = [*own("nothing"), "--train.steps=1000000"]
+    command = Command(sys.executable, "-m", "meshwise", *words, folder=folder)
     command.until("step 2/")
     assert len(command.running()) >= 3, "the ranks are in the session that is searched for what is left"
 
