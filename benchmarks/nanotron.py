@@ -3,7 +3,8 @@
 Sources: [s], huggingface/nanotron, of which branch nouamane/bench2 (67c5ebb6) started those runs, and c2528430;
 [p], the playbook's own pages, as kept in vinjn/nanotron-ultrascale-playbook@924e4d0b.
 
-    kernels    norms and rotations are one kernel each (Triton, flash-attn), nothing else is fused [s]
+    kernels    norms and rotations are one kernel each (Triton, flash-attn), nothing else is fused; queries, keys and
+               values are copied to lie one after another, keys and values once more; gate and up are one product [s]
     cut        `build_model` fills a stage until its products pass its share; neither loss nor attention counts [s]
     tp         communicates beside products where it can, and gathers again backward (`tp_recompute_allgather`); tokens
                are the first dim, so what is gathered lies where it arrives and nothing is put together by copies [s]
@@ -13,12 +14,14 @@ Sources: [s], huggingface/nanotron, of which branch nouamane/bench2 (67c5ebb6) s
                whole on every rank, and parameters gathered with a copy for every tensor of every rank [s]
     adapters   as quick as their cluster moved 1 GiB over so many nodes, which every run measured before it began
                (`measure_bandwidth` [s]): the best runs were published, so the 95th percentile of them [p]
-    earlier    runs without a pipeline were kept when those with one were made again by later code (`old_results_df`
-               in scaling_benchmarks.py [s]); by how much they were slower, `EARLIER` says
-    memory     as much as any published row holds
+    counted    the published utilisation counts six flops for each parameter and token, those of an embedding that is
+               not the head too; a tied one is two parameters where a pipeline has it on two stages. So the same
+               utilisation is a longer step there. Tokens per second, which the page has too, say so in all but one
+               of its 1,218 runs of 15 % or more [p]
+    memory     as much as any published row holds; the loss has its scores once more in fp32 [s]
 
-`EARLIER` is fitted: the median of measured over predicted seconds of computing, in the seven runs of the smallest model
-on one node without a pipeline and with micro-batches up to 16 [p]. Prices are else `h100` as it is shipped.
+Fitted on the runs of the smallest model on one node, by their tokens per second and memory [p]: `LAUNCH`, `BEST` and
+`LATE`. Prices are else `h100` as it is shipped.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,8 +61,12 @@ _NODE = 8
 PEAK = 989e12
 """Of an H100 in bf16, which the published utilisation is of."""
 
-EARLIER = 1.28
-"""How many times as long runs without a pipeline compute."""
+LAUNCH, BEST = 70e-6, 0.6
+"""Seconds that their host takes to start an operation; the part of the peak that large products reach in their runs."""
+
+LATE = 64
+"""Activations of a whole micro-batch that collectives of tp have let go and that no other tensor gets yet: what another
+stream uses is given anew when the host learns that it is over, and the host is far ahead."""
 
 REDUCED: Mapping[int, float] = {1: 461.5, 2: 436.1, 4: 219.1, 8: 192.7, 16: 188.4, 32: 194.2, 64: 177.4}
 GATHERED: Mapping[int, float] = {1: 264.9, 2: 226.3, 4: 229.4, 8: 178.5, 16: 126.7, 32: 77.0, 64: 44.4}
@@ -95,6 +103,15 @@ class Llama:
         each = self.block + 2 * CONTEXT * self.width
         return 6 * (self.layers * each + VOCABULARY * self.width) * SEQUENCES * CONTEXT
 
+    def counted(self, plan: Plan) -> int:
+        """Of a step, as the published utilisation counts them."""
+        return self.flops if self.tied and plan.pp == 1 else self.counted_most
+
+    @property
+    def counted_most(self) -> int:
+        """The same where embedding and head are two."""
+        return self.flops + 6 * VOCABULARY * self.width * SEQUENCES * CONTEXT
+
 
 MODELS = {
     "1.34": Llama(16, 2048, 32, 8192, tied=True),
@@ -105,38 +122,70 @@ MODELS = {
 """By billions of parameters, as nanotron's script for these runs builds them."""
 
 
+class Copied(torch.autograd.Function):
+    """A tensor that is copied so many times on its way, and its gradient on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: int, backward: int) -> Tensor:
+        """The same values."""
+        ctx.times = backward
+        for _ in range(forward):
+            x = x.clone()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """The same values."""
+        (gradient,) = gradients
+        for _ in range(ctx.times):
+            gradient = gradient.clone()
+        return gradient, None, None
+
+
+def copied(x: Tensor, *, forward: int, backward: int) -> Tensor:
+    """Copied so many times."""
+    output: Tensor = Copied.apply(x, forward, backward)
+    return output
+
+
 class Gated(nn.Module):
-    """An MLP with a gate."""
+    """An MLP with a gate: one product for both, whose gradients are put together again."""
 
     def __init__(self, model: Llama) -> None:
         super().__init__()
-        self.gate = nn.Linear(model.width, model.hidden, bias=False)
-        self.up = nn.Linear(model.width, model.hidden, bias=False)
+        self.gate_up = nn.Linear(model.width, 2 * model.hidden, bias=False)
         self.down = nn.Linear(model.hidden, model.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., width) to the same."""
-        output: Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
+        gate, up = copied(self.gate_up(x), forward=0, backward=1).chunk(2, dim=-1)
+        output: Tensor = self.down(functional.silu(gate) * up)
         return output
 
 
-class Rotation(nn.Module):
-    """A rotation in one kernel: everything is read once and written once."""
+class Attention(nn.Module):
+    """Causal attention: queries, keys and values are put one after another, keys and values once more, then rotated."""
 
-    table: Tensor
-
-    def __init__(self, width: int) -> None:
+    def __init__(self, model: Llama) -> None:
         super().__init__()
-        self.register_buffer("table", torch.empty(CONTEXT, width), persistent=False)
+        self.head_width = model.width // model.heads
+        self.heads = (model.heads, model.heads, model.heads)
+        self.qkv = nn.Linear(model.width, 3 * model.width, bias=False)
+        self.projection = nn.Linear(model.width, model.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, heads, T, width) to the same: without values it is all one what they are."""
-        turned: Tensor = x * self.table.to(x.dtype)
-        return turned
+        """(B, T, width) to the same."""
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+        q, k, v = copied(qkv, forward=1, backward=1).split(self.heads, dim=1)
+        k, v = (copied(each, forward=2, backward=1) for each in (k, v))
+        # A rotation is one kernel, which reads everything once and writes it once.
+        mixed = functional.scaled_dot_product_attention(q * 1.0, k * 1.0, v, is_causal=True)
+        output: Tensor = self.projection(mixed.transpose(1, 2).flatten(2))
+        return output
 
 
 def build(model: Llama) -> nn.Module:
-    """The reference model, whose norms are one kernel, with gated MLPs and rotations that are."""
+    """The reference model, whose norms are one kernel, with nanotron's attention and MLP."""
     config = GPTConfig(
         vocabulary=VOCABULARY,
         context=CONTEXT,
@@ -148,15 +197,15 @@ def build(model: Llama) -> nn.Module:
     )
     made = GPT(config)
     for block in made.blocks:
-        block.mlp = Gated(model)
-        block.get_submodule("attention").register_module("rotary", Rotation(config.head_width))
+        block.attention, block.mlp = Attention(model), Gated(model)
     return made
 
 
 def subject(model: Llama, *, sequences: int = SEQUENCES) -> Subject:
     """The model and a step's batch, without values."""
     tokens = torch.empty(sequences, CONTEXT, dtype=torch.long, device="meta")
-    return Subject(partial(build, model), next_token_loss, (tokens, tokens), options=Options(clip_norm=1.0))
+    options = Options(clip_norm=1.0, tensor_rules={"blocks.*.mlp.gate_up": "first sections=2"})
+    return Subject(partial(build, model), next_token_loss, (tokens, tokens), options=options)
 
 
 def begins(model: Llama, stages: int) -> tuple[str, ...]:
@@ -212,10 +261,12 @@ def plan_of(line: Mapping[str, str]) -> Plan:
 def machines(nodes: int) -> Cluster:
     """Theirs, as nanotron uses them."""
     base = parse_cluster(f"{nodes}x8 h100")
-    rates = {"all_reduce": REDUCED[nodes], "reduce_scatter": REDUCED[nodes] / 2, "all_gather": GATHERED[nodes]}
-    each = {kind: ((MEASURED_WITH / base.adapters, 1e9 * rate / base.adapters),) for kind, rate in rates.items()}
+    buses = {"all_reduce": REDUCED[nodes], "reduce_scatter": REDUCED[nodes] / 2, "all_gather": GATHERED[nodes]}
+    each = {kind: ((MEASURED_WITH / base.adapters, 1e9 * rate / base.adapters),) for kind, rate in buses.items()}
     free = {"cat": math.inf, "copy_": math.inf}
-    device = dataclasses.replace(base.device, fused=1.0, rates={**base.device.rates, **free})
+    products = dataclasses.replace(base.device.products, best=BEST)
+    rates = {**base.device.rates, **free}
+    device = dataclasses.replace(base.device, fused=1.0, rates=rates, launch=LAUNCH, products=products)
     return dataclasses.replace(base, device=device, between=dataclasses.replace(base.between, collectives=each))
 
 
@@ -223,13 +274,19 @@ def told(model: Llama, prediction: Prediction) -> Figures:
     """What nanotron takes for a plan, of what this project would.
 
     Where this project reduces and scatters gradients, which `machines` prices as reducing them to every rank, ZeRO 1
-    there begins after the last backward: what was hidden comes on top, and so does what it does beside.
+    there begins after the last backward: what was hidden comes on top, and so does what it does beside. Seconds are as
+    long as the published utilisation makes them where embedding and head are two, for that is what the runs were ranked
+    by.
     """
     figures, plan, cluster = figures_of(prediction), prediction.rehearsal.plan, prediction.cluster
     exposed, dp = dict(figures.exposed), plan.dp or 1
-    slower = (EARLIER - 1.0) * figures.compute if plan.pp == 1 else 0.0
     tensors, count = fullest_stage(model, plan)
     memory, seconds = figures.memory, figures.seconds
+    tokens = SEQUENCES * CONTEXT // (dp * plan.microbatches)
+    if plan.tp > 1:
+        memory += LATE * 2 * tokens * model.width
+    if plan.pp == 1:
+        memory += 4 * tokens * VOCABULARY // plan.tp
     if dp > 1 and plan.zero == 0:
         memory += 2 * count
     elif dp > 1:
@@ -237,7 +294,8 @@ def told(model: Llama, prediction: Prediction) -> Figures:
         beside = tensors * dp * cluster.device.kernel + passing(cluster, size=CLIPPED * count * (1 - 1 / dp))
         exposed["dp"] = max(exposed.get("dp", 0.0), open_.get("dp", 0.0)) + beside
     late = sum(exposed.values()) - sum(figures.exposed.values())
-    return dataclasses.replace(figures, seconds=seconds + slower + late, memory=memory, exposed=exposed)
+    ranked = (seconds + late) * model.counted_most / model.counted(plan)
+    return dataclasses.replace(figures, seconds=ranked, memory=memory, exposed=exposed)
 
 
 def passing(cluster: Cluster, *, size: float) -> float:

@@ -51,6 +51,7 @@ def checked() -> None:
         plan = f"tp={tp} sequence_parallel=1 precision=bf16 wire=fp32"
         rehearsal = rehearse(subject(model, sequences=sequences), plan=plan, ranks=tp, device="cuda")
         seconds = told(model, predict(rehearsal, cluster=cluster)).seconds
+        seconds *= model.flops / model.counted_most
         measured = model.flops * sequences / SEQUENCES / tp / rate
         print(
             f"{plan}, {sequences} sequences: {seconds:.3f} s, measured {measured:.3f} s, {seconds / measured - 1:+.1%}"
@@ -86,18 +87,20 @@ def table(numbers: Path, *, effort: Effort) -> list[str]:
         slower = published.figures.seconds / chosen.figures.seconds - 1
         same = chosen.plan == published.plan
         good[line["params_B"]].append(same or (fits and slower <= WITHIN))
-        measured = MODELS[line["params_B"]].flops / (int(line["gpus"]) * PEAK * float(line["mfu_pct"]) / 100)
+        model = MODELS[line["params_B"]]
+        measured = model.counted(published.plan) / (int(line["gpus"]) * PEAK * float(line["mfu_pct"]) / 100)
+        true = [one.figures.seconds * model.counted(one.plan) / model.counted_most for one in (published, chosen)]
         verdict = "the choice" if same else f"{100 * slower:+.1f} %{'' if fits else ', does not fit'}"
         cells = (
             f"{line['params_B']} B",
             line["gpus"],
             f"`{_short(published)}`",
             f"{measured:.3f} s",
-            f"{published.figures.seconds:.3f} s",
+            f"{true[0]:.3f} s",
             line["memory_GB"],
             f"{(published.figures.memory - cluster.device.own) / 2**30:.2f}",
             f"`{_short(chosen)}`",
-            f"{chosen.figures.seconds:.3f} s",
+            f"{true[1]:.3f} s",
             verdict,
         )
         rows.append(f"| {' | '.join(cells)} |")
