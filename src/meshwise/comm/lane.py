@@ -54,6 +54,7 @@ class Call(Work):
     def __init__(self, world: World, *, stamp: Stamp, lane: Lane) -> None:
         super().__init__(world, stamp=stamp)
         self.stamp = stamp
+        self.tag = stamp.tag
         self.lane = lane
         self.others = lane.others
 
@@ -122,7 +123,7 @@ class Lane:
         else:
             places = [self._place(x) for x in call.gives]
             self._held.append(call)
-        self._own.note(number, tag=call.stamp.tag, places=places)
+        self._own.note(number, tag=call.tag, places=places)
         self._posted = number + 1
         self._due.append(call)
         self._own.publish_posted(number + 1)
@@ -143,9 +144,10 @@ class Lane:
     def finish(self, call: Call) -> None:
         """Block until the results of the call are in place and nobody uses its tensors any more."""
         self._catch_up(call.number)
-        for index in call.users:
-            self._await_done(call, index, call.number)
-        call.end()
+        if not call.brings:
+            for index in call.users:
+                self._await_done(call, index, call.number)
+            call.end()
 
     def tidy(self) -> None:
         """Let go of the tensors of calls that everyone has done."""
@@ -256,7 +258,7 @@ class Lane:
     def _is_there(self, index: int, call: Call) -> bool:
         """Whether that rank has made the same call. One that made another is waited for: the hang report tells."""
         side = self._sides[index] or self._side(index)
-        return side is not None and side.has_posted(call.number, tag=call.stamp.tag)
+        return side is not None and side.has_posted(call.number, tag=call.tag)
 
     def _is_over_or_there(self, index: int, call: Call) -> bool:
         """The same, or this rank has come by and done its part, after which the record may be another call's."""
