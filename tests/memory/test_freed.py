@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from meshwise.memory.freed import settle
+from meshwise.memory.freed import kept, settle
 
 SIZE = 64 << 20
 _SERVER = multiprocessing.get_context("forkserver")
@@ -18,10 +18,18 @@ pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), r
 
 def pages_of_one_more(environment: dict[str, str], keep: bool, answers: "multiprocessing.SimpleQueue[int]") -> None:
     """Take memory twice, freed in between, in a process with such settings: the pages that the second time costs."""
-    for name in [name for name in os.environ if name.startswith("MALLOC_")]:
-        del os.environ[name]
+    forget_settings()
     os.environ.update(environment)
     settle(keep=keep)
+    answers.put(pages_of_the_second_time())
+
+
+def forget_settings() -> None:
+    for name in [name for name in os.environ if name.startswith("MALLOC_")]:
+        del os.environ[name]
+
+
+def pages_of_the_second_time() -> int:
     library = ctypes.CDLL(None)
     library.malloc.restype = ctypes.c_void_p
     library.free.argtypes = [ctypes.c_void_p]
@@ -30,7 +38,16 @@ def pages_of_one_more(environment: dict[str, str], keep: bool, answers: "multipr
         held = library.malloc(ctypes.c_size_t(SIZE))
         ctypes.memset(held, 1, SIZE)
         library.free(held)
-    answers.put(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def pages_inside_and_after(answers: "multiprocessing.SimpleQueue[int]") -> None:
+    """The same while what is freed is kept, and after that."""
+    forget_settings()
+    with kept():
+        inside = pages_of_the_second_time()
+    answers.put(inside)
+    answers.put(pages_of_the_second_time())
 
 
 @pytest.mark.parametrize(
@@ -41,8 +58,18 @@ def test_what_is_freed_is_kept_where_that_is_asked_for_and_the_environment_says_
     environment: dict[str, str], keep: bool, comes_again: bool
 ) -> None:
     answers: multiprocessing.SimpleQueue[int] = _SERVER.SimpleQueue()
-    process = _SERVER.Process(target=pages_of_one_more, args=(environment, keep, answers))
+    finished(_SERVER.Process(target=pages_of_one_more, args=(environment, keep, answers)))
+    assert (answers.get() > SIZE // resource.getpagesize() // 2) == comes_again
+
+
+def test_what_is_freed_is_kept_for_a_while() -> None:
+    answers: multiprocessing.SimpleQueue[int] = _SERVER.SimpleQueue()
+    finished(_SERVER.Process(target=pages_inside_and_after, args=(answers,)))
+    most = SIZE // resource.getpagesize() // 2
+    assert answers.get() < most < answers.get()
+
+
+def finished(process: "multiprocessing.process.BaseProcess") -> None:
     process.start()
     process.join()
     assert process.exitcode == 0
-    assert (answers.get() > SIZE // resource.getpagesize() // 2) == comes_again

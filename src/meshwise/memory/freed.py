@@ -13,13 +13,17 @@ a quarter more on the last rank of a pipeline, which has the scores.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+from collections.abc import Iterator, Sequence
 
 from meshwise.comm.world import World
 
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # M_TRIM_THRESHOLD, … of malloc.h
 _MOST = 2**31 - 1
+# What glibc comes to by itself, at most, where large tensors are freed; and what it begins with.
+_ORDINARY = ((_TRIM_THRESHOLD, 64 << 20), (_MMAP_THRESHOLD, 32 << 20), (_MMAP_MAX, 65536))
 _SETTINGS = ("MALLOC_", "GLIBC_TUNABLES")
 
 
@@ -28,14 +32,30 @@ def settle(*, keep: bool) -> None:
 
     What the environment says about the C library's allocator is left as it is. Other libraries do it by themselves.
     """
+    _settle([(_TRIM_THRESHOLD, _MOST), (_MMAP_MAX, 0)] if keep else [])
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Inside, what is freed is kept, as in a training that has its shape, for what is timed there to take as long; then
+    it goes back to the system.
+    """
+    settle(keep=True)
+    try:
+        yield
+    finally:
+        _settle(_ORDINARY)
+
+
+def _settle(options: Sequence[tuple[int, int]]) -> None:
     library = ctypes.CDLL(None)
     trim = getattr(library, "malloc_trim", None)
     if trim is None:
         return
     trim(0)
-    if keep and not any(name.startswith(_SETTINGS) for name in os.environ):
-        library.mallopt(_TRIM_THRESHOLD, _MOST)
-        library.mallopt(_MMAP_MAX, 0)
+    if not any(name.startswith(_SETTINGS) for name in os.environ):
+        for option, value in options:
+            library.mallopt(option, value)
 
 
 def settle_rank(world: World) -> None:

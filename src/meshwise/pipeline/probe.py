@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from meshwise.memory.freed import kept
 from meshwise.model.birth import without_values
 from meshwise.model.blocks import Patterns, Piece, partition
 from meshwise.model.copied import copied
@@ -93,7 +94,8 @@ def _seen(
         seen = _run(model, call, found, followed, timed=timed and is_bare(model), parts=parts)
     if not timed or is_bare(model):
         return seen
-    runs = [_run(model, call, found, Provenance(), timed=True, parts=parts) for _ in range(ROUNDS)]
+    with kept():
+        runs = [_run(model, call, found, Provenance(), timed=True, parts=parts) for _ in range(ROUNDS)]
     costs = typical(runs, model=model)
     return dataclasses.replace(seen, steps=_with_costs(seen.steps, costs.steps), tail=costs.tail)
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
+from meshwise.memory.freed import kept
 from meshwise.model.birth import without_values
 from meshwise.model.copied import copied
 from meshwise.model.forward import Left
@@ -166,18 +167,23 @@ def _named(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 def probe_trace(model: nn.Module, *, trace: Trace, call: Call, timed: bool = False) -> Seen:
     """Run a model's trace once, or more often to take times, as `call(model)` calls the model. See `probe`."""
-    runs = []
     buffers = {buffer: without_values(buffer) for buffer in model.buffers()} if is_bare(model) else {}
-    for _ in range(ROUNDS if timed and not is_bare(model) else 1):
+    clocked = timed and not is_bare(model)
+
+    def run() -> Seen:
         watched = copied(model, tensors={parameter: parameter for parameter in model.parameters()} | buffers)
         first = {id(parameter): name for name, parameter in model.named_parameters()}
         watch = _Watch(watched, trace, names=first, timed=timed)
         watched.forward = watch.forward
         with torch.random.fork_rng(), torch.enable_grad():
             result = call(watched)
-        tail = watch.since.to(result) if timed and not is_bare(model) else 0.0
-        runs.append(dataclasses.replace(watch.seen(), tail=tail))
-    return typical(runs, model=model)
+        tail = watch.since.to(result) if clocked else 0.0
+        return dataclasses.replace(watch.seen(), tail=tail)
+
+    if not clocked:
+        return typical([run()], model=model)
+    with kept():
+        return typical([run() for _ in range(ROUNDS)], model=model)
 
 
 def steps_of(graph: fx.Graph) -> list[fx.Node]:
