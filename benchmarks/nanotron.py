@@ -20,8 +20,8 @@ Sources: [s], huggingface/nanotron, of which branch nouamane/bench2 (67c5ebb6) s
                of its 1,218 runs of 15 % or more [p]
     memory     as much as any published row holds; the loss has its scores once more in fp32 [s]
 
-Fitted on the runs of the smallest model on one node, by their tokens per second and memory [p]: `LAUNCH`, `BEST` and
-`LATE`. Prices are else `h100` as it is shipped.
+Fitted on the runs of the smallest model on one node, by their tokens per second and memory [p]: `LAUNCH`, `LATE`, and
+the part of the peak that products reach on `h100`. Prices are else `h100` as it is shipped.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ _NODE = 8
 PEAK = 989e12
 """Of an H100 in bf16, which the published utilisation is of."""
 
-LAUNCH, BEST = 70e-6, 0.6
-"""Seconds that their host takes to start an operation; the part of the peak that large products reach in their runs."""
+LAUNCH = 70e-6
+"""Seconds that their host takes to start an operation."""
 
 LATE = 64
 """Activations of a whole micro-batch that collectives of tp have let go and that no other tensor gets yet: what another
@@ -264,9 +264,7 @@ def machines(nodes: int) -> Cluster:
     buses = {"all_reduce": REDUCED[nodes], "reduce_scatter": REDUCED[nodes] / 2, "all_gather": GATHERED[nodes]}
     each = {kind: ((MEASURED_WITH / base.adapters, 1e9 * rate / base.adapters),) for kind, rate in buses.items()}
     free = {"cat": math.inf, "copy_": math.inf}
-    products = dataclasses.replace(base.device.products, best=BEST)
-    rates = {**base.device.rates, **free}
-    device = dataclasses.replace(base.device, fused=1.0, rates=rates, launch=LAUNCH, products=products)
+    device = dataclasses.replace(base.device, fused=1.0, rates={**base.device.rates, **free}, launch=LAUNCH)
     return dataclasses.replace(base, device=device, between=dataclasses.replace(base.between, collectives=each))
 
 
