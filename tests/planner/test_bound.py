@@ -137,3 +137,15 @@ def test_a_thinner_model_sounds_the_same() -> None:
     assert found.names[2:7] == tuple(f"blocks.{number}" for number in range(5))
     assert found.like == (0, 1, 2, 3, 3, 3, 4, 5, 6)
     assert len(found.model.get_submodule("blocks")) == 3  # type: ignore[arg-type]
+
+
+def test_what_the_first_of_the_blocks_does_is_not_counted_for_all() -> None:
+    """With sequence parallelism it splits the tokens, and gathers their gradient."""
+    deep = dataclasses.replace(subject(), model=lambda: GPT(dataclasses.replace(CONFIG, layers=12)))
+    found = Pieces.of(deep, source=shapes_of(deep.model, seed=0))
+    assert found is not None
+    plan = Plan.parse("tp=4 sequence_parallel=1 precision=bf16")
+    own = sound(deep, pieces=found, way=Way.of(plan, batch=BATCH, pieces=found.count), cluster=CLUSTER)
+    figures = bound(plan, sounding=own, cut=found.stages(()), cluster=CLUSTER, exact=True)
+    truth = figures_of(predict(rehearse(deep, plan=plan, ranks=4, device="cuda"), cluster=CLUSTER))
+    assert 0.8 * truth.exposed["tp"] < figures.exposed["tp"] <= truth.exposed["tp"]

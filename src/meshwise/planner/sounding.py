@@ -289,13 +289,13 @@ def sound(subject: Subject, *, pieces: Pieces, way: Way, cluster: Cluster) -> So
     memory = memory_of(rehearsal)
     tied = {stage for stages in pieces.cut.ties.values() for stage in sorted(stages)[1:]}
     steps = [rehearsal.step(index) for index in range(plan.pp)]
-    alike = Counter(id(tape) for tape in rehearsal.tapes)
+    many, alike = Counter(pieces.like), Counter(id(tape) for tape in rehearsal.tapes)
     found: list[Piece] = []
     known: dict[int, Piece] = {}
     for index, (tape, step) in enumerate(zip(rehearsal.tapes, steps, strict=True)):
         key = id(tape)
         if key not in known:
-            told = _Told(prices, glue=_glue(steps, index), alone=alike[key] == 1)
+            told = _Told(prices, glue=_glue(steps, index), alone=alike[key] == many[index] == 1)
             piece = told.piece(step, rest=memory[index].rest)
             known[key] = dataclasses.replace(piece, states={}, update=0.0) if index in tied else piece
         found.append(known[key])

@@ -1,7 +1,8 @@
 """Which ranks of a pipeline do the same, so that one of them is rehearsed for all.
 
 Two stages are alike when they run modules of the same classes with parameters of the same shapes, receive and send as
-many values, and hold nothing that another stage holds too. The first and the last stage are like no other.
+many values, and hold nothing that another stage holds too. The first and the last stage are like no other; and where
+the stream is cut at the first of a list of blocks and put together behind the last, nor are the stages that have these.
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ from torch import nn
 from meshwise.pipeline.action import Schedule
 from meshwise.pipeline.cut import Cut
 
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
-def alike(model: nn.Module, *, cut: Cut | None, schedule: Schedule) -> tuple[int, ...]:
-    """For each rank along pp, the first one that is like it. Without a cut between modules, every rank is its own."""
+
+def alike(model: nn.Module, *, cut: Cut | None, schedule: Schedule, ends: bool) -> tuple[int, ...]:
+    """For each rank along pp, the first one that is like it. Without a cut between modules, every rank is its own.
+
+    `ends`: the first and the last of a list of blocks do more than the others.
+    """
     if cut is None or cut.trace is not None:
         return tuple(range(schedule.ranks))
-    kinds = [_kind(model, cut, stage) for stage in range(cut.stages)]
+    kinds = [_kind(model, cut, stage, ends=ends) for stage in range(cut.stages)]
     first: dict[Hashable, int] = {}
     return tuple(
         first.setdefault(tuple(kinds[stage] for stage in schedule.stages_of(rank)), rank)
@@ -26,7 +32,7 @@ def alike(model: nn.Module, *, cut: Cut | None, schedule: Schedule) -> tuple[int
     )
 
 
-def _kind(model: nn.Module, cut: Cut, stage: int) -> Hashable:
+def _kind(model: nn.Module, cut: Cut, stage: int, *, ends: bool) -> Hashable:
     tied = any(stage in stages for stages in cut.ties.values())
     if stage in (0, cut.stages - 1) or tied:
         return stage
@@ -35,7 +41,15 @@ def _kind(model: nn.Module, cut: Cut, stage: int) -> Hashable:
         len(cut.crossing[stage - 1]),
         len(cut.crossing[stage]),
         tuple(_shapes(model.get_submodule(name)) for name in cut.modules[start:stop]),
+        tuple(_end(model, name) for name in cut.modules[start:stop]) if ends else (),
     )
+
+
+def _end(model: nn.Module, name: str) -> Hashable:
+    """Whether a module is the first and whether it is the last of a list."""
+    around, _, own = name.rpartition(".")
+    names = list(model.get_submodule(around)._modules)
+    return (own == names[0], own == names[-1]) if isinstance(model.get_submodule(around), _LISTS) else ()
 
 
 def _shapes(module: nn.Module) -> Hashable:

@@ -243,7 +243,8 @@ def _kinds(source: Source, schedule: Schedule, plan: Plan, options: Options) -> 
     if cut.trace is None:
         at = tuple(cut.keys[bound] for bound in cut.bounds[1:-1])
         options = dataclasses.replace(options, cut=dataclasses.replace(options.cut, at=at, made=cut))
-    return alike(source.module, cut=cut, schedule=schedule), options
+    ends = bool(plan.sequence_parallel) or plan.tp_mode != "1d"
+    return alike(source.module, cut=cut, schedule=schedule, ends=ends), options
 
 
 def schedule_of(plan: Plan) -> Schedule:
