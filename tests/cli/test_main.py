@@ -45,6 +45,12 @@ def test_help_of_a_command_ends_well(capsys: pytest.CaptureFixture[str]) -> None
     assert "--restarts" in told
 
 
+@pytest.mark.parametrize("words", ["doctor", "bench collectives", "bench calibrate"])
+def test_no_ranks_are_not_the_default(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words.split(), "--ranks", "0"]) == 2
+    assert "ranks = 0 has to be at least 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["verify", "simulate", "plan"])
 def test_a_command_that_does_not_train_offers_no_restarts(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from meshwise.comm import World, connect, launch, run, torchrun_line
+from meshwise.comm.forked import starting
 from meshwise.testing import Processes
 
 pytestmark = pytest.mark.processes
@@ -213,6 +215,15 @@ def test_no_rank_outlives_its_launcher(end: str, send: Callable[[int, int], None
     assert all_gone(ranks)
     said = [line for line in errors.splitlines() if "resource_tracker" not in line and "warnings.warn" not in line]
     assert said == (["stopped by Ctrl-C; all ranks have ended"] if end == "SIGINT" else []), errors
+
+
+def test_the_server_of_the_ranks_is_deaf_to_ctrl_c() -> None:
+    """It would tell where in its imports it was."""
+    if starting().get_start_method() != "forkserver":
+        pytest.skip("ranks are started one by one")
+    status = Path(f"/proc/{vars(forkserver._forkserver)['_forkserver_pid']}/status").read_text()
+    blocked = next(line.split()[1] for line in status.splitlines() if line.startswith("SigBlk"))
+    assert int(blocked, 16) >> (signal.SIGINT - 1) & 1
 
 
 def joins(world: World) -> tuple[list[float], bool]:

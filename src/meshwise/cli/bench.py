@@ -18,7 +18,7 @@ from meshwise.bench.plot import plot, require_matplotlib
 from meshwise.bench.sizes import parse_size
 from meshwise.bench.tables import as_csv, as_json, as_table
 from meshwise.cli import calibrate, disk
-from meshwise.cli.ranks import MOST_BY_DEFAULT, chosen
+from meshwise.cli.ranks import MOST_BY_DEFAULT, asked, chosen
 from meshwise.comm import World, run, torchrun_line
 from meshwise.train.counted import counted
 from meshwise.train.flags import parse_flags
@@ -106,7 +106,7 @@ def _ranks(flags: Collectives) -> int:
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
     gpus = torch.cuda.device_count() if flags.device != "cpu" else 0
-    return flags.ranks or gpus or max(2, min(MOST_BY_DEFAULT, os.cpu_count() or 1))
+    return asked(flags.ranks) or gpus or max(2, min(MOST_BY_DEFAULT, os.cpu_count() or 1))
 
 
 def _sweep(flags: Collectives, size: int) -> Sweep:

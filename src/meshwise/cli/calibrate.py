@@ -13,7 +13,7 @@ import torch
 
 from meshwise.bench.calibrate import Calibrated, Effort, calibrate
 from meshwise.bench.sizes import parse_size
-from meshwise.cli.ranks import MOST_BY_DEFAULT, chosen
+from meshwise.cli.ranks import MOST_BY_DEFAULT, asked, chosen
 from meshwise.comm import World, run, torchrun_line
 from meshwise.simulate.cluster import to_table
 from meshwise.train.flags import parse_flags
@@ -85,4 +85,4 @@ def _ranks(flags: Calibration) -> int:
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
     gpus = torch.cuda.device_count() if flags.device != "cpu" else 0
-    return flags.ranks or gpus or max(1, min(MOST_BY_DEFAULT, os.cpu_count() or 1))
+    return asked(flags.ranks) or gpus or max(1, min(MOST_BY_DEFAULT, os.cpu_count() or 1))

@@ -12,6 +12,7 @@ from rich.markup import escape
 from meshwise.bench.doctor import Report, consult_job, consult_local
 from meshwise.bench.machine import table
 from meshwise.bench.talk import Talk
+from meshwise.cli.ranks import asked
 from meshwise.train.flags import parse_flags
 from meshwise.train.screen import Screen
 
@@ -40,7 +41,7 @@ def main(words: Sequence[str]) -> int:
         elif not report.healthy:
             _tell_problems(console, report, prefix=f"rank {os.environ['RANK']}: ")
     else:
-        report = consult_local(ranks=flags.ranks, seconds=3 * flags.seconds)
+        report = consult_local(ranks=asked(flags.ranks), seconds=3 * flags.seconds)
         _tell(console, report)
     return 0 if report.healthy else 1
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from meshwise.comm.torch_world import Comm
 from meshwise.plan import AXES
-from meshwise.train.job import Job
+from meshwise.train.job import Job, JobError
 
 MOST_BY_DEFAULT = 4
 """Local ranks that `dp=auto` fills when nobody says how many; more than a laptop's cores would only slow it down."""
@@ -17,6 +17,13 @@ MOST_BY_DEFAULT = 4
 def chosen(comm: Comm | Literal["threads"]) -> Comm | None:
     """What `--comm` asks of a run: None leaves it to the environment."""
     return comm if comm == "local" or comm == "gloo" else None
+
+
+def asked(ranks: int | None) -> int | None:
+    """The local ranks that were asked for. Raises JobError for none."""
+    if ranks is not None and ranks < 1:
+        raise JobError(f"ranks = {ranks} has to be at least 1")
+    return ranks
 
 
 def local_ranks(job: Job) -> int:

@@ -14,10 +14,12 @@ launcher hands it down (`Surroundings`), and whether the launcher lives a rank l
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
+import signal
 from collections.abc import Sequence
-from multiprocessing import context, reduction, util
+from multiprocessing import context, forkserver, reduction, resource_tracker, util
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any
@@ -25,17 +27,36 @@ from typing import Any
 import torch
 
 _PRELOADED = ("torch._dynamo", "meshwise.comm.launch")  # an optimizer imports torch._dynamo
+_OF_THE_TERMINAL = (signal.SIGINT,)
 _STREAMS = (1, 2)
 _TOLD_BY_TORCH = ("RANK", "WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT")
 
 
 def starting() -> ForkServerContext | SpawnContext:
-    """How multiprocessing starts ranks here."""
+    """How multiprocessing starts ranks here. Their server runs then, until this process ends. It is deaf to Ctrl-C:
+    an import that is interrupted would only tell where it was.
+    """
     if torch.cuda.is_available() or "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     forking = multiprocessing.get_context("forkserver")
     forking.set_forkserver_preload(list(_PRELOADED))
+    resource_tracker.ensure_running()  # which would hear it again when it starts
+    heard = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_TERMINAL)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, heard)
+    atexit.unregister(_end_server)
+    atexit.register(_end_server)
     return forking
+
+
+def _end_server() -> None:
+    """By itself it ends with this process, too, but not before it has imported everything."""
+    pid = vars(forkserver._forkserver).get("_forkserver_pid")
+    with contextlib.suppress(ProcessLookupError):
+        if pid is not None:
+            os.kill(pid, signal.SIGTERM)
 
 
 class Surroundings:
@@ -60,6 +81,7 @@ class Surroundings:
             given = stream.detach()
             os.dup2(given, number)
             os.close(given)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_THE_TERMINAL)
         os.environ.update(self._environment)
         os.chdir(self._folder)
         atexit._clear()  # what the server has to do at its end

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import signal
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -69,6 +70,7 @@ class Workers:
 
 
 def _child(connection: Connection, work: Callable[[], Any]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the search's: it ends its children
     gc.disable()  # to look for garbage takes a third of the time, and there is little until the process ends
     connection.send(_outcome(work))
 
