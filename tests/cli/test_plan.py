@@ -1,6 +1,7 @@
 """`meshwise plan`: a job and a cluster in, the quickest plans out; and what a run says when it was planned."""
 
 import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -8,8 +9,12 @@ import pytest
 from rich.console import Console
 
 from meshwise.cli.main import main
+from meshwise.cli.plan import _closest
 from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
+from meshwise.plan import Plan
+from meshwise.planner.bound import Figures
+from meshwise.planner.search import Candidate, Rung, Survey
 from meshwise.train.config import from_toml
 from meshwise.train.job import Job
 from meshwise.train.loop import train
@@ -64,6 +69,14 @@ def test_it_tells_json(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [one["plan"] for one in said["best"]] == ["dp=2"]
     assert said["considered"] == said["rehearsed"] == said["proven"] == 1
     assert job.read_text() == JOB
+
+
+def test_where_nothing_that_was_rehearsed_works_it_says_so() -> None:
+    survey = Survey(limit=8.0, rehearsals=1)
+    survey.note(Candidate(Plan.parse("dp=2 tp=4"), Rung.REHEARSED, Figures(memory=2), refused="2 heads are fewer"))
+    survey.note(Candidate(Plan.parse("dp=8"), Rung.TIMED, Figures(memory=2)))
+    told = "none of the 1 plans that were rehearsed works for this model: 2 heads are fewer\n.* may: --rehearsals 2"
+    assert re.fullmatch(told, _closest(survey))
 
 
 def test_where_nothing_fits_it_names_the_closest_and_what_is_missing(

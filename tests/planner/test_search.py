@@ -115,7 +115,8 @@ def test_a_reason_is_told_once_for_all_plans_that_it_refuses() -> None:
     survey = Survey(limit=1.0)
     for ranks, zero in ((4, 0), (4, 1), (8, 0)):
         plan = Plan.parse(f"dp=2 tp={ranks} zero={zero}")
-        said = f"blocks.0 has 2 heads, and '{plan}' shares them out over {ranks} ranks: they are fewer. Nearest: tp=2"
+        cut = f"{plan} partition=params"
+        said = f"blocks.0 has 2 heads, and '{cut}' shares them out over {ranks} ranks: they are fewer. Nearest: tp=2"
         survey.note(Candidate(plan, Rung.REHEARSED, Figures(seconds=float(ranks + zero)), refused=said))
     parts = "found no part for these parameters:\n  up.weight  (4, 4)  (why)\n  up.bias  (4)\nState them in the rules"
     survey.note(Candidate(Plan.parse("dp=3 tp=2"), Rung.REHEARSED, refused=parts))

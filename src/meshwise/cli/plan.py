@@ -176,6 +176,12 @@ def _closest(survey: Survey) -> str:
     if not tried:
         reasons = sorted({one.refused for one in survey.candidates.values()})
         return f"no plan works for this model: {reasons[0]}"
+    if any(map(survey.fits, tried)):
+        reasons = sorted({one.refused for one in survey.candidates.values() if one.refused})
+        return (
+            f"none of the {survey.rehearsals} plans that were rehearsed works for this model: {reasons[0]}\nOthers "
+            f"were not rehearsed and may: --rehearsals {2 * survey.rehearsals}"
+        )
     one = min(tried, key=lambda one: (one.figures.memory, one.figures.seconds))
     missing = one.figures.memory - survey.limit
     needs = "needs" if one.rehearsed else "needs at least"

@@ -118,6 +118,6 @@ def _furthest(candidates: Sequence[Candidate], survey: Survey, reason: str) -> C
 def _unplanned(one: Candidate) -> str:
     """A refusal in one line, without the plan, so that those with the same reason are told once."""
     message = re.sub(r"the plan '[^']*' cannot work(?: for this model)?: ", "", one.refused)
-    message = message.replace(f"'{one.plan}'", "the plan")
+    message = re.sub(r"'(?:\w+=[^' ]+ ?)+'", "the plan", message)  # with a cut of its own it is another than `one.plan`
     told = " ".join(word for line in message.splitlines()[:2] for word in line.split())
     return told.split(". ")[0].split("; ")[0]
