@@ -116,13 +116,16 @@ def test_collectives_work_in_the_backward_of_each_rank() -> None:
 
 
 def test_another_size_is_reported_with_both_parties() -> None:
+    called = threading.Semaphore(0)
+
     def main(world: World) -> None:
-        x = torch.ones(4 if world.rank == 2 else 3)
         if world.rank < 2:
-            world.all_reduce(x, axes="rank").wait()
+            work = world.all_reduce(torch.ones(3), axes="rank")
+            called.release()
+            work.wait()
         else:
-            time.sleep(0.1)
-            world.all_reduce(x, axes="rank").wait()
+            assert all(called.acquire(timeout=60) for _ in range(2))
+            world.all_reduce(torch.ones(4), axes="rank").wait()
 
     assert fails(main).splitlines() == [
         "the ranks called different collectives:",
