@@ -286,6 +286,34 @@ def digests_agree_and_the_stamps_say_what_was_called(world: World) -> None:
         assert len(set(view.exchange(view.digest(axes), axes=axes))) == 1
 
 
+def tensors_are_what_they_read_as(world: World) -> None:
+    """Torch conjugates and negates when a tensor is read: its memory holds something else."""
+    view = world.over(MESH)
+    group = view.group("tp")
+
+    def held(rank: int) -> Tensor:
+        return torch.complex(torch.arange(6.0), torch.full((6,), 1.0 + rank)).conj()
+
+    own, other = held(world.rank), 1 - group.index
+    expected = [held(rank).resolve_conj() for rank in group.ranks]
+    parts, into, received = torch.empty_like(torch.stack(expected)), own[:3].clone(), own.clone()
+    view.all_gather(own, into=parts, axes="tp").wait()
+    equal(parts, torch.stack(expected))
+    view.reduce_scatter(own, into=into, axes="tp").wait()
+    equal(into, (expected[0] + expected[1]).chunk(2)[group.index])
+    view.all_to_all([own, own], into=list(parts.zero_()), axes="tp").wait()
+    equal(parts, torch.stack(expected))
+    for work in (view.send(own, axis="tp", to=other), view.recv(received, axis="tp", source=other)):
+        work.wait()
+    equal(received, expected[other])
+    negative = torch.empty(2)
+    view.all_gather(own[:1].imag, into=negative, axes="tp").wait()
+    assert negative.tolist() == [-1.0 - rank for rank in group.ranks]
+    for written in (own, own[:1].imag):
+        with pytest.raises(ValueError, match="resolve_conj"):
+            view.all_reduce(written, axes="tp")
+
+
 def bad_calls_are_refused_before_anything_moves(world: World) -> None:
     view = world.over(MESH)
     x, whole = torch.ones(4), torch.ones(8)
@@ -327,6 +355,7 @@ MAINS = (
     barriers,
     parameters_are_no_matter_for_autograd,
     digests_agree_and_the_stamps_say_what_was_called,
+    tensors_are_what_they_read_as,
     bad_calls_are_refused_before_anything_moves,
 )
 

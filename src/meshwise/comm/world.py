@@ -204,7 +204,7 @@ class World(abc.ABC):
         stamp = self._stamp("all_gather", group, into)
         parts = split(into, group.size)
         fit(x, part=parts[group.index])
-        return self._all_gather(stamp, group, flat(x), parts)
+        return self._all_gather(stamp, group, flat(x, given=True), parts)
 
     def reduce_scatter(self, x: Parts, *, into: Tensor, axes: Axes, op: str = "sum") -> Work:
         """Reduce the parts of `x` and keep this rank's. `into` may be the very slice of `x` where it belongs."""
@@ -213,7 +213,7 @@ class World(abc.ABC):
         if group.size == 1:
             return _copy(x, into)
         stamp = self._stamp("reduce_scatter", group, x, how=op)
-        parts = split(x, group.size)
+        parts = split(x, group.size, given=True)
         fit(into, part=parts[group.index])
         return self._reduce_scatter(stamp, group, parts, (flat(into), op))
 
@@ -223,7 +223,7 @@ class World(abc.ABC):
         if group.size == 1:
             return _copy(x, into)
         stamp = self._stamp("all_to_all", group, x)
-        parts, targets = split(x, group.size), split(into, group.size)
+        parts, targets = split(x, group.size, given=True), split(into, group.size)
         fit(parts[group.index], part=targets[group.index])
         return self._all_to_all(stamp, group, parts, targets)
 
@@ -239,7 +239,7 @@ class World(abc.ABC):
             assert into is not None, "the target of a gather passes `into`"
             parts = split(into, group.size)
             fit(x, part=parts[target])
-        return self._gather(stamp, group, flat(x), (parts, target))
+        return self._gather(stamp, group, flat(x, given=True), (parts, target))
 
     def scatter(self, x: Parts | None, *, into: Tensor, axes: Axes, source: int = 0) -> Work:
         """The source's parts, one to each rank; `x` is None elsewhere."""
@@ -251,7 +251,7 @@ class World(abc.ABC):
         parts = None
         if group.index == source:
             assert x is not None, "the source of a scatter passes `x`"
-            parts = split(x, group.size)
+            parts = split(x, group.size, given=True)
             fit(into, part=parts[source])
         return self._scatter(stamp, group, (parts, source), flat(into))
 
@@ -259,7 +259,7 @@ class World(abc.ABC):
         """Send to group index `to` along one axis; messages between two ranks arrive in the order they were sent."""
         group = self.group(axis)
         stamp = self._stamp("send", line(group, source=group.index, target=to), x, how=f"to {to}")
-        return self._send(stamp, group, flat(x), to)
+        return self._send(stamp, group, flat(x, given=True), to)
 
     def recv(self, x: Tensor, *, axis: str, source: int) -> Work:
         """Receive into `x` from group index `source` along one axis."""
@@ -387,7 +387,7 @@ class World(abc.ABC):
 
 def _copy(x: Parts, into: Parts) -> Work:
     """The collective of a group of one."""
-    [source], [target] = split(x, 1), split(into, 1)
+    [source], [target] = split(x, 1, given=True), split(into, 1)
     fit(source, part=target)
     put(source, into=target)
     return Work()
