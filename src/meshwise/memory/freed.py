@@ -16,20 +16,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import threading
 from collections.abc import Iterator, Sequence
 
 from meshwise.comm.world import World
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # M_TRIM_THRESHOLD, … of malloc.h
 _MOST = 2**31 - 1
-_KEEPING = ((_TRIM_THRESHOLD, _MOST), (_MMAP_MAX, 0))
 # What glibc comes to by itself, at most, where large tensors are freed; and what it begins with.
 _ORDINARY = ((_TRIM_THRESHOLD, 64 << 20), (_MMAP_THRESHOLD, 32 << 20), (_MMAP_MAX, 65536))
 _SETTINGS = ("MALLOC_", "GLIBC_TUNABLES")
-
-_keeps = threading.Event()
-"""Set once this process keeps what it frees for good."""
 
 
 def settle(*, keep: bool) -> None:
@@ -37,21 +32,19 @@ def settle(*, keep: bool) -> None:
 
     What the environment says about the C library's allocator is left as it is. Other libraries do it by themselves.
     """
-    if keep:
-        _keeps.set()
-    _settle(_KEEPING if keep else ())
+    _settle([(_TRIM_THRESHOLD, _MOST), (_MMAP_MAX, 0)] if keep else [])
 
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
     """Inside, what is freed is kept, as in a training that has its shape, for what is timed there to take as long; then
-    it goes back to the system, unless a training of this process keeps it.
+    it goes back to the system.
     """
-    _settle(_KEEPING)
+    settle(keep=True)
     try:
         yield
     finally:
-        _settle(() if _keeps.is_set() else _ORDINARY)
+        _settle(_ORDINARY)
 
 
 def _settle(options: Sequence[tuple[int, int]]) -> None:
