@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -81,6 +82,10 @@ def total(world: World, offset: float) -> tuple[float, torch.Tensor, int, str]:
     return x.item(), torch.full((2,), world.rank), torch.get_num_threads(), type(world).__name__
 
 
+def kept_from_the_collector(_: World) -> int:
+    return gc.get_freeze_count()
+
+
 def script(folder: Path, body: str) -> Path:
     path = folder / "script.py"
     path.write_text(STARTING + body)
@@ -145,6 +150,10 @@ def test_run_returns_what_main_returned_by_rank(monkeypatch: pytest.MonkeyPatch)
     assert [result[3] for result in results] == ["GlooWorld"] * SIZE, "as it was told"
     assert signal.getsignal(signal.SIGINT) is handler
     assert dict(os.environ) == environment
+
+
+def test_a_rank_collects_no_garbage_among_what_it_was_born_with() -> None:
+    assert min(run(SIZE, kept_from_the_collector)) > 10_000
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -85,6 +86,7 @@ class Surroundings:
         os.environ.update(self._environment)
         os.chdir(self._folder)
         atexit._clear()  # what the server has to do at its end
+        gc.freeze()  # what the server imported stays: a collection would walk all of it, and copy its pages
         # A forked process does not come to Python's own end.
         util.Finalize(None, atexit._run_exitfuncs, exitpriority=-1)
 
