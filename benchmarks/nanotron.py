@@ -1,7 +1,8 @@
 """nanotron as a model, a cluster and a price: how the runs of the ultra-scale playbook worked, by its sources.
 
 Sources: [s], huggingface/nanotron, of which branch nouamane/bench2 (67c5ebb6) started those runs, and c2528430;
-[p], the playbook's own pages, as kept in vinjn/nanotron-ultrascale-playbook@924e4d0b.
+[p], the playbook's own pages, as kept in vinjn/nanotron-ultrascale-playbook@924e4d0b; [e], nccl-tests on the same kind
+of nodes, p5.48xlarge, crazyguitar/aws-gpu-communication-benchmark@fd167f97: data/nccl_all_reduce.csv.
 
     kernels    norms and rotations are one kernel each (Triton, flash-attn), nothing else is fused; queries, keys and
                values are copied to lie one after another, keys and values once more; gate and up are one product [s]
@@ -9,7 +10,11 @@ Sources: [s], huggingface/nanotron, of which branch nouamane/bench2 (67c5ebb6) s
     tp         communicates beside products where it can, and gathers again backward (`tp_recompute_allgather`); tokens
                are the first dim, so what is gathered lies where it arrives and nothing is put together by copies [s]
     gradients  are added up and reduced in fp32 [s]
-    ZeRO 0     is DDP, with its buckets in bf16 beside: reductions are hidden behind the last backward [s]
+    ZeRO 0     is DDP, with its buckets in bf16 beside: reductions are hidden behind the last backward. A bucket is
+               full with 25 MiB in bf16, and is reduced in fp32 [s]: so messages have the size of one to five products
+    messages   over nodes are the slower the smaller they are: by the published shape for so many nodes [e], through
+               what their own cluster took for 1 GiB. Twice the nodes take twice the bytes as quickly (from 8 to 16 and
+               to 32 to within 6 %, median): so it is for 64, which are not published
     ZeRO 1     is not (`make_ddp`): after the last backward all gradients are reduced to every rank, normed and clipped
                whole on every rank, and parameters gathered with a copy for every tensor of every rank [s]
     adapters   as quick as their cluster moved 1 GiB over so many nodes, which every run measured before it began
@@ -48,7 +53,7 @@ from meshwise.planner.space import Space
 from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.reference.loss import next_token_loss
 from meshwise.simulate.clock import Prediction, predict
-from meshwise.simulate.cluster import Cluster, at, parse_cluster
+from meshwise.simulate.cluster import Cluster, Curve, at, parse_cluster
 from meshwise.simulate.rehearsal import Subject
 
 SEQUENCES, CONTEXT, VOCABULARY = 256, 4096, 131072
@@ -74,6 +79,21 @@ GATHERED: Mapping[int, float] = {1: 264.9, 2: 226.3, 4: 229.4, 8: 178.5, 16: 126
 
 MEASURED_WITH = 2**30
 """Bytes."""
+
+SIZES = tuple(32 * 2**20 * 2**n for n in range(9))
+BY_SIZE: Mapping[int, tuple[float, ...]] = {
+    1: (1.0,) * 9,
+    2: (147.32, 207.00, 305.13, 364.46, 395.99, 435.14, 445.05, 465.81, 477.71),
+    4: (95.38, 152.41, 229.48, 273.34, 278.41, 280.30, 347.57, 354.45, 356.99),
+    8: (86.74, 103.85, 156.33, 232.09, 272.62, 274.47, 278.15, 351.32, 355.36),
+    16: (74.85, 92.39, 129.20, 148.11, 223.80, 269.23, 270.91, 306.15, 356.27),
+    32: (66.34, 83.60, 115.78, 137.99, 156.83, 220.08, 269.47, 302.81, 321.10),
+    64: (66.34, 66.34, 83.60, 115.78, 137.99, 156.83, 220.08, 269.47, 302.81),
+}
+"""Bus bandwidth in GB/s of an all-reduce of so many bytes over all GPUs of as many nodes [e]."""
+
+BUCKET = 25 * 2**20
+"""Bytes in bf16 that fill a bucket of DDP."""
 
 CLIPPED = 12
 """Bytes for each parameter that its gradient's norm and its product with a number read and write."""
@@ -261,23 +281,54 @@ def plan_of(line: Mapping[str, str]) -> Plan:
 def machines(nodes: int) -> Cluster:
     """Theirs, as nanotron uses them."""
     base = parse_cluster(f"{nodes}x8 h100")
-    buses = {"all_reduce": REDUCED[nodes], "reduce_scatter": REDUCED[nodes] / 2, "all_gather": GATHERED[nodes]}
-    each = {kind: ((MEASURED_WITH / base.adapters, 1e9 * rate / base.adapters),) for kind, rate in buses.items()}
+    buses = {"reduce_scatter": REDUCED[nodes] / 2, "all_gather": GATHERED[nodes]}
+    each: dict[str, Curve] = {
+        kind: ((MEASURED_WITH / base.adapters, 1e9 * rate / base.adapters),) for kind, rate in buses.items()
+    }
+    shape = dict(zip(SIZES, BY_SIZE[nodes], strict=True))
+    unit = 1e9 * REDUCED[nodes] / shape[MEASURED_WITH] / base.adapters
+    each["all_reduce"] = tuple((size / base.adapters, rate * unit) for size, rate in shape.items())
     free = {"cat": math.inf, "copy_": math.inf}
     device = dataclasses.replace(base.device, fused=1.0, rates={**base.device.rates, **free}, launch=LAUNCH)
     return dataclasses.replace(base, device=device, between=dataclasses.replace(base.between, collectives=each))
 
 
+def in_buckets(cluster: Cluster, *, model: Llama, plan: Plan) -> Cluster:
+    """The cluster where an all-reduce of a block's gradients takes as long as DDP's buckets of them.
+
+    Buckets are filled in the order in which gradients come. Those of an embedding or a head are one bucket.
+    """
+    here = max(1, cluster.ranks_per_node // plan.tp)
+    curve = cluster.between.collectives["all_reduce"]
+    square, gated = model.width**2 // plan.tp, model.width * model.hidden // plan.tp
+    found = [0]
+    for words in (gated, 2 * gated, square, 3 * square) * model.layers:
+        if 2 * found[-1] >= BUCKET:
+            found.append(0)
+        found[-1] += words
+    took = sum(words / at(curve, size=4 * words / here) for words in found)
+    word = VOCABULARY * model.width // plan.tp
+    points = {model.block // plan.tp: sum(found) / took, word: at(curve, size=4 * word / here)}
+    curves = {"all_reduce": tuple(sorted((4 * words / here, rate) for words, rate in points.items()))}
+    between = dataclasses.replace(cluster.between, collectives={**cluster.between.collectives, **curves})
+    return dataclasses.replace(cluster, between=between)
+
+
 def told(model: Llama, prediction: Prediction) -> Figures:
     """What nanotron takes for a plan, of what this project would.
 
+    DDP's reductions are in buckets.
     Where this project reduces and scatters gradients, which `machines` prices as reducing them to every rank, ZeRO 1
     there begins after the last backward: what was hidden comes on top, and so does what it does beside. Seconds are as
     long as the published utilisation makes them where embedding and head are two, for that is what the runs were ranked
     by.
     """
-    figures, plan, cluster = figures_of(prediction), prediction.rehearsal.plan, prediction.cluster
-    exposed, dp = dict(figures.exposed), plan.dp or 1
+    plan, cluster = prediction.rehearsal.plan, prediction.cluster
+    dp = plan.dp or 1
+    if dp > 1 and plan.zero == 0:
+        prediction = predict(prediction.rehearsal, cluster=in_buckets(cluster, model=model, plan=plan))
+    figures = figures_of(prediction)
+    exposed = dict(figures.exposed)
     tensors, count = fullest_stage(model, plan)
     memory, seconds = figures.memory, figures.seconds
     tokens = SEQUENCES * CONTEXT // (dp * plan.microbatches)
