@@ -306,6 +306,14 @@ def tensors_are_what_they_read_as(world: World) -> None:
     for work in (view.send(own, axis="tp", to=other), view.recv(received, axis="tp", source=other)):
         work.wait()
     equal(received, expected[other])
+    for source in range(2):
+        x = own if group.index == source else own.clone()
+        view.broadcast(x, axes="tp", source=source).wait()
+        equal(x, expected[source])
+    summed = own.clone() if group.index == 0 else own
+    view.reduce(summed, axes="tp").wait()
+    if group.index == 0:
+        equal(summed, expected[0] + expected[1])
     negative = torch.empty(2)
     view.all_gather(own[:1].imag, into=negative, axes="tp").wait()
     assert negative.tolist() == [-1.0 - rank for rank in group.ranks]

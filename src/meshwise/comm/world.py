@@ -173,7 +173,7 @@ class World(abc.ABC):
         if group.size == 1:
             return Work()
         stamp = self._stamp("broadcast", group, x, how=f"from {source}")
-        return self._broadcast(stamp, group, flat(x), source)
+        return self._broadcast(stamp, group, flat(x, given=group.index == source), source)
 
     def reduce(self, x: Tensor, *, axes: Axes, target: int = 0, op: str = "sum") -> Work:
         """Reduce into the target's `x`; the other ranks' `x` is unspecified afterwards. op: sum, max or min."""
@@ -182,7 +182,7 @@ class World(abc.ABC):
         if group.size == 1:
             return Work()
         stamp = self._stamp("reduce", group, x, how=f"{op} to {target}")
-        return self._reduce(stamp, group, flat(x), (target, op))
+        return self._reduce(stamp, group, flat(x, given=group.index != target), (target, op))
 
     def all_reduce(self, x: Tensor, *, axes: Axes, op: str = "sum") -> Work:
         """Reduce in place on every rank, bit-identical on all of them. op: sum, max or min."""
