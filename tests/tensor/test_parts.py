@@ -63,6 +63,23 @@ class Around(nn.Module):
         return output
 
 
+class Waves(Around):
+    """The same over complex numbers, from the embedding on."""
+
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__(middle)
+        self.double()
+        for module in (self.middle, self.first, self.second, self.classifier):
+            for parameter in module.parameters():
+                parameter.data = torch.complex(parameter.data, parameter.data.flip(0))
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        x = self.embedding(numbers) * self.scale
+        x = self.middle(torch.complex(x, x))
+        output: Tensor = self.classifier(x + self.second(self.first(x).conj() * 1j))
+        return output
+
+
 class Transposed(nn.Module):
     """A linear stored (in, out), as GPT-2 has it."""
 
@@ -124,6 +141,28 @@ def test_the_variance_of_a_large_mean_is_not_lost() -> None:
         model.scale.fill_(1.0)
     norm = Part("norm", norm=Norm(centred=True, epsilon=1e-5))
     split_agrees(model, plan="tp=4 tp_mode=2d", parts=parts(norm), batch=(numbers(), loss), bound=1e-2)
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=2 sequence_parallel=1", "tp=4 tp_mode=2d"])
+def test_numbers_may_be_complex(plan: str) -> None:
+    def power(module: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+        total: Tensor = module(batch[0]).abs().square().sum()
+        return total
+
+    split_agrees(Waves(nn.Linear(WIDTH, WIDTH)), plan=plan, parts=parts(Part("single")), batch=(numbers(), power))
+
+
+def test_a_norm_of_complex_numbers_is_refused_where_features_are_split() -> None:
+    """Its formula is known of real numbers: of others it may be that of squares, or of absolute ones."""
+    chosen = parts(Part("norm", norm=Norm(centred=False, epsilon=1e-6)))
+
+    def main(world: World) -> None:
+        over, model = world.over(Plan.parse("tp=4 tp_mode=2d").mesh()), Waves(Rms(widen=False))
+        install(model, plan="tp=4 tp_mode=2d", world=over, parts=chosen)
+        with pytest.raises(ValueError, match="tp_mode=1d"):
+            model(numbers()[0])
+
+    run_threads(4, main)
 
 
 @EVERY_SCHEME

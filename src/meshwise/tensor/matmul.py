@@ -241,13 +241,13 @@ class _Multiply(torch.autograd.Function):
         for panel, (x_coming, w_coming) in zip(operation.panels, operands, strict=True):
             if for_x:
                 moved = operation.x_panel(panel).moved
-                dx = _product(dy, w_coming().t(), summed=moved, world=operation.world)
+                dx = _product(dy, w_coming().t().conj(), summed=moved, world=operation.world)
                 dxs.append(_reduce(dx, moved, world=operation.world))
             if for_bias and d_bias is None:
                 d_bias = own.flatten(0, -2).sum(0)
             operation.world.come_by()  # by now the others have given their dx: their part of the sum is not waited for
             if for_w:
-                dw = _outer(x_coming(), dy, within=operation.within)
+                dw = _outer(x_coming().conj(), dy, within=operation.within)
                 dws.append(_reduce(dw, operation.w_panel(panel).moved, world=operation.world))
         return _together(dxs, dim=-1), _together(dws, dim=operation.within), d_bias, None, None
 

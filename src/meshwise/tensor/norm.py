@@ -31,7 +31,12 @@ class SplitNorm:
     norm: Norm
 
     def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """(…, local features) to the same."""
+        """(…, local features) to the same. Raises ValueError for complex numbers, of which no formula is known."""
+        if x.is_complex():
+            raise ValueError(
+                "a norm is known by what it makes of real numbers, and these are complex; choose tp_mode=1d, where "
+                "every rank has all features and the norm is the model's own"
+            )
         wide = x.to(self.norm.statistics or (x.dtype if x.element_size() >= 4 else torch.float32))
         if wide.dtype == x.dtype or self.norm.centred:
             result: Tensor = _Normalise.apply(wide, weight, bias, self)
