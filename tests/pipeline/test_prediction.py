@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from meshwise.comm.world import World
 from meshwise.parallelize import Options, parallelize
+from meshwise.pipeline.absent import Absent
+from meshwise.pipeline.stage import Void
 from meshwise.plan import PlanError
 from meshwise.testing import agree, run
 
@@ -80,3 +82,12 @@ def test_what_the_loss_uses_is_returned() -> None:
 
     first, second = predicted(lambda hidden: hidden, "pp=2", loss)
     agree(first, second, bound=0.0)
+
+
+def test_when_it_is_over_nothing_is_followed_any_more() -> None:
+    void, like = Void(), torch.empty(2)
+    absent = Absent([void])
+    with absent:
+        during = void.like(like, device=like.device, fresh=False)
+    after = void.like(like, device=like.device, fresh=False)
+    assert (absent.names(during), absent.names(after)) == ("its output", "")

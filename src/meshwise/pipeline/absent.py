@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -36,8 +36,17 @@ class Absent(TorchDispatchMode):
     def __init__(self, voids: Iterable[Void]) -> None:
         super().__init__()
         self._found: dict[int, weakref.ref[Tensor]] = {}
-        for void in voids:
+        self._voids = tuple(voids)
+
+    def __enter__(self) -> Self:
+        for void in self._voids:
             void.told = self._note
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        for void in self._voids:
+            void.told = None
 
     def names(self, output: Any) -> str:
         """What of an output is absent, in words; nothing where all of it is there."""

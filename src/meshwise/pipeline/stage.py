@@ -263,17 +263,18 @@ class Opened:
 class Void:
     """NaN (of integers 0) in any shape, all in the same memory: a stage of a deep model returns it many times.
 
-    `told` is told of every tensor of it that is handed out.
+    `told`, where there is one, is told of every tensor of it that is handed out.
     """
 
     def __init__(self) -> None:
-        self.told: Callable[[Tensor], None] = lambda _tensor: None
+        self.told: Callable[[Tensor], None] | None = None
         self._flat: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def like(self, tensor: Tensor, *, device: torch.device, fresh: bool) -> Tensor:
         """NaN in the shape and dtype of a tensor; `fresh`, in memory of its own, that may be written to."""
         made = self._like(tensor, device=device, fresh=fresh)
-        self.told(made)
+        if self.told is not None:
+            self.told(made)
         return made
 
     def _like(self, tensor: Tensor, *, device: torch.device, fresh: bool) -> Tensor:
