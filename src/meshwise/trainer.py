@@ -194,7 +194,7 @@ class Trainer:
                 self._before.put_back()
         self._around.finish()
         if self._takes_shape:
-            settle_rank(self.world, lean=self.plan.zero == 0 and self._dealer.ranks > 1)
+            settle_rank(self.world, lean=self.plan.zero == 0 and self.plan.mesh().degree("dp") > 1)
             self._takes_shape = False
         self.world.journal.doing = ""
         seconds = time.perf_counter() - started
