@@ -26,9 +26,9 @@ from meshwise.pipeline.clock import StepClock
 from meshwise.pipeline.cut import Pairs, Where, Wish, cut_model
 from meshwise.pipeline.opening import inside
 from meshwise.pipeline.partition import CutError
-from meshwise.pipeline.probe import probe, typical
+from meshwise.pipeline.probe import probe
 from meshwise.pipeline.schedules import make_schedule
-from meshwise.pipeline.seen import Seen, Took
+from meshwise.pipeline.seen import Seen, Took, typical
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import agree, alone, outcome, run

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from statistics import median
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -37,7 +36,7 @@ from meshwise.pipeline.outside import Outside
 from meshwise.pipeline.parcel import Entrance
 from meshwise.pipeline.partition import CutError
 from meshwise.pipeline.provenance import Past, Provenance
-from meshwise.pipeline.seen import Seen, Step, Took
+from meshwise.pipeline.seen import Seen, Step, Took, typical
 from meshwise.tree import map_tensors, tensors
 
 Call = Callable[[nn.Module], Any]
@@ -132,41 +131,6 @@ def _run(
     finally:
         for module in pieces.values():  # which would hold this run's tensors until the next collection of garbage
             del module.forward
-
-
-def typical(runs: Sequence[Seen], *, model: nn.Module) -> Seen:
-    """The first of several runs of one model, with the median work of each step and of those that are like it.
-
-    Steps that are alike (blocks of one kind) do the same, so where their times differ, the machine did something else.
-    The least would be too little for many blocks beside one head: of more times, the least is less.
-    """
-    found: dict[Any, list[Took]] = {}
-    for run in runs:
-        for kind, step in _kinds(run.steps, model):
-            found.setdefault(kind, []).append(step.took)
-    medians = {
-        kind: Took(some[0].activations, median(one.work for one in some), median(one.between for one in some))
-        for kind, some in found.items()
-    }
-
-    def with_medians(steps: Sequence[Step], *within: Any) -> tuple[Step, ...]:
-        return tuple(
-            dataclasses.replace(step, took=medians[kind], inside=with_medians(step.inside, *kind))
-            for kind, step in _kinds(steps, model, *within)
-            if kind[:-1] == within
-        )
-
-    return dataclasses.replace(runs[0], steps=with_medians(runs[0].steps), tail=median(run.tail for run in runs))
-
-
-def _kinds(steps: Sequence[Step], model: nn.Module, *within: Any) -> Iterator[tuple[Any, Step]]:
-    """Each step, those inside of blocks too, with what is the same of steps that do the same."""
-    for place, step in enumerate(steps):
-        what = type(model.get_submodule(step.module)) if step.module else step.key.rstrip("_0123456789")
-        shapes = tuple(model.get_parameter(name).shape for name in step.parameters)
-        kind = (*within, (what, shapes, step.output, step.took.activations, place if within else 0))
-        yield kind, step
-        yield from _kinds(step.inside, model, *kind)
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:

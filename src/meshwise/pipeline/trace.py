@@ -36,10 +36,9 @@ from meshwise.pipeline.probe import (
     is_bare,
     on_meta,
     size,
-    typical,
 )
 from meshwise.pipeline.provenance import Past
-from meshwise.pipeline.seen import Seen, Step
+from meshwise.pipeline.seen import Seen, Step, typical
 from meshwise.tree import map_tensors, tensors
 
 OUTSIDE = ("placeholder", "get_attr", "output")
