@@ -141,7 +141,10 @@ MAKERS = """
     ContextVar local Lock RLock Condition Event Queue SimpleQueue count Generator
 """
 READ_ONLY = ("Mapping", "Sequence", "Collection", "Set", "AbstractSet", "Iterable")
-MEANT_TO_BE_SET = ("sys.excepthook",)
+MEANT_TO_BE_SET = (
+    "sys.excepthook",
+    "util.spawnv_passfds",  # for one call, in comm/forked.py: multiprocessing does not ask how its server is to start
+)
 OWN_OF_A_TENSOR = frozenset({"data", "grad", "requires_grad"})
 
 

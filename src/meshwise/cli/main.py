@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from meshwise.cli import bench, checkpoint, doctor, draw, plan, simulate, train, verify
+from meshwise.comm.forked import copied
 from meshwise.comm.journal import RanksDisagree
 from meshwise.comm.lost import RankLostError
 from meshwise.model.forward import LossError
@@ -33,21 +34,26 @@ _STDOUT = 1
 
 @dataclass(frozen=True)
 class Command:
-    """A command: one line for the overview, and the function that gets the words after its name."""
+    """A command: one line for the overview, the function that gets the words after its name, and whether that starts
+    ranks as processes.
+    """
 
     summary: str
     main: Callable[[Sequence[str]], int]
+    starts_ranks: bool = False
 
 
 COMMANDS: Mapping[str, Command] = {
-    "train": Command("train a job on local ranks, or under torchrun", train.main),
-    "verify": Command("prove that a plan is the same model, on a few steps of a job", verify.main),
+    "train": Command("train a job on local ranks, or under torchrun", train.main, starts_ranks=True),
+    "verify": Command("prove that a plan is the same model, on a few steps of a job", verify.main, starts_ranks=True),
     "simulate": Command("foretell what a plan takes, on ranks that need not be there", simulate.main),
     "plan": Command("choose the quickest plan for a cluster that need not be there", plan.main),
     "checkpoint": Command("list, show, check, compare and export checkpoints", checkpoint.main),
-    "bench": Command("measure the collectives of this machine, and all that a simulation needs of it", bench.main),
+    "bench": Command(
+        "measure the collectives of this machine, and all that a simulation needs of it", bench.main, starts_ranks=True
+    ),
     "draw": Command("draw schedules, cuts, meshes, and a step of a run as it was", draw.main),
-    "doctor": Command("examine this machine, and whether ranks can talk", doctor.main),
+    "doctor": Command("examine this machine, and whether ranks can talk", doctor.main, starts_ranks=True),
 }
 
 
@@ -55,7 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `meshwise` with these words (by default the process's own) and return the exit status."""
     try:
         try:
-            return _answer(list(sys.argv[1:] if arguments is None else arguments))
+            if arguments is not None:
+                return _answer(list(arguments))
+            _foresee(sys.argv[1:])
+            return _answer(sys.argv[1:])
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
@@ -63,6 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)  # for what Python still writes when it ends
         return 141
+
+
+def _foresee(words: Sequence[str]) -> None:
+    """Where this process is going to start ranks, and has only imported so far, let them be copies of it."""
+    if words and words[0] in COMMANDS and COMMANDS[words[0]].starts_ranks and "RANK" not in os.environ:
+        copied()
 
 
 def _answer(words: list[str]) -> int:

@@ -9,6 +9,9 @@ as an import may, cannot hand them on.
 
 What a process has from the one that starts it, a forked one has from the server, as it was when that started. So the
 launcher hands it down (`Surroundings`), and whether the launcher lives a rank learns from multiprocessing (`Launcher`).
+
+The server starts afresh, as its launcher may be in the middle of anything. A command that has done nothing but import
+may be copied instead (`copied`), which saves the seconds.
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
+import threading
+import warnings
 from collections.abc import Sequence
 from multiprocessing import context, forkserver, reduction, resource_tracker, util
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -50,6 +56,38 @@ def starting() -> ForkServerContext | SpawnContext:
     atexit.unregister(_end_server)
     atexit.register(_end_server)
     return forking
+
+
+def copied() -> None:
+    """Make the server that `starting` finds a copy of this process, whose modules need not be imported again. This
+    process has to have done nothing else yet: what else it had, every rank would have.
+    """
+    kept = util.spawnv_passfds
+    util.spawnv_passfds = _copy  # by which multiprocessing starts the server; were it by another, it would start afresh
+    try:
+        starting()
+    finally:
+        util.spawnv_passfds = kept
+
+
+def _copy(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
+    """What `spawnv_passfds` does with a program of Python, but in a copy of this process; its number."""
+    del path
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: those of OpenBLAS, which minds forks
+        pid = os.fork()
+    if pid:
+        return pid
+    try:
+        for number in {int(name) for name in os.listdir("/dev/fd")} - {0, *_STREAMS, *passfds}:  # noqa: PTH208 - numbers
+            with contextlib.suppress(OSError):  # one of them was what listed them
+                os.close(number)
+        vars(forkserver._forkserver)["_lock"] = threading.Lock()  # which the launcher holds just now
+        exec(args[-1], {})  # noqa: S102 - multiprocessing's own line, which ends when the launcher has ended
+    finally:
+        os._exit(1)
 
 
 def _end_server() -> None:

@@ -1,0 +1,50 @@
+"""The server that ranks are forked from: afresh, or a copy of a command that has done nothing but import."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwise.comm.forked import starting
+
+pytestmark = pytest.mark.processes
+
+ASKING = """
+import json, os, sys
+from multiprocessing import Pipe
+from meshwise.comm.forked import copied, starting
+
+def look(pipe, held, asker):
+    opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    pipe.send(("stringprep" in sys.modules, held in opened, os.getppid() != asker))
+
+if __name__ == "__main__":
+    held = open(sys.argv[1], "w")
+    import stringprep
+    if sys.argv[2] == "copied":
+        copied()
+    answers = []
+    for _ in range(2):
+        mine, theirs = Pipe()
+        process = starting().Process(target=look, args=(theirs, held.name, os.getpid()))
+        process.start()
+        theirs.close()
+        answers.append(mine.recv())
+        process.join()
+    print(json.dumps(answers), process.exitcode)
+"""
+
+
+@pytest.mark.parametrize("how", ["copied", "afresh"])
+def test_a_copied_server_has_what_was_imported_and_nothing_that_is_open(how: str, tmp_path: Path) -> None:
+    if starting().get_start_method() != "forkserver" or not Path("/proc/self/fd").is_dir():
+        pytest.skip("ranks are started one by one, or what a process has open is not told")
+    script = tmp_path / "asking.py"
+    script.write_text(ASKING)
+    command = [sys.executable, str(script), str(tmp_path / "held open"), how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    answers, _, status = done.stdout.rpartition(" ")
+    assert (done.stderr, int(status)) == ("", 0)
+    assert json.loads(answers) == [[how == "copied", False, True]] * 2
