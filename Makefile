@@ -25,6 +25,8 @@ demo: install  ## train a small GPT on the standard library's source, on 4 local
 	$(BIN)/meshwise train examples/demo.toml
 
 test grid test-gpu: export OMP_NUM_THREADS := 1
+# Empty is off. The suite starts some hundred processes, each of which would compile the whole package anew.
+test grid test-gpu: export PYTHONDONTWRITEBYTECODE :=
 
 test: install  ## the whole suite, three files at a time: some wait for processes while others compute
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
