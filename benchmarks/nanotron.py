@@ -6,7 +6,9 @@ of nodes, p5.48xlarge, crazyguitar/aws-gpu-communication-benchmark@fd167f97: dat
 
     kernels    norms and rotations are one kernel each (Triton, flash-attn), nothing else is fused; queries, keys and
                values are copied to lie one after another, keys and values once more; gate and up are one product [s]
-    cut        `build_model` fills a stage until its products pass its share; neither loss nor attention counts [s]
+    cut        `build_model` fills a stage until its products pass its share; neither loss nor attention counts [s].
+               Where they come to just the share, as in the smallest model only, its runs say that the stage is full:
+               with one block more, four of them would have held more than they had reserved
     tp         communicates beside products where it can, and gathers again backward (`tp_recompute_allgather`); tokens
                are the first dim, so what is gathered lies where it arrives and nothing is put together by copies [s]
     gradients  are added up and reduced in fp32 [s]
@@ -229,7 +231,11 @@ def subject(model: Llama, *, sequences: int = SEQUENCES) -> Subject:
 
 
 def begins(model: Llama, stages: int) -> tuple[str, ...]:
-    """What each stage but the first begins with, by nanotron's rule: what passes a stage's share ends it."""
+    """What each stage but the first begins with, by nanotron's rule: what passes a stage's share ends it.
+
+    So does what comes to just that share. That happens in the smallest model only, whose runs say so (docs/planner.md);
+    the source compares with >.
+    """
     costs = {"embedding": 0, **{f"blocks.{n}": model.block for n in range(model.layers)}, "norm": 0, "head": 0}
     costs["head"] = VOCABULARY * model.width
     found: list[str] = []
@@ -238,7 +244,7 @@ def begins(model: Llama, stages: int) -> tuple[str, ...]:
         if passed:
             found.append(name)
         total += cost
-        passed = total * stages > sum(costs.values()) * (len(found) + 1)
+        passed = total * stages >= sum(costs.values()) * (len(found) + 1)
     return tuple(found)
 
 
