@@ -11,7 +11,7 @@ of nodes, p5.48xlarge, crazyguitar/aws-gpu-communication-benchmark@fd167f97: dat
                with one block more, four of them would have held more than they had reserved
     tp         communicates beside products where it can, and gathers again backward (`tp_recompute_allgather`); tokens
                are the first dim, so what is gathered lies where it arrives and nothing is put together by copies [s]
-    gradients  are added up and reduced in fp32 [s]
+    gradients  are added up and reduced in fp32; those of one backward are all there, in bf16, until it is over [s]
     ZeRO 0     is DDP, with its buckets in bf16 beside: reductions are hidden behind the last backward. A bucket is
                full with 25 MiB in bf16, and is reduced in fp32 [s]: so messages have the size of one to five products
     messages   over nodes are the slower the smaller they are: by the published shape for so many nodes [e], through
@@ -25,7 +25,8 @@ of nodes, p5.48xlarge, crazyguitar/aws-gpu-communication-benchmark@fd167f97: dat
                not the head too; a tied one is two parameters where a pipeline has it on two stages. So the same
                utilisation is a longer step there. Tokens per second, which the page has too, say so in all but one
                of its 1,218 runs of 15 % or more [p]
-    memory     as much as any published row holds; the loss has its scores once more in fp32 [s]
+    memory     is what torch's allocator has reserved, as `reserved.py` puts it together [s]; there is as much of it as
+               any published row has reserved
 
 Fitted on the runs of the smallest model on one node, by their tokens per second and memory [p]: `LAUNCH`, `LATE`, and
 the part of the peak that products reach on `h100`. Prices are else `h100` as it is shipped.
@@ -56,7 +57,8 @@ from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.reference.loss import next_token_loss
 from meshwise.simulate.clock import Prediction, predict
 from meshwise.simulate.cluster import Cluster, Curve, at, parse_cluster
-from meshwise.simulate.rehearsal import Subject
+from meshwise.simulate.rehearsal import Rehearsal, Subject
+from reserved import Held, reserved
 
 SEQUENCES, CONTEXT, VOCABULARY = 256, 4096, 131072
 
@@ -99,9 +101,6 @@ BUCKET = 25 * 2**20
 
 CLIPPED = 12
 """Bytes for each parameter that its gradient's norm and its product with a number read and write."""
-
-TENSORS = 6
-"""Parameters of a block: two norms and four products."""
 
 
 @dataclass(frozen=True)
@@ -320,14 +319,15 @@ def in_buckets(cluster: Cluster, *, model: Llama, plan: Plan) -> Cluster:
     return dataclasses.replace(cluster, between=between)
 
 
-def told(model: Llama, prediction: Prediction) -> Figures:
+def told(model: Llama, prediction: Prediction, *, room: float = math.inf) -> Figures:
     """What nanotron takes for a plan, of what this project would.
 
     DDP's reductions are in buckets.
     Where this project reduces and scatters gradients, which `machines` prices as reducing them to every rank, ZeRO 1
     there begins after the last backward: what was hidden comes on top, and so does what it does beside. Seconds are as
     long as the published utilisation makes them where embedding and head are two, for that is what the runs were ranked
-    by.
+    by. Memory is what torch's allocator has reserved, as the runs report it. It gives back what nobody uses before it
+    takes more than `room`.
     """
     plan, cluster = prediction.rehearsal.plan, prediction.cluster
     dp = plan.dp or 1
@@ -335,22 +335,15 @@ def told(model: Llama, prediction: Prediction) -> Figures:
         prediction = predict(prediction.rehearsal, cluster=in_buckets(cluster, model=model, plan=plan))
     figures = figures_of(prediction)
     exposed = dict(figures.exposed)
-    tensors, count = fullest_stage(model, plan)
-    memory, seconds = figures.memory, figures.seconds
-    tokens = SEQUENCES * CONTEXT // (dp * plan.microbatches)
-    if plan.tp > 1:
-        memory += LATE * 2 * tokens * model.width
-    if plan.pp == 1:
-        memory += 4 * tokens * VOCABULARY // plan.tp
-    if dp > 1 and plan.zero == 0:
-        memory += 2 * count
-    elif dp > 1:
+    memory = held_at_most(model, prediction.rehearsal, room=room) + int(cluster.device.own)
+    if dp > 1 and plan.zero > 0:
+        words = max(parameters(model, plan), key=sum)
         open_ = predict(prediction.rehearsal, cluster=dataclasses.replace(cluster, overlap=False)).exposed
-        beside = tensors * dp * cluster.device.kernel + passing(cluster, size=CLIPPED * count * (1 - 1 / dp))
+        beside = len(words) * dp * cluster.device.kernel + passing(cluster, size=CLIPPED * sum(words) * (1 - 1 / dp))
         exposed["dp"] = max(exposed.get("dp", 0.0), open_.get("dp", 0.0)) + beside
     late = sum(exposed.values()) - sum(figures.exposed.values())
-    ranked = (seconds + late) * model.counted_most / model.counted(plan)
-    return dataclasses.replace(figures, seconds=ranked, memory=memory, exposed=exposed)
+    ranked = (figures.seconds + late) * model.counted_most / model.counted(plan)
+    return dataclasses.replace(figures, seconds=ranked, memory=max(memory, figures.memory), exposed=exposed)
 
 
 def passing(cluster: Cluster, *, size: float) -> float:
@@ -358,17 +351,26 @@ def passing(cluster: Cluster, *, size: float) -> float:
     return size / at(cluster.device.bandwidth, size=size)
 
 
-def fullest_stage(model: Llama, plan: Plan) -> tuple[int, int]:
-    """Tensors and parameters of a rank of the stage that has most."""
+def parameters(model: Llama, plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """Words of every parameter of a rank, stage by stage, in the order of the forward."""
     names = ["embedding", *(f"blocks.{n}" for n in range(model.layers)), "norm", "head"]
     bounds = [0, *map(names.index, begins(model, plan.pp)), len(names)]
-    found = []
-    for start, stop in itertools.pairwise(bounds):
-        own = names[start:stop]
-        blocks = sum(name.startswith("blocks") for name in own)
-        ends = {"embedding", "head"} & set(own)
-        words = 1 if model.tied and ends else len(ends)
-        found.append(
-            (blocks * TENSORS + words + 1, (blocks * model.block + words * VOCABULARY * model.width) // plan.tp)
-        )
-    return max(found, key=lambda pair: pair[1])
+    word, square, gated = VOCABULARY * model.width, model.width**2, model.width * model.hidden
+    block = (model.width, *(size // plan.tp for size in (3 * square, square)))
+    block = (*block, model.width, *(size // plan.tp for size in (2 * gated, gated)))
+    head = () if model.tied and plan.pp == 1 else (word // plan.tp,)
+    ends = {"embedding": (word // plan.tp,), "norm": (model.width,), "head": head}
+    stages = (names[start:stop] for start, stop in itertools.pairwise(bounds))
+    return tuple(tuple(size for name in own for size in ends.get(name, block)) for own in stages)
+
+
+def held_at_most(model: Llama, rehearsal: Rehearsal, *, room: float) -> int:
+    """Bytes that a rank has reserved at most. The first stage has most of activations, the last one the scores."""
+    plan = rehearsal.plan
+    tokens = SEQUENCES * CONTEXT // ((plan.dp or 1) * plan.microbatches)
+    late = (2 * tokens * model.width,) * LATE if plan.tp > 1 else ()
+    words = parameters(model, plan)
+    return max(
+        reserved(rehearsal, index=index, held=Held(words[index], plan.dp or 1, plan.zero, late), room=room)
+        for index in {0, plan.pp - 1}
+    )

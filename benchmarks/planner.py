@@ -62,7 +62,7 @@ def cell(line: dict[str, str], *, space: Space, cluster: Cluster, limit: float, 
     """The choice for a row of the table, and what is predicted of the published winner."""
     model = MODELS[line["params_B"]]
     with Searching(subject(model), cluster=cluster, space=space, limit=limit, effort=effort) as searching:
-        searching.told = partial(told, model)
+        searching.told = partial(told, model, room=limit - cluster.device.own)
         for _ in searching.run(tiers=False):
             pass
         return [searching.survey.best()[0], searching.rehearsed(plan_of(line))]
