@@ -36,7 +36,7 @@ from meshwise.planner.workers import Workers
 from meshwise.simulate.clock import Prediction, predict
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.memory import fullest
-from meshwise.simulate.rehearsal import Subject, rehearse, schedule_of
+from meshwise.simulate.rehearsal import Subject, find_stack, rehearse, schedule_of
 
 WHOLE: Mapping[str, Any] = MappingProxyType(
     {
@@ -157,7 +157,8 @@ class Searching:
         self.told = figures_of
         self._cluster, self._space, self._effort = cluster, space, effort
         self._source = shapes_of(subject.model, seed=subject.options.seed)
-        self._subject = dataclasses.replace(subject, model=self._source.module)
+        stack = find_stack(subject, source=self._source)
+        self._subject = dataclasses.replace(subject, model=self._source.module, stack=stack)
         self._pieces = Pieces.of(self._subject, source=self._source)
         self._space = dataclasses.replace(space, pieces=self._pieces.count) if self._pieces else space
         self._soundings: dict[Way, Sounding | None] = {}

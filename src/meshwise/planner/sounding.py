@@ -35,8 +35,9 @@ from meshwise.plan import Plan
 from meshwise.planner.space import rows_shared, splits_backward
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.memory import memory_of
+from meshwise.simulate.no_values import without_values
 from meshwise.simulate.price import Prices
-from meshwise.simulate.rehearsal import Subject, rehearse, without_values
+from meshwise.simulate.rehearsal import Subject, rehearse
 from meshwise.simulate.tape import Call, Category, Entry, Memory, Operation, Segment, Wait
 
 

@@ -5,20 +5,19 @@
 | ranks that differ in dp, tp or cp only | the first of them |
 | micro-batches but the first and the last | one of them |
 | steps after the first, which makes the optimizer's state | the second |
+| blocks of a stack, without a pipeline | a few; what each of them adds, others add (`growth.py`) |
 
 Whatever the code refuses, it refuses here, with the same words.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
-import re
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -43,8 +42,11 @@ from meshwise.pipeline.validate import in_flight
 from meshwise.plan import Plan
 from meshwise.plan.offload import Offload
 from meshwise.simulate.alike import alike
+from meshwise.simulate.growth import grown, lengthened
+from meshwise.simulate.no_values import told_of_values, without_values
 from meshwise.simulate.offloaded import at_update, beside
 from meshwise.simulate.recorder import Kernels, Memo, Operations, Recorder, as_if_on
+from meshwise.simulate.stack import Stack, all_alike, stack_of
 from meshwise.simulate.tape import Category, Memory, Segment, Tape
 from meshwise.simulate.world import RehearsalWorld, Stages
 from meshwise.tensor.rules import find_parts
@@ -72,6 +74,9 @@ class Subject:
     """Of the optimizer."""
 
     options: Options = field(default_factory=Options)
+
+    stack: Stack | None = None
+    """What `stack_of` has told of the model; it is not asked again."""
 
 
 @dataclass(frozen=True)
@@ -177,51 +182,41 @@ def rehearse(
     forward = without_values(subject.options.forward or default_forward)
     options = dataclasses.replace(subject.options, example=batch, forward=forward)
     source = shapes_of(subject.model, seed=options.seed)
-    with _told_of_values():
+    with told_of_values():
         like, options = _kinds(source, schedule, plan, options)
     subject_here = dataclasses.replace(subject, options=options, batch=batch, loss=without_values(subject.loss))
     part = _Part(subject_here, plan, _alike(schedule), source, device, Stages(like), shared)
-    ranks_run = sorted(set(like))
-    with ThreadPoolExecutor(len(ranks_run)) as threads:
-        futures = {index: threads.submit(part.tape, index) for index in ranks_run}
-    failures = [failure for failure in (future.exception() for future in futures.values()) if failure is not None]
-    for failure in sorted(failures, key=lambda one: isinstance(one, threading.BrokenBarrierError)):
-        with _told_of_values():
-            raise failure
+    tapes = (
+        _of_fewer(part, subject.stack or find_stack(subject, source=source)) if all_alike(plan, options=options) else ()
+    )
     tokens = next(tree.tensors(subject.batch)).numel()
-    return Rehearsal(plan, rows, tokens, schedule, tuple(futures[index].result() for index in like), device)
+    return Rehearsal(plan, rows, tokens, schedule, tapes or part.tapes(), device)
 
 
-_NO_VALUES = """\
-A rehearsal's tensors have no values, and the model seems to ask for some. Those of transformers do for their masks, but
-for attn_implementation='eager' with an attention_mask in the batch, and mixtures among them for their experts, but for
-experts_implementation='batched_mm'."""
+def find_stack(subject: Subject, *, source: Source) -> Stack:
+    """That of the subject's model, which is looked at without values."""
+    options = subject.options
+    run, batch = without_values(options.forward or default_forward), _shapes(subject.batch, rows=2)
+    return stack_of(source.module, batch=batch, forward=run, options=options.parameter_options)
 
 
-def is_of_values(error: RuntimeError) -> bool:
-    """Whether it says that a value was asked for which a tensor of a rehearsal does not have."""
-    return re.search(r"\bmeta\b", str(error), re.IGNORECASE) is not None
+def _of_fewer(part: _Part, stack: Stack) -> tuple[Tape, ...]:
+    """The tape of a rank that runs the whole model, from those of lower ones; none where these do not tell it.
 
+    Whatever the code refuses is refused of the model as it is.
+    """
 
-@contextlib.contextmanager
-def _told_of_values() -> Iterator[None]:
-    """What torch says of a value that is asked for and is not there, with what that means here."""
+    def run(count: int) -> Tape:
+        lower = shapes_of(stack.lowered(part.source.module, count=count), seed=part.subject.options.seed)
+        return dataclasses.replace(part, source=lower, stages=Stages((0,))).tapes()[0]
+
+    if not stack.count:
+        return ()
     try:
-        yield
-    except RuntimeError as error:
-        if is_of_values(error):
-            error.add_note(_NO_VALUES)
-        raise
-
-
-def without_values(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, in which a tensor that the user's code makes on no device in particular is where all others are."""
-
-    def run(*given: Any) -> Any:
-        with torch.device("meta"):
-            return call(*given)
-
-    return run
+        tape = lengthened(run, count=stack.count, longer=lambda three, more: grown(three, more=more))
+    except Exception:  # noqa: BLE001 -- the same is met again, or was of fewer blocks
+        return ()
+    return (tape,) if tape else ()
 
 
 def _kinds(source: Source, schedule: Schedule, plan: Plan, options: Options) -> tuple[tuple[int, ...], Options]:
@@ -286,7 +281,19 @@ class _Part:
     shared: bool
     memo: Memo = field(default_factory=Memo)
 
-    def tape(self, index: int) -> Tape:
+    def tapes(self) -> tuple[Tape, ...]:
+        """Of every rank along pp, that of the one which is rehearsed for it."""
+        like = self.stages.alike
+        ranks_run = sorted(set(like))
+        with ThreadPoolExecutor(len(ranks_run)) as threads:
+            futures = {index: threads.submit(self._tape_of, index) for index in ranks_run}
+        failures = [failure for failure in (future.exception() for future in futures.values()) if failure is not None]
+        for failure in sorted(failures, key=lambda one: isinstance(one, threading.BrokenBarrierError)):
+            with told_of_values():
+                raise failure
+        return tuple(futures[index].result() for index in like)
+
+    def _tape_of(self, index: int) -> Tape:
         """Be the first rank of those with this index along pp."""
         with self.stages.running():
             return self._tape(index)

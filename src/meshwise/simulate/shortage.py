@@ -26,7 +26,8 @@ from meshwise.optim.flat import OptimizerClass
 from meshwise.parallelize import Options
 from meshwise.plan import Plan, PlanError
 from meshwise.simulate.memory import fullest, memory_of
-from meshwise.simulate.rehearsal import Device, Subject, is_of_values, rehearse
+from meshwise.simulate.no_values import is_of_values
+from meshwise.simulate.rehearsal import Device, Subject, rehearse
 from meshwise.simulate.room import room_left
 from meshwise.simulate.tables import by_category, text
 

@@ -1,0 +1,41 @@
+"""What the tensors of a rehearsal do not have, and what is said where some code asks for it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_NO_VALUES = """\
+A rehearsal's tensors have no values, and the model seems to ask for some. Those of transformers do for their masks, but
+for attn_implementation='eager' with an attention_mask in the batch, and mixtures among them for their experts, but for
+experts_implementation='batched_mm'."""
+
+
+def is_of_values(error: RuntimeError) -> bool:
+    """Whether it says that a value was asked for which a tensor of a rehearsal does not have."""
+    return re.search(r"\bmeta\b", str(error), re.IGNORECASE) is not None
+
+
+@contextlib.contextmanager
+def told_of_values() -> Iterator[None]:
+    """What torch says of a value that is asked for and is not there, with what that means here."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_of_values(error):
+            error.add_note(_NO_VALUES)
+        raise
+
+
+def without_values(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, in which a tensor that the user's code makes on no device in particular is where all others are."""
+
+    def run(*given: Any) -> Any:
+        with torch.device("meta"):
+            return call(*given)
+
+    return run
