@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import eq, ge, gt, ne
 from typing import Any
 
@@ -30,13 +31,10 @@ class Refusal:
     def applies(self, plan: object) -> bool:
         """Whether every condition holds for `plan`. A degree that is not known yet (`auto`) meets none."""
         keys = keys_of(plan)
-        comparisons: Mapping[str, Callable[[Any, Any], bool]] = {">": gt, ">=": ge, "=": eq, "!=": ne}
-        for condition in self.when.split():
-            key, sign, bound = re.split(r"(>=|!=|>|=)", condition)
-            key, _, part = key.partition(".")
+        for key, part, holds, bound in _conditions(self.when):
             value = getattr(plan, key)
             value = getattr(Offload.parse(value), part) if part else value
-            if value is None or not comparisons[sign](value, bound if keys[key].words else int(bound)):
+            if value is None or not holds(value, bound if keys[key].words else int(bound)):
                 return False
         return True
 
@@ -52,6 +50,18 @@ class Refusal:
             factors = [int(name) if name.isdigit() else getattr(plan, name) for name in product.split("*")]
             changed[key] = None if None in factors else math.prod(factors)
         return changed
+
+
+@cache
+def _conditions(when: str) -> Sequence[tuple[str, str, Callable[[Any, Any], bool], str]]:
+    """The key, the part of its value, and what has to hold between that and a bound."""
+    comparisons: Mapping[str, Callable[[Any, Any], bool]] = {">": gt, ">=": ge, "=": eq, "!=": ne}
+    found = []
+    for condition in when.split():
+        key, sign, bound = re.split(r"(>=|!=|>|=)", condition)
+        key, _, part = key.partition(".")
+        found.append((key, part, comparisons[sign], bound))
+    return found
 
 
 COMPATIBILITY = (

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 
@@ -116,4 +118,9 @@ def is_path(value: object) -> bool:
 
 def keys_of(plan: Any) -> Mapping[str, Key]:
     """The keys of a plan, or of the class, in the order they are declared."""
-    return {item.name: item.metadata["key"] for item in dataclasses.fields(plan)}
+    return _keys_of(plan if isinstance(plan, type) else type(plan))
+
+
+@functools.cache
+def _keys_of(kind: type) -> Mapping[str, Key]:
+    return MappingProxyType({item.name: item.metadata["key"] for item in dataclasses.fields(kind)})

@@ -20,7 +20,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 
@@ -73,17 +73,17 @@ class _Stage:
     pieces: Sequence[Piece]
     launch: float
 
-    @property
+    @cached_property
     def forward(self) -> float:
         """Seconds, at least."""
         return self._seconds([piece.forward for piece in self.pieces])
 
-    @property
+    @cached_property
     def backward(self) -> float:
         """Seconds, at least."""
         return self._seconds([piece.backward for piece in self.pieces])
 
-    @property
+    @cached_property
     def weight(self) -> float:
         """Seconds of the second part of a backward, at least."""
         return self._seconds([piece.weight for piece in self.pieces])
@@ -103,7 +103,7 @@ class _Stage:
         """Seconds of them that it only waits."""
         return sum(work.waits for piece in self.pieces for work in (piece.forward, piece.backward, piece.weight))
 
-    @property
+    @cached_property
     def keeps(self) -> int:
         """Bytes from a forward to its backward."""
         return sum(piece.forward.keeps for piece in self.pieces)
@@ -297,9 +297,7 @@ class _Shard:
         if (self.plan.dp or 1) == 1:
             return 0.0
         size = sum(piece.states.get(Category.PARAMETERS, 0) for piece in stage.pieces) * self._used * width
-        return Prices(self.cluster).collective(
-            Call(Stamp(0, kind, ("dp",), (), "", int(size), ""), self.plan.mesh().group(0, axes=["dp"]))
-        )
+        return self._prices.collective(Call(Stamp(0, kind, ("dp",), (), "", int(size), ""), self._replicas))
 
     def link(self, stage: _Stage, number: int, rank_of: Sequence[int]) -> float:
         """Seconds of a message to the next stage."""
@@ -308,9 +306,17 @@ class _Shard:
         apart = self.plan.mesh().size // self.plan.pp
         ranks = (rank_of[number] * apart, rank_of[number + 1] * apart)
         stamp = Stamp(0, "send", ("pp",), (), "", stage.pieces[-1].sends, "")
-        return Prices(self.cluster).collective(Call(stamp, ranks))
+        return self._prices.collective(Call(stamp, ranks))
 
-    @property
+    @cached_property
+    def _prices(self) -> Prices:
+        return Prices(self.cluster)
+
+    @cached_property
+    def _replicas(self) -> tuple[int, ...]:
+        return self.plan.mesh().group(0, axes=["dp"])
+
+    @cached_property
     def _used(self) -> float:
         """The part of the parameters' bytes that is not masters."""
         record = precision_of(self.plan)

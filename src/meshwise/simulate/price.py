@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from meshwise.simulate.cluster import Cluster, Curve, at
@@ -36,6 +35,7 @@ class Prices:
     shift: int = 0
     """What to add to the ranks of a call: how far away the rank is that another one was rehearsed for."""
     _known: dict[Operation, float] = field(default_factory=dict)
+    _spread: dict[tuple[int, ...], int] = field(default_factory=dict, init=False)
 
     def seconds(self, operation: Operation) -> float:
         """Of one operation, once it is started."""
@@ -74,17 +74,19 @@ class Prices:
         steps = 1 if kind == SEND_RECV else math.ceil(math.log2(count))
         return self._latency(ranks) * steps + moved / self._rate(kind, size, ranks)
 
-    def crosses(self, ranks: Sequence[int]) -> bool:
+    def crosses(self, ranks: tuple[int, ...]) -> bool:
         """Whether ranks lie in more than one node."""
         return self._nodes(ranks) > 1
 
-    def _nodes(self, ranks: Sequence[int]) -> int:
-        return len({(rank + self.shift) // self.cluster.ranks_per_node for rank in ranks})
+    def _nodes(self, ranks: tuple[int, ...]) -> int:
+        if ranks not in self._spread:
+            self._spread[ranks] = len({(rank + self.shift) // self.cluster.ranks_per_node for rank in ranks})
+        return self._spread[ranks]
 
-    def _latency(self, ranks: Sequence[int]) -> float:
+    def _latency(self, ranks: tuple[int, ...]) -> float:
         return (self.cluster.between if self.crosses(ranks) else self.cluster.inside).latency
 
-    def _rate(self, kind: str, size: float, ranks: Sequence[int]) -> float:
+    def _rate(self, kind: str, size: float, ranks: tuple[int, ...]) -> float:
         """Bytes per second of one rank.
 
         A ring through several nodes enters and leaves each once for every adapter that its ranks there have, and each
