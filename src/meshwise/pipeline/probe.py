@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -154,6 +154,8 @@ class _Watch:
     ) -> None:
         self.timed, self.outside = timed, outside
         self.steps: list[Step] = []
+        self.counted: dict[Hashable, Took] = {}
+        """Of modules without values, by their kind: those that are alike do the same, and to count takes its time."""
         self.parameters = parameters
         self.followed = followed
         self.since = Tail(())
@@ -329,9 +331,21 @@ class _Inside:
 def _own_forward(module: nn.Module, key: str, watch: _Watch, *, inputs: tuple[Any, Any]) -> tuple[Any, Took, Past]:
     """What its class computes, whatever stands in place of its `forward`, what that took and what it has used."""
     run, parameters, held = partial(type(module).forward, module), list(module.parameters()), cut_off(inputs)
+    counts = watch.timed and any(tensor.is_meta for tensor in (*parameters, *tensors(held)))
+    kind = (*map(type, module.modules()), _kinds(parameters), _kinds(tensors(held)))
+    known = watch.counted.get(kind) if counts else None
     with watch.followed.inside(key, module=module), watch.followed.given(inputs, held=held, key=key):
-        output, took = alone(run, inputs=held, parameters=parameters, timed=watch.timed)
+        output, took = alone(run, inputs=held, parameters=parameters, timed=watch.timed and known is None)
+        if known is not None and known.activations != took.activations:
+            output, took = alone(run, inputs=held, parameters=parameters, timed=True)
+        elif counts:
+            took = watch.counted[kind] = known or took
         return output, took, watch.followed.used
+
+
+def _kinds(values: Iterable[Tensor]) -> Hashable:
+    """What operations on tensors follow from."""
+    return tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in values)
 
 
 def _described(value: Any) -> Any:

@@ -1,0 +1,41 @@
+"""Of a model without values, operations are counted in place of time."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwise.pipeline import probe as probing
+from meshwise.pipeline.alone import alone
+from meshwise.pipeline.probe import probe
+
+
+class Repeated(nn.Module):
+    """One matrix, applied so many times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+        self.linear = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = self.linear(x).tanh()
+        return x
+
+
+def test_operations_are_counted_once_of_pieces_that_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), *(Repeated(times) for times in (1, 1, 3, 1)))
+    counted: list[bool] = []
+
+    def watched(*given: Any, timed: bool, **named: Any) -> Any:
+        counted.append(timed)
+        return alone(*given, timed=timed, **named)
+
+    monkeypatch.setattr(probing, "alone", watched)
+    seen = probe(model, call=lambda model: model(torch.ones(2, 4)).sum(), timed=True)
+    product = 2 * 2 * 4 * 4
+    assert [step.took.work for step in seen.steps] == [2 * product, 3 * product, 3 * product, 9 * product, 3 * product]
+    assert counted == [True, True, False, False, True, False]
