@@ -30,7 +30,7 @@ from meshwise.dissent import Given, batch_digest, dissent_text
 from meshwise.memory.activations import Activations
 from meshwise.memory.around import Around
 from meshwise.memory.blocks import Blocks
-from meshwise.memory.freed import settle_rank
+from meshwise.memory.freed import lay_apart_rank, settle_rank
 from meshwise.memory.shortage import shortage_noted
 from meshwise.memory.tiers import Tiers
 from meshwise.microbatch import Dealer, MicroBatch
@@ -178,6 +178,8 @@ class Trainer:
         """
         started, began = time.perf_counter(), time.monotonic()
         self.world.journal.doing = "begin"
+        if self._takes_shape:
+            lay_apart_rank(self.world)
         self._engine.check_parameters()
         self._updating.begin()
         parts = self._dealer.cut(batch, local=local, total=total, parts=self.plan.microbatches)

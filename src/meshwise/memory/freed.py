@@ -1,9 +1,9 @@
 """What the C library does with memory that is freed, where tensors are in it (glibc, on a CPU).
 
 Until a training has its shape, all of it goes back to the system. The model's own memory, whose values the buckets have
-taken, goes in the midst of what stays; then the first step lays out the optimizer's state among the activations of that
-step. Between them are holes that later activations do not fit into, and that would count in every peak from then on:
-20 to 50 MB for each rank of a GPT of 34 million parameters.
+taken, goes in the midst of what stays; and the first step would lay out the optimizer's state among the activations of
+that step, with holes between them that later activations do not fit into and that count in every peak from then on. So
+in the first step whatever is large lies by itself: the heap has nothing in it but what that step frees.
 
 From then on every step takes what the step before has freed. Given back, it would come again page by page, each cleared
 by the system and missed by the processor: 35 000 to 85 000 pages in a step of the same ranks, 2 to 9 % of its time. The
@@ -28,6 +28,8 @@ _ORDINARY = ((_TRIM_THRESHOLD, 64 << 20), (_MMAP_THRESHOLD, 32 << 20), (_MMAP_MA
 # What is freed is kept, all of it or blocks below a size.
 _KEPT = ((_TRIM_THRESHOLD, _MOST), (_MMAP_MAX, 0))
 _LEAN = ((_TRIM_THRESHOLD, _MOST), (_MMAP_THRESHOLD, 8 << 20), (_MMAP_MAX, 65536))
+# Whatever is large lies by itself.
+_APART = ((_TRIM_THRESHOLD, 128 << 10), (_MMAP_THRESHOLD, 256 << 10), (_MMAP_MAX, 65536))
 _SETTINGS = ("MALLOC_", "GLIBC_TUNABLES")
 
 
@@ -62,6 +64,21 @@ def _settle(options: Sequence[tuple[int, int]]) -> None:
             library.mallopt(option, value)
 
 
+def lay_apart() -> None:
+    """From now on, until `settle`, give every large block memory of its own, which goes back when it is freed."""
+    _settle(_APART)
+
+
+def lay_apart_rank(world: World) -> None:
+    """`lay_apart` for a rank whose first step begins, where `settle_rank` after it keeps what is freed."""
+    if _keeps(world):
+        lay_apart()
+
+
 def settle_rank(world: World, *, lean: bool = False) -> None:
     """`settle` for a rank: one of several on CPUs is there for its training alone, and keeps what it frees."""
-    settle(keep=world.device.type == "cpu" and world.size > 1, lean=lean)
+    settle(keep=_keeps(world), lean=lean)
+
+
+def _keeps(world: World) -> bool:
+    return world.device.type == "cpu" and world.size > 1
