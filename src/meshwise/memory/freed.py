@@ -27,14 +27,14 @@ _MOST = 2**31 - 1
 _ORDINARY = ((_TRIM_THRESHOLD, 64 << 20), (_MMAP_THRESHOLD, 32 << 20), (_MMAP_MAX, 65536))
 # What is freed is kept, all of it or blocks below a size.
 _KEPT = ((_TRIM_THRESHOLD, _MOST), (_MMAP_MAX, 0))
-_LEAN = ((_TRIM_THRESHOLD, _MOST), (_MMAP_THRESHOLD, 8 << 20), (_MMAP_MAX, 65536))
+_LEAN = ((_TRIM_THRESHOLD, _MOST), (_MMAP_THRESHOLD, 16 << 20), (_MMAP_MAX, 65536))
 # Whatever is large lies by itself.
 _APART = ((_TRIM_THRESHOLD, 128 << 10), (_MMAP_THRESHOLD, 256 << 10), (_MMAP_MAX, 65536))
 _SETTINGS = ("MALLOC_", "GLIBC_TUNABLES")
 
 
 def settle(*, keep: bool, lean: bool = False) -> None:
-    """Give what is free back to the system, once; with `keep`, keep what is freed later, if `lean` below 8 MiB a block.
+    """Give what is free back to the system, once; with `keep`, keep what is freed later, `lean`: below 16 MiB a block.
 
     What the environment says about the C library's allocator is left as it is. Other libraries do it by themselves.
     """
