@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from meshwise.memory.freed import kept, settle
+from meshwise.memory.freed import kept, lay_apart, settle
 
 SIZE = 64 << 20
 _SERVER = multiprocessing.get_context("forkserver")
@@ -50,6 +50,45 @@ def pages_inside_and_after(answers: "multiprocessing.SimpleQueue[int]") -> None:
         inside = pages_of_the_second_time()
     answers.put(inside)
     answers.put(pages_of_the_second_time())
+
+
+class Mallinfo(ctypes.Structure):
+    """C's `struct mallinfo2`."""
+
+    _fields_ = [
+        ("arena", ctypes.c_size_t),
+        ("ordblks", ctypes.c_size_t),
+        ("smblks", ctypes.c_size_t),
+        ("hblks", ctypes.c_size_t),
+        ("hblkhd", ctypes.c_size_t),
+        ("usmblks", ctypes.c_size_t),
+        ("fsmblks", ctypes.c_size_t),
+        ("uordblks", ctypes.c_size_t),
+        ("fordblks", ctypes.c_size_t),
+        ("keepcost", ctypes.c_size_t),
+    ]
+
+
+def bytes_apart(asked: bool, answers: "multiprocessing.SimpleQueue[int]") -> None:
+    """How many bytes of a block lie outside of the heap, in a process that kept what it freed."""
+    forget_settings()
+    library = ctypes.CDLL(None)
+    library.malloc.restype = ctypes.c_void_p
+    library.mallinfo2.restype = Mallinfo
+    settle(keep=True)  # from here on blocks of any size lie in the heap
+    if asked:
+        lay_apart()
+    before = library.mallinfo2().hblkhd
+    library.malloc(ctypes.c_size_t(SIZE // 8))
+    answers.put(library.mallinfo2().hblkhd - before)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
+@pytest.mark.parametrize("asked", [False, True])
+def test_what_is_large_lies_by_itself_where_that_is_asked_for(asked: bool) -> None:
+    answers: multiprocessing.SimpleQueue[int] = _SERVER.SimpleQueue()
+    finished(_SERVER.Process(target=bytes_apart, args=(asked, answers)))
+    assert (answers.get() >= SIZE // 8) == asked
 
 
 @pytest.mark.parametrize(
