@@ -9,7 +9,7 @@ From then on every step takes what the step before has freed. Given back, it wou
 by the system and missed by the processor: 35 000 to 85 000 pages in a step of the same ranks, 2 to 9 % of its time. The
 price is memory: up to a tenth more at its peak where blocks of several sizes do not fit into one another's places, and
 a quarter more on the last rank of a pipeline, which has the scores. A replica that holds the whole of the model's state
-has no memory to spare and gives large blocks back all the same: 4 % less at its peak, for 2 to 4 % of a step.
+has no memory to spare and gives its largest blocks back all the same.
 """
 
 from __future__ import annotations
