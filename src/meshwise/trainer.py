@@ -7,6 +7,7 @@ With them every rank divides, clips, updates and refuses alike, and gradients of
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from meshwise.dissent import Given, batch_digest, dissent_text
 from meshwise.memory.activations import Activations
 from meshwise.memory.around import Around
 from meshwise.memory.blocks import Blocks
-from meshwise.memory.freed import lay_apart_rank, settle_rank
+from meshwise.memory.freed import shaping
 from meshwise.memory.shortage import shortage_noted
 from meshwise.memory.tiers import Tiers
 from meshwise.microbatch import Dealer, MicroBatch
@@ -178,8 +179,6 @@ class Trainer:
         """
         started, began = time.perf_counter(), time.monotonic()
         self.world.journal.doing = "begin"
-        if self._takes_shape:
-            lay_apart_rank(self.world)
         self._engine.check_parameters()
         self._updating.begin()
         parts = self._dealer.cut(batch, local=local, total=total, parts=self.plan.microbatches)
@@ -189,15 +188,15 @@ class Trainer:
         self._take_measure(batch, local=local)
         self._before.keep()
         scale, self._applied = self._scale, False
-        try:
-            totals, problem = self._attempt(batch, parts, local=local)
-        finally:
-            if not self._applied:
-                self._before.put_back()
-        self._around.finish()
-        if self._takes_shape:
-            settle_rank(self.world, lean=self.plan.zero == 0 and self.plan.mesh().degree("dp") > 1)
-            self._takes_shape = False
+        lean = self.plan.zero == 0 and self.plan.mesh().degree("dp") > 1
+        with shaping(self.world, lean=lean) if self._takes_shape else contextlib.nullcontext():
+            try:
+                totals, problem = self._attempt(batch, parts, local=local)
+            finally:
+                if not self._applied:
+                    self._before.put_back()
+            self._around.finish()
+        self._takes_shape &= not self._applied  # a step that was skipped has not made the optimizer's state
         self.world.journal.doing = ""
         seconds = time.perf_counter() - started
         moved = (piece for piece in self.tiers.moved if piece.started >= began)

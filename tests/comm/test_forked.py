@@ -13,12 +13,21 @@ pytestmark = pytest.mark.processes
 
 ASKING = """
 import json, os, sys
-from multiprocessing import Pipe
+from multiprocessing import Pipe, get_context
 from meshwise.comm.forked import copied, starting
 
+def look_again(pipe):
+    pipe.send("stringprep" in sys.modules)
+
 def look(pipe, held, asker):
+    fresh = get_context("spawn")
+    mine, theirs = fresh.Pipe()
+    process = fresh.Process(target=look_again, args=(theirs,))
+    process.start()
+    theirs.close()
     opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
-    pipe.send(("stringprep" in sys.modules, held in opened, os.getppid() != asker))
+    pipe.send(("stringprep" in sys.modules, held in opened, os.getppid() != asker, mine.recv()))
+    process.join()
 
 if __name__ == "__main__":
     held = open(sys.argv[1], "w")
@@ -38,7 +47,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("how", ["copied", "afresh"])
-def test_a_copied_server_has_what_was_imported_and_nothing_that_is_open(how: str, tmp_path: Path) -> None:
+def test_a_copied_server_has_what_was_imported_and_nothing_that_is_open_and_copies_no_more(
+    how: str, tmp_path: Path
+) -> None:
     if starting().get_start_method() != "forkserver" or not Path("/proc/self/fd").is_dir():
         pytest.skip("ranks are started one by one, or what a process has open is not told")
     script = tmp_path / "asking.py"
@@ -47,4 +58,4 @@ def test_a_copied_server_has_what_was_imported_and_nothing_that_is_open(how: str
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     answers, _, status = done.stdout.rpartition(" ")
     assert (done.stderr, int(status)) == ("", 0)
-    assert json.loads(answers) == [[how == "copied", False, True]] * 2
+    assert json.loads(answers) == [[how == "copied", False, True, False]] * 2

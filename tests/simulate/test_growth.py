@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from meshwise.model.birth import Source, shapes_of
 from meshwise.parallelize import parallelize
@@ -100,8 +101,32 @@ class Chosen(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for index, block in enumerate(self.blocks):
-            x = block(x).relu() if self.own(index) else block(x)
+            x = self.apart(block, x) if self.own(index) else block(x)
         return x
+
+    def apart(self, block: nn.Module, x: Tensor) -> Tensor:
+        """What its own way is."""
+        out: Tensor = block(x).relu()
+        return out
+
+
+class Repeated(Chosen):
+    """Some are run again in the backward."""
+
+    def apart(self, block: nn.Module, x: Tensor) -> Tensor:
+        """Not to be seen in a forward."""
+        out: Tensor = checkpoint(block, x, use_reentrant=False)
+        return out
+
+
+class Frozen(Chosen):
+    """Some have no gradient."""
+
+    def apart(self, block: nn.Module, x: Tensor) -> Tensor:
+        """Not to be seen in a forward either."""
+        with torch.no_grad():
+            out: Tensor = block(x)
+        return out
 
 
 @pytest.mark.parametrize(
@@ -111,11 +136,13 @@ class Chosen(nn.Module):
         (Chosen(lambda index: index == 0), 2 * LEAST),
         (Chosen(lambda index: index == LEAST), 0),
         (Chosen(lambda index: index % 2 == 0), 0),
+        (Repeated(lambda index: index < LEAST), 0),
+        (Frozen(lambda index: index < LEAST), 0),
         (Chosen(lambda _: False, tied=True), 2 * LEAST - 2),
         (Chosen(lambda index: index > 0 and bool(torch.zeros(()) > index)), 0),
         (nn.Sequential(*[nn.Linear(4, 4) for _ in range(LEAST - 1)]), 0),
     ],
-    ids=["alike", "first", "middle", "alternating", "tied", "of values", "few"],
+    ids=["alike", "first", "middle", "alternating", "repeated", "frozen", "tied", "of values", "few"],
 )
 def test_a_stack_is_of_blocks_that_the_model_treats_alike(model: nn.Module, count: int) -> None:
     subject = Subject(model, loss, torch.zeros(4, 4))

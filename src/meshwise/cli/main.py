@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import select
@@ -61,10 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `meshwise` with these words (by default the process's own) and return the exit status."""
     try:
         try:
-            if arguments is not None:
-                return _answer(list(arguments))
-            _foresee(sys.argv[1:])
-            return _answer(sys.argv[1:])
+            return _answer(list(sys.argv[1:] if arguments is None else arguments), own=arguments is None)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
@@ -74,14 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 141
 
 
-def _foresee(words: Sequence[str]) -> None:
-    """Where this process is going to start ranks, and has only imported so far, let them be copies of it."""
-    if words and words[0] in COMMANDS and COMMANDS[words[0]].starts_ranks and "RANK" not in os.environ:
-        copied()
-
-
-def _answer(words: list[str]) -> int:
-    """The status of the command that the words are."""
+def _answer(words: list[str], *, own: bool) -> int:
+    """The status of the command that the words are. `own`: of this process, which has done nothing but import."""
     if not words or words[0] in ("-h", "--help"):
         print(_overview())
         return 0 if words else 2
@@ -93,12 +85,15 @@ def _answer(words: list[str]) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
         return _say(f"meshwise: unknown command {name!r}; {hint}", status=2)
-    return _guarded(name, rest)
+    return _guarded(name, rest, copy=own and COMMANDS[name].starts_ranks and "RANK" not in os.environ)
 
 
-def _guarded(name: str, words: Sequence[str]) -> int:
-    """The command's status, whatever it raises."""
+def _guarded(name: str, words: Sequence[str], *, copy: bool) -> int:
+    """The command's status, whatever it raises. `copy`: its ranks are to be copies of this process."""
     try:
+        if copy:
+            with contextlib.suppress(OSError):  # it only saves time; who needs ranks will meet it again
+                copied()
         return COMMANDS[name].main(words)
     except (JobError, PlanError, LossError) as error:
         return _say(f"meshwise {name}: {error}", status=2, once=True)

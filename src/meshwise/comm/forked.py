@@ -24,12 +24,13 @@ import os
 import signal
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Sequence
 from multiprocessing import context, forkserver, reduction, resource_tracker, util
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -62,30 +63,43 @@ def copied() -> None:
     """Make the server that `starting` finds a copy of this process, whose modules need not be imported again. This
     process has to have done nothing else yet: what else it had, every rank would have.
     """
-    kept = util.spawnv_passfds
-    util.spawnv_passfds = _copy  # by which multiprocessing starts the server; were it by another, it would start afresh
+    resource_tracker.ensure_running()  # afresh: it needs nothing of torch
+    ordinary = util.spawnv_passfds
+
+    def copy(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
+        del path
+        pid = _fork()
+        if not pid:
+            util.spawnv_passfds = ordinary
+            _serve(args[-1], passfds)
+        return pid
+
+    util.spawnv_passfds = copy  # by which multiprocessing starts the server; were it by another, it would start afresh
     try:
         starting()
     finally:
-        util.spawnv_passfds = kept
+        util.spawnv_passfds = ordinary
 
 
-def _copy(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
-    """What `spawnv_passfds` does with a program of Python, but in a copy of this process; its number."""
-    del path
+def _fork() -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads: those of OpenBLAS, which minds forks
-        pid = os.fork()
-    if pid:
-        return pid
+        return os.fork()
+
+
+def _serve(line: str, kept: Sequence[int]) -> NoReturn:
+    """Be the server, in a copy of the launcher: without what that has open or holds."""
     try:
-        for number in {int(name) for name in os.listdir("/dev/fd")} - {0, *_STREAMS, *passfds}:  # noqa: PTH208 - numbers
+        for number in {int(name) for name in os.listdir("/dev/fd")} - {0, *_STREAMS, *kept}:  # noqa: PTH208 - numbers
             with contextlib.suppress(OSError):  # one of them was what listed them
                 os.close(number)
-        vars(forkserver._forkserver)["_lock"] = threading.Lock()  # which the launcher holds just now
-        exec(args[-1], {})  # noqa: S102 - multiprocessing's own line, which ends when the launcher has ended
+        vars(forkserver._forkserver)["_lock"] = threading.Lock()
+        vars(resource_tracker._resource_tracker).update(_fd=None, _pid=None)
+        exec(line, {})  # noqa: S102 - multiprocessing's own line, which ends when the launcher has ended
+    except Exception:  # noqa: BLE001 - as a process of its own would tell it
+        traceback.print_exc()
     finally:
         os._exit(1)
 

@@ -69,10 +69,15 @@ def lay_apart() -> None:
     _settle(_APART)
 
 
-def lay_apart_rank(world: World) -> None:
-    """`lay_apart` for a rank whose first step begins, where `settle_rank` after it keeps what is freed."""
+@contextlib.contextmanager
+def shaping(world: World, *, lean: bool = False) -> Iterator[None]:
+    """Inside is the first step of a rank, in which what is large lies by itself; then, `settle_rank`."""
     if _keeps(world):
         lay_apart()
+    try:
+        yield
+    finally:
+        settle_rank(world, lean=lean)
 
 
 def settle_rank(world: World, *, lean: bool = False) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from meshwise.model.birth import shapes_of
@@ -88,7 +89,7 @@ def stack_of(
 
     def told(three: Sequence[Sequence[Hashable]], more: int) -> Stack:
         growth = Growth.of(three)
-        if [three[0][index] for index, _ in growth.places(more)] != whole:
+        if not growth.added or [three[0][index] for index, _ in growth.places(more)] != whole:
             raise UnevenError
         return stack
 
@@ -130,11 +131,14 @@ def _kind(block: nn.Module, around: str, options: ParameterOptions, holders: Cou
 
 
 def _seen(model: nn.Module, batch: Any, forward: Callable[..., Any]) -> list[Hashable]:
-    """The operations of a forward, with what they return."""
+    """The operations of a forward and its backward, with what they return: blocks that are run again in the backward,
+    or have no gradient, do the same forward as others.
+    """
     seen = _Seen()
     bare = shapes_of(model, seed=0).module
     with seen:
-        forward(bare, batch)
+        followed = [one for one in tensors(forward(bare, batch)) if one.requires_grad]
+        torch.autograd.backward(followed, [torch.ones_like(one) for one in followed])
     return seen.operations
 
 
