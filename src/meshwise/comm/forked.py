@@ -10,8 +10,8 @@ as an import may, cannot hand them on.
 What a process has from the one that starts it, a forked one has from the server, as it was when that started. So the
 launcher hands it down (`Surroundings`), and whether the launcher lives a rank learns from multiprocessing (`Launcher`).
 
-The server itself starts afresh, as its launcher may be in the middle of anything. A command that has done nothing but import
-may be copied instead (`copied`), which saves the seconds.
+The server itself starts afresh, as its launcher may be in the middle of anything. A command that has done nothing but
+import may be copied instead (`copied`), which saves the seconds.
 """
 
 from __future__ import annotations
