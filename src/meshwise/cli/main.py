@@ -59,7 +59,11 @@ COMMANDS: Mapping[str, Command] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `meshwise` with these words (by default the process's own) and return the exit status."""
+    """Run `meshwise` with these words and return the exit status.
+
+    Without any, they are the process's own. It is the command then, and may have done nothing but import: the ranks
+    that it starts are copies of it.
+    """
     try:
         try:
             return _answer(list(sys.argv[1:] if arguments is None else arguments), own=arguments is None)
