@@ -61,7 +61,7 @@ def _conditions(when: str) -> Sequence[tuple[str, str, Callable[[Any, Any], bool
         key, sign, bound = re.split(r"(>=|!=|>|=)", condition)
         key, _, part = key.partition(".")
         found.append((key, part, comparisons[sign], bound))
-    return found
+    return tuple(found)
 
 
 COMPATIBILITY = (
