@@ -332,7 +332,7 @@ def _own_forward(module: nn.Module, key: str, watch: _Watch, *, inputs: tuple[An
     """What its class computes, whatever stands in place of its `forward`, what that took and what it has used."""
     run, parameters, held = partial(type(module).forward, module), list(module.parameters()), cut_off(inputs)
     counts = watch.timed and any(tensor.is_meta for tensor in (*parameters, *tensors(held)))
-    kind = (*map(type, module.modules()), _kinds(parameters), _kinds(tensors(held)))
+    kind = (*map(_make, module.modules()), _kinds(parameters), _kinds(tensors(held)))
     known = watch.counted.get(kind) if counts else None
     with watch.followed.inside(key, module=module), watch.followed.given(inputs, held=held, key=key):
         output, took = alone(run, inputs=held, parameters=parameters, timed=watch.timed and known is None)
@@ -341,6 +341,13 @@ def _own_forward(module: nn.Module, key: str, watch: _Watch, *, inputs: tuple[An
         elif counts:
             took = watch.counted[kind] = known or took
         return output, took, watch.followed.used
+
+
+def _make(module: nn.Module) -> Hashable:
+    """Its class, and the numbers and words that its forward may go by."""
+    return type(module), *(
+        (name, value) for name, value in vars(module).items() if isinstance(value, int | float | str)
+    )
 
 
 def _kinds(values: Iterable[Tensor]) -> Hashable:
