@@ -57,7 +57,8 @@ from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.reference.loss import next_token_loss
 from meshwise.simulate.clock import Prediction, predict
 from meshwise.simulate.cluster import Cluster, Curve, at, parse_cluster
-from meshwise.simulate.rehearsal import Rehearsal, Subject
+from meshwise.simulate.rehearsal import Rehearsal
+from meshwise.simulate.subject import Subject
 from reserved import Held, reserved
 
 SEQUENCES, CONTEXT, VOCABULARY = 256, 4096, 131072

@@ -34,7 +34,8 @@ from meshwise.simulate.cluster import Cluster, at, load
 from meshwise.simulate.memory import fullest
 from meshwise.simulate.moments import computes, moments
 from meshwise.simulate.price import SEND_RECV, Prices
-from meshwise.simulate.rehearsal import Rehearsal, Subject, rehearse
+from meshwise.simulate.rehearsal import Rehearsal, rehearse
+from meshwise.simulate.subject import Subject
 from peer_table import write_between_markers
 
 FITTED = {"single": 10, "schedules": 4}

@@ -31,7 +31,8 @@ from meshwise.simulate.clock import predict
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.measure import MALLOC, Measured, measure
 from meshwise.simulate.memory import fullest
-from meshwise.simulate.rehearsal import Subject, rehearse
+from meshwise.simulate.rehearsal import rehearse
+from meshwise.simulate.subject import Subject
 from meshwise.simulate.tables import text
 from peer_table import write_between_markers
 

@@ -11,7 +11,8 @@ from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
 from meshwise.simulate.clock import predict
 from meshwise.simulate.cluster import load, to_table
-from meshwise.simulate.rehearsal import Subject, rehearse
+from meshwise.simulate.rehearsal import rehearse
+from meshwise.simulate.subject import Subject
 
 LITTLE = Effort(lengths=(16, 64), sizes=(1 << 12, 1 << 14), rounds=1)
 

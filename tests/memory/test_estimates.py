@@ -11,7 +11,8 @@ from meshwise.memory.swap import BLOCK
 from meshwise.parallelize import Options
 from meshwise.plan import Plan
 from meshwise.simulate.memory import RankMemory, memory_of
-from meshwise.simulate.rehearsal import Device, Subject, rehearse
+from meshwise.simulate.rehearsal import rehearse
+from meshwise.simulate.subject import Device, Subject
 from meshwise.simulate.tables import memory_table
 from meshwise.simulate.tape import Category
 

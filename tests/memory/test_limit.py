@@ -19,8 +19,8 @@ from meshwise.memory.shortage import is_shortage
 from meshwise.memory.swap import TierError
 from meshwise.plan import Plan
 from meshwise.simulate import room
-from meshwise.simulate.rehearsal import Subject
 from meshwise.simulate.shortage import Needs, ShortageError, shortage
+from meshwise.simulate.subject import Subject
 from meshwise.train.failure import SAY_ALL
 
 ROOM = 85 * 2**20

@@ -18,7 +18,8 @@ from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.reference.loss import next_token_loss
 from meshwise.simulate.clock import predict
 from meshwise.simulate.cluster import parse_cluster
-from meshwise.simulate.rehearsal import Rehearsal, Subject, rehearse
+from meshwise.simulate.rehearsal import Rehearsal, rehearse
+from meshwise.simulate.subject import Subject
 
 CONFIG = GPTConfig(vocabulary=512, context=256, layers=2, heads=8, width=1024)
 SHIPPED = parse_cluster("2x4 h100")

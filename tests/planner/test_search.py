@@ -19,7 +19,8 @@ from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.reference.loss import next_token_loss
 from meshwise.simulate.clock import Prediction
 from meshwise.simulate.cluster import parse_cluster
-from meshwise.simulate.rehearsal import Subject, rehearse, schedule_of
+from meshwise.simulate.rehearsal import rehearse, schedule_of
+from meshwise.simulate.subject import Subject
 
 CLUSTER = parse_cluster("1x4 h100")
 CONFIG = GPTConfig(vocabulary=512, context=128, layers=2, heads=4, width=512)

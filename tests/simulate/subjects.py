@@ -9,7 +9,7 @@ from torch.nn import functional
 from meshwise.parallelize import Options
 from meshwise.pipeline.cut import Where
 from meshwise.reference.gpt import GPT, GPTConfig
-from meshwise.simulate.rehearsal import Subject
+from meshwise.simulate.subject import Subject
 
 CONFIG = GPTConfig(vocabulary=64, context=16, layers=4, heads=4, width=32)
 

@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from meshwise.parallelize import Options
 from meshwise.plan import Plan
-from meshwise.simulate.rehearsal import Subject, rehearse
+from meshwise.simulate.rehearsal import rehearse
+from meshwise.simulate.subject import Subject
 from meshwise.simulate.tape import Category, Memory
 
 WIDTH, HEADS, LENGTH, BATCH = 256, 8, 128, 2

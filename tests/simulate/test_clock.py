@@ -14,7 +14,8 @@ from meshwise.simulate.clock import predict
 from meshwise.simulate.cluster import Cluster, ClusterError, Device, Host, Link, Products, load, parse_cluster, to_table
 from meshwise.simulate.cost import operation
 from meshwise.simulate.price import Prices, traffic
-from meshwise.simulate.rehearsal import Subject, rehearse
+from meshwise.simulate.rehearsal import rehearse
+from meshwise.simulate.subject import Subject
 from meshwise.simulate.tape import Memory
 from simulate.subjects import gpt_subject
 

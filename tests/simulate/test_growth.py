@@ -18,8 +18,9 @@ from meshwise.simulate.clock import predict
 from meshwise.simulate.cluster import parse_cluster
 from meshwise.simulate.growth import Growth, UnevenError
 from meshwise.simulate.memory import memory_of
-from meshwise.simulate.rehearsal import Device, Rehearsal, Subject, find_stack, rehearse
+from meshwise.simulate.rehearsal import Rehearsal, find_stack, rehearse
 from meshwise.simulate.stack import LEAST, NONE
+from meshwise.simulate.subject import Device, Subject
 from meshwise.trainer import Trainer
 from simulate.subjects import CONFIG, gpt_subject, loss
 

@@ -18,8 +18,9 @@ from meshwise.pipeline.seen import Seen
 from meshwise.plan import Plan, PlanError
 from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.simulate.clock import forward_flops
-from meshwise.simulate.rehearsal import Rehearsal, Subject, rehearse
+from meshwise.simulate.rehearsal import Rehearsal, rehearse
 from meshwise.simulate.shortage import needs
+from meshwise.simulate.subject import Subject
 from meshwise.simulate.tape import Operation
 from simulate.subjects import CONFIG, gpt_subject, loss
 

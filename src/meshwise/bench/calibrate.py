@@ -37,7 +37,8 @@ from meshwise.simulate.cluster import Cluster, Curve, Device, Link, Products, at
 from meshwise.simulate.cost import operation
 from meshwise.simulate.measure import measure as measured
 from meshwise.simulate.price import SEND_RECV
-from meshwise.simulate.rehearsal import Subject, rehearse
+from meshwise.simulate.rehearsal import rehearse
+from meshwise.simulate.subject import Subject
 from meshwise.simulate.tape import Operation
 from meshwise.tree import tensors
 

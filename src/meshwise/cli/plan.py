@@ -25,7 +25,7 @@ from meshwise.planner.search import Candidate, Effort, Survey, prediction_of, se
 from meshwise.planner.space import SEARCHED, Space, parse_fixed
 from meshwise.planner.tables import best_table, lost_table, survey_record
 from meshwise.simulate.cluster import Cluster, ClusterError, parse_cluster
-from meshwise.simulate.rehearsal import Subject
+from meshwise.simulate.subject import Subject
 from meshwise.simulate.tables import text
 from meshwise.train.config import read_job
 from meshwise.train.counted import counted

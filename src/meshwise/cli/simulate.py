@@ -22,7 +22,8 @@ from meshwise.simulate.clock import Prediction, predict
 from meshwise.simulate.cluster import Cluster, ClusterError, parse_cluster
 from meshwise.simulate.measure import MALLOC, Measured, measure
 from meshwise.simulate.memory import memory_of
-from meshwise.simulate.rehearsal import Subject, rehearse
+from meshwise.simulate.rehearsal import rehearse
+from meshwise.simulate.subject import Subject
 from meshwise.simulate.tables import memory_table, time_table
 from meshwise.train.config import read_job
 from meshwise.train.counted import counted

@@ -36,7 +36,8 @@ from meshwise.planner.workers import Workers
 from meshwise.simulate.clock import Prediction, predict
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.memory import fullest
-from meshwise.simulate.rehearsal import Subject, find_stack, rehearse, schedule_of
+from meshwise.simulate.rehearsal import find_stack, rehearse, schedule_of
+from meshwise.simulate.subject import Subject
 
 WHOLE: Mapping[str, Any] = MappingProxyType(
     {

@@ -37,7 +37,8 @@ from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.memory import memory_of
 from meshwise.simulate.no_values import without_values
 from meshwise.simulate.price import Prices
-from meshwise.simulate.rehearsal import Subject, rehearse
+from meshwise.simulate.rehearsal import rehearse
+from meshwise.simulate.subject import Subject
 from meshwise.simulate.tape import Call, Category, Entry, Memory, Operation, Segment, Wait
 
 

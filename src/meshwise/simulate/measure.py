@@ -14,7 +14,7 @@ from torch.nn import functional
 from meshwise.comm.world import World
 from meshwise.parallelize import parallelize
 from meshwise.plan import Plan
-from meshwise.simulate.rehearsal import Subject
+from meshwise.simulate.subject import Subject
 
 STEPS = 3
 """After so many, everything that a run keeps is there."""

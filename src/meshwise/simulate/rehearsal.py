@@ -13,70 +13,34 @@ Whatever the code refuses, it refuses here, with the same words.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from meshwise import tree
-from meshwise.comm.journal import Journal
 from meshwise.cutting import cut_for, pairs_of, plan_schedule
-from meshwise.memory.rehearsed import RehearsedMover
 from meshwise.model.birth import Source, shapes_of
-from meshwise.model.forward import Loss, default_forward
-from meshwise.optim.flat import OptimizerClass
-from meshwise.parallelize import Options, parallelize
+from meshwise.model.forward import default_forward
+from meshwise.parallelize import Options
 from meshwise.pipeline.action import Action, Kind, Schedule
 from meshwise.pipeline.cut import Wish
 from meshwise.pipeline.partition import CutError
 from meshwise.pipeline.passes import lower
-from meshwise.pipeline.validate import in_flight
 from meshwise.plan import Plan
-from meshwise.plan.offload import Offload
 from meshwise.simulate.alike import alike
 from meshwise.simulate.growth import grown, lengthened
 from meshwise.simulate.no_values import told_of_values, without_values
-from meshwise.simulate.offloaded import at_update, beside
-from meshwise.simulate.recorder import Kernels, Memo, Operations, Recorder, as_if_on
+from meshwise.simulate.part import Part
 from meshwise.simulate.stack import Stack, all_alike, stack_of
+from meshwise.simulate.subject import Device, Subject
 from meshwise.simulate.tape import Category, Memory, Segment, Tape
-from meshwise.simulate.world import RehearsalWorld, Stages
+from meshwise.simulate.world import Stages
 from meshwise.tensor.rules import find_parts
-from meshwise.trainer import Trainer
-
-Device: TypeAlias = Literal["cpu", "cuda"]
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is trained: everything of a run but its plan."""
-
-    model: nn.Module | Callable[[], nn.Module]
-    """A module, which is left as it is, or the function that builds it."""
-
-    loss: Loss
-    """`loss(output, batch)` returns (sum, count)."""
-
-    batch: Any
-    """A global batch like those to come; of its tensors only the shapes matter, and of how many rows it has."""
-
-    optimizer: OptimizerClass = torch.optim.AdamW
-
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Of the optimizer."""
-
-    options: Options = field(default_factory=Options)
-
-    stack: Stack | None = None
-    """What `stack_of` has told of the model; it is not asked again."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +149,7 @@ def rehearse(
     with told_of_values():
         like, options = _kinds(source, schedule, plan, options)
     subject_here = dataclasses.replace(subject, options=options, batch=batch, loss=without_values(subject.loss))
-    part = _Part(subject_here, plan, _alike(schedule), source, device, Stages(like), shared)
+    part = Part(subject_here, plan, _alike(schedule), source, device, Stages(like), shared)
     tapes = (
         _of_fewer(part, subject.stack or find_stack(subject, source=source)) if all_alike(plan, options=options) else ()
     )
@@ -200,7 +164,7 @@ def find_stack(subject: Subject, *, source: Source) -> Stack:
     return stack_of(source.module, batch=batch, forward=run, options=options.parameter_options)
 
 
-def _of_fewer(part: _Part, stack: Stack) -> tuple[Tape, ...]:
+def _of_fewer(part: Part, stack: Stack) -> tuple[Tape, ...]:
     """The tape of a rank that runs the whole model, from those of lower ones; none where these do not tell it.
 
     Whatever the code refuses is refused of the model as it is.
@@ -266,135 +230,3 @@ def _shapes(batch: Any, *, rows: int) -> Any:
     return tree.map_tensors(
         lambda tensor: torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device="meta"), batch
     )
-
-
-@dataclass(frozen=True)
-class _Part:
-    """What every rehearsed rank is given."""
-
-    subject: Subject
-    plan: Plan
-    only: frozenset[int]
-    source: Source
-    device: Device
-    stages: Stages
-    shared: bool
-    memo: Memo = field(default_factory=Memo)
-
-    def tapes(self) -> tuple[Tape, ...]:
-        """Of every rank along pp, that of the one which is rehearsed for it."""
-        like = self.stages.alike
-        ranks_run = sorted(set(like))
-        with ThreadPoolExecutor(len(ranks_run)) as threads:
-            futures = {index: threads.submit(self._tape_of, index) for index in ranks_run}
-        failures = [failure for failure in (future.exception() for future in futures.values()) if failure is not None]
-        for failure in sorted(failures, key=lambda one: isinstance(one, threading.BrokenBarrierError)):
-            with told_of_values():
-                raise failure
-        return tuple(futures[index].result() for index in like)
-
-    def _tape_of(self, index: int) -> Tape:
-        """Be the first rank of those with this index along pp."""
-        with self.stages.running():
-            return self._tape(index)
-
-    def _tape(self, index: int) -> Tape:
-        mesh = self.plan.mesh()
-        rank = index * (mesh.size // self.plan.pp)
-        recorder = Recorder(Journal())
-        world = RehearsalWorld(rank=rank, mesh=mesh, recorder=recorder, stages=self.stages, shared=self.shared)
-        with Kernels(self.device):
-            trainer = parallelize(
-                self.source,
-                _played(self.plan, self.device),
-                loss=self.subject.loss,
-                optimizer=as_if_on(self.device, optimizer=self.subject.optimizer),
-                world=world,
-                options=self.subject.options,
-                **self.subject.arguments,
-            )
-            recorder.segments()
-            for tensor in tree.tensors(self.subject.batch):
-                recorder.elsewhere(tensor)  # it is the caller's
-            _watch(trainer, recorder, on_gpu=self.device == "cuda")
-            build = recorder.segments()
-            with Operations(recorder, memo=self.memo):
-                trainer.step(self.subject.batch, only=frozenset({max(self.only)}))
-                first = self._run(recorder)
-                saved = 0 if trainer.activations is None else trainer.activations.peak
-                trainer.step(self.subject.batch, only=self.only)
-                steady = self._run(recorder)
-        tiers, on_gpu, sizes = self.plan.tiers, self.device == "cuda", {**trainer.tiers.away, "activations": saved}
-        return Tape(
-            index,
-            build[0],
-            first,
-            steady,
-            self._away(trainer, saved=saved),
-            beside(tiers, sizes=sizes, microbatches=self.plan.microbatches, on_gpu=on_gpu),
-            at_update(tiers, sizes=sizes, updated=_updated(trainer), on_gpu=on_gpu),
-        )
-
-    def _away(self, trainer: Trainer, *, saved: int) -> Mapping[str, int]:
-        """What rests elsewhere, by the tier that the plan says; `saved` are the activations of one micro-batch."""
-        away: Counter[str] = Counter()
-        for what, size in trainer.tiers.away.items():
-            away[getattr(self.plan.tiers, what)] += size
-        if saved:
-            kept, stages = in_flight(trainer.schedule), trainer.schedule.stages_of(trainer.world.group("pp").index)
-            away[self.plan.tiers.activations] += saved * math.ceil(max(kept[stage] for stage in stages))
-        if self.device == "cuda":  # pinned
-            away["cpu"] += trainer.tiers.staged if self.plan.tiers.uses_disk else 0
-            away["cpu"] += _staged(trainer) if self.plan.tiers.activations == "disk" else 0
-        return +away
-
-    def _run(self, recorder: Recorder) -> tuple[Segment, ...]:
-        """What has been recorded, without what passing over a micro-batch took."""
-        passed = {f"0F{index}" for index in range(self.plan.microbatches) if index not in self.only}
-        return tuple(segment for segment in recorder.segments() if self.plan.pp > 1 or segment.label not in passed)
-
-
-def _updated(trainer: Trainer) -> Mapping[str, int]:
-    """Bytes of the parameters that a rank updates, and of their gradients as they update."""
-    updated: Counter[str] = Counter()
-    for bucket in (bucket for unit in trainer.units for bucket in unit.buckets):
-        count = bucket.owned[1] - bucket.owned[0]
-        updated["params"] += count * bucket.dtype.itemsize
-        updated["gradients"] += count * bucket.replication.precision.master_of(bucket.dtype).itemsize
-    return updated
-
-
-def _staged(trainer: Trainer) -> int:
-    """Bytes of the buffers that activations pass through."""
-    tier = trainer.activations
-    return tier.mover.staged if tier is not None and isinstance(tier.mover, RehearsedMover) else 0
-
-
-def _played(plan: Plan, device: Device) -> Plan:
-    """The plan as it is played: what leaves a GPU for the host's memory goes where that for the disk goes."""
-    tiers = {what: "disk" if tier == "cpu" else tier for what, tier in dataclasses.asdict(plan.tiers).items()}
-    return plan if device == "cpu" else dataclasses.replace(plan, offload=str(Offload(**tiers)))
-
-
-def _watch(trainer: Trainer, recorder: Recorder, *, on_gpu: bool) -> None:
-    """Count what there is before the first step, and follow what grows and shrinks in a step."""
-    for tensor in trainer.tiers.resting:
-        recorder.elsewhere(tensor)
-    staged = functools.partial(recorder.watch, category=Category.STAGING)
-    trainer.tiers.told = recorder.elsewhere if on_gpu else staged  # a GPU's are in the host's memory
-    if trainer.activations is not None and isinstance(trainer.activations.mover, RehearsedMover):
-        trainer.activations.mover.told = trainer.tiers.told
-    for bucket in (bucket for unit in trainer.units for bucket in unit.buckets):
-        for name, value in vars(bucket).items():
-            if isinstance(value, Tensor) and not trainer.tiers.on_disk(value):
-                gathered = bucket.at_rest and value is bucket.whole
-                gradient = name in ("gradient", "reduced")
-                usual = Category.GRADIENTS if gradient else Category.PARAMETERS
-                note = recorder.watch if value is bucket.whole else recorder.allocated
-                note(value, category=Category.GATHERED if gathered else usual)
-    for module in trainer.modules:
-        for buffer in module.buffers():
-            recorder.allocated(buffer, category=Category.PARAMETERS)
-    for state in trainer.optimizer.state.values():
-        for value in tree.tensors(state):
-            recorder.allocated(value, category=Category.OPTIMIZER)

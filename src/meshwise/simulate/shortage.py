@@ -27,8 +27,9 @@ from meshwise.parallelize import Options
 from meshwise.plan import Plan, PlanError
 from meshwise.simulate.memory import fullest, memory_of
 from meshwise.simulate.no_values import is_of_values
-from meshwise.simulate.rehearsal import Device, Subject, rehearse
+from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.room import room_left
+from meshwise.simulate.subject import Device, Subject
 from meshwise.simulate.tables import by_category, text
 
 CHANGES = (

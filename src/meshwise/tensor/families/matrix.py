@@ -31,6 +31,16 @@ class Matrix:
     flipped: bool = False
     """Whether its weight is (inputs, outputs), where a linear layer's is (outputs, inputs)."""
 
+    @property
+    def home(self) -> str:
+        """The name of the module that holds it."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def child(self) -> str:
+        """Its name there."""
+        return self.name.rpartition(".")[2]
+
     def __str__(self) -> str:
         return f"{self.name} ({self.inputs} -> {self.outputs})"
 

@@ -8,7 +8,6 @@ Between the two, what a module holds has one number for each head, or treats eve
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
@@ -16,6 +15,7 @@ from inspect import signature
 from torch import nn
 
 from meshwise.norms import BatchNorm
+from meshwise.tensor.families.between import between
 from meshwise.tensor.families.branch import Branch
 from meshwise.tensor.families.entry import only_read_by, sizes_unused, splits_by_width
 from meshwise.tensor.families.heads import (
@@ -31,7 +31,6 @@ from meshwise.tensor.families.heads import (
 )
 from meshwise.tensor.families.known import BY_HEAD, HEADS, MASKS
 from meshwise.tensor.families.matrix import Matrix
-from meshwise.tensor.families.norm import as_norm
 from meshwise.tensor.families.sharing import Sharing
 from meshwise.tensor.families.trial import Trial
 from meshwise.tensor.multihead import ShardedMultiheadAttention
@@ -42,8 +41,6 @@ _GATED = 2
 
 _SQUARES = 4
 """Matrices of an attention whose heads are as wide together as the stream."""
-
-_OF_QUERY_OR_KEY = re.compile(r"(^|_)(q|k|query|key)(_|$)")
 
 
 @dataclass(frozen=True)
@@ -110,8 +107,8 @@ class Pairs:
         reason tells the rule.
         """
         found: list[Branch] = []
-        for home in dict.fromkeys(map(_home, left)):
-            own = [matrix for matrix in left if _home(matrix) == home]
+        for home in dict.fromkeys(matrix.home for matrix in left):
+            own = [matrix for matrix in left if matrix.home == home]
             could = [Branch(tuple(matrix for matrix in own if matrix != second), second) for second in own]
             could = [
                 branch
@@ -129,7 +126,7 @@ class Pairs:
 
     def _why_no_heads(self, branch: Branch, *, block: str) -> str:
         """Why what looks like attention has no heads, with a rule that its forward is seen to allow."""
-        home = _home(branch.firsts[0])
+        home = branch.firsts[0].home
         around = next((name for name in reversed(_above(home)) if len(name) > len(block)), home)
         whole = f"rule for {around}: 'whole'" if around != block else ""
         if len(branch.firsts) > 3 and counts_heads(self._modules[home]):
@@ -156,7 +153,7 @@ class Pairs:
         return seen
 
     def _heads(self, branch: Branch, *, block: str) -> Heads | None:
-        homes = list(dict.fromkeys(_home(matrix) for matrix in (*branch.firsts, branch.second)))
+        homes = list(dict.fromkeys(matrix.home for matrix in (*branch.firsts, branch.second)))
         around = [name for name in _above(homes[0]) if name == block or name.startswith(f"{block}.") or not block]
         features = branch.second.inputs
         for name in (*homes, *around):
@@ -189,7 +186,7 @@ class Pairs:
         return found
 
     def _attention_parts(self, branch: Branch, heads: Heads, *, cross: bool) -> tuple[dict[str, Part], Attention]:
-        home = _home(branch.firsts[0])
+        home = branch.firsts[0].home
         owner = self._modules[home]
         alike = len(branch.firsts) < 3 or any(isinstance(vars(owner).get(name), tuple) for name in HEADS)
         twins = 1 if alike or not self._sharing.rows_stay else heads.twins(self._sharing.ranks) or 1
@@ -197,7 +194,7 @@ class Pairs:
         grain = group * heads.width
         # One matrix gathers for itself, and need not keep what it gathered, unless its module reads sizes of the input.
         alone = len(branch.firsts) == 1 and sizes_unused(owner)
-        outside = [matrix for matrix in branch.firsts if cross and "q" not in _child(matrix).lower()]
+        outside = [matrix for matrix in branch.firsts if cross and "q" not in matrix.child.lower()]
         gathers = not alone and self._share_input(branch, outside)
         narrows = gathers and heads.features == branch.firsts[0].inputs and splits_by_width(owner)
         whole = gathers or sizes_unused(owner)
@@ -234,7 +231,9 @@ class Pairs:
                     gathered=gathers and matrix not in outside,
                     shared=keys and twins > 1,
                 )
-        found |= self._between(home, heads, grain=grain, twins=twins)
+        inner, unclear = between(owner, home, heads=heads, grain=grain, shared=twins > 1)
+        self._reasons |= unclear
+        found |= inner
         return found, Attention(home, heads, even=alike and heads.group > 1, alike=alike, enters_whole=whole)
 
     def _mlp(self, branch: Branch) -> dict[str, Part]:
@@ -245,12 +244,12 @@ class Pairs:
         hidden = branch.second.inputs
         found = {branch.second.name: Part("second", transposed=branch.second.flipped)}
         if hidden != branch.second.outputs:
-            inside = self._modules[_home(branch.second)].named_modules(prefix=_home(branch.second))
+            inside = self._modules[branch.second.home].named_modules(prefix=branch.second.home)
             norms = [name for name, inner in inside if isinstance(inner, BatchNorm) and inner.num_features == hidden]
             found |= dict.fromkeys(norms, Part("inner"))
         gathers = len(branch.firsts) > 1 and self._share_input(branch)
         if gathers:
-            found[_home(branch.firsts[0])] = Part("pair", gathers=True, readers=len(branch.firsts))
+            found[branch.firsts[0].home] = Part("pair", gathers=True, readers=len(branch.firsts))
         for matrix in branch.firsts:
             if matrix.outputs % hidden or matrix.outputs > _GATED * hidden:
                 self._reasons[matrix.name] = f"{matrix} does not fit {branch.second}"
@@ -268,7 +267,7 @@ class Pairs:
         """Whether the module that holds the first matrices is seen not to let ranks share out what lies between."""
         if self._verdict(branch, found, ranks=ranks) is not False:
             return False
-        home = _home(branch.firsts[0])
+        home = branch.firsts[0].home
         reason = f"{home} mixes or counts the {what} between them and {branch.second}, so ranks cannot share them"
         self._reasons |= dict.fromkeys(branch.names, f"{reason}; rule for {home}: 'whole'")
         return True
@@ -277,19 +276,19 @@ class Pairs:
         """Whether the module that holds the first matrices is seen to let ranks share out what lies between, or not to;
         None where it cannot be tried.
         """
-        homes = {_home(matrix) for matrix in branch.firsts}
+        homes = {matrix.home for matrix in branch.firsts}
         if len(homes) > 1 or any(matrix.name not in found for matrix in branch.firsts):
             return None
         home = homes.pop()
-        closes = _home(branch.second) == home
+        closes = branch.second.home == home
         if not closes and found.get(home, Part("pair")).role != "attention":
             return None
         below = f"{home}." if home else ""
         parts = {name.removeprefix(below): part for name, part in found.items() if name.startswith(below)}
         trial = Trial(
             self._modules[home],
-            firsts={_child(matrix): matrix.outputs for matrix in branch.firsts},
-            second=_child(branch.second) if closes else None,
+            firsts={matrix.child: matrix.outputs for matrix in branch.firsts},
+            second=branch.second.child if closes else None,
             read=found[branch.second.name].cut,
             sizes=(branch.second.inputs, branch.second.outputs),
             parts={**parts, "": found.get(home, Part("pair"))},
@@ -303,12 +302,12 @@ class Pairs:
         """Whether the first matrices, but those that read what comes from `outside`, read one and the same tensor, the
         input of the module that holds them.
         """
-        homes = {_home(matrix) for matrix in branch.firsts}
-        inside = [_child(matrix) for matrix in branch.firsts if matrix not in outside]
+        homes = {matrix.home for matrix in branch.firsts}
+        inside = [matrix.child for matrix in branch.firsts if matrix not in outside]
         return (
             self._sharing.rows_stay
             and len(homes) == 1
-            and only_read_by(self._modules[homes.pop()], children=inside, others=[_child(m) for m in outside])
+            and only_read_by(self._modules[homes.pop()], children=inside, others=[m.child for m in outside])
         )
 
     def _cut(
@@ -321,7 +320,7 @@ class Pairs:
         if len(sections) == 1:
             return (), grain
         width = heads.width if heads else 1
-        order = order_of_fused(self._modules[_home(matrix)], child=_child(matrix), sizes=sections, width=width)
+        order = order_of_fused(self._modules[matrix.home], child=matrix.child, sizes=sections, width=width)
         if order == "sections":
             return sections, width
         if order == "interleaved" and heads:
@@ -331,32 +330,6 @@ class Pairs:
             f"rule: 'first sections={len(sections)}' when they lie one after the other"
         )
         return None
-
-    def _between(self, home: str, heads: Heads, *, grain: int, twins: int) -> dict[str, Part]:
-        """What lies between the matrices of an attention, in the module that holds the first of them."""
-        found: dict[str, Part] = {}
-        for name, module in self._modules[home].named_modules(prefix=home):
-            if isinstance(module, nn.Embedding) and module.embedding_dim == heads.count:
-                found[name] = Part("inner", grain=grain // heads.width)
-            elif norm := as_norm(module):
-                if norm[0] == heads.width:
-                    found[name] = Part("each_head")
-                elif _OF_QUERY_OR_KEY.search(name.rpartition(".")[2]) and norm[0] in (heads.features, heads.keys):
-                    keys = norm[0] < heads.features
-                    found[name] = Part(
-                        "norm",
-                        norm=norm[1],
-                        inner=True,
-                        grain=heads.width if keys else grain,
-                        shared=keys and twins > 1,
-                    )
-        for name, parameter in self._modules[home].named_parameters(recurse=False, prefix=home):
-            dims = [dim for dim, size in enumerate(parameter.shape) if size == heads.count]
-            if len(dims) == 1 and set(parameter.shape[dims[0] + 1 :]) <= {1, heads.width}:
-                found[name] = Part("inner", grain=grain // heads.width, dim=dims[0] - parameter.dim())
-            elif dims:
-                self._reasons[name] = "which of its dims counts heads does not show; rule: 'inner' when the last does"
-        return found
 
     def torch_attention(self, module: nn.MultiheadAttention, *, name: str) -> dict[str, Part]:
         """The parts of torch's own attention, whose matrices are parameters that it holds itself."""
@@ -383,15 +356,6 @@ def _rule_for_heads(home: str, heads: Heads) -> str:
     keys = f" kv_heads={heads.key_count}" if heads.group > 1 else ""
     counts = f"{home} counts no heads that fit, and computes as with {heads.count}"
     return f"attention, it seems, but {counts}; rule for {home}: 'attention heads={heads.count}{keys}'"
-
-
-def _home(matrix: Matrix) -> str:
-    """The module that holds a matrix."""
-    return matrix.name.rpartition(".")[0]
-
-
-def _child(matrix: Matrix) -> str:
-    return matrix.name.rpartition(".")[2]
 
 
 def _above(name: str) -> list[str]:
