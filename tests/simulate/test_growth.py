@@ -13,7 +13,7 @@ from meshwise.model.birth import Source, shapes_of
 from meshwise.parallelize import parallelize
 from meshwise.plan import Plan
 from meshwise.reference.gpt import Block
-from meshwise.simulate import rehearsal
+from meshwise.simulate import part
 from meshwise.simulate.clock import predict
 from meshwise.simulate.cluster import parse_cluster
 from meshwise.simulate.growth import Growth, UnevenError
@@ -56,7 +56,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counted.append(sum(isinstance(module, Block) for module in source.module.modules()))
         return parallelize(source, *given, **named)
 
-    monkeypatch.setattr(rehearsal, "parallelize", counting)
+    monkeypatch.setattr(part, "parallelize", counting)
     return counted
 
 

@@ -231,7 +231,7 @@ class Pairs:
                     gathered=gathers and matrix not in outside,
                     shared=keys and twins > 1,
                 )
-        inner, unclear = between(owner, home, heads=heads, grain=grain, shared=twins > 1)
+        inner, unclear = between(owner, name=home, heads=heads, grain=grain, shared=twins > 1)
         self._reasons |= unclear
         found |= inner
         return found, Attention(home, heads, even=alike and heads.group > 1, alike=alike, enters_whole=whole)
