@@ -9,6 +9,9 @@ that the others are there:
     rank 1       post #7 ········ compute ········ post #8: its part of #7 │ compute ··· wait #8
 
 The parts of a lane are done in the order of its calls; lanes do not wait for each other.
+
+A board has room for some calls of a lane. One more is kept until everyone has done the oldest, and no call waits for
+that: what the others need in order to come so far, this rank may be about to call.
 """
 
 from __future__ import annotations
@@ -107,6 +110,8 @@ class Lane:
         self._done = 0
         self._free = RING
         """Calls up to this number overwrite nothing that somebody may still read."""
+        self._kept: deque[Call] = deque()
+        """Calls that are not known to the others yet."""
         self._due: deque[Call] = deque()
         self._held: deque[Call] = deque()
         self._is_awaited = False
@@ -114,10 +119,26 @@ class Lane:
     # ---- what this rank does -----------------------------------------------------------------------------------
 
     def post(self, call: Call) -> None:
-        """Make the call known to the others."""
-        call.number = number = self._posted
+        """Make the call known to the others, as soon as there is room."""
+        call.number = self._posted + len(self._kept)
+        self._kept.append(call)
+        self._publish()
+
+    def _publish(self) -> bool:
+        """Make the calls known for which there is room; whether there was one."""
+        before = self._posted
+        while self._kept and self._has_room(self._posted):
+            self._write(self._kept.popleft())
+        return self._posted > before
+
+    def _has_room(self, number: int) -> bool:
+        """Whether everyone has done the call that this one overwrites."""
         if number >= self._free:
-            self._make_room(call)
+            self._free = RING + min(self._done, *map(self._count_done, self.others))
+        return number < self._free
+
+    def _write(self, call: Call) -> None:
+        number = call.number
         if call.brings:
             places = self._own.bring(number, gives=call.gives)
         else:
@@ -130,7 +151,8 @@ class Lane:
 
     def advance(self) -> bool:
         """Do this rank's part of every call whose turn it is; whether there was one."""
-        acted = False
+        self.lacks = None
+        acted = self._publish()
         while self._due:
             call = self._due[0]
             for index in call.needs:
@@ -162,35 +184,37 @@ class Lane:
 
     def close(self) -> None:
         """Wait for every call under way."""
-        for call in (*self._due, *self._held):
+        for call in (*self._held, *self._due, *self._kept):
             self.finish(call)
 
     @property
     def busy(self) -> bool:
         """Whether this rank has a part left to do."""
-        return bool(self._due)
+        return bool(self._due or self._kept)
 
     def _place(self, x: Tensor) -> Place:
         """Where a tensor is: in shared memory, or at an address of this process."""
         where = self._room.slabs.locate(x)
         return (IN_PRIVATE, x.data_ptr(), x.nbytes) if where is None else (*where, x.nbytes)
 
-    def _make_room(self, call: Call) -> None:
-        """Wait until everyone has done the call that this one overwrites."""
-        self._catch_up(call.number - RING)
-        for index in self.others:
-            self._await_done(call, index, call.number - RING)
-        self._free = RING + min(self._done, *map(self._count_done, self.others))
-
     def _catch_up(self, number: int) -> None:
         """Do this rank's part of every call up to that number."""
-        while self._due and self._due[0].number <= number:
+        while self._done <= number:
+            if not self._due:
+                self._make_room(self._kept[0])
+                continue
             call = self._due[0]
             for index in call.needs:
                 if not self._is_there(index, call):
                     self._await(call, index, partial(self._is_over_or_there, index, call))
             if not call.acted:
                 self._act(call)
+
+    def _make_room(self, call: Call) -> None:
+        """Wait until everyone has done what the call overwrites, and make it known."""
+        for index in self.others:
+            self._await_done(call, index, call.number - RING)
+        self._publish()
 
     def _act(self, call: Call) -> None:
         """Do this rank's part of the call that comes next."""
