@@ -19,6 +19,7 @@ from meshwise.comm.world import Work, World
 from meshwise.mesh import Mesh
 from meshwise.testing import Processes, run
 
+_NARROWEST = torch.float8_e4m3fn
 MESH = Mesh.of(dp=2, one=1, tp=2)
 AXES: tuple[str | tuple[str, ...], ...] = ("dp", "tp", "one", ("tp", "dp"), ("dp", "one"))
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -347,9 +348,13 @@ def tensors_are_what_they_read_as(world: World) -> None:
 def bad_calls_are_refused_before_anything_moves(world: World) -> None:
     view = world.over(MESH)
     x, whole = torch.ones(4), torch.ones(8)
+    narrow = x.to(_NARROWEST)
     refused: Sequence[tuple[str, Callable[[], object]]] = (
         ("no axis", lambda: view.all_reduce(x, axes="pp")),
         ("no reduction 'mean'", lambda: view.all_reduce(x, axes="dp", op="mean")),
+        ("no max of torch.complex64", lambda: view.all_reduce(x.to(torch.complex64), axes="dp", op="max")),
+        ("no sum of torch.uint16", lambda: view.reduce(x.to(torch.uint16), axes="dp")),
+        ("no min of torch.float8", lambda: view.reduce_scatter(whole.to(_NARROWEST), into=narrow, axes="dp", op="min")),
         ("5 elements do not divide into 2", lambda: view.reduce_scatter(torch.ones(5), into=x, axes="dp")),
         ("3 parts for a group of 2", lambda: view.all_to_all([x] * 3, into=[x] * 3, axes="dp")),
         ("this rank's tensor has 3 elements", lambda: view.all_gather(x[:3], into=whole, axes="dp")),
@@ -362,7 +367,8 @@ def bad_calls_are_refused_before_anything_moves(world: World) -> None:
     for message, call in refused:
         with pytest.raises(ValueError, match=message):
             call()
-    view.barrier()
+    view.all_reduce(x, axes="dp").wait()  # as if nothing had been called
+    equal(x, torch.full((4,), 2.0))
 
 
 MAINS = (

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 _OPS: Mapping[str, Callable[..., Any]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_ORDERED = frozenset((*_WHOLE, torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_SUMMED = _ORDERED | {torch.complex32, torch.complex64, torch.complex128}
 _NARROW = (torch.float16, torch.bfloat16)
 # Elements that stay in a cache between one part and the next, and pay for their calls.
 _BLOCK = 128 << 10
@@ -50,7 +53,9 @@ def is_narrow(dtype: torch.dtype) -> bool:
     return dtype in _NARROW
 
 
-def require_op(op: str) -> None:
-    """Raise ValueError unless `op` is one of the reductions."""
+def require_op(op: str, *, dtype: torch.dtype | None = None) -> None:
+    """Raise ValueError unless `op` is one of the reductions, and torch has it for the dtype."""
     if op not in _OPS:
         raise ValueError(f"no reduction {op!r}; there are {', '.join(_OPS)}")
+    if dtype is not None and dtype not in (_SUMMED if op == "sum" else _ORDERED):
+        raise ValueError(f"torch has no {op} of {dtype}; convert the tensor to a dtype that it has one for")

@@ -177,7 +177,7 @@ class World(abc.ABC):
 
     def reduce(self, x: Tensor, *, axes: Axes, target: int = 0, op: str = "sum") -> Work:
         """Reduce into the target's `x`; the other ranks' `x` is unspecified afterwards. op: sum, max or min."""
-        require_op(op)
+        require_op(op, dtype=x.dtype)
         group = rooted(self.group(axes), root=target)
         if group.size == 1:
             return Work()
@@ -186,7 +186,7 @@ class World(abc.ABC):
 
     def all_reduce(self, x: Tensor, *, axes: Axes, op: str = "sum") -> Work:
         """Reduce in place on every rank, bit-identical on all of them. op: sum, max or min."""
-        require_op(op)
+        require_op(op, dtype=x.dtype)
         group = self.group(axes)
         if group.size == 1:
             return Work()
@@ -208,7 +208,7 @@ class World(abc.ABC):
 
     def reduce_scatter(self, x: Parts, *, into: Tensor, axes: Axes, op: str = "sum") -> Work:
         """Reduce the parts of `x` and keep this rank's. `into` may be the very slice of `x` where it belongs."""
-        require_op(op)
+        require_op(op, dtype=into.dtype)
         group = self.group(axes)
         if group.size == 1:
             return _copy(x, into)
