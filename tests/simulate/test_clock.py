@@ -120,6 +120,37 @@ def test_a_shipped_cluster_is_read_and_written_back(name: str, tmp_path: Path) -
     assert parse_cluster(f"64 × 8 {name.upper()}") == parse_cluster(f"64x8 {name}")
 
 
+@pytest.mark.parametrize(
+    "section, wrong, says",
+    [
+        ("", "nodes = 0", "nodes = 0 has to be above 0"),
+        ("", "ranks_per_node = -8", "ranks_per_node = -8 has to be above 0"),
+        ("", "adapters = true", "adapters = True has to be of type int"),
+        ("", "nodes = [[1, 2]]", "nodes = .* has to be of type int"),
+        ("", "device = 3", "device = 3 has to be a table"),
+        ("device", 'kind = "tpu"', "kind = 'tpu' has to be 'cuda' or 'cpu'"),
+        ("device", 'memory = "80G"', "memory = '80G' has to be of type float"),
+        ("device", "memory = -1", "memory = -1 has to be at least 0"),
+        ("device", "launch = nan", "launch = nan has to be at least 0"),
+        ("device", "kernel = inf", "kernel = inf has to be a finite number"),
+        ("device", "bandwidth = 1e12", "bandwidth is a list of"),
+        ("device", 'bandwidth = [["1", 2]]', "bandwidth is a list of"),
+        ("device", "bandwidth = [[1, 2], [1, 3]]", "sizes ascend"),
+        ("device", "bandwidth = [[1, inf]]", "above 0 and finite"),
+        ("device.peak", "bfloat16 = 0", "peak.bfloat16 = 0 has to be above 0"),
+        ("device.products", "best = 0", "products: best = 0 has to be above 0"),
+        ("inside.collectives", "all_gather = 3", "collectives.all_gather is a list of"),
+        ("host", "link = nan", "link = nan has to be above 0"),
+        ("device", "launch = 1e-6", "device: peak tells how fast"),
+    ],
+)
+def test_a_cluster_of_which_no_time_can_be_told_is_refused(section: str, wrong: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(f"[{section}]\n{wrong}\n" if section else f"{wrong}\n")
+    with pytest.raises(ClusterError, match=says):
+        load(path)
+
+
 def test_what_is_no_cluster_is_refused_with_what_is(tmp_path: Path) -> None:
     path = tmp_path / "wrong.toml"
     path.write_text("[device]\nlauch = 1e-6\n")
@@ -127,6 +158,8 @@ def test_what_is_no_cluster_is_refused_with_what_is(tmp_path: Path) -> None:
         load(path)
     with pytest.raises(ClusterError, match="did you mean h100"):
         parse_cluster("64x8 H10")
+    with pytest.raises(ClusterError, match="no ranks"):
+        parse_cluster("00x8 h100")
     with pytest.raises(ClusterError, match="no ranks"):
         parse_cluster("0 h100")
     with pytest.raises(ClusterError, match="'64x8' names no device; write nodes x ranks and a name"):

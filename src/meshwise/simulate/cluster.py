@@ -186,14 +186,21 @@ def load(name: str | Path) -> Cluster:
     try:
         is_known = str(name).lower() in known and not path.is_file()
         text = (shipped / f"{str(name).lower()}.toml" if is_known else path).read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ClusterError(f"{name} is not TOML: {error}") from error
     except OSError as error:
         near = difflib.get_close_matches(str(name).lower(), known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"those that are known are {', '.join(known)}"
         raise ClusterError(f"no cluster {str(name)!r}, and no file of that name; {hint}") from error
     try:
-        return _read(Cluster, tomllib.loads(text), at=str(name))
+        cluster = _read(Cluster, tomllib.loads(text), at=str(name))
     except tomllib.TOMLDecodeError as error:
         raise ClusterError(f"{name} is not TOML: {error}") from error
+    if cluster.device.kind not in ("cuda", "cpu"):
+        raise ClusterError(f"{name}: device: kind = {cluster.device.kind!r} has to be 'cuda' or 'cpu'")
+    if not cluster.device.peak:
+        raise ClusterError(f"{name}: device: peak tells how fast it computes, as in peak = {{bfloat16 = 312e12}}")
+    return cluster
 
 
 def parse_cluster(text: str) -> Cluster:
@@ -209,7 +216,7 @@ def parse_cluster(text: str) -> Cluster:
         raise ClusterError(f"{text!r} names no device; write nodes x ranks and a name, as in '64x8 h100'")
     cluster = load(name)
     ranks = int(each) if each else cluster.ranks_per_node
-    if not ranks or nodes == "0":
+    if not ranks or not int(nodes or 1):
         raise ClusterError(f"{text!r} has no ranks; write nodes x ranks and a name, as in '64x8 h100'")
     return dataclasses.replace(cluster, nodes=int(nodes or 1), ranks_per_node=ranks)
 
@@ -231,27 +238,43 @@ def _read(kind: type[T], table: Mapping[str, Any], *, at: str) -> T:
         if key not in hints:
             near = (difflib.get_close_matches(key, hints, n=1, cutoff=0.3) or list(hints))[0]
             raise ClusterError(f"{at}: unknown key {key}; did you mean {near}?")
-        hint = hints[key]
-        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            values[key] = _read(hint, value, at=f"{at}: {key}")
-        elif isinstance(value, list):
-            values[key] = _curve(value, at=f"{at}: {key}")
-        elif isinstance(value, dict):
-            values[key] = {
-                name: _curve(one, at=f"{at}: {key}.{name}") if isinstance(one, list) else float(one)
-                for name, one in value.items()
-            }
-        elif isinstance(value, hint if isinstance(hint, type) else object) or hint is float:
-            values[key] = value if hint in (str, int, bool) else float(value)
-        else:
-            raise ClusterError(f"{at}: {key} = {value!r} has to be of type {hint.__name__}")
+        values[key] = _value(hints[key], value, at=f"{at}: {key}", zero=_defaults(kind).get(key) == 0)
     return kind(**values)
 
 
-def _curve(rows: list[Any], *, at: str) -> Curve:
-    if not all(isinstance(row, list) and len(row) == 2 for row in rows):
+def _defaults(kind: type[Any]) -> Mapping[str, Any]:
+    return {item.name: item.default for item in dataclasses.fields(kind)}
+
+
+def _value(hint: Any, value: Any, *, at: str, zero: bool = False) -> Any:
+    """What a key says. `zero`: whether it may be that, as it is where nothing is told."""
+    if dataclasses.is_dataclass(hint) or typing.get_origin(hint) is Mapping:
+        if not isinstance(value, dict):
+            raise ClusterError(f"{at} = {value!r} has to be a table of keys")
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            return _read(hint, value, at=at)
+        return {name: _value(typing.get_args(hint)[1], one, at=f"{at}.{name}") for name, one in value.items()}
+    if hint == Curve:
+        return _curve(value, at=at)
+    if not (_is_number(value) if hint is float else type(value) is hint):
+        raise ClusterError(f"{at} = {value!r} has to be of type {hint.__name__}")
+    if hint in (int, float) and not (value > 0 or (zero and value == 0)):
+        raise ClusterError(f"{at} = {value} has to be {'at least' if zero else 'above'} 0")
+    if zero and value == math.inf:
+        raise ClusterError(f"{at} = {value} has to be a finite number")
+    return float(value) if hint is float else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _curve(rows: Any, *, at: str) -> Curve:
+    pairs = isinstance(rows, list) and all(isinstance(row, list) and len(row) == 2 for row in rows)
+    if not pairs or not all(_is_number(number) for row in rows for number in row):
         raise ClusterError(f"{at} is a list of [bytes, bytes per second]")
     curve = tuple((float(size), float(rate)) for size, rate in rows)
-    if not all(size > 0 and rate > 0 for size, rate in curve) or list(curve) != sorted(curve):
-        raise ClusterError(f"{at}: sizes and rates are above 0, and sizes ascend")
+    ascends = all(low < high for (low, _), (high, _) in itertools.pairwise(curve))
+    if not ascends or not all(0 < size < math.inf and 0 < rate < math.inf for size, rate in curve):
+        raise ClusterError(f"{at}: sizes and rates are above 0 and finite, and sizes ascend")
     return curve
