@@ -112,6 +112,17 @@ def test_schedules_that_come_to_the_same_table_are_one_plan() -> None:
     assert [plan.schedule for plan in space("schedule=zb-h2 pp=2 dp=2 microbatches=1 zero=0 tp=1").plans()] == ["zb-h2"]
 
 
+def test_a_model_that_asks_for_values_is_refused_with_that_word() -> None:
+    class Looks(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x if bool((x > 0).all()) else -x)
+
+    looks = Subject(lambda: Looks(4, 4), lambda output, _: (output.sum(), 8), torch.ones(BATCH, 4))
+    *_, survey = search(looks, cluster=CLUSTER, space=space("tp=1 pp=1"), limit=80e9, effort=Effort())
+    assert survey.candidates
+    assert all("have no values" in one.refused for one in survey.candidates.values())
+
+
 def test_a_reason_is_told_once_for_all_plans_that_it_refuses() -> None:
     survey = Survey(limit=1.0)
     for ranks, zero in ((4, 0), (4, 1), (8, 0)):

@@ -22,6 +22,7 @@ from meshwise.simulate.rehearsal import Rehearsal, rehearse
 from meshwise.simulate.shortage import needs
 from meshwise.simulate.subject import Subject
 from meshwise.simulate.tape import Operation
+from meshwise.train.failure import notes
 from simulate.subjects import CONFIG, gpt_subject, loss
 
 PLANS = (
@@ -262,8 +263,22 @@ class _Looks(_Placeless):
 
 @pytest.mark.parametrize("plan", ["dp=2", "pp=2 microbatches=2"])
 def test_a_model_that_asks_for_values_is_told_that_there_are_none(plan: str) -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)meta tensors.*A rehearsal's tensors have no values"):
+    with pytest.raises(RuntimeError, match=r"(?s)meta tensors.*a rehearsal's tensors have no values"):
         rehearse(Subject(_Looks, loss, torch.ones(8, 4)), plan=plan, ranks=2)
+
+
+class _Counts(_Placeless):
+    """Has numpy look at its batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * len(x.numpy()))
+
+
+@pytest.mark.parametrize("model", [_Looks, _Counts])
+def test_a_command_has_a_line_for_what_it_means_that_there_are_no_values(model: type[nn.Module]) -> None:
+    with pytest.raises((RuntimeError, TypeError)) as told:
+        rehearse(Subject(model, loss, torch.ones(8, 4)), plan="dp=2", ranks=2)
+    assert [note for note in notes(told.value) if "have no values" in note]
 
 
 @pytest.mark.parametrize("says, noted", [("a meta tensor", True), ("no metadata", False)])

@@ -36,6 +36,7 @@ from meshwise.planner.workers import Workers
 from meshwise.simulate.clock import Prediction, predict
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.memory import fullest
+from meshwise.simulate.no_values import ASKED, is_of_values
 from meshwise.simulate.rehearsal import find_stack, rehearse, schedule_of
 from meshwise.simulate.subject import Subject
 
@@ -233,10 +234,11 @@ class Searching:
         if not isinstance(outcome, Exception):
             self._settle(dataclasses.replace(candidate, figures=outcome), tiers=tiers)
         elif isinstance(outcome, ValueError | RuntimeError):  # this model cannot be trained under it
+            told = f"{outcome}; {ASKED}" if is_of_values(outcome) else str(outcome)
             way = self._way(candidate.plan, Rung.REHEARSED)
             if self._soundings.get(way) is None:  # type: ignore[arg-type]
-                self._refused[way] = str(outcome)
-            self._settle(dataclasses.replace(candidate, refused=str(outcome)), tiers=tiers)
+                self._refused[way] = told
+            self._settle(dataclasses.replace(candidate, refused=told), tiers=tiers)
         else:
             raise outcome
 

@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
-_NO_VALUES = """\
-A rehearsal's tensors have no values, and the model seems to ask for some. Those of transformers do for their masks, but
-for attn_implementation='eager' with an attention_mask in the batch, and mixtures among them for their experts, but for
-experts_implementation='batched_mm'."""
+ASKED = "a rehearsal's tensors have no values, and the model seems to ask for some"
+
+_NO_VALUES = (
+    f"{ASKED}. Those of transformers do for their masks, but for attn_implementation='eager' with an attention_mask in "
+    "the batch, and mixtures among them for their experts, but for experts_implementation='batched_mm'."
+)
 
 
-def is_of_values(error: RuntimeError) -> bool:
+def is_of_values(error: Exception) -> bool:
     """Whether it says that a value was asked for which a tensor of a rehearsal does not have."""
     return re.search(r"\bmeta\b", str(error), re.IGNORECASE) is not None
 
@@ -25,7 +27,7 @@ def told_of_values() -> Iterator[None]:
     """What torch says of a value that is asked for and is not there, with what that means here."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:  # numpy is refused with the latter
         if is_of_values(error):
             error.add_note(_NO_VALUES)
         raise
