@@ -235,6 +235,28 @@ def test_the_server_of_the_ranks_is_deaf_to_ctrl_c() -> None:
     assert int(blocked, 16) >> (signal.SIGINT - 1) & 1
 
 
+def copies(world: World, way: str) -> tuple[int, float]:
+    """The status of a copy of this rank that `main` makes, and a sum of the ranks afterwards."""
+    pid = os.fork()
+    if not pid:
+        if way == "calls":
+            world.all_reduce(torch.ones(1), axes="rank").wait()
+        if way == "exits":
+            sys.exit(7)
+        return 0, 0.0
+    _, status = os.waitpid(pid, 0)
+    x = torch.ones(1)
+    world.all_reduce(x, axes="rank").wait()
+    return os.waitstatus_to_exitcode(status), x.item()
+
+
+@pytest.mark.parametrize("comm", ["local", "gloo"])
+@pytest.mark.parametrize("way, status", [("calls", 1), ("exits", 7), ("returns", 0)])
+def test_a_copy_of_a_rank_is_no_rank(way: str, status: int, comm: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(SIZE, copies, args=(way,), comm=comm) == [(status, 2.0)] * SIZE
+    assert ("is a copy of a rank" in capfd.readouterr().err) == (way == "calls")
+
+
 def joins(world: World) -> tuple[list[float], bool]:
     """What `run` returns to a rank that torchrun has started, and whether the ranks are those that there are."""
     found = run(world.size, total, args=(0.5,))

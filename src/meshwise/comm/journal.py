@@ -122,10 +122,11 @@ class Journal:
     """The calls of one rank: how many (in all, and on each line), the last ones, a digest per group, the position.
 
     `thread` is the identifier of the thread that made the last call, `called_at` its time by `time.monotonic`.
-    `waited`: seconds that this rank has spent waiting so far.
+    `waited`: seconds that this rank has spent waiting so far. `process`: the one whose calls these are.
     """
 
     def __init__(self) -> None:
+        self.process = os.getpid()
         self.calls = 0
         self.counts: dict[Line, int] = {}
         self.recent: deque[Call] = deque(maxlen=_KEPT)
@@ -154,7 +155,15 @@ class Journal:
             self._stopwatch.begins(what)
 
     def write(self, stamp: Stamp, *, ranks: tuple[int, ...]) -> None:
-        """Keep a call that is about to be made among `ranks` (of a message: its source and target)."""
+        """Keep a call that is about to be made among `ranks` (of a message: its source and target).
+
+        Raises RuntimeError in a copy of the process: what joins the rank to the others is the rank's own.
+        """
+        if os.getpid() != self.process:
+            raise RuntimeError(
+                f"process {os.getpid()} is a copy of a rank, process {self.process}, which alone calls {stamp.kind}; "
+                "a copy ends with os._exit, or computes and leaves calls to the rank"
+            )
         line = Line(ranks, stamp.point_to_point)
         ordinal = self.counts.get(line, 0)
         self.calls += 1

@@ -41,7 +41,7 @@ from meshwise.comm.forked import Launcher, Surroundings, starting
 from meshwise.comm.journal import RanksDisagree
 from meshwise.comm.loopback import BACKEND, LOOPBACK, make_known
 from meshwise.comm.lost import RankKilledError, RankLostError
-from meshwise.comm.outcome import Outcome
+from meshwise.comm.outcome import Outcome, status_of
 from meshwise.comm.torch_world import COMM_VARIABLE, Comm, default_device, meeting_place, torch_world
 from meshwise.comm.watch import Tell, Watch, tell_stderr
 from meshwise.comm.world import World
@@ -354,12 +354,17 @@ def _rank_main(
         else:
             tell_stderr(report, final=final)
 
+    own = os.getpid()
     try:
         world = _connect(device, None, tell)
         result = main(world, *args)
+        if os.getpid() != own:
+            _leave(0)
         world.close()
         Outcome(result).save(folder, rank=rank)
     except BaseException as error:  # noqa: BLE001 - whatever ended this rank is for the launcher to tell
+        if os.getpid() != own:  # `main` has copied the process: how a copy ends says nothing of the rank
+            _leave(status_of(error))
         outcome = Outcome.of(error)
         outcome.save(folder, rank=rank)
         if outcome.is_consequence:

@@ -65,3 +65,11 @@ def _picklable(error: BaseException) -> BaseException:
     for note in getattr(error, "__notes__", []):
         told.add_note(note)
     return told
+
+
+def status_of(error: BaseException) -> int:
+    """The exit status that an exception stands for, which is printed where it says what went wrong."""
+    if isinstance(error, SystemExit) and not isinstance(error.code, str):
+        return error.code or 0
+    traceback.print_exception(error)
+    return 1
