@@ -281,7 +281,9 @@ def test_a_command_has_a_line_for_what_it_means_that_there_are_no_values(model: 
     assert [note for note in notes(told.value) if "have no values" in note]
 
 
-@pytest.mark.parametrize("says, noted", [("a meta tensor", True), ("no metadata", False)])
+@pytest.mark.parametrize(
+    "says, noted", [("a meta tensor", True), ("The register_meta function", True), ("no metadata", False)]
+)
 def test_what_a_model_raises_else_has_no_such_note(says: str, noted: bool) -> None:
     class Raises(_Placeless):
         def forward(self, x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ _NO_VALUES = (
 
 def is_of_values(error: Exception) -> bool:
     """Whether it says that a value was asked for which a tensor of a rehearsal does not have."""
-    return re.search(r"\bmeta\b", str(error), re.IGNORECASE) is not None
+    return re.search(r"(\b|register_)meta\b", str(error), re.IGNORECASE) is not None
 
 
 @contextlib.contextmanager
