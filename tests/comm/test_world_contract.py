@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ahead import no_call_waits_for_one_that_another_rank_has_yet_to_make
 from joined import joined
 from meshwise.comm.group import Group
 from meshwise.comm.world import Work, World
@@ -245,28 +246,6 @@ def many_are_in_flight_and_waited_for_in_any_order(world: World) -> None:
         work.wait()
         work.wait()
         equal(found, expected)
-
-
-def no_call_waits_for_one_that_another_rank_has_yet_to_make(world: World) -> None:
-    """Many messages to the next rank before any is received, and many sums in another order of their groups."""
-    view, number = world.over(MESH), 70
-    axes = ("dp", "tp") if view.group("dp").index == view.group("tp").index else ("tp", "dp")
-    sums = {axis: [values(world.rank, 9_000 * (at % 2) + 5, salt=at) for at in range(number)] for axis in axes}
-    works = [view.all_reduce(x, axes=axis) for axis in axes for x in sums[axis]]
-    ring = world.over(Mesh.of(ring=4))
-    after, before = (world.rank + 1) % 4, (world.rank - 1) % 4
-    sent = [values(world.rank, 9_000 * (at % 2) + 5, salt=at) for at in range(number)]
-    works += [ring.send(x, axis="ring", to=after) for x in sent]
-    world.barrier()
-    received = [torch.zeros(len(x)) for x in sent]
-    works += [ring.recv(x, axis="ring", source=before) for x in received]
-    for work in reversed(works):
-        work.wait()
-    for at, x in enumerate(received):
-        equal(x, values(before, len(x), salt=at))
-        for axis in axes:
-            parts = [values(rank, len(x), salt=at) for rank in view.group(axis).ranks]
-            equal(sums[axis][at], torch.stack(parts).sum(0))
 
 
 def values_are_exchanged(world: World) -> None:
