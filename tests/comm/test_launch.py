@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -255,6 +256,39 @@ def copies(world: World, way: str) -> tuple[int, float]:
 def test_a_copy_of_a_rank_is_no_rank(way: str, status: int, comm: Any, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(SIZE, copies, args=(way,), comm=comm) == [(status, 2.0)] * SIZE
     assert ("is a copy of a rank" in capfd.readouterr().err) == (way == "calls")
+
+
+COPIES_ITSELF = """
+import os, torch, meshwise
+world = meshwise.connect()
+if world.rank == 1 and not os.fork():
+    raise ValueError("in a copy")
+if world.rank == 1:
+    os.wait()
+x = torch.ones(1)
+world.all_reduce(x, axes="rank").wait()
+print(x.item())
+"""
+
+
+def test_a_copy_of_a_rank_that_was_started_by_others_ends_by_itself() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    common = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", COPIES_ITSELF],
+            env={**common, "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for number, rank in enumerate(ranks):
+        out, errors = rank.communicate(timeout=60)
+        assert (rank.returncode, out) == (0, "2.0\n"), errors
+        assert errors.count("Traceback") == errors.count("ValueError: in a copy") == number
 
 
 def joins(world: World) -> tuple[list[float], bool]:

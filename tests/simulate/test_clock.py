@@ -1,6 +1,7 @@
 """A rehearsal, played on a cluster."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,8 @@ def test_a_shipped_cluster_is_read_and_written_back(name: str, tmp_path: Path) -
         ("device", "memory = -1", "memory = -1 has to be at least 0"),
         ("device", "launch = nan", "launch = nan has to be at least 0"),
         ("device", "kernel = inf", "kernel = inf has to be a finite number"),
+        ("device", "peak = {float32 = inf}", "peak.float32 = inf has to be a finite number"),
+        ("device.products", "best = inf", "best = inf has to be a finite number"),
         ("device", "bandwidth = 1e12", "bandwidth is a list of"),
         ("device", 'bandwidth = [["1", 2]]', "bandwidth is a list of"),
         ("device", "bandwidth = [[1, 2], [1, 3]]", "sizes ascend"),
@@ -149,6 +152,13 @@ def test_a_cluster_of_which_no_time_can_be_told_is_refused(section: str, wrong: 
     path.write_text(f"[{section}]\n{wrong}\n" if section else f"{wrong}\n")
     with pytest.raises(ClusterError, match=says):
         load(path)
+
+
+def test_memory_and_rates_may_have_no_limit(tmp_path: Path) -> None:
+    path = tmp_path / "unlimited.toml"
+    path.write_text("[device]\nmemory = inf\npeak = {float32 = 1e12}\nrates = {gelu = inf}\n[host]\nlink = inf\n")
+    found = load(path)
+    assert (found.device.memory, found.device.rates, found.host.link) == (math.inf, {"gelu": math.inf}, math.inf)
 
 
 def test_what_is_no_cluster_is_refused_with_what_is(tmp_path: Path) -> None:

@@ -159,11 +159,7 @@ class Journal:
 
         Raises RuntimeError in a copy of the process: what joins the rank to the others is the rank's own.
         """
-        if os.getpid() != self.process:
-            raise RuntimeError(
-                f"process {os.getpid()} is a copy of a rank, process {self.process}, which alone calls {stamp.kind}; "
-                "a copy ends with os._exit, or computes and leaves calls to the rank"
-            )
+        self._require_own(stamp)
         line = Line(ranks, stamp.point_to_point)
         ordinal = self.counts.get(line, 0)
         self.calls += 1
@@ -184,8 +180,19 @@ class Journal:
         self.digests[ranks] = self._before[ranks]
 
     def waiting(self, stamp: Stamp) -> _Waiting:
-        """Mark this rank as waiting for `stamp` inside the block; one may stand in another."""
+        """Mark this rank as waiting for `stamp` inside the block; one may stand in another.
+
+        Raises RuntimeError in a copy of the process.
+        """
+        self._require_own(stamp)
         return _Waiting(self, stamp)
+
+    def _require_own(self, stamp: Stamp) -> None:
+        if os.getpid() != self.process:
+            raise RuntimeError(
+                f"process {os.getpid()} is a copy of a rank, process {self.process}, which alone calls {stamp.kind}; "
+                "a copy ends with os._exit, or computes and leaves calls to the rank"
+            )
 
     @contextlib.contextmanager
     def record(self) -> Iterator[list[Stamp]]:

@@ -16,6 +16,7 @@ that: what the others need in order to come so far, this rank may be about to ca
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -39,7 +40,7 @@ class Call(Work):
     """One rank's part in a collective.
 
     gives   its tensors: the others read them, and in some collectives write them
-    brings  whether the call brings their contents; they are the caller's again at once
+    brings  whether the call brings their contents; they are the caller's again once it is known to the others
     needs   the indices of the ranks that must have posted before `act` can be called
     users   the indices of the ranks that use this rank's tensors in their `act`
     after   what is done when all of them have
@@ -234,6 +235,8 @@ class Lane:
             self._own.board.ring()
         if call.brings:
             call.end()
+        if self._kept:
+            self._publish()
 
     # ---- what the others have done -----------------------------------------------------------------------------
 
@@ -318,6 +321,7 @@ class Lanes:
     def __init__(self, room: Room, *, errands: Sequence[Meanwhile] = ()) -> None:
         self.room = room
         self.closed = False
+        self._process = os.getpid()
         self._errands = errands
         self._lanes: dict[tuple[tuple[int, ...], str], Lane] = {}
 
@@ -330,8 +334,13 @@ class Lanes:
         return self._lanes[name]
 
     def come_by(self, bell: int | None = None) -> Outlook:
-        """Do what has become due in any lane, and the errands. What that rank's bell will tell of is no outlook."""
+        """Do what has become due in any lane, and the errands. What that rank's bell will tell of is no outlook.
+
+        A copy of the process has nothing to do: its rank does it.
+        """
         outlook = Outlook.NOTHING
+        if os.getpid() != self._process:
+            return outlook
         for lane in self._lanes.values():
             if lane.busy:
                 if lane.advance():

@@ -104,7 +104,14 @@ def _join(device: torch.device, stall_seconds: float | None, tell: Tell) -> Worl
         atexit.register(watch.stop)
     # Runs before the watch stops: what is still under way is waited for, and watched.
     atexit.register(_close, world)
+    os.register_at_fork(after_in_child=_end_as_a_copy)
     return world
+
+
+def _end_as_a_copy() -> None:
+    """In a copy of the process: how it ends says nothing of the rank."""
+    for last in (_close, _leave_store):
+        atexit.unregister(last)
 
 
 def _close(world: World) -> None:

@@ -69,7 +69,7 @@ def _picklable(error: BaseException) -> BaseException:
 
 def status_of(error: BaseException) -> int:
     """The exit status that an exception stands for, which is printed where it says what went wrong."""
-    if isinstance(error, SystemExit) and not isinstance(error.code, str):
+    if isinstance(error, SystemExit) and isinstance(error.code, int | None):
         return error.code or 0
     traceback.print_exception(error)
     return 1

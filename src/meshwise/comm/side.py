@@ -19,7 +19,7 @@ from torch import Tensor
 from meshwise.comm.board import PAGE_WORDS, PAYLOAD_BYTES, Board
 
 RING = 32
-"""Calls of a lane that one rank may be ahead of another."""
+"""Calls of a lane that a board has room for; one that is further ahead is kept until there is room."""
 
 IN_PAYLOAD, IN_PRIVATE = 0, -1
 """Places that are no shared memory: the payload of the call, and the own memory of the rank that gives."""
@@ -33,7 +33,7 @@ _ALIGNMENT = 16
 
 
 def travels_in_payload(tensors: Sequence[Tensor]) -> bool:
-    """Whether they are so small that a call brings their contents, and they are the caller's again at once."""
+    """Whether they are so small that a call brings their contents; they are the caller's again once it is known."""
     size = 0
     for x in tensors:
         size += _aligned(x.nbytes)

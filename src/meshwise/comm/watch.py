@@ -115,6 +115,7 @@ class Watch:
         """Begin. From now on an exception that nobody catches in the main thread ends all ranks."""
         self._store.set(f"process/{self._world.rank}", self._process)
         self._previous_hook, sys.excepthook = sys.excepthook, self._excepthook
+        os.register_at_fork(after_in_child=self._leave_to_the_rank)
         self._thread.start()
 
     def stop(self) -> None:
@@ -130,6 +131,12 @@ class Watch:
             counts = pickle.dumps(self._world.journal.counts)
             self._store.set(f"finished/{self._world.rank}", counts)  # type: ignore[arg-type]
             self._store.add("finished", 1)
+
+    def _leave_to_the_rank(self) -> None:
+        """In a copy of the process, which no one watches: what ends it ends no rank."""
+        self._stopped = True
+        if sys.excepthook == self._excepthook:
+            sys.excepthook = self._previous_hook
 
     def failed(self, error: BaseException) -> NoReturn:
         """This rank ends with `error`, and so do all others. Called in the main thread; does not return.

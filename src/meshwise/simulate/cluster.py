@@ -238,7 +238,10 @@ def _read(kind: type[T], table: Mapping[str, Any], *, at: str) -> T:
         if key not in hints:
             near = (difflib.get_close_matches(key, hints, n=1, cutoff=0.3) or list(hints))[0]
             raise ClusterError(f"{at}: unknown key {key}; did you mean {near}?")
-        values[key] = _value(hints[key], value, at=f"{at}: {key}", zero=_defaults(kind).get(key) == 0)
+        unlimited = kind is Host or key in ("memory", "rates")
+        values[key] = _value(
+            hints[key], value, at=f"{at}: {key}", zero=_defaults(kind).get(key) == 0, finite=not unlimited
+        )
     return kind(**values)
 
 
@@ -246,21 +249,22 @@ def _defaults(kind: type[Any]) -> Mapping[str, Any]:
     return {item.name: item.default for item in dataclasses.fields(kind)}
 
 
-def _value(hint: Any, value: Any, *, at: str, zero: bool = False) -> Any:
-    """What a key says. `zero`: whether it may be that, as it is where nothing is told."""
+def _value(hint: Any, value: Any, *, at: str, zero: bool = False, finite: bool = True) -> Any:
+    """What a key says. `zero`: whether it may be that, as where nothing is told; `finite`: whether it has to be."""
     if dataclasses.is_dataclass(hint) or typing.get_origin(hint) is Mapping:
         if not isinstance(value, dict):
             raise ClusterError(f"{at} = {value!r} has to be a table of keys")
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             return _read(hint, value, at=at)
-        return {name: _value(typing.get_args(hint)[1], one, at=f"{at}.{name}") for name, one in value.items()}
+        kind = typing.get_args(hint)[1]
+        return {name: _value(kind, one, at=f"{at}.{name}", finite=finite) for name, one in value.items()}
     if hint == Curve:
         return _curve(value, at=at)
     if not (_is_number(value) if hint is float else type(value) is hint):
         raise ClusterError(f"{at} = {value!r} has to be of type {hint.__name__}")
     if hint in (int, float) and not (value > 0 or (zero and value == 0)):
         raise ClusterError(f"{at} = {value} has to be {'at least' if zero else 'above'} 0")
-    if zero and value == math.inf:
+    if finite and value == math.inf:
         raise ClusterError(f"{at} = {value} has to be a finite number")
     return float(value) if hint is float else value
 

@@ -24,12 +24,20 @@ def is_of_values(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def told_of_values() -> Iterator[None]:
-    """What torch says of a value that is asked for and is not there, with what that means here."""
+    """What torch says of a value that is asked for and is not there, with what that means here.
+
+    Raises RuntimeError, also where torch says so in a TypeError, as it does to numpy.
+    """
     try:
         yield
-    except (RuntimeError, TypeError) as error:  # numpy is refused with the latter
-        if is_of_values(error):
-            error.add_note(_NO_VALUES)
+    except (RuntimeError, TypeError) as error:
+        if not is_of_values(error):
+            raise
+        if isinstance(error, TypeError):
+            told = RuntimeError(str(error))
+            told.add_note(_NO_VALUES)
+            raise told from error
+        error.add_note(_NO_VALUES)
         raise
 
 
