@@ -285,10 +285,15 @@ def test_a_copy_of_a_rank_that_was_started_by_others_ends_by_itself() -> None:
         )
         for rank in range(2)
     ]
-    for number, rank in enumerate(ranks):
-        out, errors = rank.communicate(timeout=60)
-        assert (rank.returncode, out) == (0, "2.0\n"), errors
-        assert errors.count("Traceback") == errors.count("ValueError: in a copy") == number
+    try:
+        for number, rank in enumerate(ranks):
+            out, errors = rank.communicate(timeout=60)
+            assert (rank.returncode, out) == (0, "2.0\n"), errors
+            assert errors.count("Traceback") == errors.count("ValueError: in a copy") == number
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
 
 
 def joins(world: World) -> tuple[list[float], bool]:
