@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 import torch
 
-from meshwise.comm import World, connect, launch, run, torchrun_line
+from meshwise.comm import RanksDisagree, World, connect, launch, run, torchrun_line
 from meshwise.comm.forked import starting
+from meshwise.comm.lost import RankLostError
 from meshwise.testing import Processes
 
 pytestmark = pytest.mark.processes
@@ -187,6 +188,33 @@ def test_the_report_of_the_watch_is_what_is_raised(raised: dict[str, list[str]])
     words = raised["RanksDisagree"][0]
     assert "barrier[rank]" in words
     assert "rank 1" in words
+
+
+def leaves(world: World, who: tuple[int, ...]) -> None:
+    if world.rank in who:
+        sys.exit()
+    world.barrier()
+
+
+def test_ranks_that_all_leave_have_left() -> None:
+    with pytest.raises(SystemExit) as left:
+        run(SIZE, leaves, args=((0, 1),))
+    assert not left.value.code
+
+
+def test_a_rank_that_leaves_others_waiting_is_no_good_end() -> None:
+    with pytest.raises(RanksDisagree, match=r"rank 1 .*close\[rank\]"):
+        run(SIZE, leaves, args=((1,),))
+
+
+def returns_or_leaves(world: World) -> int:
+    world.barrier()
+    return world.rank or sys.exit()
+
+
+def test_a_rank_that_leaves_when_others_have_returned_has_no_result() -> None:
+    with pytest.raises(RankLostError, match=r"rank 0 of 2 left by sys[.]exit, and others did not"):
+        run(SIZE, returns_or_leaves)
 
 
 def test_what_cannot_be_started_is_refused_at_once() -> None:

@@ -213,6 +213,11 @@ def gather_and_scatter(world: World) -> None:
             back = torch.zeros_like(own)
             view.scatter(parts, into=back, axes=axes, source=root).wait()
             equal(back, own)
+            if here:
+                with pytest.raises(ValueError, match="the target of a gather passes `into`; here it is None"):
+                    view.gather(own, into=None, axes=axes, target=root)
+                with pytest.raises(ValueError, match="the source of a scatter passes `x`; here it is None"):
+                    view.scatter(None, into=back, axes=axes, source=root)
             whole = torch.zeros(2 * group.size) if here else None
             view.gather(values(world.rank, 2), into=whole, axes=axes, target=root).wait()
             if whole is not None:
@@ -286,6 +291,32 @@ def digests_agree_and_the_stamps_say_what_was_called(world: World) -> None:
     for axes in ("dp", "tp"):
         assert len(set(view.exchange(view.digest(axes), axes=("dp", "tp")))) in (1, 2)
         assert len(set(view.exchange(view.digest(axes), axes=axes))) == 1
+
+
+def a_refused_call_was_not_made(world: World) -> None:
+    """One rank's mistake, which it catches, is no call that the others have not made."""
+    view = world.over(MESH)
+    group = view.group("tp")
+    x, strided, other = torch.ones(4), torch.ones(4, 2)[:, 0], 1 - group.index
+    refused: list[Callable[[], object]] = [
+        lambda: view.broadcast(strided, axes="tp"),
+        lambda: view.reduce(strided, axes="tp"),
+        lambda: view.all_reduce(strided, axes="tp"),
+        lambda: view.all_gather(x, into=torch.ones(7), axes="tp"),
+        lambda: view.reduce_scatter(x, into=torch.ones(3), axes="tp"),
+        lambda: view.all_to_all(x, into=torch.ones(6), axes="tp"),
+        lambda: view.gather(strided, into=None, axes="tp", target=other),
+        lambda: view.gather(x, into=None, axes="tp", target=group.index),
+        lambda: view.scatter(None, into=x, axes="tp", source=group.index),
+        lambda: view.send(strided, axis="tp", to=other),
+        lambda: view.recv(strided, axis="tp", source=other),
+    ]
+    with view.record() as stamps:
+        for call in refused if world.rank == 0 else ():
+            with pytest.raises(ValueError):  # noqa: PT011 -- each has its own words
+                call()
+    assert not stamps
+    assert len(set(view.exchange(view.digest("tp"), axes="tp"))) == 1
 
 
 def tensors_are_what_they_read_as(world: World) -> None:

@@ -33,15 +33,15 @@ from typing import Any, TypeAlias, cast, get_args
 import torch
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from meshwise.comm.attempt import Attempt
 from meshwise.comm.forked import Launcher, Surroundings, starting
 from meshwise.comm.journal import RanksDisagree
 from meshwise.comm.loopback import BACKEND, LOOPBACK, make_known
-from meshwise.comm.lost import RankKilledError, RankLostError
-from meshwise.comm.outcome import Outcome, status_of
+from meshwise.comm.lost import RankLostError
+from meshwise.comm.outcome import Outcome, first_error, results, status_of
 from meshwise.comm.torch_world import COMM_VARIABLE, Comm, default_device, meeting_place, torch_world
 from meshwise.comm.watch import Tell, Watch, tell_stderr
 from meshwise.comm.world import World
@@ -189,9 +189,10 @@ def run(
         ended: BaseException | signal.Signals
         try:
             elastic_launch(config, _rank_main)(folder, Surroundings(), main, tuple(args), device)
-            return [_result(_last_start(folder), rank) for rank in range(size)]
+            return results(_last_start(folder), size)
         except ChildFailedError as failed:
-            ended = _first_error(_last_start(folder), size, failed.failures)
+            statuses = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+            ended = first_error(_last_start(folder), size, statuses)
         except SignalException as received:
             ended = received.sigval
     if isinstance(ended, BaseException):
@@ -302,38 +303,6 @@ def _last_start(folder: Path) -> Path:
     return max(folder.glob("start-*"), key=lambda path: int(path.name.rpartition("-")[2]), default=folder)
 
 
-def _result(folder: Path, rank: int) -> Any:
-    outcome = Outcome.load(folder, rank=rank)
-    assert outcome is not None, f"rank {rank} succeeded and left no result"
-    return outcome.result
-
-
-def _first_error(folder: Path, size: int, failures: dict[int, ProcessFailure]) -> BaseException:
-    """What to raise: the first exception that no other rank caused, or else how the lost rank ended."""
-    outcomes = {rank: Outcome.load(folder, rank=rank) for rank in range(size)}
-    raised = {rank: outcome for rank, outcome in outcomes.items() if outcome is not None and outcome.error is not None}
-    silent = [rank for rank in failures if rank not in raised]
-    if not silent or any(not outcome.is_consequence for outcome in raised.values()):
-        rank, first = min(raised.items(), key=lambda item: (item[1].is_consequence, item[1].seconds))
-        assert first.error is not None
-        if first.trace:
-            first.error.add_note(f"raised on rank {rank} of {size}:\n{first.trace.rstrip()}")
-        return first.error
-    rank = silent[0]
-    status = failures[rank].exitcode
-    how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"with exit status {status}"
-    kind = RankKilledError if status == -signal.SIGKILL else RankLostError
-    error = kind(f"rank {rank} of {size} ended without an exception, {how}")
-    for rank, outcome in raised.items():
-        error.add_note(f"rank {rank} then met: {outcome.error}")
-    if kind is RankKilledError:
-        error.add_note(
-            "the system does that when memory runs out; what a plan needs, and a change that fits, is told by "
-            "print(mw.needs(model, plan, loss=loss, batch=batch))"
-        )
-    return error
-
-
 # ---- in a rank -----------------------------------------------------------------------------------------------------
 
 
@@ -364,19 +333,31 @@ def _rank_main(
     own = os.getpid()
     try:
         world = _connect(device, None, tell)
-        result = main(world, *args)
-        if os.getpid() != own:
+        outcome = _outcome(functools.partial(main, world, *args))
+        if os.getpid() != own:  # `main` has copied the process: how a copy ends says nothing of the rank
             _leave(0)
         world.close()
-        Outcome(result).save(folder, rank=rank)
+        outcome.save(folder, rank=rank)
     except BaseException as error:  # noqa: BLE001 - whatever ended this rank is for the launcher to tell
-        if os.getpid() != own:  # `main` has copied the process: how a copy ends says nothing of the rank
+        if os.getpid() != own:
             _leave(status_of(error))
         outcome = Outcome.of(error)
         outcome.save(folder, rank=rank)
         if outcome.is_consequence:
             time.sleep(_CONSEQUENCE_SECONDS)
         _leave(1)
+
+
+def _outcome(main: Callable[[], Any]) -> Outcome:
+    """What it returned, or that it left by `sys.exit` as one does at a good end."""
+    own = os.getpid()
+    try:
+        return Outcome(main())
+    except SystemExit as left:
+        outcome = Outcome.of(left)
+        if outcome.left_well and os.getpid() == own:
+            return outcome
+        raise
 
 
 def _tell_restart(folder: Path, attempt: Attempt) -> None:

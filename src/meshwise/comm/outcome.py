@@ -7,13 +7,15 @@ process dies right afterwards, and of several errors the first can be told from 
 from __future__ import annotations
 
 import pickle
+import signal
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwise.comm.lost import RankLostError
+from meshwise.comm.lost import RankKilledError, RankLostError
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,11 @@ class Outcome:
         """Whether the rank only failed because another one was lost."""
         return isinstance(self.error, RankLostError)
 
+    @property
+    def left_well(self) -> bool:
+        """Whether the rank called `sys.exit` as one does at a good end."""
+        return isinstance(self.error, SystemExit) and not self.error.code
+
     def save(self, folder: Path, *, rank: int) -> None:
         """Write it into the folder that the launcher reads. Raises what pickle raises for a result it cannot take."""
         data = pickle.dumps(self)
@@ -51,6 +58,51 @@ class Outcome:
         outcome = pickle.loads(file.read_bytes())
         assert isinstance(outcome, cls)
         return outcome
+
+
+def results(folder: Path, size: int) -> list[Any]:
+    """What `main` returned on every rank. Raises `first_error` when some ranks left it by `sys.exit`."""
+    outcomes = [Outcome.load(folder, rank=rank) for rank in range(size)]
+    if any(outcome is not None and outcome.error is not None for outcome in outcomes):
+        raise first_error(folder, size, {})
+    for rank, outcome in enumerate(outcomes):
+        assert outcome is not None, f"rank {rank} succeeded and left no result"
+    return [outcome.result for outcome in outcomes if outcome is not None]
+
+
+def first_error(folder: Path, size: int, statuses: Mapping[int, int]) -> BaseException:
+    """What to raise for ranks that have ended: the first exception that no other rank caused, or else how the lost
+    rank ended. `statuses` are those of the processes that failed, by rank; of one that a signal ended, less than 0.
+    """
+    outcomes = {rank: Outcome.load(folder, rank=rank) for rank in range(size)}
+    raised = {rank: outcome for rank, outcome in outcomes.items() if outcome is not None and outcome.error is not None}
+    silent = [rank for rank in statuses if rank not in raised]
+    if not silent or any(not outcome.is_consequence for outcome in raised.values()):
+        rank, first = min(raised.items(), key=lambda item: (item[1].is_consequence, item[1].seconds))
+        assert first.error is not None
+        if first.left_well and not all(outcome is not None and outcome.left_well for outcome in outcomes.values()):
+            error: BaseException = RankLostError(f"rank {rank} of {size} left by sys.exit, and others did not")
+            return _with_notes(error, {other: each for other, each in raised.items() if other != rank})
+        if first.trace:
+            first.error.add_note(f"raised on rank {rank} of {size}:\n{first.trace.rstrip()}")
+        return first.error
+    rank = silent[0]
+    status = statuses[rank]
+    how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"with exit status {status}"
+    kind = RankKilledError if status == -signal.SIGKILL else RankLostError
+    error = _with_notes(kind(f"rank {rank} of {size} ended without an exception, {how}"), raised)
+    if kind is RankKilledError:
+        error.add_note(
+            "the system does that when memory runs out; what a plan needs, and a change that fits, is told by "
+            "print(mw.needs(model, plan, loss=loss, batch=batch))"
+        )
+    return error
+
+
+def _with_notes(error: BaseException, others: Mapping[int, Outcome]) -> BaseException:
+    for rank, outcome in others.items():
+        error.add_note(f"rank {rank} then met: {outcome.error}")
+    return error
 
 
 def _picklable(error: BaseException) -> BaseException:

@@ -51,6 +51,13 @@ def split(x: Parts, size: int, *, given: bool = False) -> list[Tensor]:
     return found
 
 
+def passed(x: Parts | None, *, who: str, name: str) -> Parts:
+    """`x`, which only one rank of a group has. Raises ValueError when that one, `who`, has passed None."""
+    if x is None:
+        raise ValueError(f"{who} passes `{name}`; here it is None")
+    return x
+
+
 def fit(x: Tensor, *, part: Tensor) -> None:
     """Raise ValueError unless this rank's tensor has the elements and the dtype of its part."""
     if x.numel() != part.numel() or x.dtype != part.dtype:

@@ -26,7 +26,7 @@ from torch import Tensor
 from meshwise.comm.agreement import as_tensor, require_alike
 from meshwise.comm.group import Group, line, rooted
 from meshwise.comm.journal import Journal, Position, Stamp, call_site
-from meshwise.comm.parts import Parts, fit, flat, put, split
+from meshwise.comm.parts import Parts, fit, flat, passed, put, split
 from meshwise.comm.reduction import require_op
 from meshwise.comm.stopwatch import Stopwatch
 from meshwise.mesh import Mesh
@@ -172,8 +172,8 @@ class World(abc.ABC):
         group = rooted(self.group(axes), root=source)
         if group.size == 1:
             return Work()
-        stamp = self._stamp("broadcast", group, x, how=f"from {source}")
-        return self._broadcast(stamp, group, flat(x, given=group.index == source), source)
+        data = flat(x, given=group.index == source)
+        return self._broadcast(self._stamp("broadcast", group, x, how=f"from {source}"), group, data, source)
 
     def reduce(self, x: Tensor, *, axes: Axes, target: int = 0, op: str = "sum") -> Work:
         """Reduce into the target's `x`; the other ranks' `x` is unspecified afterwards. op: sum, max or min."""
@@ -181,8 +181,8 @@ class World(abc.ABC):
         group = rooted(self.group(axes), root=target)
         if group.size == 1:
             return Work()
-        stamp = self._stamp("reduce", group, x, how=f"{op} to {target}")
-        return self._reduce(stamp, group, flat(x, given=group.index != target), (target, op))
+        data = flat(x, given=group.index != target)
+        return self._reduce(self._stamp("reduce", group, x, how=f"{op} to {target}"), group, data, (target, op))
 
     def all_reduce(self, x: Tensor, *, axes: Axes, op: str = "sum") -> Work:
         """Reduce in place on every rank, bit-identical on all of them. op: sum, max or min."""
@@ -190,8 +190,8 @@ class World(abc.ABC):
         group = self.group(axes)
         if group.size == 1:
             return Work()
-        stamp = self._stamp("all_reduce", group, x, how=op)
-        return self._all_reduce(stamp, group, flat(x), op)
+        data = flat(x)
+        return self._all_reduce(self._stamp("all_reduce", group, x, how=op), group, data, op)
 
     def all_gather(self, x: Tensor, *, into: Parts, axes: Axes) -> Work:
         """Every rank's `x`, one after the other. `into`: one tensor of size · x.numel() elements, or parts.
@@ -201,10 +201,9 @@ class World(abc.ABC):
         group = self.group(axes)
         if group.size == 1:
             return _copy(x, into)
-        stamp = self._stamp("all_gather", group, into)
-        parts = split(into, group.size)
+        data, parts = flat(x, given=True), split(into, group.size)
         fit(x, part=parts[group.index])
-        return self._all_gather(stamp, group, flat(x, given=True), parts)
+        return self._all_gather(self._stamp("all_gather", group, into), group, data, parts)
 
     def reduce_scatter(self, x: Parts, *, into: Tensor, axes: Axes, op: str = "sum") -> Work:
         """Reduce the parts of `x` and keep this rank's. `into` may be the very slice of `x` where it belongs."""
@@ -212,60 +211,52 @@ class World(abc.ABC):
         group = self.group(axes)
         if group.size == 1:
             return _copy(x, into)
-        stamp = self._stamp("reduce_scatter", group, x, how=op)
-        parts = split(x, group.size, given=True)
+        data, parts = flat(into), split(x, group.size, given=True)
         fit(into, part=parts[group.index])
-        return self._reduce_scatter(stamp, group, parts, (flat(into), op))
+        return self._reduce_scatter(self._stamp("reduce_scatter", group, x, how=op), group, parts, (data, op))
 
     def all_to_all(self, x: Parts, *, into: Parts, axes: Axes) -> Work:
         """Part j of this rank's `x` becomes part i of rank j's `into`, i being this rank's index."""
         group = self.group(axes)
         if group.size == 1:
             return _copy(x, into)
-        stamp = self._stamp("all_to_all", group, x)
         parts, targets = split(x, group.size, given=True), split(into, group.size)
         fit(parts[group.index], part=targets[group.index])
-        return self._all_to_all(stamp, group, parts, targets)
+        return self._all_to_all(self._stamp("all_to_all", group, x), group, parts, targets)
 
     def gather(self, x: Tensor, *, into: Parts | None, axes: Axes, target: int = 0) -> Work:
         """Every rank's `x` on the target; `into` is None elsewhere."""
         group = rooted(self.group(axes), root=target)
         if group.size == 1:
-            assert into is not None
-            return _copy(x, into)
-        stamp = self._stamp("gather", group, x, how=f"to {target}")
-        parts = None
+            return _copy(x, passed(into, who="the target of a gather", name="into"))
+        data, parts = flat(x, given=True), None
         if group.index == target:
-            assert into is not None, "the target of a gather passes `into`"
-            parts = split(into, group.size)
+            parts = split(passed(into, who="the target of a gather", name="into"), group.size)
             fit(x, part=parts[target])
-        return self._gather(stamp, group, flat(x, given=True), (parts, target))
+        return self._gather(self._stamp("gather", group, x, how=f"to {target}"), group, data, (parts, target))
 
     def scatter(self, x: Parts | None, *, into: Tensor, axes: Axes, source: int = 0) -> Work:
         """The source's parts, one to each rank; `x` is None elsewhere."""
         group = rooted(self.group(axes), root=source)
         if group.size == 1:
-            assert x is not None
-            return _copy(x, into)
-        stamp = self._stamp("scatter", group, into, how=f"from {source}")
-        parts = None
+            return _copy(passed(x, who="the source of a scatter", name="x"), into)
+        data, parts = flat(into), None
         if group.index == source:
-            assert x is not None, "the source of a scatter passes `x`"
-            parts = split(x, group.size, given=True)
+            parts = split(passed(x, who="the source of a scatter", name="x"), group.size, given=True)
             fit(into, part=parts[source])
-        return self._scatter(stamp, group, (parts, source), flat(into))
+        return self._scatter(self._stamp("scatter", group, into, how=f"from {source}"), group, (parts, source), data)
 
     def send(self, x: Tensor, *, axis: str, to: int) -> Work:
         """Send to group index `to` along one axis; messages between two ranks arrive in the order they were sent."""
         group = self.group(axis)
-        stamp = self._stamp("send", line(group, source=group.index, target=to), x, how=f"to {to}")
-        return self._send(stamp, group, flat(x, given=True), to)
+        ends, data = line(group, source=group.index, target=to), flat(x, given=True)
+        return self._send(self._stamp("send", ends, x, how=f"to {to}"), group, data, to)
 
     def recv(self, x: Tensor, *, axis: str, source: int) -> Work:
         """Receive into `x` from group index `source` along one axis."""
         group = self.group(axis)
-        stamp = self._stamp("recv", line(group, source=source, target=group.index), x, how=f"from {source}")
-        return self._recv(stamp, group, flat(x), source)
+        ends, data = line(group, source=source, target=group.index), flat(x)
+        return self._recv(self._stamp("recv", ends, x, how=f"from {source}"), group, data, source)
 
     def barrier(self, *, axes: Axes | None = None) -> None:
         """Return when every rank of the group (all ranks by default) has called it."""
