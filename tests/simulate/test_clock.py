@@ -9,6 +9,7 @@ import tomli_w
 import torch
 from torch import nn
 
+from meshwise.comm.journal import Stamp
 from meshwise.parallelize import Options
 from meshwise.pipeline.cut import Where
 from meshwise.simulate.clock import predict
@@ -17,7 +18,7 @@ from meshwise.simulate.cost import operation
 from meshwise.simulate.price import Prices, traffic
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.subject import Subject
-from meshwise.simulate.tape import Memory
+from meshwise.simulate.tape import Call, Memory
 from simulate.subjects import gpt_subject
 
 STEADY = Cluster(
@@ -49,6 +50,20 @@ def test_the_bubble_of_even_stages_is_the_published_one(microbatches: int) -> No
     assert first / second == pytest.approx(2 / 3)
     unit = prediction.flops / 1e9 / (5 * microbatches)
     assert prediction.seconds == pytest.approx(unit * (3 * microbatches + 2))
+
+
+def test_a_long_ring_takes_a_hop_for_each_rank_and_a_tree_does_not() -> None:
+    prices = Prices(parse_cluster("512x8 h100"))
+
+    def seconds(kind: str, ranks: range) -> float:
+        return prices.collective(Call(Stamp(0, kind, ("dp",), (), "", 4096 * 8, ""), tuple(ranks)))
+
+    hops = 511 * 4e-6 + (4096 - 512) * 1.9e-6
+    assert seconds("all_gather", range(4096)) == pytest.approx(hops, rel=1e-2)
+    assert seconds("reduce_scatter", range(0, 4096, 8)) == pytest.approx(511 * 4e-6, rel=1e-2)  # one of each node
+    assert seconds("all_reduce", range(4096)) < 0.1 * hops
+    assert seconds("all_gather", range(8)) < 8 * 8e-6
+    assert seconds("all_gather", range(16)) > 4 * 15e-6, "what a call takes at least"
 
 
 def test_slower_links_cost_time_where_nothing_is_computed_meanwhile() -> None:

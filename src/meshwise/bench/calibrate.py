@@ -344,7 +344,8 @@ def _link(world: World, effort: Effort) -> Link:
             )
         )
 
-    return Link(latency, curve("all_reduce"), {kind: curve(kind) for kind in (*sums[1:], SEND_RECV)})
+    apart = {kind: curve(kind) for kind in (*sums[1:], SEND_RECV)}
+    return Link(latency=latency, bandwidth=curve("all_reduce"), collectives=apart)
 
 
 def _memory(world: World) -> int:

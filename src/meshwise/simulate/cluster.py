@@ -6,7 +6,8 @@ or read in a data sheet:
     products      best · k/(k + inner) · P/(P + outputs) of the peak, for P = batch·m·n results of k terms each
     all else      bytes at the rate that a tensor of that size is read and written with, or at the operation's own
     memory        bytes at the rate that the system gives them, where no allocator keeps what was used before
-    collectives   latency · steps + bytes over the link's rate at that size, each as its ring or tree moves them
+    collectives   latency · steps + bytes over the link's rate at that size, each as its ring or tree moves them; in
+                  long rings no less than a hop for each rank
 """
 
 from __future__ import annotations
@@ -110,6 +111,10 @@ class Link:
 
     latency: float = 0.0
     """Seconds before the first byte, for each step of a collective."""
+
+    hop: float = 0.0
+    """Seconds from one rank to the next in a ring. Over several nodes a gather and a reduce-scatter take at least the
+    hops of all ranks, for NCCL has no tree for them."""
 
     bandwidth: Curve = ()
     """Bytes per second, by the bytes of the whole collective; of an adapter, by its part of them."""

@@ -26,6 +26,9 @@ FUSED = frozenset(
 SEND_RECV = "send_recv"
 """The rate of a message, among those of collectives."""
 
+RINGS = frozenset({"all_gather", "reduce_scatter"})
+"""What goes from rank to rank, however many there are."""
+
 
 @dataclass
 class Prices:
@@ -72,7 +75,10 @@ class Prices:
             return self._latency(ranks) * math.ceil(math.log2(count))
         moved = size * traffic(kind, count=count)
         steps = 1 if kind == SEND_RECV else math.ceil(math.log2(count))
-        return self._latency(ranks) * steps + moved / self._rate(kind, size, ranks)
+        waited = self._latency(ranks) * steps
+        if kind in RINGS and self.crosses(ranks):
+            waited = max(waited, self._around(ranks))
+        return waited + moved / self._rate(kind, size, ranks)
 
     def crosses(self, ranks: tuple[int, ...]) -> bool:
         """Whether ranks lie in more than one node."""
@@ -85,6 +91,11 @@ class Prices:
 
     def _latency(self, ranks: tuple[int, ...]) -> float:
         return (self.cluster.between if self.crosses(ranks) else self.cluster.inside).latency
+
+    def _around(self, ranks: tuple[int, ...]) -> float:
+        """From rank to rank until all have been passed but one: over nodes once for each, else inside of them."""
+        nodes = self._nodes(ranks)
+        return (nodes - 1) * self.cluster.between.hop + (len(ranks) - nodes) * self.cluster.inside.hop
 
     def _rate(self, kind: str, size: float, ranks: tuple[int, ...]) -> float:
         """Bytes per second of one rank.
