@@ -296,7 +296,10 @@ def machines(nodes: int) -> Cluster:
     each["all_reduce"] = tuple((size / base.adapters, rate * unit) for size, rate in shape.items())
     free = {"cat": math.inf, "copy_": math.inf}
     device = dataclasses.replace(base.device, fused=1.0, rates={**base.device.rates, **free}, launch=LAUNCH)
-    return dataclasses.replace(base, device=device, between=dataclasses.replace(base.between, collectives=each))
+    # What they measured over so many nodes has its hops in it.
+    inside = dataclasses.replace(base.inside, hop=0.0)
+    between = dataclasses.replace(base.between, hop=0.0, collectives=each)
+    return dataclasses.replace(base, device=device, inside=inside, between=between)
 
 
 def in_buckets(cluster: Cluster, *, model: Llama, plan: Plan) -> Cluster:

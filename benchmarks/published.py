@@ -20,15 +20,14 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
 
+from megatron import PRECISION, Megatron, cross_entropy
 from meshwise.parallelize import Options
 from meshwise.pipeline.cut import Where
-from meshwise.precision.policy import Precision
 from meshwise.simulate.clock import predict
 from meshwise.simulate.cluster import Cluster, at, load
 from meshwise.simulate.memory import fullest
@@ -44,12 +43,14 @@ FITTED = {"single": 10, "schedules": 4}
 ACTION = {"schedules": 0.9e-3}
 """Seconds of the host for an action where code was not that of the other tables, but of 2023."""
 
-ADAPTERS = {"ptdp": 8, "parallel": 8, "single": 8, "multi": 4, "schedules": 8, "layer": 8}
-"""Of a node of eight GPUs: Selene has one for each; vTrain's configurations say 800 Gb/s, which is four of 200 Gb/s."""
+ADAPTERS = {"ptdp": 8, "parallel": 8, "sharded": 1, "single": 8, "multi": 4, "schedules": 8, "layer": 8}
+"""Of a node of eight GPUs: Selene has one for each; vTrain's configurations say 800 Gb/s, which is four of 200 Gb/s.
+DeepSpeed's runs on Selene took as long as if they used one, which was read off these rows."""
 
 TITLES = {
     "ptdp": "PTD-P, weak scaling (table 1)",
     "parallel": "PTD-P, strong scaling (table 2)",
+    "sharded": "ZeRO-3 of DeepSpeed (table 2), through one adapter of eight",
     "single": "vTrain, 2 to 8 GPUs of one node",
     "multi": "vTrain, 64 to 512 GPUs",
     "schedules": "pipeline schedules (zero bubble, table 4)",
@@ -57,14 +58,6 @@ TITLES = {
 }
 CALCULON = {"ptdp": "ptdp_table1", "single": "vtrain_single", "multi": "vtrain_multi"}
 """The tables as the peer's file calls them."""
-PRECISION = Precision(
-    parameters=torch.float16,
-    compute=torch.float16,
-    reduction=torch.float16,
-    accumulation=torch.float16,
-    master=torch.float32,
-)
-"""Megatron-LM's fp16: gradients stay in it until the update."""
 
 SCHEDULES = {
     "1F1B": "schedule=1f1b",
@@ -85,9 +78,6 @@ EXPERIMENTS = {
 
 LAYERS = 4, 8
 """Of the two models whose difference a layer is."""
-
-DROPOUT = 0.1
-"""Megatron-LM's default."""
 
 
 @dataclass(frozen=True)
@@ -137,73 +127,13 @@ class Row:
         return self.tp * self.dp * self.pp
 
 
-class Attention(nn.Module):
-    """Causal attention as two products and a softmax, as it was computed before it was fused."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.head_width = width // heads
-        self.heads = (heads, heads, heads)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.projection = nn.Linear(width, width)
-        self.dropout = nn.Dropout(DROPOUT)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, width) to the same."""
-        q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2).split(self.heads, dim=1)
-        scores = (q * (1 / math.sqrt(self.head_width))) @ k.transpose(-1, -2)
-        mixed = self.dropout(functional.softmax(scores, dim=-1)) @ v
-        output: Tensor = self.projection(mixed.transpose(1, 2).flatten(2))
-        return output
-
-
-class Block(nn.Module):
-    """A pre-norm transformer block."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.first_norm, self.second_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.dropout = nn.Dropout(DROPOUT)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, width) to the same."""
-        x = x + self.dropout(self.attention(self.first_norm(x)))
-        output: Tensor = x + self.dropout(self.down(functional.gelu(self.up(self.second_norm(x)))))
-        return output
-
-
-class Megatron(nn.Module):
-    """A GPT as the published runs had it."""
-
-    def __init__(self, row: Row) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(row.vocabulary, row.hidden)
-        self.positions = nn.Embedding(row.sequence, row.hidden)
-        self.blocks = nn.ModuleList(Block(row.hidden, row.heads) for _ in range(row.layers))
-        self.norm = nn.LayerNorm(row.hidden)
-        self.head = nn.Linear(row.hidden, row.vocabulary, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """(B, T) to logits."""
-        x = self.embedding(tokens) + self.positions(torch.arange(tokens.size(1), device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
-
-
-def cross_entropy(output: Tensor, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """The sum over all tokens."""
-    return functional.cross_entropy(output.flatten(0, 1), batch[1].flatten(), reduction="sum"), batch[1].numel()
-
-
 def rehearsed(row: Row) -> Rehearsal:
     """The run, rehearsed: every stage has as many layers."""
     tokens = torch.empty(row.batch, row.sequence, dtype=torch.long, device="meta")
     options = Options(cut=Where(at=row.starts), example=(tokens, tokens), precision=PRECISION)
-    subject = Subject(lambda: Megatron(row), cross_entropy, (tokens, tokens), options=options)
+    sizes = {"layers": row.layers, "width": row.hidden, "heads": row.heads, "sequence": row.sequence}
+    build = partial(Megatron, **sizes, vocabulary=row.vocabulary)
+    subject = Subject(build, cross_entropy, (tokens, tokens), options=options)
     return rehearse(subject, plan=row.plan, ranks=row.ranks, device="cuda")
 
 
@@ -220,19 +150,31 @@ def ptdp(numbers: Path) -> Iterator[Row]:
 
 
 def parallel(numbers: Path) -> Iterator[Row]:
-    """Strong scaling of the same paper's table 2, which tells flops per second; those of a step are its equation 3."""
+    """Strong scaling of the same paper's table 2: its own runs."""
+    for row in _strong(numbers, "PTD-P"):
+        virtual = _fewest(row.layers, row.pp)
+        yield dataclasses.replace(row, virtual=virtual, words=_interleaved(virtual))
+
+
+def sharded(numbers: Path) -> Iterator[Row]:
+    """The runs of DeepSpeed's ZeRO-3 beside them."""
+    for row in _strong(numbers, "ZeRO-3"):
+        yield dataclasses.replace(row, words=f"{row.words} zero=3")
+
+
+def _strong(numbers: Path, scheme: str) -> Iterator[Row]:
+    """The table tells flops per second; those of a step are the paper's equation 3."""
     shapes = {"174.6": (96, 12288, 96), "529.6": (105, 20480, 128)}
     sequence, vocabulary = 2048, 51200
     for line in _lines(numbers / "megatron_ptdp_table2_zero3.csv"):
-        if line["scheme"] == "PTD-P":
+        if line["scheme"] == scheme:
             layers, hidden, heads = shapes[line["params_B"]]
             gpus, tp, pp, batch = (int(line[key]) for key in ("gpus", "tp", "pp", "global_batch"))
             attended = 1 + sequence / (6 * hidden) + vocabulary / (16 * layers * hidden)
             flops = 96 * batch * sequence * layers * hidden**2 * attended
-            virtual = _fewest(layers, pp)
             yield Row(
-                layers, hidden, heads, sequence, batch, int(line["micro_batch"]), tp, gpus // (tp * pp), pp, virtual,
-                vocabulary, flops / (gpus * float(line["tflops_per_gpu"]) * 1e12), _interleaved(virtual),
+                layers, hidden, heads, sequence, batch, int(line["micro_batch"]), tp, gpus // (tp * pp), pp, 1,
+                vocabulary, flops / (gpus * float(line["tflops_per_gpu"]) * 1e12),
             )  # fmt: skip
 
 
@@ -295,6 +237,7 @@ def _lines(path: Path) -> list[dict[str, str]]:
 TABLES: Mapping[str, Callable[[Path], Iterator[Row]]] = {
     "ptdp": ptdp,
     "parallel": parallel,
+    "sharded": sharded,
     "single": single,
     "multi": multi,
     "schedules": schedules,
