@@ -12,6 +12,7 @@ import torch
 from meshwise.bench.finding import Finding, note, problem
 from meshwise.bench.machine import Machine, addresses_of, interface_names
 from meshwise.comm.journal import ranks_text
+from meshwise.comm.launch import asked_threads
 from meshwise.comm.rollcall import Entry
 
 _OLDEST_TORCH = (2, 11)
@@ -60,7 +61,7 @@ def examine_machine(machine: Machine, *, ranks: int) -> list[Finding]:
                 remedy=f"add {machine.host} to /etc/hosts, or name the interface in GLOO_SOCKET_IFNAME",
             )
         )
-    threads = int(os.environ.get("OMP_NUM_THREADS") or 1)
+    threads = asked_threads() or 1
     if ranks * threads > machine.cores and not machine.gpus:
         found.append(
             note(

@@ -18,12 +18,14 @@ import functools
 import logging
 import multiprocessing
 import os
+import re
 import shlex
 import signal
 import sys
 import tempfile
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -272,8 +274,8 @@ def _as_launcher(size: int) -> Iterator[None]:
         for name, logger in logging.Logger.manager.loggerDict.items()
         if name.startswith(_LOUD) and isinstance(logger, logging.Logger) and not logger.disabled
     ]
-    if size > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // size)))
+    if size > 1 and asked_threads() is None:
+        os.environ["OMP_NUM_THREADS"] = str(max(1, _cores() // size))
     for logger in silenced:
         logger.disabled = True
     try:
@@ -292,6 +294,14 @@ def _as_launcher(size: int) -> Iterator[None]:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def asked_threads() -> int | None:
+    """The threads of a rank by OMP_NUM_THREADS, which may be a list with a number for each level; OpenMP passes over
+    what is none, with a word.
+    """
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if re.fullmatch("0*[1-9][0-9]{0,5}", first) else None
 
 
 def _start_folder(folder: Path, number: int) -> Path:
@@ -315,14 +325,10 @@ def _rank_main(
     if Launcher().is_gone():
         _leave(1)
     atexit.register(_leave, 0)
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
     rank = int(os.environ["RANK"])
     attempt = Attempt.current()
     assert attempt is not None, "torch's launcher names the start"
-    if rank == 0 and attempt.number:
-        _tell_restart(folder, attempt)
-    folder = _start_folder(folder, attempt.number)
-    folder.mkdir(exist_ok=True)
+    starts, folder = folder, _start_folder(folder, attempt.number)
 
     def tell(report: str, *, final: bool) -> None:
         if final:
@@ -332,6 +338,10 @@ def _rank_main(
 
     own = os.getpid()
     try:
+        folder.mkdir(exist_ok=True)
+        if rank == 0 and attempt.number:
+            _tell_restart(starts, attempt)
+        torch.set_num_threads(asked_threads() or torch.get_num_threads())
         world = _connect(device, None, tell)
         outcome = _outcome(functools.partial(main, world, *args))
         if os.getpid() != own:  # `main` has copied the process: how a copy ends says nothing of the rank
@@ -341,11 +351,15 @@ def _rank_main(
     except BaseException as error:  # noqa: BLE001 - whatever ended this rank is for the launcher to tell
         if os.getpid() != own:
             _leave(status_of(error))
-        outcome = Outcome.of(error)
-        outcome.save(folder, rank=rank)
-        if outcome.is_consequence:
-            time.sleep(_CONSEQUENCE_SECONDS)
-        _leave(1)
+        try:
+            outcome = Outcome.of(error)
+            outcome.save(folder, rank=rank)
+            if outcome.is_consequence:
+                time.sleep(_CONSEQUENCE_SECONDS)
+        except Exception:  # noqa: BLE001 - a full disk, say: then it is told here, or nowhere
+            traceback.print_exc()
+        finally:  # an exception that left here would end the process with status 0, and the launcher wait for a result
+            _leave(1)
 
 
 def _outcome(main: Callable[[], Any]) -> Outcome:

@@ -1,0 +1,64 @@
+"""What can go wrong in a rank around its work: it ends the run, which otherwise would wait for a result for ever."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwise.comm.launch import asked_threads
+
+pytestmark = pytest.mark.processes
+
+SCRIPT = """
+import os, torch
+from meshwise.comm import run
+from meshwise.comm.outcome import Outcome
+
+def threads(world):
+    return torch.get_num_threads()
+
+def full(outcome, folder, *, rank):
+    raise OSError(28, "No space left on device")
+
+def finds_a_full_disk(world):
+    Outcome.save = full
+
+if __name__ == "__main__":
+    try:
+        print("returned", *run(2, {main}))
+    except Exception as error:
+        print("raised", type(error).__name__)
+"""
+
+
+def ended(folder: Path, main: str, threads: str) -> subprocess.CompletedProcess[str]:
+    """What a script with two ranks says; it has a minute."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT.format(main=main))
+    environment = {**os.environ, "OMP_NUM_THREADS": threads}
+    command = [sys.executable, str(script)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+
+
+@pytest.mark.parametrize("threads", ["abc", "-1", "0"])
+def test_a_number_of_threads_that_is_none_leaves_each_rank_its_part_of_the_cores(tmp_path: Path, threads: str) -> None:
+    part = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert ended(tmp_path, "threads", threads).stdout == f"returned {part} {part}\n"
+
+
+def test_a_rank_that_cannot_leave_its_result_ends_the_run_and_says_why(tmp_path: Path) -> None:
+    said = ended(tmp_path, "finds_a_full_disk", "1")
+    assert said.stdout == "raised RankLostError\n"
+    assert "No space left on device" in said.stderr
+
+
+@pytest.mark.parametrize(
+    "said, threads", [("3", 3), ("2,1", 2), (" 04 ", 4), ("", None), ("0", None), ("-1", None), ("9" * 20, None)]
+)
+def test_threads_are_read_as_openmp_reads_them(said: str, threads: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", said)
+    assert asked_threads() == threads
