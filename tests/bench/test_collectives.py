@@ -66,6 +66,8 @@ def test_sizes_are_rounded_to_whole_numbers_per_rank_and_never_to_nothing() -> N
         (Sweep(("reduce",), (4,), (3,)), "4 ranks have no groups of 3; groups may have 2, 4 ranks"),
         (Sweep(("reduce",), (4,), (1,)), "no groups of 1"),
         (Sweep((), (4,), (2,)), "nothing to measure"),
+        (Sweep(("reduce",), (4,), (2,), on=()), "nothing to measure"),
+        (Sweep(("reduce",), (4,), (2,), on=("common",)), "nothing to measure: on common there is all_gather alone"),
         (Sweep(("reduce",), (4,), (2,), rounds=0), "nothing to measure"),
     ],
 )

@@ -143,6 +143,12 @@ def test_local_ranks_that_can_talk_end_with_status_0(capfd: pytest.CaptureFixtur
     assert (status, "all is well" in text) == (0, True)
 
 
+@pytest.mark.processes
+def test_a_rank_alone_has_nobody_to_talk_to(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--ranks", "1"]) == 0
+    assert "1 rank on cpu has no other to talk to" in capfd.readouterr().out
+
+
 def test_a_problem_ends_with_status_1_and_its_remedy(port: int, capsys: pytest.CaptureFixture[str]) -> None:
     with mock.patch.dict(os.environ, {**JOB, "RANK": "1", "MASTER_PORT": str(port)}):
         status = main(["doctor", "--seconds", "0.3"])
@@ -153,8 +159,9 @@ def test_a_problem_ends_with_status_1_and_its_remedy(port: int, capsys: pytest.C
     assert "start rank 0 on that machine first" in text
 
 
-def test_a_bad_flag_ends_with_status_2() -> None:
-    assert main(["doctor", "--second", "1"]) == 2
+@pytest.mark.parametrize("words", [["--second", "1"], ["--seconds", "0"], ["--seconds", "-1"], ["--seconds", "nan"]])
+def test_a_bad_flag_ends_with_status_2(words: list[str]) -> None:
+    assert main(["doctor", *words]) == 2
 
 
 SILENT_RANK = """

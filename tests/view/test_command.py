@@ -1,6 +1,7 @@
 """`meshwise simulate` and `meshwise draw mesh`: what is drawn, compared and written."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,18 @@ BAD = [
     (["draw", "mesh", "--plan=dp=auto"], "dp=auto fills a cluster: name it"),
     (["draw", "mesh", "--plan=dp=3", "--on=2x4 h100"], "needs 3 ranks, but the world has 8"),
     (["draw", "mesh", "--plan=dp=3", "--on=2x4 h1"], "did you mean h100"),
+    (["draw", "mesh", f"--on={'9' * 400} h100", "--plan=dp=auto"], "has more ranks than 1048576"),
+    (["draw", "mesh", f"--on={'9' * 5000}x8 h100", "--plan=dp=auto"], "has more ranks than 1048576"),
+    (["draw", "mesh", "--on=1000000x8 h100", "--plan=dp=auto"], "has more ranks than 1048576"),
+    (["draw", "mesh", "--on=/", "--plan=dp=auto"], "/ cannot be read: Is a directory; name a TOML file"),
+    (["draw", "mesh", "--plan=dp=2", "--svg=/"], "cannot write /: it is a folder; name a file in it"),
+    (["draw", "mesh", "--plan=dp=2", "--svg=a.x", "--png=./a.x"], "a.x is named twice"),
+    ([*JOB, ON, f"--html={__file__}/a.html"], f"{__file__} is a file, no folder"),
+    (["draw", "schedule", f"--table={__file__}.gone"], f"{__file__}.gone cannot be read: No such file"),
+    (["draw", "schedule", f"--table={sys.executable}"], f"{sys.executable} is not text, but a table of actions is"),
+    (["draw", "schedule", "--plan=pp=1000000"], "is more than 100000 forwards"),
+    *((["draw", "schedule", "--plan=pp=2", f"--{key}={value}"], "times are positive, and a link's at least 0")
+      for key in ("forward", "input", "weight", "link") for value in ("nan", "inf", "1e200", "-1")),
 ]  # fmt: skip
 
 

@@ -61,6 +61,15 @@ class Effort:
     most_flops: float = 5e9
     """Of one product: larger ones are left out; on a GPU 200 times that."""
 
+    def scale(self, *, on_gpu: bool) -> tuple[int, float]:
+        """What lengths are multiplied by, and the most flops of a product."""
+        return (4, 200 * self.most_flops) if on_gpu else (1, self.most_flops)
+
+    def longest(self, *, on_gpu: bool) -> int:
+        """The largest number that leaves something to measure when it is the only length."""
+        wide, most = self.scale(on_gpu=on_gpu)
+        return int((most / 2) ** (1 / 3) / wide)
+
 
 @dataclass(frozen=True)
 class Calibrated:
@@ -163,7 +172,7 @@ _Row = tuple[tuple[int, int, int], float, float]
 def _products(seconds: _Stopwatch, dtype: torch.dtype, effort: Effort, base: _Base) -> list[_Row]:
     """((m, k, n), flops, seconds) over the grid, matrices held as a layer holds them, forward and backward."""
     rows = []
-    wide, most = (4, 200 * effort.most_flops) if seconds.on_gpu else (1, effort.most_flops)
+    wide, most = effort.scale(on_gpu=seconds.on_gpu)
     for m, k, n in itertools.product((wide * length for length in effort.lengths), repeat=3):
         flops = 2.0 * m * k * n
         if flops <= most:

@@ -59,8 +59,13 @@ class Sweep:
         if wrong := [n for n in self.groups if n not in possible]:
             listed = ", ".join(map(str, possible)) or "no"
             raise ValueError(f"{world_size} ranks have no groups of {wrong[0]}; groups may have {listed} ranks")
-        if not self.kinds or not self.sizes or not self.groups or self.rounds < 1:
-            raise ValueError("nothing to measure: name a collective, a size and a group, and at least one round")
+        if not (self.kinds and self.sizes and self.groups and self.on) or self.rounds < 1:
+            raise ValueError(
+                "nothing to measure: name a collective, a size, a group of at least 2 ranks and what to measure on, "
+                "and at least one round"
+            )
+        if set(self.on) == {"common"} and "all_gather" not in self.kinds:
+            raise ValueError("nothing to measure: on common there is all_gather alone; name it, or measure on ordinary")
 
 
 def group_sizes(world_size: int) -> tuple[int, ...]:

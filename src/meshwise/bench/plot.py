@@ -51,4 +51,4 @@ def plot(measurements: Sequence[Measurement], *, path: Path) -> None:
         panel.grid(visible=True, alpha=0.3)
         if index == 0:
             panel.legend(fontsize="x-small")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format="png")

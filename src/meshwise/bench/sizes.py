@@ -6,14 +6,17 @@ import re
 from collections.abc import Mapping
 
 _UNITS: Mapping[str, int] = {"": 0, "K": 1, "M": 2, "G": 3}
+_MOST = 2**50
+"""More than any memory holds."""
 
 
 def parse_size(text: str) -> int:
     """Bytes of `4096`, `4K`, `4KB` or `4KiB` (all the same). Raises ValueError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if match is None or float(match[1]) == 0:
+    size = float(match[1]) * 1024 ** _UNITS[match[2].upper()] if match else 0
+    if not 1 <= size <= _MOST:
         raise ValueError(f"{text!r} is not a size; write bytes, or a number with K, M or G: 4K, 64M")
-    return int(float(match[1]) * 1024 ** _UNITS[match[2].upper()])
+    return int(size)
 
 
 def size_text(size: float) -> str:

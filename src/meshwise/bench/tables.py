@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from rich.table import Table
 
@@ -59,7 +60,7 @@ def as_table(measurements: Sequence[Measurement], *, caption: str) -> Table:
     for name in ("ranks", "size", "on", "median", "min", "algorithm GB/s", "bus GB/s", "copy GB/s", "bus/copy"):
         table.add_column(name, justify="right")
     shown = [record for record in rows(measurements) if record["collective"] != COPY]
-    for record, following in zip(shown, [*shown[1:], None], strict=True):
+    for record, following in zip_longest(shown, shown[1:]):
         ends = following is None or following["collective"] != record["collective"]
         table.add_row(
             str(record["collective"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from meshwise.bench.plot import plot, require_matplotlib
 from meshwise.bench.sizes import parse_size
 from meshwise.bench.tables import as_csv, as_json, as_table
 from meshwise.cli import calibrate, disk
+from meshwise.cli.output import check_outputs, write_output
 from meshwise.cli.ranks import MOST_BY_DEFAULT, asked, chosen
 from meshwise.comm import World, run, torchrun_line
 from meshwise.train.counted import counted
@@ -82,6 +84,7 @@ def main(words: Sequence[str]) -> int:
 def _collectives(words: Sequence[str]) -> int:
     flags = parse_flags(words, prog="meshwise bench collectives", default=Collectives())
     size = _ranks(flags)
+    check_outputs((flags.csv, flags.json, flags.png))
     sweep = _sweep(flags, size)
     console = screen(width=_WIDTH)
     if "RANK" not in os.environ:
@@ -94,6 +97,8 @@ def _collectives(words: Sequence[str]) -> int:
     device = None if flags.device == "auto" else flags.device
     measurements = run(size, _rank, args=(sweep,), device=device, comm=chosen(flags.comm))[0]
     if os.environ.get("RANK", "0") == "0":
+        if {one.kind for one in measurements} == {COPY} != set(flags.collectives):
+            raise JobError("nothing was measured: these ranks hold no memory in common; measure on ordinary")
         _tell(console, flags, measurements)
     return 0
 
@@ -139,12 +144,10 @@ def _tell(console: Screen, flags: Collectives, measurements: Sequence[Measuremen
     console.show(as_table(measurements, caption=caption))
     for path, text in ((flags.csv, as_csv), (flags.json, as_json)):
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text(measurements))
+            write_output(path, functools.partial(Path.write_text, data=text(measurements), encoding="utf-8"))
             console.print(f"wrote {path}", highlight=False)
     if flags.png is not None:
-        flags.png.parent.mkdir(parents=True, exist_ok=True)
-        plot(measurements, path=flags.png)
+        write_output(flags.png, lambda path: plot(measurements, path=path))
         console.print(f"wrote {flags.png}", highlight=False)
 
 

@@ -13,6 +13,7 @@ import torch
 
 from meshwise.bench.calibrate import Calibrated, Effort, calibrate
 from meshwise.bench.sizes import parse_size
+from meshwise.cli.output import check_outputs, write_output
 from meshwise.cli.ranks import MOST_BY_DEFAULT, asked, chosen
 from meshwise.comm import World, run, torchrun_line
 from meshwise.simulate.cluster import to_table
@@ -61,6 +62,12 @@ def main(words: Sequence[str]) -> int:
         raise JobError(str(error)) from error
     if flags.rounds < 1 or not flags.lengths or min(flags.lengths) < 1 or not flags.sizes:
         raise JobError("nothing to measure: give at least one round, one length of at least 1 and one size")
+    longest = effort.longest(on_gpu=flags.device == "cuda" or (flags.device == "auto" and torch.cuda.is_available()))
+    if min(flags.lengths) > longest:
+        raise JobError(
+            f"products of {min(flags.lengths)} in each dim take too long; give a length up to {longest}"
+        )
+    check_outputs([flags.output])
     size = _ranks(flags)
     if "RANK" not in os.environ:
         line = torchrun_line(size, ["-m", "meshwise", "bench", "calibrate", *words])
@@ -68,8 +75,8 @@ def main(words: Sequence[str]) -> int:
     device = None if flags.device == "auto" else flags.device
     found: Calibrated = run(size, _rank, args=(effort,), device=device, comm=chosen(flags.comm))[0]
     if os.environ.get("RANK", "0") == "0":
-        flags.output.parent.mkdir(parents=True, exist_ok=True)
-        flags.output.write_text(tomli_w.dumps(to_table(found.cluster)), encoding="utf-8")
+        text = tomli_w.dumps(to_table(found.cluster))
+        write_output(flags.output, lambda path: path.write_text(text, encoding="utf-8"))
         told = f"wrote {flags.output}: {found.cluster.device.name}, {size} ranks"
         if found.share < UNDISTURBED:
             told += f"; other work had {1 - found.share:.0%} of their time: calibrate again when the machine is quieter"

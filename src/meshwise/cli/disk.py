@@ -12,6 +12,7 @@ from rich.table import Table
 
 from meshwise.bench.disk import KINDS, TIER, Disk, measure
 from meshwise.bench.sizes import parse_size
+from meshwise.cli.output import check_outputs, write_output
 from meshwise.memory.swap import TierError
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError
@@ -40,6 +41,7 @@ def main(words: Sequence[str]) -> int:
     flags = parse_flags(words, prog="meshwise bench disk", default=DiskBench())
     if flags.rounds < 1:
         raise JobError(f"rounds = {flags.rounds} has to be at least 1")
+    check_outputs([flags.json])
     try:
         disk = measure(flags.folder, size=parse_size(flags.size), rounds=flags.rounds)
     except (TierError, ValueError) as error:
@@ -48,8 +50,8 @@ def main(words: Sequence[str]) -> int:
     console.show(table(disk, folder=flags.folder))
     if flags.json is not None:
         told = [{"who": rate.who, "kind": rate.kind, "bytes_per_second": rate.rounds} for rate in disk.rates]
-        flags.json.parent.mkdir(parents=True, exist_ok=True)
-        flags.json.write_text(json.dumps({"direct": disk.direct, "rates": told}, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps({"direct": disk.direct, "rates": told}, indent=1) + "\n"
+        write_output(flags.json, lambda path: path.write_text(text, encoding="utf-8"))
         console.print(f"wrote {flags.json}", highlight=False)
     return 0
 

@@ -14,6 +14,7 @@ from meshwise.bench.machine import table
 from meshwise.bench.talk import Talk
 from meshwise.cli.ranks import asked
 from meshwise.train.flags import parse_flags
+from meshwise.train.job import JobError
 from meshwise.train.screen import Screen
 
 _MARKS: Mapping[str, str] = {"ok": "[green]ok     [/]", "note": "[yellow]note   [/]", "problem": "[red]problem[/]"}
@@ -33,6 +34,8 @@ class Doctor:
 def main(words: Sequence[str]) -> int:
     """Examine and tell. Raises JobError for bad flags."""
     flags = parse_flags(words, prog="meshwise doctor", default=Doctor())
+    if not flags.seconds > 0:
+        raise JobError(f"seconds = {flags.seconds} has to be above 0")
     console = Screen(soft_wrap=True, highlight=False)
     if "RANK" in os.environ:
         report = consult_job(seconds=flags.seconds)
@@ -66,6 +69,8 @@ def _tell_problems(console: Screen, report: Report, *, prefix: str = "") -> None
 def _talked(held: Talk) -> str:
     """One line about a conversation."""
     pairs = len(held.links)
+    if not pairs:
+        return f"{held.size} rank on {held.device} has no other to talk to; all-reduce adds up"
     latency = statistics.median(link.latency for link in held.links)
     bandwidth = statistics.median(link.bandwidth for link in held.links)
     return (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwise.cli.drawing import drawing_board, save_picture
+from meshwise.cli.drawing import Files, check, drawing_board, save_picture
 from meshwise.plan import Plan
 from meshwise.simulate.cluster import ClusterError, parse_cluster
 from meshwise.train.flags import parse_flags
@@ -37,6 +37,7 @@ def main(words: Sequence[str]) -> int:
     flags = parse_flags(words, prog="meshwise draw mesh", default=Draw())
     if not flags.plan:
         raise JobError('give a plan: meshwise draw mesh --plan "pp=2 dp=2 tp=2"')
+    check(Files(png=flags.png, svg=flags.svg))
     plan = Plan.parse(flags.plan)
     try:
         cluster = parse_cluster(flags.on) if flags.on else None

@@ -21,6 +21,12 @@ from meshwise.train.job import JobError
 from meshwise.view.account import Account
 from meshwise.view.schedule_text import figures, picture
 
+_MOST = 100_000
+"""Forwards of a schedule: minutes of drawing, and more than a picture shows."""
+
+_LONGEST = 1e100
+"""Of times: sums and ratios of them are numbers."""
+
 
 @dataclass(frozen=True)
 class Draw(Files):
@@ -53,14 +59,19 @@ def main(words: Sequence[str]) -> int:
     flags = parse_flags(words, prog="meshwise draw schedule", default=Draw())
     if (flags.table is None) == (not flags.plan):
         raise JobError('give either a plan or a table: meshwise draw schedule --plan "pp=4 microbatches=8"')
-    if min(flags.forward, flags.input, flags.weight) <= 0 or flags.link < 0:
-        raise JobError("times are positive, and a link's at least 0")
+    times = (flags.forward, flags.input, flags.weight)
+    if not (all(0 < time <= _LONGEST for time in times) and 0 <= flags.link <= _LONGEST):
+        raise JobError("times are positive, and a link's at least 0; they are numbers, and none is above 1e100")
     plan = plan_words(flags.plan)
+    if not flags.table and plan["pp"] * plan["microbatches"] * (plan["virtual_stages"] or 1) > _MOST:
+        raise JobError(f"'{flags.plan}' is more than {_MOST} forwards; give fewer stages or microbatches to draw")
+    check(flags)
     try:
         schedule = read_schedule(flags.table) if flags.table else _of_plan(plan)
         lowered = lower(schedule, zero=plan["zero"])
-        check(flags)
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        raise JobError(f"{flags.table} cannot be read: {error.strerror}; name a text file") from error
+    except ValueError as error:
         raise JobError(str(error)) from error
     _draw(flags, lowered, title=flags.table.name if flags.table else flags.plan)
     return 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwise.bench.plot import MissingExtraError, require_matplotlib
+from meshwise.cli.output import check_outputs, write_output
 from meshwise.pipeline.measured import Measured
 from meshwise.train.folder import TIMELINE
 from meshwise.train.job import JobError
@@ -51,7 +52,8 @@ def drawing_board() -> Screen:
 
 
 def check(files: Files) -> None:
-    """Raise JobError when a picture is asked for that cannot be drawn."""
+    """Raise JobError when a picture is asked for that cannot be drawn, or a file that cannot be written."""
+    check_outputs((files.html, files.png, files.svg, files.trace))
     if files.png:
         try:
             require_matplotlib()
@@ -87,8 +89,7 @@ def save_picture(picture: Picture, *, png: Path | None, svg: Path | None) -> Non
 def _write(path: Path | None, write: Callable[[Path], object]) -> None:
     if path is not None:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write(path)
-        except (OSError, MissingExtraError) as error:
+            write_output(path, write)
+        except MissingExtraError as error:
             raise JobError(f"cannot write {path}: {error}") from error
         drawing_board().print(f"wrote {path}", highlight=False, soft_wrap=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,13 +21,17 @@ class PlanError(ValueError):
     """A plan that cannot work; the message names the conflict and the nearest plan that works."""
 
 
+MOST = 2**20
+"""Of ranks, and of what a plan counts: more than there ever are, and few enough to go through."""
+
 _POWERS: Mapping[str, int] = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def read_size(written: str) -> int | None:
     """Bytes, of `2G`, `1.5G` or `2147483648`; None when it is no size."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)", written)
-    return int(float(found[1]) * _POWERS[found[2]]) if found else None
+    size = float(found[1]) * _POWERS[found[2]] if found else math.inf
+    return int(size) if size < math.inf else None
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,8 @@ class Key:
             raise PlanError(
                 f"{name}={given}: {name} is a whole number, {self.range()}; write it as in '{name}={example}'"
             )
+        if value > MOST and self.most is None and not self.size:
+            raise PlanError(f"{name}={value}: {name} is at most {MOST}. Nearest that works: '{name}={MOST}'")
         nearest = max(self.least, value if self.most is None else min(value, self.most))
         if value != nearest:
             raise PlanError(f"{name}={value}: {name} is {self.range()}. Nearest that works: '{name}={nearest}'")

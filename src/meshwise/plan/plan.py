@@ -17,7 +17,7 @@ from typing import Any
 from meshwise.mesh import Mesh
 from meshwise.plan.compatibility import COMPATIBILITY
 from meshwise.plan.degrees import AXES, GRIDS, distance, factorisations
-from meshwise.plan.keys import PlanError, byte_count, keys_of, one_of, whole_number
+from meshwise.plan.keys import MOST, PlanError, byte_count, keys_of, one_of, whole_number
 from meshwise.plan.offload import Offload, offload
 from meshwise.plan.words import check_keys, read_words
 
@@ -101,6 +101,8 @@ class Plan:
         keys = keys_of(self)
         for key, value in self._items():
             keys[key].check(value, name=key)
+        if math.prod(self._degrees().values()) > MOST:
+            raise PlanError(f"the plan '{self}' needs more ranks than {MOST}; take smaller degrees")
         self._grid()
         nearest, reasons = self._working()
         if reasons:

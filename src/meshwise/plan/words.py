@@ -25,7 +25,7 @@ def read_words(text: str) -> dict[str, int | str]:
         key = name.lower().replace("-", "_")
         if key in values:
             raise PlanError(f"{key} is given twice in the plan {text!r}; keep one of them")
-        values[key] = int(value) if re.fullmatch(r"-?[0-9]+", value) else value
+        values[key] = int(value) if re.fullmatch(r"-?[0-9]{1,18}", value) else value
     return values
 
 

@@ -25,6 +25,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
+from meshwise.plan.keys import MOST
+
 T = TypeVar("T")
 
 
@@ -194,13 +196,16 @@ def load(name: str | Path) -> Cluster:
     except UnicodeDecodeError as error:
         raise ClusterError(f"{name} is not TOML: {error}") from error
     except OSError as error:
+        if path.exists():
+            raise ClusterError(f"{name} cannot be read: {error.strerror}; name a TOML file") from error
         near = difflib.get_close_matches(str(name).lower(), known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"those that are known are {', '.join(known)}"
         raise ClusterError(f"no cluster {str(name)!r}, and no file of that name; {hint}") from error
     try:
-        cluster = _read(Cluster, tomllib.loads(text), at=str(name))
-    except tomllib.TOMLDecodeError as error:
+        table = tomllib.loads(text)
+    except ValueError as error:  # a number that is too long is none that tomllib expects
         raise ClusterError(f"{name} is not TOML: {error}") from error
+    cluster = _read(Cluster, table, at=str(name))
     if cluster.device.kind not in ("cuda", "cpu"):
         raise ClusterError(f"{name}: device: kind = {cluster.device.kind!r} has to be 'cuda' or 'cpu'")
     if not cluster.device.peak:
@@ -220,7 +225,10 @@ def parse_cluster(text: str) -> Cluster:
     if re.fullmatch(r"[\dxX×]+", name) and not Path(name).is_file():
         raise ClusterError(f"{text!r} names no device; write nodes x ranks and a name, as in '64x8 h100'")
     cluster = load(name)
-    ranks = int(each) if each else cluster.ranks_per_node
+    long = max(len(each or ""), len(nodes or "")) > len(str(MOST))
+    ranks = int(each) if each and not long else cluster.ranks_per_node
+    if long or ranks * int(nodes or 1) > MOST:
+        raise ClusterError(f"{text!r} has more ranks than {MOST}; write nodes x ranks and a name, as in '64x8 h100'")
     if not ranks or not int(nodes or 1):
         raise ClusterError(f"{text!r} has no ranks; write nodes x ranks and a name, as in '64x8 h100'")
     return dataclasses.replace(cluster, nodes=int(nodes or 1), ranks_per_node=ranks)

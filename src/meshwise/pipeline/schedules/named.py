@@ -119,6 +119,8 @@ def read_schedule(path: Path) -> Schedule:
     try:
         schedule = Schedule.parse(path.read_text(encoding="utf-8"))
         validate(schedule)
+    except UnicodeDecodeError as error:
+        raise ScheduleError(f"{path} is not text, but a table of actions is: {error}") from None
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from None
     return schedule

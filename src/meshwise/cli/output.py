@@ -1,0 +1,55 @@
+"""Files that a command writes: refused before the work where they cannot be written, and replaced whole or not at all.
+
+A file that is opened for writing is empty at once. If the disk is full then, what was there before is lost, and so is
+what took minutes to find. So the new file grows beside the old one, and takes its name when it is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from meshwise.train.job import JobError
+
+
+def check_outputs(paths: Iterable[Path | None]) -> None:
+    """Raise JobError where a file cannot be written for what is there already, or two are the same."""
+    given: set[Path] = set()
+    for path in filter(None, paths):
+        place = path.resolve()
+        if path.is_dir():
+            raise JobError(f"cannot write {path}: it is a folder; name a file in it")
+        folder = next(parent for parent in place.parents if parent.exists())
+        if not folder.is_dir():
+            raise JobError(f"cannot write {path}: {folder} is a file, no folder")
+        if not os.access(folder, os.W_OK) and not place.exists():
+            raise JobError(f"cannot write {path}: no permission to make files in {folder}")
+        if place in given and (place.is_file() or not place.exists()):
+            raise JobError(f"{path} is named twice, and what is written last would be all that is left; name two files")
+        given.add(place)
+
+
+def write_output(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` write the file, folders included. Raises JobError when it cannot; what was there is there still."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            write(path)
+        else:
+            _replace(path.resolve(), write)
+    except OSError as error:
+        raise JobError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    partial = path.with_name(f".partial-{secrets.token_hex(4)}")
+    try:
+        write(partial)
+        if path.exists():
+            partial.chmod(path.stat().st_mode)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,81 @@
+"""Files that commands write: refused before the work, and replaced whole or not at all."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from meshwise.bench.bandwidth import COPY, Measurement
+from meshwise.bench.tables import as_table
+from meshwise.cli.main import main
+from meshwise.cli.output import check_outputs, write_output
+from meshwise.train.job import JobError
+
+
+def full(path: Path) -> None:
+    """Write half of a file to a disk that is full then."""
+    path.write_text("half")
+    raise OSError(28, "No space left on device")
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("whole")
+    with pytest.raises(JobError, match=r"cannot write .*a\.txt: No space left on device"):
+        write_output(path, full)
+    assert path.read_text() == "whole"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_is_replaced_keeps_its_mode_and_a_link_its_target(tmp_path: Path) -> None:
+    path, link = tmp_path / "a.txt", tmp_path / "link"
+    path.write_text("old")
+    path.chmod(0o600)
+    link.symlink_to(path)
+    write_output(link, lambda path: path.write_text("new"))
+    assert link.is_symlink()
+    assert path.read_text() == "new"
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_what_is_no_file_is_written_as_it_is(tmp_path: Path) -> None:
+    write_output(Path(os.devnull), lambda path: path.write_text("gone"))
+    assert not Path(os.devnull).is_file()
+    check_outputs([Path(os.devnull), Path(os.devnull), None, tmp_path / "a" / "b", tmp_path / "a" / "c"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bench", "calibrate", "--ranks=1", "--output"],
+        ["bench", "collectives", "--ranks=2", "--json"],
+        ["bench", "collectives", "--ranks=2", "--csv"],
+        ["bench", "disk", "--json"],
+    ],
+)
+def test_a_benchmark_is_not_begun_for_a_file_that_cannot_be_written(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(*_args: object, **_options: object) -> None:
+        raise AssertionError("measured")
+
+    for place in ("bench.run", "calibrate.run", "disk.measure"):
+        monkeypatch.setattr(f"meshwise.cli.{place}", measured)
+    assert main([*words, str(tmp_path)]) == 2
+    assert f"cannot write {tmp_path}: it is a folder; name a file in it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["0.1", "0", "9" * 400, "99999999G"])
+def test_sizes_that_no_memory_has_are_refused(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "collectives", "--ranks=2", f"--sizes={size}"]) == 2
+    assert "is not a size; write bytes" in capsys.readouterr().err
+
+
+def test_lengths_that_leave_no_product_to_measure_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "calibrate", "--device=cpu", "--ranks=1", "--lengths=2048"]) == 2
+    assert "give a length up to 1357" in capsys.readouterr().err
+
+
+def test_a_table_of_copies_alone_has_no_rows() -> None:
+    table = as_table([Measurement(COPY, 2, 4096, 1e-6, 1e-6)], caption="copies alone")
+    assert table.row_count == 0
