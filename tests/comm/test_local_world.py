@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
+from datetime import timedelta
 from pathlib import Path
 from subprocess import PIPE
 from unittest import mock
@@ -24,7 +25,7 @@ from meshwise.comm.gloo_world import GlooWorld
 from meshwise.comm.local_world import LocalWorld
 from meshwise.comm.segment import Segment, Slabs, open_segment
 from meshwise.comm.side import RING
-from meshwise.comm.torch_world import meeting_place, torch_world
+from meshwise.comm.torch_world import Comm, meeting_place, torch_world
 from meshwise.mesh import Mesh
 from meshwise.testing import Processes, run
 
@@ -178,6 +179,17 @@ def must_share(world: World, name: str) -> str:
     return str(caught.value)
 
 
+def wanted_otherwise(world: World, name: str, last: Comm) -> str:
+    """Of the last rank; the others want `auto`."""
+    found = meeting_place()
+    assert found is not None
+    found.set_timeout(timedelta(seconds=5))
+    comm: Comm = "auto" if world.rank < SIZE - 1 else last
+    with pytest.raises(ValueError, match="joined in one way") as caught:
+        torch_world(world.device, store=PrefixStore(name, found), comm=comm)
+    return str(caught.value)
+
+
 def is_local(world: World) -> bool:
     return isinstance(world, LocalWorld)
 
@@ -227,6 +239,13 @@ def test_where_memory_cannot_be_shared_messages_are_used_and_one_rank_says_so(pr
 
 def test_sharing_can_be_insisted_on(processes: Processes) -> None:
     run(SIZE, must_share, on=processes, args=(uuid.uuid4().hex,))
+
+
+@pytest.mark.parametrize("last", ["gloo", "local"])
+def test_ranks_that_want_to_be_joined_differently_are_told_so(processes: Processes, last: Comm) -> None:
+    [said] = set(run(SIZE, wanted_otherwise, on=processes, args=(uuid.uuid4().hex, last)))
+    assert "comm is auto on rank 2 and" in said
+    assert f"{last} on rank 3; set MESHWISE_COMM alike" in said
 
 
 def test_what_is_announced_is_what_is_mapped() -> None:

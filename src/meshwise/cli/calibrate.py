@@ -64,9 +64,7 @@ def main(words: Sequence[str]) -> int:
         raise JobError("nothing to measure: give at least one round, one length of at least 1 and one size")
     longest = effort.longest(on_gpu=flags.device == "cuda" or (flags.device == "auto" and torch.cuda.is_available()))
     if min(flags.lengths) > longest:
-        raise JobError(
-            f"products of {min(flags.lengths)} in each dim take too long; give a length up to {longest}"
-        )
+        raise JobError(f"products of {min(flags.lengths)} in each dim take too long; give a length up to {longest}")
     check_outputs([flags.output])
     size = _ranks(flags)
     if "RANK" not in os.environ:

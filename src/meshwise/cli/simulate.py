@@ -108,6 +108,8 @@ def _tell(predictions: Sequence[Prediction], *, step: Step | None, job: Simulate
 def _cluster(job: SimulateJob) -> Cluster | None:
     """The one that is named. Raises JobError when there is none and it is needed."""
     check(job)
+    if job.measure and not job.memory:
+        raise JobError("--measure is told beside the prediction of --memory: give that too")
     if not job.on:
         if job.draw or job.wanted or job.compare or job.run:
             raise JobError('times are drawn and compared on a cluster: name it, as in --on "64x8 h100"')

@@ -70,7 +70,7 @@ def torch_world(
     if found is None:
         return GlooWorld(rank=rank, mesh=mesh, device=device, transport=None)
     own = c10d.PrefixStore(f"meshwise/{device.type}", found)
-    devices = _devices(own, rank, size, device)
+    devices = _devices(own, rank, size, device, comm)
     if device.type == "cuda" and len(set(devices)) == size:
         return NcclWorld(rank=rank, mesh=mesh, device=device, communicators=Communicators(own, backend=nccl))
     rooms = hosts_of(own, rank=rank, size=size, name=host) if device.type == "cpu" and comm != "gloo" else None
@@ -124,13 +124,20 @@ def _numbers() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _devices(store: c10d.Store, rank: int, size: int, device: torch.device) -> list[str]:
-    """Every rank's device: `cpu`, or a name of its GPU that no other GPU has."""
-    own = f"cuda {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else device.type
+def _devices(store: c10d.Store, rank: int, size: int, device: torch.device, comm: Comm) -> list[str]:
+    """Every rank's device: a name of its GPU that no other GPU has, or `cpu` and how it wants to be joined.
+
+    Raises ValueError where ranks differ in what they have to have in common: they would wait for each other.
+    """
+    own = f"cuda {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else f"{device.type} {comm}"
     store.set(f"device/{rank}", own)
     devices = [text.decode() for text in store.multi_get([f"device/{other}" for other in range(size)])]
     types = {text.split()[0]: other for other, text in enumerate(devices)}
     if len(types) > 1:
         named = " and ".join(f"rank {other} on {name}" for name, other in sorted(types.items()))
         raise ValueError(f"the ranks of a world share one kind of device, but {named}; pass connect(device=…)")
+    comms = {text.split()[1]: other for other, text in enumerate(devices)}
+    if device.type == "cpu" and len(comms) > 1:
+        named = " and ".join(f"{name} on rank {other}" for name, other in sorted(comms.items()))
+        raise ValueError(f"the ranks of a world are joined in one way, but comm is {named}; set {COMM_VARIABLE} alike")
     return devices
