@@ -8,7 +8,7 @@ import shutil
 import threading
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -67,6 +67,28 @@ def test_tokens_are_kept_until_the_text_changes(tmp_path: Path) -> None:
 
     source.write_text("three")
     assert kept(tmp_path, str(source)) == b"\0three"
+
+
+def test_a_full_disk_leaves_no_part_of_a_token_file_and_says_where_to_put_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_text: object, out: IO[bytes]) -> None:
+        out.write(b"part")
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "a.txt").write_text("some text")
+    monkeypatch.setattr("meshwise.train.tokens.shutil.copyfileobj", full)
+    told = f"cannot keep the text in {tmp_path}/cache: No space left on device; name a folder .* --data.cache"
+    with pytest.raises(JobError, match=told):
+        token_file([f"{tmp_path}/a.txt"], cache=tmp_path / "cache")
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("place", ["a.txt", "a.txt/below", "/proc/1/none"])
+def test_a_cache_that_cannot_be_made_says_so(place: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    with pytest.raises(JobError, match=r"cannot keep the text in .*; name a folder with room"):
+        token_file([f"{tmp_path}/a.txt"], cache=tmp_path / place)
 
 
 def test_several_at_once_build_one_whole_token_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

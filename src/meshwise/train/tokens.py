@@ -35,7 +35,7 @@ def token_file(names: Sequence[str], *, cache: Path) -> Path:
     """The token file of these texts, built when the cache does not have it.
 
     names: files, folders (all files below that are not hidden), globs, or `python-stdlib`. Raises JobError when a name
-    leads to nothing, a file cannot be read, or there is no text in any of them.
+    leads to nothing, a file cannot be read, there is no text in any of them, or no room for the token file.
     """
     try:
         files = [path for name in names for path in _files(name)]
@@ -48,7 +48,11 @@ def token_file(names: Sequence[str], *, cache: Path) -> Path:
             cache.mkdir(parents=True, exist_ok=True)
             _build(files, target)
     except OSError as error:
-        raise JobError(f"data: cannot read or keep the text: {error.strerror}: {error.filename}") from error
+        at = Path(error.filename or cache)
+        if at.is_relative_to(cache) or cache.is_relative_to(at):
+            hint = "name a folder with room that may be written to, as in --data.cache /tmp/meshwise-data"
+            raise JobError(f"data: cannot keep the text in {cache}: {error.strerror}; {hint}") from error
+        raise JobError(f"data: cannot read the text: {error.strerror}: {at}") from error
     return target
 
 
@@ -78,14 +82,17 @@ def _build(files: Sequence[Path], target: Path) -> None:
         if target.exists():
             return
         partial = target.with_suffix(".partial")
-        with partial.open("wb") as out:
-            for path in files:
-                out.write(bytes([START]))
-                with path.open("rb") as text:
-                    shutil.copyfileobj(text, out)
-            out.flush()
-            os.fsync(out.fileno())
-        partial.replace(target)
+        try:
+            with partial.open("wb") as out:
+                for path in files:
+                    out.write(bytes([START]))
+                    with path.open("rb") as text:
+                        shutil.copyfileobj(text, out)
+                out.flush()
+                os.fsync(out.fileno())
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def _files(name: str) -> Iterator[Path]:
