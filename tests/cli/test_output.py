@@ -22,7 +22,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("whole")
     with pytest.raises(JobError, match=r"cannot write .*a\.txt: No space left on device"):
-        write_output(path, full)
+        write_output(path, write=full)
     assert path.read_text() == "whole"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -32,14 +32,14 @@ def test_a_file_that_is_replaced_keeps_its_mode_and_a_link_its_target(tmp_path: 
     path.write_text("old")
     path.chmod(0o600)
     link.symlink_to(path)
-    write_output(link, lambda path: path.write_text("new"))
+    write_output(link, write=lambda path: path.write_text("new"))
     assert link.is_symlink()
     assert path.read_text() == "new"
     assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_what_is_no_file_is_written_as_it_is(tmp_path: Path) -> None:
-    write_output(Path(os.devnull), lambda path: path.write_text("gone"))
+    write_output(Path(os.devnull), write=lambda path: path.write_text("gone"))
     assert not Path(os.devnull).is_file()
     check_outputs([Path(os.devnull), Path(os.devnull), None, tmp_path / "a" / "b", tmp_path / "a" / "c"])
 
@@ -79,3 +79,12 @@ def test_lengths_that_leave_no_product_to_measure_are_refused(capsys: pytest.Cap
 def test_a_table_of_copies_alone_has_no_rows() -> None:
     table = as_table([Measurement(COPY, 2, 4096, 1e-6, 1e-6)], caption="copies alone")
     assert table.row_count == 0
+
+
+@pytest.mark.parametrize("words", [["bench", "collectives"], ["bench", "calibrate"], ["simulate", "--memory"]])
+def test_a_number_of_ranks_that_no_launcher_gives_is_refused(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "abc")
+    assert main(words) == 2
+    assert "WORLD_SIZE=abc is no number of ranks; unset it" in capsys.readouterr().err

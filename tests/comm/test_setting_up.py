@@ -8,8 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined] # not in torch's stubs
 
+from meshwise.comm import World
 from meshwise.comm.launch import asked_threads
+from meshwise.comm.thread_world import run_threads
+from meshwise.comm.watch import Watch
 
 pytestmark = pytest.mark.processes
 
@@ -62,3 +66,14 @@ def test_a_rank_that_cannot_leave_its_result_ends_the_run_and_says_why(tmp_path:
 def test_threads_are_read_as_openmp_reads_them(said: str, threads: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", said)
     assert asked_threads() == threads
+
+
+@pytest.mark.parametrize("said", ["abc", "-1", "0", "nan", ""])
+def test_a_patience_that_is_no_number_names_its_variable(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHWISE_STALL_SECONDS", said)
+    with pytest.raises(ValueError, match=f"MESHWISE_STALL_SECONDS={said}: it has to be a number of seconds above 0"):
+        Watch(run_threads(1, itself)[0], store=HashStore())
+
+
+def itself(world: World) -> World:
+    return world

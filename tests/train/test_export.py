@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -56,3 +57,16 @@ def test_a_plain_module_loads_the_file_and_gives_the_same(plan: str, tmp_path: P
     assert set(loaded) == {"inner.weight", "inner.bias", "mean", "calls"}
     assert model.calls == 1
     assert torch.equal(model(batch), predicted)
+
+
+def test_a_full_disk_is_told_with_the_file_and_leaves_no_part_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "parameters.safetensors"
+
+    def main(world: World) -> None:
+        trainer = parallelize(Counting, "dp=1", loss=squares, world=world, lr=0.1)
+        full = mock.patch("meshwise.train.export.os.fsync", side_effect=OSError(28, "No space left on device"))
+        with full, pytest.raises(OSError, match=r"No space left on device: '.*parameters\.safetensors'"):
+            write_parameters(trainer, path=file, metadata={})
+
+    run(1, main)
+    assert list(tmp_path.iterdir()) == []

@@ -20,7 +20,7 @@ from meshwise.bench.sizes import parse_size
 from meshwise.bench.tables import as_csv, as_json, as_table
 from meshwise.cli import calibrate, disk
 from meshwise.cli.output import check_outputs, write_output
-from meshwise.cli.ranks import MOST_BY_DEFAULT, asked, chosen
+from meshwise.cli.ranks import MOST_BY_DEFAULT, asked, chosen, launched_ranks
 from meshwise.comm import World, run, torchrun_line
 from meshwise.train.counted import counted
 from meshwise.train.flags import parse_flags
@@ -108,8 +108,8 @@ def _rank(world: World, sweep: Sweep) -> list[Measurement]:
 
 
 def _ranks(flags: Collectives) -> int:
-    if "WORLD_SIZE" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
+    if launched := launched_ranks():
+        return launched
     gpus = torch.cuda.device_count() if flags.device != "cpu" else 0
     return asked(flags.ranks) or gpus or max(2, min(MOST_BY_DEFAULT, os.cpu_count() or 1))
 
@@ -144,10 +144,10 @@ def _tell(console: Screen, flags: Collectives, measurements: Sequence[Measuremen
     console.show(as_table(measurements, caption=caption))
     for path, text in ((flags.csv, as_csv), (flags.json, as_json)):
         if path is not None:
-            write_output(path, functools.partial(Path.write_text, data=text(measurements), encoding="utf-8"))
+            write_output(path, write=functools.partial(Path.write_text, data=text(measurements), encoding="utf-8"))
             console.print(f"wrote {path}", highlight=False)
     if flags.png is not None:
-        write_output(flags.png, lambda path: plot(measurements, path=path))
+        write_output(flags.png, write=lambda path: plot(measurements, path=path))
         console.print(f"wrote {flags.png}", highlight=False)
 
 

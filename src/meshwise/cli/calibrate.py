@@ -14,7 +14,7 @@ import torch
 from meshwise.bench.calibrate import Calibrated, Effort, calibrate
 from meshwise.bench.sizes import parse_size
 from meshwise.cli.output import check_outputs, write_output
-from meshwise.cli.ranks import MOST_BY_DEFAULT, asked, chosen
+from meshwise.cli.ranks import MOST_BY_DEFAULT, asked, chosen, launched_ranks
 from meshwise.comm import World, run, torchrun_line
 from meshwise.simulate.cluster import to_table
 from meshwise.train.flags import parse_flags
@@ -74,7 +74,7 @@ def main(words: Sequence[str]) -> int:
     found: Calibrated = run(size, _rank, args=(effort,), device=device, comm=chosen(flags.comm))[0]
     if os.environ.get("RANK", "0") == "0":
         text = tomli_w.dumps(to_table(found.cluster))
-        write_output(flags.output, lambda path: path.write_text(text, encoding="utf-8"))
+        write_output(flags.output, write=lambda path: path.write_text(text, encoding="utf-8"))
         told = f"wrote {flags.output}: {found.cluster.device.name}, {size} ranks"
         if found.share < UNDISTURBED:
             told += f"; other work had {1 - found.share:.0%} of their time: calibrate again when the machine is quieter"
@@ -87,7 +87,7 @@ def _rank(world: World, effort: Effort) -> Calibrated:
 
 
 def _ranks(flags: Calibration) -> int:
-    if "WORLD_SIZE" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
+    if launched := launched_ranks():
+        return launched
     gpus = torch.cuda.device_count() if flags.device != "cpu" else 0
     return asked(flags.ranks) or gpus or max(1, min(MOST_BY_DEFAULT, os.cpu_count() or 1))

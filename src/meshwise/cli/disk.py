@@ -51,7 +51,7 @@ def main(words: Sequence[str]) -> int:
     if flags.json is not None:
         told = [{"who": rate.who, "kind": rate.kind, "bytes_per_second": rate.rounds} for rate in disk.rates]
         text = json.dumps({"direct": disk.direct, "rates": told}, indent=1) + "\n"
-        write_output(flags.json, lambda path: path.write_text(text, encoding="utf-8"))
+        write_output(flags.json, write=lambda path: path.write_text(text, encoding="utf-8"))
         console.print(f"wrote {flags.json}", highlight=False)
     return 0
 

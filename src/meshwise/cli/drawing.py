@@ -89,7 +89,7 @@ def save_picture(picture: Picture, *, png: Path | None, svg: Path | None) -> Non
 def _write(path: Path | None, write: Callable[[Path], object]) -> None:
     if path is not None:
         try:
-            write_output(path, write)
+            write_output(path, write=write)
         except MissingExtraError as error:
             raise JobError(f"cannot write {path}: {error}") from error
         drawing_board().print(f"wrote {path}", highlight=False, soft_wrap=True)

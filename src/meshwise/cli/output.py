@@ -31,19 +31,19 @@ def check_outputs(paths: Iterable[Path | None]) -> None:
         given.add(place)
 
 
-def write_output(path: Path, write: Callable[[Path], object]) -> None:
+def write_output(path: Path, *, write: Callable[[Path], object]) -> None:
     """Let `write` write the file, folders included. Raises JobError when it cannot; what was there is there still."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():
             write(path)
         else:
-            _replace(path.resolve(), write)
+            _replace(path.resolve(), write=write)
     except OSError as error:
         raise JobError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
+def _replace(path: Path, *, write: Callable[[Path], object]) -> None:
     partial = path.with_name(f".partial-{secrets.token_hex(4)}")
     try:
         write(partial)

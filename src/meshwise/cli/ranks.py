@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from typing import Literal
 
 from meshwise.comm.torch_world import Comm
@@ -26,13 +27,23 @@ def asked(ranks: int | None) -> int | None:
     return ranks
 
 
+def launched_ranks() -> int | None:
+    """The ranks that a launcher says it has started. Raises JobError when that is no number."""
+    said = os.environ.get("WORLD_SIZE")
+    if said is None:
+        return None
+    if not re.fullmatch("[1-9][0-9]{0,6}", said):
+        raise JobError(f"WORLD_SIZE={said} is no number of ranks; unset it, or start the ranks with torchrun")
+    return int(said)
+
+
 def local_ranks(job: Job) -> int:
     """The ranks of this job: torchrun's, or those asked for, or what the plan needs.
 
     A plan with `dp=auto` gets a rank for each core, at most four, rounded down to what its other axes allow.
     """
-    if "WORLD_SIZE" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
+    if launched := launched_ranks():
+        return launched
     if job.ranks is not None:
         return job.ranks
     needed: int = math.prod(getattr(job.plan, axis) or 1 for axis in AXES)

@@ -91,7 +91,7 @@ class Watch:
         tell: Tell = tell_stderr,
         launcher: Launcher | None = None,
     ) -> None:
-        stall = float(os.environ.get(_VARIABLE, STALL_SECONDS)) if stall_seconds is None else stall_seconds
+        stall = _said() if stall_seconds is None else stall_seconds
         if not stall > 0:
             raise ValueError(f"stall_seconds is {stall}; it has to be positive")
         self._pace = _Pace.of(stall, size=world.size)
@@ -360,3 +360,12 @@ def has_ended(pid: int) -> bool:
         return state.exists() and state.read_text().rpartition(")")[2].split()[0] in "ZX"
     except (ProcessLookupError, FileNotFoundError):
         return True
+
+
+def _said() -> float:
+    """The seconds that the environment says. Raises ValueError when it says no number above 0."""
+    text = os.environ.get(_VARIABLE, str(STALL_SECONDS))
+    with contextlib.suppress(ValueError):
+        if float(text) > 0:
+            return float(text)
+    raise ValueError(f"{_VARIABLE}={text}: it has to be a number of seconds above 0; {STALL_SECONDS:.0f} by default")

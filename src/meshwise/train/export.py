@@ -35,14 +35,20 @@ def write_parameters(trainer: Trainer, *, path: Path | None, metadata: Mapping[s
     partial = path.with_name(f"{path.name}.partial")
     specs = [Spec(row.name, row.dtype, row.shape) for row in trainer.table.rows]
     specs += [Spec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in kept]
-    with partial.open("wb") as file:
-        file.write(header(specs, metadata=metadata))
-        for spec, (name, tensor) in zip(specs, itertools.chain(trainer.full_parameters(), kept), strict=True):
-            assert spec == Spec(name, tensor.dtype, tuple(tensor.shape))
-            file.write(_bytes(tensor))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            file.write(header(specs, metadata=metadata))
+            for spec, (name, tensor) in zip(specs, itertools.chain(trainer.full_parameters(), kept), strict=True):
+                assert spec == Spec(name, tensor.dtype, tuple(tensor.shape))
+                file.write(_bytes(tensor))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a write that fails names no file
+        raise
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
