@@ -191,10 +191,10 @@ def run(
         ended: BaseException | signal.Signals
         try:
             elastic_launch(config, _rank_main)(folder, Surroundings(), main, tuple(args), device)
-            return results(_last_start(folder), size)
+            return results(_last_start(folder), size=size)
         except ChildFailedError as failed:
             statuses = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-            ended = first_error(_last_start(folder), size, statuses)
+            ended = first_error(_last_start(folder), size=size, statuses=statuses)
         except SignalException as received:
             ended = received.sigval
     if isinstance(ended, BaseException):
@@ -353,11 +353,12 @@ def _rank_main(
             _leave(status_of(error))
         try:
             outcome = Outcome.of(error)
-            outcome.save(folder, rank=rank)
+            try:
+                outcome.save(folder, rank=rank)
+            except OSError:  # a full disk, say: then it is told here, or nowhere
+                traceback.print_exc()
             if outcome.is_consequence:
                 time.sleep(_CONSEQUENCE_SECONDS)
-        except Exception:  # noqa: BLE001 - a full disk, say: then it is told here, or nowhere
-            traceback.print_exc()
         finally:  # an exception that left here would end the process with status 0, and the launcher wait for a result
             _leave(1)
 

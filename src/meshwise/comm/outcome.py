@@ -60,17 +60,17 @@ class Outcome:
         return outcome
 
 
-def results(folder: Path, size: int) -> list[Any]:
+def results(folder: Path, *, size: int) -> list[Any]:
     """What `main` returned on every rank. Raises `first_error` when some ranks left it by `sys.exit`."""
     outcomes = [Outcome.load(folder, rank=rank) for rank in range(size)]
     if any(outcome is not None and outcome.error is not None for outcome in outcomes):
-        raise first_error(folder, size, {})
+        raise first_error(folder, size=size, statuses={})
     for rank, outcome in enumerate(outcomes):
         assert outcome is not None, f"rank {rank} succeeded and left no result"
     return [outcome.result for outcome in outcomes if outcome is not None]
 
 
-def first_error(folder: Path, size: int, statuses: Mapping[int, int]) -> BaseException:
+def first_error(folder: Path, *, size: int, statuses: Mapping[int, int]) -> BaseException:
     """What to raise for ranks that have ended: the first exception that no other rank caused, or else how the lost
     rank ended. `statuses` are those of the processes that failed, by rank; of one that a signal ended, less than 0.
     """
