@@ -74,7 +74,7 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole world: elements of the batch's first tensor."""
+        """Of the whole world: what the loss counts."""
         return self.rehearsal.tokens / self.seconds
 
     @property

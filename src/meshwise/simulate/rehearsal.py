@@ -25,7 +25,7 @@ import torch
 from meshwise import tree
 from meshwise.cutting import cut_for, pairs_of, plan_schedule
 from meshwise.model.birth import Source, shapes_of
-from meshwise.model.forward import default_forward
+from meshwise.model.forward import Loss, default_forward
 from meshwise.parallelize import Options
 from meshwise.pipeline.action import Action, Kind, Schedule
 from meshwise.pipeline.cut import Wish
@@ -54,7 +54,7 @@ class Rehearsal:
     """In the global batch."""
 
     tokens: int
-    """Elements of its first tensor."""
+    """What the loss counts in it."""
 
     schedule: Schedule
     """What each rank of the pipeline does, with transfers, gathers and reductions; without pp, one row of F and B."""
@@ -148,13 +148,37 @@ def rehearse(
     source = shapes_of(subject.model, seed=options.seed)
     with told_of_values():
         like, options = _kinds(source, schedule, plan, options)
-    subject_here = dataclasses.replace(subject, options=options, batch=batch, loss=without_values(subject.loss))
+    counts: list[float] = []
+    loss = without_values(_counting(subject.loss, counts=counts))
+    subject_here = dataclasses.replace(subject, options=options, batch=batch, loss=loss)
     part = Part(subject_here, plan, _alike(schedule), source, device, Stages(like), shared)
     tapes = (
         _of_fewer(part, subject.stack or find_stack(subject, source=source)) if all_alike(plan, options=options) else ()
     )
-    tokens = next(tree.tensors(subject.batch)).numel()
-    return Rehearsal(plan, rows, tokens, schedule, tapes or part.tapes(), device)
+    tapes = tapes or part.tapes()
+    tokens = round(rows * counts[0]) if counts else _tokens(subject.batch)
+    return Rehearsal(plan, rows, tokens, schedule, tapes, device)
+
+
+def _counting(loss: Loss, *, counts: list[float]) -> Loss:
+    """The same loss, which leaves how many it counts in a row, where that is a number and no tensor without values."""
+
+    def run(output: Any, batch: Any) -> Any:
+        result = loss(output, batch)
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], int | float):
+            counts.append(result[1] / tree.rows(batch))
+        return result
+
+    return run
+
+
+def _tokens(batch: Any) -> int:
+    """As many as a loss counts at most that leaves some out: of the first tensor of integers, which tokens and labels
+    are; the rows, where there is none.
+    """
+    given = (one for one in tree.tensors(batch) if not (one.is_floating_point() or one.is_complex()))
+    found = next((one for one in given if one.dtype is not torch.bool), None)
+    return tree.rows(batch) if found is None else found.numel()
 
 
 def find_stack(subject: Subject, *, source: Source) -> Stack:
