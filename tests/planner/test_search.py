@@ -60,6 +60,21 @@ def test_the_choice_is_the_best_of_all() -> None:
     assert everything().best()[0].plan == survey.best()[0].plan
 
 
+def test_large_micro_batches_are_not_taken_for_slower_than_they_are() -> None:
+    """What is counted for few short rows and put many times over is more than many rows take at once."""
+    tokens = torch.empty(256, 8, dtype=torch.long, device="meta")
+    model = dataclasses.replace(CONFIG, context=8, width=64)
+    short = Subject(lambda: GPT(model), next_token_loss, (tokens, tokens), options=Options(example=(tokens, tokens)))
+    held = space("microbatches=1 schedule=1f1b tp_mode=1d sequence_parallel=0", batch=256)
+    cluster, best = parse_cluster("1x4 cpu4"), []
+    for top in (1, EVERYTHING):
+        effort = Effort(top, rehearsals=EVERYTHING)
+        *_, survey = search(short, cluster=cluster, space=held, limit=80e9, effort=effort)
+        best.append(survey.best()[0])
+    chosen, truly = best
+    assert chosen.figures.seconds == truly.figures.seconds
+
+
 def test_what_a_rehearsal_tells_decides() -> None:
     best, second, *_ = everything().best()
 
@@ -80,6 +95,14 @@ def test_what_a_rehearsal_tells_decides() -> None:
 def test_what_is_held_is_held() -> None:
     for plan in space("tp=2 pp=2 schedule=zb-h1").plans():
         assert (plan.tp, plan.pp, plan.dp, plan.schedule) == (2, 2, 1, "zb-h1")
+
+
+def test_short_rows_may_be_computed_all_at_once() -> None:
+    """Without a pipeline: with one, all of a micro-batch wait for it."""
+    plans = space("tp=1 zero=0 schedule=1f1b", batch=256).plans()
+    counts = {(plan.dp, plan.pp, plan.microbatches) for plan in plans}
+    assert {count for dp, pp, count in counts if (dp, pp) == (4, 1)} == {1, 8, 16, 32, 64}
+    assert {count for dp, pp, count in counts if (dp, pp) == (2, 2)} == {16, 32, 64, 128}
 
 
 def test_a_rule_says_where_the_model_is_cut() -> None:

@@ -287,8 +287,12 @@ class Searching:
             return own
         plain = {"recompute": "none", "offload": "none", "schedule": "1f1b"}
         if rung is Rung.COUNTED:
-            return self._whole
+            return self._undivided(own)
         return Way(dataclasses.replace(own.plan, **plain), max(self._space.most_rows, own.rows))  # type: ignore[arg-type]
+
+    def _undivided(self, own: Way) -> Way:
+        """The model as it is, of no fewer rows than a plan's micro-batches: what is scaled up is no bound."""
+        return dataclasses.replace(self._whole, rows=max(self._whole.rows, own.rows))
 
     def _bounded(self, candidate: Candidate, rung: Rung, sounding: Sounding) -> Candidate:
         plan, pieces = candidate.plan, self._pieces
@@ -317,14 +321,18 @@ class Searching:
 
     def _at(self, plan: Plan) -> tuple[str, ...]:
         """Where each stage but the first begins, to be as even as can be by what the pieces take undivided."""
-        where, whole = self._subject.options.cut.at, self._soundings.get(self._whole)
-        if where or plan.pp == 1 or whole is None or self._pieces is None:
+        where = self._subject.options.cut.at
+        if where or plan.pp == 1 or self._pieces is None:
+            return where
+        own = Way.of(plan, batch=self._space.batch, pieces=self._pieces.count)
+        whole = self._soundings.get(self._undivided(own)) or self._soundings.get(self._whole)
+        if whole is None:
             return where
         number = plan.pp * plan.virtual_stages
         if self._space.begins is not None:
             return self._space.begins(number)
         schedule = None if plan.partition == "time" else schedule_of(plan)
-        key = (number, schedule and (plan.schedule, plan.microbatches, plan.recompute))
+        key = (whole.way, number, schedule and (plan.schedule, plan.microbatches, plan.recompute))
         if key not in self._cuts:
             solid = [True] * len(whole.pieces)
             bounds = divide(Steps(_loads(whole, number, schedule), solid, [0.0] * len(whole.pieces)), slack=0.0)

@@ -5,7 +5,7 @@
 | `tp` | divisors of the ranks, within a node; `1d` with and without sequence parallelism, and as each grid it forms |
 | `pp`, `virtual_stages` | as many stages as the model has pieces for |
 | `dp` | what is left of the ranks |
-| `microbatches` | as many as leave each micro-batch 1, 2, 4 or 8 rows |
+| `microbatches` | as many as leave each micro-batch 1, 2, 4 or 8 rows; without a pipeline also one |
 | `schedule` | 1f1b, interleaved, and those that split backwards, each table once; others are no quicker, nor leaner |
 | where it is cut | as even in predicted time as can be; in memory where that does not fit |
 | `zero` 0, 1 and 3 | each: 0 updates more on every rank, 1 gathers at the end, 3 oftener, but beside what it computes |
@@ -43,7 +43,7 @@ PIPELINED = ("schedule", "virtual_stages")
 """Keys that only a pipeline has; a value that is held for one says nothing of plans without."""
 
 ROWS = (1, 2, 4, 8)
-"""Of a micro-batch."""
+"""Of a micro-batch. Rows that are short, as pictures are, want more: all that a rank has."""
 
 _FEW = 2
 """Micro-batches with which two schedules may come to the same."""
@@ -151,7 +151,7 @@ class Space:
     def _microbatches(self, chosen: Mapping[str, Any]) -> list[int]:
         """How many micro-batches there may be."""
         mine = -(-self.batch // rows_shared(Plan(**{key: chosen[key] for key in ("dp", "tp", "tp_mode", "tp_depth")})))
-        counts = {-(-mine // rows) for rows in ROWS if rows <= mine}
+        counts = {-(-mine // rows) for rows in ROWS if rows <= mine} | ({1} if chosen["pp"] == 1 else set())
         wanted = [self.fixed["microbatches"]] if "microbatches" in self.fixed else sorted(counts)
         recipe, virtual = SCHEDULES.get(chosen["schedule"]), chosen["virtual_stages"]
         if chosen["pp"] == 1 or recipe is None:
