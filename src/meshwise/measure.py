@@ -1,9 +1,11 @@
 """How long the steps of a trainer took, on every rank, action by action.
 
-with measure(trainer) as measuring:
-for batch in batches:
-trainer.step(batch)
-print(measuring.steps()[-1])
+    with measure(trainer) as measuring:
+        for batch in batches:
+            trainer.step(batch)
+    print(measuring.steps()[-1])
+
+The steps are brought together from all ranks, so every rank asks for them.
 """
 
 from __future__ import annotations
