@@ -6,6 +6,7 @@ operation reads and writes, each once. A view costs nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -87,7 +88,7 @@ def operation(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any
     name = func._schema.name
     read = written if name in LOOK_UPS else 0 if name in PLACED else sum(map(_nbytes, inputs))
     dtype = next((str(t.dtype).removeprefix("torch.") for t in (*outputs, *inputs)), "")
-    product = _product(func, inputs) if flops else None
+    product = _product(func, args, inputs, outputs) if flops else None
     return Operation(name.removeprefix("aten::"), dtype, flops, read + written, product)
 
 
@@ -120,9 +121,15 @@ def _nbytes(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def _product(func: OpOverload, inputs: Sequence[Tensor]) -> Product | None:
+def _product(
+    func: OpOverload, args: Sequence[Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+) -> Product | None:
     """The sizes of a product of two matrices, or of as many as a batch has."""
     packet = func._overloadpacket
+    if packet is aten.convolution:
+        return _windows(args[0], args[1], outputs[0], transposed=args[6], groups=args[8])
+    if packet is aten.convolution_backward:
+        return _windows(args[1], args[2], args[0], transposed=args[7], groups=args[9])
     if packet in (aten.addmm, aten.baddbmm):
         inputs = inputs[1:]
     if packet in (aten.mm, aten.addmm):
@@ -135,3 +142,11 @@ def _product(func: OpOverload, inputs: Sequence[Tensor]) -> Product | None:
         batch, heads, length, width = inputs[0].shape
         return Product(batch * heads, length, width, length)
     return None
+
+
+def _windows(x: Tensor, weight: Tensor, y: Tensor, *, transposed: bool, groups: int) -> Product:
+    """A convolution as the product that it is, for each group, of all windows and the weight."""
+    places = x if transposed else y
+    channels, window = weight.shape[0] // groups, math.prod(weight.shape[1:])
+    k, n = (channels, window) if transposed else (window, channels)
+    return Product(groups, places.numel() // places.shape[1], k, n)
