@@ -363,3 +363,23 @@ def test_a_backward_twice_through_one_graph(mode: str) -> None:
     for retain in (True, False):
         (found,) = torch.autograd.grad(output, [x], retain_graph=retain)
         assert torch.equal(found, expected)
+
+
+class Asks(nn.Module):
+    """Blocks that ask whether what they are given is one tensor, as torch's attention does of query, key and value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x, x, x)[0]
+        return x
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_a_tensor_that_a_block_is_given_twice_is_one_when_it_is_repeated(mode: str) -> None:
+    batches = [torch.randn(4, 3, 8)]
+    report = verify(Asks, lambda y, x: (y.square().sum(), len(x)), batches, f"dp=1 recompute={mode}")
+    assert report.ok, str(report)

@@ -288,10 +288,13 @@ class _Inputs:
     def __init__(self, args: Any, kwargs: Any, *, block: str) -> None:
         self._block = block
         given: list[Tensor] = []
+        self._places: list[int] = []  # a tensor that is given twice is one: torch's attention asks whether it is
         hole = torch.empty(0)
 
         def taken(tensor: Tensor) -> Tensor:
-            given.append(tensor)
+            place = next((place for place, one in enumerate(given) if one is tensor), len(given))
+            self._places.append(place)
+            given.extend([tensor] * (place == len(given)))
             return hole
 
         self._tree = map_tensors(taken, args), map_tensors(taken, kwargs)
@@ -320,7 +323,8 @@ class _Inputs:
     def leaves(self) -> tuple[Any, Any]:
         """The arguments, their tensors cut off from what they came from."""
         saved = zip(self._saved(), self._requires_grad, strict=True)
-        leaves = iter([tensor.detach().requires_grad_(needs) for tensor, needs in saved])
+        found = [tensor.detach().requires_grad_(needs) for tensor, needs in saved]
+        leaves = iter([found[place] for place in self._places])
         args, kwargs = self._tree
         return map_tensors(lambda _: next(leaves), args), map_tensors(lambda _: next(leaves), kwargs)
 
