@@ -1,5 +1,6 @@
 """What `parallelize` takes, what it refuses, and how it says so."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +72,12 @@ def test_an_optimizer_derived_from_one_that_must_see_whole_tensors_is_refused() 
 
     with pytest.raises(ValueError, match=r"Mine, as a kind of Muon, cannot run on slices of parameters: it orth"):
         on_ranks(1, linear, optimizer=Mine)
+
+
+@pytest.mark.parametrize("optimizer", [functools.partial(torch.optim.SGD, lr=0.1), nn.Linear, "AdamW"])
+def test_what_is_no_class_of_optimizers_is_refused(optimizer: Any) -> None:
+    with pytest.raises(ValueError, match=r"is no class of optimizers; give one, and its arguments beside it"):
+        on_ranks(1, linear, optimizer=optimizer)
 
 
 def test_an_argument_the_optimizer_does_not_take_is_named_with_those_it_does() -> None:

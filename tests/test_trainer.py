@@ -224,6 +224,9 @@ def test_a_rank_whose_loss_is_a_constant_does_not_hide_who_brought_the_nan(plan:
         (lambda total: (total, torch.ones(3)), "the count that loss returned is a float32 tensor of shape (3,)"),
         (lambda total: (total, -1), "the count that loss returned is -1"),
         (lambda total: (total, None), "the count that loss returned is None"),
+        (lambda total: (total, math.inf), "the count that loss returned is inf"),
+        (lambda total: (total, torch.tensor(-3)), "the counts that loss returned add up to -3.0"),
+        (lambda total: (total, torch.tensor(math.inf)), "the counts that loss returned add up to inf"),
     ],
 )
 def test_a_loss_returns_a_sum_and_a_count(returned: Callable[[Tensor], Any], message: str) -> None:

@@ -36,7 +36,7 @@ from meshwise.model.blocks import Patterns
 from meshwise.model.draws import Draws
 from meshwise.model.forward import Forward, Loss, default_forward
 from meshwise.model.recall import Recall
-from meshwise.model.table import ParameterOptions, parameter_table
+from meshwise.model.table import ParameterOptions, check_trains, parameter_table
 from meshwise.nonfinite import SkipPolicy
 from meshwise.optim.flat import OptimizerClass, flat_optimizer
 from meshwise.pipeline.build import bare, make_stage
@@ -147,6 +147,7 @@ def parallelize(
     skip = SkipPolicy.parse(options.nonfinite)
 
     source = model if isinstance(model, Source) else born(model, seed=options.seed)
+    check_trains(source.module)
     precision = options.precision or precision_of(plan)
     tiers = Tiers(plan.tiers, device=world.device, swap=options.swap)
     tier = activations(plan.tiers.activations, device=world.device, swap=options.swap, how=options.saving)

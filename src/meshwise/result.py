@@ -6,6 +6,7 @@ import math
 import warnings
 from dataclasses import dataclass
 
+from meshwise.model.forward import LossError
 from meshwise.nonfinite import SkipPolicy
 from meshwise.precision.policy import Precision
 from meshwise.precision.scale import Scale
@@ -71,6 +72,13 @@ class Totals:
         if math.isfinite(self.mean) and math.isfinite(self.norm):
             return None
         return f"the loss is {self.mean} and the gradient norm {self.norm}"
+
+    def check_count(self) -> None:
+        """Raise LossError for a count that no loss can have; that of a tensor is looked at here, once for all ranks."""
+        if not 0 <= self.count < math.inf:
+            raise LossError(
+                f"the counts that loss returned add up to {self.count}; each must be a finite number of at least 0"
+            )
 
     def warn_of_nothing(self, rank: int) -> None:
         """Warn, on the first rank and once, when no parameter has a gradient, which torch makes an error of where one

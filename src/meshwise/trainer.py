@@ -212,6 +212,7 @@ class Trainer:
             self._sweep.finish()
             self.world.journal.doing = "exchange"
             totals = self._exchange(sums, Given(given, tree.rows(batch), tuple(called)))
+        totals.check_count()
         self._compared = True
         self.world.journal.doing = "update"
         if totals.problem is not None:

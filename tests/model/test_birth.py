@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.comm.world import World
-from meshwise.model.birth import Source, born, install
+from meshwise.model.birth import Source, born, install, shapes_of
 from meshwise.model.table import parameter_table
 from meshwise.reference import GPT, GPTConfig
 from meshwise.testing import Processes, run
@@ -257,6 +257,22 @@ def test_elements_that_are_never_initialised_are_found_and_named() -> None:
             source.full(f"part.{name}")
     with pytest.raises(ValueError, match="never initialised"):
         source.buffers()
+
+
+def test_a_tensor_that_nothing_was_written_to_is_found_without_values() -> None:
+    class Careless(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(4, 5))
+
+    def careful() -> nn.Module:
+        model = Careless()
+        nn.init.zeros_(model.weight)
+        return model
+
+    with pytest.raises(ValueError, match=r"weight: 20 of 20 elements are never initialised; .* of Careless"):
+        shapes_of(Careless, seed=0)
+    assert shapes_of(careful, seed=0).full("weight").is_meta
 
 
 def test_values_that_only_look_like_poison_are_accepted() -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.layout import Layout
+from meshwise.model.birth import born, shapes_of
 from meshwise.model.table import Row, parameter_table
 from meshwise.reference import GPT, GPTConfig
 
@@ -79,6 +80,24 @@ def test_a_model_without_parameters_is_refused() -> None:
 def test_a_parameter_without_a_shape_is_refused() -> None:
     with pytest.raises(ValueError, match=r"0\.weight has no shape yet"):
         parameter_table(nn.Sequential(nn.LazyLinear(3)))
+
+
+@pytest.mark.parametrize("model", [lambda: nn.Sequential(nn.LazyLinear(3)), nn.Sequential(nn.LazyLinear(3))])
+def test_a_model_with_a_parameter_without_a_shape_is_refused_before_it_is_born(model: Any) -> None:
+    for look in (born, shapes_of):
+        with pytest.raises(ValueError, match=r"0\.weight has no shape yet; call the model once on an example"):
+            look(model, seed=0)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_a_compiled_module_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"0 is compiled by TorchScript, .* give the module that it was made of"):
+        parameter_table(nn.Sequential(torch.jit.script(nn.Linear(2, 2))))
+
+
+def test_options_that_are_no_mapping_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"parameter_options returned None for weight; .* \{\} for none"):
+        parameter_table(nn.Linear(2, 2), options=lambda _name, _parameter: None)  # type: ignore[arg-type,return-value]
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

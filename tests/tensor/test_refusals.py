@@ -4,10 +4,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import prune
 
+from meshwise.parallelize import parallelize
 from meshwise.plan import Plan, PlanError
 from meshwise.tensor.rules import find_parts
 from meshwise.tensor.twins import mesh_with_twins
+from meshwise.testing import run
 from tensor.plain import Attention, Block, gpt, stack
 
 
@@ -327,3 +330,13 @@ class Translator(nn.Module):
 def test_torchs_encoder_and_decoder_together_go_under_1d_only(plan: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         find_parts(Translator(), plan=Plan.parse(plan))
+
+
+def test_a_matrix_that_is_made_of_parameters_under_other_names_is_named() -> None:
+    def build() -> nn.Module:
+        model = gpt()
+        prune.identity(model.head, "weight")
+        return model
+
+    with pytest.raises(PlanError, match=r"head \(Linear\) has no matrix named weight"):
+        run(2, lambda world: parallelize(build, "tp=2", loss=lambda _y, _x: (_y, 1), world=world))

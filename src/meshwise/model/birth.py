@@ -21,7 +21,7 @@ from meshwise.comm.world import World
 from meshwise.model.copied import copied
 from meshwise.model.record import recording
 from meshwise.model.replay import Record
-from meshwise.model.table import Row
+from meshwise.model.table import Row, check_readable
 from meshwise.tree import map_tensors, tensors
 
 
@@ -62,11 +62,20 @@ class Source:
             return wanted
         values = self._record.values([wanted])[0]
         if unwritten := self._record.unwritten(wanted, values=values):
-            raise ValueError(
-                f"{name}: {unwritten} of {values.numel()} elements are never initialised; write all of them in the "
-                f"constructor of {type(self.module).__name__}, for example with an initialiser of torch.nn.init"
-            )
+            raise self._uninitialised(name, unwritten, values.numel())
         return values.clone() if values.untyped_storage().nbytes() > values.nbytes else values
+
+    def refuse_blank(self) -> None:
+        """Raise ValueError as `full` does for a tensor of which no element is initialised; values are not computed."""
+        for name, tensor in self._tensors.items():
+            if tensor.is_meta and tensor.numel() and self._record and self._record.is_blank(tensor):
+                raise self._uninitialised(name, tensor.numel(), tensor.numel())
+
+    def _uninitialised(self, name: str, count: int, numel: int) -> ValueError:
+        return ValueError(
+            f"{name}: {count} of {numel} elements are never initialised; write all of them in the constructor of "
+            f"{type(self.module).__name__}, for example with an initialiser of torch.nn.init"
+        )
 
     def agreed(self, name: str, *, world: World) -> Tensor:
         """The full values, of a model that every rank has those of the first rank; every rank asks for the same.
@@ -115,24 +124,29 @@ def born(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> Source:
     numbers in a way that cannot be repeated.
     """
     if isinstance(model, nn.Module):
+        check_readable(model)
         return Source(model, record=None)
     with recording(seed=seed) as record:
         module = model()
     if not isinstance(module, nn.Module):
         raise ValueError(f"the model function returned {type(module).__name__}; it must return the nn.Module")  # noqa: TRY004
+    check_readable(module)
     return Source(module, record=record)
 
 
 def shapes_of(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> Source:
     """A model, or the one that a function builds, on the meta device, whose values nobody will ask for.
 
-    A module is left as it is. Raises ValueError as `born` does.
+    A module is left as it is. Raises ValueError as `born` does, and for a tensor that nothing was ever written to: that
+    some elements of one were not, only their values tell.
     """
     if isinstance(model, nn.Module):
-        held: list[Tensor] = [*model.parameters(), *model.buffers()]
-        bare = copied(model, tensors={tensor: without_values(tensor) for tensor in held})
+        check_readable(model)
+        bare = copied(model, tensors={tensor: without_values(tensor) for _, tensor in _named_tensors(model)})
         return Source(bare, record=None, shapes_only=True)
-    return Source(born(model, seed=seed).module, record=None, shapes_only=True)
+    source = born(model, seed=seed)
+    source.refuse_blank()
+    return Source(source.module, record=None, shapes_only=True)
 
 
 def without_values(tensor: Tensor) -> Tensor:

@@ -21,4 +21,7 @@ def copied(model: nn.Module, *, tensors: Mapping[Tensor, Tensor]) -> nn.Module:
     for module in model.modules():
         held = vars(module).values()
         memo |= {id(value): type(value)() for value in held if type(value) in _CONTAINERS and not value}
+        # What a hook made of parameters (a pruned matrix), and makes anew in each forward: deepcopy refuses it.
+        made = (value for value in held if isinstance(value, Tensor) and not value.is_leaf)
+        memo |= {id(value): value.detach().clone() for value in made if id(value) not in memo}
     return copy.deepcopy(model, memo)

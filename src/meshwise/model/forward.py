@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
@@ -75,10 +77,10 @@ def call_loss(model: nn.Module, batch: Any, *, forward: Forward, loss: Loss) -> 
         if count.numel() != 1:
             raise LossError(f"the count that loss returned is {_kind(count)}; it must be one number")
         counted = count.detach().reshape(()).to(device=total.device, dtype=torch.float64)
-    elif isinstance(count, int | float) and count >= 0:
+    elif isinstance(count, Real) and 0 <= count < math.inf:
         counted = torch.tensor(float(count), dtype=torch.float64, device=total.device)
     else:
-        raise LossError(f"the count that loss returned is {count!r}; it must be a number of at least 0")
+        raise LossError(f"the count that loss returned is {count!r}; it must be a finite number of at least 0")
     return _attached(total.reshape(()), output), counted
 
 

@@ -143,6 +143,11 @@ class Record:
         other = self.values([t], poison=False)[0]
         return int((~((values == other) | (values.isnan() & other.isnan()))).sum())
 
+    def is_blank(self, t: Tensor) -> bool:
+        """Whether all that was ever done with the memory of a tensor was to take it."""
+        needed = [self._operations[index] for index in self._needed([t])]
+        return bool(needed) and all(operation.uninitialised for operation in needed)
+
     def _needed(self, wanted: Sequence[Tensor]) -> list[int]:
         """The operations that `wanted` depends on, in order."""
         found: set[int] = set()

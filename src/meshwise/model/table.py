@@ -178,14 +178,14 @@ def parameter_table(
     the model is divided; see `meshwise.model.blocks.partition`. Every parameter is whole on every rank, and its
     gradients are summed over `dp`, until `placed` says otherwise.
 
-    Raises ValueError for a model without parameters, with a lazy parameter, with two parameters that are not the same
-    object but share memory, and for a pattern in `units` that names nothing.
+    Raises ValueError as `check_trains` and `check_readable` do, for options that are no mapping, for two parameters
+    that are not the same object but share memory, and for a pattern in `units` that names nothing.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    if not names:
-        raise ValueError(f"{type(module).__name__} has no parameters; there is nothing to train")
+    check_trains(module)
+    check_readable(module)
     _check(names)
     rule = options or matrices_decay
     owner: dict[str, str] = {}
@@ -204,7 +204,7 @@ def parameter_table(
             trainable=parameter.requires_grad,
             aliases=tuple(aliases),
             unit=unit_of[owner[first]],
-            options=tuple(sorted(rule(first, parameter).items())),
+            options=_options_of(rule, first, parameter),
             layout=Layout.replicated(parameter.ndim),
             summed=("dp",),
         )
@@ -226,12 +226,38 @@ def _unit_name(pieces: list[Piece], owner: dict[str, str]) -> str:
     return "+".join(names) if len(names) <= 3 else f"{names[0]}+…+{names[-1]}"
 
 
-def _check(names: Mapping[nn.Parameter, list[str]]) -> None:
-    """Refuse what cannot be cut: shapes not known yet, and parameters that overlap without being one object."""
-    spans: dict[int, list[tuple[int, int, str]]] = {}
-    for parameter, (name, *_) in names.items():
+def _options_of(rule: ParameterOptions, name: str, parameter: Tensor) -> tuple[tuple[str, Any], ...]:
+    given = rule(name, parameter)
+    if not isinstance(given, Mapping):
+        raise ValueError(  # noqa: TRY004
+            f"parameter_options returned {given!r} for {name}; it must return optimizer options by name, {{}} for none"
+        )
+    return tuple(sorted(given.items()))
+
+
+def check_trains(module: nn.Module) -> None:
+    """Raise ValueError for a model without parameters."""
+    if next(module.parameters(), None) is None:
+        raise ValueError(f"{type(module).__name__} has no parameters; there is nothing to train")
+
+
+def check_readable(module: nn.Module) -> None:
+    """Raise ValueError for parameters that cannot be looked at: they have no shape yet, or are TorchScript's."""
+    for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise ValueError(f"{name} has no shape yet; call the model once on an example before handing it over")
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ValueError(  # noqa: TRY004
+                f"{name or 'the model'} is compiled by TorchScript, which keeps its parameters to itself; give the "
+                "module that it was made of"
+            )
+
+
+def _check(names: Mapping[nn.Parameter, list[str]]) -> None:
+    """Refuse parameters that overlap without being one object."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for parameter, (name, *_) in names.items():
         if parameter.numel():
             start = int(parameter.storage_offset()) * parameter.element_size()
             extent = 1 + sum((n - 1) * int(step) for n, step in zip(parameter.shape, parameter.stride(), strict=True))

@@ -33,8 +33,14 @@ def flat_optimizer(
     torch's fused implementation is chosen where the class has one and the arguments do not say otherwise: it reads
     and writes every buffer once.
 
-    Raises ValueError for an optimizer that must see whole tensors, and for arguments the class does not take.
+    Raises ValueError for what is no class of optimizers, for one that must see whole tensors, and for arguments the
+    class does not take.
     """
+    if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
+        raise ValueError(  # noqa: TRY004
+            f"optimizer={optimizer!r} is no class of optimizers; give one, and its arguments beside it: "
+            "parallelize(…, optimizer=torch.optim.AdamW, lr=3e-4)"
+        )
     if base := next((base.__name__ for base in optimizer.__mro__ if base.__name__ in WHOLE_TENSORS), None):
         derived = "" if base == optimizer.__name__ else f", as a kind of {base},"
         raise ValueError(

@@ -142,8 +142,9 @@ def _give_zeros(model: nn.Module, args: Any, kwargs: Any, *, names: Sequence[str
     device = device_of((args, kwargs))
     for name in names:
         path, _, key = name.rpartition(".")
-        zeros = torch.zeros_like(model.get_parameter(name), device=device)
-        setattr(model.get_submodule(path), key, nn.Parameter(zeros))
+        old = model.get_parameter(name)
+        zeros = torch.zeros_like(old, device=device)
+        setattr(model.get_submodule(path), key, nn.Parameter(zeros, requires_grad=old.requires_grad))
 
 
 class _Watch:

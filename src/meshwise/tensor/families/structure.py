@@ -156,7 +156,7 @@ class Structure:
         """The part of a module outside of the blocks, as far as torch's own layers go."""
         if matrix := as_matrix(module, name=name):
             if self._vocabulary is not None and matrix.inputs == self.width:
-                tied = module._parameters["weight"] is self._vocabulary.weight
+                tied = getattr(module, "weight", None) is self._vocabulary.weight
                 if tied and not looks_up(self._vocabulary):
                     return "whole"  # as its table is
                 if tied or self.width != matrix.outputs == self._vocabulary.num_embeddings:
