@@ -116,8 +116,15 @@ def _written(
         yield from outputs
 
 
+def held(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that a tensor's memory is in: two of a sparse one."""
+    return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
+
+
 def _nbytes(tensor: Tensor) -> int:
     """What there is to read of a tensor: an expanded one is read once."""
+    if tensor.is_sparse:
+        return sum(map(_nbytes, held(tensor)))
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 

@@ -30,7 +30,8 @@ from meshwise.model.dispatch import TorchDispatchMode, unseen
 from meshwise.model.interception import Throughout
 from meshwise.optim.flat import OptimizerClass
 from meshwise.pipeline.action import Action, Kind, ScheduleError
-from meshwise.simulate.cost import makes_anew, moves_nothing, operation
+from meshwise.simulate.cost import held, makes_anew, moves_nothing, operation
+from meshwise.simulate.meta_kernels import computed
 from meshwise.simulate.tape import Category, Entry, Memory, Operation, Segment
 from meshwise.tree import tensors
 
@@ -76,7 +77,8 @@ class Recorder:
         if operation is not None:
             self.note(operation)
         for tensor in tensors(output):
-            self.allocated(tensor)
+            for one in held(tensor):
+                self.allocated(one)
 
     def allocated(self, tensor: Tensor, *, category: Category | None = None, fresh: int = 1) -> None:
         """Count the memory of a tensor, once; `category` says what it is for, whatever the rank is at."""
@@ -206,7 +208,7 @@ class Operations(TorchDispatchMode):
             )
             self._recorder.saw(known.operation, output=made)
             return made[0] if known.single else made
-        output = func(*args, **kwargs)
+        output = computed(func, args=args, kwargs=kwargs)
         cost = None if moves_nothing(func) else operation(func, args=args, kwargs=kwargs, output=output)
         self._recorder.saw(cost, output=output)
         outputs = [output] if isinstance(output, Tensor) else output
@@ -217,12 +219,14 @@ class Operations(TorchDispatchMode):
 
 
 def _is_meta(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_meta
+    return isinstance(value, Tensor) and value.is_meta and not value.is_sparse
 
 
 def _described(value: Any) -> Any:
     """What the shapes of a result follow from; hashable."""
     if isinstance(value, Tensor):
+        if value.is_sparse:
+            return tuple(map(_described, held(value)))
         return (value.size(), value.stride(), value.dtype, value.device)
     if isinstance(value, list | tuple):
         return tuple(map(_described, value))
@@ -353,6 +357,8 @@ class _Pretence(TorchFunctionMode):
 
 def as_if_on(kind: str, *, optimizer: OptimizerClass) -> OptimizerClass:
     """An optimizer that chooses its implementation for parameters on meta as it would for ones on the device."""
+    if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
+        return optimizer  # for the real code to say
 
     class Rehearsed(optimizer):  # type: ignore[misc, valid-type]
         __doc__ = optimizer.__doc__

@@ -7,7 +7,8 @@
 | steps after the first, which makes the optimizer's state | the second |
 | blocks of a stack, without a pipeline | a few; what each of them adds, others add (`growth.py`) |
 
-Whatever the code refuses, it refuses here, with the same words.
+Whatever the code refuses, it refuses here, with the same words; but for what only values tell: a loss that is not
+finite or counts nothing, a number outside of a vocabulary, a tensor that is initialised in part.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from meshwise import tree
 from meshwise.cutting import cut_for, pairs_of, plan_schedule
 from meshwise.model.birth import Source, shapes_of
 from meshwise.model.forward import Loss, default_forward
+from meshwise.model.table import check_trains
 from meshwise.parallelize import Options
 from meshwise.pipeline.action import Action, Kind, Schedule
 from meshwise.pipeline.cut import Wish
@@ -146,6 +148,7 @@ def rehearse(
     forward = without_values(subject.options.forward or default_forward)
     options = dataclasses.replace(subject.options, example=batch, forward=forward)
     source = shapes_of(subject.model, seed=options.seed)
+    check_trains(source.module)
     with told_of_values():
         like, options = _kinds(source, schedule, plan, options)
     counts: list[float] = []
@@ -216,7 +219,10 @@ def _kinds(source: Source, schedule: Schedule, plan: Plan, options: Options) -> 
     forward = options.forward or default_forward
     shares = math.prod(plan.mesh().degree(axis) for axis in plan.data_axes) * plan.microbatches
     micro = tree.take_rows(options.example, start=0, stop=tree.rows(options.example) // shares)
-    parts = find_parts(source.module, plan=plan, rules=options.tensor_rules) if plan.tp > 1 else {}
+    try:
+        parts = find_parts(source.module, plan=plan, rules=options.tensor_rules) if plan.tp > 1 else {}
+    except ValueError:
+        return tuple(range(plan.pp)), options  # for the real code to say
     options = dataclasses.replace(options, parts=parts)
     wish = Wish(by=plan.partition, where=options.cut, schedule=schedule, pairs=pairs_of(parts))  # type: ignore[arg-type]
     try:

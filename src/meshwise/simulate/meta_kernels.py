@@ -1,0 +1,52 @@
+"""What torch's operations do otherwise with tensors that have no values: some have no kernel for them, and some of
+those that have one take what no device takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from meshwise.model.dispatch import unseen
+from meshwise.tree import map_tensors, tensors
+
+aten = torch.ops.aten
+
+_PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.addmv})
+
+_LABELLED = frozenset({aten.nll_loss_forward, aten.nll_loss2d_forward})
+
+
+def computed(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operation returns. Raises what torch does."""
+    if _is_doubtful(func, args):
+        with unseen():  # torch says what it takes of tensors that have values
+            func(*map_tensors(_smallest, args), **kwargs)
+    if _is_update(func):
+        return None
+    if func is aten._to_dense.default and args[0].is_sparse:
+        return torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device="meta")
+    return func(*args, **kwargs)
+
+
+def _is_doubtful(func: OpOverload, args: Sequence[Any]) -> bool:
+    """Whether torch may refuse these dtypes where there are values, and does not where there are none."""
+    if func._overloadpacket in _PRODUCTS:
+        return len({tensor.dtype for tensor in tensors(args)}) > 1
+    return func._overloadpacket in _LABELLED and args[1].dtype != torch.long
+
+
+@cache
+def _is_update(func: OpOverload) -> bool:
+    """Whether this is an optimizer's fused update, which changes values and nothing else."""
+    schema = func._schema
+    return schema.name.startswith("aten::_fused_") and schema.name.endswith("_") and not schema.returns
+
+
+def _smallest(tensor: Tensor) -> Tensor:
+    return torch.zeros((1,) * tensor.dim(), dtype=tensor.dtype, device="cpu")

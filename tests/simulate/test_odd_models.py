@@ -1,0 +1,211 @@
+"""What a job takes or refuses of odd models, losses and optimizers, its rehearsal does, with the same words."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import prune
+
+from meshwise.comm.thread_world import run_threads
+from meshwise.comm.world import World
+from meshwise.model.forward import Loss
+from meshwise.parallelize import Options, parallelize
+from meshwise.plan import Plan
+from meshwise.simulate.rehearsal import rehearse
+from meshwise.simulate.subject import Device, Subject
+from meshwise.simulate.tape import Operation
+
+WIDTH, WORDS = 8, 12
+
+
+class Net(nn.Module):
+    """A stack between an embedding and a head."""
+
+    def __init__(self, *, sparse: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH, sparse=sparse)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def sparse() -> nn.Module:
+    return Net(sparse=True)
+
+
+class Wide(Net):
+    """Its head is of another dtype than what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.double()
+
+
+class Held(Net):
+    """Holds a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return super().forward(words) * self.scale
+
+
+class Pruned(Net):
+    """Its head's matrix is made anew in each forward, and held as a plain attribute in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        prune.identity(self.head, "weight")
+
+
+class Counting(Net):
+    """Has a parameter of integers, which is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = nn.Parameter(torch.zeros(3, dtype=torch.long), requires_grad=False)
+
+
+class Recurrent(nn.Module):
+    """What tensor parallelism has no part for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body = nn.Embedding(WORDS, WIDTH), nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.body(self.embed(words))[0])  # type: ignore[no-any-return]
+
+
+class Blank(Net):
+    """Nobody writes to one of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty(WORDS))
+
+
+def entropy(output: Tensor, words: Tensor) -> tuple[Tensor, int]:
+    total = functional.cross_entropy(output.flatten(0, 1), words.flatten(), reduction="sum")
+    return total, words.numel()
+
+
+def counted(count: Any) -> Loss:
+    return lambda output, words: (entropy(output, words)[0], count)
+
+
+SGD, ADAGRAD, ADAMW = torch.optim.SGD, torch.optim.Adagrad, torch.optim.AdamW
+PIPELINE = "pp=2 microbatches=2 partition=params"
+
+
+@dataclass(frozen=True)
+class AsModule:
+    """The model is to be given as a module, each rank its own."""
+
+    build: Callable[[], nn.Module]
+
+
+def both(
+    model: Any, plan: str, *, loss: Loss = entropy, optimizer: Any = ADAMW, dtype: torch.dtype = torch.long, **rest: Any
+) -> list[str]:
+    """What becomes of a rehearsal, and of two steps of a job, of a model that a function builds."""
+    words, ranks = torch.zeros(4, 3, dtype=dtype), Plan.parse(plan).mesh().size
+    options = Options(example=words)
+    given = model.build if isinstance(model, AsModule) else lambda: model
+
+    def job(world: World) -> None:
+        trainer = parallelize(given(), plan, loss=loss, optimizer=optimizer, world=world, options=options, **rest)
+        for _ in range(2):
+            trainer.step(words)
+
+    subject = Subject(given(), loss, words, optimizer=optimizer, arguments=rest, options=options)
+    return [_outcome(lambda: rehearse(subject, plan=plan, ranks=ranks)), _outcome(lambda: run_threads(ranks, job))]
+
+
+def _outcome(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except Exception as error:  # noqa: BLE001 -- whatever it is, the other has to raise it too
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
+    return "taken"
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2 zero=1", "dp=2 zero=2 offload=optimizer:disk", PIPELINE])
+@pytest.mark.parametrize(
+    "optimizer, arguments",
+    [
+        (SGD, {}),
+        (SGD, {"lr": 0.1, "momentum": 0.9}),
+        (ADAGRAD, {}),
+        (ADAMW, {"lr": torch.tensor(1e-3)}),
+    ],
+)
+def test_fused_updates_are_rehearsed(plan: str, optimizer: Any, arguments: Any) -> None:
+    assert both(Net, plan, optimizer=optimizer, **arguments) == ["taken"] * 2
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_fused_updates_take_their_time(device: Device) -> None:
+    subject = Subject(Net, entropy, torch.zeros(4, 3, dtype=torch.long), optimizer=SGD)
+    entries = [
+        entry for part in rehearse(subject, plan="dp=1", ranks=1, device=device).step(0) for entry in part.entries
+    ]
+    updates = [entry for entry in entries if isinstance(entry, Operation) and entry.name == "_fused_sgd_"]
+    numel = sum(parameter.numel() for parameter in Net().parameters())
+    assert sum(entry.bytes for entry in updates) >= 2 * 4 * numel
+
+
+@pytest.mark.parametrize("plan", ["dp=1", PIPELINE])
+@pytest.mark.parametrize("model", [AsModule(Held), Pruned, AsModule(Pruned), Counting, sparse, AsModule(sparse)])
+def test_odd_models_are_taken_by_both(plan: str, model: Any) -> None:
+    assert both(model, plan) == ["taken"] * 2
+
+
+@pytest.mark.parametrize("plan", ["dp=2", PIPELINE])
+def test_products_of_two_dtypes_are_refused_by_both(plan: str) -> None:
+    refused = "RuntimeError: mat1 and mat2 must have the same dtype, but got Float and Double"
+    assert both(Wide, plan) == [refused] * 2
+    assert both(Wide, f"{plan} precision=bf16") == ["taken"] * 2
+
+
+def test_labels_of_another_dtype_are_refused_by_both() -> None:
+    refused = "RuntimeError: expected target dtype to be Long or Byte, but got Int"
+    assert both(Net, "dp=2", dtype=torch.int32) == [refused] * 2
+
+
+@pytest.mark.parametrize(
+    "model, plan, rest, message",
+    [
+        (Recurrent, "tp=2", {}, "PlanError: tensor parallelism found no part for"),
+        (Recurrent, "pp=2 tp=2 microbatches=2", {}, "PlanError: tensor parallelism found no part for"),
+        (Blank, "dp=2", {}, "ValueError: gain: 12 of 12 elements are never initialised"),
+        (Net, "dp=2", {"optimizer": partial(SGD, lr=0.1)}, "ValueError: optimizer=functools.partial"),
+        (Net, "dp=2", {"loss": counted(float("inf"))}, "LossError: the count that loss returned is inf"),
+        (AsModule(lambda: nn.LazyLinear(3)), "dp=2", {}, "ValueError: weight has no shape yet"),
+        (nn.ReLU, "dp=2", {}, "ValueError: ReLU has no parameters; there is nothing to train"),
+        (nn.ReLU, PIPELINE, {}, "ValueError: ReLU has no parameters; there is nothing to train"),
+        (AsModule(nn.ReLU), PIPELINE, {}, "ValueError: ReLU has no parameters; there is nothing to train"),
+    ],
+)
+def test_odd_models_are_refused_by_both(model: Any, plan: str, rest: Any, message: str) -> None:
+    rehearsed, ran = both(model, plan, **rest)
+    assert rehearsed == ran
+    assert rehearsed.startswith(message)
+
+
+def test_a_count_may_be_a_number_of_numpy() -> None:
+    assert both(Net, "dp=1", loss=counted(np.int64(12))) == ["taken"] * 2
