@@ -63,6 +63,8 @@ def cut_source(source: Source, *, plan: Plan, schedule: Schedule, example: Examp
         raise ValueError(
             f"pp={plan.pp} cuts the model by running it once; give a batch like those to come: Options(example=batch)"
         )
+    if not tree.rows(example.batch):
+        raise ValueError("the batch in Options(example=batch) has no rows, so the model cannot be run on it to be cut")
     shares = plan.microbatches * math.prod(plan.mesh().degree(axis) for axis in plan.data_axes)
     rows = max(1, tree.rows(example.batch) // shares)
     device = device if source.deferred else next(source.module.parameters()).device

@@ -63,6 +63,17 @@ class Held(Net):
         return super().forward(words) * self.scale
 
 
+class Listed(Net):
+    """Holds a module where torch does not find it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = [nn.Linear(WORDS, WORDS)]
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.more[0](super().forward(words))  # type: ignore[no-any-return]
+
+
 class Pruned(Net):
     """Its head's matrix is made anew in each forward, and held as a plain attribute in between."""
 
@@ -170,7 +181,9 @@ def test_fused_updates_take_their_time(device: Device) -> None:
 
 
 @pytest.mark.parametrize("plan", ["dp=1", PIPELINE])
-@pytest.mark.parametrize("model", [AsModule(Held), Pruned, AsModule(Pruned), Counting, sparse, AsModule(sparse)])
+@pytest.mark.parametrize(
+    "model", [AsModule(Held), AsModule(Listed), Pruned, AsModule(Pruned), Counting, sparse, AsModule(sparse)]
+)
 def test_odd_models_are_taken_by_both(plan: str, model: Any) -> None:
     assert both(model, plan) == ["taken"] * 2
 
@@ -196,6 +209,7 @@ def test_labels_of_another_dtype_are_refused_by_both() -> None:
         (Net, "dp=2", {"optimizer": partial(SGD, lr=0.1)}, "ValueError: optimizer=functools.partial"),
         (Net, "dp=2", {"loss": counted(float("inf"))}, "LossError: the count that loss returned is inf"),
         (AsModule(lambda: nn.LazyLinear(3)), "dp=2", {}, "ValueError: weight has no shape yet"),
+        (Listed, "dp=2", {}, "ValueError: more holds modules that torch does not register there"),
         (nn.ReLU, "dp=2", {}, "ValueError: ReLU has no parameters; there is nothing to train"),
         (nn.ReLU, PIPELINE, {}, "ValueError: ReLU has no parameters; there is nothing to train"),
         (AsModule(nn.ReLU), PIPELINE, {}, "ValueError: ReLU has no parameters; there is nothing to train"),
@@ -209,3 +223,12 @@ def test_odd_models_are_refused_by_both(model: Any, plan: str, rest: Any, messag
 
 def test_a_count_may_be_a_number_of_numpy() -> None:
     assert both(Net, "dp=1", loss=counted(np.int64(12))) == ["taken"] * 2
+
+
+def test_a_batch_without_rows_is_refused() -> None:
+    words = torch.zeros(0, 3, dtype=torch.long)
+    with pytest.raises(ValueError, match="the batch has no rows"):
+        rehearse(Subject(Net, entropy, words), plan=PIPELINE, ranks=2)
+    options = Options(example=words)
+    with pytest.raises(ValueError, match=r"the batch in Options\(example=batch\) has no rows"):
+        run_threads(2, lambda world: parallelize(Net, PIPELINE, loss=entropy, world=world, options=options))

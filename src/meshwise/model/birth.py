@@ -131,6 +131,11 @@ def born(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> Source:
     if not isinstance(module, nn.Module):
         raise ValueError(f"the model function returned {type(module).__name__}; it must return the nn.Module")  # noqa: TRY004
     check_readable(module)
+    for name, _ in _unregistered(module):
+        raise ValueError(
+            f"{name} holds modules that torch does not register there, so that nobody gives their parameters values, "
+            "nor trains them; put them into an nn.ModuleList or nn.ModuleDict"
+        )
     return Source(module, record=record)
 
 
@@ -142,7 +147,9 @@ def shapes_of(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> Sourc
     """
     if isinstance(model, nn.Module):
         check_readable(model)
-        bare = copied(model, tensors={tensor: without_values(tensor) for _, tensor in _named_tensors(model)})
+        every = [model, *(part for _, part in _unregistered(model))]
+        held = (tensor for part in every for _, tensor in _named_tensors(part))
+        bare = copied(model, tensors={tensor: without_values(tensor) for tensor in held})
         return Source(bare, record=None, shapes_only=True)
     source = born(model, seed=seed)
     source.refuse_blank()
@@ -177,6 +184,17 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, owner in module.named_modules():
         for key, tree in _plain_attributes(owner).items():
             yield from _entries(_join(path, key), tree)
+
+
+def _unregistered(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules in lists and dictionaries of the model's modules, with parameters that are not the model's."""
+    known, every = {id(parameter) for parameter in module.parameters()}, vars(nn.Module())
+    for path, owner in module.named_modules():
+        for key, value in vars(owner).items():
+            entries = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+            for part in entries if key not in every else ():
+                if isinstance(part, nn.Module) and any(id(parameter) not in known for parameter in part.parameters()):
+                    yield _join(path, key), part
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, object]:

@@ -141,6 +141,8 @@ def rehearse(
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     plan = plan.resolve(ranks)
     rows = tree.rows(subject.batch)
+    if not rows:
+        raise ValueError("the batch has no rows, of which there is nothing to rehearse")
     schedule = schedule_of(plan)
     shares = math.prod(plan.mesh().degree(axis) for axis in plan.data_axes)
     each = -(-rows // (shares * plan.microbatches))
