@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwise.comm.lost import RankLostError
-from meshwise.comm.outcome import Outcome
+from meshwise.comm.outcome import Outcome, first_error, results
 
 
 class Refused(Exception):
@@ -66,3 +66,25 @@ def test_a_result_that_cannot_travel_is_an_error_of_the_rank(tmp_path: Path) -> 
     with pytest.raises(TypeError, match="cannot pickle"):
         Outcome(threading.Lock()).save(tmp_path, rank=0)
     assert Outcome.load(tmp_path, rank=0) is None
+
+
+def test_a_rank_that_left_hides_no_error_of_another(tmp_path: Path) -> None:
+    """It can be the first to go: the other fails when all have done their work, with a result that cannot travel."""
+    raised(SystemExit()).save(tmp_path, rank=0)
+    raised(Refused(4, reason="no")).save(tmp_path, rank=1)
+    assert str(first_error(tmp_path, size=2, statuses={1: 1})) == "Refused: 4: no"
+
+
+def test_a_rank_that_left_hides_no_rank_that_was_killed(tmp_path: Path) -> None:
+    raised(SystemExit()).save(tmp_path, rank=0)
+    assert str(first_error(tmp_path, size=2, statuses={1: -11})).endswith("without an exception, killed by SIGSEGV")
+
+
+def test_ranks_that_left_have_no_results(tmp_path: Path) -> None:
+    for rank in range(2):
+        raised(SystemExit()).save(tmp_path, rank=rank)
+    with pytest.raises(SystemExit):
+        results(tmp_path, size=2)
+    Outcome(5).save(tmp_path, rank=1)
+    with pytest.raises(RankLostError, match=r"rank 0 of 2 left by sys\.exit, and others did not"):
+        results(tmp_path, size=2)

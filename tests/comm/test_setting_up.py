@@ -18,7 +18,7 @@ from meshwise.comm.watch import Watch
 pytestmark = pytest.mark.processes
 
 SCRIPT = """
-import os, torch
+import os, sys, torch
 from meshwise.comm import run
 from meshwise.comm.outcome import Outcome
 
@@ -30,6 +30,19 @@ def full(outcome, folder, *, rank):
 
 def finds_a_full_disk(world):
     Outcome.save = full
+
+class Flushes:
+    def __init__(self):
+        self.failed = False
+
+    def flush(self):
+        if not self.failed:
+            self.failed = True
+            raise OSError(28, "No space left on device")
+
+def finds_no_room_for_words(world):
+    sys.stdout = Flushes()
+    raise ZeroDivisionError
 
 if __name__ == "__main__":
     try:
@@ -57,6 +70,12 @@ def test_a_number_of_threads_that_is_none_leaves_each_rank_its_part_of_the_cores
 def test_a_rank_that_cannot_leave_its_result_ends_the_run_and_says_why(tmp_path: Path) -> None:
     said = ended(tmp_path, "finds_a_full_disk", "1")
     assert said.stdout == "raised RankLostError\n"
+    assert "No space left on device" in said.stderr
+
+
+def test_a_rank_that_fails_and_cannot_leave_its_words_ends_the_run(tmp_path: Path) -> None:
+    said = ended(tmp_path, "finds_no_room_for_words", "1")
+    assert said.stdout == "raised ZeroDivisionError\n"
     assert "No space left on device" in said.stderr
 
 

@@ -388,7 +388,12 @@ def _tell_restart(folder: Path, attempt: Attempt) -> None:
 
 
 def _leave(status: int) -> None:
-    """End the process with this status, whatever threads still run in it."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    """End the process with this status, whatever threads still run in it; not with 0 where its output found no room."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except Exception:  # noqa: BLE001 - a full disk, or what `main` has put there
+        status = status or 1
+        traceback.print_exc()
+    finally:
+        os._exit(status)

@@ -72,13 +72,14 @@ def results(folder: Path, *, size: int) -> list[Any]:
 
 def first_error(folder: Path, *, size: int, statuses: Mapping[int, int]) -> BaseException:
     """What to raise for ranks that have ended: the first exception that no other rank caused, or else how the lost
-    rank ended. `statuses` are those of the processes that failed, by rank; of one that a signal ended, less than 0.
+    rank ended, or else that some have left by `sys.exit`. `statuses` are those of the processes that failed, by rank;
+    of one that a signal ended, less than 0.
     """
     outcomes = {rank: Outcome.load(folder, rank=rank) for rank in range(size)}
     raised = {rank: outcome for rank, outcome in outcomes.items() if outcome is not None and outcome.error is not None}
     silent = [rank for rank in statuses if rank not in raised]
-    if not silent or any(not outcome.is_consequence for outcome in raised.values()):
-        rank, first = min(raised.items(), key=lambda item: (item[1].is_consequence, item[1].seconds))
+    if not silent or any(not outcome.is_consequence and not outcome.left_well for outcome in raised.values()):
+        rank, first = min(raised.items(), key=lambda item: (item[1].left_well, item[1].is_consequence, item[1].seconds))
         assert first.error is not None
         if first.left_well and not all(outcome is not None and outcome.left_well for outcome in outcomes.values()):
             error: BaseException = RankLostError(f"rank {rank} of {size} left by sys.exit, and others did not")
