@@ -230,11 +230,12 @@ def test_a_rank_whose_loss_is_a_constant_does_not_hide_who_brought_the_nan(plan:
     ],
 )
 def test_a_loss_returns_a_sum_and_a_count(returned: Callable[[Tensor], Any], message: str) -> None:
-    def main(world: World) -> None:
-        made(world, "dp=1", loss=lambda output, _batch: returned(output.sum())).step(good())
+    def main(world: World, use: Callable[[Trainer], Any]) -> None:
+        use(made(world, "dp=1", loss=lambda output, _batch: returned(output.sum())))
 
-    with pytest.raises(ValueError, match=".*".join(re.escape(part) for part in message.split(".*"))):
-        run(1, main)
+    for use in (lambda trainer: trainer.step(good()), lambda trainer: trainer.evaluate([good()])):
+        with pytest.raises(ValueError, match=".*".join(re.escape(part) for part in message.split(".*"))):
+            run(1, main, args=(use,))
 
 
 # ---- rows, and evaluation ------------------------------------------------------------------------------------------

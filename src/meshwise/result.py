@@ -73,13 +73,6 @@ class Totals:
             return None
         return f"the loss is {self.mean} and the gradient norm {self.norm}"
 
-    def check_count(self) -> None:
-        """Raise LossError for a count that no loss can have; that of a tensor is looked at here, once for all ranks."""
-        if not 0 <= self.count < math.inf:
-            raise LossError(
-                f"the counts that loss returned add up to {self.count}; each must be a finite number of at least 0"
-            )
-
     def warn_of_nothing(self, rank: int) -> None:
         """Warn, on the first rank and once, when no parameter has a gradient, which torch makes an error of where one
         process trains.
@@ -106,3 +99,9 @@ class Recipe:
     def early(self) -> bool:
         """Whether a unit may be updated before anything is known of the others."""
         return self.nonfinite.ends and self.clip_norm is None and self.scale is None
+
+
+def check_count(count: float) -> None:
+    """Raise LossError for a sum of counts that no loss can have; those that are tensors are looked at there alone."""
+    if not 0 <= count < math.inf:
+        raise LossError(f"the counts that loss returned add up to {count}; each must be a finite number of at least 0")

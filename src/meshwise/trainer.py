@@ -44,7 +44,7 @@ from meshwise.pipeline.cut import Cut
 from meshwise.plan import Plan
 from meshwise.precision.live import KINDS, live
 from meshwise.precision.scale import Scale, likely_count
-from meshwise.result import EvalResult, Recipe, StepResult, Totals
+from meshwise.result import EvalResult, Recipe, StepResult, Totals, check_count
 from meshwise.sweep import Sweep, zeros
 
 
@@ -212,7 +212,7 @@ class Trainer:
             self._sweep.finish()
             self.world.journal.doing = "exchange"
             totals = self._exchange(sums, Given(given, tree.rows(batch), tuple(called)))
-        totals.check_count()
+        check_count(totals.count)
         self._compared = True
         self.world.journal.doing = "update"
         if totals.problem is not None:
@@ -236,6 +236,7 @@ class Trainer:
         sums = torch.stack([total, tokens])
         self.world.all_reduce(sums, axes=("pp", *self._axes)).wait()
         loss_sum, count_sum = sums.tolist()
+        check_count(count_sum)
         return EvalResult(loss_sum / count_sum if count_sum else math.nan, int(count_sum))
 
     def predict(self, batch: Any) -> Any:
