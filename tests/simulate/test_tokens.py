@@ -1,5 +1,8 @@
 """Tokens per second are those that a run tells: of what the loss counts, not of the numbers that its input has."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,6 +14,11 @@ from simulate.subjects import CONFIG, gpt_subject
 
 def classes(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
     return nn.functional.cross_entropy(output, batch[1], reduction="sum"), batch[1].numel()
+
+
+def twice(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Any]:
+    """As many again, and a number of NumPy."""
+    return classes(output, batch)[0], np.int64(2 * batch[1].numel())
 
 
 def labelled(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -39,6 +47,7 @@ LABELS = torch.zeros(12, dtype=torch.long)
     "loss, batch, tokens",
     [
         (classes, (IMAGES, LABELS), 12),
+        (twice, (IMAGES, LABELS), 24),
         (labelled, (IMAGES, LABELS), 12),
         (values, (IMAGES,), 120),
         (least, (IMAGES,), 12),

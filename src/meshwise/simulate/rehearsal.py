@@ -19,6 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 from typing import Any
 
 import torch
@@ -170,8 +171,8 @@ def _counting(loss: Loss, *, counts: list[float]) -> Loss:
 
     def run(output: Any, batch: Any) -> Any:
         result = loss(output, batch)
-        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], int | float):
-            counts.append(result[1] / tree.rows(batch))
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Real):
+            counts.append(float(result[1]) / tree.rows(batch))
         return result
 
     return run
