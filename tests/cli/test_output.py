@@ -38,6 +38,21 @@ def test_a_file_that_is_replaced_keeps_its_mode_and_a_link_its_target(tmp_path: 
     assert path.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_file_in_a_folder_that_takes_no_others_is_written_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    monkeypatch.setattr("meshwise.cli.output.os.access", lambda place, _mode: place != tmp_path)
+    check_outputs([path])
+    written: list[Path] = []
+    write_output(path, write=written.append)
+    assert written == [path]
+    monkeypatch.setattr("meshwise.cli.output.os.access", lambda _place, _mode: False)
+    with pytest.raises(JobError, match=r"a\.txt: no permission to write to it, or to make files in"):
+        check_outputs([path])
+
+
 def test_what_is_no_file_is_written_as_it_is(tmp_path: Path) -> None:
     write_output(Path(os.devnull), write=lambda path: path.write_text("gone"))
     assert not Path(os.devnull).is_file()

@@ -24,8 +24,8 @@ def check_outputs(paths: Iterable[Path | None]) -> None:
         folder = next(parent for parent in place.parents if parent.exists())
         if not folder.is_dir():
             raise JobError(f"cannot write {path}: {folder} is a file, no folder")
-        if not os.access(folder, os.W_OK) and not place.exists():
-            raise JobError(f"cannot write {path}: no permission to make files in {folder}")
+        if not os.access(folder, os.W_OK) and not os.access(place, os.W_OK):
+            raise JobError(f"cannot write {path}: no permission to write to it, or to make files in {folder}")
         if place in given and (place.is_file() or not place.exists()):
             raise JobError(f"{path} is named twice, and what is written last would be all that is left; name two files")
         given.add(place)
@@ -35,10 +35,11 @@ def write_output(path: Path, *, write: Callable[[Path], object]) -> None:
     """Let `write` write the file, folders included. Raises JobError when it cannot; what was there is there still."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_file():
+        place = path.resolve()
+        if path.exists() and not (path.is_file() and os.access(place.parent, os.W_OK)):
             write(path)
         else:
-            _replace(path.resolve(), write=write)
+            _replace(place, write=write)
     except OSError as error:
         raise JobError(f"cannot write {path}: {error.strerror or error}") from error
 
