@@ -200,6 +200,19 @@ def test_labels_of_another_dtype_are_refused_by_both() -> None:
     assert both(Net, "dp=2", dtype=torch.int32) == [refused] * 2
 
 
+@pytest.mark.parametrize("plan", ["dp=2", PIPELINE])
+def test_labels_of_bytes_are_taken_by_both_as_torch_takes_them(plan: str) -> None:
+    def loss(output: Tensor, words: Tensor) -> tuple[Tensor, int]:
+        return entropy(output, words.byte())
+
+    def of_pictures(output: Tensor, words: Tensor) -> tuple[Tensor, int]:
+        pixels = output.transpose(1, 2)[..., None].contiguous()
+        return functional.nll_loss(pixels, words[..., None].byte(), reduction="sum"), words.numel()
+
+    assert both(Net, plan, loss=loss) == ["taken"] * 2
+    assert both(Net, plan, loss=of_pictures) == ["RuntimeError: expected scalar type Long but found Byte"] * 2
+
+
 @pytest.mark.parametrize(
     "model, plan, rest, message",
     [

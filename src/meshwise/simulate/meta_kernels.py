@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,7 +20,10 @@ aten = torch.ops.aten
 
 _PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.addmv})
 
-_LABELLED = frozenset({aten.nll_loss_forward, aten.nll_loss2d_forward})
+_LABELLED: Mapping[Any, int] = MappingProxyType(
+    {aten.nll_loss_forward: 1, aten.nll_loss_backward: 2, aten.nll_loss2d_forward: 1}
+)
+"""Which of their arguments are labels."""
 
 
 def computed(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -29,6 +33,10 @@ def computed(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any]
             func(*map_tensors(_smallest, args), **kwargs)
     if _is_update(func):
         return None
+    place = _LABELLED.get(func._overloadpacket)
+    if place is not None and args[place].dtype == torch.uint8:  # has a kernel, but not without values
+        with unseen():
+            args = (*args[:place], args[place].long(), *args[place + 1 :])
     if func is aten._to_dense.default and args[0].is_sparse:
         return torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device="meta")
     return func(*args, **kwargs)
@@ -38,7 +46,8 @@ def _is_doubtful(func: OpOverload, args: Sequence[Any]) -> bool:
     """Whether torch may refuse these dtypes where there are values, and does not where there are none."""
     if func._overloadpacket in _PRODUCTS:
         return len({tensor.dtype for tensor in tensors(args)}) > 1
-    return func._overloadpacket in _LABELLED and args[1].dtype != torch.long
+    place = _LABELLED.get(func._overloadpacket)
+    return place is not None and args[place].dtype != torch.long
 
 
 @cache
