@@ -124,6 +124,20 @@ def test_flops_of_the_trace_are_those_of_the_published_formula(plan: str) -> Non
     assert whole == 3 * formula + tokens * 2 * s * h * config.layers
 
 
+@pytest.mark.parametrize(
+    "words", ["tp=2", "tp=2 sequence_parallel=1", "tp=4 tp_mode=2d", "tp=8 tp_mode=2.5d tp_depth=2", "tp=8 tp_mode=3d"]
+)
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v virtual_stages=2"])
+def test_a_backward_in_two_parts_computes_no_product_twice(words: str, schedule: str) -> None:
+    plan = f"pp=2 {words} microbatches=4 partition=params"
+    ranks = Plan.parse(plan).mesh().size
+    whole, parts = (
+        rehearse(gpt_subject(stages=stages), plan=f"{plan} schedule={order}", ranks=ranks)
+        for stages, order in ((2, "1f1b"), (4 if "virtual" in schedule else 2, schedule))
+    )
+    assert sum(_flops(parts, index) for index in range(2)) == sum(_flops(whole, index) for index in range(2))
+
+
 def test_recomputation_is_one_more_forward_of_the_blocks_but_for_each_last_product() -> None:
     plain = rehearse(gpt_subject(), plan="dp=1", ranks=1)
     again = rehearse(gpt_subject(), plan="dp=1 recompute=full", ranks=1)

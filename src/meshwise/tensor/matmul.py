@@ -36,6 +36,7 @@ from torch.nn import functional
 from meshwise.comm import gradient
 from meshwise.comm.world import World
 from meshwise.layout.geometry import even_split
+from meshwise.model.dispatch import asked_for
 from meshwise.model.recall import Recall, same_memory
 
 Finish: TypeAlias = Callable[[], Tensor]
@@ -228,9 +229,9 @@ class _Multiply(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         operation: Operation = ctx.operation
         x, weight, *kept = (_there(tensor) for tensor in ctx.saved_tensors)
-        for_x, for_w, for_bias, *_ = ctx.needs_input_grad
+        for_x, for_w, for_bias = (*asked_for(ctx.needs_input_grad, ctx.next_functions), False)[:3]
         arriving = _gather(_there(dy), operation.y, world=operation.world)
-        whole = x if ctx.gathering is None else ctx.gathering.again(x())
+        whole = x if ctx.gathering is None or not for_w else ctx.gathering.again(x())
         operands = zip(kept[::2], kept[1::2], strict=True) if kept else _operands(whole, weight(), operation)
         own, d_bias = dy, None
         if for_bias and operation.y.dim is not None:  # while dy arrives
