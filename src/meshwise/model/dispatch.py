@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.autograd.graph import Node
@@ -17,13 +17,14 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def asked_for(needs: Sequence[bool], nodes: Sequence[tuple[Node | None, int]]) -> tuple[bool, ...]:
-    """Which gradients an autograd function of ours is asked for by the backward that runs, of those that it `needs`: of
-    a backward in parts not all. `nodes`: the next functions, of its tensors, which come before all else.
+def asked_for(ctx: Any) -> tuple[bool, ...]:
+    """Which gradients an autograd function of ours is asked for by the backward that runs: where that is one part of a
+    backward, not all that its tensors need. These are its first arguments.
 
     torch leaves that out for its own nodes; theirs, for everybody's, is private.
     """
-    return tuple(need and (node is None or _runs(node)) for need, (node, _) in zip(needs, nodes, strict=False))
+    edges = zip(ctx.needs_input_grad, ctx.next_functions, strict=False)
+    return tuple(need and (node is None or _runs(node)) for need, (node, _) in edges)
 
 
 def _runs(node: Node) -> bool:

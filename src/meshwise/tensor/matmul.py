@@ -229,7 +229,7 @@ class _Multiply(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         operation: Operation = ctx.operation
         x, weight, *kept = (_there(tensor) for tensor in ctx.saved_tensors)
-        for_x, for_w, for_bias = (*asked_for(ctx.needs_input_grad, ctx.next_functions), False)[:3]
+        for_x, for_w, for_bias = (*asked_for(ctx), False)[:3]
         arriving = _gather(_there(dy), operation.y, world=operation.world)
         whole = x if ctx.gathering is None or not for_w else ctx.gathering.again(x())
         operands = zip(kept[::2], kept[1::2], strict=True) if kept else _operands(whole, weight(), operation)
