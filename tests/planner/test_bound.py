@@ -96,6 +96,21 @@ def test_no_rung_is_above_the_rehearsal(text: str) -> None:
         assert figures.memory <= truth.memory
 
 
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v virtual_stages=2", "dualpipev virtual_stages=2"])
+def test_a_backward_in_two_parts_is_bounded_where_products_are_slow(schedule: str) -> None:
+    """The first stage has none: a piece that took longer in two parts than in one would be counted too high there."""
+    text = f"pp=2 dp=2 tp=2 schedule={schedule} microbatches=4"
+    peak = {dtype: rate / 1000 for dtype, rate in CLUSTER.device.peak.items()}
+    slow = dataclasses.replace(CLUSTER, device=dataclasses.replace(CLUSTER.device, peak=peak))
+    way = Way.of(Plan.parse(text), batch=BATCH, pieces=pieces().count)
+    own = sound(subject(), pieces=pieces(), way=way, cluster=slow)
+    truth = figures_of(predict(rehearsal(text), cluster=slow)).seconds
+    for exact in (False, True):
+        stages = pieces().stages(cut(Plan.parse(text)))
+        figures = bound(Plan.parse(text), sounding=own, cut=stages, cluster=slow, exact=exact)
+        assert 0.5 * truth < figures.seconds <= truth * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("zero", [0, 1])
 def test_where_nothing_overlaps_the_reduction_is_added(zero: int) -> None:
     """But what the host only has to start goes on meanwhile."""
