@@ -54,7 +54,7 @@ def _autograd_step(
     return step
 
 
-def _meshwise(stage: int) -> Builder:
+def _meshwise(stage: int, *, microbatches: int = 1) -> Builder:
     def build(shape: gpt.Shape, rank: int, size: int) -> Step:
         import meshwise as mw
 
@@ -66,7 +66,7 @@ def _meshwise(stage: int) -> Builder:
         options = mw.Options(
             parameter_options=lambda _name, _parameter: {}
         )  # as the peers: one group decays everything
-        plan = mw.Plan(dp=size, zero=stage)
+        plan = mw.Plan(dp=size, zero=stage, microbatches=microbatches)
         trainer = mw.parallelize(gpt.build(shape), plan, loss=loss, world=mw.connect(), options=options, **gpt.ADAMW)
         return lambda number: trainer.step(gpt.global_batch(shape, step=number)).loss
 
@@ -76,6 +76,30 @@ def _meshwise(stage: int) -> Builder:
 def _single(shape: gpt.Shape, rank: int, size: int) -> Step:
     model = gpt.build(shape)
     return _autograd_step(model, torch.optim.AdamW(model.parameters(), **gpt.ADAMW), shape, 0, 1)
+
+
+def _apart(*, rows: int | None = None) -> Builder:
+    """Each rank trains a model of its own on its part of the batch, `rows` sequences at a time (None: all)."""
+
+    def build(shape: gpt.Shape, rank: int, size: int) -> Step:
+        model = gpt.build(shape)
+        optimizer = torch.optim.AdamW(model.parameters(), **gpt.ADAMW)
+
+        def step(number: int) -> float:
+            tokens, targets = gpt.rank_batch(shape, step=number, rank=rank, size=size)
+            count = max(1, len(tokens) // (rows or len(tokens)))
+            total = 0.0
+            for inputs, wanted in zip(tokens.tensor_split(count), targets.tensor_split(count), strict=True):
+                loss = gpt.mean_loss(model(inputs), wanted) / count
+                torch.autograd.backward(loss)
+                total += loss.item()
+            optimizer.step()
+            optimizer.zero_grad()
+            return total
+
+        return step
+
+    return build
 
 
 def _data_parallel(model: nn.Module, *, tuned: bool) -> nn.Module:
@@ -165,8 +189,24 @@ def _fairscale(*, sharded: bool) -> Builder:
 
 SINGLE = Contestant("single", -1, "torch", "plain torch, one process, the whole batch", _single)
 
+APART = (
+    Contestant("torch, apart", -1, "torch", "a part of the batch each, nothing exchanged", _apart()),
+    Contestant("torch, apart, micro-batches", -1, "torch", "the same, two sequences at a time", _apart(rows=2)),
+)
+
 OURS = tuple(
     Contestant(f"meshwise zero={stage}", stage, "meshwise", f"`dp=N zero={stage}`", _meshwise(stage))
+    for stage in range(4)
+)
+
+SLICED = tuple(
+    Contestant(
+        f"meshwise zero={stage}, in two",
+        stage,
+        "meshwise",
+        f"`dp=N zero={stage} microbatches=2`",
+        _meshwise(stage, microbatches=2),
+    )
     for stage in range(4)
 )
 
@@ -191,7 +231,7 @@ PEERS = (
 
 def contestant(name: str) -> Contestant:
     """The row of that name. Raises ValueError, listing the names, when there is none."""
-    rows = {row.name: row for row in (SINGLE, *OURS, *PEERS)}
+    rows = {row.name: row for row in (SINGLE, *APART, *OURS, *SLICED, *PEERS)}
     if name not in rows:
         raise ValueError(f"no contestant {name!r}; there are {', '.join(rows)}")
     return rows[name]

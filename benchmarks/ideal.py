@@ -7,7 +7,8 @@
 A contestant and the single process are resident together and take turns of one step, so both meet the machine in the
 same state. Two figures: the median over the turns of (its step) / (the single process's next to it / ranks), and the
 same of the best step of each, which is what a quiet machine would show and what the bars are for. A pipeline of p
-stages and m micro-batches under 1F1B stands still for (p-1) / (m+p-1) of its time, so its ideal is (m+p-1)/m.
+stages and m micro-batches under 1F1B stands still for (p-1) / (m+p-1) of its time, so its ideal is (m+p-1)/m. Processes
+that split nothing and exchange nothing show what the machine takes from four that compute at once.
 """
 
 from __future__ import annotations
@@ -38,15 +39,19 @@ _WARMUP = 2
 
 @dataclass(frozen=True)
 class Entry:
-    """A contestant, how it splits the model, and at most how many ideals its step is to take on `BAR_RANKS` ranks."""
+    """A contestant, how it splits the model, and at most how many ideals its step is to take on `BAR_RANKS` ranks;
+    `alike`: how many of its first losses are one process's.
+    """
 
     split: str
     contestant: Contestant
     bar: float | None = None
+    alike: int = _WARMUP
 
 
 ENTRIES = (
-    *(Entry(f"data, ZeRO {ours.stage}", ours, 1.05) for ours in contestants.OURS),
+    *(Entry("nothing", apart, alike=1) for apart in contestants.APART),
+    *(Entry(f"data, ZeRO {ours.stage}", ours, 1.05) for ours in (*contestants.OURS, *contestants.SLICED)),
     *(Entry(f"data, ZeRO {peer.stage}", peer) for peer in contestants.PEERS),
     *(Entry("tensor", tensor_contestants.contestant(name), 1.25) for name in ("meshwise 1d", "meshwise 1d, sequence")),
     *(Entry("tensor", tensor_contestants.contestant(name)) for name in ("torch DTensor", "Megatron-Core")),
@@ -82,7 +87,8 @@ class Distance:
 def measure(entry: Entry, *, single: Team, team: Team, turns: int, reference: Sequence[float]) -> Distance:
     """Let both take turns. Raises ContestantFailed, also when the losses are not the reference's."""
     team.wait_until_ready()
-    check_losses(entry.contestant.name, losses=team.turn(steps=_WARMUP).losses, reference=reference)
+    losses = team.turn(steps=_WARMUP).losses
+    check_losses(entry.contestant.name, losses=losses[: entry.alike], reference=reference[: entry.alike])
     team.reset_peak()
     pairs = [(single.turn(steps=1), team.turn(steps=1)) for _ in range(turns)]
     ranks = team.ranks

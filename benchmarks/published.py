@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from megatron import PRECISION, Megatron, cross_entropy
+from megatron_lm import PRECISION, Megatron, cross_entropy
 from meshwise.parallelize import Options
 from meshwise.pipeline.cut import Where
 from meshwise.simulate.clock import predict

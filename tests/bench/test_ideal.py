@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import contestants
 from ideal import ENTRIES, Distance, Entry, command, main, parse
 
 SMALL = ["layers=1", "width=32", "heads=2", "sequence=16", "vocabulary=64", "batch=8"]
@@ -18,8 +19,14 @@ def entry(name: str) -> Entry:
 def test_every_way_of_splitting_has_a_bar_for_ours_and_a_peer_that_needs_nothing_but_torch() -> None:
     ours = {entry.split for entry in ENTRIES if entry.contestant.package == "meshwise"}
     peers = {entry.split for entry in ENTRIES if entry.contestant.package == "torch"}
-    assert ours == peers == {*(f"data, ZeRO {stage}" for stage in range(4)), "tensor", "pipeline"}
+    assert peers == {*ours, "nothing"}
+    assert ours == {*(f"data, ZeRO {stage}" for stage in range(4)), "tensor", "pipeline"}
     assert all((entry.contestant.package == "meshwise") == (entry.bar is not None) for entry in ENTRIES)
+
+
+def test_no_file_beside_the_contestants_hides_a_peer() -> None:
+    folder = Path(contestants.__file__).parent
+    assert not {entry.contestant.package for entry in ENTRIES} & {file.stem for file in folder.glob("*.py")}
 
 
 def test_a_pipeline_is_held_to_its_bubble() -> None:
@@ -43,10 +50,20 @@ def test_the_command_on_the_page_has_no_path_of_a_machine() -> None:
 
 
 def test_bad_arguments_end_with_one_line() -> None:
-    with pytest.raises(SystemExit, match="no such contestant; there are meshwise zero=0, "):
+    with pytest.raises(SystemExit, match="no such contestant; there are torch, apart, "):
         main(["--only", "nobody"])
     with pytest.raises(SystemExit, match="a key of deepspeed, fairscale, megatron"):
         main(["--python", "fastmoe=/x"])
+
+
+@pytest.mark.processes
+def test_who_exchanges_nothing_is_held_to_the_first_loss_only(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--ranks", "2", "--turns", "1", "--only", "apart"]
+    status = main([*words, *(word for size in SMALL for word in ("--shape", size))])
+    told = capsys.readouterr()
+    assert status == 0, told.err
+    assert "| nothing | torch, apart |" in told.out
+    assert "| nothing | torch, apart, micro-batches |" in told.out
 
 
 @pytest.mark.processes
