@@ -171,6 +171,34 @@ def without_memory_to_share(world: World, name: str) -> str:
     return told
 
 
+def borrowed_at_every_size(world: World, name: str) -> None:
+    """Parts whose places take more room than they do; and tensors when no more memory is lent to keep."""
+    other = joined(world, name, "borrowed memory")
+    lengths = (16_377, 16_377, 16_377, 16_400)  # each at an offset that 16 divides: together they are no payload
+    parts = [torch.full((length,), world.rank + 1, dtype=torch.uint8) for length in lengths]
+    into = torch.empty(lengths[world.rank], dtype=torch.uint8)
+    other.reduce_scatter(parts, into=into, axes="rank").wait()
+    assert into.unique().tolist() == [10]
+    held = [other.empty(20_000, dtype=torch.float32) for _ in range(260)]
+    x = torch.full((20_000,), float(world.rank))
+    other.all_reduce(x, axes="rank").wait()
+    assert x.unique().tolist() == [6.0]
+    other.all_reduce(held[-1].fill_(world.rank), axes="rank").wait()
+    assert held[-1].unique().tolist() == [6.0]
+    other.close()
+
+
+def left_open(world: World, name: str) -> int:
+    """How many files more than before are open when another world was joined and closed, and once more."""
+    opened = []
+    for turn in range(3):
+        other = joined(world, f"{name} {turn}", "shared memory")
+        other.all_reduce(torch.ones(3), axes="rank").wait()
+        other.close()
+        opened.append(len(list(Path("/proc/self/fd").iterdir())))
+    return opened[2] - opened[1]
+
+
 def must_share(world: World, name: str) -> str:
     found = meeting_place()
     assert found is not None
@@ -235,6 +263,14 @@ def test_where_memory_cannot_be_shared_messages_are_used_and_one_rank_says_so(pr
     assert "(rank 1: no memfd here)" in told[0]
     assert "MESHWISE_COMM=gloo" in told[0]
     assert told[1:] == [""] * 3
+
+
+def test_what_others_cannot_read_is_copied_to_where_they_can(processes: Processes) -> None:
+    run(SIZE, borrowed_at_every_size, on=processes, args=(uuid.uuid4().hex,))
+
+
+def test_nothing_is_left_open_of_a_world_that_was_closed(processes: Processes) -> None:
+    assert run(SIZE, left_open, on=processes, args=(uuid.uuid4().hex,)) == [0] * SIZE
 
 
 def test_sharing_can_be_insisted_on(processes: Processes) -> None:

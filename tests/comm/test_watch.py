@@ -23,8 +23,9 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from meshwise.comm.forked import Launcher
+from meshwise.comm.life import has_ended
 from meshwise.comm.torch_world import torch_world
-from meshwise.comm.watch import Watch, has_ended
+from meshwise.comm.watch import Watch
 from meshwise.comm.world import World
 
 SIZE = 3

@@ -34,7 +34,7 @@ PAYLOAD_BYTES = 64 << 10
 
 PAGE_WORDS = PAYLOAD_BYTES // 8
 
-_BYTES = 1 << 30  # of addresses; memory is taken page by page, as lanes are used
+_BYTES = 1 << 32  # of addresses, some 2 MB a lane; memory is taken page by page, as lanes are used
 _NUM_LANES, _TABLE, _MOST_LANES = 8, 16, 2000
 _FIRST_LANE = _TABLE + 2 * _MOST_LANES
 
@@ -56,8 +56,10 @@ class _Span(ctypes.Structure):
 class Board:
     """One rank's board, as its owner or another rank maps it."""
 
-    def __init__(self, memory: Tensor, *, place: int) -> None:
+    def __init__(self, memory: Tensor, *, place: int, segment: Segment | None = None) -> None:
+        """`segment`: that of its owner."""
         self.place = place
+        self._segment = segment
         self.bytes = memory
         self.words = words_of(memory)
         self.address = memory.data_ptr()
@@ -72,12 +74,18 @@ class Board:
     def make(cls) -> Board:
         """This rank's own. Raises OSError when the system has no memory to share."""
         segment = Segment.make(0, size=_BYTES)
-        return cls(segment.memory, place=segment.place)
+        return cls(segment.memory, place=segment.place, segment=segment)
 
     @classmethod
     def open(cls, process: int, *, place: int) -> Board:
         """Another rank's. Raises OSError when it cannot be mapped."""
         return cls(open_segment(process, place=place), place=place)
+
+    def hide(self) -> None:
+        """Let nobody else find this rank's own; who has mapped it reads on."""
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None
 
     # ---- lanes -------------------------------------------------------------------------------------------------
 

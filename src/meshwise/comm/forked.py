@@ -3,7 +3,7 @@
 A process that imports torch takes seconds to start. So the ranks of a machine are forked from a server of
 multiprocessing, which has imported it once and does nothing else: no thread of it holds a lock, and ranks that are
 started again are there at once. Where there is a GPU every rank starts afresh: a process that has asked for the GPUs,
-as an import may, cannot hand them on.
+as an import may, cannot hand them on. So it does on macOS, whose own libraries may run threads once they are imported.
 
     launcher ──asks── server ──forks── rank 0, rank 1, …        the parent of a rank is the server, not its launcher
 
@@ -44,7 +44,8 @@ def starting() -> ForkServerContext | SpawnContext:
     """How multiprocessing starts ranks here. Their server runs then, until this process ends. It is deaf to Ctrl-C:
     an import that is interrupted would only tell where it was.
     """
-    if torch.cuda.is_available() or "forkserver" not in multiprocessing.get_all_start_methods():
+    forks = sys.platform != "darwin" and "forkserver" in multiprocessing.get_all_start_methods()
+    if torch.cuda.is_available() or not forks:
         return multiprocessing.get_context("spawn")
     forking = multiprocessing.get_context("forkserver")
     forking.set_forkserver_preload(list(_PRELOADED))

@@ -353,9 +353,11 @@ class Lanes:
 
     def close(self) -> None:
         """Wait for every call under way; there will be no other."""
-        for lane in self._lanes.values():
-            lane.close()
-        self.closed = True
+        if not self.closed:
+            for lane in self._lanes.values():
+                lane.close()
+            self.closed = True
+            self.room.leave()
 
 
 def _key(ranks: tuple[int, ...], purpose: str) -> int:

@@ -232,7 +232,7 @@ class LocalWorld(World):
         if all(room.slabs.locate(x) is not None for x in tensors):
             return tensors
         sizes = [x.numel() for x in tensors]
-        copies: Sequence[Tensor] = self.empty(sum(sizes), dtype=tensors[0].dtype).split(sizes)
+        copies: Sequence[Tensor] = room.slabs.lend(sum(sizes), dtype=tensors[0].dtype).split(sizes)
         for copy, x in zip(copies, tensors, strict=True):
             copy.copy_(x)
         return copies

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import select
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from meshwise.comm.board import Board
 from meshwise.comm.direct import Memory
 from meshwise.comm.journal import Stamp
+from meshwise.comm.life import Life
 from meshwise.comm.lost import lost
 from meshwise.comm.meanwhile import Meanwhile, Outlook
 from meshwise.comm.scratch import Scratch
@@ -34,14 +34,9 @@ class Peer:
     """Another rank of this host."""
 
     rank: int
-    life: int
+    life: Life
     board: Board
     slabs: Mappings
-
-    @property
-    def ended(self) -> bool:
-        """Whether its process has ended. One that only stopped has not."""
-        return bool(select.select([self.life], [], [], 0)[0])
 
 
 class Room:
@@ -105,9 +100,15 @@ class Room:
                 if gone is not None and not condition():
                     raise lost(gone, about=about, error=OSError("its process has ended"))
 
+    def leave(self) -> None:
+        """Let go of what a process has only so many of. Nobody waits any more, and nobody comes in."""
+        self.board.hide()
+        for peer in self._peers.values():
+            peer.life.forget()
+
     def missing(self, ranks: Sequence[int]) -> int | None:
         """The first of these ranks whose process has ended, if any has."""
-        return next((rank for rank in ranks if rank != self.rank and self._peers[rank].ended), None)
+        return next((rank for rank in ranks if rank != self.rank and self._peers[rank].life.ended), None)
 
 
 def _peer(rank: int, text: str) -> Peer:
@@ -119,4 +120,4 @@ def _peer(rank: int, text: str) -> Peer:
     board = Board.open(process, place=place)
     if board.words[_PROOF_WORD] != proof:
         raise OSError(f"process {process} is another one here than for rank {rank}")
-    return Peer(rank, os.pidfd_open(process), board, Mappings(process))
+    return Peer(rank, Life(process), board, Mappings(process))

@@ -13,13 +13,13 @@ about its size; the last two are kept for that.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import mmap
 import os
 import sys
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +33,10 @@ _FD_BITS = 20
 KEPT = 2
 """How many slabs that nobody uses are kept."""
 _MOST = 256
+_CLOSED_ON_EXEC = 1
 # madvise: free the pages for everyone who maps them; take the page faults now, as for reading or for writing.
 _REMOVE, _POPULATE_READ, _POPULATE_WRITE = 9, 22, 23
-_C = ctypes.CDLL(None)
+_C = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(eq=False)
@@ -49,12 +50,14 @@ class Segment:
     @classmethod
     def make(cls, number: int, *, size: int) -> Segment:
         """New memory of `size` bytes, zero where nobody has written. Raises OSError when the system refuses."""
-        if sys.platform != "linux":
-            raise OSError(f"{sys.platform} has no memfd")
-        fd = os.memfd_create(f"{_LABEL}{number}")
-        os.ftruncate(fd, size)
+        fd = _memfd(f"{_LABEL}{number}")
         place = number << _FD_BITS | fd
-        return cls(open_segment(os.getpid(), place=place), place)
+        try:
+            os.ftruncate(fd, size)
+            return cls(open_segment(os.getpid(), place=place), place)
+        except OSError:
+            os.close(fd)
+            raise
 
     def discard(self) -> None:
         """Give the memory back to the system, whoever still maps it."""
@@ -64,6 +67,17 @@ class Segment:
     def close(self) -> None:
         """Let nobody else find it; it lasts as long as somebody maps it."""
         os.close(self.place & (1 << _FD_BITS) - 1)
+
+
+def _memfd(label: str) -> int:
+    """What os.memfd_create gives, which Pythons that were built for old systems lack, as conda's and uv's are."""
+    create = getattr(_C, "memfd_create", None)
+    if sys.platform != "linux" or create is None:
+        raise OSError(f"{sys.platform} has no memfd")
+    fd: int = create(label.encode(), _CLOSED_ON_EXEC)
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), f"memfd: {os.strerror(ctypes.get_errno())}")
+    return fd
 
 
 def open_segment(process: int, *, place: int) -> Tensor:
@@ -105,21 +119,24 @@ class Slabs:
         self._process = os.getpid()
         self._numbers = itertools.count(1)
         self._lent: dict[int, Segment] = {}
-        self._free: deque[Segment] = deque()
+        self._free: list[Segment] = []
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
         """A tensor in shared memory, unspecified contents. Its memory is free again when the last view of it is.
 
-        Each has a file descriptor, of which a process has some thousand: with very many lent, in ordinary memory.
+        Each has a file descriptor, of which a process has some thousand: with very many lent, or none left, it is in
+        ordinary memory. So is what a copy of the process makes: what is free here is the rank's to lend again.
         """
-        if len(self._lent) >= _MOST:
-            return torch.empty(numel, dtype=dtype)
+        if len(self._lent) < _MOST and os.getpid() == self._process:
+            with contextlib.suppress(OSError):
+                return self.lend(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype)
+
+    def lend(self, numel: int, *, dtype: torch.dtype) -> Tensor:
+        """The same, in shared memory whatever else is lent. Raises OSError when the system refuses."""
         size = max(1, numel * dtype.itemsize)
-        fitting = [slab for slab in tuple(self._free) if fits(size, slab=slab.memory.numel())]
-        if fitting:
-            slab = min(fitting, key=lambda slab: slab.memory.numel())
-            self._free.remove(slab)
-        else:
+        slab = self._fitting(size)
+        if slab is None:
             slab = self.make(size)
             _advise(slab.memory, _POPULATE_WRITE)
         lease = memoryview(slab.memory.numpy())  # type: ignore[arg-type] # an array is a buffer
@@ -138,12 +155,23 @@ class Slabs:
         slab = self._lent.get(start)
         return None if slab is None else (slab.place, x.data_ptr() - start)
 
+    def _fitting(self, size: int) -> Segment | None:
+        """The smallest free slab for so many bytes, no longer free. Where Python collects garbage meanwhile, tensors
+        go, and what is free may be discarded.
+        """
+        for slab in sorted(self._free, key=lambda slab: slab.memory.numel()):
+            if fits(size, slab=slab.memory.numel()):
+                with contextlib.suppress(ValueError):
+                    self._free.remove(slab)
+                    return slab
+        return None
+
     def _give_back(self, address: int) -> None:
         if os.getpid() != self._process:
             return  # a copy of the process that made it: what it lets go of is still in use there
         self._free.append(self._lent.pop(address))
         if len(self._free) > KEPT:
-            self._free.popleft().discard()
+            self._free.pop(0).discard()
 
 
 class Commons:

@@ -102,10 +102,11 @@ def _enter(store: c10d.Store, rank: int, hosts: Sequence[int], comm: Comm) -> Ro
         reasons = [text.decode() for text in store.multi_get([f"room/{other}" for other in range(len(hosts))])]
         reason = next(filter(None, reasons), "")
         if reason and rank == 0 and comm == "auto":
+            seen = "let them see each other's /proc (one user, one PID namespace), or "
+            mend = f"{seen if sys.platform == 'linux' else ''}set {COMM_VARIABLE}=gloo to hear no more of it"
             sys.stderr.write(
                 f"meshwise: the ranks of one host cannot share memory ({reason}), so they talk through gloo, which is "
-                "several times slower; let them see each other's /proc (one user, one PID namespace), or set "
-                f"{COMM_VARIABLE}=gloo to hear no more of it\n"
+                f"several times slower; {mend}\n"
             )
     if reason and comm == "local":
         raise ValueError(f"comm=local, and the ranks cannot share memory: {reason}; comm=gloo works everywhere")

@@ -26,7 +26,6 @@ import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Protocol
 
@@ -34,6 +33,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from meshwise.comm.forked import Launcher
 from meshwise.comm.journal import Call
+from meshwise.comm.life import has_ended
 from meshwise.comm.lost import RankLostError
 from meshwise.comm.stacks import stack_of
 from meshwise.comm.survey import Absent, Answer, Survey
@@ -350,16 +350,6 @@ def _state(process: str) -> str:
         return "; the process has ended" if has_ended(int(pid)) else "; the process is stopped or stuck"
     except PermissionError:
         return ""
-
-
-def has_ended(pid: int) -> bool:
-    """Whether a process is no more, or only waits for its parent to ask how it ended. Raises PermissionError."""
-    try:
-        os.kill(pid, 0)
-        state = Path(f"/proc/{pid}/stat")
-        return state.exists() and state.read_text().rpartition(")")[2].split()[0] in "ZX"
-    except (ProcessLookupError, FileNotFoundError):
-        return True
 
 
 def _said() -> float:

@@ -1,0 +1,166 @@
+"""Ranks on systems that have less than this one: what is missing is replaced, or messages are used and it is said."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in torch's stubs
+
+from joined import joined
+from meshwise.comm import World
+from meshwise.comm.board import Board
+from meshwise.comm.forked import starting
+from meshwise.comm.gloo_world import GlooWorld
+from meshwise.comm.life import Life
+from meshwise.comm.torch_world import meeting_place, torch_world
+from meshwise.testing import Processes, run
+
+SIZE = 4
+FILES = 1100
+
+
+@contextlib.contextmanager
+def without(*names: str) -> Iterator[None]:
+    """Inside, `os` has none of these."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.delattr(os, name, raising=False)
+        yield
+
+
+def sums(world: World) -> None:
+    """What travels with the call, what is read where it lies, and a rank that is waited for so long that its life is
+    asked for.
+    """
+    for length in (5, 100_003):
+        for x in (torch.empty(length), world.empty(length, dtype=torch.float32)):
+            for turn in range(3):
+                x.copy_(torch.arange(length) % 7 + world.rank)
+                world.all_reduce(x, axes="rank").wait()
+                assert x.equal(4.0 * (torch.arange(length) % 7) + 6), (length, turn)
+    if world.rank == 0:
+        time.sleep(0.1)
+    world.barrier()
+
+
+def by_an_old_python(world: World, name: str) -> None:
+    with without("memfd_create", "pidfd_open"):
+        other = joined(world, name, "shared memory")
+        sums(other)
+        other.close()
+
+
+def by_another_processor(world: World, name: str) -> int:
+    """One that moves writes past writes, and whose system sleeps otherwise."""
+    with (
+        mock.patch.multiple("meshwise.comm.board", _KEEPS_ORDER=False, _FUTEX=None),
+        mock.patch.object(Board, "_order", autospec=True, side_effect=Board._order) as order,
+    ):
+        other = joined(world, name, "shared memory")
+        sums(other)
+        other.close()
+    return order.call_count
+
+
+def with_many_files(world: World, name: str) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * FILES), hard))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(FILES)]
+    try:
+        other = joined(world, name, "shared memory")
+        sums(other)
+        other.close()
+    finally:
+        for number in opened:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def on_macos(world: World, name: str) -> str:
+    found = meeting_place()
+    assert found is not None
+    with (
+        mock.patch.object(sys, "platform", "darwin"),
+        without("memfd_create", "pidfd_open", "sched_getaffinity"),
+        mock.patch("sys.stderr") as stderr,
+    ):
+        other = torch_world(world.device, store=PrefixStore(name, found))
+        assert isinstance(other, GlooWorld)
+        sums(other)
+        other.close()
+    return "".join(call.args[0] for call in stderr.write.call_args_list)
+
+
+@pytest.mark.processes
+def test_memory_is_shared_by_a_python_that_knows_only_old_systems(processes: Processes) -> None:
+    run(SIZE, by_an_old_python, on=processes, args=(uuid.uuid4().hex,))
+
+
+@pytest.mark.processes
+def test_order_is_kept_where_the_processor_does_not(processes: Processes) -> None:
+    assert min(run(SIZE, by_another_processor, on=processes, args=(uuid.uuid4().hex,))) > 0
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 2 * FILES, reason="so many files cannot be open")
+def test_ranks_that_have_many_files_open_share_memory(processes: Processes) -> None:
+    run(SIZE, with_many_files, on=processes, args=(uuid.uuid4().hex,))
+
+
+@pytest.mark.processes
+def test_where_there_is_no_memory_to_share_nobody_is_sent_to_look_for_proc(processes: Processes) -> None:
+    first, *others = run(SIZE, on_macos, on=processes, args=(uuid.uuid4().hex,))
+    assert "cannot share memory (rank 1: darwin has no memfd)" in first
+    assert "several times slower; set MESHWISE_COMM=gloo to hear no more of it" in first
+    assert "/proc" not in first
+    assert others == [""] * (SIZE - 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize("missing", [(), ("pidfd_open",)])
+def test_the_end_of_a_process_is_known(missing: tuple[str, ...]) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child, without(*missing):
+        life = Life(child.pid)
+        assert not life.ended
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert life.ended
+    assert life.ended
+
+
+def test_nothing_is_forked_on_macos(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert starting().get_start_method() == "spawn"
+
+
+IMPORTS = """
+import os, pkgutil, sys, unittest.mock
+import torch, torch._dynamo, torch.distributed.launcher.api, torch.distributed.elastic.multiprocessing
+import rich.console, rich.live, rich.table, tyro, tomli_w, safetensors.torch
+sys.platform = "darwin"
+for name in ("memfd_create", "pidfd_open", "sched_getaffinity", "sched_setaffinity", "posix_fallocate", "O_DIRECT",
+             "O_TMPFILE", "posix_fadvise"):
+    if hasattr(os, name):
+        delattr(os, name)
+import meshwise
+for module in pkgutil.walk_packages(meshwise.__path__, "meshwise."):
+    if not module.name.endswith("__main__"):
+        __import__(module.name)
+print(sum(name.startswith("meshwise.") for name in sys.modules))
+"""
+
+
+def test_every_module_is_imported_where_the_calls_of_linux_are_missing() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 100

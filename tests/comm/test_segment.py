@@ -1,0 +1,82 @@
+"""Memory that others map: what is lent when, where the system has no more, and in a copy of a process."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from meshwise.comm.board import Board
+from meshwise.comm.segment import Slabs, open_segment
+from meshwise.comm.side import RING, Side
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs memfd")
+
+
+def test_a_slab_that_goes_while_one_is_looked_for_is_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when garbage is collected just then."""
+    slabs = Slabs()
+    held = [slabs.empty(100, dtype=torch.float64) for _ in range(3)]
+    held.pop()
+
+    def fits(size: int, *, slab: int) -> bool:
+        held.clear()
+        return size <= slab
+
+    monkeypatch.setattr("meshwise.comm.segment.fits", fits)
+    x = slabs.empty(100, dtype=torch.float64).fill_(3)
+    other = open_segment(os.getpid(), place=slabs.locate(x)[0])  # type: ignore[index] # it is in shared memory
+    assert other[:800].view(torch.float64).equal(x)
+
+
+def test_where_the_system_gives_no_more_a_tensor_is_an_ordinary_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    slabs = Slabs()
+    monkeypatch.setattr(os, "ftruncate", mock.Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+    opened = len(list(Path("/proc/self/fd").iterdir()))
+    x = slabs.empty(100_000, dtype=torch.float64)
+    assert x.numel() == 100_000
+    assert slabs.locate(x) is None
+    with pytest.raises(OSError, match="Too many open files"):
+        slabs.lend(100_000, dtype=torch.float64)
+    assert len(list(Path("/proc/self/fd").iterdir())) == opened
+
+
+COPY = """
+import os, torch
+from meshwise.comm.segment import Slabs
+slabs = Slabs()
+slabs.empty(100, dtype=torch.float64)
+(ready, go), (filled, done) = os.pipe(), os.pipe()
+if not os.fork():
+    os.read(ready, 1)
+    slabs.empty(100, dtype=torch.float64).fill_(9)
+    os.write(done, b"1")
+    os._exit(0)
+x = slabs.empty(100, dtype=torch.float64).fill_(1)
+os.write(go, b"1")
+os.read(filled, 1)
+print(x.unique().tolist(), slabs.locate(x) is not None)
+"""
+
+
+def test_a_copy_of_the_process_does_not_lend_its_memory() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COPY], stdout=subprocess.PIPE, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "[1.0] True\n"
+
+
+def test_a_board_has_room_for_the_lanes_of_many_groups() -> None:
+    board = Board.make()
+    other = Board.open(os.getpid(), place=board.place)
+    for key in range(1900):
+        Side.make(board, key=key, ranks=2).note(RING - 1, tag=key, places=())
+        side = Side.find(other, key=key, ranks=2)
+        assert side is not None
+        assert not side.has_posted(RING - 1, tag=key)
