@@ -134,6 +134,7 @@ class Journal:
         self.thread = threading.get_ident()
         self.called_at = time.monotonic()
         self.waited = 0.0
+        self._waiter: int | None = None
         self._doing = ""
         self._stopwatch: Stopwatch | None = None
         self.digests: dict[tuple[int, ...], int] = {}
@@ -157,7 +158,8 @@ class Journal:
     def write(self, stamp: Stamp, *, ranks: tuple[int, ...]) -> None:
         """Keep a call that is about to be made among `ranks` (of a message: its source and target).
 
-        Raises RuntimeError in a copy of the process: what joins the rank to the others is the rank's own.
+        Raises RuntimeError in a copy of the process: what joins the rank to the others is the rank's own. And where
+        another thread of it waits: both would do what is there to do.
         """
         self._require_own(stamp)
         line = Line(ranks, stamp.point_to_point)
@@ -182,7 +184,7 @@ class Journal:
     def waiting(self, stamp: Stamp) -> _Waiting:
         """Mark this rank as waiting for `stamp` inside the block; one may stand in another.
 
-        Raises RuntimeError in a copy of the process.
+        Raises RuntimeError in a copy of the process, and while another thread waits.
         """
         self._require_own(stamp)
         return _Waiting(self, stamp)
@@ -192,6 +194,11 @@ class Journal:
             raise RuntimeError(
                 f"process {os.getpid()} is a copy of a rank, process {self.process}, which alone calls {stamp.kind}; "
                 "a copy ends with os._exit, or computes and leaves calls to the rank"
+            )
+        if self._waiter is not None and self._waiter != threading.get_ident():
+            raise RuntimeError(
+                f"a thread comes to {stamp} while another one of this rank waits in {self.position.stamp}; one thread "
+                "at a time calls the collectives of a rank and waits for them"
             )
 
     @contextlib.contextmanager
@@ -234,6 +241,7 @@ class _Waiting:
 
     def __enter__(self) -> None:
         journal = self._journal
+        self._outer, journal._waiter = journal._waiter, threading.get_ident()
         self._before, self._watch = journal.position, journal._stopwatch
         self._since = time.monotonic()
         journal.position = Position(self._stamp, self._since)
@@ -241,6 +249,7 @@ class _Waiting:
 
     def __exit__(self, *_: object) -> None:
         journal = self._journal
+        journal._waiter = self._outer
         journal.position = self._before
         if self._before.waiting_since is None:
             journal.waited += time.monotonic() - self._since

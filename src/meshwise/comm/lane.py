@@ -116,6 +116,7 @@ class Lane:
         self._due: deque[Call] = deque()
         self._held: deque[Call] = deque()
         self._is_awaited = False
+        self._is_acting = False
 
     # ---- what this rank does -----------------------------------------------------------------------------------
 
@@ -218,7 +219,10 @@ class Lane:
         self._publish()
 
     def _act(self, call: Call) -> None:
-        """Do this rank's part of the call that comes next."""
+        """Do this rank's part of the call that comes next. Raises RuntimeError when another thread is at it."""
+        if self._is_acting:
+            raise RuntimeError(f"two threads of rank {self._room.rank} are at {call.stamp}; a rank has one at a time")
+        self._is_acting = True
         try:
             if call.act is not None:
                 call.act()
@@ -226,6 +230,8 @@ class Lane:
             if (gone := self._room.missing(self.ranks)) is not None:
                 raise lost(gone, about=call.stamp, error=error) from error
             raise
+        finally:
+            self._is_acting = False
         call.acted = True
         self._due.popleft()
         self._done += 1

@@ -1,0 +1,82 @@
+"""Two threads of one rank that come to its collectives at once: they are told, and no sum is wrong."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in torch's stubs
+
+from joined import joined
+from meshwise.comm import World
+from meshwise.comm.span import reduce_spans
+from meshwise.comm.torch_world import meeting_place
+from meshwise.testing import Processes, run
+
+pytestmark = pytest.mark.processes
+
+SIZE = 2
+
+
+def calls_while_another_waits(world: World, name: str, how: str) -> None:
+    other, found = joined(world, name, how), meeting_place()
+    assert found is not None
+    told = PrefixStore(f"told {name}", found)
+    if world.rank:
+        told.wait(["refused"])
+        other.barrier()
+    else:
+        waiting = threading.Thread(target=other.barrier)
+        waiting.start()
+        while other.position.waiting_since is None:
+            time.sleep(0.001)
+        with pytest.raises(RuntimeError, match="one thread at a time calls the collectives of a rank"):
+            other.all_reduce(torch.ones(3), axes="rank")
+        told.set("refused", "")
+        waiting.join()
+        assert other.position.waiting_since is None
+    x = torch.ones(3)
+    other.all_reduce(x, axes="rank").wait()
+    assert x.tolist() == [2.0] * 3
+    other.close()
+
+
+def comes_by_in_the_midst(world: World, name: str) -> str:
+    """While one thread adds up, another one comes by; what that one is told."""
+    other, said = joined(world, name, "shared memory"), [""]
+
+    def come_by() -> None:
+        try:
+            other.come_by()
+        except RuntimeError as error:
+            said[0] = str(error)
+
+    def slow(*args: Any, **options: Any) -> None:
+        if not said[0]:
+            said[0] = "nothing"
+            thread = threading.Thread(target=come_by)
+            thread.start()
+            thread.join()
+        reduce_spans(*args, **options)
+
+    x = other.empty(100_000, dtype=torch.float32).fill_(world.rank + 1)
+    with mock.patch("meshwise.comm.local_world.reduce_spans", slow):
+        other.all_reduce(x, axes="rank").wait()
+    assert x.unique().tolist() == [3.0]
+    other.close()
+    return said[0]
+
+
+@pytest.mark.parametrize("how", ["shared memory", "gloo"])
+def test_a_thread_that_calls_while_another_waits_is_refused(processes: Processes, how: str) -> None:
+    run(SIZE, calls_while_another_waits, on=processes, args=(uuid.uuid4().hex, how))
+
+
+def test_a_thread_that_comes_by_while_another_adds_up_adds_nothing(processes: Processes) -> None:
+    for rank, said in enumerate(run(SIZE, comes_by_in_the_midst, on=processes, args=(uuid.uuid4().hex,))):
+        assert f"two threads of rank {rank} are at #" in said
