@@ -17,7 +17,8 @@ _NARROWEST = torch.float8_e4m3fn
 def bad_calls_are_refused_before_anything_moves(world: World) -> None:
     view = world.over(MESH)
     x, whole = torch.ones(4), torch.ones(8)
-    narrow = x.to(_NARROWEST)
+    narrow, index = x.to(_NARROWEST), view.group("dp").index
+    others, shifted = whole.chunk(2)[1 - index], whole[1:5]
     refused: Sequence[tuple[str, Callable[[], object]]] = (
         ("no axis", lambda: view.all_reduce(x, axes="pp")),
         ("no reduction 'mean'", lambda: view.all_reduce(x, axes="dp", op="mean")),
@@ -32,6 +33,14 @@ def bad_calls_are_refused_before_anything_moves(world: World) -> None:
         ("no message", lambda: view.send(x, axis="dp", to=view.group("dp").index)),
         ("no message", lambda: view.recv(x, axis="dp", source=2)),
         ("index 2", lambda: view.broadcast(x, axes="dp", source=2)),
+        ("overlap", lambda: view.all_gather(others, into=whole, axes="dp")),
+        ("overlap", lambda: view.all_gather(shifted, into=whole, axes="dp")),
+        ("overlap", lambda: view.reduce_scatter(whole, into=others, axes="dp")),
+        ("overlap", lambda: view.reduce_scatter([whole[:4], whole[4:]], into=shifted, axes="dp")),
+        ("overlap", lambda: view.all_to_all(whole, into=whole, axes="dp")),
+        ("overlap", lambda: view.all_to_all([x, whole[:4]], into=[torch.ones(4), shifted], axes="dp")),
+        ("overlap", lambda: view.gather(others, into=whole, axes="dp", target=index)),
+        ("overlap", lambda: view.scatter(whole, into=others, axes="dp", source=index)),
     )
     for message, call in refused:
         with pytest.raises(ValueError, match=message):

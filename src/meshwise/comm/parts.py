@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from operator import itemgetter
 from typing import TypeAlias
 
 from torch import Tensor
@@ -64,6 +65,33 @@ def fit(x: Tensor, *, part: Tensor) -> None:
         raise ValueError(
             f"this rank's tensor has {x.numel()} elements of {x.dtype}, its part {part.numel()} of {part.dtype}"
         )
+
+
+def apart(given: Sequence[Tensor], *, into: Sequence[Tensor], own: tuple[int, int]) -> None:
+    """Raise ValueError when some of `into` lies on what is given: others read that while results are written there.
+
+    `own`: which of them are this rank's own, of both. These two may be one and the same memory.
+    """
+    if into[0].is_meta:
+        return
+    read, written = _ranges(given), _ranges(into)
+    if max(map(itemgetter(1), read)) <= min(written)[0] or max(map(itemgetter(1), written)) <= min(read)[0]:
+        return
+    if read[own[0]][0] == written[own[1]][0]:
+        del read[own[0]]
+    stops = [0, 0]
+    for start, stop, kind in sorted([(*each, 0) for each in read] + [(*each, 1) for each in written]):
+        if start < min(stop, stops[1 - kind]):
+            raise ValueError(
+                "what is given and `into` overlap, so that results would be put where others still read; only this "
+                "rank's own part may lie where it belongs"
+            )
+        stops[kind] = max(stops[kind], stop)
+
+
+def _ranges(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """From which address to which each of the flat tensors lies."""
+    return [(start := x.data_ptr(), start + x.nbytes) for x in tensors]
 
 
 def put(x: Tensor, *, into: Tensor) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from meshwise.comm.agreement import as_tensor, require_alike
 from meshwise.comm.group import Group, line, rooted
 from meshwise.comm.journal import Journal, Position, Stamp, call_site
-from meshwise.comm.parts import Parts, fit, flat, passed, put, split
+from meshwise.comm.parts import Parts, apart, fit, flat, passed, put, split
 from meshwise.comm.reduction import require_op
 from meshwise.comm.stopwatch import Stopwatch
 from meshwise.mesh import Mesh
@@ -70,7 +70,8 @@ class World(abc.ABC):
 
     All calls start the operation and return a `Work`; call `.wait()` at once for the blocking form. `axes` is one name
     or several; the group is ordered row-major by the axes in mesh order. `source`, `target`, `to` are indices within
-    the group. A sequence of tensors in place of one tensor means parts, one per group index, of any sizes.
+    the group. A sequence of tensors in place of one tensor means parts, one per group index, of any sizes. One thread
+    of a rank at a time calls and waits.
     """
 
     def __init__(self, *, rank: int, mesh: Mesh, device: torch.device, journal: Journal | None = None) -> None:
@@ -203,6 +204,7 @@ class World(abc.ABC):
             return _copy(x, into)
         data, parts = flat(x, given=True), split(into, group.size)
         fit(x, part=parts[group.index])
+        apart([data], into=parts, own=(0, group.index))
         return self._all_gather(self._stamp("all_gather", group, into), group, data, parts)
 
     def reduce_scatter(self, x: Parts, *, into: Tensor, axes: Axes, op: str = "sum") -> Work:
@@ -213,6 +215,7 @@ class World(abc.ABC):
             return _copy(x, into)
         data, parts = flat(into), split(x, group.size, given=True)
         fit(into, part=parts[group.index])
+        apart(parts, into=[data], own=(group.index, 0))
         return self._reduce_scatter(self._stamp("reduce_scatter", group, x, how=op), group, parts, (data, op))
 
     def all_to_all(self, x: Parts, *, into: Parts, axes: Axes) -> Work:
@@ -222,6 +225,7 @@ class World(abc.ABC):
             return _copy(x, into)
         parts, targets = split(x, group.size, given=True), split(into, group.size)
         fit(parts[group.index], part=targets[group.index])
+        apart(parts, into=targets, own=(group.index, group.index))
         return self._all_to_all(self._stamp("all_to_all", group, x), group, parts, targets)
 
     def gather(self, x: Tensor, *, into: Parts | None, axes: Axes, target: int = 0) -> Work:
@@ -233,6 +237,7 @@ class World(abc.ABC):
         if group.index == target:
             parts = split(passed(into, who="the target of a gather", name="into"), group.size)
             fit(x, part=parts[target])
+            apart([data], into=parts, own=(0, target))
         return self._gather(self._stamp("gather", group, x, how=f"to {target}"), group, data, (parts, target))
 
     def scatter(self, x: Parts | None, *, into: Tensor, axes: Axes, source: int = 0) -> Work:
@@ -244,6 +249,7 @@ class World(abc.ABC):
         if group.index == source:
             parts = split(passed(x, who="the source of a scatter", name="x"), group.size, given=True)
             fit(into, part=parts[source])
+            apart(parts, into=[data], own=(source, 0))
         return self._scatter(self._stamp("scatter", group, into, how=f"from {source}"), group, (parts, source), data)
 
     def send(self, x: Tensor, *, axis: str, to: int) -> Work:
