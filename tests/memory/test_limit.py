@@ -217,6 +217,12 @@ def test_ranks_of_a_host_share_what_it_has(monkeypatch: pytest.MonkeyPatch) -> N
     assert room.room_left(cpu, ranks=4, held=20) == (100 + 3 * 20) // 4
 
 
+def test_where_nothing_is_told_ranks_share_all_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(room, "_OWN_GROUPS", tmp_path / "cgroup")
+    everything = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert room.room_left(torch.device("cpu"), ranks=3) == everything // 3
+
+
 @pytest.mark.parametrize("left, answered", [(1_300_000, True), (2_000_000, False)])
 def test_ranks_that_the_system_kills_are_answered_where_the_plan_needs_more_than_there_is(
     left: int, *, answered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

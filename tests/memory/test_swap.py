@@ -48,6 +48,18 @@ def test_what_is_written_is_read_by_either_way(file: SwapFile, numel: int, dtype
     assert torch.equal(memory[: values.nbytes].view(dtype), -values)
 
 
+def test_a_system_that_has_less_has_files_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("O_TMPFILE", "O_DIRECT", "posix_fallocate"):  # as macOS
+        monkeypatch.delattr(os, name)
+    file = SwapFile(tmp_path)
+    rest, values = file.allocate(1000, dtype=torch.float32), torch.arange(1000.0)
+    file.write(file.place(rest), values=block(values)).wait()
+    assert rest.equal(values)
+    assert not file.direct
+    assert not list(tmp_path.iterdir())
+    file.close()
+
+
 def test_a_view_is_found_where_it_rests(file: SwapFile) -> None:
     first, second = (file.allocate(4096, dtype=torch.float32) for _ in range(2))
     assert file.place(second) - file.place(first) == 4 * 4096

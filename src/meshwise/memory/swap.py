@@ -204,6 +204,8 @@ class SwapFile:
     def _reserve(self, size: int) -> None:
         try:
             os.posix_fallocate(self._file, self.size, size)
+        except AttributeError:  # macOS has none: a full disk is told when it is written to
+            return
         except OSError as error:
             free = shutil.disk_usage(self.folder).free if self.folder.exists() else 0
             raise TierError(
@@ -215,7 +217,7 @@ class SwapFile:
         """Open the way past the page cache; False where the file system has none."""
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
         block = self.allocate(BLOCK, dtype=torch.uint8)
-        with suppress(OSError):
+        with suppress(OSError, AttributeError):  # macOS has no such flag
             fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT)
             # Some take the flag and refuse the write.
             os.pwritev(self._file, [aligned(BLOCK).numpy().data], self.locate(block) or 0)
@@ -248,7 +250,7 @@ def traffic(moved: Sequence[Moved]) -> Iterator[tuple[str, int, float]]:
 
 def _nameless(folder: Path) -> int:
     """A file for reading and writing that no folder lists."""
-    with suppress(IsADirectoryError, NotImplementedError):
+    with suppress(IsADirectoryError, NotImplementedError, AttributeError):  # macOS has no such flag
         try:
             return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:

@@ -10,6 +10,7 @@ are taken to be free, as container runtimes do.
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ def room_left(device: torch.device, *, ranks: int = 1, held: int = 0) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what torch keeps of what was freed is no other process's, and free here
         return torch.cuda.mem_get_info(device)[0]
+    if not _OWN_GROUPS.exists():  # a system without /proc tells what it has, not what is left
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
     shared = min([_left_by_the_machine(), *left_by_groups(_OWN_GROUPS.read_text(), root=_GROUPS)])
     return min([(shared + (ranks - 1) * held) // ranks, *_left_by_limits()])
 
