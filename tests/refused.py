@@ -18,6 +18,7 @@ def bad_calls_are_refused_before_anything_moves(world: World) -> None:
     view = world.over(MESH)
     x, whole = torch.ones(4), torch.ones(8)
     narrow, index = x.to(_NARROWEST), view.group("dp").index
+    halves = torch.int4  # type: ignore[attr-defined] # not in torch's stubs
     others, shifted = whole.chunk(2)[1 - index], whole[1:5]
     refused: Sequence[tuple[str, Callable[[], object]]] = (
         ("no axis", lambda: view.all_reduce(x, axes="pp")),
@@ -30,6 +31,7 @@ def bad_calls_are_refused_before_anything_moves(world: World) -> None:
         ("this rank's tensor has 3 elements", lambda: view.all_gather(x[:3], into=whole, axes="dp")),
         ("torch.float64", lambda: view.all_gather(x.double(), into=whole, axes="dp")),
         ("contiguous", lambda: view.all_reduce(torch.ones(2, 2).t(), axes="dp")),
+        ("torch does not copy torch.int4", lambda: view.broadcast(x.to(torch.uint8).view(halves), axes="dp")),
         ("no message", lambda: view.send(x, axis="dp", to=view.group("dp").index)),
         ("no message", lambda: view.recv(x, axis="dp", source=2)),
         ("index 2", lambda: view.broadcast(x, axes="dp", source=2)),

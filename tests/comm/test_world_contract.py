@@ -329,6 +329,20 @@ def tensors_are_what_they_read_as(world: World) -> None:
             view.all_reduce(written, axes="tp")
 
 
+def inference_leaves_nothing_that_cannot_be_written_to(world: World) -> None:
+    for dtype in (torch.float32, torch.uint8):
+        with torch.inference_mode():
+            made = values(world.rank, 300_000, dtype)
+            work = world.all_reduce(made, axes="rank")
+        work.wait()
+        x = values(world.rank, 300_000, dtype)
+        world.all_reduce(x, axes="rank").wait()
+        equal(x, made)
+        world.all_gather(made[:3], into=torch.empty(12, dtype=dtype), axes="rank").wait()
+        with pytest.raises(ValueError, match=r"outside torch\.inference_mode"):
+            world.all_reduce(made, axes="rank")
+
+
 MAINS = (
     groups,
     broadcast,
@@ -351,6 +365,7 @@ MAINS = (
     parameters_are_no_matter_for_autograd,
     digests_agree_and_the_stamps_say_what_was_called,
     tensors_are_what_they_read_as,
+    inference_leaves_nothing_that_cannot_be_written_to,
     bad_calls_are_refused_before_anything_moves,
     a_refused_call_was_not_made,
 )

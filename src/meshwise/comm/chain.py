@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 from meshwise.comm.group import Group
+from meshwise.comm.inference import each_as_called
 from meshwise.comm.journal import Stamp
 from meshwise.comm.meanwhile import Outlook
 from meshwise.comm.world import Work, World
@@ -35,7 +36,7 @@ class Chains:
     def begin(self, steps: Steps, *, world: World, stamp: Stamp, group: Group) -> Work:
         """The chain of these steps of a call of the group, begun: its first step is called at once."""
         queue = self._queues.setdefault((group.ranks, group.purpose), _Queue())
-        chain = _Chain(world, stamp=stamp, steps=steps, queue=queue)
+        chain = _Chain(world, stamp=stamp, steps=each_as_called(steps), queue=queue)
         queue.add(chain)
         return chain
 

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from meshwise.comm.carrier import Carrier, Ticket
 from meshwise.comm.group import Group
+from meshwise.comm.inference import as_called
 from meshwise.comm.journal import Journal, Stamp
 from meshwise.comm.mailbox import Mailbox, Messages
 from meshwise.comm.meanwhile import Meanwhile
@@ -295,7 +296,7 @@ class GlooWorld(World):
         if self.device.type == "cuda":
             return _Started(self, call.stamp, transport, _staged(program, reads, writes, transport.carrier(lane)))
         steps = program(reads, writes)
-        rest = partial(_complete, itertools.chain([next(steps)], steps))
+        rest = as_called(partial(_complete, itertools.chain([next(steps)], steps)))
         if not carried and transport.meanwhile is None:
             return _Started(self, call.stamp, transport, rest)
         ticket = transport.carrier(lane).carry(rest)
@@ -358,7 +359,7 @@ def _staged(program: Program, reads: list[Tensor], writes: list[Tensor], carrier
         copied.synchronize()
         _complete(program(copies[: len(reads)], copies[len(reads) :]))
 
-    ticket = carrier.carry(carry)
+    ticket = carrier.carry(as_called(carry))
 
     def finish() -> None:
         ticket.wait()
@@ -367,4 +368,4 @@ def _staged(program: Program, reads: list[Tensor], writes: list[Tensor], carrier
         for x, copy in zip(writes, copies[len(reads) :], strict=True):
             x.copy_(copy, non_blocking=True)
 
-    return finish
+    return as_called(finish)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from meshwise.comm.board import PAYLOAD_BYTES
 from meshwise.comm.group import Group, line
+from meshwise.comm.inference import as_called
 from meshwise.comm.journal import Journal, Stamp
 from meshwise.comm.lane import Call, Lanes
 from meshwise.comm.parts import put
@@ -215,7 +216,8 @@ class LocalWorld(World):
         after: Callable[[], None] | None = None,
     ) -> Call:
         """Post the call, and do what is due."""
-        call.needs, call.act, call.after = needs, act, after
+        call.needs = needs
+        call.act, call.after = (None if job is None else as_called(job) for job in (act, after))
         if travels_in_payload(gives):
             call.gives = gives
         else:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import lru_cache
 from operator import itemgetter
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 Parts: TypeAlias = Tensor | Sequence[Tensor]
@@ -15,7 +17,8 @@ def flat(x: Tensor, *, given: bool = False) -> Tensor:
     """A view of `x` in one dim, outside autograd (as in c10d, writing to it does not count as a change of `x`).
 
     Of one that is `given`, to be read alone, and that torch conjugates or negates when it is read, a copy as it reads.
-    Raises ValueError when another one is like that, or `x` is not contiguous.
+    Raises ValueError when another one is like that, when `x` is not contiguous, when torch cannot copy its dtype, and
+    where it does not let anyone write to it.
     """
     if x.is_conj() or x.is_neg():
         if not given:
@@ -26,8 +29,23 @@ def flat(x: Tensor, *, given: bool = False) -> Tensor:
         x = x.resolve_conj().resolve_neg()
     if not x.is_contiguous():
         raise ValueError(f"a collective needs contiguous tensors; {tuple(x.shape)} has strides {x.stride()}")
+    if not given and x.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError("outside torch.inference_mode a collective cannot write to a tensor that was made in it")
+    if not _is_copied(x.dtype):
+        raise ValueError(f"torch does not copy {x.dtype}; pass x.view(torch.uint8)")
     data = x.data
     return data if data.dim() == 1 else data.view(-1)
+
+
+@lru_cache(maxsize=256)
+def _is_copied(dtype: torch.dtype) -> bool:
+    """Whether torch copies it: it has names for some, as of 4 bits, and little else."""
+    x = torch.empty(2, dtype=dtype)
+    try:
+        x.clone()
+    except RuntimeError:
+        return False
+    return True
 
 
 def split(x: Parts, size: int, *, given: bool = False) -> list[Tensor]:

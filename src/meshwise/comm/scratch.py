@@ -31,7 +31,8 @@ class Scratch:
             buffer = min(fitting or self._free, key=Tensor.numel, default=None)
             self._free = [kept for kept in self._free if kept is not buffer]
             if buffer is None or buffer.numel() < size:
-                buffer = torch.empty(size, dtype=torch.uint8)
+                with torch.inference_mode(mode=False):  # or nobody could write to it outside of that
+                    buffer = torch.empty(size, dtype=torch.uint8)
             self._lent[buffer.data_ptr()] = buffer
         return buffer[:size].view(like.dtype)
 

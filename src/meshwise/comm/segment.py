@@ -86,7 +86,8 @@ def open_segment(process: int, *, place: int) -> Tensor:
     if not _is_there(process, place):
         raise OSError(f"{path} is not the memory that was announced")
     try:
-        return torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
+        with torch.inference_mode(mode=False):  # or nobody could write to it outside of that
+            return torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
     except RuntimeError as error:
         raise OSError(f"cannot map {path}: {error}") from error
 

@@ -25,12 +25,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from meshwise.comm.group import Group, line
+from meshwise.comm.inference import as_called
 from meshwise.comm.journal import Journal, Stamp
 from meshwise.comm.meeting import Ended, Hub, Meeting
 from meshwise.comm.world import Work, World
@@ -105,18 +107,18 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
 class _ThreadWork(Work):
     """A rank's part in a meeting: `take` fetches the results once all have arrived."""
 
-    def __init__(self, world: ThreadWorld, stamp: Stamp, part: tuple[Meeting, _Held, _Take]) -> None:
+    def __init__(self, world: ThreadWorld, stamp: Stamp, part: tuple[Meeting, _Held, Callable[[], None]]) -> None:
         super().__init__(world, stamp=stamp)
         self._hub = world.hub
         self._rank = world.rank
-        self._part: tuple[Meeting, _Held, _Take] | None = part
+        self._part: tuple[Meeting, _Held, Callable[[], None]] | None = part
 
     def _finish(self) -> None:
         assert self._part is not None
         meeting, held, take = self._part
         held.check(self._stamp)
         self._hub.wait(meeting, rank=self._rank)
-        take(meeting)
+        take()
         self._part = None
 
 
@@ -190,7 +192,7 @@ class ThreadWorld(World):
         copies = [x.clone() for x in give]
         held = _Held(inputs=list(zip(give, copies, strict=True)), outputs=fill)
         meeting = self.hub.meet(self.rank, ranks=group.ranks, stamp=stamp, deposit=copies)
-        return _ThreadWork(self, stamp, (meeting, held, take))
+        return _ThreadWork(self, stamp, (meeting, held, as_called(partial(take, meeting))))
 
 
 def _nothing(met: Meeting) -> None:
