@@ -2,6 +2,7 @@
 
 import resource
 import time
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -125,10 +126,18 @@ def test_flops_of_the_trace_are_those_of_the_published_formula(plan: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "words", ["tp=2", "tp=2 sequence_parallel=1", "tp=4 tp_mode=2d", "tp=8 tp_mode=2.5d tp_depth=2", "tp=8 tp_mode=3d"]
+    "words, gathers",
+    [
+        ("tp=2", 0),
+        ("tp=2 sequence_parallel=1", 2),
+        ("tp=4 tp_mode=2d", 0),
+        ("tp=8 tp_mode=2.5d tp_depth=2", 0),
+        ("tp=8 tp_mode=3d", 4),
+    ],
 )
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v virtual_stages=2"])
-def test_a_backward_in_two_parts_computes_no_product_twice(words: str, schedule: str) -> None:
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2", "zb-v virtual_stages=2", "dualpipev virtual_stages=2"])
+def test_a_backward_in_two_parts_does_nothing_twice(words: str, schedule: str, gathers: int) -> None:
+    """But for gathering in each block, for its so many products that scatter, what they scattered."""
     plan = f"pp=2 {words} microbatches=4 partition=params"
     ranks = Plan.parse(plan).mesh().size
     whole, parts = (
@@ -136,6 +145,19 @@ def test_a_backward_in_two_parts_computes_no_product_twice(words: str, schedule:
         for stages, order in ((2, "1f1b"), (4 if "virtual" in schedule else 2, schedule))
     )
     assert sum(_flops(parts, index) for index in range(2)) == sum(_flops(whole, index) for index in range(2))
+    labels = [segment.label for index in range(2) for segment in parts.step(index)]
+    split = [label for label in labels if "W" in label and not label.startswith("0")]  # the first stage has no I
+    blocks = CONFIG.layers // (4 if "virtual" in schedule else 2)
+    again = _moved(parts) - _moved(whole)
+    assert not _moved(whole) - _moved(parts)
+    assert {kind for kind, _ in again} <= {"all_gather"}
+    assert sum(again.values()) == gathers * blocks * len(split)
+
+
+def _moved(rehearsal: Rehearsal) -> Counter[tuple[str, int]]:
+    """How often collectives of each kind and size are called, but for messages, by the first rank of each stage."""
+    calls = [call for index in range(2) for call in _calls(rehearsal, index)]
+    return Counter((kind, size) for kind, _, size in calls if kind != "send")
 
 
 def test_recomputation_is_one_more_forward_of_the_blocks_but_for_each_last_product() -> None:

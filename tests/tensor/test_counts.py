@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwise.comm.trace_world import TraceWorld
+from meshwise.pipeline.backward import backward_input
 from meshwise.plan import Plan
 from meshwise.reference.gpt import Block, GPTConfig
 from meshwise.tensor.matmul import Streaming
@@ -84,19 +85,35 @@ def stream(world: TraceWorld, plan: str, *, device: str = "meta") -> Tensor:
     return torch.zeros(rows, TOKENS, features, device=device, requires_grad=True)
 
 
-def traffic(plan: str, streaming: Streaming, build: Callable[[], nn.Module] = one_matrix) -> tuple[Counts, Counts]:
-    """The collectives of one rank's forward and backward of a block, in elements."""
+def split(plan: str, streaming: Streaming, build: Callable[[], nn.Module]) -> tuple[TraceWorld, nn.Module, Tensor]:
+    """A block on the last rank of its world, and its input."""
     mesh = Plan.parse(plan).mesh()
     world = TraceWorld(rank=mesh.size - 1, mesh=mesh)
     with torch.device("meta"):
         model = build()
     install(model, plan=plan, world=world, parts=find_parts(model, plan=Plan.parse(plan)), streaming=streaming)
-    x = stream(world, plan)
+    return world, model, stream(world, plan)
+
+
+def traffic(plan: str, streaming: Streaming, build: Callable[[], nn.Module] = one_matrix) -> tuple[Counts, Counts]:
+    """The collectives of one rank's forward and backward of a block, in elements."""
+    world, model, x = split(plan, streaming, build)
     with world.record() as forward:
         y = model(x)
     with world.record() as backward:
         y.backward(torch.empty_like(y))
     return count(forward), count(backward)
+
+
+def traffic_in_parts(plan: str, streaming: Streaming = FREE) -> tuple[Counts, Counts]:
+    """The same of a backward in two parts, I and W."""
+    world, model, x = split(plan, streaming, one_matrix)
+    y = model(x)
+    with world.record() as inputs:
+        later = backward_input([y], gradients=[torch.empty_like(y)], received=[x], parameters=model.parameters())
+    with world.record() as weights:
+        later.run()
+    return count(inputs), count(weights)
 
 
 def elements(counts: Counts) -> Mapping[str, int]:
@@ -179,6 +196,56 @@ def test_3d_moves_a_square_of_the_sides_less(p: int) -> None:
         "reduce_scatter[l]": 5 * whole,
         "all_gather[j]": 2 * whole,
         "all_reduce[l]": numbers,
+    }
+
+
+# ---- a backward in two parts: I gathers W and reduces dX, W gathers X and reduces dW, both gather dY -----------------
+
+
+def test_1d_in_two_parts_moves_no_more() -> None:
+    first, second = traffic_in_parts("tp=4")
+    assert dict(first) == {"all_reduce[tp]": (2, 2 * 4 * B_S_H)}
+    assert not second
+
+
+@pytest.mark.parametrize("streaming, again", [(FREE, 2), (KEPT, 0)], ids=["free", "kept"])
+def test_sequence_parallel_in_two_parts_gathers_the_gradient_twice(streaming: Streaming, again: int) -> None:
+    first, second = traffic_in_parts("tp=4 sequence_parallel=1", streaming)
+    ends = B_S_H
+    assert elements(first) == {"all_gather[tp]": 2 * B_S_H + ends, "reduce_scatter[tp]": 2 * B_S_H}
+    assert elements(second) == {"all_gather[tp]": (2 + again) * B_S_H}
+
+
+@pytest.mark.parametrize("plan", ["tp=16 tp_mode=2d", "tp=8 tp_mode=2.5d tp_depth=2"])
+def test_2d_and_25d_in_two_parts_move_no_more(plan: str) -> None:
+    first, second = traffic_in_parts(plan)
+    shares = Plan.parse(plan).mesh().degree("row") * Plan.parse(plan).tp_depth
+    inputs, matrices = 7 * B_S_H // shares, 12 * H * H // Plan.parse(plan).mesh().degree("row")
+    assert elements(first) == {
+        "all_gather[row]": matrices,
+        "reduce_scatter[col]": inputs,
+        "all_reduce[col]": STATISTICS // shares,
+    }
+    assert elements(second) == {"all_gather[col]": inputs, "reduce_scatter[row]": matrices}
+    _, second = traffic_in_parts(plan, KEPT)
+    assert elements(second) == {"reduce_scatter[row]": matrices}
+
+
+@pytest.mark.parametrize("p", [2, 4])
+def test_3d_in_two_parts_gathers_the_gradient_twice(p: int) -> None:
+    first, second = traffic_in_parts(f"tp={p**3} tp_mode=3d", KEPT)
+    whole = B_S_H // p**2
+    assert elements(first) == {
+        "all_gather[l]": 7 * whole,
+        "reduce_scatter[l]": 5 * whole,
+        "all_gather[j]": 2 * whole,
+        "reduce_scatter[j]": 2 * whole,
+        "all_reduce[l]": STATISTICS // p**2,
+    }
+    assert elements(second) == {
+        "all_gather[l]": 7 * whole,
+        "all_gather[j]": 2 * whole,
+        "reduce_scatter[i]": 12 * H * H // p**2,
     }
 
 

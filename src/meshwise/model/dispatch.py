@@ -18,13 +18,13 @@ def in_backward() -> bool:
 
 
 def asked_for(ctx: Any) -> tuple[bool, ...]:
-    """Which gradients an autograd function of ours is asked for by the backward that runs: where that is one part of a
-    backward, not all that its tensors need. These are its first arguments.
+    """Which gradients an autograd function of ours is asked for by the backward that runs, argument by argument: where
+    that is one part of a backward, not all that its tensors need.
 
     torch leaves that out for its own nodes; theirs, for everybody's, is private.
     """
-    edges = zip(ctx.needs_input_grad, ctx.next_functions, strict=False)
-    return tuple(need and (node is None or _runs(node)) for need, (node, _) in edges)
+    nodes = (node for node, _ in ctx.next_functions if node is not None)  # of each argument that needs one
+    return tuple(need and _runs(next(nodes)) for need in ctx.needs_input_grad)
 
 
 def _runs(node: Node) -> bool:

@@ -18,6 +18,9 @@ What ranks add up is written where they reach it soonest (`World.summand`).
 Several products may read one X: q, k and v do. Then it is gathered for all of them, once, and, since a rank keeps its
 own part only, once more in the backward for all gradients of their weights (`Gathering`); the gradients of X are added
 up before they travel. So they move what one product with all their columns would move.
+
+A backward in two parts gathers for each what it multiplies: W for dX, X for dW. What Y scattered is gathered for both:
+in between, for as many micro-batches as wait for their dW, a rank keeps its own part of dY, as it does of X before.
 """
 
 from __future__ import annotations
@@ -229,10 +232,11 @@ class _Multiply(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         operation: Operation = ctx.operation
         x, weight, *kept = (_there(tensor) for tensor in ctx.saved_tensors)
-        for_x, for_w, for_bias = (*asked_for(ctx), False)[:3]
-        arriving = _gather(_there(dy), operation.y, world=operation.world)
+        for_x, for_w, for_bias = asked_for(ctx)[:3]
+        arriving = _gather(_there(dy), operation.y if for_x or for_w else Moved(), world=operation.world)
         whole = x if ctx.gathering is None or not for_w else ctx.gathering.again(x())
-        operands = zip(kept[::2], kept[1::2], strict=True) if kept else _operands(whole, weight(), operation)
+        wanted = whole if for_w else None, weight() if for_x else None
+        operands = zip(kept[::2], kept[1::2], strict=True) if kept else _operands(*wanted, operation)
         own, d_bias = dy, None
         if for_bias and operation.y.dim is not None:  # while dy arrives
             d_bias = own.flatten(0, -2).sum(0)
@@ -253,20 +257,31 @@ class _Multiply(torch.autograd.Function):
         return _together(dxs, dim=-1), _together(dws, dim=operation.within), d_bias, None, None
 
 
-def _operands(x: Finish, weight: Tensor, operation: Operation) -> Iterator[tuple[Finish, Finish]]:
-    """X and W, (out, in), as they come, panel by panel; the next panel is on its way while one is used."""
+def _operands(x: Finish | None, weight: Tensor | None, operation: Operation) -> Iterator[tuple[Finish, Finish]]:
+    """X and W, (out, in), as they come, panel by panel; the next panel is on its way while one is used. What is None
+    nobody asks for.
+    """
     world, within = operation.world, operation.within
 
     def start(panel: Panel) -> tuple[Finish, Finish]:
-        x_panel, w_panel = operation.x_panel(panel), operation.w_panel(panel)
-        x_part = _gather(lambda: x_panel.of(x(), dim=-1), x_panel.moved, world=world)
-        w_part = _gather(lambda: w_panel.of(weight, dim=within), w_panel.moved, world=world)
+        x_part = w_part = _nothing
+        if x is not None:
+            x_panel = operation.x_panel(panel)
+            x_part = _gather(lambda: x_panel.of(x(), dim=-1), x_panel.moved, world=world)
+        if weight is not None:
+            w_panel = operation.w_panel(panel)
+            w_part = _gather(lambda: w_panel.of(weight, dim=within), w_panel.moved, world=world)
         return x_part, w_part if within == 1 else lambda: w_part().t()
 
     coming = start(operation.panels[0])
     for following in [*operation.panels[1:], None]:
         here, coming = coming, start(following) if following is not None else coming
         yield here
+
+
+def _nothing() -> Tensor:
+    """Where nothing comes."""
+    raise AssertionError("an operand that nobody asked for")
 
 
 def _there(x: Tensor) -> Finish:

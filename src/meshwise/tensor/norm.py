@@ -9,6 +9,7 @@ are combined exactly (Chan, Golub and LeVeque, 1979): 2 numbers a token, and 2 i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meshwise.comm.world import World
+from meshwise.model.dispatch import asked_for
 from meshwise.tensor.part import Norm
 from meshwise.tensor.scheme import Axes
 
@@ -93,19 +95,29 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         normalised, scale, weight = ctx.saved_tensors
-        split: SplitNorm = ctx.split
-        g = dy if weight is None else dy * weight
-        sums = [(g * normalised).sum(-1)] + ([g.sum(-1)] if split.norm.centred else [])
-        means = torch.stack(sums)
-        reducing = split.world.all_reduce(means, axes=split.axes)
-        over = tuple(range(dy.dim() - 1))
-        d_weight = (dy * normalised).sum(over).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        d_bias = dy.sum(over) if ctx.needs_input_grad[2] else None
+        for_x, for_weight, for_bias = asked_for(ctx)[:3]
+        g = dy if weight is None or not for_x else dy * weight
+        dx = _start_dx(g, normalised=normalised, scale=scale, split=ctx.split) if for_x else None
+        over = tuple(range(dy.dim() - 1))  # while the means arrive
+        d_weight = (dy * normalised).sum(over).to(weight.dtype) if for_weight else None
+        d_bias = dy.sum(over) if for_bias else None
+        return dx and dx(), d_weight, d_bias, None
+
+
+def _start_dx(g: Tensor, *, normalised: Tensor, scale: Tensor, split: SplitNorm) -> Callable[[], Tensor]:
+    """The formula at the top of the file: starts the means."""
+    sums = [(g * normalised).sum(-1)] + ([g.sum(-1)] if split.norm.centred else [])
+    means = torch.stack(sums)
+    reducing = split.world.all_reduce(means, axes=split.axes)
+
+    def finish() -> Tensor:
         reducing.wait()
-        means = means[..., None] / sum(split.sizes)
-        dx = torch.addcmul(g, normalised, means[0], value=-1)
+        over_all = means[..., None] / sum(split.sizes)
+        dx = torch.addcmul(g, normalised, over_all[0], value=-1)
         if split.norm.centred:
-            dx -= means[1]
-        return dx * scale, d_weight, d_bias, None
+            dx -= over_all[1]
+        return dx * scale
+
+    return finish
