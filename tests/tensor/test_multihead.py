@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from meshwise.comm.world import World
 from meshwise.parallelize import parallelize
-from meshwise.plan import Plan
+from meshwise.plan import Plan, PlanError
 from meshwise.tensor.rules import find_parts
 from meshwise.testing import run
+from tensor.plain import shown
 from tensor.splitting import split_agrees
 
 WIDTH, HEADS, TOKENS = 12, 4, 5
@@ -80,6 +81,39 @@ def test_an_encoder_is_that_of_one_process(choices: dict[str, bool], plan: str) 
         batch=([rows(5)], lambda module, inputs: module(*inputs).square().sum()),
         bound=1e-10,
     )
+
+
+class Translator(nn.Module):
+    """An encoder and a decoder of torch's, each made by itself or both together."""
+
+    def __init__(self, *, together: bool) -> None:
+        super().__init__()
+        layer = {"d_model": WIDTH, "nhead": HEADS, "dim_feedforward": 20, "dropout": 0.0, "batch_first": True}
+        self.embedding = nn.Embedding(11, WIDTH)
+        if together:
+            self.both = nn.Transformer(num_encoder_layers=2, num_decoder_layers=2, **layer)  # type: ignore[arg-type]
+        else:
+            self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(**layer), 2)  # type: ignore[arg-type]
+            self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(**layer), 2)  # type: ignore[arg-type]
+        self.classes = nn.Linear(WIDTH, 3)
+        self.together = together
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        x, y = self.embedding(source), self.embedding(target)
+        classes: Tensor = self.classes(self.both(x, y) if self.together else self.decoder(y, self.encoder(x)))
+        return classes
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_decoder_beside_a_stream_of_tokens_works_by_the_rule_that_is_shown(together: bool) -> None:
+    """The encoder's layers have parts of the tokens, the decoder's are whole."""
+    model, plan = Translator(together=together).double(), Plan.parse("tp=2 sequence_parallel=1")
+    with pytest.raises(PlanError, match=r"TransformerDecoderLayer\) reads an encoder's output") as raised:
+        find_parts(model, plan=plan)
+    parts = find_parts(model, plan=plan, rules=shown(raised.value))
+    assert {parts[name].role for name in parts if name.endswith("encoder.layers.1")} == {"block"}
+    batch = ([rows(5), rows(5)[:, :3]], lambda module, inputs: module(*inputs).square().sum())
+    split_agrees(model, plan=str(plan), parts=parts, batch=batch, bound=1e-10)
 
 
 def test_masks_follow_the_rows_under_3d() -> None:

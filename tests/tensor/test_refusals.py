@@ -323,13 +323,19 @@ class Translator(nn.Module):
 @pytest.mark.parametrize(
     "plan, message",
     [
-        ("tp=2 sequence_parallel=1", "reads an encoder's output.*Nearest that works: sequence_parallel=0"),
+        ("tp=2 sequence_parallel=1", "reads an encoder's output.*keep it whole on every rank, as in .*, or take seq"),
         ("tp=4 tp_mode=2d", "asks for all features of its input.*Nearest that works: tp_mode=1d"),
     ],
 )
 def test_torchs_encoder_and_decoder_together_go_under_1d_only(plan: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         find_parts(Translator(), plan=Plan.parse(plan))
+
+
+def test_a_decoder_alone_has_no_rule_that_splits_the_rest() -> None:
+    model = nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16), 2)
+    with pytest.raises(PlanError, match=r"reads an encoder's output.*Nearest that works: sequence_parallel=0"):
+        find_parts(model, plan=Plan.parse("tp=2 sequence_parallel=1"))
 
 
 def test_a_matrix_that_is_made_of_parameters_under_other_names_is_named() -> None:

@@ -64,10 +64,13 @@ def refuse_modes(parts: Mapping[str, Part], *, modules: Mapping[str, nn.Module],
     """Raise PlanError for a part that a scheme does not have, other than 1d where the stream is whole."""
     inside = tuple(f"{name}." for name, part in parts.items() if part.role == "block")
     for name, held in modules.items():
-        if plan.sequence_parallel and isinstance(held, nn.TransformerDecoderLayer):
+        if plan.sequence_parallel and isinstance(held, nn.TransformerDecoderLayer) and not _is_whole(name, parts):
+            rule = f'keep it whole on every rank, as in {{"{of_all_blocks(name)}": "whole"}}, or take '
+            others = any(not isinstance(modules[block[:-1]], nn.TransformerDecoderLayer) for block in inside)
             raise PlanError(
                 f"{name} ({type(held).__name__}) reads an encoder's output, which has all tokens, by the matrix that "
-                f"reads the stream, of which '{plan}' gives a rank a part. Nearest that works: sequence_parallel=0"
+                f"reads the stream, of which '{plan}' gives a rank a part. Nearest that works: "
+                f"{rule if others else ''}sequence_parallel=0"
             )
         if plan.tp_mode != "1d" and isinstance(held, nn.Transformer):
             raise PlanError(
@@ -100,6 +103,13 @@ def refuse_modes(parts: Mapping[str, Part], *, modules: Mapping[str, nn.Module],
             "part, and has no repeated blocks, in a ModuleList, where that would begin and end. Nearest that works: "
             "tp_mode=1d"
         )
+
+
+def _is_whole(name: str, parts: Mapping[str, Part]) -> bool:
+    """Whether a module, or one around it, is kept whole."""
+    words = name.split(".")
+    around = (parts.get(".".join(words[:depth])) for depth in range(len(words) + 1))
+    return any(part is not None and part.role == "whole" for part in around)
 
 
 def _only_1d(module: nn.Module, part: Part, width: int | None, *, rows_move: bool) -> str:
