@@ -1,15 +1,12 @@
-"""The Trainer: one step of a parallelized model, and what can be asked of it afterwards.
+"""The Trainer: a model under a plan, and all that can be asked of it.
 
-A step takes a batch, runs forward and backward of this rank's micro-batches, and exchanges four numbers with the other
-ranks once: the sum of the loss, its count, the squared norm of the gradient, and a digest of the collectives called.
-With them every rank divides, clips, updates and refuses alike, and gradients of ranks that disagreed are never applied.
+It steps (`stepping.py`), evaluates and predicts; it shows what a rank has and what all have together; it saves, and
+takes up what was saved.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,33 +15,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwise import tree
 from meshwise.checkpoint.save import Saving
 from meshwise.checkpoint.training import Restored, TrainingState
-from meshwise.comm.journal import RanksDisagree
-from meshwise.comm.thread_world import ThreadWorld
 from meshwise.comm.world import World
 from meshwise.data_parallel.protocol import Engine
 from meshwise.data_parallel.unit import LiveUnit
 from meshwise.data_parallel.updating import updating
-from meshwise.dissent import Given, batch_digest, dissent_text
 from meshwise.memory.activations import Activations
 from meshwise.memory.around import Around
 from meshwise.memory.blocks import Blocks
-from meshwise.memory.freed import shaping
 from meshwise.memory.shortage import shortage_noted
 from meshwise.memory.tiers import Tiers
-from meshwise.microbatch import Dealer, MicroBatch
 from meshwise.model.forward import eval_mode
 from meshwise.model.table import ParameterTable
-from meshwise.nonfinite import Before, NonFiniteError, culprits
 from meshwise.optim.flat import state_tensors
 from meshwise.pipeline.action import Schedule
 from meshwise.pipeline.cut import Cut
 from meshwise.plan import Plan
 from meshwise.precision.live import KINDS, live
-from meshwise.precision.scale import Scale, likely_count
-from meshwise.result import EvalResult, Recipe, StepResult, Totals, check_count
+from meshwise.result import EvalResult, Recipe, StepResult, check_count
+from meshwise.stepping import Stepping
 from meshwise.sweep import Sweep, zeros
 
 
@@ -67,20 +57,10 @@ class Trainer:
         self._engine = engine
         self._sweep = sweep
         self._recipe = recipe
-        self._update, self._updating = updating(engine, optimizer=optimizer, early=recipe.early)
-        self._state = TrainingState(engine, update=self._update, plan=plan)
-        self._axes = plan.data_axes
-        self._dealer = Dealer(engine.world, plan.data_axes, sweep.lockstep)
-        self._steps = 0
-        self._skips = 0
-        self._compared = False
-        self._clipped = 1.0
-        self._scale = recipe.scale
-        self._applied = True
         self._around = around
-        self._before = Before(engine.modules)
-        # Ranks that are threads share a process, of which a training is only a part.
-        self._takes_shape = not isinstance(self.world, ThreadWorld)
+        self._update, when = updating(engine, optimizer=optimizer, early=recipe.early)
+        self._state = TrainingState(engine, update=self._update, plan=plan)
+        self._stepping = Stepping(engine, sweep=sweep, plan=plan, recipe=recipe, updating=when, around=around)
 
     @property
     def model(self) -> nn.Module:
@@ -155,7 +135,7 @@ class Trainer:
 
     def share(self, size: int) -> tuple[int, int]:
         """[start, stop) of the rows that this rank takes of a global batch of `size` rows."""
-        deal = self._dealer.deal(size)
+        deal = self._stepping.dealer.deal(size)
         return deal.shares[deal.index]
 
     @shortage_noted
@@ -177,51 +157,7 @@ class Trainer:
         are as they were, and where all ranks have caught it they may go on. Not so after an exception of the optimizer
         itself, and with nonfinite='end', which may have updated some units.
         """
-        started, began = time.perf_counter(), time.monotonic()
-        self.world.journal.doing = "begin"
-        self._engine.check_parameters()
-        self._updating.begin()
-        parts = self._dealer.cut(batch, local=local, total=total, parts=self.plan.microbatches)
-        if only is not None:
-            parts = [part if index in only else part.skipped() for index, part in enumerate(parts)]
-        self._sweep.begin(self._steps)
-        self._take_measure(batch, local=local)
-        self._before.keep()
-        scale, self._applied = self._scale, False
-        lean = self.plan.zero == 0 and self.plan.mesh().degree("dp") > 1
-        with shaping(self.world, lean=lean) if self._takes_shape else contextlib.nullcontext():
-            try:
-                totals, problem = self._attempt(batch, parts, local=local)
-            finally:
-                if not self._applied:
-                    self._before.put_back()
-            self._around.finish()
-        self._takes_shape &= not self._applied  # a step that was skipped has not made the optimizer's state
-        self.world.journal.doing = ""
-        seconds = time.perf_counter() - started
-        moved = (piece for piece in self.tiers.moved if piece.started >= began)
-        self.world.journal.went_on((piece.kind, piece.started, piece.ended) for piece in moved)
-        told = 1.0 if scale is None else scale.value
-        return StepResult(totals.mean, totals.norm, int(totals.count), seconds, not self._applied, problem, told)
-
-    def _attempt(self, batch: Any, parts: Sequence[MicroBatch], *, local: bool) -> tuple[Totals, str | None]:
-        """Forward, backward and update; the sums over the ranks, and why the update was left out."""
-        given = 0 if local else batch_digest(batch, contents=not self._compared)
-        with self.world.record() as called:
-            sums = self._sweep.train(parts, scale=self._factor, counted=self._counted)
-            self._sweep.finish()
-            self.world.journal.doing = "exchange"
-            totals = self._exchange(sums, Given(given, tree.rows(batch), tuple(called)))
-        check_count(totals.count)
-        self._compared = True
-        self.world.journal.doing = "update"
-        if totals.problem is not None:
-            self._before.put_back()
-            return totals, self._left_out(totals.problem, totals, parts)
-        self._apply(totals)
-        self._applied = True
-        self._skips, self._steps = 0, self._steps + 1
-        return totals, None
+        return self._stepping.step(batch, local=local, total=total, only=only)
 
     @shortage_noted
     def evaluate(self, batches: Iterable[Any], *, local: bool = False) -> EvalResult:
@@ -229,12 +165,12 @@ class Trainer:
         total, tokens = zeros(self.world)
         with torch.no_grad(), eval_mode(self.model):
             for batch in batches:
-                parts = self._dealer.cut(batch, local=local, total=None, parts=self._sweep.evaluated_in)
+                parts = self._stepping.dealer.cut(batch, local=local, total=None, parts=self._sweep.evaluated_in)
                 loss, count = self._sweep.evaluate(parts)
                 total += loss
                 tokens += count
         sums = torch.stack([total, tokens])
-        self.world.all_reduce(sums, axes=("pp", *self._axes)).wait()
+        self.world.all_reduce(sums, axes=("pp", *self.plan.data_axes)).wait()
         loss_sum, count_sum = sums.tolist()
         check_count(count_sum)
         return EvalResult(loss_sum / count_sum if count_sum else math.nan, int(count_sum))
@@ -246,63 +182,6 @@ class Trainer:
         """
         with torch.no_grad(), eval_mode(self.model):
             return self._sweep.predict(batch)
-
-    def _left_out(self, problem: str, totals: Totals, parts: Sequence[MicroBatch]) -> str:
-        """Why a step's update is left out. Raises NonFiniteError when it must not be."""
-        scale = self._scale
-        if scale is not None and totals.overflowed and not scale.exhausted:
-            self._scale = scale.overflowed().expecting(totals.count)
-            return f"the gradient overflowed at a loss scale of {scale.value:g}; it is {self._scale.value:g} now"
-        updated = self._updating.leave_out()
-        if totals.count:
-            problem += culprits(self._engine, run=lambda seen: self._sweep.inspect(parts, seen=seen))
-        self._skips += 1
-        if self._skips > self._recipe.nonfinite.most:
-            raise NonFiniteError(problem + self._recipe.nonfinite.advice(updated=updated, counted=bool(totals.count)))
-        return problem
-
-    def _apply(self, totals: Totals) -> None:
-        totals.warn_of_nothing(self.world.rank)
-        clip = self._recipe.clip_norm
-        self._clipped = 1.0 if clip is None else min(1.0, clip / (totals.norm + 1e-6))
-        factor = self._clipped / totals.count / self._factor
-        if self._scale is not None:
-            self._scale = self._scale.updated().expecting(totals.count)
-        self._updating.apply(factor)
-
-    @property
-    def _factor(self) -> float:
-        """What the loss is multiplied by before the backward."""
-        return 1.0 if self._scale is None else self._scale.factor
-
-    def _take_measure(self, batch: Any, *, local: bool) -> None:
-        """Before the first step of all: about how much its batch counts. A local part may be another on each rank."""
-        if self._scale is not None and not self._scale.count:
-            parts = self._dealer.ranks if local else 1
-            self._scale = self._scale.expecting(parts * max(self.world.exchange(likely_count(batch))))
-
-    # ---- sums over the ranks -----------------------------------------------------------------------------------
-
-    @property
-    def _speaks(self) -> bool:
-        """Whether what this rank counts is not what another one counts."""
-        others = [axis for axis in self.world.mesh.names if axis not in ("pp", *self._axes)]
-        return self.world.group(others).index == 0
-
-    def _counted(self, count: Tensor) -> None:
-        self._updating.counted(count if self._speaks else torch.zeros_like(count))
-
-    def _exchange(self, sums: tuple[Tensor, Tensor], had: Given) -> Totals:
-        """Sum loss, count and squared norm over the ranks, and make sure that they had the same batch and calls.
-
-        Ranks with the same rows of the batch have the same loss; the first of them speaks for all. Of a pipeline, only
-        the last stage has one.
-        """
-        world, numbers = self.world, [*(sums if self._speaks else zeros(self.world)), self._engine.squared_norm()]
-        (loss, count, squared), dissent = world.totals(torch.stack(numbers), said=had.batch)
-        if dissent:
-            raise RanksDisagree(dissent_text(world.mesh, found=dict(world.exchange((world.rank, had)))))
-        return Totals(loss, count, squared / self._factor**2)
 
     # ---- the whole of things -----------------------------------------------------------------------------------
 
@@ -318,13 +197,13 @@ class Trainer:
 
         Raises RuntimeError when the last step was skipped or raised: what its gradients hold is not finite, or a part.
         """
-        if not self._applied:
+        if not self._stepping.applied:
             raise RuntimeError(
                 "the last step was skipped or raised an exception, so it has no gradients to show; see "
                 "StepResult.problem"
             )
         for name, gradient in self._engine.full_gradients():
-            yield name, gradient / self._clipped
+            yield name, gradient / self._stepping.clipped
 
     def full_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """(name, value) of every buffer, of all stages. Every rank iterates to the end."""
@@ -358,8 +237,7 @@ class Trainer:
         `keep_last` removes the checkpoints beside it that are older than so many valid ones. Raises SaveError on every
         rank when this save (with `wait`), or the one before, came to nothing; what was saved earlier is as it was.
         """
-        scale = self._scale and self._scale.state()
-        kept = {"steps": self._steps, "skips": self._skips, "scale": scale, "user": dict(extra or {})}
+        kept = {**self._stepping.kept(), "user": dict(extra or {})}
         saving = self._state.save(Path(folder), extra=kept, keep_last=keep_last)
         if wait:
             saving.wait()
@@ -384,9 +262,7 @@ class Trainer:
         return restored and replace(restored, extra=self._took_up(restored.extra))
 
     def _took_up(self, kept: Mapping[str, Any]) -> Mapping[str, Any]:
-        self._steps, self._skips = int(kept["steps"]), int(kept["skips"])
-        if self._scale is not None and kept.get("scale") is not None:
-            self._scale = Scale.restored(kept["scale"])
+        self._stepping.take_up(kept)
         return dict(kept["user"])
 
     def close(self) -> None:

@@ -101,7 +101,7 @@ def in_modes(world: World, plan: str, *, modes: Sequence[str], layers: int, rows
     found = {}
     for mode in modes:
         trainer.blocks.choose(dict.fromkeys(trainer.blocks.modes, mode))
-        trainer._steps = 0  # a model draws by the number of the step
+        trainer._stepping._steps = 0  # a model draws by the number of the step
         found[mode] = outcome(trainer, batches(rows)[0])
     trainer.close()
     return found
