@@ -388,3 +388,10 @@ def test_a_model_that_is_nowhere_whole_is_cut_and_born_stage_by_stage() -> None:
     whole = gpt()
     whole.load_state_dict({name: source.full(name) for name in whole.state_dict()})
     torch.testing.assert_close(run_stages(stages, lm), lm(whole).detach(), rtol=1e-12, atol=0)
+
+
+def test_a_gradient_that_a_stage_passes_on_is_not_copied() -> None:
+    leaf, gradient = torch.ones(3, requires_grad=True), torch.ones(3)
+    (enter({"x": leaf})["x"] + 1).backward(gradient)
+    assert leaf.grad is not None
+    assert leaf.grad.data_ptr() == gradient.data_ptr()

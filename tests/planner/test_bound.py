@@ -1,11 +1,13 @@
 """A bound is one: never above what the rehearsal of the same plan says, in time and in memory."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from functools import cache
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from meshwise.model.birth import shapes_of
 from meshwise.parallelize import Options
@@ -109,6 +111,46 @@ def test_a_backward_in_two_parts_is_bounded_where_products_are_slow(schedule: st
         stages = pieces().stages(cut(Plan.parse(text)))
         figures = bound(Plan.parse(text), sounding=own, cut=stages, cluster=slow, exact=exact)
         assert 0.5 * truth < figures.seconds <= truth * (1 + 1e-9)
+
+
+class Classes(nn.Module):
+    """torch's own layers, thin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(64, 32), nn.Embedding(16, 32)
+        layer = functools.partial(nn.TransformerEncoderLayer, 32, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
+        self.blocks = nn.ModuleList(layer() for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, 64)
+        self.register_buffer("at", torch.arange(16), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens) + self.places(self.at)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def thin_gpt() -> nn.Module:
+    return GPT(GPTConfig(vocabulary=128, context=16, layers=3, heads=4, width=64))
+
+
+@pytest.mark.parametrize("model", [Classes, thin_gpt])
+@pytest.mark.parametrize("text", ["dp=4", "dp=4 recompute=full", "dp=2 tp=2", "tp=4 sequence_parallel=1"])
+def test_many_thin_micro_batches_are_bounded_where_the_host_takes_its_time(
+    text: str, model: Callable[[], nn.Module]
+) -> None:
+    """Any operation that a sounding does beside the model's own would tell."""
+    plan, cluster = Plan.parse(f"{text} microbatches=64"), parse_cluster("1x4 h100")
+    tokens = torch.empty(256, 16, dtype=torch.long, device="meta")
+    thin = Subject(model, next_token_loss, (tokens, tokens), options=Options(example=(tokens, tokens)))
+    found = Pieces.of(thin, source=shapes_of(model, seed=0))
+    assert found is not None
+    own = sound(thin, pieces=found, way=Way.of(plan, batch=256, pieces=found.count), cluster=cluster)
+    figures = bound(plan, sounding=own, cut=found.stages(()), cluster=cluster, exact=True)
+    truth = figures_of(predict(rehearse(thin, plan=plan, ranks=4, device="cuda"), cluster=cluster))
+    assert 0.98 * truth.seconds < figures.seconds <= truth.seconds * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("zero", [0, 1])

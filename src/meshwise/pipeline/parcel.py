@@ -54,17 +54,23 @@ def unpack(skeleton: Mapping[str, Any], *, arrived: Sequence[Tensor]) -> dict[st
 
 
 class Entrance(torch.autograd.Function):
-    """The identity, whose result is no leaf and no view: a model may change in place what it was given."""
+    """The identity, whose result is no leaf and no view: a model may change in place what it was given.
+
+    What comes back to it is the leaf's gradient, itself: torch would copy one that somebody else holds, as whoever sent
+    it does where the stage passes it on as it is.
+    """
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:  # noqa: ARG004 - the signature is autograd's
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
         """The same memory."""
+        ctx.leaf = leaf
         return leaf.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004 - the signature is autograd's
-        """The gradient as it is."""
-        return gradient
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        """Torch has nothing left to add to the leaf."""
+        leaf = ctx.leaf
+        leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
 
 
 def enter(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -305,8 +305,8 @@ def sound(subject: Subject, *, pieces: Pieces, way: Way, cluster: Cluster) -> So
 
 
 def _glue(steps: Sequence[Sequence[Segment]], index: int) -> int:
-    """How many operations a forward begins with as the last one does, or as the one in the middle."""
-    other = len(steps) - 1 if index != len(steps) - 1 else len(steps) // 2
+    """How many operations a forward begins with as the last one does; the last one as the one before it."""
+    other = len(steps) - 1 if index != len(steps) - 1 else index - 1
     pairs = zip(_forward(steps[index]), _forward(steps[other]), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0].name == pair[1].name, pairs))
 
