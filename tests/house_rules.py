@@ -55,7 +55,7 @@ def read(folder: Path) -> Source:
 # ---- imports -----------------------------------------------------------------------------------------------------
 
 FLOORS = (
-    ("mesh", "tree", "reference", "timeline", "norms"),
+    ("mesh", "tree", "reference", "timeline", "norms", "whole_file"),
     ("plan", "layout"),
     ("comm", "precision"),
     ("model",),

@@ -1,6 +1,7 @@
 """Models of Hugging Face, straight from their folders into any plan and back, in the same layout and names."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,21 @@ def test_a_model_of_ones_own_is_exported_and_checked_too(tmp_path: Path) -> None
             into=tmp_path / "other",
             build=lambda: GPT(GPTConfig(vocabulary=40, context=16, layers=1, heads=2, width=16, tied=True)),
         )
+
+
+def test_a_full_disk_leaves_no_part_of_an_export_and_the_next_one_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    run(2, save_plain, args=(tmp_path / "step-1",))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left on device"):
+            export(tmp_path / "step-1", into=tmp_path / "out", build=plain)
+    assert list((tmp_path / "out").iterdir()) == []
+    export(tmp_path / "step-1", into=tmp_path / "out", build=plain)
 
 
 def test_an_export_that_is_not_the_model_is_no_success(tmp_path: Path) -> None:

@@ -27,15 +27,15 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_that_is_replaced_keeps_its_mode_and_a_link_its_target(tmp_path: Path) -> None:
-    path, link = tmp_path / "a.txt", tmp_path / "link"
+def test_a_read_only_file_is_refused_before_the_work_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.txt"
     path.write_text("old")
-    path.chmod(0o600)
-    link.symlink_to(path)
-    write_output(link, write=lambda path: path.write_text("new"))
-    assert link.is_symlink()
-    assert path.read_text() == "new"
-    assert path.stat().st_mode & 0o777 == 0o600
+    monkeypatch.setattr(os, "access", lambda place, _mode: place != path)
+    with pytest.raises(JobError, match=r"cannot write .*a\.txt: it is read-only; name another file"):
+        check_outputs([path])
+    with pytest.raises(JobError, match=r"cannot write .*a\.txt: it is read-only"):
+        write_output(path, write=lambda path: path.write_text("new"))
+    assert path.read_text() == "old"
 
 
 def test_a_file_in_a_folder_that_takes_no_others_is_written_where_it_is(

@@ -1,6 +1,7 @@
 """`meshwise plan`: a job and a cluster in, the quickest plans out; and what a run says when it was planned."""
 
 import json
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -57,6 +58,19 @@ def test_it_tells_the_best_and_why_the_others_lost_and_writes_the_choice(
     assert "slower: compute" in told
     assert "# the two at hand" in job.read_text()
     assert from_toml(job, kind=Job).predicted.on == "1x4 h100"
+
+
+def test_a_job_that_may_not_be_written_is_refused_before_the_search(
+    job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def searched(*_args: object, **_options: object) -> None:
+        raise AssertionError("searched")
+
+    monkeypatch.setattr("meshwise.cli.plan.search", searched)
+    monkeypatch.setattr(os, "access", lambda place, _mode: place != job)
+    assert main(["plan", str(job), "--on", "1x4 h100", "--fix", HELD, "--write"]) == 2
+    assert f"cannot write {job}: it is read-only" in capsys.readouterr().err
+    assert job.read_text() == JOB
 
 
 def test_it_tells_json(job: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """What is left of an error: one line, and a file with the traceback."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,19 @@ def test_without_a_folder_the_file_is_a_temporary_one(tmp_path: Path, monkeypatc
     leave_traceback(error)
     [file] = tmp_path.glob("meshwise-*/failure.txt")
     assert notes(error)[0].endswith(f"; the whole traceback is in {file}")
+
+
+def test_where_there_is_no_room_for_the_file_the_note_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    error = caught()
+    for _ in range(2):
+        leave_traceback(error, folder=tmp_path)
+    assert notes(error)[0].endswith(" fail; the whole traceback could not be written: No space left on device")
+    assert len(notes(error)) == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", [LossError, NonFiniteError, RankLostError, RanksDisagree])

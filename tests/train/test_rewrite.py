@@ -1,5 +1,6 @@
 """A job's file is changed in a few keys, and keeps everything else that its author wrote."""
 
+import os
 import tomllib
 from pathlib import Path
 
@@ -50,6 +51,24 @@ def test_a_plan_over_several_lines_is_one_afterwards(tmp_path: Path) -> None:
     path.write_text('[model]\ncut_at = [\n  "a",\n  "b",\n]\nname = "gpt"\n')
     rewrite(path, changes={("plan",): "dp=2", ("model", "cut_at"): ("c",)})
     assert tomllib.loads(path.read_text()) == {"plan": "dp=2", "model": {"cut_at": ["c"], "name": "gpt"}}
+
+
+def test_a_link_leads_to_the_changed_file(tmp_path: Path) -> None:
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "job.toml").write_text(JOB)
+    (tmp_path / "job.toml").symlink_to(tmp_path / "jobs" / "job.toml")
+    rewrite(tmp_path / "job.toml", changes={("plan",): "dp=8"})
+    assert (tmp_path / "job.toml").is_symlink()
+    assert tomllib.loads((tmp_path / "jobs" / "job.toml").read_text())["plan"] == "dp=8"
+
+
+def test_a_file_that_may_not_be_written_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    monkeypatch.setattr(os, "access", lambda place, _mode: place != path)
+    with pytest.raises(JobError, match=r"cannot write .*job\.toml: it is read-only; it is as it was"):
+        rewrite(path, changes={("plan",): "dp=8"})
+    assert path.read_text() == JOB
 
 
 def test_a_file_that_cannot_be_changed_so_stays_as_it_is(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ compare. Names stay as the model has them: nothing is renamed, transposed or fus
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -116,7 +117,8 @@ def write_pretrained(reader: Reader, *, into: Path, dtypes: Mapping[str, torch.d
     """Write the parameters and buffers of a checkpoint into a new folder, in the layout and under the names of a model.
 
     `dtypes`: those of parameters that the model has in another dtype than the checkpoint. A few MB at a time are in
-    memory. Returns the files. Raises DamageError, OSError (FileExistsError: the folder has a model already).
+    memory. Returns the files. Raises DamageError, OSError (FileExistsError: the folder has a model already); what was
+    written until then is gone.
     """
     stored = {_split(key)[1]: key for key in reader.index.tensors if _split(key)[0] in ("parameter", "buffer")}
     specs = [
@@ -125,20 +127,24 @@ def write_pretrained(reader: Reader, *, into: Path, dtypes: Mapping[str, torch.d
     ]
     files = _divide(specs)
     into.mkdir(parents=True, exist_ok=True)
-    for file in files:
-        with (into / file.name).open("xb") as out:
-            out.write(header(file.specs, metadata={}))
-            for spec in file.specs:
-                for piece in _pieces(reader, stored[spec.name]):
-                    out.write(piece.to(spec.dtype).reshape(-1).view(torch.uint8).numpy().data)
-            out.flush()
-            os.fsync(out.fileno())
-    if len(files) > 1:
-        table = {
-            "metadata": {"total_size": sum(spec.nbytes for spec in specs)},
-            "weight_map": {spec.name: file.name for file in files for spec in file.specs},
-        }
-        (into / PARTS).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+    with contextlib.ExitStack() as undoing:
+        for file in files:
+            with (into / file.name).open("xb") as out:
+                undoing.callback((into / file.name).unlink)
+                out.write(header(file.specs, metadata={}))
+                for spec in file.specs:
+                    for piece in _pieces(reader, stored[spec.name]):
+                        out.write(piece.to(spec.dtype).reshape(-1).view(torch.uint8).numpy().data)
+                out.flush()
+                os.fsync(out.fileno())
+        if len(files) > 1:
+            table = {
+                "metadata": {"total_size": sum(spec.nbytes for spec in specs)},
+                "weight_map": {spec.name: file.name for file in files for spec in file.specs},
+            }
+            undoing.callback((into / PARTS).unlink, missing_ok=True)
+            (into / PARTS).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+        undoing.pop_all()
     return [into / file.name for file in files]
 
 

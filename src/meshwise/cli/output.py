@@ -1,17 +1,13 @@
-"""Files that a command writes: refused before the work where they cannot be written, and replaced whole or not at all.
-
-A file that is opened for writing is empty at once. If the disk is full then, what was there before is lost, and so is
-what took minutes to find. So the new file grows beside the old one, and takes its name when it is whole.
-"""
+"""Files that a command writes: refused before the work where they cannot be written, replaced whole or not at all."""
 
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from meshwise.train.job import JobError
+from meshwise.whole_file import is_read_only, write_whole
 
 
 def check_outputs(paths: Iterable[Path | None]) -> None:
@@ -26,6 +22,8 @@ def check_outputs(paths: Iterable[Path | None]) -> None:
             raise JobError(f"cannot write {path}: {folder} is a file, no folder")
         if not os.access(folder, os.W_OK) and not os.access(place, os.W_OK):
             raise JobError(f"cannot write {path}: no permission to write to it, or to make files in {folder}")
+        if is_read_only(path):
+            raise JobError(f"cannot write {path}: it is read-only; name another file, or allow it to be written")
         if place in given and (place.is_file() or not place.exists()):
             raise JobError(f"{path} is named twice, and what is written last would be all that is left; name two files")
         given.add(place)
@@ -35,22 +33,6 @@ def write_output(path: Path, *, write: Callable[[Path], object]) -> None:
     """Let `write` write the file, folders included. Raises JobError when it cannot; what was there is there still."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        place = path.resolve()
-        if path.exists() and not (path.is_file() and os.access(place.parent, os.W_OK)):
-            write(path)
-        else:
-            _replace(place, write=write)
+        write_whole(path, write=write)
     except OSError as error:
         raise JobError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-def _replace(path: Path, *, write: Callable[[Path], object]) -> None:
-    partial = path.with_name(f".partial-{secrets.token_hex(4)}")
-    try:
-        write(partial)
-        if path.exists():
-            partial.chmod(path.stat().st_mode)
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 from meshwise.cli.drawing import Files, check, save
+from meshwise.cli.output import check_outputs
 from meshwise.cli.simulate import subject_of
 from meshwise.plan import Plan
 from meshwise.plan.keys import read_size
@@ -80,6 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     if job.write and path is None:
         raise JobError("--write writes into the job's file: name one, as in meshwise plan job.toml --write")
     check(job)
+    check_outputs([path] if job.write else [])
     cluster = _cluster(job.on)
     subject, space = _searched(job, cluster)
     limit = _limit(job.memory_limit) if job.memory_limit else cluster.device.memory

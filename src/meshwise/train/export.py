@@ -8,7 +8,6 @@ arrives. The writing rank holds one full parameter and its copy (under zero=3: o
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,13 +16,14 @@ import torch
 from meshwise.checkpoint.header import Spec, header
 from meshwise.data_parallel.holdings import buffers
 from meshwise.trainer import Trainer
+from meshwise.whole_file import write_whole
 
 
 def write_parameters(trainer: Trainer, *, path: Path | None, metadata: Mapping[str, str]) -> None:
     """Write every parameter and persistent buffer under its own name; a tied one once, under its first name.
 
-    Every rank calls it, those that do not write with no path. The file is renamed into place when complete; `metadata`
-    is kept in its header. Raises OSError.
+    Every rank calls it, those that do not write with no path. The file is there whole or not at all; `metadata` is kept
+    in its header. Raises OSError.
     """
     own = [held.name for held in buffers(trainer.modules)]
     persistent = {name for names in trainer.world.exchange(own) for name in names}
@@ -32,23 +32,17 @@ def write_parameters(trainer: Trainer, *, path: Path | None, metadata: Mapping[s
         for _ in trainer.full_parameters():
             pass
         return
-    partial = path.with_name(f"{path.name}.partial")
     specs = [Spec(row.name, row.dtype, row.shape) for row in trainer.table.rows]
     specs += [Spec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in kept]
-    try:
-        with partial.open("wb") as file:
+
+    def write(place: Path) -> None:
+        with place.open("wb") as file:
             file.write(header(specs, metadata=metadata))
             for spec, (name, tensor) in zip(specs, itertools.chain(trainer.full_parameters(), kept), strict=True):
                 assert spec == Spec(name, tensor.dtype, tuple(tensor.shape))
                 file.write(_bytes(tensor))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        error.filename = error.filename or str(path)  # a write that fails names no file
-        raise
-    finally:
-        partial.unlink(missing_ok=True)
+
+    write_whole(path, write=write, aside=path.with_name(f"{path.name}.partial"))
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

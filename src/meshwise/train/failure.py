@@ -6,6 +6,7 @@ those two belongs into the message, all forty into a file that the message names
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import traceback
 from pathlib import Path
@@ -21,6 +22,7 @@ from meshwise.nonfinite import NonFiniteError
 from meshwise.plan import PlanError
 from meshwise.simulate.shortage import ShortageError
 from meshwise.train.job import JobError
+from meshwise.whole_file import write_whole
 
 SAY_ALL = (
     DamageError,
@@ -37,20 +39,31 @@ SAY_ALL = (
 """Errors whose message tells everything: a traceback would only show where that was noticed."""
 
 _FILE = "; the whole traceback is in "
+_NO_FILE = "; the whole traceback could not be written: "
 
 
 def leave_traceback(error: Exception, *, world: World | None = None, folder: Path | None = None) -> None:
     """Write the traceback into `folder` (by default, that of temporary files), and a note of the error that says so.
 
-    An error whose message tells everything is left as it is, and so is one that has such a note.
+    An error whose message tells everything is left as it is, and so is one that has such a note. Where there is no room
+    for the file, the note says that.
     """
-    if isinstance(error, SAY_ALL) or any(_FILE in note for note in notes(error)):
+    if isinstance(error, SAY_ALL) or any(_FILE in note or _NO_FILE in note for note in notes(error)):
         return
     where = "" if world is None or world.size == 1 else f" on rank {world.rank} of {world.size}"
     name = "failure.txt" if world is None else f"failure-rank-{world.rank}.txt"
-    file = Path(tempfile.mkdtemp(prefix="meshwise-") if folder is None else folder) / name
+    at = f"raised{where} at {raised_at(error)}"
+    try:
+        file = Path(tempfile.mkdtemp(prefix="meshwise-") if folder is None else folder) / name
+        write_whole(file, write=functools.partial(_write, error))
+    except OSError as refused:
+        error.add_note(f"{at}{_NO_FILE}{refused.strerror}")
+    else:
+        error.add_note(f"{at}{_FILE}{file}")
+
+
+def _write(error: Exception, file: Path) -> None:
     file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-    error.add_note(f"raised{where} at {raised_at(error)}{_FILE}{file}")
 
 
 def notes(error: Exception) -> list[str]:

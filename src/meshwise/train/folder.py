@@ -29,10 +29,6 @@ TIMELINE = "timeline.json"
 """In the folder of a run: a step, action by action (`meshwise.pipeline.measured`)."""
 
 
-TIMELINE = "timeline.json"
-"""In the folder of a run: a step, action by action (`meshwise.pipeline.measured`)."""
-
-
 @dataclass(frozen=True)
 class RunFolder:
     """The folder of a run, and what is where in it."""

@@ -6,9 +6,7 @@ by line, and the result is read back: unless it says exactly what it should, the
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 import tomli_w
 
 from meshwise.train.job import JobError
+from meshwise.whole_file import write_whole
 
 _HEADER = re.compile(r"\s*\[")
 
@@ -24,7 +23,7 @@ _HEADER = re.compile(r"\s*\[")
 def rewrite(path: Path, *, changes: Mapping[tuple[str, ...], Any]) -> None:
     """Set keys of a TOML file: `("plan",)` at the top, `("model", "cut_at")` in a table; None takes a key away.
 
-    Raises JobError, and leaves the file alone, where its text cannot be changed so.
+    Raises JobError, and leaves the file alone, where its text cannot be changed so or it cannot be written.
     """
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines()
@@ -43,17 +42,10 @@ def rewrite(path: Path, *, changes: Mapping[tuple[str, ...], Any]) -> None:
         raise JobError(
             f"{path} is written in a way that cannot be changed here; it is as it was. Write into it:\n{told}"
         )
-    handle, new = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(changed)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(new).chmod(path.stat().st_mode)
-        Path(new).replace(path.resolve())
-    except BaseException:
-        Path(new).unlink(missing_ok=True)
-        raise
+        write_whole(path, write=lambda place: place.write_text(changed, encoding="utf-8"))
+    except OSError as error:
+        raise JobError(f"cannot write {path}: {error.strerror or error}; it is as it was") from error
 
 
 def _with(lines: list[str], key: tuple[str, ...], value: Any) -> list[str]:

@@ -2,7 +2,7 @@
 
 Reading thousands of files again for every run, in every rank, costs minutes and memory; a memory map of one file costs
 neither, and the ranks of a machine share its pages. The token file is named by what went into it (paths, sizes, times
-of change), built once under a lock, and renamed into place when it is complete: whoever sees it sees all of it.
+of change), and built once, under a lock: whoever sees it sees all of it.
 
 A token is a byte (0 … 255). A zero byte goes before every file, so that a model learns where a text begins.
 """
@@ -10,6 +10,7 @@ A token is a byte (0 … 255). A zero byte goes before every file, so that a mod
 from __future__ import annotations
 
 import fcntl
+import functools
 import glob
 import hashlib
 import os
@@ -22,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.train.job import JobError
+from meshwise.whole_file import write_whole
 
 STDLIB = "python-stdlib"
 START = 0
@@ -81,18 +83,15 @@ def _build(files: Sequence[Path], target: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if target.exists():
             return
-        partial = target.with_suffix(".partial")
-        try:
-            with partial.open("wb") as out:
-                for path in files:
-                    out.write(bytes([START]))
-                    with path.open("rb") as text:
-                        shutil.copyfileobj(text, out)
-                out.flush()
-                os.fsync(out.fileno())
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_whole(target, write=functools.partial(_join, files), aside=target.with_suffix(".partial"))
+
+
+def _join(files: Sequence[Path], into: Path) -> None:
+    with into.open("wb") as out:
+        for path in files:
+            out.write(bytes([START]))
+            with path.open("rb") as text:
+                shutil.copyfileobj(text, out)
 
 
 def _files(name: str) -> Iterator[Path]:
