@@ -248,7 +248,8 @@ POSITIONS: Mapping[str, int] = {
     "meshwise.comm.launch.torchrun_line": 2,
     "meshwise.comm.parts.split": 2,
     # What is called back: loss(output, batch), forward(model, batch), parameter_options(name, parameter),
-    # arrival(row, gradient), backend(store, rank, size).
+    # arrival(row, gradient), backend(store, rank, size); and what torch's launcher calls in a rank.
+    "meshwise.comm.rank.rank_main": 5,
     "meshwise.comm.nccl_world.nccl": 3,
     "meshwise.data_parallel.engine.throw_away": 2,
     "meshwise.model.forward.call_loss": 2,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwise.comm.launch import connect
+from meshwise.comm.joining import connect
 from meshwise.comm.thread_world import ThreadWorld
 from meshwise.comm.world import World
 from meshwise.cutting import Example, agreed_schedule, cut_source, first_ranks, pairs_of, refuse_lost

@@ -100,6 +100,7 @@ def test_a_table_of_copies_alone_has_no_rows() -> None:
 def test_a_number_of_ranks_that_no_launcher_gives_is_refused(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "abc")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "abc", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     assert main(words) == 2
-    assert "WORLD_SIZE=abc is no number of ranks; unset it" in capsys.readouterr().err
+    assert "not a whole number: WORLD_SIZE=abc; start the ranks with torchrun" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,8 +20,9 @@ from typing import Any
 import pytest
 import torch
 
-from meshwise.comm import RanksDisagree, World, connect, launch, run, torchrun_line
+from meshwise.comm import RanksDisagree, World, connect, joining, run, torchrun_line
 from meshwise.comm.forked import starting
+from meshwise.comm.job_folder import job_folder
 from meshwise.comm.lost import RankLostError
 from meshwise.testing import Processes
 
@@ -243,8 +245,13 @@ def test_functions_of_a_notebook_run_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "end, send", [("SIGINT", os.killpg), ("SIGTERM", os.kill), ("SIGKILL", os.kill)], ids=["Ctrl-C", "TERM", "KILL"]
 )
-def test_no_rank_outlives_its_launcher(end: str, send: Callable[[int, int], None], tmp_path: Path) -> None:
-    process = start("-c", STARTING + BLOCKED.format(size=SIZE, folder=tmp_path), folder=tmp_path)
+def test_no_rank_outlives_its_launcher(
+    end: str, send: Callable[[int, int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary files"
+    temporary.mkdir()
+    body = STARTING + BLOCKED.format(size=SIZE, folder=tmp_path)
+    process = start("-c", body, folder=tmp_path, more={"TMPDIR": str(temporary)})
     ranks = ranks_of(tmp_path, process)
     time.sleep(0.3)
     send(process.pid, signal.Signals[end])
@@ -253,6 +260,10 @@ def test_no_rank_outlives_its_launcher(end: str, send: Callable[[int, int], None
     assert all_gone(ranks)
     said = [line for line in errors.splitlines() if "resource_tracker" not in line and "warnings.warn" not in line]
     assert said == (["stopped by Ctrl-C; all ranks have ended"] if end == "SIGINT" else []), errors
+    assert bool(list(temporary.iterdir())) == (end == "SIGKILL")
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    with job_folder() as own:  # the next job removes what a killed one has left
+        assert list(temporary.iterdir()) == [own]
 
 
 def test_the_server_of_the_ranks_is_deaf_to_ctrl_c() -> None:
@@ -343,12 +354,13 @@ def test_the_line_for_torchrun_starts_the_same_script() -> None:
 
 def test_another_size_than_torchruns_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(ValueError, match=r"run\(4, …\) in a job of 1 ranks; start torchrun with 4 processes"):
         run(4, total, args=(0.0,))
 
 
 def test_a_way_to_join_ranks_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_worlds", dict)  # as if this process had not joined any
+    monkeypatch.setattr(joining, "_worlds", dict)  # as if this process had not joined any
     monkeypatch.setenv("MESHWISE_COMM", "mpi")
     with pytest.raises(ValueError, match="MESHWISE_COMM=mpi: ranks of one host are joined by auto, local, gloo"):
         connect(device="cpu")

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined] # not in torch's stubs
 
 from meshwise.comm import World
-from meshwise.comm.launch import asked_threads
+from meshwise.comm.rank import asked_threads
 from meshwise.comm.thread_world import run_threads
 from meshwise.comm.watch import Watch
 
@@ -20,7 +20,11 @@ pytestmark = pytest.mark.processes
 SCRIPT = """
 import os, sys, torch
 from meshwise.comm import run
+from meshwise.comm.attempt import Attempt
 from meshwise.comm.outcome import Outcome
+
+if __name__ == "__mp_main__" and "--import" in sys.argv:
+    os._exit(0)
 
 def threads(world):
     return torch.get_num_threads()
@@ -44,20 +48,37 @@ def finds_no_room_for_words(world):
     sys.stdout = Flushes()
     raise ZeroDivisionError
 
+def exits(world):
+    world.barrier()
+    os._exit(0)
+
+def exits_alone(world):
+    if world.rank:
+        os._exit(0)
+    world.barrier()
+
+def exits_once(world):
+    if world.rank and not Attempt.current().number:
+        os._exit(0)
+    world.barrier()
+    return "all"
+
 if __name__ == "__main__":
     try:
         print("returned", *run(2, {main}))
     except Exception as error:
         print("raised", type(error).__name__)
+        print(error)
 """
+NO_RESULT = "of 2 ended with exit status 0 and no result; something calls os._exit there, or C's exit"
 
 
-def ended(folder: Path, main: str, threads: str) -> subprocess.CompletedProcess[str]:
+def ended(folder: Path, main: str, threads: str, *words: str) -> subprocess.CompletedProcess[str]:
     """What a script with two ranks says; it has a minute."""
     script = folder / "script.py"
     script.write_text(SCRIPT.format(main=main))
     environment = {**os.environ, "OMP_NUM_THREADS": threads}
-    command = [sys.executable, str(script)]
+    command = [sys.executable, str(script), *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
 
 
@@ -69,14 +90,33 @@ def test_a_number_of_threads_that_is_none_leaves_each_rank_its_part_of_the_cores
 
 def test_a_rank_that_cannot_leave_its_result_ends_the_run_and_says_why(tmp_path: Path) -> None:
     said = ended(tmp_path, "finds_a_full_disk", "1")
-    assert said.stdout == "raised RankLostError\n"
+    assert said.stdout.startswith("raised RankLostError\n")
     assert "No space left on device" in said.stderr
 
 
 def test_a_rank_that_fails_and_cannot_leave_its_words_ends_the_run(tmp_path: Path) -> None:
     said = ended(tmp_path, "finds_no_room_for_words", "1")
-    assert said.stdout == "raised ZeroDivisionError\n"
+    assert said.stdout.startswith("raised ZeroDivisionError\n")
     assert "No space left on device" in said.stderr
+
+
+@pytest.mark.parametrize(
+    "main, words, who",
+    [("exits", (), "ranks 0 and 1"), ("exits_alone", (), "rank 1"), ("threads", ("--import",), "ranks 0 and 1")],
+)
+def test_ranks_that_end_well_without_a_result_are_named(
+    main: str, words: tuple[str, ...], who: str, tmp_path: Path
+) -> None:
+    said = ended(tmp_path, main, "1", *words)
+    assert said.stdout == f"raised RankLostError\n{who} {NO_RESULT}\n"
+    assert said.stderr == ""
+
+
+def test_such_a_rank_is_a_failure_after_which_all_are_started_again(tmp_path: Path) -> None:
+    said = ended(tmp_path, "exits_once, restarts=1", "1")
+    assert said.stdout == "returned all all\n"
+    assert said.stderr.startswith("meshwise: restart 1 of 1, because ")
+    assert said.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

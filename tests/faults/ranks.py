@@ -26,8 +26,8 @@ from unittest import mock
 import torch
 from rich.console import Console
 
+from meshwise.comm.joining import connect
 from meshwise.comm.journal import Journal, Stamp
-from meshwise.comm.launch import connect
 from meshwise.comm.loopback import LOOPBACK, loopback_store
 from meshwise.train.job import Job
 from meshwise.train.loop import train

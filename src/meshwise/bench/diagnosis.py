@@ -12,7 +12,7 @@ import torch
 from meshwise.bench.finding import Finding, note, problem
 from meshwise.bench.machine import Machine, addresses_of, interface_names
 from meshwise.comm.journal import ranks_text
-from meshwise.comm.launch import asked_threads
+from meshwise.comm.rank import asked_threads
 from meshwise.comm.rollcall import Entry
 
 _OLDEST_TORCH = (2, 11)

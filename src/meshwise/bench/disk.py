@@ -17,7 +17,6 @@ import itertools
 import shutil
 import statistics
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from typing import TypeAlias
 
 import torch
 
+from meshwise.comm.job_folder import job_folder
 from meshwise.memory.staging import Staging, Swap
 from meshwise.memory.swap import SwapFile, Transfer
 
@@ -156,8 +156,8 @@ def dds(folder: Path, *, size: int, direct: bool) -> Iterator[dict[str, Contesta
         words = ["dd", *ends, f"bs={_BLOCK}", f"count={count}", "conv=notrunc", *flags[kind]]
         return subprocess.Popen(words, stderr=subprocess.DEVNULL)
 
-    with tempfile.TemporaryDirectory(prefix="meshwise-", dir=folder) as made:
-        paths = {"read": Path(made) / "source", "write": Path(made) / "target"}
+    with job_folder(folder) as made:
+        paths = {"read": made / "source", "write": made / "target"}
 
         def run(kind: str, number: int) -> None:
             bounds = [blocks * part // number for part in range(number + 1)]

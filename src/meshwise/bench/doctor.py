@@ -65,7 +65,7 @@ def consult_job(*, seconds: float = 10.0) -> Report:
     if not findings:
         size = int(os.environ["WORLD_SIZE"])
         findings += examine_machine(machine, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        findings += _meet(machine, size, seconds)
+        findings += _meet(machine, size, seconds) if size > 1 else []
     if any(finding.level == "problem" for finding in findings):
         return _report(machine, [], findings)
     try:

@@ -8,34 +8,15 @@ import time
 from collections.abc import Mapping
 
 from meshwise.bench.finding import Finding, problem
+from meshwise.comm.launched import told_wrong
 
 _RETRY_SECONDS = 0.2
-_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def check_environment(environment: Mapping[str, str]) -> list[Finding]:
     """What a launcher has to set, as torchrun does."""
-    missing = [name for name in _NEEDED if not environment.get(name)]
-    if missing:
-        return [
-            problem(
-                f"RANK is set, but not {', '.join(missing)}",
-                remedy="start the ranks with torchrun, or set all of " + ", ".join(_NEEDED),
-            )
-        ]
-    numbers = [name for name in ("RANK", "WORLD_SIZE", "MASTER_PORT") if not environment[name].isdecimal()]
-    if numbers:
-        named = ", ".join(f"{name}={environment[name]}" for name in numbers)
-        return [problem(f"not a whole number: {named}", remedy="start the ranks with torchrun, which sets them")]
-    rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    if rank >= size:
-        return [
-            problem(
-                f"RANK={rank} in a world of WORLD_SIZE={size}",
-                remedy=f"number the ranks 0 to {size - 1}, or raise WORLD_SIZE on all of them",
-            )
-        ]
-    return []
+    wrong = told_wrong(environment)
+    return [] if wrong is None else [problem(wrong[0], remedy=wrong[1])]
 
 
 def reach(address: str, *, port: int, seconds: float) -> list[Finding]:

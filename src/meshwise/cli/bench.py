@@ -22,6 +22,7 @@ from meshwise.cli import calibrate, disk
 from meshwise.cli.output import check_outputs, write_output
 from meshwise.cli.ranks import MOST_BY_DEFAULT, asked, chosen, launched_ranks
 from meshwise.comm import World, run, torchrun_line
+from meshwise.comm.launched import is_rank, speaks
 from meshwise.train.counted import counted
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError
@@ -83,11 +84,11 @@ def main(words: Sequence[str]) -> int:
 
 def _collectives(words: Sequence[str]) -> int:
     flags = parse_flags(words, prog="meshwise bench collectives", default=Collectives())
-    size = _ranks(flags)
+    size, comm = _ranks(flags), chosen(flags.comm)
     check_outputs((flags.csv, flags.json, flags.png))
     sweep = _sweep(flags, size)
     console = screen(width=_WIDTH)
-    if "RANK" not in os.environ:
+    if not is_rank():
         line = torchrun_line(size, ["-m", "meshwise", "bench", "collectives", *words])
         console.print(
             f"starting {counted(size, of='local rank')}; the same with torchrun:\n  {line}",
@@ -95,8 +96,8 @@ def _collectives(words: Sequence[str]) -> int:
             soft_wrap=True,
         )
     device = None if flags.device == "auto" else flags.device
-    measurements = run(size, _rank, args=(sweep,), device=device, comm=chosen(flags.comm))[0]
-    if os.environ.get("RANK", "0") == "0":
+    measurements = run(size, _rank, args=(sweep,), device=device, comm=comm)[0]
+    if speaks():
         if {one.kind for one in measurements} == {COPY} != set(flags.collectives):
             raise JobError("nothing was measured: these ranks hold no memory in common; measure on ordinary")
         _tell(console, flags, measurements)

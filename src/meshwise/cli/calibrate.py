@@ -16,6 +16,7 @@ from meshwise.bench.sizes import parse_size
 from meshwise.cli.output import check_outputs, write_output
 from meshwise.cli.ranks import MOST_BY_DEFAULT, asked, chosen, launched_ranks
 from meshwise.comm import World, run, torchrun_line
+from meshwise.comm.launched import is_rank, speaks
 from meshwise.simulate.cluster import to_table
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError
@@ -66,13 +67,13 @@ def main(words: Sequence[str]) -> int:
     if min(flags.lengths) > longest:
         raise JobError(f"products of {min(flags.lengths)} in each dim take too long; give a length up to {longest}")
     check_outputs([flags.output])
-    size = _ranks(flags)
-    if "RANK" not in os.environ:
+    size, comm = _ranks(flags), chosen(flags.comm)
+    if not is_rank():
         line = torchrun_line(size, ["-m", "meshwise", "bench", "calibrate", *words])
         print(f"starting {size} local ranks; the same with torchrun:\n  {line}", flush=True)
     device = None if flags.device == "auto" else flags.device
-    found: Calibrated = run(size, _rank, args=(effort,), device=device, comm=chosen(flags.comm))[0]
-    if os.environ.get("RANK", "0") == "0":
+    found: Calibrated = run(size, _rank, args=(effort,), device=device, comm=comm)[0]
+    if speaks():
         text = tomli_w.dumps(to_table(found.cluster))
         write_output(flags.output, write=lambda path: path.write_text(text, encoding="utf-8"))
         told = f"wrote {flags.output}: {found.cluster.device.name}, {size} ranks"

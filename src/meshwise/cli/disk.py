@@ -23,7 +23,7 @@ from meshwise.train.screen import Screen
 class DiskBench:
     """Read and write a folder's disk as `offload=…:disk` does, in turns with dd."""
 
-    folder: Path = Path(tempfile.gettempdir())
+    folder: Path | None = None
     """A folder on the disk; `swap.folder` of a job is meant to be on the same. By default that of temporary files."""
 
     size: str = "1G"
@@ -42,12 +42,13 @@ def main(words: Sequence[str]) -> int:
     if flags.rounds < 1:
         raise JobError(f"rounds = {flags.rounds} has to be at least 1")
     check_outputs([flags.json])
+    folder = flags.folder or Path(tempfile.gettempdir())
     try:
-        disk = measure(flags.folder, size=parse_size(flags.size), rounds=flags.rounds)
+        disk = measure(folder, size=parse_size(flags.size), rounds=flags.rounds)
     except (TierError, ValueError) as error:
         raise JobError(str(error)) from error
     console = Screen()
-    console.show(table(disk, folder=flags.folder))
+    console.show(table(disk, folder=folder))
     if flags.json is not None:
         told = [{"who": rate.who, "kind": rate.kind, "bytes_per_second": rate.rounds} for rate in disk.rates]
         text = json.dumps({"direct": disk.direct, "rates": told}, indent=1) + "\n"

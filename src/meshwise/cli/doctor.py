@@ -13,6 +13,7 @@ from meshwise.bench.doctor import Report, consult_job, consult_local
 from meshwise.bench.machine import table
 from meshwise.bench.talk import Talk
 from meshwise.cli.ranks import asked
+from meshwise.comm.launched import is_told, speaks
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError
 from meshwise.train.screen import Screen
@@ -37,9 +38,9 @@ def main(words: Sequence[str]) -> int:
     if not flags.seconds > 0:
         raise JobError(f"seconds = {flags.seconds} has to be above 0")
     console = Screen(soft_wrap=True, highlight=False)
-    if "RANK" in os.environ:
+    if is_told():
         report = consult_job(seconds=flags.seconds)
-        if os.environ["RANK"] == "0":
+        if speaks():
             _tell(console, report)
         elif not report.healthy:
             _tell_problems(console, report, prefix=f"rank {os.environ['RANK']}: ")

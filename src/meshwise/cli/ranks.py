@@ -1,13 +1,15 @@
-"""How many ranks a command runs on."""
+"""How many ranks a command runs on, and what joins them: as the flags and the environment say."""
 
 from __future__ import annotations
 
 import math
 import os
-import re
 from typing import Literal
 
+from meshwise.comm.joining import asked_comm
+from meshwise.comm.launched import launched
 from meshwise.comm.torch_world import Comm
+from meshwise.comm.watch import asked_patience
 from meshwise.plan import AXES
 from meshwise.train.job import Job, JobError
 
@@ -16,8 +18,19 @@ MOST_BY_DEFAULT = 4
 
 
 def chosen(comm: Comm | Literal["threads"]) -> Comm | None:
-    """What `--comm` asks of a run: None leaves it to the environment."""
-    return comm if comm == "local" or comm == "gloo" else None
+    """What `--comm` asks of a run: None leaves it to the environment. Raises JobError when that asks for what there is
+    not.
+    """
+    if comm == "threads":
+        return None
+    said = None if comm == "auto" else comm
+    try:
+        if said is None:
+            asked_comm()
+        asked_patience()
+    except ValueError as error:
+        raise JobError(str(error)) from error
+    return said
 
 
 def asked(ranks: int | None) -> int | None:
@@ -28,13 +41,14 @@ def asked(ranks: int | None) -> int | None:
 
 
 def launched_ranks() -> int | None:
-    """The ranks that a launcher says it has started. Raises JobError when that is no number."""
-    said = os.environ.get("WORLD_SIZE")
-    if said is None:
-        return None
-    if not re.fullmatch("[1-9][0-9]{0,6}", said):
-        raise JobError(f"WORLD_SIZE={said} is no number of ranks; unset it, or start the ranks with torchrun")
-    return int(said)
+    """The ranks that a launcher says it has started; None when this process is none of them. Raises JobError when what
+    it says makes no sense.
+    """
+    try:
+        told = launched()
+    except ValueError as error:
+        raise JobError(str(error)) from error
+    return None if told is None else told.size
 
 
 def local_ranks(job: Job) -> int:

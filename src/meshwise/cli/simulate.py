@@ -13,8 +13,9 @@ import torch
 from rich.table import Table
 
 from meshwise.cli.drawing import Files, check, drawing_board, read_step, save
-from meshwise.cli.ranks import local_ranks
+from meshwise.cli.ranks import chosen, local_ranks
 from meshwise.comm.launch import run
+from meshwise.comm.torch_world import Comm
 from meshwise.comm.world import World
 from meshwise.pipeline.measured import Measured as Step
 from meshwise.plan import Plan
@@ -65,6 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     cluster = _cluster(job)
     size = local_ranks(job) if cluster is None else cluster.ranks
     device = cluster.device.kind if cluster else "cuda" if torch.cuda.is_available() else "cpu"
+    comm = chosen(job.comm) if job.measure else None
     step = read_step(job.run) if job.run else None
     plans = [job.plan, *map(Plan.parse, job.compare)]
     jobs = [prepare(dataclasses.replace(job, plan=plan), ranks=size) for plan in plans]
@@ -81,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
         _tell([predict(rehearsal, cluster=cluster) for rehearsal in rehearsals], step=step, job=job, title=title)
     if job.memory:
         for rehearsal in rehearsals:
-            measured = _measured(job, size) if job.measure and rehearsal is rehearsals[0] else ()
+            measured = _measured(job, size, comm) if job.measure and rehearsal is rehearsals[0] else ()
             board.show(shown(memory_table(memory_of(rehearsal), measured=measured)))
     return 0
 
@@ -122,10 +124,10 @@ def _cluster(job: SimulateJob) -> Cluster | None:
         raise JobError(f"--on: {error}") from error
 
 
-def _measured(job: SimulateJob, size: int) -> Sequence[Measured]:
+def _measured(job: SimulateJob, size: int, comm: Comm | None) -> Sequence[Measured]:
     """Three steps on local ranks. Where those are processes on CPUs, memory that is freed goes back at once."""
     os.environ.update(MALLOC)
-    measured: Sequence[Measured] = run(size, _rank, args=(job,))[0]
+    measured: Sequence[Measured] = run(size, _rank, args=(job,), comm=comm)[0]
     return measured
 
 

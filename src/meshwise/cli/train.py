@@ -13,6 +13,7 @@ from rich.console import Console
 from meshwise.cli.ranks import chosen, local_ranks
 from meshwise.cli.simulate import subject_of
 from meshwise.comm.launch import run, torchrun_line
+from meshwise.comm.launched import is_rank
 from meshwise.comm.lost import RankKilledError
 from meshwise.comm.world import World
 from meshwise.memory.shortage import is_shortage
@@ -30,16 +31,16 @@ from meshwise.train.resume import checked_origin
 def main(arguments: Sequence[str]) -> int:
     """Train the job that the arguments describe. Raises JobError or PlanError before any rank is started."""
     job = read_job(arguments, prog="meshwise train", kind=Job)
-    size = local_ranks(job)
+    size, comm = local_ranks(job), chosen(job.comm)
     prepared = prepare(job, ranks=size)
     checked_origin(prepared, attempt=None)
     words = ["-m", "meshwise", "train", *arguments]
-    if "RANK" not in os.environ:
+    if not is_rank():
         check_plan(prepared)
         print(f"starting {counted(size, of='local rank')}; the same with torchrun:")
         print(f"  {torchrun_line(size, words, restarts=job.restarts)}", flush=True)
     try:
-        run(size, _rank, args=(job,), restarts=job.restarts, comm=chosen(job.comm))
+        run(size, _rank, args=(job,), restarts=job.restarts, comm=comm)
     except RankKilledError as error:
         if (answer := _killed(error, prepared, size=size)) is None:
             raise

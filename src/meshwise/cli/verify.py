@@ -15,6 +15,7 @@ from rich.table import Table
 
 from meshwise.cli.ranks import chosen, local_ranks
 from meshwise.comm.launch import run, torchrun_line
+from meshwise.comm.launched import is_rank, speaks
 from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
 from meshwise.train.config import read_job
@@ -52,20 +53,20 @@ class VerifyJob(Studied):
 def main(arguments: Sequence[str]) -> int:
     """Verify the job that the arguments describe. Raises JobError or PlanError before any rank is started."""
     job = read_job(arguments, prog="meshwise verify", kind=VerifyJob)
-    size = local_ranks(job)
+    size, comm = local_ranks(job), chosen(job.comm)
     prepared = prepare(job, ranks=size)
-    if "RANK" not in os.environ:
+    if not is_rank():
         check_plan(prepared)
     # The ranks wait while the first one takes a whole step alone, which is no hang.
     os.environ.setdefault("MESHWISE_STALL_SECONDS", _PATIENCE_SECONDS)
-    if "RANK" in os.environ or job.comm != "threads":
-        if "RANK" not in os.environ:
+    if is_rank() or job.comm != "threads":
+        if not is_rank():
             print(f"starting {counted(size, of='local rank')}; the same with torchrun:")
             print(f"  {torchrun_line(size, ['-m', 'meshwise', 'verify', *arguments])}", flush=True)
-        report: Report = run(size, _rank, args=(job,), comm=chosen(job.comm))[0]
+        report: Report = run(size, _rank, args=(job,), comm=comm)[0]
     else:
         report = run_threads(size, _rank, args=(job,), timeout=None)[0]
-    if os.environ.get("RANK", "0") == "0":
+    if speaks():
         show(report, console=Screen())
     return 0 if report.ok else 1
 

@@ -1,8 +1,9 @@
 """What joins the ranks: the only package that imports torch.distributed."""
 
 from meshwise.comm.group import Group
+from meshwise.comm.joining import connect
 from meshwise.comm.journal import Position, RanksDisagree, Stamp
-from meshwise.comm.launch import connect, run, torchrun_line
+from meshwise.comm.launch import run, torchrun_line
 from meshwise.comm.lost import RankLostError
 from meshwise.comm.thread_world import run_threads
 from meshwise.comm.trace_world import TraceWorld

@@ -40,10 +40,26 @@ _STREAMS = (1, 2)
 _TOLD_BY_TORCH = ("RANK", "WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT")
 
 
+def open_streams() -> None:
+    """Open the null device where a standard stream of this process is closed. What is opened next would have its
+    number, and the processes started here would take it for that stream.
+    """
+    for number in (0, *_STREAMS):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)  # noqa: FBT003 - as Python has it
+
+
 def starting() -> ForkServerContext | SpawnContext:
     """How multiprocessing starts ranks here. Their server runs then, until this process ends. It is deaf to Ctrl-C:
     an import that is interrupted would only tell where it was.
     """
+    open_streams()
     forks = sys.platform != "darwin" and "forkserver" in multiprocessing.get_all_start_methods()
     if torch.cuda.is_available() or not forks:
         return multiprocessing.get_context("spawn")
@@ -83,8 +99,8 @@ def copied() -> None:
 
 
 def _fork() -> int:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # none of one that is closed
+        stream.flush()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads: those of OpenBLAS, which minds forks
         return os.fork()

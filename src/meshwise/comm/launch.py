@@ -1,158 +1,48 @@
-"""Starting ranks, and joining those that were started.
+"""Starting ranks.
 
 `connect` is for a program that torchrun (or srun torchrun) has started. `run` is for a script or a notebook: it starts
 the ranks of one machine itself, through the elastic launcher that torchrun uses, and under torchrun it only connects.
 So the same file works both ways.
 
-What torch's launcher leaves open is closed here. A rank that blocks in a collective cannot answer Ctrl-C, nor the
-signal that its launcher is gone: it dies of both at once. A rank that worked cannot fail at interpreter exit, where
-threads of torch may abort the process. And the error raised is the one that came first, with its traceback, not one of
-those that it caused in the other ranks.
+    run ── job_folder ── agent ── rank ──────────── joining ── main(world, …)
+     │     where they    torch's  one rank from      the world it
+     │     leave word    launcher start to end       has part in
+     └─ outcome: what they returned, or the error that came first, not one of those that it caused in other ranks
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import logging
 import multiprocessing
 import os
-import re
 import shlex
 import signal
 import sys
-import tempfile
 import threading
-import time
-import traceback
-import uuid
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeAlias, cast, get_args
+from types import FrameType
+from typing import Any, NoReturn, TypeAlias
 
 import torch
-from torch.distributed import distributed_c10d as c10d
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.multiprocessing import SignalException
 
-from meshwise.comm.attempt import Attempt
-from meshwise.comm.forked import Launcher, Surroundings, starting
-from meshwise.comm.journal import RanksDisagree
-from meshwise.comm.loopback import BACKEND, LOOPBACK, make_known
-from meshwise.comm.lost import RankLostError
-from meshwise.comm.outcome import Outcome, first_error, results, status_of
-from meshwise.comm.torch_world import COMM_VARIABLE, Comm, default_device, meeting_place, torch_world
-from meshwise.comm.watch import Tell, Watch, tell_stderr
-from meshwise.comm.world import World
+from meshwise.comm.agent import launch
+from meshwise.comm.forked import Surroundings, starting
+from meshwise.comm.job_folder import job_folder, last_start
+from meshwise.comm.joining import connect, joined_by
+from meshwise.comm.launched import launched
+from meshwise.comm.outcome import first_error, results
+from meshwise.comm.rank import SIGNALS, asked_threads, rank_main
+from meshwise.comm.torch_world import Comm
+from meshwise.comm.watch import asked_patience
 
 ExceptHook: TypeAlias = Callable[[type[BaseException], BaseException, Any], object]
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _LOUD = ("torch.distributed.elastic", "torch.multiprocessing")
-_SHUTDOWN_SECONDS = 5
-_POLL_SECONDS = 0.1
-_LEAVING_TIME = timedelta(seconds=5)
-# Longer than the launcher takes, on a machine with too much to do as well, to notice the rank that ended first: it ends
-# the others then.
-_CONSEQUENCE_SECONDS = 30 * _POLL_SECONDS
-
-
-def connect(
-    *, device: torch.device | str | None = None, stall_seconds: float | None = None, comm: Comm | None = None
-) -> World:
-    """The world of this process, over the mesh `rank=N` of all its ranks. Every rank of the job calls it.
-
-    `device`: where this rank's tensors are; by default the GPU with its local number, or the CPU. The same device gives
-    the same world again. It is watched (see `watch`, also for `stall_seconds`) and closed at exit at the latest; once
-    closed it stays closed. `comm`: how CPU ranks of one host are joined, `local` (shared memory), `gloo`, or `auto`; by
-    default what the environment variable MESHWISE_COMM says, else `auto`.
-
-    Raises ValueError when some ranks are on CPU and others on CUDA, or when `local` is impossible, and torch's
-    DistError when ranks stay away for ten minutes.
-    """
-    with _joined_by(comm):
-        return _connect(device, stall_seconds, tell_stderr)
-
-
-def _connect(device: torch.device | str | None, stall_seconds: float | None, tell: Tell) -> World:
-    wanted = default_device() if device is None else torch.device(device)
-    if wanted.type == "cuda":
-        wanted = torch.device("cuda", default_device().index if wanted.index is None else wanted.index)
-        torch.cuda.set_device(wanted)
-    worlds = _worlds()
-    if wanted not in worlds:
-        worlds[wanted] = _join(wanted, stall_seconds, tell)
-    return worlds[wanted]
-
-
-@functools.cache
-def _worlds() -> dict[torch.device, World]:
-    """The worlds this process has joined. A process is one rank, whoever in it asks."""
-    return {}
-
-
-def _join(device: torch.device, stall_seconds: float | None, tell: Tell) -> World:
-    store = meeting_place()
-    world = torch_world(device, store=store, comm=_comm())
-    if store is not None:
-        launcher = Launcher() if "TORCHELASTIC_RUN_ID" in os.environ else None
-        own = c10d.PrefixStore(device.type, store)
-        watch = Watch(world, store=own, stall_seconds=stall_seconds, tell=tell, launcher=launcher)
-        watch.start()
-        atexit.register(_leave_store, own, rank=world.rank, size=world.size)
-        atexit.register(watch.stop)
-    # Runs before the watch stops: what is still under way is waited for, and watched.
-    atexit.register(_close, world)
-    os.register_at_fork(after_in_child=_end_as_a_copy)
-    return world
-
-
-def _end_as_a_copy() -> None:
-    """In a copy of the process: how it ends says nothing of the rank."""
-    for last in (_close, _leave_store):
-        atexit.unregister(last)
-
-
-def _close(world: World) -> None:
-    """Close at exit. That another rank is lost has been said by then, or it does not matter any more."""
-    with contextlib.suppress(RankLostError):
-        world.close()
-
-
-def _comm() -> Comm:
-    """What the environment says. Raises ValueError when that is nothing we know."""
-    named = os.environ.get(COMM_VARIABLE, "auto")
-    for comm in get_args(Comm):
-        if named == comm:
-            return cast(Comm, comm)
-    raise ValueError(f"{COMM_VARIABLE}={named}: ranks of one host are joined by {', '.join(get_args(Comm))}")
-
-
-@contextlib.contextmanager
-def _joined_by(comm: Comm | None) -> Iterator[None]:
-    """Let the environment, which the processes started here inherit, say how ranks are joined."""
-    kept = os.environ.get(COMM_VARIABLE)
-    if comm is not None:
-        os.environ[COMM_VARIABLE] = comm
-    try:
-        yield
-    finally:
-        if kept is not None:
-            os.environ[COMM_VARIABLE] = kept
-        elif comm is not None:
-            del os.environ[COMM_VARIABLE]
-
-
-def _leave_store(store: c10d.Store, *, rank: int, size: int) -> None:
-    """Without a launcher's store rank 0's process holds it: it goes last, or the others' last words fail loudly."""
-    with contextlib.suppress(RuntimeError):
-        if store.add("left", 1) == size:
-            store.set("all left", "")
-        if rank == 0:
-            store.wait(["all left"], _LEAVING_TIME)
 
 
 def run(
@@ -175,28 +65,29 @@ def run(
     should not do twice it has to keep somewhere (see `Attempt` for which start it is). comm: as in `connect`.
 
     Raises what `main` raised first on any rank, with a note of the rank and its traceback; RankLostError when a
-    rank ended without an exception; KeyboardInterrupt on Ctrl-C, after all ranks have ended.
+    rank ended without an exception; KeyboardInterrupt on Ctrl-C, after all ranks have ended; ValueError when the
+    environment tells a part of what torchrun does, or asks for what there is not.
     """
-    if "RANK" in os.environ:
+    if launched():
         world = connect(device=device, comm=comm)
         if world.size != size:
             raise ValueError(f"run({size}, …) in a job of {world.size} ranks; start torchrun with {size} processes")
         return world.exchange(main(world, *args))
     if size < 1:
         raise ValueError(f"cannot run on {size} ranks")
+    asked_patience()
     method = _start_method(main)
-    with tempfile.TemporaryDirectory(prefix="meshwise-") as name, _as_launcher(size), _joined_by(comm):
-        folder = Path(name)
-        config = _launch_config(size, folder, method=method, restarts=restarts)
-        ended: BaseException | signal.Signals
-        try:
-            elastic_launch(config, _rank_main)(folder, Surroundings(), main, tuple(args), device)
-            return results(_last_start(folder), size=size)
-        except ChildFailedError as failed:
-            statuses = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-            ended = first_error(_last_start(folder), size=size, statuses=statuses)
-        except SignalException as received:
-            ended = received.sigval
+    ended: BaseException | signal.Signals
+    try:
+        with _as_launcher(size), joined_by(comm), job_folder() as folder:
+            passed = (folder, Surroundings(), main, tuple(args), device)
+            statuses = launch(rank_main, args=passed, size=size, restarts=restarts, method=method, folder=folder)
+            outcomes = last_start(folder)
+            if not statuses:
+                return results(outcomes, size=size)
+            ended = first_error(outcomes, size=size, statuses=statuses)
+    except SignalException as received:
+        ended = received.sigval
     if isinstance(ended, BaseException):
         raise ended
     # The signal came to torch's handler. Now that all ranks have ended, it does what it does without one; of Ctrl-C
@@ -217,28 +108,6 @@ def _say_stopped(otherwise: ExceptHook, kind: type[BaseException], error: BaseEx
         sys.stderr.write("stopped by Ctrl-C; all ranks have ended\n")
     else:
         otherwise(kind, error, at)
-
-
-# ---- in the process that starts the ranks --------------------------------------------------------------------------
-
-
-def _launch_config(size: int, folder: Path, *, method: str, restarts: int) -> LaunchConfig:
-    """What torch's launcher is told: one host, which listens to itself alone."""
-    make_known()
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=size,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend=BACKEND,
-        rdzv_endpoint=LOOPBACK,
-        local_addr=LOOPBACK,
-        max_restarts=restarts,
-        monitor_interval=_POLL_SECONDS,
-        start_method=method,
-        shutdown_timeout=_SHUTDOWN_SECONDS,
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
-    )
 
 
 def _start_method(main: Callable[..., Any]) -> str:
@@ -263,12 +132,21 @@ def _start_method(main: Callable[..., Any]) -> str:
     return "fork"
 
 
+def _received(number: int, _frame: FrameType | None) -> NoReturn:
+    """As torch's launcher has it from when it starts the ranks: what is under way here is cleaned up, too."""
+    received = signal.Signals(number)
+    raise SignalException(f"got {received.name}", sigval=received)
+
+
 @contextlib.contextmanager
 def _as_launcher(size: int) -> Iterator[None]:
     """Be what torch's launcher expects of a process, and what this one was again afterwards."""
-    kept_environment = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "TORCHELASTIC_SIGNALS_TO_HANDLE")}
+    kept_environment = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", _HANDLED)}
     in_main_thread = threading.current_thread() is threading.main_thread()
-    kept_handlers = {number: signal.getsignal(number) for number in _SIGNALS} if in_main_thread else {}
+    found = {number: signal.getsignal(number) for number in SIGNALS} if in_main_thread else {}
+    kept_handlers = {number: handler for number, handler in found.items() if handler is not None}
+    # What this process ignores, as `nohup` and a shell in the background have it, it goes on to ignore.
+    handled = [number for number, handler in kept_handlers.items() if handler != signal.SIG_IGN]
     silenced = [
         logger
         for name, logger in logging.Logger.manager.loggerDict.items()
@@ -276,9 +154,12 @@ def _as_launcher(size: int) -> Iterator[None]:
     ]
     if size > 1 and asked_threads() is None:
         os.environ["OMP_NUM_THREADS"] = str(max(1, _cores() // size))
+    os.environ[_HANDLED] = ",".join(number.name for number in handled)
     for logger in silenced:
         logger.disabled = True
     try:
+        for number in handled:
+            signal.signal(number, _received)
         yield
     finally:
         for number, handler in kept_handlers.items():
@@ -294,106 +175,3 @@ def _as_launcher(size: int) -> Iterator[None]:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-def asked_threads() -> int | None:
-    """The threads of a rank by OMP_NUM_THREADS, which may be a list with a number for each level; OpenMP passes over
-    what is none, with a word.
-    """
-    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(first) if re.fullmatch("0*[1-9][0-9]{0,5}", first) else None
-
-
-def _start_folder(folder: Path, number: int) -> Path:
-    """Where the ranks of one start leave their outcomes."""
-    return folder / f"start-{number}"
-
-
-def _last_start(folder: Path) -> Path:
-    return max(folder.glob("start-*"), key=lambda path: int(path.name.rpartition("-")[2]), default=folder)
-
-
-# ---- in a rank -----------------------------------------------------------------------------------------------------
-
-
-def _rank_main(
-    folder: Path, surroundings: Surroundings, main: Callable[..., Any], args: tuple[Any, ...], device: str | None
-) -> None:
-    """One rank from start to end. What it leaves is an `Outcome`."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    surroundings.enter()
-    if Launcher().is_gone():
-        _leave(1)
-    atexit.register(_leave, 0)
-    rank = int(os.environ["RANK"])
-    attempt = Attempt.current()
-    assert attempt is not None, "torch's launcher names the start"
-    starts, folder = folder, _start_folder(folder, attempt.number)
-
-    def tell(report: str, *, final: bool) -> None:
-        if final:
-            Outcome(error=RanksDisagree(report), seconds=time.time()).save(folder, rank=rank)
-        else:
-            tell_stderr(report, final=final)
-
-    own = os.getpid()
-    try:
-        folder.mkdir(exist_ok=True)
-        if rank == 0 and attempt.number:
-            _tell_restart(starts, attempt)
-        torch.set_num_threads(asked_threads() or torch.get_num_threads())
-        world = _connect(device, None, tell)
-        outcome = _outcome(functools.partial(main, world, *args))
-        if os.getpid() != own:  # `main` has copied the process: how a copy ends says nothing of the rank
-            _leave(0)
-        world.close()
-        outcome.save(folder, rank=rank)
-    except BaseException as error:  # noqa: BLE001 - whatever ended this rank is for the launcher to tell
-        if os.getpid() != own:
-            _leave(status_of(error))
-        try:
-            outcome = Outcome.of(error)
-            try:
-                outcome.save(folder, rank=rank)
-            except OSError:  # a full disk, say: then it is told here, or nowhere
-                traceback.print_exc()
-            if outcome.is_consequence:
-                time.sleep(_CONSEQUENCE_SECONDS)
-        finally:  # an exception that left here would end the process with status 0, and the launcher wait for a result
-            _leave(1)
-
-
-def _outcome(main: Callable[[], Any]) -> Outcome:
-    """What it returned, or that it left by `sys.exit` as one does at a good end."""
-    own = os.getpid()
-    try:
-        return Outcome(main())
-    except SystemExit as left:
-        outcome = Outcome.of(left)
-        if outcome.left_well and os.getpid() == own:
-            return outcome
-        raise
-
-
-def _tell_restart(folder: Path, attempt: Attempt) -> None:
-    """Say why the ranks are started again, from what those of the last start have left."""
-    previous = _start_folder(folder, attempt.number - 1)
-    outcomes = [
-        Outcome.load(previous, rank=int(path.name)) for path in previous.glob("[0-9]*") if path.name.isdecimal()
-    ]
-    raised = [outcome for outcome in outcomes if outcome is not None and outcome.error is not None]
-    first = min(raised, key=lambda outcome: (outcome.is_consequence, outcome.seconds), default=None)
-    why = "ranks ended without a word" if first is None else f"{type(first.error).__name__}: {first.error}"
-    tell_stderr(f"meshwise: restart {attempt.number} of {attempt.most}, because {why}", final=False)
-
-
-def _leave(status: int) -> None:
-    """End the process with this status, whatever threads still run in it; not with 0 where its output found no room."""
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except Exception:  # noqa: BLE001 - a full disk, or what `main` has put there
-        status = status or 1
-        traceback.print_exc()
-    finally:
-        os._exit(status)

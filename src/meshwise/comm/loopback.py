@@ -14,11 +14,10 @@ import socket
 from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without declaring it
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
+from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 LOOPBACK = "127.0.0.1"
-BACKEND = "meshwise-loopback"
 _TIME = timedelta(minutes=10)
 
 
@@ -83,8 +82,8 @@ class LoopbackRendezvous(RendezvousHandler):
         self._closed = False
 
     def get_backend(self) -> str:
-        """Its name in torch's registry."""
-        return BACKEND
+        """Its name in torch's records."""
+        return "meshwise-loopback"
 
     @property
     def use_agent_store(self) -> bool:
@@ -116,15 +115,6 @@ class LoopbackRendezvous(RendezvousHandler):
         """Close the store."""
         self._store = None
         return True
-
-
-def make_known() -> None:
-    """Enter it in torch's registry, from which the launcher takes its rendezvous by name. Safe to call again."""
-    rendezvous_handler_registry.register(BACKEND, _create)
-
-
-def _create(parameters: RendezvousParameters) -> RendezvousHandler:
-    return LoopbackRendezvous(parameters.run_id)
 
 
 def is_opened_by_launcher() -> bool:

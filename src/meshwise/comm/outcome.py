@@ -10,7 +10,7 @@ import pickle
 import signal
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,13 +49,17 @@ class Outcome:
         (folder / f"{rank}.writing").write_bytes(data)
         (folder / f"{rank}.writing").rename(folder / str(rank))
 
+    @staticmethod
+    def is_there(folder: Path, *, rank: int) -> bool:
+        """Whether that rank has written one."""
+        return (folder / str(rank)).exists()
+
     @classmethod
     def load(cls, folder: Path, *, rank: int) -> Outcome | None:
         """What that rank wrote, or None when it ended without a word."""
-        file = folder / str(rank)
-        if not file.exists():
+        if not cls.is_there(folder, rank=rank):
             return None
-        outcome = pickle.loads(file.read_bytes())
+        outcome = pickle.loads((folder / str(rank)).read_bytes())
         assert isinstance(outcome, cls)
         return outcome
 
@@ -89,15 +93,23 @@ def first_error(folder: Path, *, size: int, statuses: Mapping[int, int]) -> Base
         return first.error
     rank = silent[0]
     status = statuses[rank]
-    how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"with exit status {status}"
     kind = RankKilledError if status == -signal.SIGKILL else RankLostError
-    error = _with_notes(kind(f"rank {rank} of {size} ended without an exception, {how}"), raised)
+    error = _with_notes(kind(_ended(silent, size=size, status=status)), raised)
     if kind is RankKilledError:
         error.add_note(
             "the system does that when memory runs out; what a plan needs, and a change that fits, is told by "
             "print(mw.needs(model, plan, loss=loss, batch=batch))"
         )
     return error
+
+
+def _ended(ranks: Sequence[int], *, size: int, status: int) -> str:
+    if not status:
+        *first, last = map(str, ranks)
+        who = f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
+        return f"{who} of {size} ended with exit status 0 and no result; something calls os._exit there, or C's exit"
+    how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"with exit status {status}"
+    return f"rank {ranks[0]} of {size} ended without an exception, {how}"
 
 
 def _with_notes(error: BaseException, others: Mapping[int, Outcome]) -> BaseException:

@@ -25,6 +25,7 @@ from meshwise.comm.gloo_world import GlooWorld, Transport
 from meshwise.comm.hosts import hosts_of
 from meshwise.comm.hosts_world import HostsWorld
 from meshwise.comm.lane import Lanes
+from meshwise.comm.launched import launched
 from meshwise.comm.local_world import LocalWorld
 from meshwise.comm.loopback import is_opened_by_launcher, store_of
 from meshwise.comm.mailbox import Mailbox
@@ -122,7 +123,8 @@ def default_device() -> torch.device:
 
 def _numbers() -> tuple[int, int]:
     """This process's rank and the size of its world."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    told = launched()
+    return (0, 1) if told is None else (told.rank, told.size)
 
 
 def _devices(store: c10d.Store, rank: int, size: int, device: torch.device, comm: Comm) -> list[str]:

@@ -91,7 +91,7 @@ class Watch:
         tell: Tell = tell_stderr,
         launcher: Launcher | None = None,
     ) -> None:
-        stall = _said() if stall_seconds is None else stall_seconds
+        stall = asked_patience() if stall_seconds is None else stall_seconds
         if not stall > 0:
             raise ValueError(f"stall_seconds is {stall}; it has to be positive")
         self._pace = _Pace.of(stall, size=world.size)
@@ -352,8 +352,8 @@ def _state(process: str) -> str:
         return ""
 
 
-def _said() -> float:
-    """The seconds that the environment says. Raises ValueError when it says no number above 0."""
+def asked_patience() -> float:
+    """`stall_seconds` by the environment. Raises ValueError when it says no number above 0."""
     text = os.environ.get(_VARIABLE, str(STALL_SECONDS))
     with contextlib.suppress(ValueError):
         if float(text) > 0:

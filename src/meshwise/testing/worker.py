@@ -19,7 +19,7 @@ from queue import SimpleQueue
 
 import torch
 
-from meshwise.comm.launch import connect
+from meshwise.comm.joining import connect
 from meshwise.testing.job import Answer, Job
 
 

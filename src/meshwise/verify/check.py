@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwise.comm.launch import connect
+from meshwise.comm.joining import connect
 from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
 from meshwise.model.forward import Loss

@@ -1,0 +1,100 @@
+"""torch's launcher, which here also notices a rank that ended well and left no result.
+
+It waits until every rank has returned something or one has failed. A rank that ends with status 0 in another way (by
+`os._exit(0)`, or a library that calls C's `exit`) does neither, and the launcher would wait for ever. Here that is a
+failure of the rank, so the others are ended, and all are started again where that was asked for.
+
+What a process ended with is known to torch a moment after it has gone. So ranks that are gone for a second, and are no
+failure to torch, ended with status 0.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping, Set
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig
+
+from meshwise.comm.job_folder import last_start
+from meshwise.comm.loopback import LOOPBACK, LoopbackRendezvous
+from meshwise.comm.outcome import Outcome
+from meshwise.comm.rank import POLL_SECONDS
+
+_SHUTDOWN_SECONDS = 5
+_CERTAIN_SECONDS = 1.0
+
+
+def launch(
+    main: Callable[..., Any], *, args: tuple[Any, ...], size: int, restarts: int, method: str, folder: Path
+) -> Mapping[int, int]:
+    """Call `main(*args)` in `size` processes and wait for all of them. Returns the statuses of those that failed, by
+    rank: of one that a signal ended, less than 0.
+
+    method: how multiprocessing starts them. folder: where they leave their outcomes. Raises torch's SignalException for
+    a signal that it handles, when all have ended.
+    """
+    rendezvous = LoopbackRendezvous(uuid.uuid4().hex)
+    logs = DefaultLogsSpecs(log_dir=str(folder / "logs"))
+    spec = WorkerSpec(
+        role="default_role",
+        local_world_size=size,
+        entrypoint=main,
+        args=args,
+        rdzv_handler=rendezvous,
+        max_restarts=restarts,
+        monitor_interval=POLL_SECONDS,
+        local_addr=LOOPBACK,
+        # torch's choice of the cores that are near each GPU.
+        numa_options=LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=size, logs_specs=logs).numa_options,
+    )
+    try:
+        result = _Agent(spec, logs=logs, method=method, folder=folder).run()
+    finally:
+        rendezvous.shutdown()
+    return {rank: failure.exitcode for rank, failure in result.failures.items()}
+
+
+class _Agent(LocalElasticAgent):
+    """That of the ranks of one machine."""
+
+    def __init__(self, spec: WorkerSpec, *, logs: DefaultLogsSpecs, method: str, folder: Path) -> None:
+        super().__init__(spec, logs, start_method=method, shutdown_timeout=_SHUTDOWN_SECONDS)
+        self._folder = folder
+        self._gone: Set[int] = frozenset()
+        self._since = 0.0
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.state != WorkerState.HEALTHY:
+            return result
+        known, self._gone = self._gone, {one.id for one in worker_group.workers if _is_gone(one.id)}
+        if known != self._gone:
+            self._since = time.monotonic()
+        if time.monotonic() - self._since < _CERTAIN_SECONDS:
+            return result
+        outcomes = last_start(self._folder)
+        failures = {
+            one.global_rank: ProcessFailure(one.local_rank, pid=one.id, exitcode=0, error_file="")
+            for one in worker_group.workers
+            if one.id in self._gone and not Outcome.is_there(outcomes, rank=one.global_rank)
+        }
+        return RunResult(WorkerState.FAILED, failures=failures) if failures else result
+
+
+def _is_gone(process: int) -> bool:
+    """Whether it has ended, and whoever started it knows."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # it has become another user
+        return False
+    return False

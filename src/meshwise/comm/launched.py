@@ -1,0 +1,80 @@
+"""What a launcher has told this process: which rank it is, of how many, and where they meet.
+
+torchrun tells all of it. A part of it alone is a launcher that was set up by half, each of whose processes would take
+itself for the only one, or a variable that somebody has left behind: it is refused, and nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+TOLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What a rank has to be told. Where the ranks meet says nothing alone, and a rank that is the only one meets nobody."""
+
+_OF_A_RANK = TOLD[:2]
+_LAST_PORT = 65535
+
+
+@dataclass(frozen=True)
+class Launched:
+    """This process as a rank: its number, and how many there are."""
+
+    rank: int
+    size: int
+
+
+def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
+    """What was told; None when this process is no rank of anything. Raises ValueError where it makes no sense.
+
+    `environment`: by default that of this process.
+    """
+    told = os.environ if environment is None else environment
+    if not is_told(told):
+        return None
+    if wrong := told_wrong(told):
+        raise ValueError("; ".join(wrong))
+    return Launched(int(told["RANK"]), int(told["WORLD_SIZE"]))
+
+
+def is_told(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether anything was told, be it right or wrong."""
+    told = os.environ if environment is None else environment
+    return any(told.get(name) for name in _OF_A_RANK)
+
+
+def is_rank() -> bool:
+    """Whether a launcher has started this process as one of its ranks, by what `launched` has found to make sense."""
+    return bool(os.environ.get("RANK"))
+
+
+def speaks() -> bool:
+    """Whether this process says what all ranks have to say: the first rank, or whoever is none."""
+    return not is_rank() or os.environ["RANK"] == "0"
+
+
+def told_wrong(environment: Mapping[str, str]) -> tuple[str, str] | None:
+    """What is wrong with what a rank was told, and what to change; None when it was told all."""
+    needed = _OF_A_RANK if environment.get("WORLD_SIZE") == "1" else TOLD
+    missing = [name for name in needed if not environment.get(name)]
+    if missing:
+        told = [name for name in _OF_A_RANK if environment.get(name)]
+        return (
+            f"{' and '.join(told)} {'is' if len(told) == 1 else 'are'} set, but not {', '.join(missing)}",
+            f"start the ranks with torchrun, or set all of {', '.join(TOLD)}, or unset {' and '.join(told)}",
+        )
+    odd = [name for name in needed if name != "MASTER_ADDR" and not re.fullmatch("[0-9]{1,9}", environment[name])]
+    if odd:
+        named = ", ".join(f"{name}={environment[name]}" for name in odd)
+        return f"not a whole number: {named}", "start the ranks with torchrun, which sets them"
+    rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    if rank >= size:
+        return (
+            f"RANK={rank} in a world of WORLD_SIZE={size}",
+            f"number the ranks 0 to {size - 1}, or raise WORLD_SIZE on all of them" if size else "set it on all ranks",
+        )
+    if size > 1 and int(environment["MASTER_PORT"]) > _LAST_PORT:
+        return f"MASTER_PORT={environment['MASTER_PORT']} is no port", f"name one up to {_LAST_PORT} on all ranks"
+    return None

@@ -1,0 +1,138 @@
+"""One rank from start to end, in a process that `run` has started. What it leaves is an `Outcome`.
+
+A rank that blocks in a collective cannot answer Ctrl-C, nor the signal that its launcher is gone: it dies of both at
+once. A rank that worked cannot fail at interpreter exit, where threads of torch may abort the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwise.comm.attempt import Attempt
+from meshwise.comm.forked import Launcher, Surroundings
+from meshwise.comm.job_folder import hold, start_folder
+from meshwise.comm.joining import joined
+from meshwise.comm.journal import RanksDisagree
+from meshwise.comm.outcome import Outcome, status_of
+from meshwise.comm.watch import tell_stderr
+
+POLL_SECONDS = 0.1
+"""How often the launcher looks at its ranks."""
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""What a launcher passes on to its ranks."""
+
+# Longer than the launcher takes, on a machine with too much to do as well, to notice the rank that ended first: it ends
+# the others then.
+_CONSEQUENCE_SECONDS = 30 * POLL_SECONDS
+
+
+def rank_main(
+    folder: Path, surroundings: Surroundings, main: Callable[..., Any], args: tuple[Any, ...], device: str | None
+) -> None:
+    """One rank from start to end; `folder` is that of the job."""
+    _die_of(SIGNALS)
+    surroundings.enter()
+    if Launcher().is_gone():
+        _leave(1)
+    atexit.register(_leave, 0)
+    rank = int(os.environ["RANK"])
+    attempt = Attempt.current()
+    assert attempt is not None, "torch's launcher names the start"
+    starts, folder = folder, start_folder(folder, number=attempt.number)
+
+    def tell(report: str, *, final: bool) -> None:
+        if final:
+            Outcome(error=RanksDisagree(report), seconds=time.time()).save(folder, rank=rank)
+        else:
+            tell_stderr(report, final=final)
+
+    own = os.getpid()
+    try:
+        hold(starts)
+        folder.mkdir(exist_ok=True)
+        if rank == 0 and attempt.number:
+            _tell_restart(starts, attempt)
+        torch.set_num_threads(asked_threads() or torch.get_num_threads())
+        world = joined(device, tell=tell)
+        outcome = _outcome(functools.partial(main, world, *args))
+        if os.getpid() != own:  # `main` has copied the process: how a copy ends says nothing of the rank
+            _leave(0)
+        world.close()
+        outcome.save(folder, rank=rank)
+    except BaseException as error:  # noqa: BLE001 - whatever ended this rank is for the launcher to tell
+        if os.getpid() != own:
+            _leave(status_of(error))
+        try:
+            outcome = Outcome.of(error)
+            try:
+                outcome.save(folder, rank=rank)
+            except OSError:  # a full disk, say: then it is told here, or nowhere
+                traceback.print_exc()
+            if outcome.is_consequence:
+                time.sleep(_CONSEQUENCE_SECONDS)
+        finally:  # an exception that left here would end the process with status 0, and the launcher wait for a result
+            _leave(1)
+
+
+def _die_of(numbers: Collection[signal.Signals]) -> None:
+    """Let these signals end the process, of itself, but for those that whoever started it has it ignore."""
+    for number in numbers:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _outcome(main: Callable[[], Any]) -> Outcome:
+    """What it returned, or that it left by `sys.exit` as one does at a good end."""
+    own = os.getpid()
+    try:
+        return Outcome(main())
+    except SystemExit as left:
+        outcome = Outcome.of(left)
+        if outcome.left_well and os.getpid() == own:
+            return outcome
+        raise
+
+
+def asked_threads() -> int | None:
+    """The threads of a rank by OMP_NUM_THREADS, which may be a list with a number for each level; OpenMP passes over
+    what is none, with a word.
+    """
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if re.fullmatch("0*[1-9][0-9]{0,5}", first) else None
+
+
+def _tell_restart(folder: Path, attempt: Attempt) -> None:
+    """Say why the ranks are started again, from what those of the last start have left."""
+    previous = start_folder(folder, number=attempt.number - 1)
+    outcomes = [
+        Outcome.load(previous, rank=int(path.name)) for path in previous.glob("[0-9]*") if path.name.isdecimal()
+    ]
+    raised = [outcome for outcome in outcomes if outcome is not None and outcome.error is not None]
+    first = min(raised, key=lambda outcome: (outcome.is_consequence, outcome.seconds), default=None)
+    why = "ranks ended without a word" if first is None else f"{type(first.error).__name__}: {first.error}"
+    tell_stderr(f"meshwise: restart {attempt.number} of {attempt.most}, because {why}", final=False)
+
+
+def _leave(status: int) -> None:
+    """End the process with this status, whatever threads still run in it; not with 0 where its output found no room."""
+    try:
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # none of one that is closed
+            stream.flush()
+    except Exception:  # noqa: BLE001 - a full disk, or what `main` has put there
+        status = status or 1
+        traceback.print_exc()
+    finally:
+        os._exit(status)

@@ -1,0 +1,94 @@
+"""What a run is started with: signals that it is to ignore, streams that are closed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+SECONDS = 60.0
+WAITING = """
+import sys, time
+from pathlib import Path
+from meshwise.comm import run
+
+def waits(world, folder):
+    world.barrier()
+    print("met", world.rank)
+    (folder / f"{world.rank} is here").touch()
+    while not (folder / "go on").exists():
+        time.sleep(0.02)
+    return world.rank
+
+if __name__ == "__main__":
+    returned = run(2, waits, args=(Path(sys.argv[1]),))
+    (Path(sys.argv[1]) / "returned").write_text(str(returned))
+"""
+
+
+@pytest.fixture
+def waiting(tmp_path: Path) -> Iterator[Callable[[Callable[[], object]], subprocess.Popen[str]]]:
+    """Starts ranks that wait, once they are there. It is given what to do in the process before it begins."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(first: Callable[[], object]) -> subprocess.Popen[str]:
+        (tmp_path / "waiting.py").write_text(WAITING)
+        process = subprocess.Popen(
+            [sys.executable, str(tmp_path / "waiting.py"), str(tmp_path)],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=first,  # noqa: PLW1509 - what it does is safe in a process of one thread
+        )
+        started.append(process)
+        until = time.monotonic() + SECONDS
+        while len(list(tmp_path.glob("* is here"))) < 2 and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.05)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def returned(process: subprocess.Popen[str], folder: Path) -> tuple[int, str, str, str]:
+    """Let the ranks go on: the status, what was said, and what they returned."""
+    (folder / "go on").touch()
+    out, errors = process.communicate(timeout=SECONDS)
+    result = folder / "returned"
+    return process.returncode, out, errors, result.read_text() if result.exists() else ""
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGINT"])
+def test_signals_that_a_run_was_started_to_ignore_end_neither_it_nor_its_ranks(
+    name: str, tmp_path: Path, waiting: Callable[[Callable[[], object]], subprocess.Popen[str]]
+) -> None:
+    """As `nohup` starts it, and a script that goes on beside it."""
+    process = waiting(lambda: signal.signal(signal.Signals[name], signal.SIG_IGN))
+    os.killpg(process.pid, signal.Signals[name])
+    time.sleep(0.5)
+    status, _, errors, result = returned(process, tmp_path)
+    assert (status, errors, result) == (0, "", "[0, 1]")
+
+
+@pytest.mark.parametrize("streams", [(0,), (1,), (0, 1), (0, 1, 2)])
+def test_a_run_needs_no_streams(
+    streams: tuple[int, ...], tmp_path: Path, waiting: Callable[[Callable[[], object]], subprocess.Popen[str]]
+) -> None:
+    def close() -> None:
+        for number in streams:
+            os.close(number)
+
+    status, out, errors, result = returned(waiting(close), tmp_path)
+    assert (status, errors, result) == (0, "", "[0, 1]")
+    assert sorted(out.split()) == ([] if 1 in streams else ["0", "1", "met", "met"])
