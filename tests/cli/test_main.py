@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -61,14 +62,35 @@ def test_a_command_that_does_not_train_offers_no_restarts(command: str, capsys: 
     assert "--restarts" not in told
 
 
-def test_a_reader_that_has_seen_enough_ends_it_without_a_word(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", ["train --help", "checkpoint list .", "draw mesh --plan=tp=2"])
+def test_a_reader_that_has_seen_enough_ends_it_without_a_word(words: str, tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "meshwise", "train", "--help"]
+    command = [sys.executable, "-m", "meshwise", *words.split()]
     ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, check=False, cwd=tmp_path)
     os.close(writing)
 
     assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("words", ["draw mesh --plan=tp=2", "checkpoint list .", "--help"])
+def test_a_full_disk_under_what_it_says_is_one_message(words: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "meshwise", *words.split()]
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, check=False, cwd=tmp_path, text=True, env=buffered
+        )
+
+    assert (ended.returncode, ended.stderr) == (1, "meshwise: cannot write the answer: No space left on device\n")
+
+
+@pytest.mark.parametrize("words, status", [("draw mesh --plan=tp=2", 0), ("trian", 2)])
+def test_who_closes_its_output_hears_nothing(words: str, status: int, tmp_path: Path) -> None:
+    command = shlex.join([sys.executable, "-m", "meshwise", *words.split()])
+    ended = subprocess.run(["sh", "-c", f"{command} >&- 2>&-"], capture_output=True, check=False, cwd=tmp_path)
+
+    assert (ended.returncode, ended.stdout, ended.stderr) == (status, b"", b"")
 
 
 SMALL = ["--train.batch=4", "--data.context=16", "--model.arguments", "layers=1", "width=32", "heads=2"]
@@ -166,6 +188,55 @@ def test_the_ranks_are_those_asked_for_or_what_the_plan_needs(
 
 
 def test_under_torchrun_the_ranks_are_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "6")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "6", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
 
     assert local_ranks(Job(plan=Plan(dp=2), ranks=3)) == 6
+
+
+RUNS = ["train", "verify", "bench collectives", "bench calibrate", "simulate --memory --measure"]
+
+
+@pytest.mark.parametrize("command", [*RUNS, "simulate --memory"])
+def test_a_launcher_that_is_set_up_by_half_is_one_message_and_status_2(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    assert main(command.split()) == 2
+
+    out, err = capsys.readouterr()
+    name = command.split(maxsplit=1)[0]
+    assert out == ""
+    assert err.startswith(
+        f"meshwise {name}: WORLD_SIZE is set, but not RANK, MASTER_ADDR, MASTER_PORT; start the ranks"
+    )
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", RUNS)
+@pytest.mark.parametrize(
+    "variable, message",
+    [
+        ("MESHWISE_COMM=mpi", "MESHWISE_COMM=mpi: ranks of one host are joined by auto, local, gloo"),
+        ("MESHWISE_STALL_SECONDS=soon", "MESHWISE_STALL_SECONDS=soon: it has to be a number of seconds above 0"),
+    ],
+)
+def test_an_environment_that_asks_for_what_there_is_not_is_one_message_and_status_2(
+    command: str,
+    variable: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(*variable.split("="))
+
+    assert main(command.split()) == 2
+
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"meshwise {command.split(maxsplit=1)[0]}: {message}")
+    assert err.count("\n") == 1

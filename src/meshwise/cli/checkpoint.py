@@ -30,7 +30,7 @@ from meshwise.train.config import from_text, from_toml
 from meshwise.train.counted import counted
 from meshwise.train.job import Job, JobError
 from meshwise.train.named import model_function
-from meshwise.train.screen import Screen
+from meshwise.train.screen import Screen, takes_no_more
 
 _MOST_TEXT = 400
 _MOST_NAMES = 3
@@ -49,6 +49,8 @@ def main(words: Sequence[str]) -> int:
     try:
         return act(flags, console)
     except (DamageError, ExportError, OSError) as error:
+        if isinstance(error, OSError) and takes_no_more():
+            raise
         print(f"meshwise checkpoint: {error}", file=sys.stderr)
         return 1
 

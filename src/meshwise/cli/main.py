@@ -12,25 +12,26 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
-import select
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 
 from meshwise.cli import bench, checkpoint, doctor, draw, plan, simulate, train, verify
-from meshwise.comm.forked import copied
+from meshwise.comm.forked import copied, open_streams
 from meshwise.comm.journal import RanksDisagree
+from meshwise.comm.launched import is_rank
 from meshwise.comm.lost import RankLostError
 from meshwise.model.forward import LossError
 from meshwise.nonfinite import NonFiniteError
 from meshwise.plan import PlanError
 from meshwise.train.failure import leave_traceback, notes
 from meshwise.train.job import JobError
+from meshwise.train.screen import STDOUT, is_unread, takes_no_more
 
 _RANK_0_SECONDS = 5
-_STDOUT = 1
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Without any, they are the process's own. It is the command then, and may have done nothing but import: the ranks
     that it starts are copies of it.
     """
-    try:
+    with _streams():
         try:
-            return _answer(list(sys.argv[1:] if arguments is None else arguments), own=arguments is None)
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        if not _is_unread():
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)  # for what Python still writes when it ends
-        return 141
+            try:
+                return _answer(list(sys.argv[1:] if arguments is None else arguments), own=arguments is None)
+            finally:
+                sys.stdout.flush()
+        except OSError as error:  # of stdout: all others have been answered
+            unread = is_unread()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # for what Python still writes when it ends
+            return 141 if unread else _say(f"meshwise: cannot write the answer: {error.strerror}", status=1)
+
+
+@contextlib.contextmanager
+def _streams() -> Iterator[None]:
+    """Where stdout or stderr is closed, what is said is lost, and nothing that is opened later is taken for it."""
+    open_streams()
+    with contextlib.ExitStack() as stack:
+        if sys.stdout is None or sys.stderr is None:
+            null = stack.enter_context(Path(os.devnull).open("w"))
+            stack.enter_context(contextlib.redirect_stdout(sys.stdout or null))
+            stack.enter_context(contextlib.redirect_stderr(sys.stderr or null))
+        yield
 
 
 def _answer(words: list[str], *, own: bool) -> int:
@@ -89,7 +102,7 @@ def _answer(words: list[str], *, own: bool) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
         return _say(f"meshwise: unknown command {name!r}; {hint}", status=2)
-    return _guarded(name, rest, copy=own and COMMANDS[name].starts_ranks and "RANK" not in os.environ)
+    return _guarded(name, rest, copy=own and COMMANDS[name].starts_ranks and not is_rank())
 
 
 def _guarded(name: str, words: Sequence[str], *, copy: bool) -> int:
@@ -106,18 +119,11 @@ def _guarded(name: str, words: Sequence[str], *, copy: bool) -> int:
     except (NonFiniteError, RankLostError, RanksDisagree) as error:
         return _say(f"meshwise {name} failed: {error}", status=1)
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _is_unread():
+        if isinstance(error, OSError) and takes_no_more():
             raise
         leave_traceback(error)
         told = "\n  ".join([f"{type(error).__name__}: {error}", *notes(error)])
         return _say(f"meshwise {name} failed: {told}", status=1)
-
-
-def _is_unread() -> bool:
-    """Whether stdout is a pipe whose reader is gone."""
-    poll = select.poll()
-    poll.register(_STDOUT, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _say(message: str, *, status: int, once: bool = False) -> int:

@@ -1,11 +1,16 @@
-"""Where a command writes: a terminal, a file, or a pipe whose reader may have seen enough."""
+"""Where a command writes: a terminal, a file whose disk may be full, or a pipe whose reader may have seen enough."""
 
 from __future__ import annotations
+
+import select
+import sys
 
 from rich.console import Console
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+STDOUT = 1
 
 
 class Screen(Console):
@@ -28,3 +33,19 @@ class Screen(Console):
 def screen(*, width: int) -> Screen:
     """The terminal; elsewhere, lines of at most this width."""
     return Screen() if Screen().is_terminal else Screen(width=width)
+
+
+def is_unread() -> bool:
+    """Whether stdout is a pipe whose reader is gone."""
+    poll = select.poll()
+    poll.register(STDOUT, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def takes_no_more() -> bool:
+    """Whether an error may be that of stdout: nobody reads it, or what was written to it finds no room."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return is_unread()
