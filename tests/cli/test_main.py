@@ -85,6 +85,16 @@ def test_a_full_disk_under_what_it_says_is_one_message(words: str, tmp_path: Pat
     assert (ended.returncode, ended.stderr) == (1, "meshwise: cannot write the answer: No space left on device\n")
 
 
+@pytest.mark.parametrize("words", ["draw mesh --plan=tp=2", "train --help"])
+def test_an_output_that_lacks_characters_gets_others(words: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "meshwise", *words.split()]
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
+    ended = subprocess.run(command, capture_output=True, check=False, cwd=tmp_path, env=ascii_only)
+
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert b"?" in ended.stdout
+
+
 @pytest.mark.parametrize("words, status", [("draw mesh --plan=tp=2", 0), ("trian", 2)])
 def test_who_closes_its_output_hears_nothing(words: str, status: int, tmp_path: Path) -> None:
     command = shlex.join([sys.executable, "-m", "meshwise", *words.split()])

@@ -84,6 +84,16 @@ def test_a_full_disk_leaves_no_part_of_a_token_file_and_says_where_to_put_it(
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
+def test_a_user_without_a_home_is_asked_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", unknown)
+    with pytest.raises(JobError, match="no home folder to keep the text in; name another, as in"):
+        load_data(DataJob(files=(str(tmp_path / "a.txt"),)))
+
+
 @pytest.mark.parametrize("place", ["a.txt", "a.txt/below", "/proc/1/none"])
 def test_a_cache_that_cannot_be_made_says_so(place: str, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text")

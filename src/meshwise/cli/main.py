@@ -17,10 +17,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 
 from meshwise.cli import bench, checkpoint, doctor, draw, plan, simulate, train, verify
-from meshwise.comm.forked import copied, open_streams
+from meshwise.comm.forked import copied, open_streams, tidying
 from meshwise.comm.journal import RanksDisagree
 from meshwise.comm.launched import is_rank
 from meshwise.comm.lost import RankLostError
@@ -29,9 +28,10 @@ from meshwise.nonfinite import NonFiniteError
 from meshwise.plan import PlanError
 from meshwise.train.failure import leave_traceback, notes
 from meshwise.train.job import JobError
-from meshwise.train.screen import STDOUT, is_unread, takes_no_more
+from meshwise.train.screen import STDOUT, is_unread, takes_no_more, tolerate
 
 _RANK_0_SECONDS = 5
+_STDERR = 2
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _streams() -> Iterator[None]:
-    """Where stdout or stderr is closed, what is said is lost, and nothing that is opened later is taken for it."""
+    """Where stdout or stderr is closed, what is said is lost, and nothing that is opened later is taken for it. What
+    stdout cannot say, it says otherwise.
+    """
     open_streams()
     with contextlib.ExitStack() as stack:
-        if sys.stdout is None or sys.stderr is None:
-            null = stack.enter_context(Path(os.devnull).open("w"))
-            stack.enter_context(contextlib.redirect_stdout(sys.stdout or null))
-            stack.enter_context(contextlib.redirect_stderr(sys.stderr or null))
+        # Not the null device anew: ranks write where these numbers lead.
+        if sys.stdout is None:
+            stack.enter_context(contextlib.redirect_stdout(os.fdopen(STDOUT, "w", closefd=False)))
+        if sys.stderr is None:
+            stack.enter_context(contextlib.redirect_stderr(os.fdopen(_STDERR, "w", closefd=False)))
+        tolerate()
         yield
 
 
@@ -108,10 +112,12 @@ def _answer(words: list[str], *, own: bool) -> int:
 def _guarded(name: str, words: Sequence[str], *, copy: bool) -> int:
     """The command's status, whatever it raises. `copy`: its ranks are to be copies of this process."""
     try:
-        if copy:
-            with contextlib.suppress(OSError):  # it only saves time; who needs ranks will meet it again
-                copied()
-        return COMMANDS[name].main(words)
+        if not copy:
+            return COMMANDS[name].main(words)
+        with contextlib.suppress(OSError):  # it only saves time; who needs ranks will meet it again
+            copied()
+        with tidying():
+            return COMMANDS[name].main(words)
     except (JobError, PlanError, LossError) as error:
         return _say(f"meshwise {name}: {error}", status=2, once=True)
     except KeyboardInterrupt:
@@ -135,7 +141,8 @@ def _say(message: str, *, status: int, once: bool = False) -> int:
     rank = os.environ.get("RANK")
     if once and rank not in (None, "0"):
         time.sleep(_RANK_0_SECONDS)
-    print(message if rank is None else f"[rank {rank}] {message}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # where nobody hears it, the status tells
+        print(message if rank is None else f"[rank {rank}] {message}", file=sys.stderr, flush=True)
     return status
 
 

@@ -26,6 +26,7 @@ from meshwise.train.job import Job
 from meshwise.train.loop import train
 from meshwise.train.prepare import Prepared, check_plan, prepare
 from meshwise.train.resume import checked_origin
+from meshwise.train.screen import tolerate
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -51,6 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _rank(world: World, job: Job) -> None:
+    tolerate()
     # What a model draws in other ways than torch's (see model/draws) depends on this generator: a stream for each rank.
     torch.manual_seed(job.train.seed * world.size + world.rank)
     short: Exception | None = None

@@ -18,25 +18,34 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Sequence
-from multiprocessing import context, forkserver, reduction, resource_tracker, util
+from collections.abc import Iterator, Sequence
+from multiprocessing import context, forkserver, process, reduction, resource_tracker, util
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 
+from meshwise.comm.job_folder import new_folder, remove_folder
+
 _PRELOADED = ("torch._dynamo", "meshwise.comm.launch")  # an optimizer imports torch._dynamo
-_OF_THE_TERMINAL = (signal.SIGINT,)
+_OF_THE_TERMINAL = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _STREAMS = (1, 2)
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that end a process, beside Ctrl-C."""
+
+_LONGEST = 60
 _TOLD_BY_TORCH = ("RANK", "WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -56,8 +65,8 @@ def open_streams() -> None:
 
 
 def starting() -> ForkServerContext | SpawnContext:
-    """How multiprocessing starts ranks here. Their server runs then, until this process ends. It is deaf to Ctrl-C:
-    an import that is interrupted would only tell where it was.
+    """How multiprocessing starts ranks here. Their server runs then, until this process ends. It is deaf to Ctrl-C and
+    the end of the terminal: an import that is interrupted would only tell where it was.
     """
     open_streams()
     forks = sys.platform != "darwin" and "forkserver" in multiprocessing.get_all_start_methods()
@@ -65,9 +74,10 @@ def starting() -> ForkServerContext | SpawnContext:
         return multiprocessing.get_context("spawn")
     forking = multiprocessing.get_context("forkserver")
     forking.set_forkserver_preload(list(_PRELOADED))
-    resource_tracker.ensure_running()  # which would hear it again when it starts
-    heard = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_TERMINAL)
+    temporary()
+    heard = _start_tracker()
     try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_TERMINAL)
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, heard)
@@ -76,11 +86,60 @@ def starting() -> ForkServerContext | SpawnContext:
     return forking
 
 
+@functools.cache
+def temporary() -> util.Finalize:
+    """Have multiprocessing keep its files, where its server is met, in a folder that the next job removes if this
+    process is killed. Returns what removes it now.
+    """
+    folder, held = new_folder(_short(tempfile.gettempdir()))
+    process.current_process()._config.setdefault("tempdir", str(folder))  # type: ignore[attr-defined] # as it does itself
+    return util.Finalize(None, remove_folder, args=(folder,), kwargs={"held": held}, exitpriority=-100)
+
+
+@contextlib.contextmanager
+def tidying() -> Iterator[None]:
+    """Let signals that end this process remove what `temporary` has made before they do."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        temporary()()
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+    deadly = [number for number in ENDING if signal.getsignal(number) == signal.SIG_DFL]
+    for number in deadly:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in deadly:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _short(folder: str) -> Path:
+    """A folder for sockets, whose paths may have a hundred bytes: this one, or where a system has temporary files."""
+    for name in (folder, "/tmp", "/var/tmp"):  # noqa: S108 - of a folder of our own in it
+        if len(os.fsencode(name)) <= _LONGEST and os.access(name, os.W_OK):
+            return Path(name)
+    return Path(folder)
+
+
+def _start_tracker() -> set[int]:
+    """The process that removes what others forget: deaf, too, or its end would be told. Returns the signals that were
+    blocked before; it lets Ctrl-C through again.
+    """
+    heard = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_TERMINAL)
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, heard)
+    return heard
+
+
 def copied() -> None:
     """Make the server that `starting` finds a copy of this process, whose modules need not be imported again. This
     process has to have done nothing else yet: what else it had, every rank would have.
     """
-    resource_tracker.ensure_running()  # afresh: it needs nothing of torch
+    _start_tracker()  # afresh: it needs nothing of torch
     ordinary = util.spawnv_passfds
 
     def copy(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:

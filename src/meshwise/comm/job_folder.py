@@ -28,15 +28,18 @@ def job_folder(root: Path | None = None) -> Iterator[Path]:
     """A new folder until the end of the block, in `root`, by default among the temporary files. What killed jobs of
     this user have left there is removed first.
     """
-    root = Path(tempfile.gettempdir()) if root is None else root
-    _sweep(root)
-    folder, held = _new(root)
+    folder, held = new_folder(Path(tempfile.gettempdir()) if root is None else root)
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        if held is not None:
-            os.close(held)
+        remove_folder(folder, held=held)
+
+
+def remove_folder(folder: Path, *, held: int | None) -> None:
+    """Remove it, with what has held it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if held is not None:
+        os.close(held)
 
 
 def hold(folder: Path) -> int | None:
@@ -54,7 +57,9 @@ def last_start(folder: Path) -> Path:
     return max(folder.glob("start-*"), key=lambda path: int(path.name.rpartition("-")[2]), default=folder)
 
 
-def _new(root: Path) -> tuple[Path, int | None]:
+def new_folder(root: Path) -> tuple[Path, int | None]:
+    """The same for as long as this process needs it, and what holds it."""
+    _sweep(root)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
         with contextlib.suppress(FileNotFoundError):  # another launcher came by before the lock was there

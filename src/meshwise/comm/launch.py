@@ -30,7 +30,7 @@ import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from meshwise.comm.agent import launch
-from meshwise.comm.forked import Surroundings, starting
+from meshwise.comm.forked import Surroundings, starting, temporary
 from meshwise.comm.job_folder import job_folder, last_start
 from meshwise.comm.joining import connect, joined_by
 from meshwise.comm.launched import launched
@@ -92,6 +92,8 @@ def run(
         raise ended
     # The signal came to torch's handler. Now that all ranks have ended, it does what it does without one; of Ctrl-C
     # that nobody catches, a traceback into the wait for the ranks would tell nothing.
+    if signal.getsignal(ended) == signal.SIG_DFL:
+        temporary()()  # what Python would do when it ends
     sys.excepthook = functools.partial(_say_stopped, sys.excepthook)
     signal.raise_signal(ended)
     raise SystemExit(128 + ended)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from meshwise.comm.attempt import Attempt
-from meshwise.comm.forked import Launcher, Surroundings
+from meshwise.comm.forked import ENDING, Launcher, Surroundings
 from meshwise.comm.job_folder import hold, start_folder
 from meshwise.comm.joining import joined
 from meshwise.comm.journal import RanksDisagree
@@ -31,7 +31,7 @@ from meshwise.comm.watch import tell_stderr
 POLL_SECONDS = 0.1
 """How often the launcher looks at its ranks."""
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+SIGNALS = (signal.SIGINT, *ENDING)
 """What a launcher passes on to its ranks."""
 
 # Longer than the launcher takes, on a machine with too much to do as well, to notice the rank that ended first: it ends

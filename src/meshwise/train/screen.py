@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import select
 import sys
 
@@ -33,6 +34,12 @@ class Screen(Console):
 def screen(*, width: int) -> Screen:
     """The terminal; elsewhere, lines of at most this width."""
     return Screen() if Screen().is_terminal else Screen(width=width)
+
+
+def tolerate() -> None:
+    """Let stdout have question marks for what its encoding lacks (`LC_ALL=C`, ISO-8859-1): no run fails for that."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def is_unread() -> bool:

@@ -73,8 +73,13 @@ def digest(tokens: NDArray[np.uint8]) -> str:
 
 
 def default_cache() -> Path:
-    """`meshwise` in $XDG_CACHE_HOME, or in ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwise"
+    """`meshwise` in $XDG_CACHE_HOME, or in ~/.cache. Raises JobError where there is no home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwise"
+    except RuntimeError as error:  # of a user whom the system does not know, as in a container
+        raise JobError(
+            "data: there is no home folder to keep the text in; name another, as in --data.cache /tmp/meshwise-data"
+        ) from error
 
 
 def _build(files: Sequence[Path], target: Path) -> None:

@@ -1,0 +1,48 @@
+"""A command that is ended while it starts its ranks: nothing is said, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+SECONDS = 60.0
+JOB = """
+plan = "dp=2"
+model.arguments = { layers = 1, heads = 2, width = 32 }
+data = { files = ["text.txt"], context = 16, cache = "cache" }
+train = { batch = 8, steps = 100000, output = "run" }
+"""
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.5, 1.5])
+@pytest.mark.parametrize("end, send", [("SIGTERM", os.kill), ("SIGHUP", os.killpg)], ids=["TERM", "terminal closed"])
+def test_it_leaves_nothing(end: str, send: Callable[[int, int], None], delay: float, tmp_path: Path) -> None:
+    temporary = tmp_path / "t"
+    temporary.mkdir()
+    (tmp_path / "text.txt").write_text("plain words " * 200)
+    (tmp_path / "job.toml").write_text(JOB)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "meshwise", "train", "job.toml"],
+        cwd=tmp_path,
+        env=os.environ | {"TMPDIR": str(temporary)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    until = time.monotonic() + SECONDS
+    while not list(temporary.iterdir()) and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(delay)
+    send(process.pid, signal.Signals[end])
+    _, errors = process.communicate(timeout=SECONDS)
+    assert (process.returncode, errors) == (-signal.Signals[end], b"")
+    assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor")] == []
