@@ -92,6 +92,11 @@ class Timeline:
         return tuple(tuple(sorted({event.stage for event in row if event.stage is not None})) for row in self.computing)
 
     @cached_property
+    def one_stage_each(self) -> bool:
+        """Whether no rank has several stages."""
+        return all(len(stages) == 1 for stages in self.stages)
+
+    @cached_property
     def busy(self) -> tuple[float, ...]:
         """How long each rank computes: what it waits for within a computation is not counted."""
         pairs = zip(self.computing, self.waiting, strict=True)

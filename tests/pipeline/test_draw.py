@@ -1,6 +1,7 @@
 """Schedules drawn: as text, as pictures, as a trace, and by the command."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,28 @@ def test_wide_drawings_are_folded_and_stages_named_where_a_rank_has_several() ->
     assert len(panels) == 2
     assert panels[0].startswith("rank 0 │0F0 0F1 2F0 2F1")
     assert max(map(len, drawn.splitlines())) <= 40
+
+
+def test_a_computation_is_no_dearer_to_draw_among_many() -> None:
+    few, many = (drawn_in(ranks) / ranks for ranks in (4, 32))
+    assert many < 1.2 * few
+
+
+def drawn_in(ranks: int) -> int:
+    """Calls of functions."""
+    timeline = clock(make_schedule("1f1b", pp=ranks, microbatches=64))
+    calls, before = 0, sys.getprofile()
+
+    def seen(_frame: object, event: str, _of: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(seen)
+    try:
+        picture(timeline, width=120)
+    finally:
+        sys.setprofile(before)
+    return calls
 
 
 def test_the_trace_has_every_action_in_its_row_and_an_arrow_for_every_message(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import NamedTuple
 
 
 class ScheduleError(ValueError):
@@ -47,9 +48,10 @@ UNITS = frozenset({Kind.GATHER, Kind.FREE, Kind.REDUCE})
 _ACTION = re.compile(rf"(\d+)({'|'.join(sorted(Kind, key=len, reverse=True))})(\d*)")
 
 
-@dataclass(frozen=True, order=True)
-class Action:
-    """One thing that a rank does for one of its stages; prints `2F0`, `2SEND_F0`, `2GATHER`."""
+class Action(NamedTuple):
+    """One thing that a rank does for one of its stages; prints `2F0`, `2SEND_F0`, `2GATHER`. A schedule has many, which
+    are made and looked up over and over: a tuple.
+    """
 
     stage: int
     kind: Kind

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwise.pipeline.action import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule, ScheduleError
-from meshwise.pipeline.passes import add_transfers, counterpart, receiver
+from meshwise.pipeline.passes import add_transfers, other_end
 from meshwise.pipeline.validate import walk
 from meshwise.timeline import Event, Stream, Timeline
 
@@ -68,8 +68,8 @@ def peaks(schedule: Schedule, *, costs: Cost | Sequence[Cost] = Cost()) -> tuple
 
     Raises ScheduleError for costs of another number of stages.
     """
-    each = _each(costs, schedule)
-    return tuple(_peak(row, each) for row in schedule.rows)
+    changes = [_changes(cost) for cost in _each(costs, schedule)]
+    return tuple(_peak(row, changes) for row in schedule.rows)
 
 
 class StepClock:
@@ -88,13 +88,13 @@ class StepClock:
         for rank, action in walk(lowered):
             number = len(self._events) + 1
             if action.kind in SENDS:
-                channel = rank, receiver(action, schedule=lowered)
+                channel = rank, other_end(action, schedule=lowered)
                 edge = action.stage - (action.kind is Kind.SEND_B)
                 event = now[rank], links[channel], 2 * schedule.stages + 1 + edge
                 links[channel] = number
                 arrivals[channel].append(number)
             elif action.kind in RECEIVES:
-                event = now[rank], arrivals[lowered.rank_of[counterpart(action).stage], rank].popleft(), 0
+                event = now[rank], arrivals[other_end(action, schedule=lowered), rank].popleft(), 0
             else:
                 event = now[rank], now[rank], 1 + 2 * action.stage + (action.kind is Kind.B)
             if action.kind not in SENDS:
@@ -131,18 +131,22 @@ def _each(costs: Cost | Sequence[Cost], schedule: Schedule) -> tuple[Cost, ...]:
     return each
 
 
-def _peak(row: tuple[Action, ...], costs: Sequence[Cost]) -> float:
+def _peak(row: tuple[Action, ...], changes: Sequence[Mapping[Kind, float]]) -> float:
     held = peak = 0.0
     for action in row:
-        cost = costs[action.stage]
-        held += {
-            Kind.F: cost.held,
-            Kind.B: -cost.held,
-            Kind.I: -cost.held * (1 - cost.kept),
-            Kind.W: -cost.held * cost.kept,
-        }.get(action.kind, 0.0)
+        held += changes[action.stage].get(action.kind, 0.0)
         peak = max(peak, held)
     return peak
+
+
+def _changes(cost: Cost) -> Mapping[Kind, float]:
+    """What each kind of action adds to what a rank holds."""
+    return {
+        Kind.F: cost.held,
+        Kind.B: -cost.held,
+        Kind.I: -cost.held * (1 - cost.kept),
+        Kind.W: -cost.held * cost.kept,
+    }
 
 
 @dataclass
@@ -163,7 +167,7 @@ class _Run:
             return self._send(rank, action)
         cost, start = self.costs[action.stage], self.now[rank]
         if action.kind in RECEIVES:
-            channel = self.schedule.rank_of[counterpart(action).stage], rank
+            channel = other_end(action, schedule=self.schedule), rank
             end = self.now[rank] = max(start, self.arrivals[channel].popleft())
         elif action.kind in COMPUTE:
             start = max(start, self.whole[action.stage])
@@ -179,7 +183,7 @@ class _Run:
         return event_of(action, rank=rank, start=start, stop=end)
 
     def _send(self, rank: int, action: Action) -> Event:
-        channel = rank, receiver(action, schedule=self.schedule)
+        channel = rank, other_end(action, schedule=self.schedule)
         start = max(self.now[rank], self.links[channel])
         end = start + self.costs[action.stage - (action.kind is Kind.SEND_B)].link
         self.links[channel] = end

@@ -75,7 +75,7 @@ def add_transfers(schedule: Schedule) -> Schedule:
     for rank, row in enumerate(schedule.rows):
         for message in (sent(action, schedule=schedule) for action in row):
             if message is not None:
-                channels[rank, receiver(message, schedule=schedule)].append(counterpart(message))
+                channels[rank, other_end(message, schedule=schedule)].append(counterpart(message))
     waiting = {message for channel in channels.values() for message in channel}
     rows = []
     for rank, row in enumerate(schedule.rows):
@@ -83,7 +83,7 @@ def add_transfers(schedule: Schedule) -> Schedule:
         for action in row:
             receive = received(action, schedule=schedule)
             if receive is not None:
-                channel = channels[schedule.rank_of[counterpart(receive).stage], rank]
+                channel = channels[other_end(receive, schedule=schedule), rank]
                 while receive in waiting:
                     lowered.append(channel.popleft())
                     waiting.remove(lowered[-1])
@@ -120,9 +120,9 @@ def counterpart(action: Action) -> Action:
     return Action(action.stage + step, kind, action.microbatch)
 
 
-def receiver(send: Action, *, schedule: Schedule) -> int:
-    """The rank that a send goes to."""
-    return schedule.rank_of[counterpart(send).stage]
+def other_end(transfer: Action, *, schedule: Schedule) -> int:
+    """The rank that a send goes to, or a receive comes from."""
+    return schedule.rank_of[transfer.stage + _OTHER_END[transfer.kind][0]]
 
 
 def _crosses(schedule: Schedule, stage: int, following: int) -> bool:

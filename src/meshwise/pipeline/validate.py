@@ -11,7 +11,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 
 from meshwise.pipeline.action import COMPUTE, RECEIVES, SENDS, UNITS, Action, Kind, Schedule, ScheduleError
-from meshwise.pipeline.passes import add_transfers, counterpart, received, receiver, sent
+from meshwise.pipeline.passes import add_transfers, counterpart, other_end, received, sent
 
 
 def validate(schedule: Schedule) -> tuple[float, ...]:
@@ -47,7 +47,7 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
             while place[rank] < len(row):
                 action = row[place[rank]]
                 if action.kind in RECEIVES:
-                    source = schedule.rank_of[counterpart(action).stage]
+                    source = other_end(action, schedule=schedule)
                     if not channels[source, rank]:
                         break
                     if (arrived := channels[source, rank].popleft()) != action:
@@ -56,7 +56,7 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
                             "receive in the order in which the other rank sends"
                         )
                 elif action.kind in SENDS:
-                    channels[rank, receiver(action, schedule=schedule)].append(counterpart(action))
+                    channels[rank, other_end(action, schedule=schedule)].append(counterpart(action))
                 yield rank, action
                 place[rank] += 1
                 moved = True

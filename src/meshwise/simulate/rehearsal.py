@@ -101,7 +101,7 @@ def _renamed(label: str, stages: Mapping[int, int]) -> str:
     if not label[:1].isdigit():
         return label
     action = Action.parse(label)
-    return str(dataclasses.replace(action, stage=stages[action.stage]))
+    return str(action._replace(stage=stages[action.stage]))
 
 
 def _stand_ins(found: Mapping[str, Segment]) -> dict[tuple[int, Kind], Segment]:

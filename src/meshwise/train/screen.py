@@ -19,12 +19,17 @@ class Screen(Console):
 
     def show(self, drawing: Table | Text) -> None:
         """Print a table, or lines that are as long as they are, to be copied as they stand."""
-        as_it_is = self.soft_wrap or isinstance(drawing, Text)
-        options = self.options.update(no_wrap=True, overflow="ignore") if as_it_is else None
-        for line in Segment.split_lines(self.render(drawing, options)):
-            told = Text.assemble(*((part.text, part.style or "") for part in line))
-            told.rstrip()
-            self.print(told, soft_wrap=True)
+        if isinstance(drawing, Text):
+            lines = list(drawing.split(allow_blank=True))
+        else:
+            options = self.options.update(no_wrap=True, overflow="ignore") if self.soft_wrap else None
+            lines = [
+                Text.assemble(*((part.text, part.style or "") for part in line))
+                for line in Segment.split_lines(self.render(drawing, options))
+            ]
+        for line in lines:
+            line.rstrip()
+            self.print(line, soft_wrap=True)
 
     def on_broken_pipe(self) -> None:
         """Rich would end the process here, with status 1 and without a word."""

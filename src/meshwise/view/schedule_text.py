@@ -31,13 +31,14 @@ def picture(timeline: Timeline, *, width: int) -> Text:
     names = [f"rank {rank:>{len(str(timeline.ranks - 1))}} │" for rank in range(timeline.ranks)]
     cell = 1 + max(len(label(event, timeline=timeline)) for row in timeline.computing for event in row)
     columns = math.floor(timeline.seconds / unit + 0.5)
-    rows = [_row(timeline, rank, unit, columns, cell) for rank in range(timeline.ranks)]
+    rows = [Text().append_tokens(_cells(timeline, rank, unit, columns, cell)) for rank in range(timeline.ranks)]
     panel = max(1, (width - len(names[0])) // cell) * cell
-    panels = []
-    for start in range(0, columns * cell, panel):
-        lines = (Text(name) + row[start : start + panel] for name, row in zip(names, rows, strict=True))
-        panels.append(Text("\n").join(lines))
-    return Text("\n\n").join(panels)
+    folded = [row.divide(range(panel, columns * cell, panel)) for row in rows]
+    lines: list[Text] = []
+    for parts in zip(*folded, strict=True):
+        lines += [Text()] * bool(lines)
+        lines += (Text(name).append_text(part) for name, part in zip(names, parts, strict=True))
+    return Text("\n").join(lines)
 
 
 def strip(timeline: Timeline, *, width: int, seconds: float, rows: Sequence[str] = ()) -> Text:
@@ -78,19 +79,18 @@ def _scaled(timeline: Timeline, rank: int, scale: float) -> Text:
 
 def label(event: Event, *, timeline: Timeline) -> str:
     """What to call a computation: with its stage where that is not the rank."""
-    alone = all(len(stages) == 1 for stages in timeline.stages)
-    return f"{'' if alone else event.stage}{event.kind}{event.microbatch}"
+    return f"{'' if timeline.one_stage_each else event.stage}{event.kind}{event.microbatch}"
 
 
-def _row(timeline: Timeline, rank: int, unit: float, columns: int, cell: int) -> Text:
-    row = Text()
+def _cells(timeline: Timeline, rank: int, unit: float, columns: int, cell: int) -> Iterator[tuple[str, str]]:
+    """What is written in a row, from left to right, and its style."""
+    nothing, column = ". ".ljust(cell), 0
     for event, first, last in _placed(timeline, rank, unit):
-        row.append((". ".ljust(cell)) * (first - len(row) // cell), "dim")
-        drawn = label(event, timeline=timeline).ljust((last - first) * cell - 1, "─")
-        row.append(drawn, STYLES[Kind(event.kind)])
-        row.append(" ")
-    row.append((". ".ljust(cell)) * (columns - len(row) // cell), "dim")
-    return row
+        yield nothing * (first - column), "dim"
+        yield label(event, timeline=timeline).ljust((last - first) * cell - 1, "─"), STYLES[Kind(event.kind)]
+        yield " ", ""
+        column = last
+    yield nothing * (columns - column), "dim"
 
 
 def _placed(timeline: Timeline, rank: int, unit: float) -> Iterator[tuple[Event, int, int]]:

@@ -59,8 +59,7 @@ def timeline_picture(
     entries = [(paint, meaning) for paint, meaning in MEANINGS.items() if paint in used]
     below = _TITLE + height + _AXIS
     fixed += legend(entries, x=LEFT, y=below + _LEGEND / 2)
-    brief = all(len(stages) == 1 for stages in timeline.stages)
-    plot = replace(plot, shapes=tuple(bars), axis=tuple(time_axis(plot)), texts=texts, brief=brief)
+    plot = replace(plot, shapes=tuple(bars), axis=tuple(time_axis(plot)), texts=texts, brief=timeline.one_stage_each)
     return Picture(title, WIDTH, below + _LEGEND, tuple(fixed), plot)
 
 
