@@ -103,6 +103,7 @@ class Room:
     def leave(self) -> None:
         """Let go of what a process has only so many of. Nobody waits any more, and nobody comes in."""
         self.board.hide()
+        self.slabs.keep_none()
         for peer in self._peers.values():
             peer.life.forget()
 

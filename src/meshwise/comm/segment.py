@@ -121,6 +121,7 @@ class Slabs:
         self._numbers = itertools.count(1)
         self._lent: dict[int, Segment] = {}
         self._free: list[Segment] = []
+        self._kept = KEPT
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
         """A tensor in shared memory, unspecified contents. Its memory is free again when the last view of it is.
@@ -171,7 +172,15 @@ class Slabs:
         if os.getpid() != self._process:
             return  # a copy of the process that made it: what it lets go of is still in use there
         self._free.append(self._lent.pop(address))
-        if len(self._free) > KEPT:
+        self._discard(self._kept)
+
+    def keep_none(self) -> None:
+        """Whatever is free goes back to the system, now and later."""
+        self._kept = 0
+        self._discard(0)
+
+    def _discard(self, most: int) -> None:
+        while len(self._free) > most:
             self._free.pop(0).discard()
 
 
