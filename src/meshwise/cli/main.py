@@ -114,9 +114,9 @@ def _guarded(name: str, words: Sequence[str], *, copy: bool) -> int:
     try:
         if not copy:
             return COMMANDS[name].main(words)
-        with contextlib.suppress(OSError):  # it only saves time; who needs ranks will meet it again
-            copied()
         with tidying():
+            with contextlib.suppress(OSError):  # it only saves time; who needs ranks will meet it again
+                copied()
             return COMMANDS[name].main(words)
     except (JobError, PlanError, LossError) as error:
         return _say(f"meshwise {name}: {error}", status=2, once=True)

@@ -98,7 +98,7 @@ def temporary() -> util.Finalize:
 
 @contextlib.contextmanager
 def tidying() -> Iterator[None]:
-    """Let signals that end this process remove what `temporary` has made before they do."""
+    """Let signals that end this process remove first what `temporary` makes; in copies of it, they only end them."""
 
     def end(number: int, _frame: FrameType | None) -> None:
         temporary()()
@@ -106,8 +106,13 @@ def tidying() -> Iterator[None]:
         signal.raise_signal(number)
 
     deadly = [number for number in ENDING if signal.getsignal(number) == signal.SIG_DFL]
-    for number in deadly:
-        signal.signal(number, end)
+    heard = signal.pthread_sigmask(signal.SIG_BLOCK, deadly)
+    try:
+        temporary()
+        for number in deadly:
+            signal.signal(number, end)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, heard)
     try:
         yield
     finally:
