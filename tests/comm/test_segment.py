@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,12 @@ def test_a_copy_of_the_process_does_not_lend_its_memory() -> None:
         [sys.executable, "-W", "ignore", "-c", COPY], stdout=subprocess.PIPE, text=True, timeout=60, check=True
     )
     assert done.stdout == "[1.0] True\n"
+
+
+def test_a_board_takes_fewer_addresses_where_they_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Board.make().bytes.numel() == 4 << 30
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 40, resource.RLIM_INFINITY))
+    assert Board.make().bytes.numel() == 1 << 30
 
 
 def test_a_board_has_room_for_the_lanes_of_many_groups() -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import resource
 import threading
 import time
 from functools import lru_cache, partial
@@ -34,7 +35,9 @@ PAYLOAD_BYTES = 64 << 10
 
 PAGE_WORDS = PAYLOAD_BYTES // 8
 
-_BYTES = 1 << 32  # of addresses, some 2 MB a lane; memory is taken page by page, as lanes are used
+# Bytes of addresses, some 2 MB a lane; memory is taken page by page, as lanes are used. Where addresses are limited
+# (`ulimit -v`), every rank of a host takes so many from every other.
+_BYTES, _BYTES_OF_FEW = 1 << 32, 1 << 30
 _NUM_LANES, _TABLE, _MOST_LANES = 8, 16, 2000
 _FIRST_LANE = _TABLE + 2 * _MOST_LANES
 
@@ -73,7 +76,8 @@ class Board:
     @classmethod
     def make(cls) -> Board:
         """This rank's own. Raises OSError when the system has no memory to share."""
-        segment = Segment.make(0, size=_BYTES)
+        few = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+        segment = Segment.make(0, size=_BYTES_OF_FEW if few else _BYTES)
         return cls(segment.memory, place=segment.place, segment=segment)
 
     @classmethod

@@ -180,8 +180,9 @@ class Slabs:
         self._discard(0)
 
     def _discard(self, most: int) -> None:
-        while len(self._free) > most:
-            self._free.pop(0).discard()
+        with contextlib.suppress(IndexError):  # tensors may go meanwhile, and come here before this is done
+            while len(self._free) > most:
+                self._free.pop(0).discard()
 
 
 class Commons:
