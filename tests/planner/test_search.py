@@ -146,6 +146,48 @@ def test_a_model_that_asks_for_values_is_refused_with_that_word() -> None:
     assert all("have no values" in one.refused for one in survey.candidates.values())
 
 
+def test_what_tp_cannot_split_costs_no_rehearsals() -> None:
+    class Residual(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.conv = torch.nn.GroupNorm(2, 8), torch.nn.Conv2d(8, 8, 3, padding=1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = x + self.conv(self.norm(x))
+            return y
+
+    images = torch.empty(BATCH, 8, 16, 16)
+    network = Subject(lambda: torch.nn.Sequential(Residual(), Residual()), lambda y, _: (y.sum(), 8), images)
+    *_, survey = search(network, cluster=CLUSTER, space=space("pp=1"), limit=80e9, effort=Effort(1, rehearsals=3))
+    assert survey.best()[0].plan.tp == 1
+    *_, survey = search(network, cluster=CLUSTER, space=space("tp=2 pp=1"), limit=80e9, effort=Effort())
+    assert survey.rehearsals == 0
+    assert all("found no part" in one.refused for one in survey.candidates.values())
+
+
+def test_what_a_model_holds_between_its_blocks_may_go_where_the_batch_is() -> None:
+    """As transformers' rotary frequencies do; the batch may have values, as that of a job has."""
+
+    class Turned(GPT):
+        def __init__(self) -> None:
+            super().__init__(CONFIG)
+            self.register_buffer("turns", torch.ones(CONFIG.width))
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(tokens)
+            turns = self.get_buffer("turns").to(device=x.device, dtype=torch.float)
+            for block in self.blocks:
+                x = block(x * turns)
+            logits: torch.Tensor = self.head(self.norm(x))
+            return logits
+
+    tokens = torch.zeros(BATCH, CONFIG.context, dtype=torch.long)
+    turned = Subject(Turned, next_token_loss, (tokens, tokens), options=Options(example=(tokens, tokens)))
+    held = space("tp=1 dp=2 zero=0 schedule=1f1b microbatches=2")
+    *_, survey = search(turned, cluster=CLUSTER, space=held, limit=80e9, effort=Effort())
+    assert [one.plan.pp for one in survey.best()] == [2]
+
+
 def test_a_reason_is_told_once_for_all_plans_that_it_refuses() -> None:
     survey = Survey(limit=1.0)
     for ranks, zero in ((4, 0), (4, 1), (8, 0)):

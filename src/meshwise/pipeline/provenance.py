@@ -197,7 +197,8 @@ class Provenance(TorchDispatchMode):
         kwargs = kwargs or {}
         decided = self._of(_deciding(func, args, kwargs))
         placed, named = _in_one_place((args, kwargs))
-        result = func(*placed, **named)
+        result = _zeros_elsewhere(func, placed, named) if self._piece is None else None
+        result = func(*placed, **named) if result is None else result
         past = self._of((args, kwargs))
         if self._piece is not None:
             self._used |= past
@@ -227,6 +228,17 @@ def _in_one_place(given: Any) -> Any:
     if not any(tensor.is_meta for tensor in tensors(given)):
         return given
     return map_tensors(lambda tensor: tensor if tensor.is_meta or not tensor.dim() else tensor.to("meta"), given)
+
+
+def _zeros_elsewhere(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """What is brought from the meta device to where the example is, as rotary frequencies are; None for all else.
+
+    What pieces return there is zeros as well.
+    """
+    device = kwargs.get("device")
+    if func is not torch.ops.aten._to_copy.default or not args[0].is_meta or device is None or device.type == "meta":
+        return None
+    return torch.zeros_like(args[0], dtype=kwargs.get("dtype"), device=device)
 
 
 class _Reads(TorchFunctionMode):

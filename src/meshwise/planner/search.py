@@ -39,6 +39,7 @@ from meshwise.simulate.memory import fullest
 from meshwise.simulate.no_values import ASKED, is_of_values
 from meshwise.simulate.rehearsal import find_stack, rehearse, schedule_of
 from meshwise.simulate.subject import Subject
+from meshwise.tensor.rules import find_parts
 
 WHOLE: Mapping[str, Any] = MappingProxyType(
     {
@@ -169,6 +170,7 @@ class Searching:
         self._whole = Way(dataclasses.replace(rows, pp=self._space.pieces), self._space.most_rows)
         self._asked: dict[Way, list[Candidate]] = {}
         self._refused: dict[Way | None, str] = {}
+        self._splits: dict[tuple[Any, ...], str] = {}
         self._running: dict[Plan, Candidate] = {}
         self._cuts: dict[Any, tuple[str, ...]] = {}
         self._heap: list[tuple[float, int, int, Candidate]] = []
@@ -207,8 +209,9 @@ class Searching:
             candidate = heapq.heappop(self._heap)[-1]
             rung = Rung(candidate.rung + 1)
             way = self._way(candidate.plan, rung)
-            if rung is Rung.REHEARSED and way in self._refused:
-                self._settle(dataclasses.replace(candidate, rung=rung, refused=self._refused[way]), tiers=tiers)
+            refused = (self._refused.get(way) or self._unsplit(candidate.plan)) if rung is Rung.REHEARSED else ""
+            if refused:
+                self._settle(dataclasses.replace(candidate, rung=rung, refused=refused), tiers=tiers)
             elif rung is Rung.REHEARSED:
                 self.survey.rehearsals += 1
                 self._running[candidate.plan] = candidate
@@ -289,6 +292,17 @@ class Searching:
         if rung is Rung.COUNTED:
             return self._undivided(own)
         return Way(dataclasses.replace(own.plan, **plain), max(self._space.most_rows, own.rows))  # type: ignore[arg-type]
+
+    def _unsplit(self, plan: Plan) -> str:
+        """What is said where tp cannot split the model so, whatever else a plan says: no rehearsal is spent on that."""
+        split = (plan.tp, plan.tp_mode, plan.tp_depth, plan.sequence_parallel)
+        if plan.tp > 1 and split not in self._splits:
+            self._splits[split] = ""
+            try:
+                find_parts(self._source.module, plan=plan, rules=self._subject.options.tensor_rules)
+            except ValueError as error:
+                self._splits[split] = str(error)
+        return self._splits.get(split, "")
 
     def _undivided(self, own: Way) -> Way:
         """The model as it is, of no fewer rows than a plan's micro-batches: what is scaled up is no bound."""
