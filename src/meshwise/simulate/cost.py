@@ -98,6 +98,9 @@ def _flops(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out
         return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
     if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
         return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
+    if packet is aten._grouped_mm:
+        a, b = args[:2]
+        return int(2 * a.numel() * b.shape[-1] // (a.shape[0] if a.dim() > b.dim() else 1))
     formula = flop_registry.get(packet)
     return int(formula(*args, **kwargs, out_val=output)) if formula else 0
 
@@ -145,10 +148,19 @@ def _product(
     if packet in (aten.bmm, aten.baddbmm):
         (batch, m, k), n = inputs[0].shape, inputs[1].shape[2]
         return Product(batch, m, k, n)
+    if packet is aten._grouped_mm:
+        return _grouped(inputs[0], inputs[1], outputs[0])
     if "attention" in packet.__name__:
         batch, heads, length, width = inputs[0].shape
         return Product(batch * heads, length, width, length)
     return None
+
+
+def _grouped(a: Tensor, b: Tensor, output: Tensor) -> Product:
+    """Products whose groups share out the rows, the columns or the terms of one: of each there are as many in all."""
+    batch = output.shape[0] if output.dim() == 3 else 1
+    terms = a.shape[-1] // (batch if a.dim() == b.dim() == 2 else 1)
+    return Product(batch, a.shape[-2], max(1, terms), b.shape[-1])
 
 
 def _windows(x: Tensor, weight: Tensor, y: Tensor, *, transposed: bool, groups: int) -> Product:

@@ -37,9 +37,17 @@ def computed(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any]
     if place is not None and args[place].dtype == torch.uint8:  # has a kernel, but not without values
         with unseen():
             args = (*args[:place], args[place].long(), *args[place + 1 :])
+    if func is aten._grouped_mm.default and args[0].dtype == args[1].dtype != torch.bfloat16:
+        return _grouped(*args[:2], *args[2:3], **kwargs)
     if func is aten._to_dense.default and args[0].is_sparse:
         return torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device="meta")
     return func(*args, **kwargs)
+
+
+def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor:
+    """Products of groups of the rows, the columns or the terms, of any dtype: torch knows bfloat16 alone here."""
+    groups = (offs.shape[0],) if a.dim() == b.dim() == 2 and offs is not None else ()
+    return a.new_empty((*(a.shape[:1] if a.dim() == b.dim() == 3 else groups), a.shape[-2], b.shape[-1]))
 
 
 def _is_doubtful(func: OpOverload, args: Sequence[Any]) -> bool:
