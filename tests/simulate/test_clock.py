@@ -19,7 +19,7 @@ from meshwise.simulate.price import Prices, traffic
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.subject import Subject
 from meshwise.simulate.tape import Call, Memory
-from simulate.subjects import gpt_subject
+from simulate.subjects import CONFIG, gpt_subject
 
 STEADY = Cluster(
     device=Device(kind="cpu", peak={"float32": 1e9}, products=Products(best=1.0), attention=Products(best=1.0)),
@@ -126,6 +126,16 @@ def test_a_ring_in_one_node_uses_its_link_and_one_through_several_their_adapters
     assert traffic("all_reduce", count=4) == 1.5
 
 
+def test_what_is_sent_between_nodes_is_that_of_the_rank_that_sends_most_there() -> None:
+    """The first stage has the embedding to reduce, within its node; the second has activations to send to the other."""
+    wide = dataclasses.replace(CONFIG, vocabulary=1024)
+    made = rehearse(gpt_subject(wide, rows=16, stages=4), plan="pp=4 dp=2 microbatches=2", ranks=8)
+    sent = predict(made, cluster=parse_cluster("2x4 h100")).traffic
+    activations = 8 * CONFIG.context * CONFIG.width * 4
+    assert activations <= sent["between"] < 1.1 * activations
+    assert sent["inside"] > sent["between"]
+
+
 @pytest.mark.parametrize("name", ["v100", "a100-40", "a100-80", "h100", "h200", "b200", "cpu4"])
 def test_a_shipped_cluster_is_read_and_written_back(name: str, tmp_path: Path) -> None:
     cluster = load(name)
@@ -174,6 +184,16 @@ def test_memory_and_rates_may_have_no_limit(tmp_path: Path) -> None:
     path.write_text("[device]\nmemory = inf\npeak = {float32 = 1e12}\nrates = {gelu = inf}\n[host]\nlink = inf\n")
     found = load(path)
     assert (found.device.memory, found.device.rates, found.host.link) == (math.inf, {"gelu": math.inf}, math.inf)
+
+
+def test_a_file_without_numbers_before_it_has_the_nodes_that_it_tells(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("nodes = 4\nranks_per_node = 2\n[device.peak]\nfloat32 = 1e12\n")
+    assert (parse_cluster(str(path)).nodes, parse_cluster(str(path)).ranks) == (4, 8)
+    assert (parse_cluster(f"2 {path}").nodes, parse_cluster(f"3x8 {path}").nodes) == (1, 3)
+    path.write_text(f"nodes = {10**9}\n[device.peak]\nfloat32 = 1e12\n")
+    with pytest.raises(ClusterError, match="has more ranks than"):
+        parse_cluster(str(path))
 
 
 def test_what_is_no_cluster_is_refused_with_what_is(tmp_path: Path) -> None:

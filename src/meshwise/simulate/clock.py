@@ -56,7 +56,7 @@ class Prediction:
     """Seconds of the step in which the busiest rank only waits for collectives, by their axes."""
 
     traffic: Mapping[str, float]
-    """Bytes that a rank sends in a step over the links `inside` a node and `between` nodes."""
+    """Bytes that a rank sends in a step over the links `inside` a node and `between` nodes: of each, the most."""
 
     timeline: Timeline | None
     """Of a pipeline."""
@@ -113,7 +113,8 @@ def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
     prices, step = Prices(cluster), cluster.device.step
     places = _places(rehearsal, cluster)
     ranks = {place: _Rank(rehearsal, index, prices) for place, index in _first(places).items()}
-    sent = max((rank.sent() for rank in ranks.values()), key=lambda sent: sum(sent.values()))
+    each = [rank.sent() for rank in ranks.values()]
+    sent = {link: max(one[link] for one in each) for link in each[0]}
     if rehearsal.plan.pp == 1:
         played = ranks[places[0]].play(rehearsal.step(0))
         took, waits = _with_host(rehearsal, cluster, played.seconds + step, played.exposed)

@@ -214,7 +214,8 @@ def load(name: str | Path) -> Cluster:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """`64x8 h100`: so many nodes of so many ranks of a cluster that `load` knows; `8 h100` is one node.
+    """`64x8 h100`: so many nodes of so many ranks of a cluster that `load` knows; `8 h100` is one node, and `mine.toml`
+    what the file says.
 
     Raises ClusterError.
     """
@@ -227,11 +228,12 @@ def parse_cluster(text: str) -> Cluster:
     cluster = load(name)
     long = max(len(each or ""), len(nodes or "")) > len(str(MOST))
     ranks = int(each) if each and not long else cluster.ranks_per_node
-    if long or ranks * int(nodes or 1) > MOST:
+    count = int(nodes) if nodes and not long else 1 if each else cluster.nodes
+    if long or ranks * count > MOST:
         raise ClusterError(f"{text!r} has more ranks than {MOST}; write nodes x ranks and a name, as in '64x8 h100'")
-    if not ranks or not int(nodes or 1):
+    if not ranks or not count:
         raise ClusterError(f"{text!r} has no ranks; write nodes x ranks and a name, as in '64x8 h100'")
-    return dataclasses.replace(cluster, nodes=int(nodes or 1), ranks_per_node=ranks)
+    return dataclasses.replace(cluster, nodes=count, ranks_per_node=ranks)
 
 
 def to_table(value: Any) -> Any:
