@@ -1,5 +1,6 @@
 """What is drawn: which shapes a picture has, where, and that a file of each kind comes of it."""
 
+import dataclasses
 import io
 import json
 import re
@@ -13,7 +14,9 @@ from rich.console import Console
 from meshwise.mesh import Mesh
 from meshwise.pipeline.clock import Cost, clock
 from meshwise.pipeline.schedules import make_schedule
-from meshwise.view.account import Account
+from meshwise.simulate.memory import fullest
+from meshwise.simulate.tables import text as size_text
+from meshwise.view.account import Account, predicted
 from meshwise.view.chrome_trace import write_chrome_trace
 from meshwise.view.comparison import comparison_table
 from meshwise.view.drawings import drawings
@@ -24,7 +27,7 @@ from meshwise.view.pictures import pictures, sheet
 from meshwise.view.png import write_png
 from meshwise.view.svg import svg_file
 from meshwise.view.timeline_picture import timeline_picture
-from view.accounts import SHARDED, SPLIT, account
+from view.accounts import SHARDED, SPLIT, account, prediction
 
 
 def both() -> list[Account]:
@@ -34,6 +37,18 @@ def both() -> list[Account]:
 def bars_of(picture: Picture, paint: str) -> list[Bars]:
     """Without those of the legend."""
     return [shape for shape in picture.flat() if isinstance(shape, Bars) and shape.paint == paint and shape.names]
+
+
+def test_what_fits_is_within_what_is_told_and_drawn_as_the_devices() -> None:
+    """Libraries take a part of a device, which is not there for a plan."""
+    made = prediction(SHARDED)
+    needed = fullest(made.memory).peak.bytes
+    for less, fits in ((0, "yes"), (1, "no")):
+        device = dataclasses.replace(made.cluster.device, own=2**30, memory=float(2**30 + needed - less))
+        shown = predicted(dataclasses.replace(made, cluster=dataclasses.replace(made.cluster, device=device)))
+        assert shown.facts["fits"] == fits
+        assert shown.machine.memory == needed - less
+        assert shown.facts["peak memory"] == f"{size_text(needed)} of {size_text(needed - less)}"
 
 
 def test_a_timeline_is_drawn_to_scale_a_row_for_each_rank() -> None:

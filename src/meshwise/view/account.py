@@ -80,12 +80,12 @@ def predicted(prediction: Prediction, *, title: str = "") -> Account:
     plan, cluster, replay = prediction.rehearsal.plan, prediction.cluster, Replay(prediction)
     along = len(prediction.rehearsal.tapes)
     memory, each = prediction.memory, plan.mesh().size // along
-    peak = fullest(memory).peak
+    peak, room = fullest(memory).peak, max(0.0, cluster.device.memory - cluster.device.own)
     shown = sorted({0, fullest(memory).index, along - 1}) if along > _MOST_HISTORIES else range(along)
     facts = {
         "tokens/s": f"{prediction.tokens_per_second:,.0f}",
         "utilisation": f"{100 * prediction.utilisation:.1f} %",
-        "peak memory": f"{size_text(peak.bytes)} of {size_text(cluster.device.memory)}",
+        "peak memory": f"{size_text(peak.bytes)} of {size_text(room)}",
         "fits": "yes" if prediction.fits else "no",
         **{f"sent {where}": size_text(size) for where, size in prediction.traffic.items()},
     }
@@ -94,7 +94,7 @@ def predicted(prediction: Prediction, *, title: str = "") -> Account:
         replay.timeline,
         rows=tuple(_ranks(index * each, (index + 1) * each - 1) for index in range(along)),
         plan=plan,
-        machine=Machine(cluster.device.name, cluster.device.memory, cluster.ranks_per_node),
+        machine=Machine(cluster.device.name, room, cluster.ranks_per_node),
         facts=facts,
         peak={str(category): size for category, size in peak.device.items() if size},
         histories=tuple(replay.history(index) for index in shown),
