@@ -133,3 +133,6 @@ def test_a_run_ends_with_what_was_predicted_of_its_plan(job: Path, capsys: pytes
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("predicted")]
     assert line.startswith("predicted 0.5 s a step and 1.00 GiB on 2 here.toml; measured ")
     assert line.count("the prediction is off by ") == 2
+    more = re.search(r"measured .* and (\d+) MiB", line)
+    assert more
+    assert int(more[1]) < 100  # of a small model, and not of the interpreter

@@ -70,6 +70,7 @@ def train(world: World, *, job: Job, console: Console | None = None) -> Summary:
     job = prepared.job
     attempt = Attempt.current()
     origin = on_first_rank(lambda: checked_origin(prepared, attempt=attempt), world=world)
+    had = _peak_memory(world.device)
     trainer = parallelize(
         prepared.model,
         job.plan,
@@ -83,7 +84,7 @@ def train(world: World, *, job: Job, console: Console | None = None) -> Summary:
     sinks = [] if world.rank else folder.sinks(console or Screen(), every=job.train.log_every)
     try:
         with Events(sinks) as events:
-            return _Run(trainer, prepared, folder, events).run(origin)
+            return _Run(trainer, prepared, folder, events, had=had).run(origin)
     except Exception as error:
         leave_traceback(error, world=world, folder=folder.path)
         if is_shortage(error):
@@ -96,7 +97,8 @@ def train(world: World, *, job: Job, console: Console | None = None) -> Summary:
 class _Run:
     """One run of a job on one rank. Rank 0 writes into the folder, every rank into its checkpoints."""
 
-    def __init__(self, trainer: Trainer, prepared: Prepared, folder: RunFolder, events: Events) -> None:
+    def __init__(self, trainer: Trainer, prepared: Prepared, folder: RunFolder, events: Events, *, had: int) -> None:
+        """`had`: the most bytes that this process had used before it had a trainer."""
         job = prepared.job
         self._trainer = trainer
         self._prepared = prepared
@@ -109,6 +111,7 @@ class _Run:
         self._rate = rate(job.schedule, steps=job.train.steps)
         self._validation: float | None = None
         self._seconds: list[float] = []
+        self._had = had
         self._checkpoints = Checkpoints(
             trainer, root=folder.checkpoints, keep_last=job.train.keep_last, emit=events.emit
         )
@@ -200,7 +203,7 @@ class _Run:
         told = self._job.predicted
         if len(self._seconds) > 1 and told.seconds and Plan.parse(told.plan) == self._job.plan:
             seconds, memory = statistics.median(self._seconds[1:]), _peak_memory(self._trainer.world.device)
-            self._emit(Compared(told.on, told.seconds, told.memory, seconds, memory))
+            self._emit(Compared(told.on, told.seconds, told.memory, seconds, memory - self._had))
 
     def _step(self, step: int, batch: Any) -> StepResult:
         try:
