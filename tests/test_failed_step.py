@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.comm.world import World
+from meshwise.model.forward import LossError
 from meshwise.parallelize import Options, parallelize
 from meshwise.testing import agree, run
 from meshwise.trainer import Trainer
@@ -114,3 +115,30 @@ def test_a_step_that_was_skipped_draws_nothing() -> None:
 
     skipped, without = (run(2, lambda world, s=s: main(world, skipping=s)) for s in (True, False))
     agree(skipped, without, bound=0.0)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(
+    "plan", ["dp=1 microbatches=2", "dp=2", "dp=2 zero=3 microbatches=2", "tp=2 microbatches=2", "pp=2 microbatches=2"]
+)
+def test_a_count_below_0_is_not_hidden_by_larger_ones(plan: str, early: bool) -> None:
+    batch = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+    marked = torch.cat([torch.full((1, WIDTH), -9.0), batch[1:]])
+
+    def loss(output: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return output.square().sum(), torch.tensor(-1 if rows[0, 0] == -9 else 100)
+
+    def main(world: World) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(Block(Trap()), Block(Trap()))
+        options = Options(example=batch, nonfinite="end" if early else "raise")
+        where = plan + " offload=optimizer:cpu" * early
+        trainer = parallelize(model, where, world=world, loss=loss, lr=1e-2, options=options)
+        before = state(trainer)
+        for use in (lambda: trainer.step(marked), lambda: trainer.evaluate([batch, marked])):
+            with pytest.raises(LossError, match="a count that loss returned is below 0 or NaN; each must be"):
+                use()
+        agree(state(trainer), before, bound=0.0)
+        trainer.step(batch)
+
+    run(1 if plan.startswith("dp=1") else 2, main)

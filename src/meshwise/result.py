@@ -103,5 +103,7 @@ class Recipe:
 
 def check_count(count: float) -> None:
     """Raise LossError for a sum of counts that no loss can have; those that are tensors are looked at there alone."""
+    if math.isnan(count):
+        raise LossError("a count that loss returned is below 0 or NaN; each must be a finite number of at least 0")
     if not 0 <= count < math.inf:
         raise LossError(f"the counts that loss returned add up to {count}; each must be a finite number of at least 0")

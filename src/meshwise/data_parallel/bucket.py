@@ -220,9 +220,14 @@ class Bucket:
         if self.gradient is None:
             dtype = self.replication.precision.accumulation_of(self.dtype)
             self.gradient = self.replication.world.empty(self.place.size, dtype=dtype)
+            self.clear_padding()
+        return self.gradient
+
+    def clear_padding(self) -> None:
+        """Make 0 what no parameter writes to, which is part of the norm."""
+        if self.gradient is not None:
             for gap in self.place.padding:
                 self.gradient[slice(*gap)].zero_()
-        return self.gradient
 
     def start_reduce(self) -> None:
         """Sum the gradients of all ranks into the owned slice; parameters without a gradient count as zero."""

@@ -88,6 +88,7 @@ class AsTheyArrive:
         self._count: Tensor | None = None
         self._counting = Work()
         self._left: dict[Bucket, None] = {}
+        self._spoilt = False
         for bucket in buckets:
             bucket.told = self._reduced
 
@@ -95,6 +96,10 @@ class AsTheyArrive:
         """Forget a step that ended half way, which knew its count."""
         self._count = None
         self._update.check()
+        if self._spoilt:
+            self._spoilt = False
+            for bucket in self._buckets:
+                bucket.clear_padding()
 
     def counted(self, count: Tensor) -> None:
         """Gradients that arrive from now on are those of the whole step."""
@@ -132,7 +137,9 @@ class AsTheyArrive:
 
         def ready() -> None:
             there()
-            factor = 1 / total if (total := float(count)) else math.nan
+            total = float(count)
+            factor = 1 / total if total > 0 else math.nan
+            self._spoilt |= math.isnan(factor)
             for gradient in bucket.scaled(factor):
                 gradient.mul_(factor)
 

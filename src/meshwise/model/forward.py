@@ -61,7 +61,8 @@ def default_forward(model: nn.Module, batch: Any) -> Any:
 def call_loss(model: nn.Module, batch: Any, *, forward: Forward, loss: Loss) -> tuple[Tensor, Tensor]:
     """Run forward and loss: (sum of the loss, count), two scalar tensors, the count in fp64.
 
-    Raises LossError when `loss` does not return a scalar sum and a count of at least 0.
+    Raises LossError when `loss` does not return a scalar sum and a count of at least 0. A count that is a tensor is not
+    looked at, for which a GPU would have to be waited for: one below 0 becomes NaN, which no other count makes up for.
     """
     output = forward(model, batch)
     returned = loss(output, batch)
@@ -77,6 +78,7 @@ def call_loss(model: nn.Module, batch: Any, *, forward: Forward, loss: Loss) -> 
         if count.numel() != 1:
             raise LossError(f"the count that loss returned is {_kind(count)}; it must be one number")
         counted = count.detach().reshape(()).to(device=total.device, dtype=torch.float64)
+        counted = counted.masked_fill(counted < 0, math.nan)
     elif isinstance(count, Real) and 0 <= count < math.inf:
         counted = torch.tensor(float(count), dtype=torch.float64, device=total.device)
     else:
