@@ -110,6 +110,18 @@ class Blank(Net):
         self.gain = nn.Parameter(torch.empty(WORDS))
 
 
+class Inferring(Net):
+    """Runs a block, and in training its embedding, without a gradient as in inference."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        with torch.inference_mode():
+            x, y = self.embed(words), self.blocks[0](self.embed(words))
+        x = x.clone() + y
+        for block in self.blocks[1:]:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
 def entropy(output: Tensor, words: Tensor) -> tuple[Tensor, int]:
     total = functional.cross_entropy(output.flatten(0, 1), words.flatten(), reduction="sum")
     return total, words.numel()
@@ -245,3 +257,8 @@ def test_a_batch_without_rows_is_refused() -> None:
     options = Options(example=words)
     with pytest.raises(ValueError, match=r"the batch in Options\(example=batch\) has no rows"):
         run_threads(2, lambda world: parallelize(Net, PIPELINE, loss=entropy, world=world, options=options))
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2 zero=3", "dp=2 zero=3 microbatches=2 precision=bf16", PIPELINE])
+def test_what_is_run_as_in_inference_is_taken_by_both(plan: str) -> None:
+    assert both(Inferring, plan) == ["taken"] * 2

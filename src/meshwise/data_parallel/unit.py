@@ -150,7 +150,8 @@ class LiveUnit:
         if not bucket.at_rest:
             return bucket.views()
         value = float("nan") if bucket.dtype.is_floating_point or bucket.dtype.is_complex else 0
-        nothing = torch.full((), value, dtype=bucket.dtype, device=bucket.device)
+        with torch.inference_mode(mode=False):  # a parameter of meta cannot be what is made there
+            nothing = torch.full((), value, dtype=bucket.dtype, device=bucket.device)
         return [nothing.expand(piece.shape) for piece in bucket.place.pieces]
 
 

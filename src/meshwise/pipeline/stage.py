@@ -282,7 +282,8 @@ class Void:
         flat = self._flat.get(place)
         if fresh or flat is None or flat.numel() < tensor.numel() or flat._version:
             value = math.nan if tensor.dtype.is_floating_point or tensor.dtype.is_complex else 0
-            flat = torch.full((tensor.numel(),), value, dtype=tensor.dtype, device=device)
+            with torch.inference_mode(mode=False):  # what is made there has no version, and cannot be used elsewhere
+                flat = torch.full((tensor.numel(),), value, dtype=tensor.dtype, device=device)
             if fresh:
                 return flat.view(tensor.shape)
             self._flat[place] = flat
