@@ -154,6 +154,31 @@ def test_a_folder_that_cannot_be_made_is_told_on_every_rank(tmp_path: Path) -> N
         assert "file" in message
 
 
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        *((name, "something is there which is no checkpoint") for name in ("", "mine", "mine/notes.txt")),
+        ("latest", "the name is that of the file which names the newest one"),
+        ("mine/latest", "the name is that of the file which names the newest one"),
+    ],
+)
+def test_what_is_no_checkpoint_is_not_replaced_by_one(name: str, words: str, tmp_path: Path) -> None:
+    run(2, overwrite, args=(tmp_path,))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("years of work")
+    before = sorted(tmp_path.parent.rglob("*"))
+    for message in run(2, no_place, args=(tmp_path / name, 0)):
+        assert words in message
+    assert sorted(tmp_path.parent.rglob("*")) == before
+    assert (tmp_path / "latest").read_text() == "last\n"
+
+
+def test_a_checkpoint_may_be_saved_into_a_folder_without_anything_in_it(tmp_path: Path) -> None:
+    (tmp_path / "last").mkdir()
+    run(2, overwrite, args=(tmp_path,))
+    assert names(tmp_path) == ["last"]
+
+
 @pytest.mark.parametrize("value", [float("nan"), {1, 2}, torch.ones(2)], ids=["nan", "a set", "a tensor"])
 def test_what_is_not_json_is_refused_before_anything_is_written(value: object, tmp_path: Path) -> None:
     for message in run(2, no_place, args=(tmp_path / "step-1", value)):

@@ -11,6 +11,7 @@ same name is put aside by the first of two renames, and is a valid checkpoint un
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -65,11 +66,20 @@ def newest_valid(root: Path, *, but: Collection[Path] = ()) -> Search:
 
 
 def make_aside(folder: Path) -> Path:
-    """A new folder beside `folder`, to write into. Raises OSError."""
+    """A new folder beside `folder`, to write into. Raises OSError, also where something else is under that name."""
+    if folder.name == LATEST:
+        raise FileExistsError(errno.EEXIST, "the name is that of the file which names the newest one", str(folder))
+    if not _may_be_replaced(folder):
+        raise FileExistsError(errno.EEXIST, "something is there which is no checkpoint and stays as it is", str(folder))
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = folder.with_name(f"{folder.name}{_PARTIAL}{secrets.token_hex(4)}")
     aside.mkdir()
     return aside
+
+
+def _may_be_replaced(folder: Path) -> bool:
+    """Whether nobody would miss what is there: nothing, or an older checkpoint of this name."""
+    return not os.path.lexists(folder) or is_checkpoint(folder) or (folder.is_dir() and not any(folder.iterdir()))
 
 
 def publish(aside: Path, *, folder: Path) -> None:
