@@ -110,8 +110,9 @@ def test_the_random_generator_of_a_rank_comes_back_to_it(tmp_path: Path) -> None
         ({}, {"optimizer": torch.optim.Adagrad}, "saved with the optimizer AdamW, and this one is Adagrad"),
         ({"frozen": True}, {}, "was one of them frozen"),
         ({"dtype": torch.float64}, {}, "cannot hold all its values"),
+        ({}, {"options": Options(parameter_options=lambda *_: {})}, "share a group of the optimizer and were saved"),
     ],
-    ids=["another shape", "fewer", "more", "another optimizer", "frozen then, trained now", "wider"],
+    ids=["another shape", "fewer", "more", "another optimizer", "frozen then, trained now", "wider", "fewer groups"],
 )
 def test_what_does_not_fit_is_refused_alike_on_every_rank_and_nothing_has_changed(
     kind: dict[str, Any], how: dict[str, Any], words: str, tmp_path: Path

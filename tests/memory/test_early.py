@@ -233,3 +233,33 @@ def test_a_backward_that_ends_before_anything_was_updated_is_forgotten(tiers: st
         trainer.close()
 
     run_threads(1, main)
+
+
+class Slow(torch.optim.AdamW):
+    """Whose update takes a while."""
+
+    def step(self, closure: Any = None) -> Any:
+        time.sleep(0.2)
+        return super().step(closure)
+
+
+def test_a_load_waits_for_what_a_backward_that_ended_half_way_has_set_going(tmp_path: Path) -> None:
+    def fail(_: Tensor) -> None:
+        raise ValueError("a hook of the model")
+
+    def main(world: World) -> None:
+        trainer = under(world, "offload=optimizer:cpu", options=EARLY, kind=Slow)
+        trainer.step(batches()[0])
+        trainer.save(tmp_path / "saved")
+        before = {name: value.clone() for name, value in trainer.full_parameters()}
+        handle = dict(trainer.model.named_parameters())["blocks.0.weight"].register_hook(fail)
+        with pytest.raises(ValueError, match="a hook of the model"):
+            trainer.step(batches()[1])
+        handle.remove()
+        trainer.load(tmp_path / "saved")
+        time.sleep(0.5)
+        the_same(dict(trainer.full_parameters()), before)
+        trainer.step(batches()[1])
+        trainer.close()
+
+    run_threads(1, main)

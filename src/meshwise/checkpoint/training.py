@@ -28,7 +28,7 @@ from meshwise.data_parallel.holdings import Holding, buffers, owned
 from meshwise.data_parallel.protocol import Engine
 from meshwise.data_parallel.refill import Refill, Slot
 from meshwise.memory.update import Update
-from meshwise.optim.groups import describe_groups, restore_groups
+from meshwise.optim.groups import describe_groups, restore_groups, saved_groups
 from meshwise.plan import Plan
 
 
@@ -87,6 +87,7 @@ class TrainingState:
         load mends that. ValueError when it is of another model or optimizer, before anything has changed.
         """
         self.staged()
+        self._update.abandon()
         if together(lambda: is_pretrained(folder), world=self._engine.world):
             return {"steps": 0, "skips": 0, "user": {"unused": self._load_pretrained(folder)}}
         engine = self._engine
@@ -96,6 +97,7 @@ class TrainingState:
         def needed(index: Index) -> Iterator[Holding]:
             self._check_optimizer(index)
             refill = Refill(engine, update=self._update, slots=_slots(index, engine))
+            self._groups_of(index)
             refills.append(refill)
             yield from refill.needed()
             if (index.extra.get("plan"), index.extra.get("ranks")) == (self._plan, engine.world.size):
@@ -181,6 +183,10 @@ class TrainingState:
             [row.name for row in rows if row.trainable and row.options == options] for options in self._engine.slices()
         ]
 
+    def _groups_of(self, index: Index) -> list[Mapping[str, Any]]:
+        """The hyperparameters of each group in a checkpoint. Raises ValueError where they cannot be one group's."""
+        return saved_groups(names=self._groups(), saved=index.extra.get("groups", []))
+
     def _generators(self) -> list[Holding]:
         """The states of this rank's random generators, as copies."""
         world = self._engine.world
@@ -191,7 +197,7 @@ class TrainingState:
 
     def _take_up(self, index: Index, refill: Refill, generators: list[Holding]) -> None:
         refill.finish()
-        restore_groups(self._optimizer, names=self._groups(), saved=index.extra.get("groups", []))
+        restore_groups(self._optimizer, values=self._groups_of(index))
         random, *others = generators
         torch.set_rng_state(random.tensor)
         for state in others:

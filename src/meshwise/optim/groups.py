@@ -24,16 +24,14 @@ def describe_groups(optimizer: torch.optim.Optimizer, *, names: Sequence[Sequenc
     return described
 
 
-def restore_groups(
-    optimizer: torch.optim.Optimizer, *, names: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]
-) -> None:
-    """Give every group the hyperparameters that its parameters were saved with.
+def saved_groups(*, names: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The hyperparameters that the parameters of each group were saved with; none where they were not trained.
 
-    Raises ValueError when parameters of one group were saved with different ones; those of parameters that were not
-    trained then stay as they are.
+    Raises ValueError when parameters of one group were saved with different ones.
     """
     by_name = {name: group["values"] for group in saved for name in group["names"]}
-    for group, members in zip(optimizer.param_groups, names, strict=True):
+    found: list[Mapping[str, Any]] = []
+    for members in names:
         known = [name for name in members if name in by_name]
         for name in known[1:]:
             if by_name[name] != by_name[known[0]]:
@@ -41,7 +39,14 @@ def restore_groups(
                     f"{known[0]} and {name} share a group of the optimizer and were saved with {by_name[known[0]]} and "
                     f"{by_name[name]}; give them different options again"
                 )
-        for key, value in by_name[known[0]].items() if known else ():
+        found.append(by_name[known[0]] if known else {})
+    return found
+
+
+def restore_groups(optimizer: torch.optim.Optimizer, *, values: Sequence[Mapping[str, Any]]) -> None:
+    """Give every group its hyperparameters."""
+    for group, restored in zip(optimizer.param_groups, values, strict=True):
+        for key, value in restored.items():
             current = group.get(key)
             if isinstance(current, Tensor):
                 current.fill_(value)
