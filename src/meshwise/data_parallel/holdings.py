@@ -119,7 +119,8 @@ def owned(engine: Engine, *, optimizer: torch.optim.Optimizer) -> Iterator[Holdi
             if bucket.counts:
                 for piece in bucket.place.pieces:
                     yield from _owned(bucket, piece, optimizer)
-    yield from (held for held in buffers(engine.modules) if engine.saves(held.name))
+    # Stages may have copies of a buffer that each of them changes in the same way.
+    yield from {held.name: held for held in buffers(engine.modules) if engine.saves(held.name)}.values()
 
 
 def buffers(modules: Iterable[nn.Module]) -> Iterator[Holding]:

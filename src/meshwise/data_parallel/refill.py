@@ -66,6 +66,7 @@ class Refill:
             raise ValueError(f"the checkpoint lacks parameters that the model has: {_some(missing)}")
         for row in engine.table.rows:
             _check_shape(row, slots[row.name]["parameter"])
+        self._trained = [row.name for row in engine.table.rows if row.trainable and row.numel]
         self._keys = self._common_keys()
 
     def needed(self) -> Iterator[Holding]:
@@ -107,12 +108,9 @@ class Refill:
         """The slots of the optimizer's state, the same for all trained parameters. Raises ValueError otherwise.
 
         Under one plan parameters are updated together that are apart under another, so none can begin anew alone.
+        Those without elements have no state.
         """
-        found = [
-            (row.name, tuple(sorted(slot for slot in self._slots[row.name] if "/" in slot)))
-            for row in self._engine.table.rows
-            if row.trainable
-        ]
+        found = [(name, tuple(sorted(slot for slot in self._slots[name] if "/" in slot))) for name in self._trained]
         for name, keys in found[1:]:
             if keys != found[0][1]:
                 raise ValueError(
@@ -120,26 +118,27 @@ class Refill:
                     f"{', '.join(keys) or 'no optimizer state'} for {name}; was one of them frozen when it was saved? "
                     "Then take the parameters alone, with a new optimizer: export it and load what was exported"
                 )
-        return found[0][1]
+        return found[0][1] if found else ()
 
     def _state(self, part: Slice, parameter: nn.Parameter) -> Iterator[Holding]:
         """Make the optimizer's state of a slice, and say what to fill it with."""
         old = self._optimizer.state.get(parameter, {})
         new: dict[str, Any] = {}
+        pieces = _inside(part)
+        names = [piece.row.name for piece in pieces] or self._trained[:1]  # of padding, those of any other
         for slot in self._keys:
             kind, _, key = slot.partition("/")
             if kind == "optimizer":
-                pieces = _inside(part)
-                new[key] = self._like(parameter, self._slots[pieces[0].row.name], slot=slot, old=old.get(key))
+                new[key] = self._like(parameter, self._slots[names[0]], slot=slot, old=old.get(key))
                 for piece in pieces:
                     values = Slice(part.bucket, part.start, new[key])
                     yield from values.holdings(piece, slot=slot, within=(part.start, part.stop))
             else:
                 device = self._number_device(parameter)
-                for piece in _inside(part):
-                    number = torch.zeros((), dtype=self._slots[piece.row.name][slot].dtype)
-                    self._numbers.append(_Number(piece.row.name, slot, new, device, number))
-                    yield Holding.whole(number, name=piece.row.name, slot=slot)
+                for name in names:
+                    number = torch.zeros((), dtype=self._slots[name][slot].dtype)
+                    self._numbers.append(_Number(name, slot, new, device, number))
+                    yield Holding.whole(number, name=name, slot=slot)
         self._states.append((parameter, new))
 
     def _like(self, parameter: nn.Parameter, slots: Slots, *, slot: str, old: object) -> Tensor:
@@ -162,9 +161,9 @@ class Refill:
 
 
 def _inside(part: Slice) -> list[Piece]:
-    """The parameters that have elements in a slice; the last one, whose padding it is, for one without any."""
+    """The parameters that have elements in a slice; of padding, none."""
     pieces = part.bucket.place.pieces
-    return [piece for piece in pieces if max(piece.start, part.start) < min(piece.stop, part.stop)] or [pieces[-1]]
+    return [piece for piece in pieces if max(piece.start, part.start) < min(piece.stop, part.stop)]
 
 
 def _check_shape(row: Row, found: Slot) -> None:
