@@ -181,3 +181,21 @@ def test_frozen_parameters_rest_and_are_evaluated_too() -> None:
         the_same(found, expected)
         assert loss == own
         assert torch.equal(output, whole)
+
+
+def test_a_state_that_an_optimizer_begins_with_is_taken_to_where_it_rests(tmp_path: Path) -> None:
+    def main(world: World, plan: str) -> dict[str, Tensor]:
+        begins: dict[str, Any] = {"initial_accumulator_value": 0.1, "weight_decay": 0.0}
+        trainer = under(world, plan, kind=torch.optim.Adagrad, **begins)
+        trainer.step(batches()[0])
+        trainer.save(tmp_path / "saved")
+        trainer.step(batches()[1])
+        trainer.load(tmp_path / "saved")
+        trainer.step(batches()[1])
+        found = outcome(trainer)
+        trainer.close()
+        return found
+
+    expected = run(2, main, args=("dp=2 zero=1",))[0]
+    for tiers in ("optimizer:cpu", "optimizer:disk", "optimizer:disk,gradients:disk"):
+        the_same(run(2, main, args=(f"dp=2 zero=1 offload={tiers}",))[0], expected)

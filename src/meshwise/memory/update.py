@@ -196,6 +196,8 @@ class Update:
         resting = Resting(chunk, found)
         for parameter, span in resting.spans:
             self._rests[parameter] = {key: rest[span] for key, rest in found.items() if key not in rests}
+            begun = self.optimizer.state.get(parameter, {})  # Adagrad's is made with the optimizer
+            begun.update((key, rest.copy_(begun[key])) for key, rest in self._rests[parameter].items() if key in begun)
         return resting
 
     def _kept(self, chunk: Chunk) -> Mapping[str, torch.dtype]:
