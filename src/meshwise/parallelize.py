@@ -370,12 +370,14 @@ def _draws(module: nn.Module, setting: Setting, world: World, parts: Mapping[str
 def _place_buffers(source: Source, world: World, precision: Precision) -> None:
     """Buffers are whole everywhere, on the device, and the first rank's values count for a model taken as it is."""
     source.buffers()
+    made: dict[torch.Tensor, torch.Tensor] = {}
     for module in source.module.modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            placed = place_buffer(buffer, precision=precision, device=world.device)
-            if not source.deferred:
-                world.broadcast(placed, axes=world.mesh.names).wait()
-            setattr(module, name, placed)
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if buffer not in made:
+                made[buffer] = place_buffer(buffer, precision=precision, device=world.device)
+                if not source.deferred:
+                    world.broadcast(made[buffer], axes=world.mesh.names).wait()
+            setattr(module, name, made[buffer])
 
 
 def _batch_norms_join(module: nn.Module, setting: Setting, world: World) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from meshwise.comm.world import World
 from meshwise.model.birth import Source, born, install, shapes_of
 from meshwise.model.table import parameter_table
+from meshwise.parallelize import parallelize
 from meshwise.reference import GPT, GPTConfig
 from meshwise.testing import Processes, run
 
@@ -337,3 +338,35 @@ def test_a_recurrent_network_runs_after_its_parameters_were_installed() -> None:
     for row in parameter_table(source.module).rows:
         install(source.module, row=row, tensor=source.full(row.name))
     assert source.module(torch.zeros(5, 3))[0].shape == (5, 4)
+
+
+class TwoNames(nn.Module):
+    """A buffer under two names of one module, and under a third of another."""
+
+    one: Tensor
+    two: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        buffer = torch.arange(3.0)
+        self.register_buffer("one", buffer)
+        self.register_buffer("two", buffer)
+        self.linear.register_buffer("three", buffer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.one += 1
+        output: Tensor = self.linear(x) + self.two.sum()
+        return output
+
+
+def test_a_buffer_under_two_names_stays_one() -> None:
+    def main(world: World) -> None:
+        for given in (TwoNames, TwoNames()):
+            trainer = parallelize(given, "dp=2", loss=lambda y, x: (y.sum(), len(x)), world=world)
+            trainer.step(torch.ones(4, 2))
+            one, two, three = (trainer.model.get_buffer(name) for name in ("one", "two", "linear.three"))
+            assert one is two is three
+            assert one.tolist() == [1.0, 2.0, 3.0]
+
+    run(2, main)

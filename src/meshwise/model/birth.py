@@ -107,7 +107,7 @@ class Source:
         """
         made: dict[int, Tensor] = {}
         for path, owner in self.module.named_modules():
-            held = {**_plain_attributes(owner), **dict(owner.named_buffers(recurse=False))}
+            held = {**_plain_attributes(owner), **dict(owner.named_buffers(recurse=False, remove_duplicate=False))}
             for key, tree in held.items():
                 names = {id(tensor): name for name, tensor in _entries(_join(path, key), tree) if tensor.is_meta}
                 for identity, name in names.items():
