@@ -76,6 +76,23 @@ def test_activations_on_disk_give_the_same_bits(plan: str, tmp_path: Path) -> No
     assert not list(tmp_path.iterdir()), "the file has no name"
 
 
+def test_what_stays_of_a_backward_in_two_parts_has_hooks_already(tmp_path: Path) -> None:
+    """A norm saves numbers for each row, which are too small to be moved."""
+
+    def main(world: World, plan: str) -> dict[str, Tensor]:
+        options = Options(example=batch(), swap=Swap(folder=tmp_path))
+        blocks = lambda: nn.Sequential(*(nn.Sequential(nn.LayerNorm(WIDTH), Layer(WIDTH)) for _ in range(3)))  # noqa: E731
+        trainer = parallelize(blocks, plan, loss=loss, world=world, lr=1e-2, options=options)
+        trainer.step(batch())
+        values = {name: value.clone() for name, value in trainer.full_parameters()}
+        trainer.close()
+        return values
+
+    plan = "pp=3 microbatches=2 schedule=zb-h1 partition=params"
+    expected, found = (run_threads(3, main, args=(plan + more,))[0] for more in ("", " offload=activations:disk"))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 def test_on_a_cpu_activations_are_on_the_cpu(tmp_path: Path) -> None:
     """So the plan of a GPU runs on a laptop, and nothing is moved there."""
     assert activations("cpu", device=CPU, swap=Swap(), how=Saving()) is None

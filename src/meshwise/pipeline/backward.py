@@ -16,6 +16,7 @@ reach the others again. So does one whose place torch's checkpoint computes agai
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any, TypeAlias
@@ -106,7 +107,8 @@ def _forget(node: Node) -> None:
     """
     for saved in _saved(node):
         if isinstance(saved.data, Tensor) and saved.data.dim():
-            saved.register_hooks(_nothing, _nothing)
+            with contextlib.suppress(RuntimeError):  # it has hooks already, of a tier or of the model's own
+                saved.register_hooks(_nothing, _nothing)
 
 
 def _nothing(_saved: object) -> None:
