@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from meshwise.model.birth import without_values
 from meshwise.model.copied import copied
@@ -93,7 +93,58 @@ def _traced(model: nn.Module, cut: Cut, index: int, crossing: Crossing) -> nn.Mo
     held = {name: beside[name] if name in beside else cut.trace.tensor(name, model=model) for name in names}
     module = fx.GraphModule(held, part)
     module.training = model.training
+    _keep_state(module, model=model, cut=cut, index=index)
     return module
+
+
+def _keep_state(module: nn.Module, *, model: nn.Module, cut: Cut, index: int) -> None:
+    """Let a traced stage hold what a stage of pieces would: also parameters and buffers that no operation reads, of
+    which fx knows nothing, the buffers on the last stage; and no state that the model has not, of which fx makes some:
+    to it every tensor that an operation reads is a buffer.
+    """
+    persistent = {
+        f"{path}.{key}" if path else key: buffer
+        for path, owner in model.named_modules()
+        for key, buffer in owner.named_buffers(recurse=False, remove_duplicate=False)
+        if key not in owner._non_persistent_buffers_set
+    }
+    for path, owner in module.named_modules():
+        for key in owner._buffers:
+            if (f"{path}.{key}" if path else key) not in persistent:
+                owner._non_persistent_buffers_set.add(key)
+    own = dict(module.named_parameters(remove_duplicate=False))
+    for name, stages in cut.holders.items():
+        if index in stages and name not in own:
+            _put(module, name, model.get_parameter(name))
+    if index + 1 == cut.stages:
+        assert cut.trace is not None
+        for name, buffer in persistent.items():
+            if not cut.trace.reads(name):
+                _put(module, name, buffer)
+    _sort(module, like=model)
+
+
+def _sort(module: nn.Module, *, like: nn.Module) -> None:
+    """Bring what a module holds into the order of the model's, by which the first of a parameter's names is told."""
+    for name, child in like._modules.items():
+        found = module._modules.pop(name, None)
+        if found is not None and child is not None:
+            module._modules[name] = found
+            if found is not child:
+                _sort(found, like=child)
+
+
+def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put a parameter or a buffer under a name of the model's, in modules that only hold it."""
+    *path, key = name.split(".")
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    if isinstance(tensor, nn.Parameter):
+        module.register_parameter(key, tensor)
+    else:
+        module.register_buffer(key, tensor)
 
 
 class _Received(nn.Module):

@@ -25,6 +25,7 @@ from torch.fx.node import map_aggregate
 from meshwise.memory.freed import kept
 from meshwise.model.birth import without_values
 from meshwise.model.copied import copied
+from meshwise.model.draws import DRAWING
 from meshwise.model.forward import Left
 from meshwise.pipeline.alone import Tail, alone, cut_off
 from meshwise.pipeline.partition import CutError
@@ -77,6 +78,11 @@ class Trace:
     def knows(self, name: str) -> bool:
         """Whether it calls a module of this name, or reads such a parameter."""
         return any(node.target == name for node in self.graph.nodes if node.op in ("call_module", "get_attr"))
+
+    def reads(self, name: str) -> bool:
+        """Whether it reads this buffer, or calls a module that holds it."""
+        used = {str(node.target) for node in self.graph.nodes if node.op in ("call_module", "get_attr")}
+        return name in used or any(name.startswith(f"{path}.") for path in used)
 
 
 @dataclass(frozen=True)
@@ -199,6 +205,7 @@ class _Watch(fx.Interpreter):
         self._bare = is_bare(model)
         self._own = set(steps_of(trace.graph))
         self._steps: list[Step] = []
+        self._calls: dict[str, tuple[str, bool]] = {}
         self.since = Tail(())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -206,7 +213,9 @@ class _Watch(fx.Interpreter):
         given = _named(self._model, args, kwargs)
         inputs = [given[str(node.target)] for node in self.graph.nodes if node.op == "placeholder"]
         if self._bare:
-            return as_zeros(self.run(*on_meta(inputs)), device=device_of(inputs))
+            with torch.device("meta"):  # where operations that make tensors of nothing make them
+                output = self.run(*on_meta(inputs))
+            return as_zeros(output, device=device_of(inputs))
         output = map_tensors(_cut_off, self.run(*inputs))
         self.since = Tail(output)
         return output
@@ -219,13 +228,38 @@ class _Watch(fx.Interpreter):
         if n not in self._own:
             return super().run_node(n)
         used = self._parameters(n)
+        needs = self._needs(n) | self._before(n)
+        versions = self._versions(n)
         inputs = cut_off(self.fetch_args_kwargs_from_env(n))
         run: Callable[..., Any] = lambda *args, **kwargs: getattr(self, n.op)(n.target, args, kwargs)  # noqa: E731
         output, took = alone(run, inputs=inputs, parameters=used, timed=self._timed)
         names = tuple(dict.fromkeys(self._names[id(parameter)] for parameter in used))
         module = str(n.target) if n.op == "call_module" else ""
-        self._steps.append(Step(n.name, module, names, self._needs(n), size(output), took))
+        self._steps.append(Step(n.name, module, names, needs, size(output), took))
+        if module:
+            self._calls[module] = (n.name, self._versions(n) != versions)
         return output
+
+    def _before(self, n: fx.Node) -> Past:
+        """What an earlier call of a module has done to its buffers.
+
+        Raises CutError for another call of one that draws: in the model the calls of the modules around it tell them
+        apart, and so what they draw, and a trace has none of these.
+        """
+        if n.op != "call_module" or str(n.target) not in self._calls:
+            return Past()
+        if any(map(_draws, self._model.get_submodule(str(n.target)).modules())):
+            raise CutError(
+                f"{n.target} draws random numbers and is called more than once, and a trace cannot tell which call "
+                "draws what; take one module for each call"
+            )
+        call, changes = self._calls[str(n.target)]
+        return Past(effects=frozenset((call,) if changes else ()))
+
+    def _versions(self, n: fx.Node) -> list[int]:
+        """How often the buffers of a module that is called were written to."""
+        held = self._model.get_submodule(str(n.target)).buffers() if n.op == "call_module" else ()
+        return [buffer._version for buffer in held]
 
     def seen(self) -> Seen:
         """What the run has shown."""
@@ -241,6 +275,10 @@ class _Watch(fx.Interpreter):
             return list(self._model.get_submodule(str(node.target)).parameters())
         read = [self.env[source] for source in node.all_input_nodes if source.op == "get_attr"]
         return [value for value in read if id(value) in self._names]
+
+
+def _draws(module: nn.Module) -> bool:
+    return isinstance(module, DRAWING) and 0.0 not in (getattr(module, "p", None), getattr(module, "dropout", None))
 
 
 def _cut_off(tensor: Tensor) -> Tensor:
