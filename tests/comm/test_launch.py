@@ -228,6 +228,15 @@ def test_what_cannot_be_started_is_refused_at_once() -> None:
         run(0, total, args=(0.0,))
 
 
+def test_a_system_without_room_for_semaphores_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_context: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("multiprocessing.context.BaseContext.Lock", full)
+    with pytest.raises(OSError, match="No space left on device: '/dev/shm'"):
+        run(SIZE, total, args=(0.0,))
+
+
 def test_a_script_without_the_main_guard_says_so(tmp_path: Path) -> None:
     process = start(script(tmp_path, f"run({SIZE}, main, args=('{tmp_path}',))"), folder=tmp_path)
     _, errors = process.communicate(timeout=START_SECONDS)

@@ -77,6 +77,7 @@ def run(
         raise ValueError(f"cannot run on {size} ranks")
     asked_patience()
     method = _start_method(main)
+    _require_semaphores(method)
     ended: BaseException | signal.Signals
     try:
         with _as_launcher(size), joined_by(comm), job_folder() as folder:
@@ -132,6 +133,15 @@ def _start_method(main: Callable[..., Any]) -> str:
         why = "CUDA is already in use here" if torch.cuda.is_initialized() else "this system cannot copy processes"
         raise RuntimeError(f"{main.__qualname__} is defined in a notebook and {why}: move it to a module and import it")
     return "fork"
+
+
+def _require_semaphores(method: str) -> None:
+    """Raise OSError with the place where torch's launcher needs room for some: the system's own error names none."""
+    try:
+        multiprocessing.get_context(method).Lock()
+    except OSError as error:
+        error.filename = error.filename or "/dev/shm"  # noqa: S108 - where Linux has them
+        raise
 
 
 def _received(number: int, _frame: FrameType | None) -> NoReturn:
