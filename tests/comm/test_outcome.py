@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwise.comm.journal import RanksDisagree
 from meshwise.comm.lost import RankLostError
 from meshwise.comm.outcome import Outcome, first_error, results
 
@@ -46,6 +47,12 @@ def test_an_exception_comes_back_as_itself_with_its_traceback(tmp_path: Path) ->
     assert outcome.trace.rstrip().endswith("raise error"), "the words are the error's to say"
     assert not outcome.is_consequence
     assert raised(RankLostError("rank 1 was lost")).is_consequence
+
+
+def test_a_consequence_does_not_replace_what_was_told_before_it(tmp_path: Path) -> None:
+    Outcome(error=RanksDisagree("who waits for whom")).save(tmp_path, rank=0)
+    raised(RankLostError("rank 1 was lost")).save(tmp_path, rank=0)
+    assert str(first_error(tmp_path, size=2, statuses={1: 1})) == "who waits for whom"
 
 
 def test_an_exception_that_cannot_travel_keeps_its_words(tmp_path: Path) -> None:

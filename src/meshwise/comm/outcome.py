@@ -44,7 +44,12 @@ class Outcome:
         return isinstance(self.error, SystemExit) and not self.error.code
 
     def save(self, folder: Path, *, rank: int) -> None:
-        """Write it into the folder that the launcher reads. Raises what pickle raises for a result it cannot take."""
+        """Write it into the folder that the launcher reads. Raises what pickle raises for a result it cannot take.
+
+        What the watch has told stays: the rank may hear of the loss of another, which it ended, before it ends itself.
+        """
+        if self.is_consequence and self.is_there(folder, rank=rank):
+            return
         data = pickle.dumps(self)
         (folder / f"{rank}.writing").write_bytes(data)
         (folder / f"{rank}.writing").rename(folder / str(rank))
