@@ -72,11 +72,24 @@ def reading(values: Any, *, timed: bool) -> Iterator[Callable[[], float]]:
     if not timed:
         yield float
     elif any(tensor.is_meta for tensor in held):
-        with FlopCounterMode(display=False) as counted:
+        counted = FlopCounterMode(display=False)
+        counted.mod_tracker = _Nowhere()  # type: ignore[assignment]
+        with counted:
             yield lambda: float(counted.get_total_flops())
     else:
         cuda = any(tensor.is_cuda for tensor in held)
         yield lambda: now(cuda=cuda)
+
+
+class _Nowhere(contextlib.AbstractContextManager[None]):
+    """In place of what tells torch's counter which module runs: that hooks the inputs of modules, and fails where a
+    model asks for the gradient by one of them.
+    """
+
+    parents = frozenset({"Global"})
+
+    def __exit__(self, *_: object) -> None:
+        """It has no hooks to take off."""
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ def make_stage(model: nn.Module, *, cut: Cut, index: int, like: nn.Module | None
     model. Those of other stages are let go; where nobody else holds the model, their memory is free.
     """
     crossing = Crossing(cut.crossing[index] if index + 1 < cut.stages else (), changed=cut.changed, alike=cut.alike)
+    crossing.differentiates = cut.differentiates
     module = (
         _blocks(model, cut, index, crossing, like or bare(model))
         if cut.trace is None

@@ -143,6 +143,9 @@ class Cut:
     own: frozenset[str] = frozenset()
     """Buffers outside of the pieces that the model changes before its first piece: each stage has its own."""
 
+    differentiates: bool = False
+    """Whether the model asks for a gradient between its pieces: then what stands for an output has one."""
+
     writes: bool = False
     """Whether the model changes its batch in place: then each stage is given a copy."""
 
@@ -307,6 +310,7 @@ def _cut(model: nn.Module, balanced: Balanced, wish: Wish, *, trace: Trace | Non
         by="operations" if wish.by == "time" and is_bare(model) else wish.by,
         opened=balanced.opened,
         own=seen.early,
+        differentiates=seen.differentiates,
         trace=trace,
     )
 

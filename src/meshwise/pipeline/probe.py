@@ -35,7 +35,7 @@ from meshwise.pipeline.opening import inside, is_repeated
 from meshwise.pipeline.outside import Outside
 from meshwise.pipeline.parcel import Entrance
 from meshwise.pipeline.partition import CutError
-from meshwise.pipeline.provenance import Past, Provenance
+from meshwise.pipeline.provenance import Past, Provenance, StaysWhole, ThroughPieces
 from meshwise.pipeline.seen import Seen, Step, Took, typical
 from meshwise.tree import map_tensors, tensors
 
@@ -62,13 +62,21 @@ def probe(model: nn.Module, *, call: Call, pieces: Patterns = (), timed: bool = 
         early, late = ({name for name in names if _owner(name) not in ran} for names in (seen.early, seen.late))
         seen = dataclasses.replace(again, early=again.early | early, late=again.late | late)
     parts = {piece.module: inside(model.get_submodule(piece.module)) for piece in found if opens and piece.block}
-    if not any(parts.values()):
-        return seen
-    opened = _seen(model, call, found, timed=timed, parts=parts)
+    opened = None
+    while opened is None:
+        if not any(parts.values()):
+            return seen
+        try:
+            opened = _seen(model, call, found, timed=timed, parts=parts)
+        except StaysWhole as whole:
+            kind = type(model.get_submodule(whole.name))
+            parts = {name: own for name, own in parts.items() if type(model.get_submodule(name)) is not kind}
     steps = (
         dataclasses.replace(whole, inside=step.inside) for whole, step in zip(seen.steps, opened.steps, strict=True)
     )
-    return dataclasses.replace(seen, steps=tuple(steps), changed=seen.changed | opened.changed)
+    differentiates = seen.differentiates or opened.differentiates
+    changed = seen.changed | opened.changed
+    return dataclasses.replace(seen, steps=tuple(steps), changed=changed, differentiates=differentiates)
 
 
 def _owner(buffer: str) -> str:
@@ -203,7 +211,8 @@ class _Watch:
 
         steps = (step if opens(step) else dataclasses.replace(step, inside=()) for step in self.steps)
         changed, outside = frozenset(self.followed.changed), self.outside
-        return Seen(tuple(steps), past, everywhere, changed, early=outside.early, late=outside.late)
+        seen = Seen(tuple(steps), past, everywhere, changed, early=outside.early, late=outside.late)
+        return dataclasses.replace(seen, differentiates=self.followed.differentiates)
 
 
 class _Watched:
@@ -296,6 +305,8 @@ class _Inside:
                 self._since = self._read()
                 output = type(self._module).forward(self._module, *args, **kwargs)
                 between, kept = self._between()
+        except ThroughPieces:
+            raise StaysWhole(self._name) from None
         finally:
             for part in parts:
                 del part.forward

@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwise.model.dispatch import TorchDispatchMode
+from meshwise.pipeline.parcel import passes_entrance
+from meshwise.pipeline.partition import CutError
 from meshwise.tree import map_tensors, tensors
 
 
@@ -61,6 +63,18 @@ class _Hand:
     """What stands for a value, where it is put."""
 
 
+class ThroughPieces(CutError):
+    """A model asks for a gradient that has to go through its pieces."""
+
+
+class StaysWhole(Exception):
+    """A block that cannot be opened: it asks for a gradient through its modules."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
 class Provenance(TorchDispatchMode):
     """Knows the past of every tensor that was made while it was entered; of all others, that they have none."""
 
@@ -68,6 +82,9 @@ class Provenance(TorchDispatchMode):
         super().__init__()
         self.changed: set[str] = set()
         """Keys of the pieces whose outputs were changed in place."""
+
+        self.differentiates = False
+        """Whether the model has asked for a gradient between its pieces."""
 
         self._pasts: WeakKeyDictionary[torch.UntypedStorage, Past] = WeakKeyDictionary()
         self._outputs: WeakKeyDictionary[torch.UntypedStorage, str] = WeakKeyDictionary()
@@ -115,6 +132,19 @@ class Provenance(TorchDispatchMode):
             self._read |= past
         else:
             self._used |= past
+
+    def differentiated(self, outputs: Any, *, inputs: Any) -> None:
+        """The model asks for the gradient of some tensors by others. Raises ThroughPieces where it has to go through
+        pieces, which another stage may run: what comes before them is not in the graph there.
+        """
+        if self._piece is not None:
+            return
+        self.differentiates = True
+        if passes_entrance(tensors(outputs), inputs=tensors(inputs)):
+            raise ThroughPieces(
+                "the model asks torch.autograd.grad for a gradient through its pieces, of which a stage runs only "
+                "some; ask for it inside of one piece, or by the outputs of the last pieces that it is taken of"
+            )
 
     def _keeps(self, module: nn.Module, *, was: Mapping[str, Any], now: Mapping[str, Any], key: str) -> None:
         """Who reads an attribute that a piece has put a plain value into is noticed from now on."""
@@ -251,6 +281,9 @@ class _Reads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _OUT:
             self._provenance.reads(self._provenance._of(args))
+        if func is torch.autograd.grad:
+            given = dict(zip(("outputs", "inputs"), args, strict=False)) | (kwargs or {})
+            self._provenance.differentiated(given["outputs"], inputs=given["inputs"])
         return func(*args, **(kwargs or {}))
 
 

@@ -95,6 +95,9 @@ class Seen:
     late: frozenset[str] = frozenset()
     """Those that it changes later, as some stages will and others not."""
 
+    differentiates: bool = False
+    """Whether the model asks for a gradient between its pieces."""
+
     tail: float = 0.0
     """Seconds of forward and backward of what follows the last step, the loss for one; 0 where nobody asked."""
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from meshwise.model.dispatch import unseen
 from meshwise.model.forward import Left
-from meshwise.pipeline.parcel import enter
+from meshwise.pipeline.parcel import Entrance, enter
 from meshwise.tree import map_tensors, tensors
 
 
@@ -88,7 +88,7 @@ class Crossing:
         self.sends, self.changed, self.alike = sends, changed, alike
         self.void = Void()
         self.width = Width()
-        self.open = self.repeats = False
+        self.open = self.repeats = self.differentiates = False
         self.received: dict[str, Any] = {}
         self.sent: dict[str, Any] = {}
         self.position = 0
@@ -220,7 +220,10 @@ class Piece:
         first = next(tensors((args, kwargs)), torch.empty(()))
         shapes = first if key in crossing.alike else self._shapes_for(key, args, kwargs)
         fresh = key in crossing.changed
-        return map_tensors(lambda like: crossing.void.like(like, device=first.device, fresh=fresh), shapes)
+        nothing = map_tensors(lambda like: crossing.void.like(like, device=first.device, fresh=fresh), shapes)
+        if not (crossing.differentiates and torch.is_grad_enabled()):
+            return nothing
+        return map_tensors(lambda x: Entrance.apply(x.requires_grad_()) if x.is_floating_point() else x, nothing)
 
     def _shapes_for(self, key: str, args: Any, kwargs: Any) -> Any:
         """What the piece would return, on the meta device; computed once per shapes of its inputs."""
