@@ -1,5 +1,6 @@
 """Bubbles against the published formulas: of stages that are alike, without time for messages."""
 
+import dataclasses
 from fractions import Fraction
 
 import pytest
@@ -8,8 +9,10 @@ from meshwise.cutting import plan_schedule
 from meshwise.pipeline.clock import Cost, clock
 from meshwise.plan import Plan
 from meshwise.simulate.clock import predict
+from meshwise.simulate.cluster import Link
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.timeline import Stream
+from meshwise.view.account import predicted
 from simulate.subjects import gpt_subject
 from simulate.test_clock import STEADY
 
@@ -40,6 +43,19 @@ def test_of_interleaved_stages(pp: int, microbatches: int, virtual: int) -> None
 def test_of_zb_h1_it_is_a_third_of_that_of_1f1b(pp: int, microbatches: int) -> None:
     bubble, plan = _bubble(f"pp={pp} microbatches={microbatches} schedule=zb-h1")
     assert bubble == Fraction(plan.pp - 1, 3 * plan.microbatches)
+
+
+@pytest.mark.parametrize("plan", ["pp=2 dp=2 microbatches=2", "pp=2 dp=2 microbatches=2 zero=1 schedule=zb-h1"])
+def test_it_is_apart_from_the_waits_for_reductions(plan: str) -> None:
+    """Over a slow link these are most of the step, and no more than all of it."""
+    link = Link(bandwidth=((1.0, 1e6),), collectives={"send_recv": ((1.0, 1e30),)})
+    slow = dataclasses.replace(STEADY, inside=link)
+    prediction = predict(rehearse(gpt_subject(stages=2), plan=plan, ranks=4), cluster=slow)
+    shares = {axes: seconds / prediction.seconds for axes, seconds in prediction.exposed.items()}
+    assert shares["dp"] > 0.4
+    assert prediction.bubble + sum(shares.values()) <= 1
+    told = predicted(prediction)
+    assert prediction.bubble == pytest.approx(told.spent["bubble"] / prediction.seconds, abs=0.05)
 
 
 def test_a_prediction_counts_it_as_a_part_of_the_step() -> None:

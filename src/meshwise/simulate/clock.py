@@ -127,7 +127,7 @@ def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
     along = max(event.stop for event in timeline.events)
     last = max(ranks.values(), key=lambda rank: rank.around().seconds)
     spent = along + last.around().seconds + step
-    idle = sum(along - ranks[place].busy() for place in places) / len(places)
+    idle = sum(computed - ranks[place].busy() for place in places) / len(places)  # later is a wait
     exposed: dict[str, float] = defaultdict(float, last.waits())
     exposed["·".join(rehearsal.plan.data_axes)] += along - computed
     took, waits = _with_host(rehearsal, cluster, spent, exposed)
