@@ -14,6 +14,7 @@ from rich.console import Console
 from meshwise.mesh import Mesh
 from meshwise.pipeline.clock import Cost, clock
 from meshwise.pipeline.schedules import make_schedule
+from meshwise.simulate.cluster import Device
 from meshwise.simulate.memory import fullest
 from meshwise.simulate.tables import text as size_text
 from meshwise.view.account import Account, predicted
@@ -49,6 +50,15 @@ def test_what_fits_is_within_what_is_told_and_drawn_as_the_devices() -> None:
         assert shown.facts["fits"] == fits
         assert shown.machine.memory == needed - less
         assert shown.facts["peak memory"] == f"{size_text(needed)} of {size_text(needed - less)}"
+
+
+def test_a_device_that_tells_no_memory_has_enough() -> None:
+    made = prediction(SHARDED)
+    device = Device(peak={"float32": 1e12})
+    shown = predicted(dataclasses.replace(made, cluster=dataclasses.replace(made.cluster, device=device)))
+    assert shown.facts["fits"] == "yes"
+    assert " of " not in shown.facts["peak memory"]
+    assert "limit" not in [getattr(shape, "paint", "") for shape in sheet([shown]).flat()]
 
 
 def test_a_timeline_is_drawn_to_scale_a_row_for_each_rank() -> None:

@@ -34,6 +34,12 @@ class ClusterError(ValueError):
     """A cluster that is not described as one; the message names the file, the key and what to write."""
 
 
+DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "complex64", "int8")
+"""What peaks are told of."""
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "gather", "send_recv")
+"""What rates of a link may differ for."""
+
 Curve = tuple[tuple[float, float], ...]
 """(size in bytes, bytes per second), sizes ascending; between them along a straight line of the logarithms."""
 
@@ -66,8 +72,8 @@ class Device:
     kind: str = "cuda"
     """`cuda` or `cpu`: which kernels torch would choose."""
 
-    memory: float = 0.0
-    """Bytes that a rank may use."""
+    memory: float = math.inf
+    """Bytes that a rank may use; where it is not told, as many as it wants."""
 
     own: float = 0.0
     """Bytes of them that the libraries take."""
@@ -208,6 +214,15 @@ def load(name: str | Path) -> Cluster:
     cluster = _read(Cluster, table, at=str(name))
     if cluster.device.kind not in ("cuda", "cpu"):
         raise ClusterError(f"{name}: device: kind = {cluster.device.kind!r} has to be 'cuda' or 'cpu'")
+    for where, key, known in (
+        ("device: peak", cluster.device.peak, DTYPES),
+        ("inside: collectives", cluster.inside.collectives, COLLECTIVES),
+        ("between: collectives", cluster.between.collectives, COLLECTIVES),
+    ):
+        for one in key:
+            if one not in known:
+                near = difflib.get_close_matches(one, known, n=1, cutoff=0.0)[0]
+                raise ClusterError(f"{name}: {where}: unknown key {one}; did you mean {near}?")
     if not cluster.device.peak:
         raise ClusterError(f"{name}: device: peak tells how fast it computes, as in peak = {{bfloat16 = 312e12}}")
     return cluster

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -85,7 +86,7 @@ def predicted(prediction: Prediction, *, title: str = "") -> Account:
     facts = {
         "tokens/s": f"{prediction.tokens_per_second:,.0f}",
         "utilisation": f"{100 * prediction.utilisation:.1f} %",
-        "peak memory": f"{size_text(peak.bytes)} of {size_text(room)}",
+        "peak memory": f"{size_text(peak.bytes)} of {size_text(room)}" if room < math.inf else size_text(peak.bytes),
         "fits": "yes" if prediction.fits else "no",
         **{f"sent {where}": size_text(size) for where, size in prediction.traffic.items()},
     }
