@@ -19,7 +19,7 @@ import math
 import re
 import tomllib
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -34,7 +34,17 @@ class ClusterError(ValueError):
     """A cluster that is not described as one; the message names the file, the key and what to write."""
 
 
-DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "complex64", "int8")
+DTYPES = (
+    "float32",
+    "bfloat16",
+    "float16",
+    "float64",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "complex64",
+    "complex128",
+    "int8",
+)
 """What peaks are told of."""
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "gather", "send_recv")
@@ -214,18 +224,19 @@ def load(name: str | Path) -> Cluster:
     cluster = _read(Cluster, table, at=str(name))
     if cluster.device.kind not in ("cuda", "cpu"):
         raise ClusterError(f"{name}: device: kind = {cluster.device.kind!r} has to be 'cuda' or 'cpu'")
-    for where, key, known in (
-        ("device: peak", cluster.device.peak, DTYPES),
-        ("inside: collectives", cluster.inside.collectives, COLLECTIVES),
-        ("between: collectives", cluster.between.collectives, COLLECTIVES),
-    ):
-        for one in key:
-            if one not in known:
-                near = difflib.get_close_matches(one, known, n=1, cutoff=0.0)[0]
-                raise ClusterError(f"{name}: {where}: unknown key {one}; did you mean {near}?")
+    _require_known(cluster.device.peak, known=DTYPES, at=f"{name}: device: peak")
+    for at, link in (("inside", cluster.inside), ("between", cluster.between)):
+        _require_known(link.collectives, known=COLLECTIVES, at=f"{name}: {at}: collectives")
     if not cluster.device.peak:
         raise ClusterError(f"{name}: device: peak tells how fast it computes, as in peak = {{bfloat16 = 312e12}}")
     return cluster
+
+
+def _require_known(table: Mapping[str, object], *, known: Sequence[str], at: str) -> None:
+    for key in table:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+            raise ClusterError(f"{at}: unknown key {key}; did you mean {near}?")
 
 
 def parse_cluster(text: str) -> Cluster:
