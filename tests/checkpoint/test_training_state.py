@@ -82,6 +82,20 @@ def test_hyperparameters_come_back_under_another_plan(tmp_path: Path) -> None:
         assert sorted(groups) == [(0.125, 0.3, (0.9, 0.999)), (0.25, 0.0, (0.9, 0.999))]
 
 
+def test_how_an_optimizer_computes_is_the_runs_own(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+
+    def load(world: World) -> list[tuple[Any, Any]]:
+        training = trainer(world, "dp=1", foreach=False)
+        before = [(group["fused"], group["foreach"]) for group in training.optimizer.param_groups]
+        training.load(folder)
+        training.step(BATCH)
+        assert [(group["fused"], group["foreach"]) for group in training.optimizer.param_groups] == before
+        return before
+
+    assert all(not fused for fused, _ in run(1, load)[0])
+
+
 def draws(world: World, folder: Path, plan: str) -> tuple[Tensor, Tensor]:
     training = trainer(world, plan)
     torch.manual_seed(100 + world.rank)

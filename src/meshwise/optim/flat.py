@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwise.optim.groups import IMPLEMENTATIONS
+
 OptimizerClass = type[torch.optim.Optimizer]
 
 WHOLE_TENSORS: Mapping[str, str] = {
@@ -54,7 +56,7 @@ def flat_optimizer(
             f"{optimizer.__name__} takes no {', '.join(unknown)}; it takes {', '.join(list(accepted)[1:])}"
         )
     plain = not any(parameter.is_complex() for owned in groups.values() for parameter in owned)
-    if plain and "fused" in accepted and not {"fused", "foreach", "capturable", "differentiable"} & set(arguments):
+    if plain and "fused" in accepted and not IMPLEMENTATIONS & set(arguments):
         arguments["fused"] = True
     return optimizer([{"params": list(owned), **dict(options)} for options, owned in groups.items()], **arguments)
 

@@ -43,10 +43,16 @@ def saved_groups(*, names: Sequence[Sequence[str]], saved: Sequence[Mapping[str,
     return found
 
 
+IMPLEMENTATIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
+"""What chooses how an optimizer computes: which of them there is hangs on the device and the dtypes that a rank has."""
+
+
 def restore_groups(optimizer: torch.optim.Optimizer, *, values: Sequence[Mapping[str, Any]]) -> None:
     """Give every group its hyperparameters."""
     for group, restored in zip(optimizer.param_groups, values, strict=True):
         for key, value in restored.items():
+            if key in IMPLEMENTATIONS:
+                continue
             current = group.get(key)
             if isinstance(current, Tensor):
                 current.fill_(value)
