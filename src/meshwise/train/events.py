@@ -160,7 +160,7 @@ class Sample:
 @dataclass(frozen=True)
 class Compared:
     """What was predicted of the plan, on the cluster `on`, and what rank 0 measured: the median of its steps after the
-    first, and the most bytes it used, less what its process had used before there was a trainer: the interpreter and
+    first, and the most bytes it used, less what its process held before there was a trainer: the interpreter and
     the libraries, which nothing predicts.
     """
 

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def train(world: World, *, job: Job, console: Console | None = None) -> Summary:
     job = prepared.job
     attempt = Attempt.current()
     origin = on_first_rank(lambda: checked_origin(prepared, attempt=attempt), world=world)
-    had = _peak_memory(world.device)
+    had = _held_memory(world.device)
     trainer = parallelize(
         prepared.model,
         job.plan,
@@ -98,7 +99,7 @@ class _Run:
     """One run of a job on one rank. Rank 0 writes into the folder, every rank into its checkpoints."""
 
     def __init__(self, trainer: Trainer, prepared: Prepared, folder: RunFolder, events: Events, *, had: int) -> None:
-        """`had`: the most bytes that this process had used before it had a trainer."""
+        """`had`: the bytes that this process held before it had a trainer."""
         job = prepared.job
         self._trainer = trainer
         self._prepared = prepared
@@ -203,7 +204,7 @@ class _Run:
         told = self._job.predicted
         if len(self._seconds) > 1 and told.seconds and Plan.parse(told.plan) == self._job.plan:
             seconds, memory = statistics.median(self._seconds[1:]), _peak_memory(self._trainer.world.device)
-            self._emit(Compared(told.on, told.seconds, told.memory, seconds, memory - self._had))
+            self._emit(Compared(told.on, told.seconds, told.memory, seconds, max(0, memory - self._had)))
 
     def _step(self, step: int, batch: Any) -> StepResult:
         try:
@@ -270,6 +271,16 @@ def _device(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
     return f"CPU, {threads} thread{'s' * (threads > 1)} a rank"
+
+
+def _held_memory(device: torch.device) -> int:
+    """The bytes this process uses now; where the system does not tell, the most so far."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        return int(Path("/proc/self/statm").read_text("utf-8").split()[1]) * resource.getpagesize()
+    except OSError:
+        return _peak_memory(device)
 
 
 def _peak_memory(device: torch.device) -> int:

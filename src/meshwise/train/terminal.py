@@ -205,7 +205,7 @@ def _numbers(step: Step) -> str:
 
 
 def _apart(predicted: float, measured: float) -> str:
-    return f"the prediction is off by {100 * (predicted / measured - 1):+.1f} %"
+    return f"the prediction is off by {100 * (predicted / measured - 1):+.1f} %" if measured else "no more than before"
 
 
 def _indented(picture: str) -> list[str]:
