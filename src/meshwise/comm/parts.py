@@ -85,12 +85,15 @@ def fit(x: Tensor, *, part: Tensor) -> None:
         )
 
 
-def apart(given: Sequence[Tensor], *, into: Sequence[Tensor], own: tuple[int, int]) -> None:
+def apart(given: Sequence[Tensor], *, into: Sequence[Tensor], own: tuple[int, int], of: Parts | None = None) -> None:
     """Raise ValueError when some of `into` lies on what is given: others read that while results are written there.
 
-    `own`: which of them are this rank's own, of both. These two may be one and the same memory.
+    `own`: which of them are this rank's own, of both. These two may be one and the same memory. `of`: what the several
+    parts are of, when either side is one: slices of one tensor lie apart, and need no look where the one is its slice.
     """
-    if into[0].is_meta:
+    if into[0].is_meta or (
+        isinstance(of, Tensor) and given[own[0]].data_ptr() == into[own[1]].data_ptr() and given[own[0]].numel()
+    ):
         return
     read, written = _ranges(given), _ranges(into)
     if max(map(itemgetter(1), read)) <= min(written)[0] or max(map(itemgetter(1), written)) <= min(read)[0]:

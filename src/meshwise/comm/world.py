@@ -204,7 +204,7 @@ class World(abc.ABC):
             return _copy(x, into)
         data, parts = flat(x, given=True), split(into, group.size)
         fit(x, part=parts[group.index])
-        apart([data], into=parts, own=(0, group.index))
+        apart([data], into=parts, own=(0, group.index), of=into)
         return self._all_gather(self._stamp("all_gather", group, into), group, data, parts)
 
     def reduce_scatter(self, x: Parts, *, into: Tensor, axes: Axes, op: str = "sum") -> Work:
@@ -215,7 +215,7 @@ class World(abc.ABC):
             return _copy(x, into)
         data, parts = flat(into), split(x, group.size, given=True)
         fit(into, part=parts[group.index])
-        apart(parts, into=[data], own=(group.index, 0))
+        apart(parts, into=[data], own=(group.index, 0), of=x)
         return self._reduce_scatter(self._stamp("reduce_scatter", group, x, how=op), group, parts, (data, op))
 
     def all_to_all(self, x: Parts, *, into: Parts, axes: Axes) -> Work:
@@ -237,7 +237,7 @@ class World(abc.ABC):
         if group.index == target:
             parts = split(passed(into, who="the target of a gather", name="into"), group.size)
             fit(x, part=parts[target])
-            apart([data], into=parts, own=(0, target))
+            apart([data], into=parts, own=(0, target), of=into)
         return self._gather(self._stamp("gather", group, x, how=f"to {target}"), group, data, (parts, target))
 
     def scatter(self, x: Parts | None, *, into: Tensor, axes: Axes, source: int = 0) -> Work:
@@ -249,7 +249,7 @@ class World(abc.ABC):
         if group.index == source:
             parts = split(passed(x, who="the source of a scatter", name="x"), group.size, given=True)
             fit(into, part=parts[source])
-            apart(parts, into=[data], own=(source, 0))
+            apart(parts, into=[data], own=(source, 0), of=x)
         return self._scatter(self._stamp("scatter", group, into, how=f"from {source}"), group, (parts, source), data)
 
     def send(self, x: Tensor, *, axis: str, to: int) -> Work:
