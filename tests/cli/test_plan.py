@@ -87,6 +87,16 @@ def test_it_tells_json(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert job.read_text() == JOB
 
 
+def test_json_has_no_limit_where_the_cluster_tells_none(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = job.with_name("mine.toml")
+    mine.write_text("ranks_per_node = 2\n[device.peak]\nfloat32 = 1e12\n")
+    for held in (f"{HELD} microbatches=1", "tp=2 tp_mode=1d dp=1 pp=1 zero=3 microbatches=1"):
+        main(["plan", str(job), "--on", str(mine), "--fix", held, "--json"])
+        said = capsys.readouterr().out
+        assert "Infinity" not in said
+        assert not said or json.loads(said)["limit"] is None
+
+
 def test_where_nothing_that_was_rehearsed_works_it_says_so() -> None:
     survey = Survey(limit=8.0, rehearsals=1)
     survey.note(Candidate(Plan.parse("dp=2 tp=4"), Rung.REHEARSED, Figures(memory=2), refused="2 heads are fewer"))

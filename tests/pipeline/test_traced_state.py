@@ -115,3 +115,45 @@ def test_calls_of_one_module_that_a_trace_cannot_tell_apart_are_refused(inner: A
 @pytest.mark.parametrize("inner", [lambda: nn.Dropout(0.0), nn.Tanh, lambda: nn.LayerNorm(WIDTH)])
 def test_others_run_twice(inner: Any) -> None:
     trains_like_one(made(lambda: Twice(inner())), "pp=2 microbatches=2", numbers(6, 5), where=TRACE)
+
+
+class Averaging(nn.Module):
+    """An operation of the trace changes a buffer that another one reads: before it, or after."""
+
+    mean: Tensor
+
+    def __init__(self, *, first: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.ones(WIDTH))
+        self._first = first
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        if self._first:
+            self.mean.mul_(0.9).add_(x.detach().mean(0))
+            return self.second(torch.tanh(x)) * self.mean
+        x = self.second(torch.tanh(x + self.mean))
+        self.mean.mul_(0.9).add_(x.detach().mean(0))
+        return x
+
+
+@pytest.mark.parametrize("function", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_buffer_that_one_stage_would_change_and_another_read_is_refused(first: bool, function: bool) -> None:
+    def main(world: World) -> None:
+        options = Options(cut=Where(how="trace", at=("second",)), example=numbers(8)[0])
+        model: Any = (lambda: Averaging(first=first).double()) if function else Averaging(first=first).double()
+        parallelize(model, "pp=2", loss=squares, world=world, options=options, lr=1e-2)
+
+    with pytest.raises(PlanError, match=r"needs what .* does beside returning its output"):
+        run(2, main)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_buffer_that_is_changed_and_read_on_one_stage_stays_right(first: bool) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), Averaging(first=first))
+
+    where = Where(how="trace", at=("_2_first",))
+    trains_like_one(made(model), "pp=2", numbers(6, 5, 4), where=where)

@@ -105,7 +105,7 @@ def _keep_state(module: nn.Module, *, model: nn.Module, cut: Cut, index: int) ->
     """
     persistent = {
         f"{path}.{key}" if path else key: buffer
-        for path, owner in model.named_modules()
+        for path, owner in model.named_modules(remove_duplicate=False)
         for key, buffer in owner.named_buffers(recurse=False, remove_duplicate=False)
         if key not in owner._non_persistent_buffers_set
     }

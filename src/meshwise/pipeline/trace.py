@@ -13,6 +13,7 @@ import inspect
 import io
 import pickle
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
@@ -205,7 +206,11 @@ class _Watch(fx.Interpreter):
         self._bare = is_bare(model)
         self._own = set(steps_of(trace.graph))
         self._steps: list[Step] = []
-        self._calls: dict[str, tuple[str, bool]] = {}
+        self._called: set[str] = set()
+        self._buffers = {id(buffer): buffer for buffer in model.buffers()}
+        self._metas: dict[int, Tensor] = {}
+        self._read: dict[int, set[str]] = defaultdict(set)
+        self._written: dict[int, set[str]] = defaultdict(set)
         self.since = Tail(())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -224,42 +229,61 @@ class _Watch(fx.Interpreter):
         """Run one operation, and note it when it is a step."""
         if n.op == "get_attr":
             value = self._trace.tensor(str(n.target), model=self._model)
-            return on_meta(value) if self._bare else value
+            return self._metas.setdefault(id(value), on_meta(value)) if self._bare else value
         if n not in self._own:
             return super().run_node(n)
         used = self._parameters(n)
-        needs = self._needs(n) | self._before(n)
-        versions = self._versions(n)
+        self._refuse_draws(n)
+        versions = self._versions()
         inputs = cut_off(self.fetch_args_kwargs_from_env(n))
         run: Callable[..., Any] = lambda *args, **kwargs: getattr(self, n.op)(n.target, args, kwargs)  # noqa: E731
         output, took = alone(run, inputs=inputs, parameters=used, timed=self._timed)
         names = tuple(dict.fromkeys(self._names[id(parameter)] for parameter in used))
         module = str(n.target) if n.op == "call_module" else ""
+        needs = self._needs(n) | self._effects(n, before=versions)
         self._steps.append(Step(n.name, module, names, needs, size(output), took))
-        if module:
-            self._calls[module] = (n.name, self._versions(n) != versions)
         return output
 
-    def _before(self, n: fx.Node) -> Past:
-        """What an earlier call of a module has done to its buffers.
-
-        Raises CutError for another call of one that draws: in the model the calls of the modules around it tell them
-        apart, and so what they draw, and a trace has none of these.
+    def _refuse_draws(self, n: fx.Node) -> None:
+        """Raises CutError for another call of a module that draws: in the model the calls of the modules around it tell
+        them apart, and so what they draw, and a trace has none of these.
         """
-        if n.op != "call_module" or str(n.target) not in self._calls:
-            return Past()
-        if any(map(_draws, self._model.get_submodule(str(n.target)).modules())):
+        module = str(n.target)
+        if n.op != "call_module":
+            return
+        if module in self._called and any(map(_draws, self._model.get_submodule(module).modules())):
             raise CutError(
                 f"{n.target} draws random numbers and is called more than once, and a trace cannot tell which call "
                 "draws what; take one module for each call"
             )
-        call, changes = self._calls[str(n.target)]
-        return Past(effects=frozenset((call,) if changes else ()))
+        self._called.add(module)
 
-    def _versions(self, n: fx.Node) -> list[int]:
-        """How often the buffers of a module that is called were written to."""
-        held = self._model.get_submodule(str(n.target)).buffers() if n.op == "call_module" else ()
-        return [buffer._version for buffer in held]
+    def _effects(self, n: fx.Node, *, before: Mapping[int, tuple[int, int]]) -> Past:
+        """Which operations are to be on the stage of this one: those that have changed a buffer that it reads, and
+        those that have read one that it changes, as they do in the next step.
+        """
+        if n.op == "call_module":
+            read = {id(buffer) for buffer in self._model.get_submodule(str(n.target)).buffers()}
+        else:
+            sources = [str(source.target) for source in n.all_input_nodes if source.op == "get_attr"]
+            read = {id(self._trace.tensor(name, model=self._model)) for name in sources} & self._buffers.keys()
+        after = self._versions()
+        written = {key for key in after if after[key] != before[key]}
+        found = {step for key in read for step in self._written[key]} | {
+            step for key in written for step in self._read[key] | self._written[key]
+        }
+        for key in read:
+            self._read[key].add(n.name)
+        for key in written:
+            self._written[key].add(n.name)
+        return Past(effects=frozenset(found))
+
+    def _versions(self) -> dict[int, tuple[int, int]]:
+        """How often each buffer was written to, and what stands for it where it has no values."""
+        return {
+            key: (buffer._version, self._metas[key]._version if key in self._metas else 0)
+            for key, buffer in self._buffers.items()
+        }
 
     def seen(self) -> Seen:
         """What the run has shown."""

@@ -300,7 +300,7 @@ class Searching:
             self._splits[split] = ""
             try:
                 find_parts(self._source.module, plan=plan, rules=self._subject.options.tensor_rules)
-            except ValueError as error:
+            except (ValueError, RuntimeError) as error:
                 self._splits[split] = str(error)
         return self._splits.get(split, "")
 

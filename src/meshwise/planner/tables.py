@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -49,18 +50,23 @@ def survey_record(survey: Survey, *, top: int) -> dict[str, Any]:
         "considered": len(survey.candidates),
         "rehearsed": survey.rehearsals,
         "proven": survey.proven,
-        "limit": survey.limit,
+        "limit": _number(survey.limit),
         "best": [_record(one) for one in survey.best()[:top]],
         "lost": [
             {
                 "plans": len(candidates),
                 "reason": reason,
-                "by": min(_excess(one, survey, reason) for one in candidates),
+                "by": _number(min(_excess(one, survey, reason) for one in candidates)),
                 "nearest": _record(min(candidates, key=lambda one: _excess(one, survey, reason))),
             }
             for reason, candidates in _reasons(survey, top).items()
         ],
     }
+
+
+def _number(value: float) -> float | None:
+    """JSON has no infinity, which is how much memory there is where nobody has said."""
+    return value if math.isfinite(value) else None
 
 
 def _record(one: Candidate) -> dict[str, Any]:
