@@ -35,19 +35,19 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def waiting(tmp_path: Path) -> Iterator[Callable[[Callable[[], object]], subprocess.Popen[str]]]:
-    """Starts ranks that wait, once they are there. It is given what to do in the process before it begins."""
+def waiting(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Starts ranks that wait, once they are there. It is given what a shell does before it becomes that process."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(first: Callable[[], object]) -> subprocess.Popen[str]:
+    def start(first: str) -> subprocess.Popen[str]:
         (tmp_path / "waiting.py").write_text(WAITING)
+        words = [sys.executable, str(tmp_path / "waiting.py"), str(tmp_path)]
         process = subprocess.Popen(
-            [sys.executable, str(tmp_path / "waiting.py"), str(tmp_path)],
+            ["sh", "-c", f'{first}; exec "$@"', "sh", *words],
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=first,  # noqa: PLW1509 - what it does is safe in a process of one thread
         )
         started.append(process)
         until = time.monotonic() + SECONDS
@@ -71,10 +71,10 @@ def returned(process: subprocess.Popen[str], folder: Path) -> tuple[int, str, st
 
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGINT"])
 def test_signals_that_a_run_was_started_to_ignore_end_neither_it_nor_its_ranks(
-    name: str, tmp_path: Path, waiting: Callable[[Callable[[], object]], subprocess.Popen[str]]
+    name: str, tmp_path: Path, waiting: Callable[[str], subprocess.Popen[str]]
 ) -> None:
     """As `nohup` starts it, and a script that goes on beside it."""
-    process = waiting(lambda: signal.signal(signal.Signals[name], signal.SIG_IGN))
+    process = waiting(f"trap '' {name.removeprefix('SIG')}")
     os.killpg(process.pid, signal.Signals[name])
     time.sleep(0.5)
     status, _, errors, result = returned(process, tmp_path)
@@ -83,12 +83,9 @@ def test_signals_that_a_run_was_started_to_ignore_end_neither_it_nor_its_ranks(
 
 @pytest.mark.parametrize("streams", [(0,), (1,), (0, 1), (0, 1, 2)])
 def test_a_run_needs_no_streams(
-    streams: tuple[int, ...], tmp_path: Path, waiting: Callable[[Callable[[], object]], subprocess.Popen[str]]
+    streams: tuple[int, ...], tmp_path: Path, waiting: Callable[[str], subprocess.Popen[str]]
 ) -> None:
-    def close() -> None:
-        for number in streams:
-            os.close(number)
-
-    status, out, errors, result = returned(waiting(close), tmp_path)
+    closing = " ".join(f"{number}>&-" for number in streams)
+    status, out, errors, result = returned(waiting(f"exec {closing}"), tmp_path)
     assert (status, errors, result) == (0, "", "[0, 1]")
     assert sorted(out.split()) == ([] if 1 in streams else ["0", "1", "met", "met"])
