@@ -43,7 +43,7 @@ def write_whole(path: Path, *, write: Callable[[Path], object], aside: Path | No
     partial = aside or place.with_name(f".partial-{secrets.token_hex(4)}")
     try:
         write(partial)
-        _flush(partial)
+        flush(partial)
         if place.exists():
             _like(place, partial)
         partial.replace(place)
@@ -55,8 +55,10 @@ def write_whole(path: Path, *, write: Callable[[Path], object], aside: Path | No
         partial.unlink(missing_ok=True)
 
 
-def _flush(path: Path) -> None:
-    """Return when the disk has it. That it has no room may only be told then."""
+def flush(path: Path) -> None:
+    """Return when the disk has a file, or the names in a folder. Raises OSError: that there is no room may only be told
+    then.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from meshwise.checkpoint.damage import Damage, DamageError
 from meshwise.checkpoint.index import INDEX, Index, read_index
+from meshwise.whole_file import flush
 
 LATEST = "latest"
 DATA = "rank-*.safetensors"
@@ -84,13 +85,13 @@ def _may_be_replaced(folder: Path) -> bool:
 
 def publish(aside: Path, *, folder: Path) -> None:
     """Make a complete folder a checkpoint: one rename, then `latest`. Raises OSError."""
-    flush_folder(aside)
+    flush(aside)
     replaced = None
     if folder.exists():
         replaced = folder.with_name(f"{folder.name}{_REPLACED}{secrets.token_hex(4)}")
         folder.rename(replaced)
     aside.rename(folder)
-    flush_folder(folder.parent)
+    flush(folder.parent)
     point_latest(folder)
     if replaced is not None:
         remove(replaced)
@@ -101,7 +102,7 @@ def point_latest(folder: Path) -> None:
     partial = folder.with_name(f"{LATEST}{_PARTIAL}{secrets.token_hex(4)}")
     write_flushed(partial, text=f"{folder.name}\n")
     partial.replace(folder.with_name(LATEST))
-    flush_folder(folder.parent)
+    flush(folder.parent)
 
 
 def write_flushed(path: Path, *, text: str) -> None:
@@ -110,15 +111,6 @@ def write_flushed(path: Path, *, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def flush_folder(folder: Path) -> None:
-    """Return when the disk has the names in a folder. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def leftovers(root: Path) -> Iterator[Path]:
