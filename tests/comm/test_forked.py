@@ -1,6 +1,7 @@
 """The server that ranks are forked from: afresh, or a copy of a command that has done nothing but import."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -59,3 +60,43 @@ def test_a_copied_server_has_what_was_imported_and_nothing_that_is_open_and_copi
     answers, _, status = done.stdout.rpartition(" ")
     assert (done.stderr, int(status)) == ("", 0)
     assert json.loads(answers) == [[how == "copied", False, True, False]] * 2
+
+
+TOLD_LATE = """
+import os, signal, sys, time
+from meshwise.comm.forked import copied, starting
+
+class Late:
+    def __reduce__(self):
+        return arrive, (os.getpid() if sys.argv[1] == "ended" else 0,)
+
+def arrive(launcher):
+    if launcher:
+        os.kill(launcher, signal.SIGKILL)
+        time.sleep(0.2)
+    open("what went with the launcher")
+
+if __name__ == "__main__":
+    copied()
+    process = starting().Process(target=print, args=(Late(),))
+    process.start()
+    process.join()
+    print(process.exitcode)
+"""
+
+
+def test_a_rank_that_cannot_start_says_why_unless_its_launcher_has_ended(tmp_path: Path) -> None:
+    if starting().get_start_method() != "forkserver":
+        pytest.skip("ranks are started one by one")
+    script = tmp_path / "telling.py"
+    script.write_text(TOLD_LATE)
+
+    def told(launcher: str) -> tuple[int, str, str]:
+        command = [sys.executable, str(script), launcher]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return done.returncode, done.stdout, done.stderr
+
+    status, code, errors = told("lives")
+    assert (status, code) == (0, "1\n")
+    assert errors.endswith("No such file or directory: 'what went with the launcher'\n")
+    assert told("ended") == (-signal.SIGKILL, "", "")

@@ -1,11 +1,10 @@
 """What a model born sharded promises: the same values everywhere, all of them initialised, never the whole model."""
 
-import ctypes
-import gc
 import hashlib
 import threading
+import weakref
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +12,12 @@ from torch import Tensor, nn
 
 from meshwise.comm.world import World
 from meshwise.model.birth import Source, born, install, shapes_of
+from meshwise.model.dispatch import TorchDispatchMode
 from meshwise.model.table import parameter_table
 from meshwise.parallelize import parallelize
 from meshwise.reference import GPT, GPTConfig
 from meshwise.testing import Processes, run
+from meshwise.tree import tensors
 
 
 def gpt() -> nn.Module:
@@ -211,35 +212,43 @@ class Truncated(nn.Linear):
         nn.init.trunc_normal_(self.weight, std=0.02)
 
 
-def resident(field: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
+class Held(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations inside it have made and that are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for storage in (tensor.untyped_storage() for tensor in tensors(result) if not tensor.is_meta):
+            if "counted" not in vars(storage):
+                vars(storage)["counted"] = weakref.finalize(storage, self._freed, storage.nbytes())
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+        return result
+
+    def _freed(self, count: int) -> None:
+        self.now -= count
 
 
-def grown(world: World, kind: type[nn.Linear], width: int) -> tuple[int, int]:
-    """Bytes by which the process is larger when a model is born, and at most while its values are computed."""
-    if width > 64:
-        grown(world, kind, 64)  # what any model needs once
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what earlier tests left free would go at any time
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
-    start = resident("VmRSS")
-    source = born(lambda: nn.Sequential(*(kind(width, width, bias=False) for _ in range(40))), seed=0)
-    built = resident("VmRSS")
-    for name, _ in source.module.named_parameters():
-        source.full(name)
-    return built - start, resident("VmHWM") - start
+def held(kind: type[nn.Linear]) -> tuple[int, int]:
+    """Bytes of tensors that there are at once, at most, when a deep model is born and when its values are computed."""
+    with Held() as building:
+        source = born(lambda: nn.Sequential(*(kind(1024, 1024, bias=False) for _ in range(40))), seed=0)
+    with Held() as replaying:
+        for name, _ in source.module.named_parameters():
+            source.full(name)
+    return building.most, replaying.most
 
 
-@pytest.mark.processes  # in which what is freed goes back to the system at once
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of memory from Linux's /proc")
-def test_no_more_than_one_parameter_and_its_inputs_is_ever_in_memory(processes: Processes) -> None:
+def test_no_more_than_one_parameter_and_its_inputs_is_ever_in_memory() -> None:
     one = 1024 * 1024 * 4
-    built, replayed = processes.run(1, grown, args=(nn.Linear, 1024))[0]
-    built_truncated, replayed_truncated = processes.run(1, grown, args=(Truncated, 1024))[0]
-    assert max(built, built_truncated) < one
-    assert 0.5 * one < replayed < 1.5 * one
-    assert replayed_truncated < 3 * one, "torch's truncated normal holds new candidates, their mask and the selection"
+    built, replayed = held(nn.Linear)
+    built_truncated, replayed_truncated = held(Truncated)
+    assert built == built_truncated == 0
+    assert one < replayed < 1.1 * one
+    assert replayed_truncated < 2 * one, "torch's truncated normal holds new candidates, their mask and the selection"
 
 
 def test_elements_that_are_never_initialised_are_found_and_named() -> None:

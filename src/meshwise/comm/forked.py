@@ -39,7 +39,7 @@ import torch
 
 from meshwise.comm.job_folder import new_folder, remove_folder
 
-_PRELOADED = ("torch._dynamo", "meshwise.comm.launch")  # an optimizer imports torch._dynamo
+_PRELOADED = ("torch._dynamo", "meshwise.comm.launch", "meshwise.comm.orphan")  # an optimizer imports torch._dynamo
 _OF_THE_TERMINAL = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _STREAMS = (1, 2)
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)

@@ -1,0 +1,33 @@
+"""Imported by the server that ranks are forked from, and by nothing else (`forked`): a rank whose launcher ended before
+the rank had been told what to do says nothing.
+
+It fails in multiprocessing's own hands: what it is told breaks off, or names a semaphore that went with the launcher.
+Whoever ended the launcher has no use for that, and would take it for a failure of the job. While the launcher lives it
+is told as ever: a function that a rank cannot import, say.
+"""
+
+from __future__ import annotations
+
+import select
+import sys
+from multiprocessing import spawn
+from types import TracebackType
+
+
+def _tell(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+    if not _orphaned(at):
+        sys.__excepthook__(kind, error, at)
+
+
+def _orphaned(at: TracebackType | None) -> bool:
+    """Whether the error came while a rank was told what to do, by a process that has hung up since."""
+    while at is not None and at.tb_frame.f_code is not spawn._main.__code__:
+        at = at.tb_next
+    if at is None:
+        return False
+    looking = select.poll()
+    looking.register(at.tb_frame.f_locals["parent_sentinel"], 0)
+    return any(seen & select.POLLHUP for _, seen in looking.poll(0))
+
+
+sys.excepthook = _tell
