@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from functools import lru_cache
 from operator import itemgetter
 from typing import TypeAlias
 
@@ -11,6 +10,11 @@ import torch
 from torch import Tensor
 
 Parts: TypeAlias = Tensor | Sequence[Tensor]
+
+_BITS = tuple(f"{kind}int{bits}" for kind in ("", "u") for bits in range(1, 8))
+_QUANTIZED = ("qint8", "qint32", "quint8", "quint4x2", "quint2x4")
+NOT_COPIED = frozenset(getattr(torch, name) for name in _BITS + _QUANTIZED)
+"""Dtypes that torch has names for and cannot copy. A list: a rehearsal would take a trial for a part of its step."""
 
 
 def flat(x: Tensor, *, given: bool = False) -> Tensor:
@@ -31,21 +35,10 @@ def flat(x: Tensor, *, given: bool = False) -> Tensor:
         raise ValueError(f"a collective needs contiguous tensors; {tuple(x.shape)} has strides {x.stride()}")
     if not given and x.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError("outside torch.inference_mode a collective cannot write to a tensor that was made in it")
-    if not _is_copied(x.dtype):
+    if x.dtype in NOT_COPIED:
         raise ValueError(f"torch does not copy {x.dtype}; pass x.view(torch.uint8)")
     data = x.data
     return data if data.dim() == 1 else data.view(-1)
-
-
-@lru_cache(maxsize=256)
-def _is_copied(dtype: torch.dtype) -> bool:
-    """Whether torch copies it: it has names for some, as of 4 bits, and little else."""
-    x = torch.empty(2, dtype=dtype)
-    try:
-        x.clone()
-    except RuntimeError:
-        return False
-    return True
 
 
 def split(x: Parts, size: int, *, given: bool = False) -> list[Tensor]:
