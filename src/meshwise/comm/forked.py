@@ -99,20 +99,24 @@ def temporary() -> util.Finalize:
 @contextlib.contextmanager
 def tidying() -> Iterator[None]:
     """Let signals that end this process remove first what `temporary` makes; in copies of it, they only end them."""
+    early: list[int] = []  # to block them would not do: a signal goes to any thread, and libraries have some by now
+    made = False
 
     def end(number: int, _frame: FrameType | None) -> None:
+        if not made:
+            early.append(number)
+            return
         temporary()()
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
 
     deadly = [number for number in ENDING if signal.getsignal(number) == signal.SIG_DFL]
-    heard = signal.pthread_sigmask(signal.SIG_BLOCK, deadly)
-    try:
-        temporary()
-        for number in deadly:
-            signal.signal(number, end)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, heard)
+    for number in deadly:
+        signal.signal(number, end)
+    temporary()
+    made = True
+    for signalled in early:
+        end(signalled, None)
     try:
         yield
     finally:
