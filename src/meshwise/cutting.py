@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from meshwise import tree
+from meshwise.comm.lost import RankLostError
 from meshwise.comm.world import World
 from meshwise.model.birth import Source
 from meshwise.model.blocks import Patterns
-from meshwise.model.forward import Forward, Loss, call_loss
+from meshwise.model.forward import Forward, Loss, LossError, call_loss
 from meshwise.pipeline.action import Schedule, ScheduleError
 from meshwise.pipeline.cut import Cut, Pairs, Where, Wish, cut_model, cut_pieces
 from meshwise.pipeline.partition import CutError
@@ -116,23 +117,26 @@ def finest_cut(
 
 
 def first_ranks(make: Callable[[], Cut], *, world: World) -> Cut:
-    """The cut that the first rank makes; what goes wrong there is raised on every rank."""
+    """The cut that the first rank makes. What it refuses is refused on every rank; of what the model itself raises
+    there, the others only tell that it did, so that whoever asks what went wrong is shown the model's own error.
+    """
     cut: Cut | None = None
     error: Exception | None = None
+    kind: type[Exception] = RankLostError
     problem = ""
     if world.rank == 0:
         try:
             cut = make()
-        except ValueError as refused:  # raised below, when the others know
-            error, problem = refused, f"{refused}"
+        except (PlanError, LossError) as refused:  # raised below, when the others know
+            error, kind, problem = refused, type(refused), f"{refused}"
         except Exception as raised:  # noqa: BLE001 -- as well
-            error, problem = raised, f"the model cannot be cut: {type(raised).__name__}: {raised}"
+            error, problem = raised, f"rank 0 could not cut the model: {type(raised).__name__}: {raised}"
             error.add_note("while the model ran on an example, to be cut")
-    cut, problem = world.exchange((cut, problem))[0]
+    cut, kind, problem = world.exchange((cut, kind, problem))[0]
     if error is not None:
         raise error
     if cut is None:
-        raise PlanError(problem)
+        raise kind(problem)
     return cut
 
 

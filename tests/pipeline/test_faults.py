@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshwise.comm.lost import RankLostError
 from meshwise.comm.world import World
 from meshwise.nonfinite import NonFiniteError
 from meshwise.parallelize import Options, parallelize
@@ -71,6 +72,27 @@ def fail(world: World, plan: str, fault: str) -> None:
 
 def told(caught: pytest.ExceptionInfo[Any]) -> str:
     return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+
+
+@pytest.mark.parametrize("kind", [KeyError, RuntimeError, ValueError])
+def test_what_a_model_raises_while_it_is_cut_is_its_own_and_no_refusal(kind: type[Exception]) -> None:
+    class Broken(nn.Sequential):
+        def forward(self, _x: Tensor) -> Tensor:
+            raise kind("of the user's own making")
+
+    def main(world: World) -> Exception:
+        with pytest.raises(Exception, match="of the user's own making") as caught:
+            parallelize(
+                Broken(nn.Linear(4, 8), nn.Linear(8, 3)),
+                "pp=2",
+                loss=squares,
+                world=world,
+                options=Options(example=batch()),
+                lr=1e-2,
+            )
+        return caught.value
+
+    assert [type(error) for error in run(2, main)] == [kind, RankLostError]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
