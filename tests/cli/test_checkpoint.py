@@ -84,6 +84,22 @@ def test_diff_tells_which_tensors_are_not_the_same(root: Path, capsys: pytest.Ca
     assert "scalar/step/" in capsys.readouterr().out
 
 
+def save_nan(world: World, root: Path) -> None:
+    for name, bad in (("whole", 0.0), ("broken", float("nan"))):
+        model = torch.nn.Linear(2, 2)
+        torch.nn.init.ones_(model.weight)
+        model.weight.data[0, 1] = bad
+        parallelize(model, "dp=1", loss=next_token_loss, world=world, lr=1e-2).save(root / name)
+
+
+def test_diff_tells_a_nan_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(1, save_nan, args=(tmp_path,))
+    for one, other in (("whole", "broken"), ("broken", "whole")):
+        assert main(["checkpoint", "diff", str(tmp_path / one), str(tmp_path / other)]) == 1
+        weight = next(line for line in capsys.readouterr().out.splitlines() if "parameter/weight" in line)
+        assert weight.split()[1:] == ["1", "of", "4", "elements", "differ", "nan"]
+
+
 def test_export_says_that_it_has_checked(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "export", str(root / "step-2"), str(tmp_path / "out")]) == 0
     assert "logits" in capsys.readouterr().out

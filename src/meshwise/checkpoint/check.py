@@ -55,7 +55,9 @@ def is_valid(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Difference:
-    """How one logical tensor differs between two checkpoints: `elements` of them, by at most `largest`."""
+    """How one logical tensor differs between two checkpoints: `elements` of them, by at most `largest`, which is NaN
+    where one of the two is.
+    """
 
     name: str
     what: str
@@ -88,7 +90,7 @@ def _compare(name: str, stored: Stored, readers: tuple[Reader, Reader]) -> Diffe
             unequal = a.view(torch.uint8).ne(b.view(torch.uint8)).view(-1, stored.dtype.itemsize).any(dim=1)
             if count := int(unequal.sum()):
                 apart = (a.double() - b.double()).abs()[unequal]
-                elements, largest = elements + count, max(largest, float(apart.max()))
+                elements, largest = elements + count, float(apart.max().clamp(min=largest))
     return Difference(name, f"{elements} of {size} elements differ", elements, largest) if elements else None
 
 
