@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from meshwise.train.screen import Screen
@@ -27,6 +27,18 @@ def test_drawn_lines_have_no_blanks_at_their_ends() -> None:
     screen.show(table)
     screen.show(Text("drawn wider than the screen   \nup   "))
     assert out.getvalue() == "name  what\na     long enough\nb\ndrawn wider than the screen\nup\n"
+
+
+@pytest.mark.parametrize("width", [1, 20, 30])
+def test_no_figure_is_cut_on_a_narrow_terminal_and_names_are_folded(width: int) -> None:
+    out = io.StringIO()
+    table = Table(Column("name", overflow="fold"), "difference", Column("part", no_wrap=True), box=None, pad_edge=False)
+    table.add_row("a.name.that.is.long", "4.1e-01", "52.0 %")
+    Screen(file=out, width=width).show(table)
+    head, first, *rest = (line.split() for line in out.getvalue().splitlines())
+    assert head == ["name", "difference", "part"]
+    assert first[1:] == ["4.1e-01", "52.0", "%"]
+    assert first[0] + "".join(line[0] for line in rest) == "a.name.that.is.long"
 
 
 def test_a_reader_that_is_gone_is_told_to_the_caller() -> None:

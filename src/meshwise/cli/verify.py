@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from rich.console import OverflowMethod
 from rich.table import Table
 
 from meshwise.cli.ranks import chosen, local_ranks
@@ -118,7 +119,9 @@ def _everything(size: int) -> tuple[int, int]:
 def _table(rows: Sequence[tuple[str, ...]]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for number, title in enumerate(rows[0]):
-        table.add_column(title, justify="right" if number else "left", no_wrap=True, overflow="fold")
+        names = title == "parameter"
+        overflow: OverflowMethod = "fold" if names else "ellipsis"
+        table.add_column(title, justify="right" if number else "left", no_wrap=not names, overflow=overflow)
     for row in rows[1:]:
         table.add_row(*row, style="red" if any(cell.endswith("!") for cell in row) else None)
     return table

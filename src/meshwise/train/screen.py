@@ -7,11 +7,18 @@ import select
 import sys
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.segment import Segment
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 STDOUT = 1
+
+_FOLDED = 12
+"""Columns that names get at least where they are folded."""
+
+_WIDE = 10_000
+"""A terminal on which nothing is cut."""
 
 
 class Screen(Console):
@@ -22,7 +29,12 @@ class Screen(Console):
         if isinstance(drawing, Text):
             lines = list(drawing.split(allow_blank=True))
         else:
-            options = self.options.update(no_wrap=True, overflow="ignore") if self.soft_wrap else None
+            for column in drawing.columns:
+                column.min_width = self._least(column)
+            least = sum((column.min_width or 0) + sum(drawing.padding[1::2]) for column in drawing.columns)
+            options = self.options.update(width=max(self.width, least))
+            if self.soft_wrap:
+                options = options.update(no_wrap=True, overflow="ignore")
             lines = [
                 Text.assemble(*((part.text, part.style or "") for part in line))
                 for line in Segment.split_lines(self.render(drawing, options))
@@ -30,6 +42,15 @@ class Screen(Console):
         for line in lines:
             line.rstrip()
             self.print(line, soft_wrap=True)
+
+    def _least(self, column: Column) -> int:
+        """How wide a column of a table is at least, on however narrow a terminal, where rich would cut figures: no word
+        is cut, and what may be folded is.
+        """
+        wide = self.options.update(width=_WIDE)
+        sizes = [Measurement.get(self, wide, cell) for cell in (column.header, *column.cells)]
+        least = max(size.maximum if column.no_wrap else size.minimum for size in sizes)
+        return max(column.min_width or 0, min(least, _FOLDED) if column.overflow == "fold" else least)
 
     def on_broken_pipe(self) -> None:
         """Rich would end the process here, with status 1 and without a word."""
