@@ -172,6 +172,22 @@ def test_where_nothing_overlaps_the_reduction_is_added(zero: int) -> None:
     assert after > beside
 
 
+def test_what_is_reduced_behind_a_pipeline_is_a_wait_and_no_bubble() -> None:
+    text = "pp=2 dp=4 microbatches=4"
+    own = sounding(Way.of(Plan.parse(text), batch=BATCH, pieces=pieces().count))
+    at = pieces().stages(cut(Plan.parse(text)))
+    quick, slow = (
+        dataclasses.replace(CLUSTER.inside, collectives={"all_reduce": ((1.0, rate),)}) for rate in (1e15, 1e9)
+    )
+    before, after = (
+        bound(Plan.parse(text), sounding=own, cut=at, cluster=dataclasses.replace(CLUSTER, inside=inside), exact=True)
+        for inside in (quick, slow)
+    )
+    truth = figures_of(predict(rehearsal(text), cluster=dataclasses.replace(CLUSTER, inside=slow)))
+    assert after.bubble == pytest.approx(before.bubble, rel=1e-6)
+    assert 0.9 * truth.exposed["dp"] < after.exposed["dp"] <= truth.exposed["dp"]
+
+
 def test_bounds_are_near() -> None:
     """What they are good for: on most plans, little is left for the rehearsal to find."""
     times = sorted(least(text, exact=True).seconds / rehearsed(text).seconds for text in PLANS)

@@ -36,6 +36,7 @@ from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.price import Prices
 from meshwise.simulate.rehearsal import schedule_of
 from meshwise.simulate.tape import Call, Category
+from meshwise.timeline import Stream
 
 
 @dataclass(frozen=True)
@@ -149,14 +150,18 @@ def bound(plan: Plan, *, sounding: Sounding, cut: Sequence[range], cluster: Clus
     update = [shard.update([stages[s] for s in own]) + shard.gather([stages[s] for s in own]) for own in ranks]
     rests = [shard.rests([stages[s] for s in own]) for own in ranks]
     schedule = schedule_of(plan) if exact else None
-    along = _least(plan, ranks, stages, shard) if schedule is None else _clocked(schedule, stages, shard)
+    if schedule is None:
+        computed = along = _least(plan, ranks, stages, shard)
+    else:
+        computed, along = _clocked(schedule, stages, shard)
     seconds = along + max(update) + cluster.device.step
     busy = plan.microbatches * sum(stage.whole for stage in stages) / plan.pp
     waits = plan.microbatches * sum(stage.waits for stage in stages) / plan.pp
     exposed = {"·".join(plan.tensor_axes): waits} if waits else {}
-    bubble = max(0.0, along - busy) if plan.pp > 1 else 0.0
-    if plan.pp == 1 and along > busy:
-        exposed["dp"] = along - busy
+    bubble = max(0.0, computed - busy) if plan.pp > 1 else 0.0
+    reduced = along - (computed if plan.pp > 1 else busy)
+    if reduced > 0:
+        exposed["dp"] = reduced
     if schedule is None:
         held: list[float] = [max(stages[s].keeps for s in own) for own in ranks]
     else:
@@ -175,8 +180,8 @@ def _least(plan: Plan, ranks: Sequence[Sequence[int]], stages: Sequence[_Stage],
     return max(before[own[0]] + count * sum(stages[s].whole for s in own) + after[own[0]] for own in ranks)
 
 
-def _clocked(schedule: Schedule, stages: Sequence[_Stage], shard: _Shard) -> float:
-    """When the last action of the schedule's table is over."""
+def _clocked(schedule: Schedule, stages: Sequence[_Stage], shard: _Shard) -> tuple[float, float]:
+    """When the last computation of the schedule's table is over, and when the last reduction is."""
     costs = [
         Cost(
             forward=stage.forward,
@@ -188,8 +193,9 @@ def _clocked(schedule: Schedule, stages: Sequence[_Stage], shard: _Shard) -> flo
         )
         for number, stage in enumerate(stages)
     ]
-    along = clock(schedule, costs=costs).seconds
-    return along if schedule.ranks > 1 else shard.alone(stages[0], along=along)
+    timeline = clock(schedule, costs=costs)
+    computed = max(event.stop for event in timeline.events if event.stream is Stream.COMPUTE)
+    return computed, timeline.seconds if schedule.ranks > 1 else shard.alone(stages[0], along=timeline.seconds)
 
 
 def _levels(row: Sequence[Action], stages: Sequence[_Stage], shard: _Shard) -> Iterator[float]:
