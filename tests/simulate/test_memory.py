@@ -93,6 +93,18 @@ def test_a_step_ends_with_the_memory_that_it_began_with() -> None:
         assert rank.steady[-1].bytes <= rank.steady[0].bytes + 4096
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("schedule", ["gpipe recompute=full", "1f1b", "zb-h1"])
+def test_a_stage_s_gradients_are_there_once_in_the_first_step_too(schedule: str, zero: int) -> None:
+    plan = f"pp=2 dp=4 zero={zero} microbatches=4 schedule={schedule}"
+    for rank in memory_of(rehearse(gpt_subject(stages=2), plan=plan, ranks=8)):
+        first, steady = (
+            max(moment.device[Category.GRADIENTS] for moment in moments if Category.GRADIENTS in moment.device)
+            for moments in (rank.first, rank.steady)
+        )
+        assert first <= steady
+
+
 def test_the_table_names_what_there_is() -> None:
     rows = memory_table(_of("dp=2 zero=3", ranks=2))
     assert rows[0][:5] == ("pp", "parameters", "gathered", "gradients", "optimizer")

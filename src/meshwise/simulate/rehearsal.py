@@ -84,8 +84,8 @@ class Rehearsal:
         names = dict(zip(theirs, mine, strict=True))
         found = {_renamed(segment.label, names): segment for segment in tape.steady}
         stand_ins = _stand_ins(found)
-        if first:  # of which the last micro-batch has been run
-            found |= {_renamed(segment.label, names): segment for segment in tape.first}
+        if first:  # of which one micro-batch has been run: what is taken once is taken with a step's first
+            found |= {_renamed(segment.label, names, first=True): segment for segment in tape.first}
         during = [
             Segment(str(action), part.entries)
             for action in row
@@ -96,12 +96,13 @@ class Rehearsal:
         return (*before, *during, *(segment for segment in around if segment.label != "begin"))
 
 
-def _renamed(label: str, stages: Mapping[int, int]) -> str:
-    """The label of what another rank does, for the stages of this one."""
+def _renamed(label: str, stages: Mapping[int, int], *, first: bool = False) -> str:
+    """The label of what another rank does, for the stages of this one; `first`: as if of the first micro-batch."""
     if not label[:1].isdigit():
         return label
     action = Action.parse(label)
-    return str(action._replace(stage=stages[action.stage]))
+    number = 0 if first and action.microbatch is not None else action.microbatch
+    return str(action._replace(stage=stages[action.stage], microbatch=number))
 
 
 def _stand_ins(found: Mapping[str, Segment]) -> dict[tuple[int, Kind], Segment]:
