@@ -53,7 +53,7 @@ class Prediction:
     """The part of the step in which a rank has nothing to compute because of the pipeline, on average."""
 
     exposed: Mapping[str, float]
-    """Seconds of the step in which the busiest rank only waits for collectives, by their axes."""
+    """Seconds of the step in which a rank only waits for collectives, by their axes, on average."""
 
     traffic: Mapping[str, float]
     """Bytes that a rank sends in a step over the links `inside` a node and `between` nodes: of each, the most."""
@@ -125,11 +125,16 @@ def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
     timeline = clock(rehearsal.schedule, costs=[costs[stage] for stage in range(rehearsal.schedule.stages)])
     computed = max(event.stop for event in timeline.events if event.stream is Stream.COMPUTE)
     along = max(event.stop for event in timeline.events)
-    last = max(ranks.values(), key=lambda rank: rank.around().seconds)
-    spent = along + last.around().seconds + step
-    idle = sum(computed - ranks[place].busy() for place in places) / len(places)  # later is a wait
-    exposed: dict[str, float] = defaultdict(float, last.waits())
-    exposed["·".join(rehearsal.plan.data_axes)] += along - computed
+    around = max(rank.around().seconds for rank in ranks.values())
+    spent = along + around + step
+    exposed: dict[str, float] = defaultdict(float)
+    idle = 0.0
+    for place, count in Counter(places).items():
+        part = count / len(places)
+        idle += part * (computed - ranks[place].busy() + around - ranks[place].around().seconds)
+        for axes, seconds in ranks[place].waits().items():
+            exposed[axes] += part * seconds
+    exposed["·".join(rehearsal.plan.data_axes)] += along - computed  # a wait, where nothing computes any more
     took, waits = _with_host(rehearsal, cluster, spent, exposed)
     return Prediction(rehearsal, cluster, took, max(0.0, idle) / took, waits, sent, timeline)
 

@@ -206,6 +206,8 @@ class Replay:
             axes = "·".join(self._rehearsal.plan.data_axes)
             if computed < row.seconds:  # everybody waits for the last reductions
                 yield Event(index, Stream.WAIT, axes, self._free + computed, self._free + row.seconds)
+        if self._host:
+            yield Event(index, Stream.WAIT, "host", self.prediction.seconds - self._host, self.prediction.seconds)
 
     def _scheduled(self, index: int, row: Timeline) -> Iterator[_Act]:
         """Segments that the pipeline's clock has placed, and those before and after."""
@@ -226,10 +228,15 @@ class Replay:
     @cached_property
     def _free(self) -> float:
         """Seconds before the first action."""
-        seconds, row = self.prediction.seconds, self.prediction.timeline
+        seconds, row = self.prediction.seconds - self._host, self.prediction.timeline
         if row is None:
             return self.prediction.cluster.device.step
         return seconds - row.seconds - max(part.stop for index in range(row.ranks) for part in self._after(index))
+
+    @property
+    def _host(self) -> float:
+        """Seconds in which every rank waits for what rests elsewhere, drawn at the end."""
+        return self.prediction.exposed.get("host", 0.0)
 
     def _after(self, index: int) -> Iterator[_Played]:
         """What follows the actions."""
