@@ -58,8 +58,11 @@ def test_it_tells_the_best_and_why_the_others_lost_and_writes_the_choice(
     assert said["plan"] == said["predicted"]["plan"]
     assert f"{said['predicted']['seconds']:.4g} s" in told
     assert "slower: compute" in told
-    assert "# the two at hand" in job.read_text()
-    assert from_toml(job, kind=Job).predicted.on == "1x4 h100"
+    model, cluster, searched, held, *_ = told.splitlines()
+    assert re.fullmatch(r"model     gpt, [\d,]+ parameters, 8 samples a step", model)
+    assert cluster == "cluster   1x4 h100: 1 node of 4 ranks on H100 SXM 80GB, at most 79.2 GiB a rank"
+    assert searched.startswith("searched  dp microbatches ")
+    assert held == "held      tp=1 pp=1 zero=0"
 
 
 def test_a_job_that_may_not_be_written_is_refused_before_the_search(
@@ -83,6 +86,8 @@ def test_it_tells_json(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert err == f"wrote {page}\n"
     assert page.read_text().count('<section class="plan"') == 1
     assert [one["plan"] for one in said["best"]] == ["dp=2"]
+    assert said["on"] == "1x2 h100"
+    assert said["held"] == {"tp": 1, "pp": 1, "zero": 0, "microbatches": 1}
     assert said["considered"] == said["rehearsed"] == said["proven"] == 1
     assert job.read_text() == JOB
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import sys
 import time
@@ -20,6 +21,7 @@ from rich.table import Table
 from meshwise.cli.drawing import Files, check, save
 from meshwise.cli.output import check_outputs
 from meshwise.cli.simulate import subject_of
+from meshwise.model.birth import shapes_of
 from meshwise.plan import Plan
 from meshwise.plan.keys import read_size
 from meshwise.planner.search import Candidate, Effort, Survey, prediction_of, search
@@ -93,10 +95,11 @@ def main(arguments: Sequence[str]) -> int:
         held = f" with {job.fix}" if job.fix else ""
         raise JobError(f"no plan for {counted(cluster.ranks, of='rank')}{held} divides this job; try other ranks")
     best = survey.best()
+    asked = _Asked(job, cluster, space, limit, parameters=_parameters(subject))
     if job.json:
-        print(json.dumps(survey_record(survey, top=job.top), indent=2))
+        print(json.dumps({**asked.record, **survey_record(survey, top=job.top)}, indent=2))
     else:
-        _tell(survey, top=job.top, seconds=time.monotonic() - began)
+        _tell(survey, asked=asked, top=job.top, seconds=time.monotonic() - began)
     if not best:
         raise JobError(_closest(survey))
     if job.write and path is not None:
@@ -153,8 +156,50 @@ def _shown(surveys: Iterator[Survey], *, effort: Effort, quiet: bool) -> Survey:
     return last
 
 
-def _tell(survey: Survey, *, top: int, seconds: float) -> None:
+@dataclass(frozen=True)
+class _Asked:
+    """What a search was for: the heading of what it has found."""
+
+    job: PlanJob
+    cluster: Cluster
+    space: Space
+    limit: float
+    parameters: int
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        model = {"name": self.job.model.name, "parameters": self.parameters, "batch": self.job.train.batch}
+        return {"model": model, "on": self.job.on, "held": self.held}
+
+    @property
+    def held(self) -> dict[str, Any]:
+        """The keys of all plans, and what else the job's own plan says."""
+        usual, base = Plan(dp=1).to_toml(), self.space.base.to_toml()
+        kept = {key: value for key, value in base.items() if key not in SEARCHED and value != usual.get(key)}
+        return {**self.space.fixed, **kept}
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        of = counted(self.parameters, of="parameter")
+        yield f"model     {self.job.model.name}, {of}, {counted(self.job.train.batch, of='sample')} a step"
+        nodes, each = counted(self.cluster.nodes, of="node"), counted(self.cluster.ranks_per_node, of="rank")
+        device = f" on {self.cluster.device.name}" if self.cluster.device.name else ""
+        room = f", at most {text(self.limit)} a rank" if self.limit < math.inf else ""
+        yield f"cluster   {self.job.on}: {nodes} of {each}{device}{room}"
+        yield f"searched  {' '.join(key for key in SEARCHED if key not in self.space.fixed) or 'nothing'}"
+        if self.held:
+            yield f"held      {' '.join(f'{key}={value}' for key, value in self.held.items())}"
+
+
+def _parameters(subject: Subject) -> int:
+    return sum(one.numel() for one in shapes_of(subject.model, seed=subject.options.seed).module.parameters())
+
+
+def _tell(survey: Survey, *, asked: _Asked, top: int, seconds: float) -> None:
     console = screen(width=_WIDTH)
+    for line in asked.lines():
+        console.print(line, highlight=False, markup=False)
     told = f"{counted(len(survey.candidates), of='plan')}, {survey.rehearsals} of them rehearsed, in {seconds:.0f} s"
     console.print(told, highlight=False)
     if survey.best():
