@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import sys
 
 import pytest
 from rich.table import Column, Table
 from rich.text import Text
 
-from meshwise.train.screen import Screen
+from meshwise.train.screen import Screen, tolerate
 
 
 class Unread(io.StringIO):
@@ -39,6 +40,15 @@ def test_no_figure_is_cut_on_a_narrow_terminal_and_names_are_folded(width: int) 
     assert head == ["name", "difference", "part"]
     assert first[1:] == ["4.1e-01", "52.0", "%"]
     assert first[0] + "".join(line[0] for line in rest) == "a.name.that.is.long"
+
+
+def test_what_an_encoding_lacks_is_told_by_what_looks_like_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="latin-1"))
+    tolerate()
+    sys.stdout.write("ranks 0–1 │░F0──▒▒u µ· ☃\n")
+    sys.stdout.flush()
+    assert raw.getvalue().decode("latin-1") == "ranks 0-1 |:F0--~~u µ· ?\n"
 
 
 def test_a_reader_that_is_gone_is_told_to_the_caller() -> None:

@@ -26,6 +26,7 @@ from meshwise.view.palette import COLORS, UNSEEN
 from meshwise.view.picture import Bars, Picture, Text, ticks
 from meshwise.view.pictures import pictures, sheet
 from meshwise.view.png import write_png
+from meshwise.view.schedule_text import SHADES
 from meshwise.view.svg import svg_file
 from meshwise.view.timeline_picture import timeline_picture
 from view.accounts import SHARDED, SPLIT, account, prediction
@@ -178,9 +179,11 @@ def test_the_terminal_shows_the_mesh_each_rank_and_memory_by_letters() -> None:
     assert [row[:11] for row in rows] == ["ranks 0–3 │", "ranks 4–7 │"]
     assert all("░" in row and "F" in row for row in rows)
     assert max(map(len, lines)) <= 92
+    told = lines[lines.index(rows[-1]) + 1].strip().split("  ")
+    assert {entry[0] for entry in told} == {letter for row in rows for letter in row.partition("│")[2]} & set(SHADES)
     legend = next(line for line in lines if "p parameters" in line)
     assert "a activations" in legend
-    columns = [line.partition("│")[2] for line in lines[lines.index(rows[-1]) + 2 :][:8]]
+    columns = [line.partition("│")[2] for line in lines[lines.index(rows[-1]) + 3 :][:8]]
     assert columns[-1][0] == "p"  # at the bottom, between steps as well
     assert "a" in columns[0]
 

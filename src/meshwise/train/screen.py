@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import select
 import sys
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -13,6 +15,21 @@ from rich.table import Column, Table
 from rich.text import Text
 
 STDOUT = 1
+
+_LIKE = "meshwise: what looks like it"
+"""The name of a way to encode."""
+
+_ALIKE: Mapping[str, str] = {
+    **dict.fromkeys("│┃", "|"),
+    **dict.fromkeys("─━–—−", "-"),
+    **dict.fromkeys("┌┐└┘├┤┬┴┼╭╮╰╯", "+"),
+    **dict.fromkeys("·…", "."),
+    "░": ":",
+    "▒": "~",
+    "×": "x",
+    "µ": "u",
+}
+"""As wide as what it stands for: columns stay where they are."""
 
 _FOLDED = 12
 """Columns that names get at least where they are folded."""
@@ -63,9 +80,18 @@ def screen(*, width: int) -> Screen:
 
 
 def tolerate() -> None:
-    """Let stdout have question marks for what its encoding lacks (`LC_ALL=C`, ISO-8859-1): no run fails for that."""
+    """Let stdout have for what its encoding lacks (`LC_ALL=C`, ISO-8859-1) what looks most like it, or a question mark:
+    no run fails for that, and drawings can be read.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
+        codecs.register_error(_LIKE, _like)
+        sys.stdout.reconfigure(errors=_LIKE)
+
+
+def _like(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    lacked = error.object[error.start : error.end]
+    return "".join(_ALIKE.get(letter, "?") for letter in lacked), error.end
 
 
 def is_unread() -> bool:

@@ -25,6 +25,19 @@ STYLES: Mapping[Kind, str] = {
 }
 
 
+SHADES: Mapping[str, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward, input",
+    "W": "backward, weights",
+    "▒": "waits",
+    "u": "update",
+    "░": "around",
+    ".": "bubble",
+}
+"""What a letter or a shade of a drawing to scale stands for, in the words of other pictures."""
+
+
 def picture(timeline: Timeline, *, width: int) -> Text:
     """The drawing, folded into panels of at most `width` characters."""
     unit = min(event.seconds for row in timeline.computing for event in row)
@@ -43,15 +56,24 @@ def picture(timeline: Timeline, *, width: int) -> Text:
 
 def strip(timeline: Timeline, *, width: int, seconds: float, rows: Sequence[str] = ()) -> Text:
     """The drawing to scale, a row per rank, `seconds` in `width` characters; what is too short for one is not seen.
+    Below it, what its letters and shades are.
 
-    `rows` are the names of the ranks. Beside the computations `░` is before and after the schedule, `u` the update,
-    and `▒` what a rank waits for within.
+    `rows` are the names of the ranks.
     """
     heads = rows or [f"rank {rank}" for rank in range(timeline.ranks)]
     longest = max(map(len, heads))
     scale = (width - longest - 2) / seconds
-    lines = (Text(f"{head:<{longest}} │") + _scaled(timeline, rank, scale) for rank, head in enumerate(heads))
-    return Text("\n").join(lines)
+    drawn = [_scaled(timeline, rank, scale) for rank in range(timeline.ranks)]
+    lines = [Text(f"{head:<{longest}} │") + row for head, row in zip(heads, drawn, strict=True)]
+    used = {letter for row in drawn for letter in row.plain}
+    legend = Text("  ").join(Text.assemble(entry, f" {SHADES[entry[0]]}") for entry in _legend() if entry[0] in used)
+    return Text("\n").join([*lines, Text(" " * (longest + 2)) + legend])
+
+
+def _legend() -> Iterator[tuple[str, str]]:
+    """Each letter and shade, as it is drawn."""
+    yield from ((str(kind), style) for kind, style in STYLES.items())
+    yield from (("▒", "red"), ("u", ""), ("░", ""), (".", "dim"))
 
 
 def _scaled(timeline: Timeline, rank: int, scale: float) -> Text:
