@@ -14,7 +14,7 @@ from meshwise.parallelize import Options
 from meshwise.pipeline.cut import Where
 from meshwise.plan import Plan
 from meshwise.planner.bound import Figures, bound
-from meshwise.planner.search import figures_of
+from meshwise.planner.search import Candidate, figures_of, prediction_of
 from meshwise.planner.sounding import Pieces, Sounding, Way, sound
 from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.reference.loss import next_token_loss
@@ -170,6 +170,20 @@ def test_where_nothing_overlaps_the_reduction_is_added(zero: int) -> None:
     held_up, held_up_too, beside, after = found
     assert held_up_too == held_up
     assert after > beside
+
+
+@pytest.mark.parametrize("text", ["dp=8 zero=1", "dp=8 zero=3 microbatches=2", "pp=2 dp=4 zero=2 microbatches=4"])
+def test_ranks_of_one_host_share_what_simulate_has_them_share(text: str) -> None:
+    host, plan = parse_cluster("1x8 cpu4"), Plan.parse(text)
+    chosen = prediction_of(subject(), candidate=Candidate(plan, at=cut(plan)), cluster=host)
+    options = dataclasses.replace(subject().options, cut=Where(at=cut(plan)))
+    shared = rehearse(dataclasses.replace(subject(), options=options), plan=plan, ranks=8, shared=True)
+    truth = figures_of(predict(shared, cluster=host))
+    assert figures_of(chosen) == truth
+    own = sound(subject(), pieces=pieces(), way=Way.of(plan, batch=BATCH, pieces=pieces().count), cluster=host)
+    found = bound(plan, sounding=own, cut=pieces().stages(cut(plan)), cluster=host, exact=True)
+    assert found.seconds <= truth.seconds * (1 + 1e-9)
+    assert found.memory <= truth.memory
 
 
 def test_what_is_reduced_behind_a_pipeline_is_a_wait_and_no_bubble() -> None:

@@ -204,7 +204,9 @@ def _tell(survey: Survey, *, asked: _Asked, top: int, seconds: float) -> None:
     console.print(told, highlight=False)
     if survey.best():
         console.show(_table(best_table(survey, top=top)))
-    console.show(_table(lost_table(survey, top=top)))
+    lost = lost_table(survey, top=top)
+    if len(lost) > 1:
+        console.show(_table(lost))
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> Table:

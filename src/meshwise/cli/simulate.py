@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     step = read_step(job.run) if job.run else None
     plans = [job.plan, *map(Plan.parse, job.compare)]
     jobs = [prepare(dataclasses.replace(job, plan=plan), ranks=size) for plan in plans]
-    shared = device == "cpu" and (cluster is None or cluster.nodes == 1)
+    shared = cluster.shared if cluster else device == "cpu"
     rehearsals = [
         rehearse(subject_of(one), plan=one.job.plan, ranks=size, device=device, shared=shared)  # type: ignore[arg-type]
         for one in jobs

@@ -242,7 +242,7 @@ class _Shard:
             parameters = held.get(Category.PARAMETERS, 0.0)
             used = parameters * self._used
             if not away(tiers.params):
-                total += used / (shares if zero == 3 else 1)
+                total += used / (shares if zero == 3 or (zero and self.cluster.shared) else 1)
             if not away(tiers.masters):
                 total += (parameters - used) / (shares if zero else 1)
             if not away(tiers.gradients):
@@ -255,7 +255,7 @@ class _Shard:
         """Bytes of a stage's parameters on the device while they are whole, beside those that rest there."""
         used = sum(piece.states.get(Category.PARAMETERS, 0) for piece in stage.pieces) * self._used
         resting = 0.0 if self.plan.tiers.params == "disk" else used / (self.plan.dp or 1)
-        return used - resting if self.plan.zero == 3 else 0.0
+        return used - resting if self.plan.zero == 3 and not self.cluster.shared else 0.0
 
     def accumulated(self, stage: _Stage) -> float:
         """Bytes of a stage's gradients until they are reduced, beside those that rest there."""
@@ -271,13 +271,13 @@ class _Shard:
 
     def gather(self, stages: Sequence[_Stage]) -> float:
         """Seconds of bringing together what each rank has updated, where that is not left to the next step."""
-        if self.plan.zero not in (1, 2):
+        if self.plan.zero not in (1, 2) or self.cluster.shared:
             return 0.0
         return sum(self._collective("all_gather", stage, 1.0) for stage in stages)
 
     def whole(self, stage: _Stage) -> float:
         """Seconds of bringing a stage's parameters together at once, where ranks have parts of them."""
-        return self._collective("all_gather", stage, 1.0) if self.plan.zero == 3 else 0.0
+        return self._collective("all_gather", stage, 1.0) if self.plan.zero == 3 and not self.cluster.shared else 0.0
 
     def reduce(self, stage: _Stage) -> float:
         """Seconds of reducing a stage's gradients at once."""

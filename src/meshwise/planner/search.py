@@ -388,7 +388,7 @@ def prediction_of(subject: Subject, *, candidate: Candidate, cluster: Cluster) -
         plan = dataclasses.replace(plan, partition="params")
     subject = dataclasses.replace(subject, options=options)
     device = cluster.device.kind
-    rehearsal = rehearse(subject, plan=plan, ranks=cluster.ranks, device=device)  # type: ignore[arg-type]
+    rehearsal = rehearse(subject, plan=plan, ranks=cluster.ranks, device=device, shared=cluster.shared)  # type: ignore[arg-type]
     return predict(rehearsal, cluster=cluster)
 
 

@@ -188,6 +188,11 @@ class Cluster:
         """In all."""
         return self.nodes * self.ranks_per_node
 
+    @property
+    def shared(self) -> bool:
+        """Whether all ranks are processes of one host, on its CPUs, and so share memory."""
+        return self.device.kind == "cpu" and self.nodes == 1
+
 
 def at(curve: Curve, *, size: float) -> float:
     """The rate of a curve for so many bytes; beyond its ends, that of the end."""
