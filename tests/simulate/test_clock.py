@@ -12,6 +12,7 @@ from torch import nn
 from meshwise.comm.journal import Stamp
 from meshwise.parallelize import Options
 from meshwise.pipeline.cut import Where
+from meshwise.reference.gpt import GPT
 from meshwise.simulate.clock import predict
 from meshwise.simulate.cluster import Cluster, ClusterError, Device, Host, Link, Products, load, parse_cluster, to_table
 from meshwise.simulate.cost import operation
@@ -134,6 +135,21 @@ def test_what_is_sent_between_nodes_is_that_of_the_rank_that_sends_most_there() 
     activations = 8 * CONFIG.context * CONFIG.width * 4
     assert activations <= sent["between"] < 1.1 * activations
     assert sent["inside"] > sent["between"]
+
+
+def test_of_a_ring_over_nodes_each_rank_sends_its_part_between_them() -> None:
+    """As it is priced: all adapters of a node share what the ring carries, which is 2 · 7/8 of all gradients."""
+    made = rehearse(gpt_subject(), plan="dp=8", ranks=8)
+    gradients = sum(parameter.numel() * 4 for parameter in GPT(CONFIG).parameters())
+    found = {text: predict(made, cluster=parse_cluster(text)).traffic for text in ("1x8 h100", "2x4 h100", "8x1 h100")}
+    each = 2 * 7 / 8 * gradients
+    whole = pytest.approx(each, rel=1e-2)  # with what pads buckets
+    assert found["1x8 h100"] == {"inside": whole, "between": 0}
+    assert found["2x4 h100"] == {
+        "inside": pytest.approx(each * 3 / 4, rel=1e-2),
+        "between": pytest.approx(each / 4, rel=1e-2),
+    }
+    assert found["8x1 h100"] == {"inside": 0, "between": whole}
 
 
 @pytest.mark.parametrize("name", ["v100", "a100-40", "a100-80", "h100", "h200", "b200", "cpu4"])

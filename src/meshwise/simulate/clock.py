@@ -244,7 +244,9 @@ class _Rank:
         return found
 
     def sent(self) -> dict[str, float]:
-        """Bytes that it sends, by the links that they go over."""
+        """Bytes that it sends, by the links that they go over. A ring over several nodes leaves each once, through an
+        adapter of one of its ranks there; the others of these pass on inside what they send.
+        """
         found = {"inside": 0.0, "between": 0.0}
         for part, times in (
             *((part, 1) for part in self._around),
@@ -252,8 +254,10 @@ class _Rank:
         ):
             for call in part.calls():
                 if call.stamp.kind != "recv":
-                    link = "between" if self.prices.crosses(call.ranks) else "inside"
-                    found[link] += times * call.stamp.bytes * traffic(call.stamp.kind, count=len(call.ranks))
+                    size = times * call.stamp.bytes * traffic(call.stamp.kind, count=len(call.ranks))
+                    leaving = 1 / self.prices.here(call.ranks) if self.prices.crosses(call.ranks) else 0.0
+                    found["between"] += size * leaving
+                    found["inside"] += size * (1 - leaving)
         return found
 
     def _seconds(self, part: Segment) -> float:

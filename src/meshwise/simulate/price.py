@@ -84,6 +84,10 @@ class Prices:
         """Whether ranks lie in more than one node."""
         return self._nodes(ranks) > 1
 
+    def here(self, ranks: tuple[int, ...]) -> float:
+        """How many of them share a node, on average."""
+        return max(1.0, len(ranks) / self._nodes(ranks))
+
     def _nodes(self, ranks: tuple[int, ...]) -> int:
         if ranks not in self._spread:
             self._spread[ranks] = len({(rank + self.shift) // self.cluster.ranks_per_node for rank in ranks})
@@ -108,7 +112,7 @@ class Prices:
         if not self.crosses(ranks):
             return inside
         curve: Curve = cluster.between.collectives.get(kind, cluster.between.bandwidth)
-        here = max(1.0, len(ranks) / self._nodes(ranks))
+        here = self.here(ranks)
         share = min(1.0, cluster.adapters / cluster.ranks_per_node)
         rate = at(curve, size=size / here) * here * share
         return min(inside, rate) if here > 1 else rate
