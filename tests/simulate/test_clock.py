@@ -137,6 +137,18 @@ def test_what_is_sent_between_nodes_is_that_of_the_rank_that_sends_most_there() 
     assert sent["inside"] > sent["between"]
 
 
+def test_a_dtype_that_a_device_has_no_units_for_is_computed_wider() -> None:
+    peak = {"float16": 8.0, "float32": 1.0}
+    asked = ("float16", "bfloat16", "float8_e4m3fn", "float64", "complex64")
+    assert [Device(peak=peak).peak_of(dtype) for dtype in asked] == [8, 1, 8, 1, 1]
+    made = rehearse(gpt_subject(), plan="dp=4 precision=bf16", ranks=4)
+    old, told = (
+        predict(made, cluster=dataclasses.replace(STEADY, device=Device(kind="cpu", peak=peaks)))
+        for peaks in ({"float16": 8e9, "float32": 1e9}, {"bfloat16": 1e9})
+    )
+    assert (old.seconds, old.utilisation) == (told.seconds, told.utilisation)
+
+
 def test_of_a_ring_over_nodes_each_rank_sends_its_part_between_them() -> None:
     """As it is priced: all adapters of a node share what the ring carries, which is 2 · 7/8 of all gradients."""
     made = rehearse(gpt_subject(), plan="dp=8", ranks=8)

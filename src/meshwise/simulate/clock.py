@@ -104,8 +104,7 @@ class Prediction:
             for entry in segment.entries:
                 if isinstance(entry, Operation):
                     counted[entry.dtype] += entry.flops
-        peak = self.cluster.device.peak
-        return peak.get(counted.most_common(1)[0][0]) or max(peak.values())
+        return self.cluster.device.peak_of(counted.most_common(1)[0][0])
 
 
 def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:

@@ -25,6 +25,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from meshwise.plan.keys import MOST
 
 T = TypeVar("T")
@@ -89,7 +91,8 @@ class Device:
     """Bytes of them that the libraries take."""
 
     peak: Mapping[str, float] = field(default_factory=dict)
-    """Floating-point operations per second by dtype, as in `bfloat16 = 312e12`."""
+    """Floating-point operations per second by dtype, as in `bfloat16 = 312e12`; of one that is not told, those of the
+    narrowest that is wider, or of the widest."""
 
     products: Products = field(default_factory=Products)
     """Which part of that matrix products reach."""
@@ -121,6 +124,15 @@ class Device:
 
     fused: float = 1.0
     """The part of the bytes of elementwise operations that is left where kernels are fused; 1: none are."""
+
+    def peak_of(self, dtype: str) -> float:
+        """Operations per second with a dtype, whether told or not: what it has no units for is computed wider."""
+        if dtype in self.peak:
+            return self.peak[dtype]
+        widths = {name: getattr(torch, name).itemsize for name in (*self.peak, dtype)}
+        wider = [width for name, width in widths.items() if width > widths[dtype]]
+        at_hand = min(wider, default=max(widths[name] for name in self.peak))
+        return max(rate for name, rate in self.peak.items() if widths[name] == at_hand)
 
 
 @dataclass(frozen=True)

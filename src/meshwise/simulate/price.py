@@ -58,7 +58,7 @@ class Prices:
         attention = "attention" in operation.name
         curve = device.attention if attention else device.products
         inner, outputs = (one.n, one.batch * one.m) if attention else (one.k, one.batch * one.m * one.n)
-        peak = device.peak.get(operation.dtype) or max(device.peak.values())
+        peak = device.peak_of(operation.dtype)
         computing = operation.flops / (peak * curve.efficiency(inner=inner, outputs=outputs))
         return device.kernel + max(computing, operation.bytes / at(device.bandwidth, size=operation.bytes))
 
