@@ -195,6 +195,8 @@ def test_a_shipped_cluster_is_read_and_written_back(name: str, tmp_path: Path) -
         ("device", "bandwidth = [[1, 2], [1, 3]]", "sizes ascend"),
         ("device", "bandwidth = [[1, inf]]", "above 0 and finite"),
         ("device.peak", "bfloat16 = 0", "peak.bfloat16 = 0 has to be above 0"),
+        ("device.products", "best = 1.1", "products: best = 1.1 has to be at most 1"),
+        ("device", "fused = 7", "fused = 7.0 has to be at most 1"),
         ("device.products", "best = 0", "products: best = 0 has to be above 0"),
         ("device.peak", "bf16 = 1e12", "peak: unknown key bf16; did you mean bfloat16"),
         ("inside.collectives", "allgather = [[1, 2]]", "unknown key allgather; did you mean all_gather"),

@@ -14,6 +14,7 @@ all the same; how much of the time that was is told with the result.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -92,12 +93,13 @@ def calibrate(world: World, *, effort: Effort = Effort()) -> Calibrated:
     main = dtypes[-1]
     moved = _curve(seconds, effort, base)
     between, step = _between(world, effort)
+    fitted = _fitted(products[main], best[main])
     device = Device(
         name=_name(world.device),
         kind=world.device.type,
         memory=float(_memory(world)),
         peak={str(dtype).removeprefix("torch."): rate for dtype, rate in best.items()},
-        products=_fitted(products[main], best[main]),
+        products=dataclasses.replace(fitted, best=min(1.0, fitted.best)),
         attention=_fitted(_attention(seconds, main, effort, base), best[main]),
         bandwidth=moved,
         fresh=base.fresh,

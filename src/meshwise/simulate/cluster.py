@@ -61,7 +61,7 @@ class Products:
     """The part of the peak that a product of matrices reaches, by its shape."""
 
     best: float = 0.8
-    """Of a large one."""
+    """Of a large one, at most 1; of attention more, for its flops count what is masked."""
 
     inner: float = 0.0
     """The length of the summed dim at which half of that is reached."""
@@ -242,6 +242,10 @@ def load(name: str | Path) -> Cluster:
     if cluster.device.kind not in ("cuda", "cpu"):
         raise ClusterError(f"{name}: device: kind = {cluster.device.kind!r} has to be 'cuda' or 'cpu'")
     _require_known(cluster.device.peak, known=DTYPES, at=f"{name}: device: peak")
+    device = cluster.device
+    for at, part in (("device: products: best", device.products.best), ("device: fused", device.fused)):
+        if part > 1:
+            raise ClusterError(f"{name}: {at} = {part} has to be at most 1: it is the part of a whole")
     for at, link in (("inside", cluster.inside), ("between", cluster.between)):
         _require_known(link.collectives, known=COLLECTIVES, at=f"{name}: {at}: collectives")
     if not cluster.device.peak:
