@@ -87,6 +87,10 @@ def test_a_plan_is_a_line_or_a_table(plan: str, tmp_path: Path) -> None:
             ["--model.layers=3"],
             "unknown key model.layers; an argument of what is named there is given as in --model.arg",
         ),
+        (
+            ["--model.arguments.layers=3"],
+            "model.arguments is a table, and layers in it is given as in --model.arguments layers=…",
+        ),
         (["--train.steps", "ten"], "--train.steps: 'ten' is no whole number"),
         (["--train.steps"], "--train.steps is given without a value"),
         (["--ranks", "two"], "--ranks takes INT, not 'two'"),

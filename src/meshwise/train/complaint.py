@@ -56,6 +56,8 @@ def _unknown(word: str, words: Sequence[str], keys: Collection[str]) -> str:
             return (
                 f"unknown key {name}; an argument of what is named there is given as in --{section}.arguments {last}=…"
             )
+        if section in keys and section.endswith((".arguments", ".tensor_rules")):
+            return f"unknown key {name}; {section} is a table, and {last} in it is given as in --{section} {last}=…"
         hint = f"did you mean {nearest}?" if _like(nearest, name) > _FAR else f"there are {', '.join(keys)}"
         return f"unknown key {word[2:].partition('=')[0]}; {hint}"
     if name in keys:
