@@ -140,7 +140,7 @@ class Frozen(Chosen):
         (Repeated(lambda index: index < LEAST), 0),
         (Frozen(lambda index: index < LEAST), 0),
         (Chosen(lambda _: False, tied=True), 2 * LEAST - 2),
-        (Chosen(lambda index: index > 0 and bool(torch.zeros(()) > index)), 0),
+        (Chosen(lambda index: index > 0 and bool(torch.empty(()) > index)), 0),
         (nn.Sequential(*[nn.Linear(4, 4) for _ in range(LEAST - 1)]), 0),
     ],
     ids=["alike", "first", "middle", "alternating", "repeated", "frozen", "tied", "of values", "few"],

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from meshwise.simulate.constants import Constants
+
 ASKED = "a rehearsal's tensors have no values, and the model seems to ask for some"
 
 _NO_VALUES = (
-    f"{ASKED}. Those of transformers do for their masks, but for attn_implementation='eager' with an attention_mask in "
-    "the batch, and mixtures among them for their experts, but for experts_implementation='batched_mm'."
+    f"{ASKED}. Those of transformers do of an attention_mask in the batch, but for attn_implementation='eager', and "
+    "mixtures among them for their experts, but for experts_implementation='batched_mm'."
 )
 
 
@@ -42,10 +44,12 @@ def told_of_values() -> Iterator[None]:
 
 
 def without_values(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, in which a tensor that the user's code makes on no device in particular is where all others are."""
+    """The same, in which a tensor that the user's code makes on no device in particular is where all others are, and
+    what follows from sizes alone is known.
+    """
 
     def run(*given: Any) -> Any:
-        with torch.device("meta"):
+        with torch.device("meta"), Constants():
             return call(*given)
 
     return run
