@@ -201,6 +201,14 @@ def test_a_scale_is_a_vector_and_what_mixes_features_is_left_to_the_rules() -> N
         find_parts(model.append(Centre(16)), plan=Plan())
 
 
+def test_a_parameter_without_dims_is_left_to_the_rules() -> None:
+    model = gpt()
+    model.temperature = nn.Parameter(torch.ones(()))
+    with pytest.raises(ValueError, match=r'temperature  \(\)\n.*\{"temperature": "whole"\}'):
+        find_parts(model, plan=Plan())
+    assert find_parts(model, plan=Plan(), rules={"temperature": "whole"})["temperature"].role == "whole"
+
+
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 

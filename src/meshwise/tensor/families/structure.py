@@ -140,12 +140,10 @@ class Structure:
         """Give a part to a parameter that a module of the user's holds itself: a vector as wide as the stream, or,
         outside of the blocks, a table of them. What could be a matrix is left to the rules.
         """
+        if name in self._parts or parameter.shape[-1:] != (self.width,):
+            return
         table = not self._in_block(name) and parameter.shape[0] != self.width
-        if (
-            name in self._parts
-            or parameter.shape[-1:] != (self.width,)
-            or not (table or parameter.numel() == self.width)
-        ):
+        if not (table or parameter.numel() == self.width):
             return
         if in_attention:
             self._reasons[name] = "as wide as the stream and as all heads: rule 'vector', or 'inner grain=number'"
