@@ -165,6 +165,21 @@ def test_a_norm_of_complex_numbers_is_refused_where_features_are_split() -> None
     run_threads(4, main)
 
 
+class Written(Around):
+    """What the embedding returns is written to."""
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        x = self.embedding(numbers)
+        x *= 4.0
+        output: Tensor = self.classifier(x + self.second(functional.gelu(self.first(x))))
+        return output
+
+
+@EVERY_SCHEME
+def test_what_an_embedding_returns_may_be_written_to(plan: str) -> None:
+    agrees(Written(nn.Identity()), plan, parts(Part("whole")))
+
+
 @EVERY_SCHEME
 def test_an_embedding_keeps_its_padding_row_without_gradient(plan: str) -> None:
     agrees(Around(nn.Linear(WIDTH, WIDTH), padding=3), plan, parts(Part("single")))

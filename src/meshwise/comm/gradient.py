@@ -198,7 +198,8 @@ class _AllReduce(_Map):
 
     def start(self, x: Tensor) -> Finish:
         total = _copied(x, self.world)
-        return _after(self.world.all_reduce(total, axes=self.axes), total)
+        # As a tensor of its own: autograd lets nobody write to a view that one of its functions returns.
+        return _after(self.world.all_reduce(total, axes=self.axes), total.data)
 
     def conjugate(self) -> _Map:
         return _Copy(self.world, self.axes)
