@@ -239,8 +239,9 @@ class _Call:
     def _differs(self, what: str) -> str:
         return (
             f"{self._block.name} saved {what} when its forward was repeated; a block that is recomputed has to "
-            "compute the same twice: does it draw from numpy, read something that changed in between, or memory that "
-            "nobody wrote to, or take another branch? "
+            "compute the same twice: does it draw from numpy, read something that changed in between (a cache, as "
+            "transformers' models have with config.use_cache=True), or memory that nobody wrote to, or take another "
+            "branch? "
             "Leave it out: Options(recomputed=(…)) names the modules to recompute"
         )
 
