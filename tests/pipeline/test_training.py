@@ -3,6 +3,7 @@ clipping, float64; the loss, norm, every gradient and every parameter to 1e-9, o
 two, which are fewer than there are micro-batches. What else is combined is in `test_grid.py`.
 """
 
+import copy
 import functools
 import threading
 from collections.abc import Callable
@@ -289,3 +290,37 @@ def test_autocast_in_the_models_forward_is_that_of_one_process_under_a_split_bac
     one = run(1, main, args=("dp=1 microbatches=4",))[0]
     for losses in run(2, main, args=("pp=2 microbatches=4 schedule=zb-h1",)):
         assert losses == pytest.approx(one, rel=1e-6)
+
+
+class _Brings(nn.Module):
+    """Brings its input to where its own parameters are, of which the second stage has none, and asks for a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.second = nn.Embedding(16, 8), nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens.to(self.embedding.weight.device))
+        x = self.second(x.to(self.second.weight.device))
+        places = torch.arange(x.size(1), device=x.device)
+        x = x * 2 if bool((places > 2).any()) else x
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def test_a_model_may_bring_its_input_to_where_its_parameters_are() -> None:
+    settings: dict[str, Any] = {"loss": next_token_loss, "lr": 1e-2}
+    model = _Brings().double()
+    want = alone(copy.deepcopy(model), batches=batches(), **settings)
+
+    def main(world: World) -> Any:
+        chosen = Options(example=batches()[0], cut=Where(at=("blocks.1",)))
+        made = parallelize(copy.deepcopy(model), "pp=2 microbatches=2", world=world, options=chosen, **settings)
+        return outcome(made, batches=batches())
+
+    for found in run(2, main):
+        agree(found, want, bound=BOUND)

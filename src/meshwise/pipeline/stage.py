@@ -111,6 +111,11 @@ class Crossing:
         value = self.received[key]
         return map_tensors(Tensor.clone, value) if key in self.changed else value
 
+    def device_for(self, given: Tensor) -> torch.device:
+        """Where what is made of this would be. A model that brings it to a piece's own parameters finds none here."""
+        here = (tensor.device for tensor in tensors(self.received))
+        return next(here, given.device) if given.is_meta else given.device
+
     def leave(self) -> None:
         """End the model's forward. One that is repeated ends by itself."""
         if not self.repeats:
@@ -220,7 +225,8 @@ class Piece:
         first = next(tensors((args, kwargs)), torch.empty(()))
         shapes = first if key in crossing.alike else self._shapes_for(key, args, kwargs)
         fresh = key in crossing.changed
-        nothing = map_tensors(lambda like: crossing.void.like(like, device=first.device, fresh=fresh), shapes)
+        device = crossing.device_for(first)
+        nothing = map_tensors(lambda like: crossing.void.like(like, device=device, fresh=fresh), shapes)
         if not (crossing.differentiates and torch.is_grad_enabled()):
             return nothing
         return map_tensors(lambda x: Entrance.apply(x.requires_grad_()) if x.is_floating_point() else x, nothing)
