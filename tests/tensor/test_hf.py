@@ -178,6 +178,11 @@ def bloom() -> Any:
     )
 
 
+def persimmon() -> Any:
+    """Fused head by head too, and taken apart in a method of its own."""
+    return transformers.PersimmonForCausalLM(transformers.PersimmonConfig(**TEXT))
+
+
 def mpt() -> Any:
     """Biases for every head, of another shape."""
     shape = {"d_model": WIDTH, "n_heads": 4, "n_layers": 2, "vocab_size": VOCABULARY}
@@ -235,6 +240,7 @@ FURTHER = {
     olmo2: "tp=4",
     glm4: "tp=4 tp_mode=2d",
     bloom: "tp=2",
+    persimmon: "tp=2 sequence_parallel=1",
     mpt: "tp=4 tp_mode=2d",
     modernbert: "tp=2 sequence_parallel=1",
     bart: "tp=4 tp_mode=2d",

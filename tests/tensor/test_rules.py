@@ -251,6 +251,7 @@ def test_an_order_that_does_not_show_is_asked_for() -> None:
     model = nn.ModuleList(Block(Fused(16, 4), width=16, hidden=48) for _ in range(2))
     with pytest.raises(ValueError, match=r"looks fused of 3.*rule: 'first sections=3'") as caught:
         find_parts(model, plan=Plan())
+    assert "one after the other, 'first grain=12' when those of a head do" in str(caught.value)
     assert 'as in {"*.attention.qkv": "first sections=3"}' in str(caught.value)
     parts = find_parts(model, plan=Plan(), rules={"*.attention.qkv": "first sections=3"})
     assert str(parts["0.attention.qkv"].cut) == "[16|16|16:4]"

@@ -60,6 +60,7 @@ INTERLEAVED: Mapping[str, str] = {
     "transformers.models.bloom.modeling_bloom.BloomAttention": "query_key_value",
     "transformers.models.falcon.modeling_falcon.FalconAttention": "query_key_value",
     "transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXAttention": "query_key_value",
+    "transformers.models.persimmon.modeling_persimmon.PersimmonAttention": "query_key_value",
 }
 """Attention whose fused matrix goes head by head, q, k and v of each side by side, and which matrix that is. Any other
 fused matrix is all of q, then all of k, then all of v, when the module says so (see `heads`)."""

@@ -328,6 +328,7 @@ class Pairs:
         self._reasons[matrix.name] = (
             f"{matrix} looks fused of {len(sections)}, in an order that its module does not tell; "
             f"rule: 'first sections={len(sections)}' when they lie one after the other"
+            + (f", 'first grain={matrix.outputs // heads.key_count}' when those of a head do" if heads else "")
         )
         return None
 
