@@ -213,3 +213,20 @@ def test_an_export_that_is_not_the_model_is_no_success(tmp_path: Path) -> None:
 
     with pytest.raises(ExportError, match="differ"):
         export(tmp_path / "step-1", into=tmp_path / "out", build=build)
+
+
+def test_a_model_with_an_encoder_and_a_decoder_is_exported(tmp_path: Path) -> None:
+    shape = {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2, "vocab_size": 11}
+
+    def t5() -> nn.Module:
+        torch.manual_seed(0)
+        model: nn.Module = transformers.T5ForConditionalGeneration(transformers.T5Config(**shape))
+        return model
+
+    def main(world: World) -> None:
+        parallelize(t5, "dp=1", loss=loss, world=world, lr=1e-2).save(tmp_path / "one")
+
+    run(1, main)
+    exported = export(tmp_path / "one", into=tmp_path / "folder", build=t5)
+    assert exported.difference == 0
+    assert {"config.json", "model.safetensors"} <= {file.name for file in exported.files}

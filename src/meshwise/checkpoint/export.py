@@ -94,9 +94,11 @@ def _vocabulary(module: nn.Module) -> int:
 
 
 def _logits(module: nn.Module, tokens: Tensor) -> Tensor:
-    """What a model says to tokens: its output, or the logits in it."""
+    """What a model says to tokens, a decoder beside an encoder to the same: its output, or the logits in it."""
+    decodes = _is_transformers(module) and getattr(module.config, "is_encoder_decoder", False)
+    given = {"decoder_input_ids": tokens} if decodes else {}
     with torch.no_grad():
-        output: Any = module(tokens)
+        output: Any = module(tokens, **given)
     logits = output["logits"] if isinstance(output, Mapping) else output
     if not isinstance(logits, Tensor):
         raise ValueError(f"{type(module).__name__} returns a {type(logits).__name__}, not logits")  # noqa: TRY004
