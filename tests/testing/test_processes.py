@@ -2,19 +2,25 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing import connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from meshwise.comm.world import World
-from meshwise.testing import Processes, run
+from meshwise.testing import Processes, processes, run
 
 pytestmark = pytest.mark.processes
+
+SECONDS = 60.0
+"""For what comes at once on a machine that does nothing else."""
 
 
 def total(world: World, start: float) -> tuple[int, float, torch.Tensor]:
@@ -31,10 +37,12 @@ def fail_on_one(world: World) -> None:
 
 def hang_on_one(world: World) -> None:
     if world.rank == 1:
-        sleep_for_a_minute()
+        sleep_for_a_minute(world)
+    world.barrier()
 
 
-def sleep_for_a_minute() -> None:
+def sleep_for_a_minute(world: World) -> None:
+    world.barrier()
     time.sleep(60)
 
 
@@ -50,7 +58,7 @@ def speak(world: World) -> None:
 
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Processes]:
-    with Processes(timeout=30) as crew:
+    with Processes(timeout=SECONDS) as crew:
         yield crew
 
 
@@ -62,8 +70,24 @@ def gone(pid: int) -> bool:
     """Whether a process has ended, or is only waiting to be collected by whoever adopted it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # before it was opened, before it was read
         return True
+
+
+def test_nobody_can_take_the_port_at_which_a_crew_will_meet(crew: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = list[int]()
+
+    class Preceded(processes._Rank):
+        def __init__(self, number: int, size: int, port: int) -> None:
+            with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+                other.bind(("127.0.0.1", port))
+            tried.append(port)
+            super().__init__(number, size, port)
+
+    monkeypatch.setattr(processes, "_Rank", Preceded)
+    crew.close()
+    pids(crew)
+    assert len(tried) == 2
 
 
 def test_a_job_returns_what_each_rank_returned_and_the_ranks_can_talk(crew: Processes) -> None:
@@ -114,10 +138,17 @@ def test_a_rank_that_ends_is_named_with_its_last_words(crew: Processes) -> None:
 
 def test_a_hanging_rank_is_named_with_its_python_stack_and_the_next_job_gets_other_processes(crew: Processes) -> None:
     before = pids(crew)
-    kept, crew.timeout = crew.timeout, 1.0
-    with pytest.raises(TimeoutError, match=r"no answer in 1 s from rank 1 of 2 .*:hang_on_one") as caught:
-        run(2, hang_on_one, on=crew)
-    crew.timeout = kept
+    wait = connection.wait
+
+    def until_one_answers(pipes: list[Any], seconds: float) -> list[Any]:
+        return wait(pipes, SECONDS if len(pipes) == 2 else seconds)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(crew, "timeout", 1.0)
+        patch.setattr(connection, "wait", until_one_answers)
+        patch.setattr(processes, "_GRACE_SECONDS", 3.0)
+        with pytest.raises(TimeoutError, match=r"no answer in 1 s from rank 1 of 2 .*:hang_on_one") as caught:
+            run(2, hang_on_one, on=crew)
     assert "in sleep_for_a_minute" in "\n".join(caught.value.__notes__)
     assert all(gone(pid) for pid in before)
     assert not set(before) & set(pids(crew))
@@ -151,7 +182,7 @@ def test_processes_end_when_whoever_started_them_is_killed(tmp_path: Path) -> No
         numbers = [int(word) for word in starter.stdout.readline().split()]
         assert len(numbers) == 2
         starter.kill()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + SECONDS
     while not all(gone(pid) for pid in numbers):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -16,7 +16,6 @@ import contextlib
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from meshwise.comm.forked import starting
+from meshwise.comm.loopback import LOOPBACK, loopback_store
 from meshwise.testing import worker
 from meshwise.testing.job import Answer, Job
 
@@ -80,11 +80,11 @@ class _Crew:
     """The ranks of one world."""
 
     def __init__(self, size: int) -> None:
-        port = _free_port()
+        self._store = loopback_store()  # here from the start: a port that is only found free may be taken by the time
         self._ranks: list[_Rank] = []
         try:
             for rank in range(size):
-                self._ranks.append(_Rank(rank, size, port))
+                self._ranks.append(_Rank(rank, size, self._store.port))
         except BaseException:
             self.kill()
             raise
@@ -202,15 +202,9 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
         kept
         | {name: str(number) for name, number in numbers.items()}
         | {
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": LOOPBACK,
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         }
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
