@@ -16,7 +16,7 @@ os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from grid import name
 from meshwise.testing import Processes
@@ -29,7 +29,14 @@ gc.set_threshold(10_000)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples on every run, and no deadline: on a busy machine a slow example says nothing about the code.
-settings.register_profile("meshwise", derandomize=True, deadline=None, database=None, max_examples=100)
+settings.register_profile(
+    "meshwise",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    max_examples=100,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("meshwise")
 
 
@@ -88,5 +95,5 @@ def _the_same_start(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def processes() -> Iterator[Processes]:
     """Real gloo processes, kept warm for the whole session: `run(4, main, on=processes)`."""
-    with Processes(timeout=100) as warm:
+    with Processes(timeout=200) as warm:
         yield warm

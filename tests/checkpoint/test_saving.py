@@ -300,7 +300,7 @@ MEMORY = """
 def test_no_rank_holds_more_than_its_share_and_one_staging_buffer(tmp_path: Path) -> None:
     script = textwrap.dedent(MEMORY)
     told = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True, timeout=100
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True, timeout=200
     )
     saving, loading = map(int, told.stdout.split())
     assert saving <= 32 + 8, "MB above 256 MB of state; the staging buffer is 32 MB"

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.processes
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 SMALL = ["--model.arguments", "layers=1", "width=32"]
 SHORT = ["--train.steps=3", "--train.validate-batches=1", "--sample.length=8", *SMALL]
-END_SECONDS = 20.0
+END_SECONDS = 200.0
 
 OWN = """
 import os, signal
@@ -67,7 +67,7 @@ class Command:
 
     def end(self) -> tuple[int, str, str]:
         """Its status, and the rest of what it said on stdout and stderr."""
-        out, err = self.process.communicate(timeout=100)
+        out, err = self.process.communicate(timeout=200)
         return self.process.returncode, out, err
 
     def left(self) -> list[str]:

@@ -56,7 +56,7 @@ def test_a_copied_server_has_what_was_imported_and_nothing_that_is_open_and_copi
     script = tmp_path / "asking.py"
     script.write_text(ASKING)
     command = [sys.executable, str(script), str(tmp_path / "held open"), how]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     answers, _, status = done.stdout.rpartition(" ")
     assert (done.stderr, int(status)) == ("", 0)
     assert json.loads(answers) == [[how == "copied", False, True, False]] * 2
@@ -93,7 +93,7 @@ def test_a_rank_that_cannot_start_says_why_unless_its_launcher_has_ended(tmp_pat
 
     def told(launcher: str) -> tuple[int, str, str]:
         command = [sys.executable, str(script), launcher]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
         return done.returncode, done.stdout, done.stderr
 
     status, code, errors = told("lives")

@@ -29,8 +29,8 @@ from meshwise.testing import Processes
 pytestmark = pytest.mark.processes
 
 SIZE = 2
-START_SECONDS = 30.0
-END_SECONDS = 10.0
+START_SECONDS = 200.0
+END_SECONDS = 200.0
 STARTING = """
 from pathlib import Path
 import os, sys, time
@@ -129,7 +129,7 @@ def gone(pid: int) -> bool:
     """Whether the process has ended (one that nobody has waited for yet counts)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # before it was opened, before it was read
         return True
 
 
@@ -164,9 +164,9 @@ def test_a_rank_collects_no_garbage_among_what_it_was_born_with() -> None:
 def raised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """By the name of its class, the words of each error and its notes. Nothing else is said."""
     process = start(
-        "-c", WRONG.format(size=SIZE), folder=tmp_path_factory.mktemp("wrong"), more={"MESHWISE_STALL_SECONDS": "2"}
+        "-c", WRONG.format(size=SIZE), folder=tmp_path_factory.mktemp("wrong"), more={"MESHWISE_STALL_SECONDS": "12"}
     )
-    output, errors = process.communicate(timeout=2 * START_SECONDS)
+    output, errors = process.communicate(timeout=START_SECONDS)
     assert errors == ""
     told = [json.loads(line) for line in output.splitlines()]
     return {name: words for name, *words in told}
@@ -335,7 +335,7 @@ def test_a_copy_of_a_rank_that_was_started_by_others_ends_by_itself() -> None:
     ]
     try:
         for number, rank in enumerate(ranks):
-            out, errors = rank.communicate(timeout=60)
+            out, errors = rank.communicate(timeout=200)
             assert (rank.returncode, out) == (0, "2.0\n"), errors
             assert errors.count("Traceback") == errors.count("ValueError: in a copy") == number
     finally:
@@ -376,7 +376,7 @@ def test_a_way_to_join_ranks_that_there_is_not_is_refused(monkeypatch: pytest.Mo
 
 
 def test_without_torchrun_the_world_is_this_process() -> None:
-    threads = threading.active_count()
+    before = set(threading.enumerate())
     world = connect(device="cpu")
     assert (world.rank, world.size, str(world.mesh)) == (0, 1, "rank=1")
     assert connect(device="cpu") is world
@@ -385,4 +385,4 @@ def test_without_torchrun_the_world_is_this_process() -> None:
     world.barrier()
     assert world.exchange("a") == ["a"]
     assert x.tolist() == [1, 1, 1]
-    assert threading.active_count() == threads
+    assert not set(threading.enumerate()) - before

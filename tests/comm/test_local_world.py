@@ -131,7 +131,7 @@ def waits_crosswise(world: World) -> None:
 def parts_are_done_without_waiting(world: World) -> None:
     """Ranks that go on computing after a call, and come by now and then."""
     x = in_shared_memory(world, drawn(0, 50_000))
-    work, end = world.all_reduce(x, axes="rank"), time.monotonic() + 20.0
+    work, end = world.all_reduce(x, axes="rank"), time.monotonic() + 100.0
     while not work.ready and time.monotonic() < end:
         time.sleep(0.001)
         world.come_by()
@@ -191,6 +191,7 @@ def borrowed_at_every_size(world: World, name: str) -> None:
 
 def left_open(world: World, name: str) -> int:
     """How many memories and processes more than before are open when another world was joined and closed."""
+    gc.collect()  # what jobs of the same processes before have let go of
     before = open_files()
     other = joined(world, name, "shared memory")
     for _ in range(3):
@@ -222,7 +223,7 @@ def wanted_otherwise(world: World, name: str, last: Comm) -> str:
     """Of the last rank; the others want `auto`."""
     found = meeting_place()
     assert found is not None
-    found.set_timeout(timedelta(seconds=5))
+    found.set_timeout(timedelta(seconds=100))
     comm: Comm = "auto" if world.rank < SIZE - 1 else last
     with pytest.raises(ValueError, match="joined in one way") as caught:
         torch_world(world.device, store=PrefixStore(name, found), comm=comm)

@@ -25,7 +25,7 @@ SIZE = 4
 
 
 def gloo(store: c10d.Store, rank: int, size: int) -> c10d.ProcessGroup:
-    backend = c10d.ProcessGroupGloo(store, rank, size, timedelta(minutes=1))
+    backend = c10d.ProcessGroupGloo(store, rank, size, timedelta(minutes=3))
     group = c10d.ProcessGroup(store, rank, size)
     group._set_default_backend(c10d.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO, backend)

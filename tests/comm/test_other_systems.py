@@ -21,7 +21,7 @@ from meshwise.comm import World
 from meshwise.comm.board import Board
 from meshwise.comm.forked import starting
 from meshwise.comm.gloo_world import GlooWorld
-from meshwise.comm.life import Life
+from meshwise.comm.life import Life, has_ended
 from meshwise.comm.torch_world import meeting_place, torch_world
 from meshwise.testing import Processes, run
 
@@ -138,6 +138,16 @@ def test_the_end_of_a_process_is_known(missing: tuple[str, ...]) -> None:
     assert life.ended
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_process_that_waits_to_be_asked_has_ended() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert not has_ended(child.pid)
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert has_ended(child.pid)
+    assert has_ended(child.pid)
+
+
 def test_nothing_is_forked_on_macos(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     assert starting().get_start_method() == "spawn"
@@ -161,6 +171,6 @@ print(sum(name.startswith("meshwise.") for name in sys.modules))
 
 
 def test_every_module_is_imported_where_the_calls_of_linux_are_missing() -> None:
-    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 100

@@ -36,16 +36,22 @@ def test_a_slab_that_goes_while_one_is_looked_for_is_not_lent(monkeypatch: pytes
     assert other[:800].view(torch.float64).equal(x)
 
 
+def memories() -> set[str]:
+    """Ours that are open here. Whatever else the process has open may come and go in other threads."""
+    files = {str(entry): os.path.realpath(entry) for entry in Path("/proc/self/fd").iterdir()}
+    return {number for number, file in files.items() if "/memfd:meshwise-" in file}
+
+
 def test_where_the_system_gives_no_more_a_tensor_is_an_ordinary_one(monkeypatch: pytest.MonkeyPatch) -> None:
     slabs = Slabs()
     monkeypatch.setattr(os, "ftruncate", mock.Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
-    opened = len(list(Path("/proc/self/fd").iterdir()))
+    opened = memories()
     x = slabs.empty(100_000, dtype=torch.float64)
     assert x.numel() == 100_000
     assert slabs.locate(x) is None
     with pytest.raises(OSError, match="Too many open files"):
         slabs.lend(100_000, dtype=torch.float64)
-    assert len(list(Path("/proc/self/fd").iterdir())) == opened
+    assert not memories() - opened
 
 
 COPY = """
@@ -68,7 +74,7 @@ print(x.unique().tolist(), slabs.locate(x) is not None)
 
 def test_a_copy_of_the_process_does_not_lend_its_memory() -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COPY], stdout=subprocess.PIPE, text=True, timeout=60, check=True
+        [sys.executable, "-W", "ignore", "-c", COPY], stdout=subprocess.PIPE, text=True, timeout=200, check=True
     )
     assert done.stdout == "[1.0] True\n"
 

@@ -79,7 +79,7 @@ def ended(folder: Path, main: str, threads: str, *words: str) -> subprocess.Comp
     script.write_text(SCRIPT.format(main=main))
     environment = {**os.environ, "OMP_NUM_THREADS": threads}
     command = [sys.executable, str(script), *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=True)
 
 
 @pytest.mark.parametrize("threads", ["abc", "-1", "0"])

@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.processes
 
-SECONDS = 60.0
+SECONDS = 200.0
 WAITING = """
 import sys, time
 from pathlib import Path

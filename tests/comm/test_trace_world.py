@@ -21,7 +21,7 @@ class _Operations(TorchDispatchMode):
 
 def test_a_rank_of_65536_is_traced_at_once_on_meta_tensors() -> None:
     torch.empty(1, device="meta").copy_(torch.empty(1, device="meta"))  # makes torch import what meta tensors need
-    started = time.perf_counter()
+    started = time.process_time()
     world = TraceWorld(rank=40_000, mesh=Mesh.of(pp=16, dp=512, tp=8))
     whole = torch.empty(1 << 40, device="meta")
     with world.record() as stamps:
@@ -31,7 +31,7 @@ def test_a_rank_of_65536_is_traced_at_once_on_meta_tensors() -> None:
         world.all_reduce(whole[:1], axes=world.mesh.names, op="max").wait()
         world.send(whole[:6], axis="pp", to=0).wait()
         world.barrier()
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
     assert [(stamp.kind, stamp.axes, stamp.bytes, stamp.how) for stamp in stamps] == [
         ("all_gather", ("dp",), 4 << 40, ""),
         ("reduce_scatter", ("dp",), 4 << 40, "sum"),

@@ -73,7 +73,7 @@ def steps(world: World, plan: str, options: Options) -> tuple[Timeline, Counts]:
     before = updates()
 
     def linger(_: Tensor) -> None:
-        until = time.monotonic() + (10 if options is EARLY else 0.1)
+        until = time.monotonic() + (100 if options is EARLY else 0.1)
         while updates() == before and time.monotonic() < until:
             time.sleep(0.001)
 

@@ -19,7 +19,7 @@ from meshwise.testing import Processes, processes, run
 
 pytestmark = pytest.mark.processes
 
-SECONDS = 60.0
+SECONDS = 200.0
 """For what comes at once on a machine that does nothing else."""
 
 

@@ -87,7 +87,7 @@ def seen(text: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("page")
     (folder / "page.html").write_text(text.replace("<head>", f"<head>{LISTEN}").replace("</body>", f"{PROBE}</body>"))
     words = [BROWSER, *FLAGS.split(), f"--user-data-dir={folder / 'user'}", "--dump-dom", f"file://{folder}/page.html"]
-    dom = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
+    dom = subprocess.run(words, capture_output=True, text=True, timeout=200, check=True).stdout
     found = re.search(r'<pre id="seen">(.*?)</pre>', dom, re.DOTALL)
     assert found is not None, dom[-2000:]
     result: dict[str, Any] = json.loads(unescape(found[1]))
