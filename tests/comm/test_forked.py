@@ -68,12 +68,19 @@ from meshwise.comm.forked import copied, starting
 
 class Late:
     def __reduce__(self):
-        return arrive, (os.getpid() if sys.argv[1] == "ended" else 0,)
+        return arrive, (os.getpid(), sys.argv[1])
 
-def arrive(launcher):
-    if launcher:
-        os.kill(launcher, signal.SIGKILL)
+def end(launcher, seconds):
+    time.sleep(seconds)
+    os.kill(launcher, signal.SIGKILL)
+
+def arrive(launcher, how):
+    if how == "ended":
+        end(launcher, 0)
         time.sleep(0.2)
+    if how == "ends" and not os.fork():
+        end(launcher, 1)
+        os._exit(0)
     open("what went with the launcher")
 
 if __name__ == "__main__":
@@ -99,4 +106,4 @@ def test_a_rank_that_cannot_start_says_why_unless_its_launcher_has_ended(tmp_pat
     status, code, errors = told("lives")
     assert (status, code) == (0, "1\n")
     assert errors.endswith("No such file or directory: 'what went with the launcher'\n")
-    assert told("ended") == (-signal.SIGKILL, "", "")
+    assert told("ended") == told("ends") == (-signal.SIGKILL, "", "")

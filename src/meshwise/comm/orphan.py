@@ -1,33 +1,39 @@
 """Imported by the server that ranks are forked from, and by nothing else (`forked`): a rank whose launcher ended before
 the rank had been told what to do says nothing.
 
-It fails in multiprocessing's own hands: what it is told breaks off, or names a semaphore that went with the launcher.
-Whoever ended the launcher has no use for that, and would take it for a failure of the job. While the launcher lives it
-is told as ever: a function that a rank cannot import, say.
+It fails in multiprocessing's own hands: what it is told breaks off, or names a semaphore or a socket that went with the
+launcher. Whoever ended the launcher has no use for that, and would take it for a failure of the job. While the launcher
+lives it is told as ever: a function that a rank cannot import, say. A launcher that is ended removes its files first:
+where something is missing its end may be about to come, and is waited for.
 """
 
 from __future__ import annotations
 
+import pickle
 import select
 import sys
 from multiprocessing import spawn
 from types import TracebackType
 
+_MISSED = (OSError, EOFError, pickle.UnpicklingError)
+_ENDING_SECONDS = 5.0
+"""For a launcher to end that has removed its files, on a machine with other work to do."""
+
 
 def _tell(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
-    if not _orphaned(at):
+    if not _orphaned(at, patience=_ENDING_SECONDS if isinstance(error, _MISSED) else 0.0):
         sys.__excepthook__(kind, error, at)
 
 
-def _orphaned(at: TracebackType | None) -> bool:
-    """Whether the error came while a rank was told what to do, by a process that has hung up since."""
+def _orphaned(at: TracebackType | None, *, patience: float) -> bool:
+    """Whether the error came while a rank was told what to do, by a process that hangs up within so many seconds."""
     while at is not None and at.tb_frame.f_code is not spawn._main.__code__:
         at = at.tb_next
     if at is None:
         return False
     looking = select.poll()
     looking.register(at.tb_frame.f_locals["parent_sentinel"], 0)
-    return any(seen & select.POLLHUP for _, seen in looking.poll(0))
+    return any(seen & select.POLLHUP for _, seen in looking.poll(1e3 * patience))
 
 
 sys.excepthook = _tell
