@@ -78,13 +78,18 @@ def _grown(world: World, plan: str) -> int:
 
 
 def _resident(world: World) -> int:
-    """Bytes of this process; of what several share (the ranks map each other's gradients), its part."""
+    """Bytes of this process that are of no file; of what ranks share (they map each other's gradients), its part.
+
+    Of a library's pages each process that has loaded it would have its part, and more the fewer they become.
+    """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     world.barrier(axes="rank")  # a rank that let go before the others have looked would leave its part to them
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     world.barrier(axes="rank")
-    return int(next(line for line in lines if line.startswith("Pss:")).split()[1]) * 1024
+    parts = [line.split()[1] for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:"))]
+    assert len(parts) == 2
+    return sum(map(int, parts)) * 1024
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -32,10 +32,12 @@ from meshwise.comm.loopback import LOOPBACK, loopback_store
 from meshwise.train.job import Job
 from meshwise.train.loop import train
 
-STALL_SECONDS = 2.0
-# The watch needs a third of this; a machine with other work to do may take all of it.
-REPORT_SECONDS = 20.0
-RUN_SECONDS = 60.0
+# Of a rank that is stopped; where none is, a disk may take its time.
+STALL_SECONDS = 12.0
+PATIENT_SECONDS = 100.0
+# The watch needs a third of what is said; a machine with other work to do may take all of it.
+REPORT_SECONDS = 60.0
+RUN_SECONDS = 200.0
 _SERVER = multiprocessing.get_context("forkserver")
 # torch imports its compiler with the first optimizer, which is most of what a rank would do here.
 _SERVER.set_forkserver_preload(["torch._dynamo", "faults.ranks"])
@@ -86,7 +88,8 @@ def run_ranks(job: Job, *, size: int, log: Path, fault: Fault | None = None) -> 
         connection.wait([process.sentinel for process in processes], RUN_SECONDS)
         first = time.monotonic()
         waited = [process for process in processes if fault is None or fault.kind != "stop" or process.exitcode is None]
-        patience = REPORT_SECONDS if all(process.exitcode in (None, 0) for process in processes) else 1.0
+        left = fault is not None and fault.kind in ("step", "save", "publish", "stop")  # a rank that the launcher ends
+        patience = 1.0 if left and any(process.exitcode for process in processes) else REPORT_SECONDS
         while time.monotonic() - first < patience and any(process.exitcode is None for process in waited):
             connection.wait([process.sentinel for process in processes if process.exitcode is None], 0.1)
         return Ended(
@@ -113,7 +116,7 @@ def _rank(rank: int, size: int, port: int, job: Job, log: Path, fault: Fault | N
     os.environ |= {name: str(number) for name, number in numbers.items()} | {
         "MASTER_ADDR": LOOPBACK,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "MESHWISE_STALL_SECONDS": str(STALL_SECONDS),
+        "MESHWISE_STALL_SECONDS": str(STALL_SECONDS if fault is not None and fault.kind == "stop" else PATIENT_SECONDS),
     }
     world = connect(device="cpu")
     with _armed(fault, rank):

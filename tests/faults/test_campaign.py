@@ -11,7 +11,7 @@ from faults.campaign import campaign
 pytestmark = pytest.mark.processes
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_no_fault_costs_a_checkpoint_or_a_number(tmp_path: Path) -> None:
     tally = campaign(tmp_path, seed=1, faults=12, plans=["dp=2 zero=3"])
 
