@@ -1,10 +1,13 @@
 """The doctor's visit, with everything that can be made to go wrong on one machine."""
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -17,16 +20,19 @@ from meshwise.comm import World
 from meshwise.comm.rollcall import roll_call
 from meshwise.testing import Processes
 
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 JOB = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 
 
 @pytest.fixture
 def port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        number: int = probe.getsockname()[1]
-        return number
+    """A port that nobody listens on, and that no program is given which asks for any."""
+    lowest = max(10_100, int(EPHEMERAL.read_text().split()[0])) if EPHEMERAL.exists() else 32_768
+    for number in random.Random(os.getpid()).sample(range(10_000, lowest), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", number))
+            return number
+    pytest.fail("a hundred ports are taken")
 
 
 @pytest.fixture
@@ -110,7 +116,7 @@ def roll_call_at(world: World, port: int, sizes: list[int], ranks: list[int]) ->
         "TORCHELASTIC_USE_AGENT_STORE": "",
     }
     with mock.patch.dict(os.environ, environment):
-        roll = roll_call({"torch": "2.13" if world.rank else "2.11"}, seconds=1.0)
+        roll = roll_call({"torch": "2.13" if world.rank else "2.11"}, seconds=5.0)
     world.barrier()
     return [(entry.rank, entry.size, entry.facts["torch"]) for entry in roll.entries]
 
