@@ -51,9 +51,10 @@ from meshwise.precision.scale import Scale
 from meshwise.result import Recipe
 from meshwise.staged import LiveStage, StagedEngine, StagedSweep
 from meshwise.sweep import Sweep, Task, WholeSweep
+from meshwise.tensor.elsewhere import makers, parts_of_stage, stream_width
 from meshwise.tensor.matmul import Streaming
 from meshwise.tensor.misfit import misfits_told
-from meshwise.tensor.parallelism import makers, stream_width, tensor_parallel
+from meshwise.tensor.parallelism import tensor_parallel
 from meshwise.tensor.part import Part
 from meshwise.tensor.rules import Rules, find_parts
 from meshwise.tensor.slices import slices
@@ -242,9 +243,10 @@ def _live(
     table = parameter_table(module, options=options.parameter_options)
     table = table if spare is None else table.of_stage(spare=set(spare))
     if shared.parts:
+        parts = shared.parts if spare is None else parts_of_stage(shared.parts, module=module)
         with _as_plan_error():
             split = tensor_parallel(
-                module, plan=plan, world=world, parts=shared.parts, streaming=options.streaming, recall=recall
+                module, plan=plan, world=world, parts=parts, streaming=options.streaming, recall=recall
             )
         table = table.placed(split)
     engine = DataParallel(source, table=table, world=world, keeping=setting.keeping, by_module=spare is None)
@@ -291,14 +293,8 @@ def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
         stage, recall = make_stage(source.module, cut=cut, index=index, like=like), Recall()
         recall.remember(stage.crossing)
         stage.crossing.width = Width(*stream_width(parts, plan=plan, world=world), makers(parts, module=source.module))
-        # Where the tokens are split and put together is known by the model's blocks, whichever of them a stage has; and
-        # of which heads their attentions return scores, by those.
-        held = _holders(stage.module)
-        known = {name for name, part in parts.items() if part.role == "block" or part.returns_scores}
-        here = {name: part for name, part in parts.items() if name in known | held}
         spare = [name for name, holders in cut.holders.items() if holders[0] < index]
-        own = dataclasses.replace(shared, parts=here)
-        stages[index] = LiveStage(stage, *_live(source.part(stage.module), own, recall=recall, spare=spare))
+        stages[index] = LiveStage(stage, *_live(source.part(stage.module), shared, recall=recall, spare=spare))
         kept = in_flight(schedule)[index]
         halves = {name: f"{name} of stage {index}" for name in cut.met(index).opened}
         setting.around.blocks.install(stage.module, names=blocks, recall=recall, in_flight=kept, parts=halves)
@@ -350,12 +346,6 @@ def _let_go(module: nn.Module) -> None:
         value = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
         nothing = torch.full((), value, dtype=parameter.dtype, device=parameter.device)
         parameter.data = nothing.expand(parameter.shape)
-
-
-def _holders(module: nn.Module) -> frozenset[str]:
-    """The names of all parameters that a stage has, and of the modules around them."""
-    names = [name.split(".") for name, _ in module.named_parameters(remove_duplicate=False)]
-    return frozenset(".".join(words[:depth]) for words in names for depth in range(len(words) + 1))
 
 
 def _draws(module: nn.Module, setting: Setting, world: World, parts: Mapping[str, Part]) -> Draws:

@@ -70,29 +70,6 @@ def tensor_parallel(
     return split.placements()
 
 
-def stream_width(parts: Mapping[str, Part], *, plan: Plan, world: World) -> tuple[int, int]:
-    """How many features of the stream this rank has between blocks, and how many there are; 0 without blocks."""
-    whole = max((part.stream for part in parts.values()), default=0)
-    if not whole:
-        return 0, 0
-    layout = Layout((scheme_on(world.mesh, plan=plan, blocks=True).stream,))
-    return layout.local_shape((whole,), mesh=world.mesh, rank=world.rank)[0], whole
-
-
-def makers(parts: Mapping[str, Part], *, module: nn.Module) -> Mapping[str, int]:
-    """The modules of a model that make the stream of something else, and those around them; each with the dim of what
-    it returns that has the features a rank has of it.
-    """
-    found: dict[str, int] = {}
-    for name, part in parts.items():
-        if part.role in ("embedding", "positions", "patches") and not part.whole_features:
-            maker = module.get_submodule(name)
-            words = name.split(".")
-            found |= {".".join(words[:depth]): -1 for depth in range(1, len(words))}
-            found[name] = -1 - len(maker.kernel_size) if isinstance(maker, CONVOLUTIONS) else -1
-    return found
-
-
 class _Split:
     """A model on its way: its contexts inside and outside of the blocks, and the placements so far."""
 
@@ -163,25 +140,29 @@ class _Split:
             self._placed[name] = projection.weight_placement
             return
         module = self._modules[name]
+        if part.whole_features:
+            region.leave_features(module, context=self._outside, features=self._width())
+        if _is_elsewhere(module):
+            return
         weight = _matrix(module, name)
         projection = Projection(context, part=part, shape=weight.shape)
         _become(module, ShardedHead if part.role == "head" else ShardedLinear, sharding=projection)
         self._placed[f"{name}.weight"] = projection.weight_placement
         if f"{name}.bias" in self._parameters:
             self._placed[f"{name}.bias"] = projection.bias_placement
-        if part.whole_features:
-            region.leave_features(module, context=self._outside, features=self._width())
 
     def _embedding(self, name: str, part: Part) -> None:
         module = self._modules[name]
+        if part.whole_features:
+            region.leave_features(module, context=self._outside, features=self._width())
+        if _is_elsewhere(module):
+            return
         _require_plain_embedding(module, name)
         rows, features = _matrix(module, name).shape
         table = SplitTable(self._outside, shape=(rows, features), padding_idx=getattr(module, "padding_idx", None))
         _become(module, ShardedEmbedding, sharding=table, inside=not computes_as(module, kind=nn.Embedding))
         table.follow(self._root)
         self._placed[f"{name}.weight"] = table.placement
-        if part.whole_features:
-            region.leave_features(module, context=self._outside, features=features)
 
     def _by_features(self, name: str, part: Part) -> None:
         """Parameters one of whose dims counts the stream's features, or what lies within a pair."""
@@ -368,6 +349,11 @@ def _become(module: nn.Module, front: type[nn.Module], *, sharding: Any, inside:
         "__doc__": own.__doc__,
     }
     module.__class__ = type(own.__name__, (own, front) if inside else (front, own), body)
+
+
+def _is_elsewhere(module: nn.Module) -> bool:
+    """Whether another stage of the pipeline has its matrix: what is left under the name is no parameter."""
+    return isinstance(vars(module).get("weight"), Tensor)
 
 
 def _matrix(module: nn.Module, name: str) -> Tensor:

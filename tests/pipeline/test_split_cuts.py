@@ -1,0 +1,98 @@
+"""Cuts of models that tensor parallelism splits too, at places where the stream changes how it is cut."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwise.comm.world import World
+from meshwise.parallelize import Options, parallelize
+from meshwise.pipeline.cut import Where
+from meshwise.plan import Plan
+from meshwise.reference import GPT
+from meshwise.simulate.rehearsal import rehearse
+from meshwise.simulate.subject import Subject
+from meshwise.testing import agree, alone, outcome, run
+from tensor.plain import gpt
+
+WIDTH, WORDS, TOKENS = 16, 24, 6
+GRIDS = ("tp=4 tp_mode=2d", "tp=8 tp_mode=2.5d tp_depth=2", "tp=8 tp_mode=3d")
+
+
+class Opening(nn.Module):
+    """What comes before the blocks, in a module of its own: a stage without its parameters does not run its inside."""
+
+    def __init__(self, body: GPT) -> None:
+        super().__init__()
+        self.words, self.positions = body.embedding, body.positions
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        assert self.positions is not None
+        x: Tensor = self.words(tokens)
+        x = x + self.positions(torch.arange(tokens.size(1), device=tokens.device))
+        return x
+
+
+class Model(nn.Module):
+    """Blocks of the reference GPT between dropouts; without a head it returns its stream."""
+
+    def __init__(self, *, head: bool, dropout: float = 0.0, opening: bool = False) -> None:
+        super().__init__()
+        body = gpt(layers=3, dropout=dropout)
+        self.opening = Opening(body) if opening else None
+        self.embedding = None if opening else body.embedding
+        self.positions = None if opening else body.positions
+        self.before, self.behind, self.last = (nn.Dropout(dropout) for _ in range(3))
+        self.blocks, self.norm = body.blocks, body.norm
+        self.head = body.head if head else None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.opening is not None:
+            x = self.opening(tokens)
+        else:
+            assert self.embedding is not None
+            assert self.positions is not None
+            x = self.embedding(tokens) + self.positions(torch.arange(tokens.size(1), device=tokens.device))
+        x = self.before(x)
+        for block in self.blocks:
+            x = block(x)
+        x = self.last(self.norm(self.behind(x)))
+        return x if self.head is None else self.head(x)  # type: ignore[no-any-return]
+
+
+def squares(output: Tensor, _batch: Any) -> tuple[Tensor, int]:
+    return output[..., :WORDS].square().sum(), output.size(0) * output.size(1)
+
+
+def agrees(model: nn.Module, plan: str, at: tuple[str, ...]) -> None:
+    """Trains like one process, and is rehearsed."""
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randint(WORDS, (8, TOKENS), generator=generator) for _ in range(2)]
+    options = Options(example=batches[0], cut=Where(at=at), clip_norm=0.5)
+    expected = alone(copy.deepcopy(model), loss=squares, batches=batches, options=options, lr=1e-2)
+
+    def main(world: World) -> Any:
+        trainer = parallelize(copy.deepcopy(model), plan, loss=squares, world=world, options=options, lr=1e-2)
+        steps = outcome(trainer, batches=batches)
+        trainer.close()
+        return steps
+
+    ranks = Plan.parse(plan).mesh().size
+    for found in run(ranks, main):
+        agree(found, expected, bound=1e-9)
+    rehearse(Subject(model, squares, batches[0], options=options), plan=plan, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    "plan, at",
+    [
+        *((f"{GRIDS[0]} pp=2 microbatches=2", (place,)) for place in ("positions", "blocks.0", "blocks.1", "norm")),
+        *((f"{grid} pp=2 microbatches=2", ("blocks.0",)) for grid in GRIDS[1:]),
+        (f"{GRIDS[0]} pp=3 microbatches=3 schedule=zb-h1", ("blocks.0", "norm")),
+    ],
+)
+def test_a_model_without_a_head_is_cut_anywhere(plan: str, at: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    agrees(Model(head=False).double(), plan, at)
