@@ -353,7 +353,7 @@ def _draws(module: nn.Module, setting: Setting, world: World, parts: Mapping[str
     local = plan.random == "local"
     if local and parts and isinstance(world, ThreadWorld):
         raise ValueError("random=local draws from torch's own generator, which threads share; give random=global")
-    before, after = slices(module, plan=plan, parts=parts)
+    before, after = slices(module, plan=plan, world=world, parts=parts)
     return Draws(module, seed=setting.options.seed, before=before, after=after, local=local)
 
 

@@ -96,3 +96,21 @@ def agrees(model: nn.Module, plan: str, at: tuple[str, ...]) -> None:
 def test_a_model_without_a_head_is_cut_anywhere(plan: str, at: tuple[str, ...]) -> None:
     torch.manual_seed(0)
     agrees(Model(head=False).double(), plan, at)
+
+
+@pytest.mark.parametrize(
+    "plan, at",
+    [
+        *((f"{GRIDS[0]} pp=2 microbatches=2", (place,)) for place in ("positions", "blocks.0", "norm", "head")),
+        *((f"{grid} pp=2 microbatches=2", ("norm",)) for grid in GRIDS[1:]),
+        ("tp=2 sequence_parallel=1 pp=3 microbatches=3", ("blocks.0", "norm")),
+    ],
+)
+def test_what_is_dropped_does_not_depend_on_the_stage(plan: str, at: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    agrees(Model(head=True, dropout=0.3).double(), plan, at)
+
+
+def test_what_is_dropped_behind_an_absent_module_is_that_of_its_inside() -> None:
+    torch.manual_seed(0)
+    agrees(Model(head=True, dropout=0.3, opening=True).double(), f"{GRIDS[0]} pp=2 microbatches=2", ("blocks.0",))

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from torch import nn
 
+from meshwise.comm.world import World
 from meshwise.layout.layout import Layout
 from meshwise.model.draws import Cut, Points, Region
 from meshwise.plan import Plan
@@ -28,18 +29,19 @@ from meshwise.tensor.twins import scheme_on
 _TO_STREAM = ("second", "single", "embedding", "positions", "patches")
 
 
-def slices(module: nn.Module, *, plan: Plan, parts: Mapping[str, Part]) -> tuple[Points, Points]:
-    """The regions that begin before, and after, modules of a model that `tensor_parallel` has split into `parts`."""
+def slices(module: nn.Module, *, plan: Plan, world: World, parts: Mapping[str, Part]) -> tuple[Points, Points]:
+    """The regions that begin before, and after, modules of a model that `tensor_parallel` has split into `parts`. Of a
+    stage of a pipeline, `parts` are those of the whole model: what others compute is cut here as it is there.
+    """
     projections = dict(_projections(module, parts))
-    closing = next((own for own in projections.values() if own.part.role in ("second", "single")), None)
-    if closing is None:
+    width = _width(parts, projections)
+    if not width:
         return {}, {}
-    width = sum(closing.out_sizes)
-    outside, inside = (
-        dataclasses.replace(closing.context, scheme=scheme_on(closing.context.world.mesh, plan=plan, blocks=blocks))
-        for blocks in (False, True)
-    )
+    schemes = [scheme_on(world.mesh, plan=plan, blocks=blocks) for blocks in (False, True)]
+    common = next((own.context for own in projections.values()), Context(world, schemes[0]))
+    outside, inside = (dataclasses.replace(common, scheme=scheme) for scheme in schemes)
     blocks = [name for name, part in parts.items() if part.role == "block"]
+    absent = _absent(module, blocks)
     before: dict[str, Callable[[], Region]] = {}
     after: dict[str, Callable[[], Region]] = {}
     for name, part in parts.items():
@@ -55,12 +57,34 @@ def slices(module: nn.Module, *, plan: Plan, parts: Mapping[str, Part]) -> tuple
             after[name] = functools.partial(_inner, projections[name])
         elif name in projections:
             before[name] = functools.partial(_inner, projections[name])
+        if not within and (name in before or name in after):
+            words = name.split(".")
+            around = {".".join(words[:depth]) for depth in range(1, len(words))}
+            after |= dict.fromkeys(around & absent, after.get(name, Region))
     for stack in {block.rpartition(".")[0]: None for block in blocks}:
         names = [block for block in blocks if block.rpartition(".")[0] == stack]
         before[names[0]] = functools.partial(_stream, inside, width)
         whole = parts[names[-1]].whole_features
         after[names[-1]] = Region if whole else functools.partial(_stream, outside, width)
     return before, after
+
+
+def _width(parts: Mapping[str, Part], projections: Mapping[str, Projection]) -> int:
+    """How many features the stream has; 0 where nothing tells."""
+    told = max((part.stream for part in parts.values()), default=0)
+    closing = (own for own in projections.values() if own.part.role in ("second", "single"))
+    return told or next((sum(own.out_sizes) for own in closing), 0)
+
+
+def _absent(module: nn.Module, blocks: Collection[str]) -> frozenset[str]:
+    """The modules around others, but not around blocks, that are not this stage's: what is inside of them may not run,
+    and they are at an end where what was last inside would be.
+    """
+    return frozenset(
+        name
+        for name, held in module.named_modules()
+        if next(held.parameters(), None) is None and not any(block.startswith(f"{name}.") for block in blocks)
+    )
 
 
 def _projections(module: nn.Module, parts: Mapping[str, Part]) -> Iterator[tuple[str, Projection]]:
