@@ -243,10 +243,9 @@ def _live(
     table = parameter_table(module, options=options.parameter_options)
     table = table if spare is None else table.of_stage(spare=set(spare))
     if shared.parts:
-        parts = shared.parts if spare is None else parts_of_stage(shared.parts, module=module)
         with _as_plan_error():
             split = tensor_parallel(
-                module, plan=plan, world=world, parts=parts, streaming=options.streaming, recall=recall
+                module, plan=plan, world=world, parts=shared.parts, streaming=options.streaming, recall=recall
             )
         table = table.placed(split)
     engine = DataParallel(source, table=table, world=world, keeping=setting.keeping, by_module=spare is None)
@@ -294,7 +293,9 @@ def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
         recall.remember(stage.crossing)
         stage.crossing.width = Width(*stream_width(parts, plan=plan, world=world), makers(parts, module=source.module))
         spare = [name for name, holders in cut.holders.items() if holders[0] < index]
-        stages[index] = LiveStage(stage, *_live(source.part(stage.module), shared, recall=recall, spare=spare))
+        here = parts_of_stage(parts, module=stage.module, model=source.module, last=index + 1 == cut.stages)
+        own = dataclasses.replace(shared, parts=here)
+        stages[index] = LiveStage(stage, *_live(source.part(stage.module), own, recall=recall, spare=spare))
         kept = in_flight(schedule)[index]
         halves = {name: f"{name} of stage {index}" for name in cut.met(index).opened}
         setting.around.blocks.install(stage.module, names=blocks, recall=recall, in_flight=kept, parts=halves)

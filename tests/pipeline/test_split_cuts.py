@@ -31,8 +31,8 @@ class Opening(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         assert self.positions is not None
         x: Tensor = self.words(tokens)
-        x = x + self.positions(torch.arange(tokens.size(1), device=tokens.device))
-        return x
+        opened: Tensor = x + self.positions(torch.arange(tokens.size(1), device=tokens.device))
+        return opened
 
 
 class Model(nn.Module):
@@ -62,8 +62,48 @@ class Model(nn.Module):
         return x if self.head is None else self.head(x)  # type: ignore[no-any-return]
 
 
-def squares(output: Tensor, _batch: Any) -> tuple[Tensor, int]:
-    return output[..., :WORDS].square().sum(), output.size(0) * output.size(1)
+class Several(nn.Module):
+    """Returns what it makes of the stream beside its logits, twice, of which the first may be another stage's."""
+
+    def __init__(self, *returned: str) -> None:
+        super().__init__()
+        body = gpt(layers=3)
+        self.embedding, self.blocks, self.norm, self.head = body.embedding, body.blocks, body.norm, body.head
+        self.first = nn.Linear(WIDTH, WORDS) if "first" in returned else None
+        self.returned = returned
+
+    def forward(self, tokens: Tensor) -> Any:
+        made = {"embedding": self.embedding(tokens)}
+        x = made["embedding"].tanh()
+        for block in self.blocks:
+            x = block(x)
+        made["norm"] = self.norm(x)
+        if self.first is not None:
+            made["first"] = self.first(made["norm"])
+        return [self.head(made["norm"]), *(made[name] for name in self.returned)]
+
+
+class Bare(nn.Module):
+    """Norms without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        body = gpt(layers=2)
+        self.embedding, self.blocks, self.head = body.embedding, body.blocks, body.head
+        for block in self.blocks:
+            block.mlp_norm = nn.LayerNorm(WIDTH, elementwise_affine=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def squares(output: Any, batch: Tensor) -> tuple[Tensor, int]:
+    found = output if isinstance(output, list) else [output]
+    return sum(((x - 0.1).square().sum() for x in found), torch.zeros(())), batch.numel()
 
 
 def agrees(model: nn.Module, plan: str, at: tuple[str, ...]) -> None:
@@ -114,3 +154,26 @@ def test_what_is_dropped_does_not_depend_on_the_stage(plan: str, at: tuple[str, 
 def test_what_is_dropped_behind_an_absent_module_is_that_of_its_inside() -> None:
     torch.manual_seed(0)
     agrees(Model(head=True, dropout=0.3, opening=True).double(), f"{GRIDS[0]} pp=2 microbatches=2", ("blocks.0",))
+
+
+@pytest.mark.parametrize(
+    "plan, at, returned",
+    [
+        (f"{GRIDS[0]} pp=2 microbatches=2", "blocks.1", "embedding"),
+        (f"{GRIDS[0]} pp=2 microbatches=2", "blocks.0", "embedding"),
+        (f"{GRIDS[0]} pp=2 microbatches=2", "head", "norm"),
+        (f"{GRIDS[2]} pp=2 microbatches=2", "head", "norm"),
+        (f"{GRIDS[0]} pp=2 microbatches=2", "head", "first"),
+        ("tp=2 sequence_parallel=1 pp=2 microbatches=2", "head", "first"),
+        ("tp=2 pp=2 microbatches=2 schedule=zb-h1", "head", "first"),
+    ],
+)
+def test_what_a_model_returns_of_another_stage_is_whole(plan: str, at: str, returned: str) -> None:
+    torch.manual_seed(0)
+    agrees(Several(returned).double(), plan, (at,))
+
+
+@pytest.mark.parametrize("scheme", ["tp=2", GRIDS[0]])
+def test_norms_without_parameters_are_split_on_every_stage(scheme: str) -> None:
+    torch.manual_seed(0)
+    agrees(Bare().double(), f"{scheme} pp=2 microbatches=2", ("blocks.1",))

@@ -6,6 +6,7 @@ cut the stream stays: what an embedding returns is a part on every stage, and wh
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from torch import nn
@@ -41,16 +42,19 @@ def makers(parts: Mapping[str, Part], *, module: nn.Module) -> Mapping[str, int]
     return found
 
 
-def parts_of_stage(parts: Mapping[str, Part], *, module: nn.Module) -> dict[str, Part]:
-    """Of a model's parts those that matter to a stage of it: its own, and of others' those that tell how the stream is
-    cut. Where tokens are split and put together is known by the blocks, of which heads their attentions return scores,
-    by those, and where the features are put together, by who makes them.
+def parts_of_stage(parts: Mapping[str, Part], *, module: nn.Module, model: nn.Module, last: bool) -> dict[str, Part]:
+    """The parts of a model as a stage has them: those whose parameters other stages have are marked. Logits are split
+    on the `last` stage only, for a loss: others send them.
     """
+    held, had = _around_parameters(module), _around_parameters(model)
+    found = {}
+    for name, part in parts.items():
+        changed = dataclasses.replace(part, elsewhere=True) if name in had and name not in held else part
+        found[name] = dataclasses.replace(changed, whole_features=True) if part.role == "head" and not last else changed
+    return found
+
+
+def _around_parameters(module: nn.Module) -> set[str]:
+    """The names of a module's parameters, and of the modules around them."""
     names = [name.split(".") for name, _ in module.named_parameters(remove_duplicate=False)]
-    held = {".".join(words[:depth]) for words in names for depth in range(len(words) + 1)}
-    modules = {name for name, _ in module.named_modules(remove_duplicate=False)}
-    return {
-        name: part
-        for name, part in parts.items()
-        if name in held or part.role == "block" or part.returns_scores or (part.whole_features and name in modules)
-    }
+    return {".".join(words[:depth]) for words in names for depth in range(len(words) + 1)}

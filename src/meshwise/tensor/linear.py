@@ -87,7 +87,8 @@ class Projection:
         local, axes = self(x, weight, bias), self.product.features
         if self.context.degree(axes) == 1:
             return local
-        return SplitLogits(local, vocabulary=Vocabulary(self.context.world, axes, self.out_sizes))
+        logits = SplitLogits(local, vocabulary=Vocabulary(self.context.world, axes, self.out_sizes))
+        return logits.whole() if self.part.whole_features else logits
 
     def _operand(self, x: Tensor) -> Operand:
         """What is multiplied when the module is given `x`: with others that read it, what arrived for all of them."""

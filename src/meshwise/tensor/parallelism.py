@@ -98,7 +98,11 @@ class _Split:
         }
 
     def apply(self, name: str, part: Part) -> None:
-        """Let one module, or parameter, play its part."""
+        """Let one module, or parameter, play its part. What another stage has returns the stream as it does there."""
+        if part.elsewhere:
+            if name in self._modules:
+                self._put_together(self._modules[name], part)
+            return
         if name not in self._modules and name not in self._parameters:
             near = difflib.get_close_matches(name, [*self._modules, *self._parameters], n=3, cutoff=0.4)
             raise ValueError(f"a part for {name!r}, which names no module and no parameter; near names: {near}")
@@ -140,29 +144,28 @@ class _Split:
             self._placed[name] = projection.weight_placement
             return
         module = self._modules[name]
-        if part.whole_features:
-            region.leave_features(module, context=self._outside, features=self._width())
-        if _is_elsewhere(module):
-            return
         weight = _matrix(module, name)
         projection = Projection(context, part=part, shape=weight.shape)
         _become(module, ShardedHead if part.role == "head" else ShardedLinear, sharding=projection)
         self._placed[f"{name}.weight"] = projection.weight_placement
         if f"{name}.bias" in self._parameters:
             self._placed[f"{name}.bias"] = projection.bias_placement
+        self._put_together(module, part)
 
     def _embedding(self, name: str, part: Part) -> None:
         module = self._modules[name]
-        if part.whole_features:
-            region.leave_features(module, context=self._outside, features=self._width())
-        if _is_elsewhere(module):
-            return
         _require_plain_embedding(module, name)
         rows, features = _matrix(module, name).shape
         table = SplitTable(self._outside, shape=(rows, features), padding_idx=getattr(module, "padding_idx", None))
         _become(module, ShardedEmbedding, sharding=table, inside=not computes_as(module, kind=nn.Embedding))
         table.follow(self._root)
         self._placed[f"{name}.weight"] = table.placement
+        self._put_together(module, part)
+
+    def _put_together(self, module: nn.Module, part: Part) -> None:
+        """Where the stream has all features outside of the blocks, put together what this makes of it."""
+        if part.whole_features and part.role in ("embedding", "single", "second"):
+            region.leave_features(module, context=self._outside, features=self._width())
 
     def _by_features(self, name: str, part: Part) -> None:
         """Parameters one of whose dims counts the stream's features, or what lies within a pair."""
@@ -291,6 +294,8 @@ class _Split:
     def _watch_what_leaves(self, leaving: Leaving, *, whole: bool) -> None:
         """Streams that are parts, and what attentions have for their own heads."""
         for name, part in self._parts.items():
+            if part.elsewhere and name not in self._modules:
+                continue  # a trace knows nothing of it
             block = part.role == "block"
             context = self._inside if block else self._context(name, part)
             split = context.degree((*context.scheme.tokens, *context.scheme.stream)) > 1
@@ -318,6 +323,8 @@ class _Split:
         for name, part in self._parts.items():
             if part.stream:
                 return part.stream
+            if part.elsewhere:
+                continue
             if part.role in ("first", "single", "head") and name in self._modules:
                 return _matrix(self._modules[name], name).shape[0 if part.transposed else 1]
             if part.role == "first":
@@ -349,11 +356,6 @@ def _become(module: nn.Module, front: type[nn.Module], *, sharding: Any, inside:
         "__doc__": own.__doc__,
     }
     module.__class__ = type(own.__name__, (own, front) if inside else (front, own), body)
-
-
-def _is_elsewhere(module: nn.Module) -> bool:
-    """Whether another stage of the pipeline has its matrix: what is left under the name is no parameter."""
-    return isinstance(vars(module).get("weight"), Tensor)
 
 
 def _matrix(module: nn.Module, name: str) -> Tensor:

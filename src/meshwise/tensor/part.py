@@ -154,7 +154,11 @@ class Part:
     """block: how many features the stream has; 0 where a matrix that reads it tells."""
 
     whole_features: bool = False
-    """block, embedding, single, second: outside of the blocks the stream has all features; see `families.outside`."""
+    """block, embedding, single, second: outside of the blocks the stream has all features; see `families.outside`.
+    head: it returns whole logits, as those are that cross to another stage of a pipeline."""
+
+    elsewhere: bool = False
+    """Another stage of the pipeline has its parameters: here it returns what was received, or nothing."""
 
     inner: bool = False
     """norm: over what lies within a pair, all heads of queries or of keys, which are cut as those are."""
