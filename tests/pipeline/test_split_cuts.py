@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from meshwise.comm.world import World
 from meshwise.parallelize import Options, parallelize
 from meshwise.pipeline.cut import Where
-from meshwise.plan import Plan
+from meshwise.plan import Plan, PlanError
 from meshwise.reference import GPT
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.subject import Subject
@@ -144,9 +144,11 @@ def test_a_model_without_a_head_is_cut_anywhere(plan: str, at: tuple[str, ...]) 
         *((f"{GRIDS[0]} pp=2 microbatches=2", (place,)) for place in ("positions", "blocks.0", "norm", "head")),
         *((f"{grid} pp=2 microbatches=2", ("norm",)) for grid in GRIDS[1:]),
         ("tp=2 sequence_parallel=1 pp=3 microbatches=3", ("blocks.0", "norm")),
+        ("tp=2 sequence_parallel=1 pp=3 microbatches=3", ("norm", "head")),
     ],
 )
 def test_what_is_dropped_does_not_depend_on_the_stage(plan: str, at: tuple[str, ...]) -> None:
+    """Nor does anything else: behind the last block's stage, what brings its tokens together has nothing but NaN."""
     torch.manual_seed(0)
     agrees(Model(head=True, dropout=0.3).double(), plan, at)
 
@@ -177,3 +179,42 @@ def test_what_a_model_returns_of_another_stage_is_whole(plan: str, at: str, retu
 def test_norms_without_parameters_are_split_on_every_stage(scheme: str) -> None:
     torch.manual_seed(0)
     agrees(Bare().double(), f"{scheme} pp=2 microbatches=2", ("blocks.1",))
+
+
+@pytest.mark.parametrize(
+    "plan, at, named",
+    [
+        ("tp=2 sequence_parallel=1 pp=2", "head", r"\[1\]: "),
+        (f"{GRIDS[0]} pp=2", "head", r"\[1\]: "),
+        (f"{GRIDS[2]} pp=2", "norm", r"\[1\]: "),
+    ],
+)
+def test_what_is_brought_together_of_absent_parts_is_not_predicted(plan: str, at: str, named: str) -> None:
+    """The last block puts tokens together, and the end of the forward features, on stages that have neither."""
+
+    class Keeps(Several):
+        def forward(self, tokens: Tensor) -> Any:
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                x = block(x)
+            return [self.head(self.norm(x)), x]
+
+    def first(output: Any, batch: Tensor) -> tuple[Tensor, int]:
+        return output[0].square().sum(), batch.numel()
+
+    batch = torch.zeros(8, TOKENS, dtype=torch.long)
+    model = Keeps().double()
+
+    def main(world: World) -> Any:
+        options = Options(example=batch, cut=Where(at=(at,)))
+        trainer = parallelize(copy.deepcopy(model), plan, loss=first, world=world, options=options, lr=1e-2)
+        trainer.step(batch)
+        return trainer.predict(batch)
+
+    ranks = Plan.parse(plan).mesh().size
+    if at == "head":
+        with pytest.raises(PlanError, match=rf"predict would return {named}"):
+            run(ranks, main)
+    else:
+        for output in run(ranks, main):
+            assert all(bool(x.isfinite().all()) for x in output)

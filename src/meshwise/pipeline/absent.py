@@ -7,6 +7,7 @@ those values on the operations of a prediction are followed:
     hidden[0] = embedding(x)      of another stage: absent
     hidden[0].mean(1) · 2         absent
     zeros_like(hidden[0])         there: nothing of it is used but its shape
+    hidden[0].new_empty(…)        absent where NaN is put into it, as a collective does that is no operation
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from meshwise.pipeline.stage import Void
 from meshwise.tree import tensors
 
 _SHOWN = 3
-_OF_SHAPES = ("empty", "zeros", "ones", "full", "rand", "randn", "new")
+_OF_SHAPES = ("zeros", "ones", "full", "rand", "randn", "new")
 """How operations begin that take from a tensor no more than what it looks like."""
+
+_UNFILLED = ("empty_like", "new_empty")
+"""Those whose result somebody fills, who may be a collective."""
 
 
 class Absent(TorchDispatchMode):
@@ -60,7 +64,10 @@ class Absent(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         if any(map(self._is, tensors((args, kwargs)))):
             name = func.__name__.partition(".")[0]
-            if not (name.endswith("_like") or name.split("_")[0] in _OF_SHAPES):
+            if name in _UNFILLED:
+                if output.is_floating_point():
+                    self._note(output)
+            elif not (name.endswith("_like") or name.split("_")[0] in _OF_SHAPES):
                 for x in tensors(output):
                     self._note(x)
         return output
