@@ -58,14 +58,14 @@ def agreed_schedule(plan: Plan, *, world: World) -> Schedule:
 def cut_source(source: Source, *, plan: Plan, schedule: Schedule, example: Example, device: torch.device) -> Cut:
     """The cut of a model for the stages of a schedule; `device` is where an example goes whose model has no values.
 
-    Raises ValueError without an example, PlanError when the model has too few pieces, or cannot be cut.
+    Raises PlanError without an example, when the model has too few pieces, and when it cannot be cut.
     """
     if example.batch is None:
-        raise ValueError(
+        raise PlanError(
             f"pp={plan.pp} cuts the model by running it once; give a batch like those to come: Options(example=batch)"
         )
     if not tree.rows(example.batch):
-        raise ValueError("the batch in Options(example=batch) has no rows, so the model cannot be run on it to be cut")
+        raise PlanError("the batch in Options(example=batch) has no rows, so the model cannot be run on it to be cut")
     shares = plan.microbatches * math.prod(plan.mesh().degree(axis) for axis in plan.data_axes)
     rows = max(1, tree.rows(example.batch) // shares)
     device = device if source.deferred else next(source.module.parameters()).device
@@ -128,7 +128,8 @@ def first_ranks(make: Callable[[], Cut], *, world: World) -> Cut:
         try:
             cut = make()
         except (PlanError, LossError) as refused:  # raised below, when the others know
-            error, kind, problem = refused, type(refused), f"{refused}"
+            kind = PlanError if isinstance(refused, PlanError) else LossError
+            error, problem = refused, f"{refused}"
         except Exception as raised:  # noqa: BLE001 -- as well
             error, problem = raised, f"rank 0 could not cut the model: {type(raised).__name__}: {raised}"
             error.add_note("while the model ran on an example, to be cut")

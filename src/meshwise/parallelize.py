@@ -51,6 +51,7 @@ from meshwise.precision.scale import Scale
 from meshwise.result import Recipe
 from meshwise.staged import LiveStage, StagedEngine, StagedSweep
 from meshwise.sweep import Sweep, Task, WholeSweep
+from meshwise.tensor.context import Context
 from meshwise.tensor.elsewhere import makers, parts_of_stage, stream_width
 from meshwise.tensor.matmul import Streaming
 from meshwise.tensor.misfit import misfits_told
@@ -58,7 +59,7 @@ from meshwise.tensor.parallelism import tensor_parallel
 from meshwise.tensor.part import Part
 from meshwise.tensor.rules import Rules, find_parts
 from meshwise.tensor.slices import slices
-from meshwise.tensor.twins import mesh_with_twins
+from meshwise.tensor.twins import mesh_with_twins, scheme_on
 from meshwise.trainer import Trainer
 
 
@@ -201,13 +202,14 @@ def _computed(forward: Forward, precision: Precision, device: torch.device) -> F
 @dataclass(frozen=True)
 class _Shared:
     """What is the same for all that a rank has of one model: the parts that tp splits, the world along whose axes it
-    does, and whether ranks take the statistics of batch norms together.
+    does, and whether ranks take the statistics of batch norms together. Of a stage, the pieces that are `absent`.
     """
 
     setting: Setting
     world: World
     parts: Mapping[str, Part]
     joined: bool
+    absent: frozenset[str] = frozenset()
 
     @classmethod
     def by(cls, source: Source, setting: Setting) -> _Shared:
@@ -242,14 +244,14 @@ def _live(
     convert(module, precision=setting.keeping.precision)
     table = parameter_table(module, options=options.parameter_options)
     table = table if spare is None else table.of_stage(spare=set(spare))
+    scheme = scheme_on(world.mesh, plan=plan, blocks=False)
+    outside = Context(world, scheme, streaming=options.streaming, recall=recall)
     if shared.parts:
         with _as_plan_error():
-            split = tensor_parallel(
-                module, plan=plan, world=world, parts=shared.parts, streaming=options.streaming, recall=recall
-            )
+            split = tensor_parallel(module, plan=plan, parts=shared.parts, outside=outside)
         table = table.placed(split)
     engine = DataParallel(source, table=table, world=world, keeping=setting.keeping, by_module=spare is None)
-    draws = _draws(module, setting, world, shared.parts)
+    draws = _draws(module, shared, outside)
     recall.remember(draws)
     return engine, draws, Statistics(module, world=world, axes=plan.data_axes, joined=shared.joined)
 
@@ -294,10 +296,12 @@ def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
         stage.crossing.width = Width(*stream_width(parts, plan=plan, world=world), makers(parts, module=source.module))
         spare = [name for name, holders in cut.holders.items() if holders[0] < index]
         here = parts_of_stage(parts, module=stage.module, model=source.module, last=index + 1 == cut.stages)
-        own = dataclasses.replace(shared, parts=here)
+        met = cut.met(index)
+        absent = frozenset(met.modules) - frozenset(met.modules[met.start : met.stop])
+        own = dataclasses.replace(shared, parts=here, absent=absent)
         stages[index] = LiveStage(stage, *_live(source.part(stage.module), own, recall=recall, spare=spare))
         kept = in_flight(schedule)[index]
-        halves = {name: f"{name} of stage {index}" for name in cut.met(index).opened}
+        halves = {name: f"{name} of stage {index}" for name in met.opened}
         setting.around.blocks.install(stage.module, names=blocks, recall=recall, in_flight=kept, parts=halves)
     if not source.deferred:
         _let_go(source.module)
@@ -349,12 +353,12 @@ def _let_go(module: nn.Module) -> None:
         parameter.data = nothing.expand(parameter.shape)
 
 
-def _draws(module: nn.Module, setting: Setting, world: World, parts: Mapping[str, Part]) -> Draws:
-    plan = setting.plan
-    local = plan.random == "local"
-    if local and parts and isinstance(world, ThreadWorld):
+def _draws(module: nn.Module, shared: _Shared, outside: Context) -> Draws:
+    setting, parts = shared.setting, shared.parts
+    local = setting.plan.random == "local"
+    if local and parts and isinstance(shared.world, ThreadWorld):
         raise ValueError("random=local draws from torch's own generator, which threads share; give random=global")
-    before, after = slices(module, plan=plan, world=world, parts=parts)
+    before, after = slices(module, plan=setting.plan, parts=parts, outside=outside, absent=shared.absent)
     return Draws(module, seed=setting.options.seed, before=before, after=after, local=local)
 
 

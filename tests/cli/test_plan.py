@@ -58,6 +58,8 @@ def test_it_tells_the_best_and_why_the_others_lost_and_writes_the_choice(
     assert said["plan"] == said["predicted"]["plan"]
     assert f"{said['predicted']['seconds']:.4g} s" in told
     assert "slower: compute" in told
+    assert "# the two at hand" in job.read_text()
+    assert from_toml(job, kind=Job).predicted.on == "1x4 h100"
     model, cluster, searched, held, *_ = told.splitlines()
     assert re.fullmatch(r"model     gpt, [\d,]+ parameters, 8 samples a step", model)
     assert cluster == "cluster   1x4 h100: 1 node of 4 ranks on H100 SXM 80GB, at most 79.2 GiB a rank"

@@ -1,6 +1,7 @@
 """The server that ranks are forked from: afresh, or a copy of a command that has done nothing but import."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -107,3 +108,30 @@ def test_a_rank_that_cannot_start_says_why_unless_its_launcher_has_ended(tmp_pat
     assert (status, code) == (0, "1\n")
     assert errors.endswith("No such file or directory: 'what went with the launcher'\n")
     assert told("ended") == told("ends") == (-signal.SIGKILL, "", "")
+
+
+EARLY = """
+import os, signal, sys
+from meshwise.comm import forked
+
+ordinary = forked.temporary
+
+def ended():
+    os.kill(os.getpid(), signal.SIGTERM)
+    if sys.argv[1] == "full":
+        raise OSError("no space left")
+    return ordinary()
+
+forked.temporary = ended
+with forked.tidying():
+    print("goes on")
+"""
+
+
+@pytest.mark.parametrize("disk", ["full", "ordinary"])
+def test_a_command_that_is_ended_while_it_makes_its_folder_ends(disk: str, tmp_path: Path) -> None:
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", EARLY, disk]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "", "")
+    assert list(tmp_path.glob("meshwise-*")) == []

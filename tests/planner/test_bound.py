@@ -172,7 +172,16 @@ def test_where_nothing_overlaps_the_reduction_is_added(zero: int) -> None:
     assert after > beside
 
 
-@pytest.mark.parametrize("text", ["dp=8 zero=1", "dp=8 zero=3 microbatches=2", "pp=2 dp=4 zero=2 microbatches=4"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp=8 zero=1",
+        "dp=8 zero=3 microbatches=2",
+        "pp=2 dp=4 zero=2 microbatches=4",
+        "dp=4 tp=2 zero=1 microbatches=2",
+        "pp=2 dp=2 tp=2 zero=2 microbatches=4",
+    ],
+)
 def test_ranks_of_one_host_share_what_simulate_has_them_share(text: str) -> None:
     host, plan = parse_cluster("1x8 cpu4"), Plan.parse(text)
     chosen = prediction_of(subject(), candidate=Candidate(plan, at=cut(plan)), cluster=host)

@@ -29,6 +29,9 @@ KNOWN: dict[str, tuple[Callable[[], Any], Any]] = {
     "a table": (lambda: torch.full((2, 2), 7.5, device="meta").tril().tolist(), [[7.5, 0.0], [7.5, 7.5]]),
     "what is changed": (lambda: changed_with_known().item(), 28),
     "places": (lambda: (positions() > 2).nonzero().shape, (4, 2)),
+    "ones as of the largest": (lambda: torch.empty(2**50, device="meta").new_ones(2).tolist(), [1, 1]),
+    "rows of a table": (lambda: list(torch.eye(3, device="meta")[positions()[0, 1:3]].sum(0)), [0, 1, 1]),
+    "rows of a mask": (lambda: list(positions()[positions() > 3]), [4, 4]),
     "what a CPU has": (lambda: list(torch.tensor([4]).to("meta") + positions()[0, -2:]), [7, 8]),
 }
 
@@ -52,6 +55,9 @@ UNKNOWN: dict[str, Callable[[], Tensor]] = {
     "what is written over": written_over,
     "what is large": lambda: torch.zeros(LARGEST + 1, device="meta").sum(),
     "what is drawn": lambda: torch.randint(2, (3,), device="meta").sum(),
+    "what is drawn with known odds": lambda: torch.bernoulli(torch.full((3,), 0.5, device="meta")).sum(),
+    "what is drawn on the CPU": lambda: torch.rand(3, device="cpu").mul(2).to("meta").sum(),
+    "what is drawn into zeros": lambda: torch.zeros(3, device="meta").uniform_().sum(),
 }
 
 
@@ -59,6 +65,21 @@ UNKNOWN: dict[str, Callable[[], Tensor]] = {
 def test_what_is_not_has_no_value(case: str) -> None:
     with Constants(), pytest.raises(RuntimeError, match="meta tensors"):
         UNKNOWN[case]().item()
+
+
+def test_what_only_a_gpu_computes_is_left_unknown() -> None:
+    def fails(*_: object) -> Tensor:
+        raise NotImplementedError
+
+    with torch.library._scoped_library("meshwise_tests", "DEF") as library:
+        library.define("alone(Tensor x) -> Tensor")
+        library.impl("alone", torch.empty_like, "Meta")
+        library.impl("alone", fails, "CPU")
+        with Constants():
+            made = torch.ops.meshwise_tests.alone(torch.ones(3, device="meta"))
+            assert made.shape == (3,)
+            with pytest.raises(RuntimeError, match="meta tensors"):
+                made.sum().item()
 
 
 def test_what_has_values_is_let_be() -> None:

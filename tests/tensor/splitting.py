@@ -14,9 +14,11 @@ from meshwise.layout import even_split
 from meshwise.model.table import Placement
 from meshwise.plan import Plan
 from meshwise.reference import GPTConfig
+from meshwise.tensor.context import Context
 from meshwise.tensor.matmul import Streaming
 from meshwise.tensor.parallelism import tensor_parallel
 from meshwise.tensor.part import Norm, Part
+from meshwise.tensor.twins import scheme_on
 
 Loss = Callable[[nn.Module, Sequence[Tensor]], Tensor]
 
@@ -52,7 +54,9 @@ def install(
 ) -> Mapping[str, Placement]:
     """Split a module and put this rank's part of every parameter into it."""
     chosen = Plan.parse(plan)
-    placements = tensor_parallel(module, plan=chosen, world=world, parts=parts, streaming=streaming)
+    scheme = scheme_on(world.mesh, plan=chosen, blocks=False)
+    outside = Context(world, scheme, streaming=streaming or Streaming())
+    placements = tensor_parallel(module, plan=chosen, parts=parts, outside=outside)
     made: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in list(module.named_parameters()):
         part = part_of(parameter.detach(), placements[name], world=world)

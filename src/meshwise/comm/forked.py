@@ -106,22 +106,26 @@ def tidying() -> Iterator[None]:
         if not made:
             early.append(number)
             return
+        for other in deadly:  # a second one is to find the folder removed, too
+            signal.signal(other, signal.SIG_IGN)
         temporary()()
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
 
     deadly = [number for number in ENDING if signal.getsignal(number) == signal.SIG_DFL]
-    for number in deadly:
-        signal.signal(number, end)
-    temporary()
-    made = True
-    for signalled in early:
-        end(signalled, None)
     try:
+        for number in deadly:
+            signal.signal(number, end)
+        temporary()
+        made = True
+        for signalled in early:
+            end(signalled, None)
         yield
     finally:
         for number in deadly:
             signal.signal(number, signal.SIG_DFL)
+        if early:  # and nothing could be made
+            signal.raise_signal(early[0])
 
 
 def _short(folder: str) -> Path:

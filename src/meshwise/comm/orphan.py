@@ -15,6 +15,7 @@ import sys
 from multiprocessing import spawn
 from types import TracebackType
 
+_ORDINARY = sys.excepthook
 _MISSED = (OSError, EOFError, pickle.UnpicklingError)
 _ENDING_SECONDS = 5.0
 """For a launcher to end that has removed its files, on a machine with other work to do."""
@@ -22,7 +23,7 @@ _ENDING_SECONDS = 5.0
 
 def _tell(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
     if not _orphaned(at, patience=_ENDING_SECONDS if isinstance(error, _MISSED) else 0.0):
-        sys.__excepthook__(kind, error, at)
+        _ORDINARY(kind, error, at)
 
 
 def _orphaned(at: TracebackType | None, *, patience: float) -> bool:

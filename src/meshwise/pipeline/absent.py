@@ -65,7 +65,7 @@ class Absent(TorchDispatchMode):
         if any(map(self._is, tensors((args, kwargs)))):
             name = func.__name__.partition(".")[0]
             if name in _UNFILLED:
-                if output.is_floating_point():
+                if output.is_floating_point() or output.is_complex():
                     self._note(output)
             elif not (name.endswith("_like") or name.split("_")[0] in _OF_SHAPES):
                 for x in tensors(output):

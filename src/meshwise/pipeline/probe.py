@@ -51,9 +51,12 @@ def probe(model: nn.Module, *, call: Call, pieces: Patterns = (), timed: bool = 
     `pieces` are patterns over module names that override how the model is divided (see `meshwise.model.blocks`).
     With `opens`, blocks that can be opened have steps inside.
 
-    Raises CutError for a piece that is called in a reentrant checkpoint of torch.
+    Raises CutError for patterns that name nothing, and a piece that is called in a reentrant checkpoint of torch.
     """
-    found = [piece for unit in partition(model, units=pieces) for piece in unit]
+    try:
+        found = [piece for unit in partition(model, units=pieces) for piece in unit]
+    except ValueError as error:
+        raise CutError(str(error)) from None
     seen = _seen(model, call, found, timed=timed)
     if counting := sorted({owner for owner in map(_owner, seen.early | seen.late) if _counts(model, owner)}):
         found += [Piece(owner, ()) for owner in counting]

@@ -63,7 +63,7 @@ class Width:
             dim = self.made[name]
             return map_tensors(lambda x: self._part(x, dim=dim), shadow(*args, **kwargs))
         first = next(tensors((args, kwargs)), None)
-        if first is None or self.own == self.whole:
+        if first is None or not first.is_floating_point() or self.own == self.whole:
             return shadow(*args, **kwargs)
 
         def change(x: Tensor, size: int, to: int) -> Tensor:

@@ -127,8 +127,8 @@ class Device:
 
     def peak_of(self, dtype: str) -> float:
         """Operations per second with a dtype, whether told or not: what it has no units for is computed wider."""
-        if dtype in self.peak:
-            return self.peak[dtype]
+        if dtype in self.peak or not dtype:
+            return self.peak.get(dtype, max(self.peak.values()))
         widths = {name: getattr(torch, name).itemsize for name in (*self.peak, dtype)}
         wider = [width for name, width in widths.items() if width > widths[dtype]]
         at_hand = min(wider, default=max(widths[name] for name in self.peak))

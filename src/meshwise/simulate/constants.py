@@ -6,12 +6,13 @@ A rehearsal's tensors have no values, and a model that asks for one cannot be re
     if (positions.diff() != 1).any(): ...                # are several texts in one row?
 
 No batch could change this answer. So what is made of no tensor (`arange`, `ones_like`, …), or only of what was made so,
-is computed beside the tensor without values, as long as it is not large. What follows from a batch or a parameter is
-not: their values decide, and a rehearsal has none.
+is computed beside the tensor without values, as long as it is not large, within one forward or one loss. What follows
+from a batch, a parameter or a draw is not: their values decide, and a rehearsal has none.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,16 +26,21 @@ from meshwise.tree import map_tensors, tensors
 
 aten = torch.ops.aten
 
-LARGEST = 2**20
-"""Elements of a tensor that is computed. Masks of long texts are larger; nobody asks them."""
+LARGEST = 2**22
+"""Elements of a tensor that is computed."""
 
 _CPU = torch.device("cpu")
 
-_MADE = frozenset({aten.arange, aten.zeros, aten.ones, aten.full, aten.eye, aten.scalar_tensor})
+_MADE = frozenset(
+    {aten.arange, aten.linspace, aten.zeros, aten.ones, aten.full, aten.eye, aten.scalar_tensor, aten.tril_indices}
+)
 """Operations that make values of numbers."""
 
-_LIKE = frozenset({aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full})
-"""Those that take a tensor for its sizes alone."""
+_NEW = frozenset({aten.new_zeros, aten.new_ones, aten.new_full})
+"""Those that take a tensor for its dtype alone."""
+
+_LIKE = _NEW | {aten.zeros_like, aten.ones_like, aten.full_like}
+"""And those that take it for its sizes."""
 
 
 class Constants(TorchDispatchMode):
@@ -43,6 +49,7 @@ class Constants(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._values = WeakTensorKeyDictionary()
+        self._drawn = WeakTensorKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -51,25 +58,39 @@ class Constants(TorchDispatchMode):
             known = self._is_known(func, given)
             if known and kwargs.get("device") == _CPU and any(one.is_meta for one in given):
                 return self._twin(func, args, kwargs)
-            if known and _is_answer(func):
+            if known and _is_answer(func, args):
                 return map_tensors(self._keep, self._twin(func, args, kwargs))
             output = func(*args, **kwargs)
+            if self._draws(func, given):
+                for one in tensors(output):
+                    self._drawn[one] = True
             if func._schema.is_mutable:
                 self._changed(func, args, kwargs, known=known)
             elif known and _is_small(output):
-                twins = tensors(self._twin(func, args, kwargs))
-                self._values.update(zip(tensors(output), twins, strict=True))
+                with contextlib.suppress(RuntimeError):  # a CPU does not compute everything, and nobody may ask
+                    twins = list(tensors(self._twin(func, args, kwargs)))
+                    self._values.update(zip(tensors(output), twins, strict=True))
         return output
+
+    def _draws(self, func: OpOverload, given: Sequence[Tensor]) -> bool:
+        """Whether what it returns depends on a generator."""
+        if func._overloadpacket in _LIKE:
+            return False
+        return torch.Tag.nondeterministic_seeded in func.tags or any(one in self._drawn for one in given)
 
     def _is_known(self, func: OpOverload, given: Sequence[Tensor]) -> bool:
         if func._overloadpacket in _LIKE:
             return True
+        if self._draws(func, given):
+            return False
         if not given:
             return func._overloadpacket in _MADE
         return all(one in self._values if one.is_meta else _is_plain(one) for one in given)
 
     def _twin(self, func: OpOverload, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """What the operation returns on the values."""
+        if func._overloadpacket in _NEW:
+            args = (torch.empty(0, dtype=args[0].dtype), *args[1:])
         with unseen():
             return func(*self._valued(args), **self._valued(kwargs))
 
@@ -98,15 +119,18 @@ class Constants(TorchDispatchMode):
         names = (one.name for one in func._schema.arguments if one.alias_info and one.alias_info.is_write)
         written = [one for name in names for one in tensors(by_name.get(name)) if one.is_meta]
         if known and written:
-            self._twin(func, args, kwargs)
-            return
+            with contextlib.suppress(RuntimeError):
+                self._twin(func, args, kwargs)
+                return
         for place in {one.untyped_storage()._cdata for one in written}:
             for other in [one for one in self._values if one.untyped_storage()._cdata == place]:
                 del self._values[other]
 
 
-def _is_answer(func: OpOverload) -> bool:
+def _is_answer(func: OpOverload, args: Any) -> bool:
     """Whether what it returns, or how large that is, follows from values."""
+    if func._overloadpacket is aten.index:  # by numbers, it is as large as they are
+        return any(one.dtype in (torch.bool, torch.uint8) for one in tensors(args[1]))
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 

@@ -14,8 +14,9 @@ from meshwise.simulate.constants import Constants
 ASKED = "a rehearsal's tensors have no values, and the model seems to ask for some"
 
 _NO_VALUES = (
-    f"{ASKED}. Those of transformers do of an attention_mask in the batch, but for attn_implementation='eager', and "
-    "mixtures among them for their experts, but for experts_implementation='batched_mm'."
+    f"{ASKED}. Models of transformers ask for those of an attention_mask in the batch, which "
+    "attn_implementation='eager' does not, and mixtures for those of their experts, which "
+    "experts_implementation='batched_mm' does not."
 )
 
 

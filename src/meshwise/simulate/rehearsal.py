@@ -84,8 +84,9 @@ class Rehearsal:
         names = dict(zip(theirs, mine, strict=True))
         found = {_renamed(segment.label, names): segment for segment in tape.steady}
         stand_ins = _stand_ins(found)
-        if first:  # of which one micro-batch has been run: what is taken once is taken with a step's first
-            found |= {_renamed(segment.label, names, first=True): segment for segment in tape.first}
+        if first:  # of which one micro-batch has been run: a pipeline takes with a step's first what it takes once
+            early = self.plan.pp > 1
+            found |= {_renamed(segment.label, names, first=early): segment for segment in tape.first}
         during = [
             Segment(str(action), part.entries)
             for action in row

@@ -16,9 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwise.comm.world import World
 from meshwise.layout.layout import ANYWHERE, Cut, Layout
-from meshwise.model.recall import Recall
 from meshwise.model.table import Placement
 from meshwise.norms import BatchNorm
 from meshwise.plan import Plan
@@ -31,7 +29,6 @@ from meshwise.tensor.families.matrix import CONVOLUTIONS, computes_as
 from meshwise.tensor.first_forward import FirstForward
 from meshwise.tensor.leaving import Leaving
 from meshwise.tensor.linear import DATA, Projection, ShardedHead, ShardedLinear
-from meshwise.tensor.matmul import Streaming
 from meshwise.tensor.multihead import Sharding
 from meshwise.tensor.norm import ShardedNorm, SplitNorm
 from meshwise.tensor.part import Part
@@ -43,26 +40,19 @@ _TO_STREAM = ("norm", "single", "embedding")
 
 
 def tensor_parallel(
-    module: nn.Module,
-    *,
-    plan: Plan,
-    world: World,
-    parts: Mapping[str, Part],
-    streaming: Streaming | None = None,
-    recall: Recall | None = None,
+    module: nn.Module, *, plan: Plan, parts: Mapping[str, Part], outside: Context
 ) -> Mapping[str, Placement]:
     """Make a model compute on what each rank stores, and say where each parameter is stored, by its first name.
 
-    `parts`: by name of a module, or of a parameter that a module holds itself. `world` lies over the plan's mesh. The
-    model's parameters still have their full shapes (the meta device will do) and are left to the caller to install.
+    `parts`: by name of a module, or of a parameter that a module holds itself. `outside`: what they share outside of
+    the blocks, on a world that lies over the plan's mesh. The model's parameters still have their full shapes (the meta
+    device will do) and are left to the caller to install.
 
     Raises ValueError, with near names, for a part of a module that does not exist and a parameter without a part, and
     for what cannot be split: an embedding with `max_norm`, a tied parameter whose two parts are stored differently.
     """
-    outside = Context(world, scheme_on(world.mesh, plan=plan, blocks=False), streaming=streaming or Streaming())
-    outside = dataclasses.replace(outside, recall=recall or outside.recall)
     outside.recall.remember(outside.extents)
-    inside = dataclasses.replace(outside, scheme=scheme_on(world.mesh, plan=plan, blocks=True))
+    inside = dataclasses.replace(outside, scheme=scheme_on(outside.world.mesh, plan=plan, blocks=True))
     split = _Split(module, parts, outside=outside, inside=inside)
     for name, part in parts.items():
         split.apply(name, part)

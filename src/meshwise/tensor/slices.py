@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 from torch import nn
 
-from meshwise.comm.world import World
 from meshwise.layout.layout import Layout
 from meshwise.model.draws import Cut, Points, Region
 from meshwise.plan import Plan
@@ -29,24 +28,32 @@ from meshwise.tensor.twins import scheme_on
 _TO_STREAM = ("second", "single", "embedding", "positions", "patches")
 
 
-def slices(module: nn.Module, *, plan: Plan, world: World, parts: Mapping[str, Part]) -> tuple[Points, Points]:
-    """The regions that begin before, and after, modules of a model that `tensor_parallel` has split into `parts`. Of a
-    stage of a pipeline, `parts` are those of the whole model: what others compute is cut here as it is there.
+def slices(
+    module: nn.Module,
+    *,
+    plan: Plan,
+    parts: Mapping[str, Part],
+    outside: Context,
+    absent: Collection[str] = (),
+) -> tuple[Points, Points]:
+    """The regions that begin before, and after, modules of a model that `tensor_parallel` has split into `parts`, with
+    the same `outside`. Of a stage of a pipeline, `parts` are those of the whole model: what others compute is cut here
+    as it is there. `absent`: the pieces of others, which do not run what is inside of them: they are at an end where
+    what was last inside would be.
     """
     projections = dict(_projections(module, parts))
     width = _width(parts, projections)
     if not width:
         return {}, {}
-    schemes = [scheme_on(world.mesh, plan=plan, blocks=blocks) for blocks in (False, True)]
-    common = next((own.context for own in projections.values()), Context(world, schemes[0]))
-    outside, inside = (dataclasses.replace(common, scheme=scheme) for scheme in schemes)
+    inside = dataclasses.replace(outside, scheme=scheme_on(outside.world.mesh, plan=plan, blocks=True))
     blocks = [name for name, part in parts.items() if part.role == "block"]
-    absent = _absent(module, blocks)
     before: dict[str, Callable[[], Region]] = {}
     after: dict[str, Callable[[], Region]] = {}
     for name, part in parts.items():
         within = any(name.startswith(f"{block}.") for block in blocks)
-        if part.role in _TO_STREAM:
+        if part.role == "head":
+            after[name] = Region  # who draws on logits draws on all of them
+        elif part.role in _TO_STREAM:
             stream = functools.partial(_stream, inside if within else outside, width)
             after[name] = Region if part.whole_features else stream
         elif part.role == "whole" and not within:
@@ -60,7 +67,7 @@ def slices(module: nn.Module, *, plan: Plan, world: World, parts: Mapping[str, P
         if not within and (name in before or name in after):
             words = name.split(".")
             around = {".".join(words[:depth]) for depth in range(1, len(words))}
-            after |= dict.fromkeys(around & absent, after.get(name, Region))
+            after |= dict.fromkeys(around.intersection(absent), after.get(name, Region))
     for stack in {block.rpartition(".")[0]: None for block in blocks}:
         names = [block for block in blocks if block.rpartition(".")[0] == stack]
         before[names[0]] = functools.partial(_stream, inside, width)
@@ -74,17 +81,6 @@ def _width(parts: Mapping[str, Part], projections: Mapping[str, Projection]) -> 
     told = max((part.stream for part in parts.values()), default=0)
     closing = (own for own in projections.values() if own.part.role in ("second", "single"))
     return told or next((sum(own.out_sizes) for own in closing), 0)
-
-
-def _absent(module: nn.Module, blocks: Collection[str]) -> frozenset[str]:
-    """The modules around others, but not around blocks, that are not this stage's: what is inside of them may not run,
-    and they are at an end where what was last inside would be.
-    """
-    return frozenset(
-        name
-        for name, held in module.named_modules()
-        if next(held.parameters(), None) is None and not any(block.startswith(f"{name}.") for block in blocks)
-    )
 
 
 def _projections(module: nn.Module, parts: Mapping[str, Part]) -> Iterator[tuple[str, Projection]]:

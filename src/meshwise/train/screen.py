@@ -16,10 +16,10 @@ from rich.text import Text
 
 STDOUT = 1
 
-_LIKE = "meshwise: what looks like it"
+_HANDLER = "meshwise: what looks like it"
 """The name of a way to encode."""
 
-_ALIKE: Mapping[str, str] = {
+_STAND_INS: Mapping[str, str] = {
     **dict.fromkeys("│┃", "|"),
     **dict.fromkeys("─━–—−", "-"),
     **dict.fromkeys("┌┐└┘├┤┬┴┼╭╮╰╯", "+"),
@@ -84,14 +84,14 @@ def tolerate() -> None:
     no run fails for that, and drawings can be read.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        codecs.register_error(_LIKE, _like)
-        sys.stdout.reconfigure(errors=_LIKE)
+        codecs.register_error(_HANDLER, _stand_in)
+        sys.stdout.reconfigure(errors=_HANDLER)
 
 
-def _like(error: UnicodeError) -> tuple[str, int]:
+def _stand_in(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeEncodeError)
     lacked = error.object[error.start : error.end]
-    return "".join(_ALIKE.get(letter, "?") for letter in lacked), error.end
+    return "".join(_STAND_INS.get(letter, "?") for letter in lacked), error.end
 
 
 def is_unread() -> bool:
