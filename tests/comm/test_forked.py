@@ -113,25 +113,28 @@ def test_a_rank_that_cannot_start_says_why_unless_its_launcher_has_ended(tmp_pat
 EARLY = """
 import os, signal, sys
 from meshwise.comm import forked
+from meshwise.comm.job_folder import job_folder
 
 ordinary = forked.temporary
 
 def ended():
-    os.kill(os.getpid(), signal.SIGTERM)
+    if sys.argv[1] != "later":
+        os.kill(os.getpid(), signal.SIGTERM)
     if sys.argv[1] == "full":
         raise OSError("no space left")
     return ordinary()
 
 forked.temporary = ended
-with forked.tidying():
+with forked.tidying(), job_folder():
+    os.kill(os.getpid(), signal.SIGTERM)
     print("goes on")
 """
 
 
-@pytest.mark.parametrize("disk", ["full", "ordinary"])
-def test_a_command_that_is_ended_while_it_makes_its_folder_ends(disk: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["full", "early", "later"])
+def test_a_command_that_is_ended_removes_its_folders_whenever_it_is(when: str, tmp_path: Path) -> None:
     environment = os.environ | {"TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-c", EARLY, disk]
+    command = [sys.executable, "-c", EARLY, when]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "", "")
     assert list(tmp_path.glob("meshwise-*")) == []

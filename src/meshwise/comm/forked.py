@@ -37,7 +37,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from meshwise.comm.job_folder import new_folder, remove_folder
+from meshwise.comm.job_folder import new_folder, remove_folder, remove_folders
 
 _PRELOADED = ("torch._dynamo", "meshwise.comm.launch", "meshwise.comm.orphan")  # an optimizer imports torch._dynamo
 _OF_THE_TERMINAL = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -98,7 +98,7 @@ def temporary() -> util.Finalize:
 
 @contextlib.contextmanager
 def tidying() -> Iterator[None]:
-    """Let signals that end this process remove first what `temporary` makes; in copies of it, they only end them."""
+    """Let signals that end this process remove first the folders it has made; in copies of it, they only end them."""
     early: list[int] = []  # to block them would not do: a signal goes to any thread, and libraries have some by now
     made = False
 
@@ -108,7 +108,7 @@ def tidying() -> Iterator[None]:
             return
         for other in deadly:  # a second one is to find the folder removed, too
             signal.signal(other, signal.SIG_IGN)
-        temporary()()
+        remove_folders()
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import shutil
 import stat
@@ -38,8 +39,21 @@ def job_folder(root: Path | None = None) -> Iterator[Path]:
 def remove_folder(folder: Path, *, held: int | None) -> None:
     """Remove it, with what has held it."""
     shutil.rmtree(folder, ignore_errors=True)
-    if held is not None:
+    if _made().pop(folder, None) and held is not None:
         os.close(held)
+
+
+def remove_folders() -> None:
+    """Remove all that this process has made and not removed. A copy of it has made none."""
+    for folder, (process, held) in list(_made().items()):
+        if process == os.getpid():
+            remove_folder(folder, held=held)
+
+
+@functools.cache
+def _made() -> dict[Path, tuple[int, int | None]]:
+    """Folders, the process that has made each, and what holds it."""
+    return {}
 
 
 def hold(folder: Path) -> int | None:
@@ -65,6 +79,7 @@ def new_folder(root: Path) -> tuple[Path, int | None]:
         with contextlib.suppress(FileNotFoundError):  # another launcher came by before the lock was there
             held = hold(folder)
             if folder.exists():
+                _made()[folder] = os.getpid(), held
                 return folder, held
             if held is not None:
                 os.close(held)
