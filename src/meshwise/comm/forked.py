@@ -91,9 +91,9 @@ def temporary() -> util.Finalize:
     """Have multiprocessing keep its files, where its server is met, in a folder that the next job removes if this
     process is killed. Returns what removes it now.
     """
-    folder, held = new_folder(_short(tempfile.gettempdir()))
+    folder = new_folder(_short(tempfile.gettempdir()))
     process.current_process()._config.setdefault("tempdir", str(folder))  # type: ignore[attr-defined] # as it does itself
-    return util.Finalize(None, remove_folder, args=(folder,), kwargs={"held": held}, exitpriority=-100)
+    return util.Finalize(None, remove_folder, args=(folder,), exitpriority=-100)
 
 
 @contextlib.contextmanager

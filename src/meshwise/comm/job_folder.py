@@ -29,25 +29,26 @@ def job_folder(root: Path | None = None) -> Iterator[Path]:
     """A new folder until the end of the block, in `root`, by default among the temporary files. What killed jobs of
     this user have left there is removed first.
     """
-    folder, held = new_folder(Path(tempfile.gettempdir()) if root is None else root)
+    folder = new_folder(Path(tempfile.gettempdir()) if root is None else root)
     try:
         yield folder
     finally:
-        remove_folder(folder, held=held)
+        remove_folder(folder)
 
 
-def remove_folder(folder: Path, *, held: int | None) -> None:
+def remove_folder(folder: Path) -> None:
     """Remove it, with what has held it."""
     shutil.rmtree(folder, ignore_errors=True)
-    if _made().pop(folder, None) and held is not None:
+    _, held = _made().pop(folder, (0, None))
+    if held is not None:
         os.close(held)
 
 
 def remove_folders() -> None:
     """Remove all that this process has made and not removed. A copy of it has made none."""
-    for folder, (process, held) in list(_made().items()):
+    for folder, (process, _) in list(_made().items()):
         if process == os.getpid():
-            remove_folder(folder, held=held)
+            remove_folder(folder)
 
 
 @functools.cache
@@ -71,8 +72,8 @@ def last_start(folder: Path) -> Path:
     return max(folder.glob("start-*"), key=lambda path: int(path.name.rpartition("-")[2]), default=folder)
 
 
-def new_folder(root: Path) -> tuple[Path, int | None]:
-    """The same for as long as this process needs it, and what holds it."""
+def new_folder(root: Path) -> Path:
+    """The same until `remove_folder`."""
     _sweep(root)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
@@ -80,7 +81,7 @@ def new_folder(root: Path) -> tuple[Path, int | None]:
             held = hold(folder)
             if folder.exists():
                 _made()[folder] = os.getpid(), held
-                return folder, held
+                return folder
             if held is not None:
                 os.close(held)
 

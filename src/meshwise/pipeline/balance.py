@@ -16,9 +16,10 @@ from torch import nn
 
 from meshwise.pipeline.action import Schedule
 from meshwise.pipeline.alone import now
+from meshwise.pipeline.bare import is_bare
 from meshwise.pipeline.clock import StepClock
 from meshwise.pipeline.partition import CutError, Steps, divide, quicken, worthwhile
-from meshwise.pipeline.probe import ROUNDS, is_bare
+from meshwise.pipeline.probe import ROUNDS
 from meshwise.pipeline.seen import Seen
 from meshwise.pipeline.validate import in_flight
 

@@ -18,8 +18,9 @@ from torch import nn
 from meshwise.model.blocks import Patterns, partition
 from meshwise.pipeline.action import Schedule
 from meshwise.pipeline.balance import Aim, Balanced, balance, balance_trace, by_hand, loads_of
+from meshwise.pipeline.bare import is_bare
 from meshwise.pipeline.partition import CutError
-from meshwise.pipeline.probe import Call, is_bare, probe
+from meshwise.pipeline.probe import Call, probe
 from meshwise.pipeline.seen import Seen
 from meshwise.pipeline.trace import Trace, probe_trace, trace_model
 

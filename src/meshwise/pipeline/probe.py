@@ -31,6 +31,7 @@ from meshwise.model.blocks import Patterns, Piece, partition
 from meshwise.model.copied import copied
 from meshwise.pipeline.alone import Tail, alone, as_it_is, cut_off, noting, reading
 from meshwise.pipeline.backward import is_reentrant
+from meshwise.pipeline.bare import as_zeros, device_of, is_bare, on_meta
 from meshwise.pipeline.opening import inside, is_repeated
 from meshwise.pipeline.outside import Outside
 from meshwise.pipeline.parcel import Entrance
@@ -373,26 +374,6 @@ def _kinds(values: Iterable[Tensor]) -> Hashable:
 def _described(value: Any) -> Any:
     """The shape and dtype of a tensor; of anything else something that equals nothing."""
     return (value.shape, value.dtype) if isinstance(value, Tensor) else object()
-
-
-def is_bare(model: nn.Module) -> bool:
-    """Whether its parameters have no values."""
-    return any(parameter.is_meta for parameter in model.parameters())
-
-
-def on_meta(values: Any) -> Any:
-    """A tree of values with its tensors on the meta device."""
-    return map_tensors(lambda tensor: tensor.to("meta"), values)
-
-
-def as_zeros(values: Any, *, device: torch.device) -> Any:
-    """A tree of values with zeros in place of its tensors."""
-    return map_tensors(lambda tensor: torch.zeros_like(tensor, device=device), values)
-
-
-def device_of(inputs: Any) -> torch.device:
-    """Where the first tensor of a call's arguments is; the CPU when there is none."""
-    return next((tensor.device for tensor in tensors(inputs)), torch.device("cpu"))
 
 
 def size(value: Any) -> int:

@@ -29,14 +29,11 @@ from meshwise.model.copied import copied
 from meshwise.model.draws import DRAWING
 from meshwise.model.forward import Left
 from meshwise.pipeline.alone import Tail, alone, cut_off
+from meshwise.pipeline.bare import as_zeros, device_of, is_bare, on_meta
 from meshwise.pipeline.partition import CutError
 from meshwise.pipeline.probe import (
     ROUNDS,
     Call,
-    as_zeros,
-    device_of,
-    is_bare,
-    on_meta,
     size,
 )
 from meshwise.pipeline.provenance import Past
