@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -89,3 +90,35 @@ def test_a_run_needs_no_streams(
     status, out, errors, result = returned(waiting(f"exec {closing}"), tmp_path)
     assert (status, errors, result) == (0, "", "[0, 1]")
     assert sorted(out.split()) == ([] if 1 in streams else ["0", "1", "met", "met"])
+
+
+PRINTING = """
+import os, signal, sys
+from meshwise.comm import run
+
+def prints(world, times):
+    world.barrier()
+    for _ in range(times):
+        print("a line", "of rank", world.rank)
+    world.barrier()
+    if times == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    run(4, prints, args=(int(sys.argv[1]),))
+"""
+
+
+@pytest.mark.parametrize("times, unbuffered", [(1, ""), (2000, ""), (2000, "1")])
+def test_ranks_print_whole_lines_however_they_end(times: int, unbuffered: str, tmp_path: Path) -> None:
+    (tmp_path / "printing.py").write_text(PRINTING)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "printing.py"), str(times)],
+        text=True,
+        capture_output=True,
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        timeout=SECONDS,
+        check=False,
+    )
+    assert (done.returncode == 0) == (times > 1), done.stderr
+    assert Counter(done.stdout.splitlines()) == {f"a line of rank {rank}": times for rank in range(4)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import io
 import os
 import re
 import signal
@@ -45,6 +46,7 @@ def rank_main(
     """One rank from start to end; `folder` is that of the job."""
     _die_of(SIGNALS)
     surroundings.enter()
+    _keep_lines_whole()
     if Launcher().is_gone():
         _leave(1)
     atexit.register(_leave, 0)
@@ -92,6 +94,16 @@ def _die_of(numbers: Collection[signal.Signals]) -> None:
     for number in numbers:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
+
+
+def _keep_lines_whole() -> None:
+    """Have what is printed leave this process a line at a time. Ranks write to the same place, where pieces of lines
+    would mix: those that a full buffer cuts off, or every word with PYTHONUNBUFFERED. And what a rank has printed is
+    told when it is ended from outside.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _outcome(main: Callable[[], Any]) -> Outcome:
