@@ -43,7 +43,7 @@ FITTED = {"single": 10, "schedules": 4}
 ACTION = {"schedules": 0.9e-3}
 """Seconds of the host for an action where code was not that of the other tables, but of 2023."""
 
-ADAPTERS = {"ptdp": 8, "parallel": 8, "sharded": 1, "single": 8, "multi": 4, "schedules": 8, "layer": 8}
+ADAPTERS = {"ptdp": 8, "parallel": 8, "sharded": 1, "single": 8, "multi": 4, "schedules": 8, "layer": 8, "steps": 8}
 """Of a node of eight GPUs: Selene has one for each; vTrain's configurations say 800 Gb/s, which is four of 200 Gb/s.
 DeepSpeed's runs on Selene took as long as if they used one, which was read off these rows."""
 
@@ -55,6 +55,7 @@ TITLES = {
     "multi": "vTrain, 64 to 512 GPUs",
     "schedules": "pipeline schedules (zero bubble, table 4)",
     "layer": "a layer, recomputed and in sequence parallel (table 4)",
+    "steps": "22 B to 1 T, recomputed and in sequence parallel (table 5)",
 }
 CALCULON = {"ptdp": "ptdp_table1", "single": "vtrain_single", "multi": "vtrain_multi"}
 """The tables as the peer's file calls them."""
@@ -73,8 +74,10 @@ EXPERIMENTS = {
     "baseline with full recompute": "recompute=full",
     "selective recompute": "recompute=selective",
     "selective + sequence": "recompute=selective sequence_parallel=1",
+    "full recompute": "recompute=full",
+    "present work": "recompute=selective sequence_parallel=1",
 }
-"""Of the table of a layer, as plans."""
+"""Of the tables of a layer and of steps with it, as plans."""
 
 LAYERS = 4, 8
 """Of the two models whose difference a layer is."""
@@ -210,6 +213,18 @@ def layer(numbers: Path) -> Iterator[Row]:
         yield Row(1, 6144, 64, 2048, 4, 4, 8, 1, 1, 1, 51200, float(line["combined_ms"]) / 1e3, words)
 
 
+def steps(_numbers: Path) -> Iterator[Row]:
+    """Whole steps of the same paper's table 5, which lie beside this file."""
+    for line in _lines(Path(__file__).with_name("seqsel_steps.csv")):
+        layers, hidden, heads, batch, micro_batch, tp, dp, pp, virtual = (
+            int(line[key])
+            for key in ("layers", "hidden", "heads", "global_batch", "micro_batch", "tp", "dp", "pp", "virtual_stages")
+        )
+        words = EXPERIMENTS[line["technique"]] + (" schedule=interleaved" if virtual > 1 else "")
+        seconds = float(line["iter_time_s"])
+        yield Row(layers, hidden, heads, 2048, batch, micro_batch, tp, dp, pp, virtual, 51200, seconds, words)
+
+
 def single(numbers: Path) -> Iterator[Row]:
     """VTrain's runs on one node of 8 A100."""
     yield from _vtrain(numbers / "vtrain_ground_truth_single.csv")
@@ -242,6 +257,7 @@ TABLES: Mapping[str, Callable[[Path], Iterator[Row]]] = {
     "multi": multi,
     "schedules": schedules,
     "layer": layer,
+    "steps": steps,
 }
 
 
