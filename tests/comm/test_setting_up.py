@@ -18,8 +18,8 @@ from meshwise.comm.watch import Watch
 pytestmark = pytest.mark.processes
 
 SCRIPT = """
-import os, sys, torch
-from meshwise.comm import run
+import os, signal, sys, time, torch
+from meshwise.comm import room, run
 from meshwise.comm.attempt import Attempt
 from meshwise.comm.outcome import Outcome
 
@@ -57,6 +57,16 @@ def exits_alone(world):
         os._exit(0)
     world.barrier()
 
+def lost(*args, ordinary=room.lost, **named):
+    time.sleep(0.3)
+    return ordinary(*args, **named)
+
+def dies_beside_a_slow_one(world):
+    if world.rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    room.lost = lost
+    world.barrier()
+
 def exits_once(world):
     if world.rank and not Attempt.current().number:
         os._exit(0)
@@ -69,6 +79,8 @@ if __name__ == "__main__":
     except Exception as error:
         print("raised", type(error).__name__)
         print(error)
+        if "--notes" in sys.argv:
+            print(*error.__notes__, sep="\\n")
 """
 NO_RESULT = "of 2 ended with exit status 0 and no result; something calls os._exit there, or C's exit"
 
@@ -110,6 +122,12 @@ def test_ranks_that_end_well_without_a_result_are_named(
     said = ended(tmp_path, main, "1", *words)
     assert said.stdout == f"raised RankLostError\n{who} {NO_RESULT}\n"
     assert said.stderr == ""
+
+
+def test_a_rank_that_is_slow_to_tell_whom_it_lost_is_heard(tmp_path: Path) -> None:
+    said = ended(tmp_path, "dies_beside_a_slow_one", "1", "--notes").stdout.splitlines()
+    assert said[:2] == ["raised RankKilledError", "rank 1 of 2 ended without an exception, killed by SIGKILL"]
+    assert said[2].startswith("rank 0 then met: rank 1 was lost in #0 barrier[rank]")
 
 
 def test_such_a_rank_is_a_failure_after_which_all_are_started_again(tmp_path: Path) -> None:

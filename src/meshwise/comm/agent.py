@@ -6,6 +6,9 @@ failure of the rank, so the others are ended, and all are started again where th
 
 What a process ended with is known to torch a moment after it has gone. So ranks that are gone for a second, and are no
 failure to torch, ended with status 0.
+
+When a rank ends without a word, those that wait for it notice, and say in which collective they lost it. torch's
+launcher would end them at once; here they are given a moment for that.
 """
 
 from __future__ import annotations
@@ -24,12 +27,14 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig
 
 from meshwise.comm.job_folder import last_start
+from meshwise.comm.life import has_ended
 from meshwise.comm.loopback import LOOPBACK, LoopbackRendezvous
 from meshwise.comm.outcome import Outcome
 from meshwise.comm.rank import POLL_SECONDS
 
 _SHUTDOWN_SECONDS = 5
 _CERTAIN_SECONDS = 1.0
+_WORDS_SECONDS = 2.0
 
 
 def launch(
@@ -70,8 +75,12 @@ class _Agent(LocalElasticAgent):
         self._folder = folder
         self._gone: Set[int] = frozenset()
         self._since = 0.0
+        self._silent: Set[int] = frozenset()
+        self._silent_since = 0.0
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._may_yet_tell(worker_group):
+            return RunResult(WorkerState.HEALTHY)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state != WorkerState.HEALTHY:
             return result
@@ -87,6 +96,22 @@ class _Agent(LocalElasticAgent):
             if one.id in self._gone and not Outcome.is_there(outcomes, rank=one.global_rank)
         }
         return RunResult(WorkerState.FAILED, failures=failures) if failures else result
+
+    def _may_yet_tell(self, worker_group: WorkerGroup) -> bool:
+        """Whether a rank has ended without a word just now, and one that lives has said nothing yet."""
+        outcomes = last_start(self._folder)
+        quiet = {one.id for one in worker_group.workers if not Outcome.is_there(outcomes, rank=one.global_rank)}
+        known, self._silent = self._silent, {process for process in quiet if _has_ended(process)}
+        if known != self._silent:
+            self._silent_since = time.monotonic()
+        return 0 < len(self._silent) < len(quiet) and time.monotonic() - self._silent_since < _WORDS_SECONDS
+
+
+def _has_ended(process: int) -> bool:
+    try:
+        return has_ended(process)
+    except PermissionError:  # it has become another user
+        return False
 
 
 def _is_gone(process: int) -> bool:
