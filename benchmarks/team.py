@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import select
-import socket
 import statistics
 import subprocess
 import tempfile
@@ -16,6 +15,7 @@ from typing import IO, Any
 
 from contestants import Contestant
 from gpt import Shape
+from meshwise.comm.loopback import LOOPBACK, loopback_store
 
 _ANSWER_SECONDS = 300.0
 
@@ -45,6 +45,7 @@ class Team:
         self._answers: list[IO[str]] = []
         self._processes: list[subprocess.Popen[str]] = []
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed in __exit__)
+        self._store = loopback_store()  # where they meet: a port that is only found free may be taken by the time
         setting = {
             "contestant": contestant.name,
             "module": contestant.module,
@@ -56,8 +57,10 @@ class Team:
             "SETTING": json.dumps(setting),
             "WORLD_SIZE": str(ranks),
             "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
             "OMP_NUM_THREADS": str(threads),
             "CUDA_VISIBLE_DEVICES": "",
         }
@@ -149,10 +152,3 @@ class Team:
         self._stderr.flush()
         self._stderr.seek(0)
         return "".join(self._stderr.readlines()[-25:])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

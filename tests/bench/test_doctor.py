@@ -1,17 +1,15 @@
 """The doctor's visit, with everything that can be made to go wrong on one machine."""
 
-import contextlib
 import os
-import random
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from unittest import mock
 
 import pytest
 
+from free_port import free_port
 from meshwise.bench.doctor import Report, consult_job
 from meshwise.bench.finding import Finding
 from meshwise.bench.reach import can_open, check_environment, reach
@@ -20,19 +18,12 @@ from meshwise.comm import World
 from meshwise.comm.rollcall import roll_call
 from meshwise.testing import Processes
 
-EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 JOB = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 
 
 @pytest.fixture
 def port() -> int:
-    """A port that nobody listens on, and that no program is given which asks for any."""
-    lowest = max(10_100, int(EPHEMERAL.read_text().split()[0])) if EPHEMERAL.exists() else 32_768
-    for number in random.Random(os.getpid()).sample(range(10_000, lowest), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", number))
-            return number
-    pytest.fail("a hundred ports are taken")
+    return free_port()
 
 
 @pytest.fixture

@@ -1,14 +1,16 @@
 """The benchmark against peers: its arithmetic, its table, its refusals, and one small match."""
 
+import socket
 import statistics
 from pathlib import Path
 
 import pytest
 
 import contestants
+from gpt import Shape
 from peer_table import Pair, markdown, summarise, write_between_markers
 from peers import check_losses, command, main, parse
-from team import ContestantFailed
+from team import ContestantFailed, Team
 
 DRAWN = """
     ours   peer   ratio
@@ -96,6 +98,19 @@ def test_the_command_on_the_page_has_no_path_of_a_machine() -> None:
     assert command(parse(words)) == (
         "python benchmarks/peers.py --rounds 1 --pairs 6 --steps 2 --ranks 4 --only zero=1 --python deepspeed=PYTHON"
     )
+
+
+def test_nobody_can_take_the_port_at_which_a_team_will_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = list[str]()
+
+    def start(_team: Team, _python: str, environment: dict[str, str]) -> None:
+        tried.append(environment["MASTER_PORT"])
+        with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+            other.bind((environment["MASTER_ADDR"], int(tried[-1])))
+
+    monkeypatch.setattr(Team, "_start", start)
+    with Team(contestants.PEERS[0], python="", shape=Shape(), ranks=2):
+        assert len(tried) == 2
 
 
 SMALL = ["layers=1", "width=32", "heads=2", "sequence=16", "vocabulary=64", "batch=4"]

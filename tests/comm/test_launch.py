@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from free_port import free_port
 from meshwise.comm import RanksDisagree, World, connect, joining, run, torchrun_line
 from meshwise.comm.forked import starting
 from meshwise.comm.job_folder import job_folder
@@ -320,13 +320,12 @@ print(x.item())
 
 
 def test_a_copy_of_a_rank_that_was_started_by_others_ends_by_itself() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    common = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common = {**os.environ, **meeting, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", COPIES_ITSELF],
-            env={**common, "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
