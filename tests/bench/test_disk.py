@@ -52,12 +52,13 @@ def test_the_share_is_that_of_the_best_dd_round_by_round() -> None:
 
 
 def test_the_command_prints_a_table_and_writes_the_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = tmp_path / "told" / "disk.json"
+    told = tmp_path / ("told in a folder [whose] name is longer than a line" * 3) / "disk.json"
     words = ["disk", "--folder", str(tmp_path), "--size", "16M", "--rounds", "1", "--json", str(told)]
     assert main(words) == 0
     said = capsys.readouterr().out
     assert "both at once" in said
     assert "meshwise / best of dd" in said
+    assert said.endswith(f"\nwrote {told}\n")
     rates = json.loads(told.read_text())["rates"]
     assert len(rates) == len(KINDS) * (1 + len(DDS))
 

@@ -146,10 +146,10 @@ def _tell(console: Screen, flags: Collectives, measurements: Sequence[Measuremen
     for path, text in ((flags.csv, as_csv), (flags.json, as_json)):
         if path is not None:
             write_output(path, write=functools.partial(Path.write_text, data=text(measurements), encoding="utf-8"))
-            console.print(f"wrote {path}", highlight=False)
+            console.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
     if flags.png is not None:
         write_output(flags.png, write=lambda path: plot(measurements, path=path))
-        console.print(f"wrote {flags.png}", highlight=False)
+        console.print(f"wrote {flags.png}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _is_link(interface: Interface) -> bool:

@@ -53,7 +53,7 @@ def main(words: Sequence[str]) -> int:
         told = [{"who": rate.who, "kind": rate.kind, "bytes_per_second": rate.rounds} for rate in disk.rates]
         text = json.dumps({"direct": disk.direct, "rates": told}, indent=1) + "\n"
         write_output(flags.json, write=lambda path: path.write_text(text, encoding="utf-8"))
-        console.print(f"wrote {flags.json}", highlight=False)
+        console.print(f"wrote {flags.json}", highlight=False, markup=False, soft_wrap=True)
     return 0
 
 

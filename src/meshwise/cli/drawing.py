@@ -92,4 +92,4 @@ def _write(path: Path | None, write: Callable[[Path], object]) -> None:
             write_output(path, write=write)
         except MissingExtraError as error:
             raise JobError(f"cannot write {path}: {error}") from error
-        drawing_board().print(f"wrote {path}", highlight=False, soft_wrap=True)
+        drawing_board().print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
