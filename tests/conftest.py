@@ -89,6 +89,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def _the_same_start(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
+    monkeypatch.setenv("COLUMNS", "80")  # whatever terminal the suite is started from
+    for variable in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "PYTHONIOENCODING"):
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(sys, "path", [*sys.path])  # a job's own folder is put on it, and processes inherit it
 
 
