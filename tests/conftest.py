@@ -13,6 +13,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # For the processes that tests start: what is freed from 1 MB up goes back to the system at once, instead of making the
 # next thing that is measured look larger or smaller.
 os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
+# Each of them has hashes of its own, so that nothing which ranks have to agree on follows the order of a set.
+os.environ.pop("PYTHONHASHSEED", None)
 
 import pytest
 import torch
