@@ -1,5 +1,6 @@
 """A file that is replaced whole or not at all, whatever is at its path."""
 
+import contextlib
 import os
 import threading
 from pathlib import Path
@@ -76,7 +77,8 @@ def test_a_file_keeps_its_mode_and_its_owner_and_a_link_its_target(tmp_path: Pat
     path.write_text("old")
     path.chmod(0o640)
     if not os.getuid():
-        os.chown(path, 4321, 1234)
+        with contextlib.suppress(OSError):  # in a container that has no such owner
+            os.chown(path, 4321, 1234)
     before = path.stat()
     link.symlink_to(path)
     write_whole(link, write=new)
