@@ -7,11 +7,10 @@ import resource
 
 import pytest
 
+from meshwise.comm.forked import starting
 from meshwise.memory.freed import kept, lay_apart, settle
 
 SIZE = 64 << 20
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["meshwise.memory.freed"])
 
 pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
 
@@ -88,8 +87,8 @@ def bytes_apart(asked: bool, answers: "multiprocessing.SimpleQueue[int]") -> Non
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
 @pytest.mark.parametrize("asked", [False, True])
 def test_what_is_large_lies_by_itself_where_that_is_asked_for(asked: bool) -> None:
-    answers: multiprocessing.SimpleQueue[int] = _SERVER.SimpleQueue()
-    finished(_SERVER.Process(target=bytes_apart, args=(asked, answers)))
+    answers: multiprocessing.SimpleQueue[int] = starting().SimpleQueue()
+    finished(starting().Process(target=bytes_apart, args=(asked, answers)))
     assert (answers.get() >= SIZE // 8) == asked
 
 
@@ -105,14 +104,14 @@ def test_what_is_large_lies_by_itself_where_that_is_asked_for(asked: bool) -> No
 def test_what_is_freed_is_kept_where_that_is_asked_for_and_the_environment_says_nothing(
     environment: dict[str, str], keep: bool, lean: bool, comes_again: bool
 ) -> None:
-    answers: multiprocessing.SimpleQueue[int] = _SERVER.SimpleQueue()
-    finished(_SERVER.Process(target=pages_of_one_more, args=(environment, keep, lean, answers)))
+    answers: multiprocessing.SimpleQueue[int] = starting().SimpleQueue()
+    finished(starting().Process(target=pages_of_one_more, args=(environment, keep, lean, answers)))
     assert (answers.get() > SIZE // resource.getpagesize() // 2) == comes_again
 
 
 def test_what_is_freed_is_kept_for_a_while() -> None:
-    answers: multiprocessing.SimpleQueue[int] = _SERVER.SimpleQueue()
-    finished(_SERVER.Process(target=pages_inside_and_after, args=(answers,)))
+    answers: multiprocessing.SimpleQueue[int] = starting().SimpleQueue()
+    finished(starting().Process(target=pages_inside_and_after, args=(answers,)))
     most = SIZE // resource.getpagesize() // 2
     assert answers.get() < most < answers.get()
 

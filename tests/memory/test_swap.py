@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import gc
-import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwise.comm.forked import starting
 from meshwise.memory.staging import Staging, Swap
 from meshwise.memory.swap import BLOCK, PIECE, Moved, SwapFile, TierError, Transfer, aligned, traffic
 
@@ -199,7 +199,7 @@ def is_killed(folder: Path) -> None:
 
 
 def test_a_process_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
-    process = multiprocessing.get_context("forkserver").Process(target=is_killed, args=(tmp_path,))
+    process = starting().Process(target=is_killed, args=(tmp_path,))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
