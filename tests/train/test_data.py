@@ -307,6 +307,7 @@ def test_each_rank_reads_its_rows_of_the_same_global_batches() -> None:
     ]
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker processes")  # where there is one core
 @pytest.mark.parametrize("ranks, workers", [(1, 0), (2, 0), (3, 0), (5, 0), (1, 2)])
 def test_batches_run_over_the_end_of_an_epoch(ranks: int, workers: int) -> None:
     dataset, order = TensorDataset(torch.arange(7)), Order(7, seed=4)
