@@ -3,6 +3,9 @@
 import copy
 import functools
 import itertools
+import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +142,28 @@ def test_processes_with_everything_on_disk_give_the_same_bits(processes: Process
         the_same(own, without_tiers(2, plan))
 
 
-def test_a_measured_step_shows_the_next_round_read_while_one_is_updated() -> None:
+def test_a_measured_step_shows_the_next_round_read_while_one_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads take a while, and an update goes on until one that is under way has ended."""
+    read, ends = os.preadv, list[int]()
+    waits = threading.Event()
+
+    def slowly(*given: Any) -> int:
+        time.sleep(0.02)
+        ends.append(read(*given))
+        return ends[-1]
+
+    class Patient(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            before, until = len(ends), time.monotonic() + 0.5  # there is none beside the last
+            while waits.is_set() and len(ends) == before and time.monotonic() < until:
+                time.sleep(0.001)
+            return super().step(closure)
+
     def main(world: World) -> Timeline:
-        trainer = under(world, "zero=3 offload=optimizer:disk,params:disk")
+        trainer = under(world, "zero=3 offload=optimizer:disk,params:disk", kind=Patient)
         trainer.step(batches()[0])
+        monkeypatch.setattr(os, "preadv", slowly)
+        waits.set()
         with measure(trainer) as measuring:
             trainer.step(batches()[1])
         trainer.close()
