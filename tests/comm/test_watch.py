@@ -140,6 +140,8 @@ def run_rank(given: dict[str, Any]) -> None:
     watch = Watch(world, store=store)
     watch._pace = _Pace(**given["OWN_PACE"])
     watch.start()
+    store.set(f"watched/{given['RANK']}", "")
+    store.wait([f"watched/{rank}" for rank in range(SIZE)])  # who has no watch yet would be silent
     try:
         SCENARIOS[given["SCENARIO"]](world)
         world.close()
