@@ -24,6 +24,9 @@ from grid import name
 from meshwise.testing import Processes
 
 torch.set_num_threads(1)
+# What is printed is as wide and as plain as where nobody has said a word about it.
+for _said in ("COLUMNS", "LINES", "TERM", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+    os.environ.pop(_said, None)
 # A step of many ranks in threads makes thousands of objects that live until it is over: to look for garbage after every
 # 700 of them was a tenth of the processor time of those tests.
 gc.set_threshold(10_000)
