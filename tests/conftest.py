@@ -91,6 +91,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Imported())
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _a_cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Jobs keep their text there: in a home, if there is one, it would stay."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _the_same_start(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
