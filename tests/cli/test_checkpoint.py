@@ -132,8 +132,10 @@ def test_a_folder_that_is_not_there_is_one_message_on_stderr_and_status_2(
     words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    words = words.replace("GONE", str(tmp_path / "gone")).replace("FILE", str(tmp_path / "file"))
-    assert main(["checkpoint", *words.split()]) == 2
+    given = (
+        word.replace("GONE", str(tmp_path / "gone")).replace("FILE", str(tmp_path / "file")) for word in words.split()
+    )
+    assert main(["checkpoint", *given]) == 2
     out, err = capsys.readouterr()
     assert not out
     assert re.fullmatch(
@@ -144,7 +146,7 @@ def test_a_folder_that_is_not_there_is_one_message_on_stderr_and_status_2(
 @pytest.mark.parametrize("words", ["show ONE", "diff ONE ONE", "export ONE out"])
 def test_damage_is_told_on_stderr_with_status_1(words: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "step-2" / INDEX).unlink()
-    assert main(["checkpoint", *words.replace("ONE", str(root / "step-2")).split()]) == 1
+    assert main(["checkpoint", *(word.replace("ONE", str(root / "step-2")) for word in words.split())]) == 1
     out, err = capsys.readouterr()
     assert not out
     assert err == (
@@ -168,7 +170,7 @@ def test_a_checkpoint_without_its_index_is_listed_and_checked_as_damaged(
 def test_a_run_in_place_of_a_checkpoint_is_told_its_checkpoints(
     words: str, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["checkpoint", *words.replace("RUN", str(root.parent)).split()]) == 2
+    assert main(["checkpoint", *(word.replace("RUN", str(root.parent)) for word in words.split())]) == 2
     message = capsys.readouterr().err
     assert "damaged" not in message
     assert f"{root / 'step-2'}, {root / 'step-1'}" in message

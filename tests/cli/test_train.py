@@ -143,7 +143,7 @@ def test_the_demo_trains_and_the_torchrun_line_it_prints_does_the_same(
     assert "starting 2 local ranks" in out
     assert "dp │ 0  1" in out
     assert "the model writes:" in out
-    assert f"next: meshwise verify {folder}/run/job.toml" in out
+    assert f"next: meshwise verify {shlex.quote(f'{folder}/run/job.toml')}" in out
     assert {path.name for path in (folder / "run").iterdir()} == {"job.toml", "metrics.jsonl", "parameters.safetensors"}
 
     printed = next(line for line in out.splitlines() if line.strip().startswith("torchrun"))

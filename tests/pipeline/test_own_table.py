@@ -20,7 +20,7 @@ TABLE = """
     0F0 0F1 .   0B0 0F2 0I1 .   0W1 0B2     # a rank of each kind
     .   1F0 1I0 1F1 1I1 1W1 1W0 1F2 1B2
 """
-PLAN = "pp=2 microbatches=3 schedule={}"
+PLAN = 'pp=2 microbatches=3 schedule="{}"'
 
 
 def gpt() -> GPT:
@@ -39,7 +39,7 @@ def options() -> Options:
 
 
 def test_it_trains_like_one_process(tmp_path: Path) -> None:
-    path = tmp_path / "mine.txt"
+    path = tmp_path / "of mine.txt"
     path.write_text(TABLE)
 
     def main(world: World) -> Any:
@@ -57,6 +57,12 @@ def test_a_plan_names_it_and_reads_back() -> None:
     plan = Plan.parse("pp=2 schedule=tables/mine")
     assert plan.schedule == "tables/mine"
     assert Plan.parse(str(plan)) == plan
+    spaced = Plan.parse('pp=2, schedule = "my tables/x = 1.txt" microbatches=4')
+    assert spaced == Plan(pp=2, schedule="my tables/x = 1.txt", microbatches=4)
+    assert Plan.parse(str(spaced)) == spaced
+    assert Plan.from_toml(spaced.to_toml()) == spaced
+    with pytest.raises(PlanError, match=r"a quote in the plan .* is not closed"):
+        Plan.parse('pp=2 schedule="my tables/mine.txt')
     with pytest.raises(PlanError, match=r"schedule=mine: .* or the path of a file, as in ./mine.txt"):
         Plan.parse("pp=2 schedule=mine")
 

@@ -220,7 +220,7 @@ def test_memory_and_rates_may_have_no_limit(tmp_path: Path) -> None:
 
 
 def test_a_file_without_numbers_before_it_has_the_nodes_that_it_tells(tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
+    path = tmp_path / "my cluster.toml"
     path.write_text("nodes = 4\nranks_per_node = 2\n[device.peak]\nfloat32 = 1e12\n")
     assert (parse_cluster(str(path)).nodes, parse_cluster(str(path)).ranks) == (4, 8)
     assert (parse_cluster(f"2 {path}").nodes, parse_cluster(f"3x8 {path}").nodes) == (1, 3)

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ def test_a_run_leaves_its_job_its_metrics_and_its_parameters(job: Job) -> None:
     )
     assert "plan     dp=2" in said
     assert "validation after step 6" in said
-    assert f"next: meshwise verify {folder}/job.toml" in said
+    assert f"next: meshwise verify {shlex.quote(f'{folder}/job.toml')}" in said
 
     model = GPT(GPTConfig(context=16, **SHAPE)).double()  # type: ignore[arg-type]
     missing = model.load_state_dict(parameters(summary), strict=False)

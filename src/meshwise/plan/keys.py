@@ -120,7 +120,12 @@ def one_of(words: str, *, means: str, file: bool = False) -> Any:
 
 def is_path(value: object) -> bool:
     """Whether a value is the path of a file rather than a word."""
-    return isinstance(value, str) and ("/" in value or "." in value) and not any(map(str.isspace, value))
+    return isinstance(value, str) and ("/" in value or "." in value) and value.isprintable() and '"' not in value
+
+
+def in_words(value: int | str) -> str:
+    """As it is written in the text of a plan: what has spaces is in quotes."""
+    return f'"{value}"' if isinstance(value, str) and " " in value else str(value)
 
 
 def keys_of(plan: Any) -> Mapping[str, Key]:

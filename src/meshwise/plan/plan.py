@@ -17,7 +17,7 @@ from typing import Any
 from meshwise.mesh import Mesh
 from meshwise.plan.compatibility import COMPATIBILITY
 from meshwise.plan.degrees import AXES, GRIDS, distance, factorisations
-from meshwise.plan.keys import MOST, PlanError, byte_count, keys_of, one_of, whole_number
+from meshwise.plan.keys import MOST, PlanError, byte_count, in_words, keys_of, one_of, whole_number
 from meshwise.plan.offload import Offload, offload
 from meshwise.plan.words import check_keys, read_words
 
@@ -93,7 +93,8 @@ class Plan:
 
     def __str__(self) -> str:
         defaults = {item.name: item.default for item in dataclasses.fields(self)}
-        words = [f"{key}={value}" for key, value in self.to_toml().items() if getattr(self, key) != defaults[key]]
+        shown = {key: value for key, value in self.to_toml().items() if getattr(self, key) != defaults[key]}
+        words = [f"{key}={in_words(value)}" for key, value in shown.items()]
         return " ".join(words) or "dp=1"
 
     def check(self) -> None:

@@ -1,7 +1,7 @@
 """A plan's text, word by word.
 
 Between `dp=2 zero=1` and `DP=2, zero = 1` there is no doubt about what is meant, so both are read; a plan prints as the
-first, and what is in doubt is refused.
+first, and what is in doubt is refused. A path with spaces is written in double quotes: `schedule="my tables/one.txt"`.
 """
 
 from __future__ import annotations
@@ -12,20 +12,24 @@ from collections.abc import Collection, Iterable
 
 from meshwise.plan.keys import PlanError
 
-_BETWEEN = re.compile(r"[,;]?(?:\s+|$)|[,;](?=[-\w]+=)")
+_UNQUOTED = r'(?=(?:[^"]*"[^"]*")*[^"]*$)'
+_BETWEEN = re.compile(rf"(?:[,;]?(?:\s+|$)|[,;](?=[-\w]+=)){_UNQUOTED}")
+_EQUALS = re.compile(rf"\s*=\s*{_UNQUOTED}")
 
 
 def read_words(text: str) -> dict[str, int | str]:
     """The keys of `key=value` words in any order, with their values, of which numbers are numbers. Raises PlanError."""
     values: dict[str, int | str] = {}
-    for word in filter(None, _BETWEEN.split(re.sub(r"\s*=\s*", "=", text))):
+    if text.count('"') % 2:
+        raise PlanError(f'a quote in the plan {text!r} is not closed; write " before and after what has spaces')
+    for word in filter(None, _BETWEEN.split(_EQUALS.sub("=", text))):
         name, equals, value = word.partition("=")
         if not equals:
             raise PlanError(f"{word!r} in the plan {text!r} is not key=value; write it as in 'dp=2 zero=1'")
         key = name.lower().replace("-", "_")
         if key in values:
             raise PlanError(f"{key} is given twice in the plan {text!r}; keep one of them")
-        values[key] = int(value) if re.fullmatch(r"-?[0-9]{1,18}", value) else value
+        values[key] = int(value) if re.fullmatch(r"-?[0-9]{1,18}", value) else re.sub(r'^"([^"]*)"$', r"\1", value)
     return values
 
 

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from meshwise.plan.keys import MOST
+from meshwise.plan.keys import MOST, is_path
 
 T = TypeVar("T")
 
@@ -266,8 +266,8 @@ def parse_cluster(text: str) -> Cluster:
 
     Raises ClusterError.
     """
-    found = re.fullmatch(r"(?:(?:(\d+)\s*[xX×]\s*)?(\d+)\s+)?(\S+)", text.strip())
-    if found is None:
+    found = re.fullmatch(r"(?:(?:(\d+)\s*[xX×]\s*)?(\d+)\s+)?(\S.*)", text.strip())
+    if found is None or (" " in found[3] and not is_path(found[3])):
         raise ClusterError(f"{text!r} is not a cluster; write nodes x ranks and a name, as in '64x8 h100'")
     nodes, each, name = found.groups()
     if re.fullmatch(r"[\dxX×]+", name) and not Path(name).is_file():

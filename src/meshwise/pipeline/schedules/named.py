@@ -10,7 +10,7 @@ from meshwise.pipeline.action import Schedule, ScheduleError
 from meshwise.pipeline.schedules.in_order import gpipe, interleaved, looped, naive, one_forward_one_backward
 from meshwise.pipeline.schedules.zero_bubble import dualpipev, zb_h1, zb_h2, zb_v
 from meshwise.pipeline.validate import validate
-from meshwise.plan.keys import is_path
+from meshwise.plan.keys import in_words, is_path
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _from_file(path: str, *, pp: int, microbatches: int, virtual_stages: int | N
         raise ScheduleError(
             f"the table in {path} is not for pp={pp} microbatches={microbatches} virtual_stages={given[2]}. Nearest "
             f"that works: 'pp={schedule.ranks} microbatches={schedule.microbatches} virtual_stages={held} "
-            f"schedule={path}'"
+            f"schedule={in_words(path)}'"
         )
     return schedule
 
