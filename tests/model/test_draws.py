@@ -97,6 +97,20 @@ def test_attention_is_torchs_own_without_dropout_and_on_average_with_it(causal: 
     torch.testing.assert_close(many.mean(0), expected, rtol=0, atol=0.15)
 
 
+def test_attention_with_dropout_hides_what_a_mask_of_booleans_hides() -> None:
+    q, x = numbers(3, 2, 5, 4), numbers(3, 2, 5, 4)
+    seen = torch.ones(5, 5, dtype=torch.bool).tril()
+    added = torch.zeros(5, 5, dtype=torch.float64).masked_fill(~seen, -torch.inf)
+    seen[2], added[2] = False, -torch.inf  # a row that sees nothing
+
+    def attended(mask: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+        return drawn(Calling(lambda q: attention(q, attn_mask=mask)), of)  # type: ignore[no-any-return]
+
+    assert torch.equal(attended(seen, q), attended(added, q))
+    x[:, :, 0] = q[:, :, 0]
+    assert torch.equal(attended(seen, q)[:, :, 0], attended(seen, x)[:, :, 0])  # the first sees itself alone
+
+
 def test_eval_mode_draws_nothing() -> None:
     model, x = Stack(Block(), Block()).eval(), numbers(4, 6)
     assert torch.equal(drawn(model, x), model(x))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import abc
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -133,6 +134,9 @@ class Interception(Throughout):
         if not given.get("dropout_p"):
             return func(*args, **kwargs)
         self._below.scores = True
+        mask = given.get("attn_mask")
+        if mask is not None and mask.dtype is torch.bool:  # which the plain implementation would add, as ones
+            given["attn_mask"] = torch.zeros_like(mask, dtype=given["query"].dtype).masked_fill_(~mask, -math.inf)
         with self._below:
             return torch._scaled_dot_product_attention_math(**given)[0]
 
