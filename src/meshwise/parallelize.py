@@ -51,8 +51,8 @@ from meshwise.precision.scale import Scale
 from meshwise.result import Recipe
 from meshwise.staged import LiveStage, StagedEngine, StagedSweep
 from meshwise.sweep import Sweep, Task, WholeSweep
-from meshwise.tensor.context import Context
-from meshwise.tensor.elsewhere import makers, parts_of_stage, stream_width
+from meshwise.tensor.context import Context, Extents
+from meshwise.tensor.elsewhere import makers, parts_of_stage, stream_tokens, stream_width
 from meshwise.tensor.matmul import Streaming
 from meshwise.tensor.misfit import misfits_told
 from meshwise.tensor.parallelism import tensor_parallel
@@ -202,7 +202,8 @@ def _computed(forward: Forward, precision: Precision, device: torch.device) -> F
 @dataclass(frozen=True)
 class _Shared:
     """What is the same for all that a rank has of one model: the parts that tp splits, the world along whose axes it
-    does, and whether ranks take the statistics of batch norms together. Of a stage, the pieces that are `absent`.
+    does, and whether ranks take the statistics of batch norms together. Of a stage, the pieces that are `absent`; of
+    what runs by itself, the `extents` of its activations.
     """
 
     setting: Setting
@@ -210,6 +211,7 @@ class _Shared:
     parts: Mapping[str, Part]
     joined: bool
     absent: frozenset[str] = frozenset()
+    extents: Extents = dataclasses.field(default_factory=Extents)
 
     @classmethod
     def by(cls, source: Source, setting: Setting) -> _Shared:
@@ -245,7 +247,7 @@ def _live(
     table = parameter_table(module, options=options.parameter_options)
     table = table if spare is None else table.of_stage(spare=set(spare))
     scheme = scheme_on(world.mesh, plan=plan, blocks=False)
-    outside = Context(world, scheme, streaming=options.streaming, recall=recall)
+    outside = Context(world, scheme, shared.extents, streaming=options.streaming, recall=recall)
     if shared.parts:
         with _as_plan_error():
             split = tensor_parallel(module, plan=plan, parts=shared.parts, outside=outside)
@@ -293,12 +295,18 @@ def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
     for index in schedule.stages_of(world.group("pp").index):
         stage, recall = make_stage(source.module, cut=cut, index=index, like=like), Recall()
         recall.remember(stage.crossing)
-        stage.crossing.width = Width(*stream_width(parts, plan=plan, world=world), makers(parts, module=source.module))
+        extents = Extents()
+        stage.crossing.width = Width(
+            *stream_width(parts, plan=plan, world=world),
+            made=makers(parts, module=source.module),
+            tokens=stream_tokens(extents, plan=plan, world=world),
+            blocks=[name for name, part in parts.items() if part.role == "block"],
+        )
         spare = [name for name, holders in cut.holders.items() if holders[0] < index]
         here = parts_of_stage(parts, module=stage.module, model=source.module, last=index + 1 == cut.stages)
         met = cut.met(index)
         absent = frozenset(met.modules) - frozenset(met.modules[met.start : met.stop])
-        own = dataclasses.replace(shared, parts=here, absent=absent)
+        own = dataclasses.replace(shared, parts=here, absent=absent, extents=extents)
         stages[index] = LiveStage(stage, *_live(source.part(stage.module), own, recall=recall, spare=spare))
         kept = in_flight(schedule)[index]
         halves = {name: f"{name} of stage {index}" for name in met.opened}

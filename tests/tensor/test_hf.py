@@ -260,6 +260,14 @@ def test_rows_and_tokens_in_one_dim_are_taken_apart_where_the_tokens_are_split()
     check(opt(), "tp=2 sequence_parallel=1", bound=1e-6)
 
 
+def test_stages_ask_pieces_that_are_handed_something_for_all_tokens_for_shapes() -> None:
+    """In the blocks a rank has 2 or 1 tokens, and their rotary tables are for all 6."""
+    torch.manual_seed(1)
+    settings = {name: value for name, value in GPT2.items() if name != "num_labels"}
+    model = transformers.GPTJForCausalLM(transformers.GPTJConfig(**{**settings, "n_layer": 4}, rotary_dim=4))
+    check(model, "pp=2 tp=4 sequence_parallel=1 partition=params", bound=1e-6)
+
+
 def test_experts_are_kept_whole_by_the_rule_that_the_refusal_shows() -> None:
     with torch.device("meta"):
         model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**TEXT, num_key_value_heads=KEY_HEADS))

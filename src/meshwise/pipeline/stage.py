@@ -49,16 +49,35 @@ Place: TypeAlias = tuple[bool, int, dict[str, Any]]
 class Width:
     """The features of what runs from piece to piece: how many a rank has, and how many there are. `made`: the pieces
     that make it of something else, as an embedding does, and the dim of what they return that has the features.
+    `tokens`: the same of its tokens, in the forward under way; between `blocks` and in them a rank may have a part.
     """
 
     own: int = 0
     whole: int = 0
     made: Mapping[str, int] = field(default_factory=dict)
+    tokens: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    blocks: Collection[str] = ()
 
     def ask(self, shadow: nn.Module, *, name: str, args: Any, kwargs: Any) -> Any:
         """What the piece called `name` returns, of which this is one without values, which knows of no ranks: it is
-        given all features, and gives the part of one rank where it would be given that first, or makes it.
+        given all features and tokens, and gives the part of one rank where it would be given that first, or makes it.
         """
+        own, whole = self.tokens()
+        if own == whole or not any(name == block or name.startswith(f"{block}.") for block in self.blocks):
+            return self._ask(shadow, name=name, args=args, kwargs=kwargs)
+        # Masks and rotary tables that it is handed beside the stream have all tokens.
+        stream = _first((args, kwargs.get("hidden_states")))
+        if stream is None or stream.dim() < 2 or stream.size(-2) != own or not stream.is_floating_point():
+            return self._ask(shadow, name=name, args=args, kwargs=kwargs)
+        wide = stream.new_empty(*stream.shape[:-2], whole, stream.size(-1))
+        args, kwargs = map_tensors(lambda x: wide if x is stream else x, (args, kwargs))
+        returned = self._ask(shadow, name=name, args=args, kwargs=kwargs)
+        out = _first(returned)
+        if out is None or out.dim() < 2 or out.size(-2) != whole:
+            return returned
+        return map_tensors(lambda x: x.narrow(-2, 0, own) if x is out else x, returned)
+
+    def _ask(self, shadow: nn.Module, *, name: str, args: Any, kwargs: Any) -> Any:
         if name in self.made and self.own != self.whole:
             dim = self.made[name]
             return map_tensors(lambda x: self._part(x, dim=dim), shadow(*args, **kwargs))
@@ -79,6 +98,10 @@ class Width:
     def _part(self, x: Tensor, *, dim: int) -> Tensor:
         split = x.dim() >= -dim and x.size(dim) == self.whole and x.is_floating_point()
         return x.narrow(dim, 0, self.own) if split else x
+
+
+def _first(tree: Any) -> Tensor | None:
+    return next(tensors(tree), None)
 
 
 class Crossing:
@@ -233,7 +256,7 @@ class Piece:
 
     def _shapes_for(self, key: str, args: Any, kwargs: Any) -> Any:
         """What the piece would return, on the meta device; computed once per shapes of its inputs."""
-        asked = (self._module.training, signature((args, kwargs)))
+        asked = (self._module.training, self._crossing.width.tokens(), signature((args, kwargs)))
         if asked not in self._shapes:
             assert self._shadow is not None
             self._shadow.train(self._module.training)

@@ -7,13 +7,14 @@ cut the stream stays: what an embedding returns is a part on every stage, and wh
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
 from meshwise.comm.world import World
 from meshwise.layout.layout import Layout
 from meshwise.plan import Plan
+from meshwise.tensor.context import Extents
 from meshwise.tensor.families.matrix import CONVOLUTIONS
 from meshwise.tensor.part import Part
 from meshwise.tensor.twins import scheme_on
@@ -26,6 +27,19 @@ def stream_width(parts: Mapping[str, Part], *, plan: Plan, world: World) -> tupl
         return 0, 0
     layout = Layout((scheme_on(world.mesh, plan=plan, blocks=True).stream,))
     return layout.local_shape((whole,), mesh=world.mesh, rank=world.rank)[0], whole
+
+
+def stream_tokens(extents: Extents, *, plan: Plan, world: World) -> Callable[[], tuple[int, int]]:
+    """What tells how many tokens of the stream this rank has between blocks in the forward under way, and how many
+    there are; 0 where nothing splits them.
+    """
+    axes = scheme_on(world.mesh, plan=plan, blocks=True).tokens
+
+    def told() -> tuple[int, int]:
+        sizes = extents.tokens
+        return (0, 0) if sizes is None else (sizes[world.group(axes).index], sum(sizes))
+
+    return told
 
 
 def makers(parts: Mapping[str, Part], *, module: nn.Module) -> Mapping[str, int]:
