@@ -90,6 +90,21 @@ class Counting(Net):
         self.seen = nn.Parameter(torch.zeros(3, dtype=torch.long), requires_grad=False)
 
 
+class Divided(nn.Sequential):
+    """Divides by a tensor that it makes in its forward, on no device in particular."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / torch.sqrt(torch.tensor(WIDTH))  # type: ignore[no-any-return]
+
+
+class Dividing(Net):
+    """Its blocks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Divided(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(4))
+
+
 class Recurrent(nn.Module):
     """What tensor parallelism has no part for."""
 
@@ -198,6 +213,11 @@ def test_fused_updates_take_their_time(device: Device) -> None:
 )
 def test_odd_models_are_taken_by_both(plan: str, model: Any) -> None:
     assert both(model, plan) == ["taken"] * 2
+
+
+@pytest.mark.parametrize("plan", ["dp=1 recompute=full", f"{PIPELINE} recompute=selective"])
+def test_blocks_that_make_tensors_on_no_device_are_repeated_by_both(plan: str) -> None:
+    assert both(Dividing, plan) == ["taken"] * 2
 
 
 @pytest.mark.parametrize("plan", ["dp=2", PIPELINE])

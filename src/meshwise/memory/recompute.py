@@ -343,11 +343,12 @@ Around: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 def _surroundings() -> Around:
-    """Autocast and torch's own generators as they are now, to run something in."""
+    """Autocast, the default device and torch's own generators as they are now, to run something in."""
     cuda = torch.cuda.is_initialized()
     devices = ["cpu", "cuda"] if cuda else ["cpu"]
     casts = [(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)) for device in devices]
     cached = torch.is_autocast_cache_enabled()
+    device_now = torch.get_default_device()
     state, on_cuda = torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None
 
     @contextlib.contextmanager
@@ -355,6 +356,8 @@ def _surroundings() -> Around:
         with contextlib.ExitStack() as stack:
             for device, dtype, enabled in casts:
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cached))
+            if torch.get_default_device() != device_now:
+                stack.enter_context(device_now)
             stack.enter_context(torch.random.fork_rng(devices=[torch.cuda.current_device()] if cuda else []))
             torch.set_rng_state(state)
             if on_cuda is not None:
