@@ -96,6 +96,23 @@ def test_a_mask_as_long_as_a_part_of_the_tokens() -> None:
     step(Model(masks=True), "tp=2 sequence_parallel=0")
 
 
+def test_a_number_of_all_tokens_where_no_matrix_is_split() -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(torch.tanh(self.up(x.view(-1, 6, 16))))  # type: ignore[no-any-return]
+
+    model = Model()
+    model.blocks = nn.ModuleList(Views() for _ in range(2))
+    rules = {"blocks.*.up": "whole", "blocks.*.down": "whole", "head": "whole"}
+    with pytest.raises(PlanError, match=r"blocks\.0 cannot be run on the part .*sequence_parallel=0"):
+        step(model, "tp=2 sequence_parallel=1", rules)
+    step(model, "tp=2 sequence_parallel=0", rules)
+
+
 def test_other_errors_of_a_model_are_left_alone() -> None:
     class Other(Model):
         def forward(self, tokens: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from meshwise.plan import Plan, PlanError
+from meshwise.tensor import region
 from meshwise.tensor.families.known import of_all_blocks
 from meshwise.tensor.linear import ShardedLinear
 
@@ -55,7 +56,7 @@ def _place(model: nn.Module, trace: TracebackType | None) -> tuple[str, FrameTyp
     """The innermost line of the model's own code, and the innermost module with others inside; None where no code of
     the model's was running, and of a model that is not split.
     """
-    if not any(isinstance(module, ShardedLinear) for module in model.modules()):
+    if not any(isinstance(module, ShardedLinear) or region.changes(module) for module in model.modules()):
         return None
     names = {module: name for name, module in model.named_modules()}
     found = None

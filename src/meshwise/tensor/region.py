@@ -103,6 +103,11 @@ def require_even_rows(module: nn.Module, *, name: str, context: Context) -> None
     module.register_forward_pre_hook(before)
 
 
+def changes(module: nn.Module) -> bool:
+    """Whether something here changes what this module is given."""
+    return any(getattr(hook, "__module__", "") == __name__ for hook in module._forward_pre_hooks.values())
+
+
 def show_narrow(module: nn.Module, *, readers: Sequence[nn.Module], features: int) -> None:
     """Let a module's forward see only so many features of its input, and its children `readers` all of them."""
     whole: list[Tensor] = []
