@@ -278,6 +278,17 @@ def test_experts_are_kept_whole_by_the_rule_that_the_refusal_shows() -> None:
     assert (parts["model.layers.0.mlp"].role, parts["model.layers.0.self_attn.q_proj"].role) == ("whole", "first")
 
 
+def test_a_branch_is_kept_whole_by_the_rule_that_the_refusal_shows_where_its_matrices_alone_cannot_be() -> None:
+    relative = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": TOKENS}
+    config = transformers.DebertaConfig(**BERT, **relative)
+    with torch.device("meta"):
+        model = transformers.DebertaForMaskedLM(config)
+    with pytest.raises(ValueError, match="tensor parallelism found no part for") as raised:
+        find_parts(model, plan=Plan(tp=2))
+    assert 'as in {"deberta.encoder.layer.*.attention": "whole"}' in str(raised.value)
+    find_parts(model, plan=Plan(tp=2), rules={"deberta.encoder.layer.*.attention": "whole"})
+
+
 def test_uneven_rows_under_3d_are_refused_where_a_forward_counts_them() -> None:
     torch.manual_seed(1)
     model = build("Bert", form=1).double()

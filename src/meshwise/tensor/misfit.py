@@ -20,13 +20,10 @@ from torch import nn
 
 from meshwise.plan import Plan, PlanError
 from meshwise.tensor import region
-from meshwise.tensor.families.known import of_all_blocks
+from meshwise.tensor.families.known import branch_around, of_all_blocks
 from meshwise.tensor.linear import ShardedLinear
 
 _OF_SIZES = re.compile(r"\b(sizes?|shapes?|dim(ension)?s?|stride|broadcast\w*|numel|elements)\b", re.IGNORECASE)
-_BRANCH = re.compile(r".*?\.\d+(\.[^.]+)?")
-"""The name of a block, and of the module in it that is around all others of a pair."""
-
 _OURS = str(Path(__file__).parents[1])
 _TORCHS = str(Path(torch.__file__).parent)
 _KINDS = (RuntimeError, ValueError, AssertionError)
@@ -83,7 +80,7 @@ def _told(error: Exception, *, plan: Plan, name: str, frame: FrameType, line: in
         has.append("of the features of the stream")
         do.append("take what is added to the stream from an nn.Embedding or an nn.Parameter")
     plainer = " ".join(word for word in ("tp_mode=1d" * grid, "sequence_parallel=0" * sequence) if word)
-    branch = of_all_blocks(match[0] if (match := _BRANCH.match(name)) else name)
+    branch = of_all_blocks(branch_around(name))
     rule = f'the rule {{"{branch}": "whole"}}, which keeps that whole on every rank' if name else ""
     if plainer or rule:
         do.append(f"or take {plainer}{', if need be with ' if plainer and rule else ''}{rule}")

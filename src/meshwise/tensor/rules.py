@@ -27,7 +27,7 @@ from torch import nn
 
 from meshwise.plan import Plan
 from meshwise.tensor.families.fitting import refuse_compiled, refuse_misfits, refuse_modes
-from meshwise.tensor.families.known import DECLARED, of_all_blocks
+from meshwise.tensor.families.known import DECLARED, branch_around, of_all_blocks
 from meshwise.tensor.families.outside import whole_outside
 from meshwise.tensor.families.sharing import Sharing
 from meshwise.tensor.families.structure import Structure
@@ -213,8 +213,9 @@ def _no_part(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules) -> s
     more = [f"  and {len(general) - 12} more"] if len(general) > 12 else []
     told = dict(_example(module, name, reason=structure.reason(name)) for name in found.left)
     kept = dict(_example(module, name, reason="") for name in found.left)
+    branches = {of_all_blocks(branch_around(name)): "whole" for name in found.left}
     plainer = dataclasses.replace(plan, tp_mode="1d", tp_depth=1, sequence_parallel=0)
-    for examples, under in itertools.product((told, kept), dict.fromkeys((plan, plainer))):
+    for examples, under in itertools.product((told, kept, branches), dict.fromkeys((plan, plainer))):
         whole = {name for name, role in examples.items() if role == "whole"}
         examples = {name: role for name, role in examples.items() if not _lies_in(name, holders=whole)}
         if _work(module, plan=under, rules={**rules, **examples}):

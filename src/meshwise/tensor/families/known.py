@@ -77,6 +77,15 @@ DECLARED: Mapping[str, str | None] = {
 """The words of a plan that a transformers model declares, and the parts they are here; None: what structure tells."""
 
 
+_BRANCH = re.compile(r".*?\.\d+(\.[^.]+)?")
+"""The name of a block, and of the module in it that is around all others of a pair."""
+
+
+def branch_around(name: str) -> str:
+    """The module in a block that is around what has this name, or all that there is of the name."""
+    return match[0] if (match := _BRANCH.match(name)) else name
+
+
 def of_all_blocks(name: str) -> str:
     """The name with `*` for every number: the same for all blocks."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
