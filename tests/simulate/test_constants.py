@@ -1,4 +1,4 @@
-"""A rehearsal knows what a forward asks of what it made of sizes alone, and of nothing else."""
+"""A rehearsal knows what a forward asks of what it made of sizes and of its batch's integers, and of nothing else."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from meshwise.simulate.constants import LARGEST, Constants
 from meshwise.simulate.rehearsal import Rehearsal, rehearse
+from meshwise.simulate.stand_in import LARGEST as LARGEST_OF_A_BATCH
+from meshwise.simulate.stand_in import StandIn, of_rows
 from meshwise.simulate.subject import Subject
 from meshwise.simulate.tape import Operation
 
@@ -39,8 +41,9 @@ KNOWN: dict[str, tuple[Callable[[], Any], Any]] = {
 @pytest.mark.parametrize("case", KNOWN)
 def test_what_is_made_of_sizes_is_known(case: str) -> None:
     ask, answer = KNOWN[case]
-    with Constants():
+    with Constants() as constants, constants.forward():
         assert ask() == answer
+    assert not constants.asked
 
 
 def written_over() -> Tensor:
@@ -63,7 +66,7 @@ UNKNOWN: dict[str, Callable[[], Tensor]] = {
 
 @pytest.mark.parametrize("case", UNKNOWN)
 def test_what_is_not_has_no_value(case: str) -> None:
-    with Constants(), pytest.raises(RuntimeError, match="meta tensors"):
+    with Constants() as constants, constants.forward(), pytest.raises(RuntimeError, match="meta tensors"):
         UNKNOWN[case]().item()
 
 
@@ -75,7 +78,7 @@ def test_what_only_a_gpu_computes_is_left_unknown() -> None:
         library.define("alone(Tensor x) -> Tensor")
         library.impl("alone", torch.empty_like, "Meta")
         library.impl("alone", fails, "CPU")
-        with Constants():
+        with Constants() as constants, constants.forward():
             made = torch.ops.meshwise_tests.alone(torch.ones(3, device="meta"))
             assert made.shape == (3,)
             with pytest.raises(RuntimeError, match="meta tensors"):
@@ -83,36 +86,130 @@ def test_what_only_a_gpu_computes_is_left_unknown() -> None:
 
 
 def test_what_has_values_is_let_be() -> None:
-    with Constants():
+    with Constants() as constants, constants.forward():
         assert torch.zeros(2).add_(1).tolist() == [1, 1]
 
 
+def test_what_nobody_asks_a_model_for_is_not_computed() -> None:
+    """An engine makes buffers of zeros as large as parameters, and leaves them as they are."""
+    with Constants(), pytest.raises(RuntimeError, match="meta tensors"):
+        torch.zeros(3, device="meta").sum().item()
+
+
+BATCH = {"mask": torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]]), "x": torch.ones(3, 4)}
+
+
+def picked(mask: Tensor, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    found = x[mask != 0]
+    found.square().sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+    return found
+
+
+OF_A_BATCH: dict[str, tuple[Callable[[Tensor, Tensor], Any], Any]] = {
+    "a branch": (lambda mask, _: bool((mask[:2] != 0).all()), False),
+    "rows": (lambda mask, _: mask[1:].sum(1).tolist(), [2, 4, 3, 2]),
+    "rows over again": (lambda mask, _: mask[3:].tolist(), [[1, 1, 1, 0], [1, 1, 0, 0]]),
+    "brought to a CPU": (lambda mask, _: mask.cpu().sum(1).max().item(), 4),
+    "what it picks": (lambda mask, x: picked(mask, x).shape, (14,)),
+    "what it picks of rows": (lambda mask, x: x[mask[:, 2] != 0, :2].shape, (3, 2)),
+    "what is written to it": (lambda mask, _: mask.clone().masked_fill_(mask != 0, 7).sum().item(), 98),
+}
+
+
+@pytest.mark.parametrize("case", OF_A_BATCH)
+def test_the_integers_of_a_batch_are_known(case: str) -> None:
+    ask, answer = OF_A_BATCH[case]
+    batch = StandIn.of(BATCH, rows=5)
+    with Constants(batch.values) as constants, constants.forward():
+        assert ask(batch.batch["mask"], batch.batch["x"]) == answer
+    assert constants.asked
+
+
+def test_other_numbers_of_a_batch_are_not() -> None:
+    batch = StandIn.of(BATCH, rows=5)
+    with Constants(batch.values) as constants, constants.forward(), pytest.raises(RuntimeError, match="meta tensors"):
+        batch.batch["x"].sum().item()
+    assert not constants.asked
+
+
+def test_a_batch_that_is_written_to_is_the_users_no_more() -> None:
+    batch, before = StandIn.of(BATCH, rows=3), BATCH["mask"].clone()
+    with Constants(batch.values) as constants, constants.forward():
+        batch.batch["mask"][:, 0] = 5
+        assert batch.batch["mask"].amax().item() == 5
+    assert torch.equal(BATCH["mask"], before)
+
+
+def test_a_batch_too_large_or_without_values_gives_none() -> None:
+    bare = torch.empty(2, 3, dtype=torch.long, device="meta")
+    large = torch.zeros(1, dtype=torch.bool).expand(LARGEST_OF_A_BATCH + 1)
+    assert not StandIn.of(bare, rows=2).values
+    assert not StandIn.of(large, rows=len(large)).values
+    assert [held.shape for _, held in StandIn.of(large[:4], rows=6).values] == [(6,)]
+
+
+def test_a_batch_of_other_rows_has_the_values_of_the_users() -> None:
+    longer = of_rows(BATCH, rows=4)
+    assert torch.equal(longer["mask"], BATCH["mask"][[0, 1, 2, 0]])
+    assert longer["x"].is_meta
+    assert longer["x"].shape == (4, 4)
+
+
 class _Asks(nn.Module):
-    def __init__(self, *, asks: bool) -> None:
+    """Asks whether it should compute: what it makes of sizes (`positions`), its batch (`mask`), or nobody."""
+
+    def __init__(self, *, asks: str) -> None:
         super().__init__()
-        self.up, self._asks = nn.Linear(4, 4), asks
+        self.up, self.down, self._asks = nn.Linear(4, 4), nn.Linear(4, 4), asks
 
-    def forward(self, x: Tensor) -> Tensor:
-        far = torch.arange(x.size(1), device=x.device) > 2
-        return self.up(x) if not self._asks or bool(far.any()) else x
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        far = torch.arange(x.size(1), device=x.device) > 2 if self._asks == "positions" else mask
+        return self.down(self.up(x)) if self._asks == "nobody" or bool(far.any()) else x
 
 
-def loss(y: Tensor, x: Tensor) -> tuple[Tensor, int]:
-    return y.square().sum(), len(x)
+class _Blocks(nn.Module):
+    def __init__(self, *, asks: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Asks(asks=asks) for _ in range(2))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
+
+
+def loss(y: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return y.square().sum(), len(y)
 
 
 def operations(rehearsal: Rehearsal) -> list[str]:
     return [entry.name for segment in rehearsal.step(0) for entry in segment.entries if isinstance(entry, Operation)]
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "pp=2 microbatches=2"])
-def test_a_model_that_asks_is_rehearsed_as_one_that_knows(plan: str) -> None:
-    def of(*, asks: bool) -> Rehearsal:
-        model = nn.Sequential(_Asks(asks=asks), _Asks(asks=asks))
-        return rehearse(Subject(model, loss, torch.ones(8, 4)), plan=plan, ranks=2)
+PLANS = (
+    "dp=2",
+    "dp=2 recompute=full",
+    "dp=2 zero=3 recompute=selective",
+    "pp=2 microbatches=2",
+    "pp=2 microbatches=2 recompute=full",
+    "pp=2 microbatches=2 schedule=zb-h1 recompute=full",
+)
 
-    asking = [name for name in operations(of(asks=True)) if "any" not in name and "scalar" not in name]
-    assert asking == operations(of(asks=False))
+
+@pytest.mark.parametrize("asks", ["positions", "mask"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_model_that_asks_is_rehearsed_as_one_that_knows(plan: str, asks: str) -> None:
+    def of(asks: str) -> Rehearsal:
+        batch = {"x": torch.ones(8, 4), "mask": torch.ones(8, 4, dtype=torch.bool)}
+        return rehearse(Subject(_Blocks(asks=asks), loss, batch), plan=plan, ranks=2)
+
+    asking, knowing = of(asks), of("nobody")
+    questions = ("any", "scalar", "arange", "gt")
+    assert [name for name in operations(asking) if not name.startswith(questions)] == operations(knowing)
+    assert (asking.asked, knowing.asked) == (asks == "mask", False)
 
 
 def _own_loss(output: Any, batch: Any) -> tuple[Tensor, Any]:
@@ -120,10 +217,11 @@ def _own_loss(output: Any, batch: Any) -> tuple[Tensor, Any]:
     return output.loss * count, count
 
 
-@pytest.mark.parametrize("plan", ["dp=2 zero=3", "tp=2", "pp=2 microbatches=2"])
+@pytest.mark.parametrize("plan", ["dp=2 zero=3 recompute=full", "tp=2", "pp=2 microbatches=2"])
+@pytest.mark.parametrize("batch", ["tokens", "whole", "padded"])
 @pytest.mark.parametrize("family", ["Llama", "Bart"])
-def test_models_of_transformers_are_rehearsed_as_they_are(family: str, plan: str) -> None:
-    """They ask whether positions are those of one text, and whether a mask of ones is one of ones."""
+def test_models_of_transformers_are_rehearsed_as_they_are(family: str, batch: str, plan: str) -> None:
+    """They ask whether positions are those of one text, and whether a mask is one of ones."""
     transformers = pytest.importorskip("transformers", reason="needs transformers, which the extra hf installs")
     torch.manual_seed(1)
     if family == "Llama":
@@ -136,4 +234,10 @@ def test_models_of_transformers_are_rehearsed_as_they_are(family: str, plan: str
         model = transformers.BartForConditionalGeneration(transformers.BartConfig(**shape, **sizes, **ends))
     model.config.use_cache = False
     tokens = torch.randint(3, 11, (4, 5))
-    assert rehearse(Subject(model, _own_loss, {"input_ids": tokens, "labels": tokens}), plan=plan, ranks=2).step(0)
+    rows = {"input_ids": tokens, "labels": tokens}
+    if batch != "tokens":
+        rows["attention_mask"] = torch.ones_like(tokens)
+        rows["attention_mask"][0, 3:] = 1 if batch == "whole" else 0
+    rehearsal = rehearse(Subject(model, _own_loss, rows), plan=plan, ranks=2)
+    assert rehearsal.step(0)
+    assert rehearsal.asked == (batch != "tokens")

@@ -38,6 +38,25 @@ def test_one_plan_is_drawn_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert "p parameters" in out
 
 
+ASKS = """
+from torch.nn import functional
+
+def loss(output, batch):
+    if batch[1].max() < 0:
+        raise ValueError("no labels")
+    return functional.cross_entropy(output.flatten(0, 1), batch[1].flatten(), reduction="sum"), batch[1].numel()
+"""
+
+
+def test_what_goes_by_values_of_the_batch_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = "rehearsed with those of the job's first batch"
+    assert main([*JOB, "--plan=dp=2", ON]) == 0
+    assert said not in capsys.readouterr().out
+    (tmp_path / "asks.py").write_text(ASKS)
+    assert main([*JOB, "--plan=dp=2", ON, f"--loss={tmp_path / 'asks.py'}:loss"]) == 0
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_step_as_it_was_stands_beside_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step = account(SPLIT).timeline
     Measured(prediction(SPLIT).rehearsal.schedule, step).write(tmp_path / "timeline.json")

@@ -79,6 +79,8 @@ def main(arguments: Sequence[str]) -> int:
     what = str(rehearsals[0].plan) if len(plans) == 1 else f"{len(plans)} plans"
     title = f"{what} on {job.on or counted(size, of='rank')}"
     board.print(title, highlight=False)
+    if any(rehearsal.asked for rehearsal in rehearsals):
+        board.print("The model asks its batch for values, and is rehearsed with those of the job's first batch.")
     if cluster is not None:
         _tell([predict(rehearsal, cluster=cluster) for rehearsal in rehearsals], step=step, job=job, title=title)
     if job.memory:

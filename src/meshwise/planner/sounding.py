@@ -34,10 +34,12 @@ from meshwise.pipeline.partition import CutError
 from meshwise.plan import Plan
 from meshwise.planner.space import rows_shared, splits_backward
 from meshwise.simulate.cluster import Cluster
+from meshwise.simulate.constants import Constants
 from meshwise.simulate.memory import memory_of
 from meshwise.simulate.no_values import without_values
 from meshwise.simulate.price import Prices
 from meshwise.simulate.rehearsal import rehearse
+from meshwise.simulate.stand_in import StandIn, of_rows
 from meshwise.simulate.subject import Subject
 from meshwise.simulate.tape import Call, Category, Entry, Memory, Operation, Segment, Wait
 
@@ -236,10 +238,10 @@ def _shape(module: nn.Module) -> Hashable:
 def _cut(subject: Subject, model: nn.Module) -> Cut | None:
     """With one piece a stage; None where there are not two, or no stage can begin at each."""
     rows = min(2, tree.rows(subject.batch))  # of which what is as large as one row is not
-    micro = tree.take_rows(subject.batch, start=0, stop=rows)
-    run = without_values(subject.options.forward or default_forward)
-    with contextlib.suppress(CutError):
-        return finest_cut(model, micro=micro, run=run, pieces=subject.options.cut.pieces)
+    micro = StandIn.of(subject.batch, rows=rows)
+    with contextlib.suppress(CutError), Constants(micro.values) as constants:
+        run = without_values(subject.options.forward or default_forward, constants=constants)
+        return finest_cut(model, micro=micro.batch, run=run, pieces=subject.options.cut.pieces)
     return None
 
 
@@ -281,9 +283,7 @@ def sound(subject: Subject, *, pieces: Pieces, way: Way, cluster: Cluster) -> So
     """Rehearse all pieces in one way. Raises what a rehearsal raises."""
     prices = Prices(cluster)
     plan = dataclasses.replace(way.plan, pp=pieces.cut.stages)
-    batch = tree.map_tensors(
-        lambda tensor: tensor.new_empty((way.rows, *tensor.shape[1:]), device="meta"), subject.batch
-    )
+    batch = of_rows(subject.batch, rows=way.rows)
     where = dataclasses.replace(subject.options.cut, at=_names(pieces.cut)[1:], made=pieces.cut)
     options = dataclasses.replace(subject.options, cut=where, example=batch)
     alone = dataclasses.replace(subject, model=pieces.model, batch=batch, options=options)

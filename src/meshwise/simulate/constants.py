@@ -1,27 +1,30 @@
-"""What a forward makes of sizes alone: positions, masks, and what it asks of those.
+"""What a forward makes of sizes, and of the integers of its batch, and what it asks of those.
 
 A rehearsal's tensors have no values, and a model that asks for one cannot be rehearsed:
 
     positions = torch.arange(x.size(1), device=x.device)
     if (positions.diff() != 1).any(): ...                # are several texts in one row?
+    if mask.all(): ...                                   # is nothing padded?
 
-No batch could change this answer. So what is made of no tensor (`arange`, `ones_like`, …), or only of what was made so,
-is computed beside the tensor without values, as long as it is not large, within one forward or one loss. What follows
-from a batch, a parameter or a draw is not: their values decide, and a rehearsal has none.
+No batch could change the first answer. So what a forward, a loss or a forward that is repeated in a backward makes of
+no tensor (`arange`, `ones_like`, …), or only of what was made so, is computed beside the tensor without values, as long
+as it is not large. The second is one of the batch: that has the values of the user's (`stand_in.py`), from which any
+other may differ, and `asked` tells that it was given. What follows from a parameter, a draw or other numbers of a batch
+has no value.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from meshwise.model.dispatch import TorchDispatchMode, unseen
+from meshwise.model.dispatch import TorchDispatchMode, in_backward, unseen
 from meshwise.tree import map_tensors, tensors
 
 aten = torch.ops.aten
@@ -30,6 +33,8 @@ LARGEST = 2**22
 """Elements of a tensor that is computed."""
 
 _CPU = torch.device("cpu")
+
+_MASKS = (torch.bool, torch.uint8)
 
 _MADE = frozenset(
     {aten.arange, aten.linspace, aten.zeros, aten.ones, aten.full, aten.eye, aten.scalar_tensor, aten.tril_indices}
@@ -43,33 +48,64 @@ _LIKE = _NEW | {aten.zeros_like, aten.ones_like, aten.full_like}
 """And those that take it for its sizes."""
 
 
-class Constants(TorchDispatchMode):
-    """Answers for what a tensor without values that no batch changes would say."""
+class _Known(NamedTuple):
+    """What a tensor without values would hold."""
 
-    def __init__(self) -> None:
+    values: Tensor
+    by_batch: bool
+
+
+class Constants(TorchDispatchMode):
+    """Answers for what tensors without values would say. It is for one rank, and on from its first to its last step:
+    what it was given, and what was made of that, it knows wherever it goes; of no tensor something is made in a
+    `forward`, and in a backward.
+    """
+
+    def __init__(self, given: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
+        """`given`: tensors of a batch, and their values."""
         super().__init__()
+        self.asked = False
+        self._forwards = 0
         self._values = WeakTensorKeyDictionary()
+        self._places: set[int] = set()
         self._drawn = WeakTensorKeyDictionary()
+        for bare, values in given:
+            self._note(bare, values.clone(), by_batch=True)  # a model may write to its batch
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Inside, a model or a loss runs."""
+        self._forwards += 1
+        try:
+            yield
+        finally:
+            self._forwards -= 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [*tensors(args), *tensors(kwargs)]
         with torch._C.DisableTorchFunction():
             known = self._is_known(func, given)
+            by_batch = known and _is_of(func, given) and self._is_by_batch(given)
             if known and kwargs.get("device") == _CPU and any(one.is_meta for one in given):
+                self.asked |= by_batch
                 return self._twin(func, args, kwargs)
             if known and _is_answer(func, args):
-                return map_tensors(self._keep, self._twin(func, args, kwargs))
+                self.asked |= by_batch
+                return map_tensors(lambda one: self._keep(one, by_batch=by_batch), self._twin(func, args, kwargs))
+            if not known and func._overloadpacket is aten.index:
+                args = (args[0], self._by_number(args[1]))
             output = func(*args, **kwargs)
             if self._draws(func, given):
                 for one in tensors(output):
                     self._drawn[one] = True
             if func._schema.is_mutable:
                 self._changed(func, args, kwargs, known=known)
-            elif known and _is_small(output):
+            elif known and _is_small(output) and (_is_of(func, given) or self._is_models(output)):
                 with contextlib.suppress(RuntimeError):  # a CPU does not compute everything, and nobody may ask
                     twins = list(tensors(self._twin(func, args, kwargs)))
-                    self._values.update(zip(tensors(output), twins, strict=True))
+                    for one, twin in zip(tensors(output), twins, strict=True):
+                        self._note(one, twin, by_batch=by_batch)
         return output
 
     def _draws(self, func: OpOverload, given: Sequence[Tensor]) -> bool:
@@ -77,6 +113,18 @@ class Constants(TorchDispatchMode):
         if func._overloadpacket in _LIKE:
             return False
         return torch.Tag.nondeterministic_seeded in func.tags or any(one in self._drawn for one in given)
+
+    def _is_by_batch(self, given: Sequence[Tensor]) -> bool:
+        return any(held.by_batch for held in map(self._values.get, given) if held is not None)
+
+    def _is_models(self, output: Any) -> bool:
+        """Whether what was made of no tensor, or of its sizes, was made by a model. In a backward, where an engine
+        makes zeros as large as parameters, that is what counts, or may have a gradient.
+        """
+        if self._forwards:
+            return True
+        counts = not any(one.is_floating_point() for one in tensors(output))
+        return in_backward() and (counts or torch.is_grad_enabled())
 
     def _is_known(self, func: OpOverload, given: Sequence[Tensor]) -> bool:
         if func._overloadpacket in _LIKE:
@@ -104,14 +152,33 @@ class Constants(TorchDispatchMode):
             return _CPU
         if isinstance(given, Tensor) and given.is_meta:
             held = self._values.get(given)
-            return torch.empty_like(given, device="cpu") if held is None else held
+            return torch.empty_like(given, device="cpu") if held is None else held.values
         return given
 
-    def _keep(self, values: Tensor) -> Tensor:
+    def _keep(self, values: Tensor, *, by_batch: bool) -> Tensor:
         """A tensor without values that has these."""
         held = torch.empty_like(values, device="meta")
-        self._values[held] = values
+        self._note(held, values, by_batch=by_batch)
         return held
+
+    def _by_number(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """What picks of a tensor that nobody knows, with the places of a known mask in place of the mask."""
+        found: list[Tensor | None] = []
+        for one in indices:
+            held = None if one is None or one.dtype not in _MASKS else self._values.get(one)
+            if held is None:
+                found.append(one)
+                continue
+            self.asked |= held.by_batch
+            with unseen():
+                places = held.values.nonzero().unbind(1)
+            found += [self._keep(place, by_batch=held.by_batch) for place in places]
+        return found
+
+    def _note(self, bare: Tensor, values: Tensor, *, by_batch: bool) -> None:
+        """A tensor without values has these."""
+        self._values[bare] = _Known(values, by_batch)
+        self._places.add(bare.untyped_storage()._cdata)
 
     def _changed(self, func: OpOverload, args: Any, kwargs: Any, *, known: bool) -> None:
         """An operation wrote into some of its arguments: it does so to their values, or nobody knows them any more."""
@@ -122,7 +189,8 @@ class Constants(TorchDispatchMode):
             with contextlib.suppress(RuntimeError):
                 self._twin(func, args, kwargs)
                 return
-        for place in {one.untyped_storage()._cdata for one in written}:
+        for place in {one.untyped_storage()._cdata for one in written} & self._places:
+            self._places.remove(place)
             for other in [one for one in self._values if one.untyped_storage()._cdata == place]:
                 del self._values[other]
 
@@ -130,8 +198,13 @@ class Constants(TorchDispatchMode):
 def _is_answer(func: OpOverload, args: Any) -> bool:
     """Whether what it returns, or how large that is, follows from values."""
     if func._overloadpacket is aten.index:  # by numbers, it is as large as they are
-        return any(one.dtype in (torch.bool, torch.uint8) for one in tensors(args[1]))
+        return any(one.dtype in _MASKS for one in tensors(args[1]))
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+
+
+def _is_of(func: OpOverload, given: Sequence[Tensor]) -> bool:
+    """Whether its values come of those of tensors."""
+    return bool(given) and func._overloadpacket not in _LIKE
 
 
 def _is_small(output: Any) -> bool:

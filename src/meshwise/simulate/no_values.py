@@ -14,9 +14,9 @@ from meshwise.simulate.constants import Constants
 ASKED = "a rehearsal's tensors have no values, and the model seems to ask for some"
 
 _NO_VALUES = (
-    f"{ASKED}. Models of transformers ask for those of an attention_mask in the batch, which "
-    "attn_implementation='eager' does not, and mixtures for those of their experts, which "
-    "experts_implementation='batched_mm' does not."
+    f"{ASKED}. Those of the batch's integers are known, where it is given with values and they are not too many, and "
+    "no others. Mixtures of transformers ask for those of their experts, which experts_implementation='batched_mm' "
+    "does not."
 )
 
 
@@ -44,13 +44,13 @@ def told_of_values() -> Iterator[None]:
         raise
 
 
-def without_values(call: Callable[..., Any]) -> Callable[..., Any]:
+def without_values(call: Callable[..., Any], *, constants: Constants) -> Callable[..., Any]:
     """The same, in which a tensor that the user's code makes on no device in particular is where all others are, and
     what follows from sizes alone is known.
     """
 
     def run(*given: Any) -> Any:
-        with torch.device("meta"), Constants():
+        with torch.device("meta"), constants.forward():
             return call(*given)
 
     return run

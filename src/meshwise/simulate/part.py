@@ -17,11 +17,13 @@ from meshwise import tree
 from meshwise.comm.journal import Journal
 from meshwise.memory.rehearsed import RehearsedMover
 from meshwise.model.birth import Source
+from meshwise.model.forward import default_forward
 from meshwise.parallelize import parallelize
 from meshwise.pipeline.validate import in_flight
 from meshwise.plan import Plan
 from meshwise.plan.offload import Offload
-from meshwise.simulate.no_values import told_of_values
+from meshwise.simulate.constants import Constants
+from meshwise.simulate.no_values import told_of_values, without_values
 from meshwise.simulate.offloaded import at_update, beside
 from meshwise.simulate.recorder import Kernels, Memo, Operations, Recorder, as_if_on
 from meshwise.simulate.subject import Device, Subject
@@ -41,6 +43,8 @@ class Part:
     device: Device
     stages: Stages
     shared: bool
+    values: tuple[tuple[Tensor, Tensor], ...]
+    """Of tensors of the batch."""
     memo: Memo = field(default_factory=Memo)
 
     def tapes(self) -> tuple[Tape, ...]:
@@ -65,22 +69,25 @@ class Part:
         rank = index * (mesh.size // self.plan.pp)
         recorder = Recorder(Journal())
         world = RehearsalWorld(rank=rank, mesh=mesh, recorder=recorder, stages=self.stages, shared=self.shared)
+        constants, options = Constants(self.values), self.subject.options
+        forward = without_values(options.forward or default_forward, constants=constants)
         with Kernels(self.device):
-            trainer = parallelize(
-                self.source,
-                _played(self.plan, self.device),
-                loss=self.subject.loss,
-                optimizer=as_if_on(self.device, optimizer=self.subject.optimizer),
-                world=world,
-                options=self.subject.options,
-                **self.subject.arguments,
-            )
+            with constants:
+                trainer = parallelize(
+                    self.source,
+                    _played(self.plan, self.device),
+                    loss=without_values(self.subject.loss, constants=constants),
+                    optimizer=as_if_on(self.device, optimizer=self.subject.optimizer),
+                    world=world,
+                    options=dataclasses.replace(options, forward=forward),
+                    **self.subject.arguments,
+                )
             recorder.segments()
             for tensor in tree.tensors(self.subject.batch):
                 recorder.elsewhere(tensor)  # it is the caller's
             _watch(trainer, recorder, on_gpu=self.device == "cuda")
             build = recorder.segments()
-            with Operations(recorder, memo=self.memo):
+            with Operations(recorder, memo=self.memo), constants:
                 trainer.step(self.subject.batch, only=frozenset({max(self.only)}))
                 first = self._run(recorder)
                 saved = 0 if trainer.activations is None else trainer.activations.peak
@@ -95,6 +102,7 @@ class Part:
             self._away(trainer, saved=saved),
             beside(tiers, sizes=sizes, microbatches=self.plan.microbatches, on_gpu=on_gpu),
             at_update(tiers, sizes=sizes, updated=_updated(trainer), on_gpu=on_gpu),
+            constants.asked,
         )
 
     def _away(self, trainer: Trainer, *, saved: int) -> Mapping[str, int]:

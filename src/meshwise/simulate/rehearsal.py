@@ -36,10 +36,12 @@ from meshwise.pipeline.partition import CutError
 from meshwise.pipeline.passes import lower
 from meshwise.plan import Plan
 from meshwise.simulate.alike import alike
+from meshwise.simulate.constants import Constants
 from meshwise.simulate.growth import grown, lengthened
 from meshwise.simulate.no_values import told_of_values, without_values
 from meshwise.simulate.part import Part
 from meshwise.simulate.stack import Stack, all_alike, stack_of
+from meshwise.simulate.stand_in import StandIn
 from meshwise.simulate.subject import Device, Subject
 from meshwise.simulate.tape import Category, Memory, Segment, Tape
 from meshwise.simulate.world import Stages
@@ -67,6 +69,11 @@ class Rehearsal:
 
     device: Device
     """What each rank would compute on."""
+
+    @property
+    def asked(self) -> bool:
+        """Whether the model or the loss asked its batch for values: with others it may do something else."""
+        return any(tape.asked for tape in self.tapes)
 
     def step(self, index: int, *, first: bool = False) -> tuple[Segment, ...]:
         """Everything that the rank with this index along pp does in a step, in order; `first` for a run's first."""
@@ -149,17 +156,16 @@ def rehearse(
     schedule = schedule_of(plan)
     shares = math.prod(plan.mesh().degree(axis) for axis in plan.data_axes)
     each = -(-rows // (shares * plan.microbatches))
-    batch = _shapes(subject.batch, rows=each * plan.microbatches * shares)
-    forward = without_values(subject.options.forward or default_forward)
-    options = dataclasses.replace(subject.options, example=batch, forward=forward)
+    batch = StandIn.of(subject.batch, rows=each * plan.microbatches * shares)
+    options = dataclasses.replace(subject.options, example=batch.batch)
     source = shapes_of(subject.model, seed=options.seed)
     check_trains(source.module)
-    with told_of_values():
-        like, options = _kinds(source, schedule, plan, options)
+    with told_of_values(), Constants(batch.values) as constants:
+        like, options = _kinds(source, schedule, plan, options, constants)
     counts: list[float] = []
-    loss = without_values(_counting(subject.loss, counts=counts))
-    subject_here = dataclasses.replace(subject, options=options, batch=batch, loss=loss)
-    part = Part(subject_here, plan, _alike(schedule), source, device, Stages(like), shared)
+    loss = _counting(subject.loss, counts=counts)
+    subject_here = dataclasses.replace(subject, options=options, batch=batch.batch, loss=loss)
+    part = Part(subject_here, plan, _alike(schedule), source, device, Stages(like), shared, batch.values)
     tapes = (
         _of_fewer(part, subject.stack or find_stack(subject, source=source)) if all_alike(plan, options=options) else ()
     )
@@ -191,9 +197,10 @@ def _tokens(batch: Any) -> int:
 
 def find_stack(subject: Subject, *, source: Source) -> Stack:
     """That of the subject's model, which is looked at without values."""
-    options = subject.options
-    run, batch = without_values(options.forward or default_forward), _shapes(subject.batch, rows=2)
-    return stack_of(source.module, batch=batch, forward=run, options=options.parameter_options)
+    options, batch = subject.options, StandIn.of(subject.batch, rows=2)
+    with Constants(batch.values) as constants:
+        run = without_values(options.forward or default_forward, constants=constants)
+        return stack_of(source.module, batch=batch.batch, forward=run, options=options.parameter_options)
 
 
 def _of_fewer(part: Part, stack: Stack) -> tuple[Tape, ...]:
@@ -215,13 +222,15 @@ def _of_fewer(part: Part, stack: Stack) -> tuple[Tape, ...]:
     return (tape,) if tape else ()
 
 
-def _kinds(source: Source, schedule: Schedule, plan: Plan, options: Options) -> tuple[tuple[int, ...], Options]:
+def _kinds(
+    source: Source, schedule: Schedule, plan: Plan, options: Options, constants: Constants
+) -> tuple[tuple[int, ...], Options]:
     """For each rank along pp the one that is rehearsed for it; and options by which all cut and split the model as was
     found.
     """
     if plan.pp == 1:
         return (0,), options
-    forward = options.forward or default_forward
+    forward = without_values(options.forward or default_forward, constants=constants)
     shares = math.prod(plan.mesh().degree(axis) for axis in plan.data_axes) * plan.microbatches
     micro = tree.take_rows(options.example, start=0, stop=tree.rows(options.example) // shares)
     try:
@@ -257,11 +266,4 @@ def _alike(schedule: Schedule) -> frozenset[int]:
             found[action.stage, action.kind].append(action.microbatch)
     return frozenset(
         index for each in map(sorted, found.values()) for index in (each[0], each[len(each) // 2], each[-1])
-    )
-
-
-def _shapes(batch: Any, *, rows: int) -> Any:
-    """A batch of so many rows without values."""
-    return tree.map_tensors(
-        lambda tensor: torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device="meta"), batch
     )

@@ -130,3 +130,6 @@ class Tape:
 
     at_update: Traffic = field(default_factory=Traffic)
     """What moves between them when it updates."""
+
+    asked: bool = False
+    """Whether the model or the loss asked its batch for values, and so did what it does for that one."""
