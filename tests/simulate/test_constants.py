@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.simulate.constants import LARGEST, Constants
+from meshwise.model.constants import LARGEST, Constants
 from meshwise.simulate.rehearsal import Rehearsal, rehearse
 from meshwise.simulate.stand_in import LARGEST as LARGEST_OF_A_BATCH
 from meshwise.simulate.stand_in import StandIn, of_rows
@@ -88,6 +88,8 @@ def test_what_only_a_gpu_computes_is_left_unknown() -> None:
 def test_what_has_values_is_let_be() -> None:
     with Constants() as constants, constants.forward():
         assert torch.zeros(2).add_(1).tolist() == [1, 1]
+        assert torch.tensor([0, 1]).nonzero().tolist() == [[1]]
+        assert not torch.tensor([0, 1]).nonzero().is_meta
 
 
 def test_what_nobody_asks_a_model_for_is_not_computed() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from meshwise.model.constants import Constants
+from meshwise.model.meta_kernels import MetaKernels
 from meshwise.tree import map_tensors, tensors
 
 
@@ -28,3 +32,10 @@ def as_zeros(values: Any, *, device: torch.device) -> Any:
 def device_of(inputs: Any) -> torch.device:
     """Where the first tensor of a call's arguments is; the CPU when there is none."""
     return next((tensor.device for tensor in tensors(inputs)), torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def sizes_known() -> Iterator[Constants]:
+    """Inside, pieces run without values, but for what follows from sizes alone."""
+    with MetaKernels(), Constants() as constants, constants.forward():
+        yield constants

@@ -14,9 +14,11 @@ cost.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -28,7 +30,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from meshwise.memory.freed import kept
 from meshwise.model.birth import without_values
 from meshwise.model.blocks import Patterns, Piece, partition
+from meshwise.model.constants import Constants
 from meshwise.model.copied import copied
+from meshwise.model.meta_kernels import MetaKernels
 from meshwise.pipeline.alone import Tail, alone, as_it_is, cut_off, noting, reading
 from meshwise.pipeline.backward import is_reentrant
 from meshwise.pipeline.bare import as_zeros, device_of, is_bare, on_meta
@@ -92,6 +96,14 @@ def _counts(model: nn.Module, name: str) -> bool:
     return bool(name) and next(model.get_submodule(name).parameters(), None) is None
 
 
+@dataclass(frozen=True)
+class _Modes:
+    """Who sees the operations of a run: what pieces without values know, and what everything is made of."""
+
+    known: Constants = field(default_factory=Constants)
+    followed: Provenance = field(default_factory=Provenance)
+
+
 _Parts: TypeAlias = Mapping[str, Sequence[str]]
 """Of blocks, the modules in them that are watched in their place."""
 
@@ -100,13 +112,15 @@ def _seen(
     model: nn.Module, call: Call, found: Sequence[Piece], *, timed: bool, parts: _Parts = MappingProxyType({})
 ) -> Seen:
     """What runs show, with these parts of blocks watched in place of the blocks."""
-    followed = Provenance()
-    with followed:
-        seen = _run(model, call, found, followed, timed=timed and is_bare(model), parts=parts)
+    modes = _Modes()
+    with contextlib.ExitStack() as stack:
+        for mode in (MetaKernels(), modes.known, modes.followed) if is_bare(model) else (modes.followed,):
+            stack.enter_context(mode)
+        seen = _run(model, call, found, modes, timed=timed and is_bare(model), parts=parts)
     if not timed or is_bare(model):
         return seen
     with kept():
-        runs = [_run(model, call, found, Provenance(), timed=True, parts=parts) for _ in range(ROUNDS)]
+        runs = [_run(model, call, found, _Modes(), timed=True, parts=parts) for _ in range(ROUNDS)]
     costs = typical(runs, model=model)
     return dataclasses.replace(seen, steps=_with_costs(seen.steps, costs.steps), tail=costs.tail)
 
@@ -119,9 +133,7 @@ def _with_costs(steps: Sequence[Step], costs: Sequence[Step]) -> tuple[Step, ...
     )
 
 
-def _run(
-    model: nn.Module, call: Call, found: Sequence[Piece], followed: Provenance, *, timed: bool, parts: _Parts
-) -> Seen:
+def _run(model: nn.Module, call: Call, found: Sequence[Piece], modes: _Modes, *, timed: bool, parts: _Parts) -> Seen:
     """One run."""
     everywhere = tuple(name for piece in found if piece.spans for name in piece.parameters)
     bare = is_bare(model)
@@ -131,7 +143,7 @@ def _run(
         watched.register_forward_pre_hook(partial(_give_zeros, names=everywhere), with_kwargs=True)
     pieces = {piece.module: watched.get_submodule(piece.module) for piece in found if not piece.spans}
     outside = Outside(watched, pieces=pieces)
-    watch = _Watch({piece.module: piece.parameters for piece in found}, followed, outside, timed=timed)
+    watch = _Watch({piece.module: piece.parameters for piece in found}, modes, outside, timed=timed)
     for name, module in pieces.items():
         own = shadow.get_submodule(name) if bare else None
         module.forward = _Watched(name, module, watch, parts=parts.get(name, ()), shadow=own)
@@ -163,14 +175,14 @@ class _Watch:
     """What has been seen so far."""
 
     def __init__(
-        self, parameters: Mapping[str, tuple[str, ...]], followed: Provenance, outside: Outside, *, timed: bool
+        self, parameters: Mapping[str, tuple[str, ...]], modes: _Modes, outside: Outside, *, timed: bool
     ) -> None:
         self.timed, self.outside = timed, outside
         self.steps: list[Step] = []
         self.counted: dict[Hashable, Took] = {}
         """Of modules without values, by their kind: those that are alike do the same, and to count takes its time."""
         self.parameters = parameters
-        self.followed = followed
+        self.followed, self.known = modes.followed, modes.known
         self.since = Tail(())
         self._calls: Counter[str] = Counter()
         self._hidden: list[str] = []
@@ -239,10 +251,12 @@ class _Watched:
             output, step = self._step(key, self._module, given)
         else:
             put, inputs = partial(as_zeros, device=device), on_meta(given)
+            watch.known.forget(one for one in tensors(inputs) if one.is_floating_point())  # zeros that stand for others
             _share_hooks(self._module, other=self._shadow)
             with (
                 watch.followed.given(given, held=inputs, key=key, put=put),
                 watch.followed.in_place_of(self._module, held=self._shadow, key=key, put=put),
+                watch.known.forward(),
             ):
                 output, step = self._without_values(key, self._shadow, inputs)
             output = put(output)

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from meshwise.model.dispatch import unseen
 from meshwise.model.forward import Left
+from meshwise.pipeline.bare import sizes_known
 from meshwise.pipeline.parcel import Entrance, enter
 from meshwise.tree import map_tensors, tensors
 
@@ -263,7 +264,7 @@ class Piece:
             args, kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
             try:
                 # A norm over the batch of all ranks would ask the others.
-                with torch.no_grad(), torch._C.DisableTorchFunction(), unseen():
+                with torch.no_grad(), torch._C.DisableTorchFunction(), unseen(), sizes_known():
                     self._shapes[asked] = self._crossing.width.ask(
                         self._shadow, name=key.partition(":")[0], args=args, kwargs=kwargs
                     )

@@ -27,6 +27,7 @@ from torch import nn
 from meshwise import tree
 from meshwise.cutting import finest_cut
 from meshwise.model.birth import Source
+from meshwise.model.constants import Constants
 from meshwise.model.forward import default_forward
 from meshwise.pipeline.action import Action, Kind
 from meshwise.pipeline.cut import Cut, Where
@@ -34,7 +35,6 @@ from meshwise.pipeline.partition import CutError
 from meshwise.plan import Plan
 from meshwise.planner.space import rows_shared, splits_backward
 from meshwise.simulate.cluster import Cluster
-from meshwise.simulate.constants import Constants
 from meshwise.simulate.memory import memory_of
 from meshwise.simulate.no_values import without_values
 from meshwise.simulate.price import Prices

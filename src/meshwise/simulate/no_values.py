@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from meshwise.simulate.constants import Constants
+from meshwise.model.constants import Constants
 
 ASKED = "a rehearsal's tensors have no values, and the model seems to ask for some"
 

@@ -17,12 +17,12 @@ from meshwise import tree
 from meshwise.comm.journal import Journal
 from meshwise.memory.rehearsed import RehearsedMover
 from meshwise.model.birth import Source
+from meshwise.model.constants import Constants
 from meshwise.model.forward import default_forward
 from meshwise.parallelize import parallelize
 from meshwise.pipeline.validate import in_flight
 from meshwise.plan import Plan
 from meshwise.plan.offload import Offload
-from meshwise.simulate.constants import Constants
 from meshwise.simulate.no_values import told_of_values, without_values
 from meshwise.simulate.offloaded import at_update, beside
 from meshwise.simulate.recorder import Kernels, Memo, Operations, Recorder, as_if_on

@@ -28,10 +28,10 @@ from meshwise.comm.journal import Journal
 from meshwise.comm.segment import KEPT, fits
 from meshwise.model.dispatch import TorchDispatchMode, unseen
 from meshwise.model.interception import Throughout
+from meshwise.model.meta_kernels import computed
 from meshwise.optim.flat import OptimizerClass
 from meshwise.pipeline.action import Action, Kind, ScheduleError
 from meshwise.simulate.cost import held, makes_anew, moves_nothing, operation
-from meshwise.simulate.meta_kernels import computed
 from meshwise.simulate.tape import Category, Entry, Memory, Operation, Segment
 from meshwise.tree import tensors
 

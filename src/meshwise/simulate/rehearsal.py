@@ -27,6 +27,7 @@ import torch
 from meshwise import tree
 from meshwise.cutting import cut_for, pairs_of, plan_schedule
 from meshwise.model.birth import Source, shapes_of
+from meshwise.model.constants import Constants
 from meshwise.model.forward import Loss, default_forward
 from meshwise.model.table import check_trains
 from meshwise.parallelize import Options
@@ -36,7 +37,6 @@ from meshwise.pipeline.partition import CutError
 from meshwise.pipeline.passes import lower
 from meshwise.plan import Plan
 from meshwise.simulate.alike import alike
-from meshwise.simulate.constants import Constants
 from meshwise.simulate.growth import grown, lengthened
 from meshwise.simulate.no_values import told_of_values, without_values
 from meshwise.simulate.part import Part

@@ -81,6 +81,11 @@ class Constants(TorchDispatchMode):
         finally:
             self._forwards -= 1
 
+    def forget(self, bare: Iterable[Tensor]) -> None:
+        """These have no values."""
+        for one in bare:
+            self._values.pop(one, None)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [*tensors(args), *tensors(kwargs)]
@@ -90,7 +95,7 @@ class Constants(TorchDispatchMode):
             if known and kwargs.get("device") == _CPU and any(one.is_meta for one in given):
                 self.asked |= by_batch
                 return self._twin(func, args, kwargs)
-            if known and _is_answer(func, args):
+            if known and _is_answer(func, args) and any(one.is_meta for one in given):
                 self.asked |= by_batch
                 return map_tensors(lambda one: self._keep(one, by_batch=by_batch), self._twin(func, args, kwargs))
             if not known and func._overloadpacket is aten.index:

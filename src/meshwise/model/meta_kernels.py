@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from meshwise.model.dispatch import unseen
+from meshwise.model.dispatch import TorchDispatchMode, unseen
 from meshwise.tree import map_tensors, tensors
 
 aten = torch.ops.aten
@@ -42,6 +42,17 @@ def computed(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any]
     if func is aten._to_dense.default and args[0].is_sparse:
         return torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device="meta")
     return func(*args, **kwargs)
+
+
+class MetaKernels(TorchDispatchMode):
+    """Inside, tensors without values are computed with as `computed` says."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not any(one.is_meta for one in tensors((args, kwargs))):
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            return computed(func, args=args, kwargs=kwargs)
 
 
 def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor:

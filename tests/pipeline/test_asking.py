@@ -1,0 +1,120 @@
+"""Models that ask for values of positions and masks are cut and run in stages, given as a module or as a function."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwise.comm.thread_world import run_threads
+from meshwise.comm.world import World
+from meshwise.parallelize import Options, parallelize
+from meshwise.simulate.rehearsal import rehearse
+from meshwise.simulate.subject import Subject
+
+
+class _Block(nn.Module):
+    """Computes where one of its numbers, of `asks`, is above 2."""
+
+    def __init__(self, *, asks: str) -> None:
+        super().__init__()
+        self.up, self.down, self._asks = nn.Linear(4, 6), nn.Linear(6, 4), asks
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        asked = torch.arange(x.size(1), device=x.device) if self._asks == "positions" else mask
+        return x + self.down(self.up(x).relu()) if bool((asked > 2).any()) else x
+
+
+class _Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.size(1), device=tokens.device)
+        found: Tensor = self.table(tokens)
+        return found if bool((positions.diff() == 1).all()) else found * 2
+
+
+class _Groups(nn.Module):
+    """A group of rows with a matrix of its own: a product that torch knows, without values, in bfloat16 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weight = nn.Linear(4, 4), nn.Parameter(torch.ones(1, 4, 4))
+
+    def forward(self, x: Tensor, _: Tensor) -> Tensor:
+        rows = self.first(x).flatten(0, 1)
+        ends = torch.tensor([len(rows)], dtype=torch.int32).to(x.device)
+        return torch.nn.functional.grouped_mm(rows, self.weight, offs=ends).view(x.shape)
+
+
+class _Model(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module], *, embedding: bool = False) -> None:
+        super().__init__()
+        self.embedding = _Tokens() if embedding else nn.Embedding(9, 4)
+        self.blocks = nn.ModuleList(block() for _ in range(4))
+        self.head = nn.Linear(4, 9)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, mask)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def _loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return nn.functional.cross_entropy(output.flatten(0, 1), batch["tokens"].flatten(), reduction="sum"), batch[
+        "tokens"
+    ].numel()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "positions": lambda: _Model(lambda: _Block(asks="positions")),
+    "mask": lambda: _Model(lambda: _Block(asks="mask")),
+    "embedding": lambda: _Model(lambda: _Block(asks="positions"), embedding=True),
+    "groups": lambda: _Model(_Groups),
+}
+BATCH = {"tokens": torch.arange(48).view(8, 6) % 9, "mask": torch.full((8, 6), 3)}
+
+
+def _trained(world: World, build: Callable[[], nn.Module], plan: str) -> list[float]:
+    trainer = parallelize(build, plan, loss=_loss, world=world, options=Options(example=BATCH, seed=3), lr=1e-2)
+    return [trainer.step(BATCH).loss for _ in range(2)]
+
+
+@pytest.mark.parametrize("plan", ["pp=2 microbatches=2", "pp=2 microbatches=2 recompute=full"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_function_whose_model_asks_trains_in_stages_as_it_does_whole(model: str, plan: str) -> None:
+    whole = run_threads(1, _trained, args=(MODELS[model], "dp=1"))[0]
+    for losses in run_threads(2, _trained, args=(MODELS[model], plan)):
+        assert losses == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.parametrize("given", ["module", "function"])
+@pytest.mark.parametrize("model", MODELS)
+def test_it_is_rehearsed(model: str, given: str) -> None:
+    build = MODELS[model]
+    assert rehearse(
+        Subject(build if given == "function" else build(), _loss, BATCH), plan="pp=2 microbatches=2", ranks=2
+    ).step(0)
+
+
+def _reaches(world: World) -> None:
+    class Summed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+        def forward(self, x: Tensor, _: Tensor) -> Tensor:
+            higher: Tensor = self.up(x)
+            return x + higher if bool((x.sum() > 0).any()) else higher
+
+    parallelize(lambda: _Model(Summed), "pp=2 microbatches=2", loss=_loss, world=world, options=Options(example=BATCH))
+
+
+def test_what_nobody_has_computed_is_not_known() -> None:
+    with pytest.raises(ValueError, match="cannot run without values"):
+        run_threads(2, _reaches)
