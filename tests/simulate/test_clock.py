@@ -242,3 +242,6 @@ def test_what_is_no_cluster_is_refused_with_what_is(tmp_path: Path) -> None:
         parse_cluster("0 h100")
     with pytest.raises(ClusterError, match="'64x8' names no device; write nodes x ranks and a name"):
         parse_cluster("64x8")
+    for text in ("h100 64x8", "8 a " + "b" * 5000, "9" * 5000):
+        with pytest.raises(ClusterError, match="write nodes x ranks and a name, as in '64x8 h100'"):
+            parse_cluster(text)

@@ -8,6 +8,8 @@ import json
 import math
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -221,3 +223,17 @@ def test_by_default_a_gradient_that_is_not_finite_ends_the_run(job: Job, tmp_pat
 def test_a_folder_that_cannot_be_made_is_refused(job: Job) -> None:
     with pytest.raises(JobError, match=r"train\.output = '/dev/null/run': .*/dev/null"):
         run(change(job, "train", output="/dev/null/run"), ranks=2)
+
+
+LARGE = """
+import subprocess, sys
+held = b"1" * (600 << 20)
+told = "import torch; from meshwise.train.loop import _peak_memory; print(_peak_memory(torch.device('cpu')))"
+subprocess.run([sys.executable, "-c", told], check=True)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_the_most_memory_of_a_rank_is_not_that_of_the_process_that_started_it() -> None:
+    said = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=True, timeout=200)
+    assert 100 << 20 < int(said.stdout) < 600 << 20

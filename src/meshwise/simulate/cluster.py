@@ -270,7 +270,7 @@ def parse_cluster(text: str) -> Cluster:
     if found is None or (" " in found[3] and not is_path(found[3])):
         raise ClusterError(f"{text!r} is not a cluster; write nodes x ranks and a name, as in '64x8 h100'")
     nodes, each, name = found.groups()
-    if re.fullmatch(r"[\dxX×]+", name) and not Path(name).is_file():
+    if re.fullmatch(r"[\dxX×]+", name) and not _is_file(name):
         raise ClusterError(f"{text!r} names no device; write nodes x ranks and a name, as in '64x8 h100'")
     cluster = load(name)
     long = max(len(each or ""), len(nodes or "")) > len(str(MOST))
@@ -281,6 +281,13 @@ def parse_cluster(text: str) -> Cluster:
     if not ranks or not count:
         raise ClusterError(f"{text!r} has no ranks; write nodes x ranks and a name, as in '64x8 h100'")
     return dataclasses.replace(cluster, nodes=count, ranks_per_node=ranks)
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except (OSError, ValueError):  # longer than a name may be
+        return False
 
 
 def to_table(value: Any) -> Any:

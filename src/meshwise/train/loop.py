@@ -9,6 +9,7 @@ Every rank runs it; what is printed and written comes from rank 0.
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import shlex
 import statistics
@@ -287,5 +288,7 @@ def _peak_memory(device: torch.device) -> int:
     """The most bytes this process has used so far: of its GPU, or resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with contextlib.suppress(OSError, IndexError):
+        return int(Path("/proc/self/status").read_text("utf-8").partition("VmHWM:")[2].split()[0]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on Linux it begins with that of whoever started this
     return peak if sys.platform == "darwin" else peak * 1024
