@@ -31,6 +31,11 @@ def computed(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any]
     if _is_doubtful(func, args):
         with unseen():  # torch says what it takes of tensors that have values
             func(*map_tensors(_smallest, args), **kwargs)
+    return _computed(func, args, kwargs)
+
+
+def _computed(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The same of what torch takes."""
     if _is_update(func):
         return None
     place = _LABELLED.get(func._overloadpacket)
@@ -45,14 +50,14 @@ def computed(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 class MetaKernels(TorchDispatchMode):
-    """Inside, tensors without values are computed with as `computed` says."""
+    """Inside, tensors without values have these kernels too. What no device takes is left for one to refuse."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not any(one.is_meta for one in tensors((args, kwargs))):
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            return computed(func, args=args, kwargs=kwargs)
+            return _computed(func, args, kwargs)
 
 
 def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor:
