@@ -101,6 +101,13 @@ def test_what_nobody_asks_a_model_for_is_not_computed() -> None:
 BATCH = {"mask": torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]]), "x": torch.ones(3, 4)}
 
 
+def written_into(mask: Tensor) -> bool:
+    shown = torch.ones(2, 2, dtype=torch.bool, device="meta")
+    row = shown[1]
+    shown.masked_fill_(mask[:2, 2:] == 0, value=False)
+    return bool(row.any())
+
+
 def picked(mask: Tensor, x: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
     found = x[mask != 0]
@@ -117,6 +124,7 @@ OF_A_BATCH: dict[str, tuple[Callable[[Tensor, Tensor], Any], Any]] = {
     "brought to a CPU": (lambda mask, _: mask.cpu().sum(1).max().item(), 4),
     "what it picks": (lambda mask, x: picked(mask, x).shape, (14,)),
     "what it picks of rows": (lambda mask, x: x[mask[:, 2] != 0, :2].shape, (3, 2)),
+    "what it is written into": (lambda mask, _: written_into(mask), False),
     "what is written to it": (lambda mask, _: mask.clone().masked_fill_(mask != 0, 7).sum().item(), 98),
 }
 

@@ -105,7 +105,7 @@ class Constants(TorchDispatchMode):
                 for one in tensors(output):
                     self._drawn[one] = True
             if func._schema.is_mutable:
-                self._changed(func, args, kwargs, known=known)
+                self._changed(func, args, kwargs, known=known, by_batch=by_batch)
             elif known and _is_small(output) and (_is_of(func, given) or self._is_models(output)):
                 with contextlib.suppress(RuntimeError):  # a CPU does not compute everything, and nobody may ask
                     twins = list(tensors(self._twin(func, args, kwargs)))
@@ -185,19 +185,21 @@ class Constants(TorchDispatchMode):
         self._values[bare] = _Known(values, by_batch)
         self._places.add(bare.untyped_storage()._cdata)
 
-    def _changed(self, func: OpOverload, args: Any, kwargs: Any, *, known: bool) -> None:
+    def _changed(self, func: OpOverload, args: Any, kwargs: Any, *, known: bool, by_batch: bool) -> None:
         """An operation wrote into some of its arguments: it does so to their values, or nobody knows them any more."""
         by_name = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
         names = (one.name for one in func._schema.arguments if one.alias_info and one.alias_info.is_write)
         written = [one for name in names for one in tensors(by_name.get(name)) if one.is_meta]
+        places = {one.untyped_storage()._cdata for one in written} & self._places
+        changed = [one for one in self._values if one.untyped_storage()._cdata in places] if places else []
         if known and written:
             with contextlib.suppress(RuntimeError):
                 self._twin(func, args, kwargs)
+                for one in changed if by_batch else ():
+                    self._values[one] = self._values[one]._replace(by_batch=True)
                 return
-        for place in {one.untyped_storage()._cdata for one in written} & self._places:
-            self._places.remove(place)
-            for other in [one for one in self._values if one.untyped_storage()._cdata == place]:
-                del self._values[other]
+        self._places -= places
+        self.forget(changed)
 
 
 def _is_answer(func: OpOverload, args: Any) -> bool:
