@@ -145,12 +145,34 @@ def test_other_numbers_of_a_batch_are_not() -> None:
     assert not constants.asked
 
 
-def test_a_batch_that_is_written_to_is_the_users_no_more() -> None:
+def test_a_batch_that_is_written_to_is_the_users_no_more_nor_that_of_other_ranks() -> None:
     batch, before = StandIn.of(BATCH, rows=3), BATCH["mask"].clone()
+    mask = batch.batch["mask"]
     with Constants(batch.values) as constants, constants.forward():
-        batch.batch["mask"][:, 0] = 5
-        assert batch.batch["mask"].amax().item() == 5
+        corner = mask[1:, 2:]
+        mask[:, 2] = 5
+        assert mask.tolist() == [[1, 1, 5, 0], [1, 1, 5, 0], [1, 1, 5, 1]]
+        assert corner.tolist() == [[5, 0], [5, 1]]
+        corner.fill_(7)
+        assert mask.amax().item() == 7
+    with Constants(batch.values) as constants, constants.forward():
+        assert mask.tolist() == before.tolist()
     assert torch.equal(BATCH["mask"], before)
+
+
+def test_ranks_have_one_copy_of_a_batch() -> None:
+    batch = StandIn.of(BATCH, rows=3)
+    with Constants(batch.values) as constants, constants.forward():
+        batch.values[0][1][0, 0] = 9
+        assert batch.batch["mask"][0, 0].item() == 9
+
+
+def test_a_batch_whose_dims_lie_in_another_order_is_known_in_its_own() -> None:
+    batch = StandIn.of({"mask": torch.arange(24).view(2, 3, 4).transpose(1, 2)}, rows=2)
+    mask = batch.batch["mask"]
+    with Constants(batch.values) as constants, constants.forward():
+        mask.view(2, 12)[:, 0] = 100
+        assert mask[:, 0, 0].tolist() == [100, 100]
 
 
 def test_a_batch_too_large_or_without_values_gives_none() -> None:

@@ -62,15 +62,17 @@ class Constants(TorchDispatchMode):
     """
 
     def __init__(self, given: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
-        """`given`: tensors of a batch, and their values."""
+        """`given`: tensors of a batch, and their values, which other ranks are given too."""
         super().__init__()
         self.asked = False
         self._forwards = 0
         self._values = WeakTensorKeyDictionary()
         self._places: set[int] = set()
         self._drawn = WeakTensorKeyDictionary()
+        self._lent: set[int] = set()
         for bare, values in given:
-            self._note(bare, values.clone(), by_batch=True)  # a model may write to its batch
+            self._note(bare, values, by_batch=True)
+            self._lent.add(values.untyped_storage()._cdata)
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -193,6 +195,7 @@ class Constants(TorchDispatchMode):
         places = {one.untyped_storage()._cdata for one in written} & self._places
         changed = [one for one in self._values if one.untyped_storage()._cdata in places] if places else []
         if known and written:
+            self._own(changed)
             with contextlib.suppress(RuntimeError):
                 self._twin(func, args, kwargs)
                 for one in changed if by_batch else ():
@@ -200,6 +203,20 @@ class Constants(TorchDispatchMode):
                 return
         self._places -= places
         self.forget(changed)
+
+    def _own(self, changed: Iterable[Tensor]) -> None:
+        """A model may write to its batch: from then on the values of that are its rank's own."""
+        copies: dict[int, torch.UntypedStorage] = {}
+        for one in changed:
+            held = self._values[one]
+            lent, old = held.values.untyped_storage(), held.values
+            if lent._cdata not in self._lent:
+                continue
+            with unseen():
+                if lent._cdata not in copies:
+                    copies[lent._cdata] = lent.clone()
+                own = old.new_empty(0).set_(copies[lent._cdata], old.storage_offset(), old.shape, old.stride())
+            self._values[one] = held._replace(values=own)
 
 
 def _is_answer(func: OpOverload, args: Any) -> bool:

@@ -39,7 +39,7 @@ class StandIn:
             shape = (rows, *tensor.shape[1:])
             bare = torch.empty(shape, dtype=tensor.dtype, device="meta")
             if _tells(tensor) and bare.numel() <= LARGEST:
-                values.append((bare, tensor.cpu()[torch.arange(rows) % len(tensor)]))
+                values.append((bare, tensor.cpu()[torch.arange(rows) % len(tensor)].contiguous()))
             return bare
 
         return cls(tree.map_tensors(stand_in, batch), tuple(values))
