@@ -51,9 +51,9 @@ class _Groups(nn.Module):
 
 
 class _Model(nn.Module):
-    def __init__(self, block: Callable[[], nn.Module], *, embedding: bool = False) -> None:
+    def __init__(self, block: Callable[[], nn.Module], *, embedding: Callable[[], nn.Module] | None = None) -> None:
         super().__init__()
-        self.embedding = _Tokens() if embedding else nn.Embedding(9, 4)
+        self.embedding = nn.Embedding(9, 4) if embedding is None else embedding()
         self.blocks = nn.ModuleList(block() for _ in range(4))
         self.head = nn.Linear(4, 9)
 
@@ -74,7 +74,7 @@ def _loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "positions": lambda: _Model(lambda: _Block(asks="positions")),
     "mask": lambda: _Model(lambda: _Block(asks="mask")),
-    "embedding": lambda: _Model(lambda: _Block(asks="positions"), embedding=True),
+    "embedding": lambda: _Model(lambda: _Block(asks="positions"), embedding=_Tokens),
     "groups": lambda: _Model(_Groups),
 }
 BATCH = {"tokens": torch.arange(48).view(8, 6) % 9, "mask": torch.full((8, 6), 3)}
@@ -102,19 +102,48 @@ def test_it_is_rehearsed(model: str, given: str) -> None:
     ).step(0)
 
 
-def _reaches(world: World) -> None:
-    class Summed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+class _Summed(nn.Module):
+    """Asks what it is given, which blocks have computed."""
 
-        def forward(self, x: Tensor, _: Tensor) -> Tensor:
-            higher: Tensor = self.up(x)
-            return x + higher if bool((x.sum() > 0).any()) else higher
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
 
-    parallelize(lambda: _Model(Summed), "pp=2 microbatches=2", loss=_loss, world=world, options=Options(example=BATCH))
+    def forward(self, x: Tensor, _: Tensor) -> Tensor:
+        higher: Tensor = self.up(x)
+        return x + higher if bool((x.sum() > 0).any()) else higher
 
 
-def test_what_nobody_has_computed_is_not_known() -> None:
+class _Found(nn.Module):
+    """A table that tells which tokens there are, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 4)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return self.table(tokens), tokens
+
+
+class _OfFound(_Model):
+    """Its blocks ask for the integers that its embedding returns."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: _Block(asks="mask"), embedding=_Found)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        x, found = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, found + mask)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def _cut(world: World, build: Callable[[], nn.Module]) -> None:
+    parallelize(build, "pp=2 microbatches=2", loss=_loss, world=world, options=Options(example=BATCH))
+
+
+@pytest.mark.parametrize("build", [lambda: _Model(_Summed), _OfFound], ids=["numbers", "integers"])
+def test_what_nobody_has_computed_is_not_known(build: Callable[[], nn.Module]) -> None:
     with pytest.raises(ValueError, match="cannot run without values"):
-        run_threads(2, _reaches)
+        run_threads(2, _cut, args=(build,))

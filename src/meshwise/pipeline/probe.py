@@ -251,7 +251,8 @@ class _Watched:
             output, step = self._step(key, self._module, given)
         else:
             put, inputs = partial(as_zeros, device=device), on_meta(given)
-            watch.known.forget(one for one in tensors(inputs) if one.is_floating_point())  # zeros that stand for others
+            stand_ins = zip(tensors(given), tensors(inputs), strict=True)  # of what has been computed zeros stand here
+            watch.known.forget(b for a, b in stand_ins if b.is_floating_point() or watch.followed.is_of_pieces(a))
             _share_hooks(self._module, other=self._shadow)
             with (
                 watch.followed.given(given, held=inputs, key=key, put=put),

@@ -106,6 +106,10 @@ class Provenance(TorchDispatchMode):
         """That of a tree of tensors, and of the numbers that the model has read so far."""
         return self._of(values) | self._read
 
+    def is_of_pieces(self, tensor: Tensor) -> bool:
+        """Whether something that pieces have computed is in it."""
+        return self._of(tensor) != _NOTHING
+
     def output(self, tensor: Tensor, *, key: str, made: bool) -> Tensor:
         """What a piece returns, in memory of its own: one that was not `made` for it may be what it was given."""
         own = tensor.detach() if made else tensor.detach().clone()
