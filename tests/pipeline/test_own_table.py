@@ -61,6 +61,9 @@ def test_a_plan_names_it_and_reads_back() -> None:
     assert spaced == Plan(pp=2, schedule="my tables/x = 1.txt", microbatches=4)
     assert Plan.parse(str(spaced)) == spaced
     assert Plan.from_toml(spaced.to_toml()) == spaced
+    for path in ("mine/a,b.txt", "mine/pp=4,zero=1.txt", "mine/one;", "mine/two,"):
+        plan = Plan(pp=2, schedule=path, microbatches=4)
+        assert Plan.parse(str(plan)) == plan
     with pytest.raises(PlanError, match=r"a quote in the plan .* is not closed"):
         Plan.parse('pp=2 schedule="my tables/mine.txt')
     with pytest.raises(PlanError, match=r"schedule=mine: .* or the path of a file, as in ./mine.txt"):

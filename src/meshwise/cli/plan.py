@@ -23,7 +23,7 @@ from meshwise.cli.output import check_outputs
 from meshwise.cli.simulate import subject_of
 from meshwise.model.birth import shapes_of
 from meshwise.plan import Plan
-from meshwise.plan.keys import read_size
+from meshwise.plan.keys import in_words, read_size
 from meshwise.planner.search import Candidate, Effort, Survey, prediction_of, search
 from meshwise.planner.space import SEARCHED, Space, parse_fixed
 from meshwise.planner.tables import best_table, lost_table, survey_record
@@ -189,7 +189,7 @@ class _Asked:
         yield f"cluster   {self.job.on}: {nodes} of {each}{device}{room}"
         yield f"searched  {' '.join(key for key in SEARCHED if key not in self.space.fixed) or 'nothing'}"
         if self.held:
-            yield f"held      {' '.join(f'{key}={value}' for key, value in self.held.items())}"
+            yield f"held      {' '.join(f'{key}={in_words(value)}' for key, value in self.held.items())}"
 
 
 def _parameters(subject: Subject) -> int:

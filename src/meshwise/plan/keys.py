@@ -123,9 +123,13 @@ def is_path(value: object) -> bool:
     return isinstance(value, str) and ("/" in value or "." in value) and value.isprintable() and '"' not in value
 
 
+_APART = re.compile(r" |[,;](?:$|[-\w]+=)")
+"""What would end a word in the text of a plan."""
+
+
 def in_words(value: int | str) -> str:
-    """As it is written in the text of a plan: what has spaces is in quotes."""
-    return f'"{value}"' if isinstance(value, str) and " " in value else str(value)
+    """As it is written in the text of a plan: in quotes where a part of it would be read as something else."""
+    return f'"{value}"' if isinstance(value, str) and _APART.search(value) else str(value)
 
 
 def keys_of(plan: Any) -> Mapping[str, Key]:
