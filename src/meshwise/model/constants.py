@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -92,7 +93,8 @@ class Constants(TorchDispatchMode):
         kwargs = kwargs or {}
         given = [*tensors(args), *tensors(kwargs)]
         with torch._C.DisableTorchFunction():
-            known = self._is_known(func, given)
+            drawn = self._is_drawn(func, given)
+            known = not drawn and self._is_known(func, given)
             by_batch = known and _is_of(func, given) and self._is_by_batch(given)
             if known and kwargs.get("device") == _CPU and any(one.is_meta for one in given):
                 self.asked |= by_batch
@@ -103,9 +105,10 @@ class Constants(TorchDispatchMode):
             if not known and func._overloadpacket is aten.index:
                 args = (args[0], self._by_number(args[1]))
             output = func(*args, **kwargs)
-            if self._draws(func, given):
+            if drawn:
                 for one in tensors(output):
-                    self._drawn[one] = True
+                    if not one.is_meta:
+                        self._drawn[one] = True
             if func._schema.is_mutable:
                 self._changed(func, args, kwargs, known=known, by_batch=by_batch)
             elif known and _is_small(output) and (_is_of(func, given) or self._is_models(output)):
@@ -115,11 +118,11 @@ class Constants(TorchDispatchMode):
                         self._note(one, twin, by_batch=by_batch)
         return output
 
-    def _draws(self, func: OpOverload, given: Sequence[Tensor]) -> bool:
-        """Whether what it returns depends on a generator."""
+    def _is_drawn(self, func: OpOverload, given: Sequence[Tensor]) -> bool:
+        """Whether what it returns depends on a generator. Of tensors without values those that do are not known."""
         if func._overloadpacket in _LIKE:
             return False
-        return torch.Tag.nondeterministic_seeded in func.tags or any(one in self._drawn for one in given)
+        return _is_seeded(func) or any(not one.is_meta and one in self._drawn for one in given)
 
     def _is_by_batch(self, given: Sequence[Tensor]) -> bool:
         return any(held.by_batch for held in map(self._values.get, given) if held is not None)
@@ -136,8 +139,6 @@ class Constants(TorchDispatchMode):
     def _is_known(self, func: OpOverload, given: Sequence[Tensor]) -> bool:
         if func._overloadpacket in _LIKE:
             return True
-        if self._draws(func, given):
-            return False
         if not given:
             return func._overloadpacket in _MADE
         return all(one in self._values if one.is_meta else _is_plain(one) for one in given)
@@ -224,6 +225,11 @@ def _is_answer(func: OpOverload, args: Any) -> bool:
     if func._overloadpacket is aten.index:  # by numbers, it is as large as they are
         return any(one.dtype in _MASKS for one in tensors(args[1]))
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+
+
+@cache
+def _is_seeded(func: OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _is_of(func: OpOverload, given: Sequence[Tensor]) -> bool:
