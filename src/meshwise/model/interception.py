@@ -14,8 +14,8 @@ A draw with a generator of its own (`generator=`) is the caller's affair and lef
 from __future__ import annotations
 
 import abc
+import contextlib
 import inspect
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from meshwise.model.bits import Kind, Part, draw, exponential, kept, normal, uniform
@@ -131,26 +132,23 @@ class Interception(Throughout):
 
     def _attention(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(zip(_ATTENTION, args, strict=False)) | kwargs
-        if not given.get("dropout_p"):
-            return func(*args, **kwargs)
-        self._below.scores = True
-        mask = given.get("attn_mask")
-        if mask is not None and mask.dtype is torch.bool:  # which the plain implementation would add, as ones
-            given["attn_mask"] = torch.zeros_like(mask, dtype=given["query"].dtype).masked_fill_(~mask, -math.inf)
-        with self._below:
-            return torch._scaled_dot_product_attention_math(**given)[0]
+        dropping = given.get("dropout_p")
+        return self._unfused(func, args, kwargs, given["query"]) if dropping else func(*args, **kwargs)
 
     def _multi_head_attention(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = inspect.signature(func).bind(*args, **kwargs)
         given.apply_defaults()
-        arguments = given.arguments
-        if not arguments["training"] or not arguments["dropout_p"]:
-            return func(*args, **kwargs)
-        wanted, arguments["need_weights"] = arguments["need_weights"], True
+        dropping = given.arguments["training"] and given.arguments["dropout_p"]
+        return self._unfused(func, args, kwargs, given.arguments["query"]) if dropping else func(*args, **kwargs)
+
+    def _unfused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], query: Tensor) -> Any:
+        """Torch's attention, by its plain implementation. It has no fused kernel that drops on the CPU, where ranks may
+        be threads, which share the choice among kernels.
+        """
         self._below.scores = True
-        with self._below:
-            output, weights = func(*given.args, **given.kwargs)
-        return output, weights if wanted else None
+        plain = sdpa_kernel(SDPBackend.MATH) if query.is_cuda else contextlib.nullcontext()
+        with plain, self._below:
+            return func(*args, **kwargs)
 
 
 def _edge(end: Tensor | GradientEdge) -> GradientEdge:
