@@ -16,7 +16,8 @@ from __future__ import annotations
 import abc
 import contextlib
 import inspect
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -35,7 +36,8 @@ _NAMES = """
     scaled_dot_product_attention multi_head_attention_forward lstm gru rnn_tanh rnn_relu
     bernoulli bernoulli_ rand rand_like randn randn_like uniform_ normal normal_ exponential_ gumbel_softmax
     cauchy_ geometric_ log_normal_ random_ randint randint_like randperm multinomial poisson binomial
-    rrelu rrelu_ fractional_max_pool2d fractional_max_pool3d trunc_normal_
+    rrelu rrelu_ fractional_max_pool2d fractional_max_pool3d trunc_normal_ kaiming_uniform_ kaiming_normal_
+    _standard_gamma _sample_dirichlet
 """
 MAY_DRAW = frozenset(_NAMES.split())
 """Names of the functions and methods that may draw."""
@@ -151,6 +153,11 @@ class Interception(Throughout):
             return func(*args, **kwargs)
 
 
+def _halves(tensor: Tensor) -> Tensor:
+    """A tensor, or its parts if it is complex, to be written to."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def _edge(end: Tensor | GradientEdge) -> GradientEdge:
     return get_gradient_edge(end) if isinstance(end, Tensor) else end
 
@@ -175,7 +182,8 @@ class _Below(TorchDispatchMode):
         if answer is None:
             self._source.no_answer(str(func))
             return func(*args, **kwargs)
-        return answer
+        into: Tensor | None = given.get("out")
+        return answer if into is None else into.resize_(answer.shape).copy_(answer)
 
     def draw(self, shape: Sequence[int], kind: Kind, device: torch.device) -> Tensor:
         """A draw for a tensor of this shape."""
@@ -183,8 +191,20 @@ class _Below(TorchDispatchMode):
         drawn = draw(part, key=self._source.key(), kind=kind, device=device)
         return drawn.view(shape[1], shape[0], *shape[2:]).transpose(0, 1) if turned else drawn.view(shape)
 
-    def _fill(self, target: Tensor, kind: Kind) -> Tensor:
-        """The tensor, filled with a draw."""
+    def _fill(self, target: Tensor, kind: Callable[[torch.dtype], Kind]) -> Tensor:
+        """The tensor, filled with a draw of a kind; a complex one part by part."""
+        if target.is_complex():
+            for half in _halves(target).unbind(-1):
+                self._fill(half, kind)
+            return target
+        return self._filled(target, kind(target.dtype))
+
+    def _normal(self, target: Tensor) -> Tensor:
+        """The tensor, filled with a standard normal draw: a complex one's parts have half of the variance each."""
+        filled = self._fill(target, normal)
+        return filled.mul_(math.sqrt(0.5)) if target.is_complex() else filled
+
+    def _filled(self, target: Tensor, kind: Kind) -> Tensor:
         part, turned = self._source.part(target.shape, scores=self.scores)
         if turned or not target.is_contiguous():
             return target.copy_(self.draw(target.shape, kind, target.device))
@@ -194,31 +214,34 @@ class _Below(TorchDispatchMode):
         """What an operation on these arguments returns; None when it is not one of those that are replaced."""
         match name, given:
             case "native_dropout", {"input": Tensor() as input, "p": p, "train": train}:
-                keep = self.draw(input.shape, kept(1.0 - p if train else 1.0), input.device)
-                return input * keep * (1.0 / (1.0 - p) if train and p < 1.0 else 1.0), keep
+                p = p if train is None or train else 0.0
+                keep = self.draw(input.shape, kept(1.0 - p), input.device)
+                return input * keep * (1.0 / (1.0 - p) if p < 1.0 else 1.0), keep
             case "bernoulli_", {"self": Tensor() as target, "p": Tensor() as p}:
                 return target.copy_(self._bernoulli(p.expand_as(target)))
             case "bernoulli_", {"self": Tensor() as target, "p": p}:
-                return self._fill(target, kept(p, dtype=target.dtype))
+                return self._filled(target, kept(p, dtype=target.dtype))
             case "bernoulli", {"self": Tensor() as like, "p": p}:
                 return self.draw(like.shape, kept(p, dtype=like.dtype), like.device)
             case "bernoulli", {"self": Tensor() as p}:
                 return self._bernoulli(p).to(p.dtype)
             case "uniform_", {"self": Tensor() as target, "from": low, "to": high}:
-                return self._fill(target, uniform(target.dtype)).mul_(high - low).add_(low)
+                _halves(self._fill(target, uniform)).mul_(high - low).add_(low)
+                return target
             case "normal_", {"self": Tensor() as target, "mean": mean, "std": std}:
-                return self._fill(target, normal(target.dtype)).mul_(std).add_(mean)
+                _halves(self._normal(target)).mul_(std).add_(mean)
+                return target
             case "exponential_", {"self": Tensor() as target, "lambd": rate}:
-                return self._fill(target, exponential(target.dtype)).div_(rate)
+                return self._fill(target, exponential).div_(rate)
             case "rand" | "randn", {"size": size, "dtype": dtype, "device": device}:
                 target = torch.empty(size, dtype=dtype, device=device)
-                return self._fill(target, (uniform if name == "rand" else normal)(target.dtype))
+                return self._fill(target, uniform) if name == "rand" else self._normal(target)
             case "rand_like" | "randn_like", {"self": Tensor() as like, "dtype": dtype, "device": device}:
                 target = torch.empty_like(like, dtype=dtype, device=device)
-                return self._fill(target, (uniform if name == "rand_like" else normal)(target.dtype))
+                return self._fill(target, uniform) if name == "rand_like" else self._normal(target)
             case "normal", {"mean": mean, "std": std} if isinstance(mean, Tensor) or isinstance(std, Tensor):
                 target = torch.empty_like(mean + std)
-                return self._fill(target, normal(target.dtype)).mul_(std).add_(mean)
+                return self._normal(target).mul_(std).add_(mean)
         return None
 
     def _bernoulli(self, probability: Tensor) -> Tensor:
