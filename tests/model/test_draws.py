@@ -75,6 +75,21 @@ def test_samples_may_lie_along_dim_1_where_a_module_says_so(batch_first: bool) -
         torch.testing.assert_close(result, expected[first : first + count], rtol=0, atol=1e-14)
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_between_recurrent_layers_samples_are_told_from_tokens(kind: type[nn.RNNBase], batch_first: bool) -> None:
+    layers = kind(5, 4, 3, dropout=0.4, batch_first=batch_first, dtype=torch.float64)  # type: ignore[arg-type]
+    x = numbers(6, 12, 5)  # as many tokens as two times the samples
+
+    def run(first: int, count: int) -> Tensor:
+        part = x[first : first + count]
+        output = drawn(layers, part if batch_first else part.transpose(0, 1), rows=Rows(first, count))[0]
+        return output if batch_first else output.transpose(0, 1)  # type: ignore[no-any-return]
+
+    for first, count in ((0, 6), (0, 4), (2, 3), (5, 1)):
+        torch.testing.assert_close(run(first, count), run(0, 6)[first : first + count], rtol=0, atol=1e-14)
+
+
 def test_attention_returns_its_weights_only_when_asked() -> None:
     attention = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
     model = Calling(lambda x: attention(x, x, x, need_weights=True))

@@ -344,6 +344,8 @@ def _silent(module: nn.Module) -> bool:
 
 def _samples_first(module: nn.Module) -> bool | None:
     """What a module, or one right inside it, says in `batch_first`; None when neither does."""
+    if isinstance(module, nn.RNNBase):
+        return False  # between its layers samples lie along dim 1, whatever it takes and gives
     said = [getattr(part, "batch_first", None) for part in (module, *module.children())]
     return None if not any(isinstance(value, bool) for value in said) else False not in said
 
