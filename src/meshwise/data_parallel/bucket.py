@@ -252,11 +252,11 @@ class Bucket:
         self._rounds += 1
 
     def _on_wire(self, buffer: Tensor) -> Tensor:
-        """The gradients in the dtype that they travel in."""
+        """The gradients in the dtype that they travel in; as they are where they travel nowhere."""
         dtype = self.replication.precision.reduction_of(self.dtype)
-        return (
-            buffer if dtype == buffer.dtype else self.replication.world.empty(buffer.numel(), dtype=dtype).copy_(buffer)
-        )
+        if self.replication.size == 1 or dtype == buffer.dtype:
+            return buffer
+        return self.replication.world.empty(buffer.numel(), dtype=dtype).copy_(buffer)
 
     def settle(self) -> None:
         """Wait for the reduction that is under way, if any, and tell `told` that it is there."""
