@@ -23,6 +23,7 @@ from meshwise.cutting import Example, agreed_schedule, cut_source, first_ranks, 
 from meshwise.data_parallel.batch_norm import Statistics, batch_norms, take_over
 from meshwise.data_parallel.engine import DataParallel
 from meshwise.data_parallel.protocol import Engine
+from meshwise.data_parallel.renorm import refuse_renormed
 from meshwise.data_parallel.replication import Keeping
 from meshwise.memory.activations import activations
 from meshwise.memory.around import Around
@@ -223,6 +224,7 @@ class _Shared:
                 parts = find_parts(module, plan=plan, rules=setting.options.tensor_rules) if plan.tp > 1 else {}
         setting.around.undo.callback(Doors(module, precision=setting.keeping.precision).close)
         world = setting.world.over(mesh_with_twins(plan, parts=parts.values()))
+        refuse_renormed(module, plan=plan, world=world, keeping=setting.keeping)
         return cls(setting, world, parts, _batch_norms_join(module, setting, world))
 
 
