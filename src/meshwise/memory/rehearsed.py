@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -12,8 +14,21 @@ from meshwise.memory.parked import Mover, Parked, Saving
 from meshwise.memory.swap import BLOCK, Moved, Transfer
 
 
+class _Slow(Future[None]):
+    """A write that ends when somebody waits for it, and not before."""
+
+    def result(self, timeout: float | None = None) -> None:  # noqa: ARG002
+        """End it."""
+        with suppress(InvalidStateError):  # it has ended
+            self.set_result(None)
+
+
 class RehearsedFile:
-    """Takes what a `SwapFile` takes, as tensors on the meta device, and moves nothing."""
+    """Takes what a `SwapFile` takes, as tensors on the meta device, and moves nothing.
+
+    The disk is taken to be slow: what is written stays in its buffer until that is wanted, so that as many buffers are
+    made as a step may come to need.
+    """
 
     direct = True
 
@@ -21,6 +36,7 @@ class RehearsedFile:
         self.size = 0
         self.moved: deque[Moved] = deque(maxlen=0)
         self.tensors: list[Tensor] = []
+        self._writes: deque[_Slow] = deque()
 
     def allocate(self, numel: int, *, dtype: torch.dtype) -> Tensor:
         """A tensor in one dim."""
@@ -44,8 +60,18 @@ class RehearsedFile:
         return Transfer([])
 
     def write(self, _offset: int, *, values: Tensor) -> Transfer:  # noqa: ARG002
-        """There is nothing to write."""
-        return Transfer([])
+        """There is nothing to write, but it takes its time."""
+        self._writes.append(_Slow())
+        return Transfer([self._writes[-1]])
+
+    def hurry(self) -> bool:
+        """End the write that was begun first; False when none is under way."""
+        while self._writes:
+            write = self._writes.popleft()
+            if not write.done():
+                write.result()
+                return True
+        return False
 
     def later(self, call: Callable[[], object]) -> None:
         """Now."""

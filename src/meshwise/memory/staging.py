@@ -41,13 +41,23 @@ class Staging:
     """`count` buffers of `size` bytes each, made when they are first needed."""
 
     def __init__(
-        self, *, count: int, size: int, on: torch.device, told: Callable[[Tensor], None] | None = None
+        self,
+        *,
+        count: int,
+        size: int,
+        on: torch.device,
+        told: Callable[[Tensor], None] | None = None,
+        hurry: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`on`: the device that computes; for a GPU they are pinned. `told` is shown each when it is made."""
+        """`on`: the device that computes; for a GPU they are pinned. `told` is shown each when it is made.
+
+        `hurry` is called where none is free: True where it has ended a write itself, which nothing else would.
+        """
         self.size = -(-size // BLOCK) * BLOCK
         self._device = on
         self._left = count
         self._told = told
+        self._hurry = hurry
         self._free: list[Tensor] = []
         self._returned = threading.Condition()
         self.bytes = 0
@@ -65,7 +75,8 @@ class Staging:
                     return buffer
                 if not wait:
                     return None
-                self._returned.wait()
+                if not self._hurry():
+                    self._returned.wait()
             return self._free.pop()
 
     def give(self, buffer: Tensor) -> None:

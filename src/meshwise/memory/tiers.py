@@ -93,7 +93,8 @@ class Tiers:
     def staging(self) -> Staging:
         """The buffers of the update."""
         if self._staging is None:
-            self._staging = Staging(count=self.swap.buffers, size=self._round, on=self.device, told=self.told)
+            hurry = {"hurry": self.file.hurry} if isinstance(self.file, RehearsedFile) else {}
+            self._staging = Staging(count=self.swap.buffers, size=self._round, on=self.device, told=self.told, **hurry)
         return self._staging
 
     @property
