@@ -185,6 +185,42 @@ def test_a_model_of_ones_own_is_exported_and_checked_too(tmp_path: Path) -> None
         )
 
 
+class Shop(nn.Module):
+    """Has a table, and takes more than tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 8)
+        self.head = nn.Linear(10, 1)
+
+    def forward(self, numbers: Tensor, dense: Tensor) -> Tensor:
+        result: Tensor = self.head(torch.cat([self.table(numbers), dense], -1))
+        return result
+
+
+class Pictures(nn.Module):
+    """Has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 4, 3)
+
+
+@pytest.mark.parametrize(
+    "build, why", [(Shop, "of tokens alone it makes TypeError: .*'dense'"), (Pictures, "it has no embedding")]
+)
+def test_a_model_whose_export_cannot_be_checked_is_refused_and_nothing_is_written(
+    build: Callable[[], nn.Module], why: str, tmp_path: Path
+) -> None:
+    def main(world: World) -> None:
+        parallelize(build, "dp=1", loss=plain_loss, world=world).save(tmp_path / "one")
+
+    run(1, main)
+    with pytest.raises(ValueError, match=f"nothing was written: {why}.*parameters.safetensors of the run"):
+        export(tmp_path / "one", into=tmp_path / "out", build=build)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_full_disk_leaves_no_part_of_an_export_and_the_next_one_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

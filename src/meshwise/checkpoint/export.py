@@ -36,21 +36,20 @@ def export(folder: Path, *, into: Path, build: Callable[[], nn.Module]) -> Expor
     `build` makes the module that was trained. One of transformers leaves its `config.json` too, and is read back by
     transformers itself. Both models run on the same random tokens, whole, on the CPU.
 
-    Raises ValueError when `build` makes another model, or one that takes no tokens; ExportError when the logits differ;
-    DamageError, OSError.
+    Raises ValueError, and has written nothing, when `build` makes another model, or one that does not make logits of
+    tokens alone; ExportError when the logits differ; DamageError, OSError.
     """
     reader = Reader(read_index(folder))
     saved = build().eval()
-    vocabulary = _vocabulary(saved)
+    tokens = torch.randint(_vocabulary(saved), _TOKENS, generator=torch.Generator().manual_seed(0))
     dtypes = dtypes_of(reader.index.extra)
     _fill(saved, reader)
+    expected = _tried(saved, tokens)
     files = write_pretrained(reader, into=into, dtypes=dtypes)
     config = getattr(saved, "config", None)
     if _is_transformers(saved) and config is not None:
         config.save_pretrained(into)
         files += sorted(into.glob("*config.json"))
-    tokens = torch.randint(vocabulary, _TOKENS, generator=torch.Generator().manual_seed(0))
-    expected = _logits(saved, tokens)
     difference = float((_logits(_read_back(saved, into, build), tokens) - expected).abs().max())
     if not difference <= _bound(expected):
         raise ExportError(
@@ -88,8 +87,21 @@ def _vocabulary(module: nn.Module) -> int:
     for part in module.modules():
         if isinstance(part, nn.Embedding):
             return part.num_embeddings
-    raise ValueError(
-        f"{type(module).__name__} has no embedding, so it takes no tokens, and its export could not be checked"
+    raise _uncheckable(module, "it has no embedding, so it takes no tokens")
+
+
+def _tried(module: nn.Module, tokens: Tensor) -> Tensor:
+    """The logits of a model of which nothing is known yet. Raises ValueError where tokens alone give none."""
+    try:
+        return _logits(module, tokens)
+    except Exception as error:
+        raise _uncheckable(module, f"of tokens alone it makes {type(error).__name__}: {error}") from error
+
+
+def _uncheckable(module: nn.Module, why: str) -> ValueError:
+    return ValueError(
+        f"the export of {type(module).__name__} could not be checked, so nothing was written: {why}. Its parameters "
+        "are in parameters.safetensors of the run, under its own names"
     )
 
 
