@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors import safe_open
 
 from meshwise.checkpoint.damage import DamageError, SaveError
 from meshwise.comm.attempt import Attempt
@@ -218,6 +219,11 @@ def test_a_run_that_is_over_is_over_and_more_steps_go_on_from_its_end(whole: Pat
 
     assert run(over)[0].loss == steps(whole)[-1][1]
     assert steps(folder) == []
+
+    _, said = run(change(over, "train", steps=STEPS - 1))
+    assert f"done: {STEPS} steps" in said, "not those that were asked for"
+    with safe_open(folder / "parameters.safetensors", "pt") as kept:
+        assert kept.metadata()["steps"] == str(STEPS)
 
     _, said = run(change(over, "train", steps=STEPS + 2))
     assert [row[0] for row in steps(folder)] == [STEPS + 1, STEPS + 2]

@@ -127,10 +127,10 @@ class _Run:
         self._steps()
         self._keep()
         self._compare()
-        self._validate(job.train.steps)
+        self._validate(self._progress.step)
         if job.sample.length:
             text = generate(trainer, sample=job.sample, context=job.data.context, seed=job.train.seed)
-            self._emit(Sample(job.train.steps, job.sample.prompt, text))
+            self._emit(Sample(self._progress.step, job.sample.prompt, text))
         self._end(time.monotonic() - started)
         where = None if trainer.world.rank else str(self._folder.path)
         return Summary(self._progress.loss, self._validation, where)
@@ -257,14 +257,14 @@ class _Run:
     def _keep(self) -> None:
         """Write what was trained, before anything else can fail."""
         job, folder = self._job, self._folder
-        metadata = {"steps": str(job.train.steps), "plan": str(job.plan), "model": job.model.name}
+        metadata = {"steps": str(self._progress.step), "plan": str(job.plan), "model": job.model.name}
         write_parameters(self._trainer, path=None if self._trainer.world.rank else folder.parameters, metadata=metadata)
         self._checkpoints.finish()
 
     def _end(self, seconds: float) -> None:
-        job, folder = self._job, self._folder
+        folder = self._folder
         following = shlex.join(["meshwise", "verify", str(folder.job)])
-        self._emit(End(job.train.steps, seconds, self._progress.loss, folder.outputs(), following))
+        self._emit(End(self._progress.step, seconds, self._progress.loss, folder.outputs(), following))
 
 
 def _device(device: torch.device) -> str:
