@@ -32,6 +32,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import Node
 
 from meshwise.comm.world import Axes, Work, World
 from meshwise.layout.geometry import even_split
@@ -122,6 +123,23 @@ def all_to_all(
     if len(cat.sizes) != group.size or (split.dim == cat.dim and cat.sizes[group.index] != split.sizes[group.index]):
         raise ValueError(f"sizes {cat.sizes} along dim {cat_dim} do not fit {split.sizes} along dim {split_dim}")
     return _start(x, _AllToAll(split, cat))
+
+
+def partial_over(node: Node) -> tuple[str, ...] | None:
+    """The axes over which what a collective gave, by this node of a graph, is whole, so that its gradient is partial:
+    none where that is alike or split. None for any other node.
+    """
+    passage = getattr(node, "passage", None)
+    if not isinstance(passage, _Passage):
+        return None
+    collective = passage.collective
+    if isinstance(collective, _Copy):
+        return _named(collective.axes)
+    return _named(collective.along.axes) if isinstance(collective, _Gather) and not collective.alike else ()
+
+
+def _named(axes: Axes) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 # ---- the maps ------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from meshwise.comm.world import World
 from meshwise.layout.layout import Layout
 from meshwise.model.recall import Recall
 from meshwise.tensor.matmul import Gathering, Moved, Operand, Streaming, travelling
+from meshwise.tensor.origins import Origins
 from meshwise.tensor.scheme import DIMS, Axes, Move, Product, Scheme
 
 
@@ -75,7 +76,9 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Context:
-    """The world, the scheme, the extents and the arrival of the forward under way, and how operands stream."""
+    """The world, the scheme, the extents and the arrival of the forward under way, how operands stream, and whose
+    gradients are summed in the end.
+    """
 
     world: World
     scheme: Scheme
@@ -83,6 +86,7 @@ class Context:
     arrival: Arrival = dataclasses.field(default_factory=Arrival)
     streaming: Streaming = dataclasses.field(default_factory=Streaming)
     recall: Recall = dataclasses.field(default_factory=Recall)
+    origins: Origins = dataclasses.field(default_factory=Origins)
 
     def degree(self, axes: tuple[str, ...]) -> int:
         """How many ranks lie along `axes`."""

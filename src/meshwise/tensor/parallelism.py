@@ -260,6 +260,8 @@ class _Split:
         calls all blocks.
         """
         region.watch_rows(self._root, context=self._outside)
+        placed = {**self._kept_whole, **self._placed}
+        self._outside.origins.follow(self._root, summed={name: at.summed for name, at in placed.items()})
         cut: list[dict[str, nn.Module]] = []
         stacks: dict[str, list[str]] = {}
         for name in self._blocks:
@@ -277,7 +279,6 @@ class _Split:
         FirstForward(self._root, split=self._matrices(), stacks=cut)
         if self._inside.degree((*self._inside.scheme.stream, *self._inside.scheme.tokens)) > 1:
             places = {name: self._context(name, part).scheme for name, part in self._parts.items()}
-            placed = {**self._kept_whole, **self._placed}
             watch(self._root, parts=self._parts, places=places, inside=self._inside, width=self._width(), placed=placed)
         self._watch_what_leaves(Leaving(self._root), whole=whole)
 

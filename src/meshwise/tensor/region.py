@@ -189,12 +189,15 @@ def to_stream_rows(x: Tensor, *, context: Context) -> Tensor:
 
 
 def used_apart(x: Tensor, *, context: Context) -> Tensor:
-    """A tensor from outside of a pair, for each rank to use for its own heads, or features: its gradient is the sum."""
+    """A tensor from outside of a pair, for each rank to use for its own heads, or features: its gradient is the sum,
+    unless what it was made of has its gradients summed in the end.
+    """
     scheme = context.scheme
     axes = tuple(axis for axis in (*scheme.inner, *scheme.inner_rows) if axis not in scheme.rows)
     if not x.requires_grad or context.degree(axes) == 1:
         return x
-    return gradient.copy(x, world=context.world, axes=axes).wait()
+    axes = context.origins.unsummed(x, axes=axes)
+    return gradient.copy(x, world=context.world, axes=axes).wait() if context.degree(axes) > 1 else x
 
 
 def hand_over(module: nn.Module, *, context: Context, widths: Collection[int]) -> None:

@@ -27,7 +27,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from meshwise.model.dispatch import TorchDispatchMode
@@ -36,6 +35,7 @@ from meshwise.model.table import Placement
 from meshwise.tensor.context import Context
 from meshwise.tensor.families.matrix import CONVOLUTIONS
 from meshwise.tensor.mixing import MixedError, Piece, after, arguments, is_pointwise, is_product
+from meshwise.tensor.origins import leaves
 from meshwise.tensor.part import Part
 from meshwise.tensor.scheme import Scheme
 from meshwise.tree import tensors
@@ -289,7 +289,7 @@ class StreamWatch(TorchDispatchMode):
         for x in tensors(given):
             meets = [piece.dim - made.dim() for piece in pieces]
             alike = is_product(func) or any(x.dim() < -dim or x.size(dim) < made.size(dim) for dim in meets)
-            if alike and x.requires_grad and not self._pieces(x) and not self._summed.issuperset(_leaves(x)):
+            if alike and x.requires_grad and not self._pieces(x) and not self._summed.issuperset(leaves(x)):
                 does = "gives something that is trained, and that all ranks have alike, a gradient from"
                 raise ValueError(self._message(func.overloadpacket.__name__, does))
 
@@ -330,22 +330,6 @@ def _running() -> Iterator[nn.Module]:
         itself = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
         if frame.f_code.co_name == "forward" and isinstance(itself, nn.Module):
             yield itself
-
-
-def _leaves(x: Tensor) -> Iterator[Tensor]:
-    """What a tensor was made of that is trained."""
-    waiting: list[Node] = [x.grad_fn] if x.grad_fn is not None else []
-    if x.is_leaf:
-        yield x
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            yield leaf
-        following = {each for each, _ in node.next_functions if each is not None} - seen
-        seen |= following
-        waiting.extend(following)
 
 
 def watch(

@@ -1,0 +1,153 @@
+"""The gradient of what an attention is handed is summed over its heads once, wherever that was trained."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meshwise.comm.world import World
+from meshwise.parallelize import Options, parallelize
+from meshwise.plan import Plan
+from meshwise.tensor.rules import find_parts
+from meshwise.testing import agree, alone, run
+from meshwise.testing.outcome import outcome
+from tensor.splitting import split_agrees
+
+WORDS, WIDTH, HEADS, TOKENS = 13, 12, 4, 5
+SCHEMES = ("tp=2", "tp=4", "tp=2 sequence_parallel=1", "tp=4 sequence_parallel=1", "tp=4 tp_mode=2d")
+GRIDS = ("tp=8 tp_mode=2.5d tp_depth=2", "tp=8 tp_mode=3d")
+TRAINED = (
+    *("tp=2 sequence_parallel=1 recompute=full zero=1", "tp=2 sequence_parallel=1 recompute=selective zero=2"),
+    *("tp=2 dp=2 sequence_parallel=1 zero=3", "tp=2 pp=2 sequence_parallel=1 microbatches=2", "tp=4 tp_mode=2d zero=3"),
+)
+
+
+class Table(nn.Module):
+    """What is added to scores, for how far apart two tokens are: (T, T). It reads nothing of the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.far = nn.Parameter(torch.randn(TOKENS))
+
+    def forward(self, tokens: int) -> Tensor:
+        places = torch.arange(tokens)
+        found: Tensor = self.far[(places[:, None] - places).abs()]
+        return found
+
+
+class Mixer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = HEADS
+        self.inwards, self.outwards = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, distance: Tensor, warmth: Tensor | None) -> Tensor:
+        q, k, v = self.inwards(x).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (q, k, v))
+        scores = q @ k.transpose(-1, -2) + distance
+        scores = scores if warmth is None else scores * warmth
+        output: Tensor = self.outwards((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return output
+
+
+class Layer(nn.Module):
+    def __init__(self, kind: str, table: Table) -> None:
+        super().__init__()
+        self.kind = kind
+        self.norm, self.mixer = nn.LayerNorm(WIDTH), Mixer()
+        self.up, self.down = nn.Linear(WIDTH, 20), nn.Linear(20, WIDTH)
+        if kind == "shared":
+            self.table = table
+        elif kind != "plain":
+            self.table = Table()
+        if kind == "scalar":
+            self.warmth = nn.Parameter(torch.tensor([1.2]))
+
+    def forward(self, x: Tensor, far: Tensor) -> Tensor:
+        distance = far if self.kind == "plain" else self.table(TOKENS)
+        if self.kind == "twice":
+            distance = distance.softmax(-1) + self.table(TOKENS).tanh()
+        elif self.kind == "added":
+            distance = distance + far
+        elif self.kind == "stream":
+            x = x * (1 + self.table(2).mean())
+        x = x + self.mixer(self.norm(x), distance, self.warmth if self.kind == "scalar" else None)
+        output: Tensor = x + self.down(functional.gelu(self.up(x)))
+        return output
+
+
+class Model(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.far, table = Table(), Table()
+        self.layers = nn.ModuleList(Layer(kind, table) for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, far = self.words(tokens), self.far(TOKENS)
+        for layer in self.layers:
+            x = layer(x, far)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def _given(kind: str) -> tuple[Model, dict[str, str], list[dict[str, Tensor]]]:
+    torch.manual_seed(1)
+    model = Model(kind).double()
+    rules = {"far": "whole"} | ({} if kind == "plain" else {"layers.*.table": "whole"})
+    rules |= {"layers.*.warmth": "whole"} if kind == "scalar" else {}
+    words = [torch.randint(0, WORDS, (2, 8, TOKENS)).unbind() for _ in range(2)]
+    return model, rules, [{"tokens": tokens, "targets": targets} for tokens, targets in words]
+
+
+def _loss(model: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
+    tokens, targets = inputs
+    return functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def _counted(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    targets = batch["targets"]
+    return functional.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
+
+
+@pytest.mark.parametrize("kind", ["plain", "own", "shared", "twice", "scalar"])
+@pytest.mark.parametrize("plan", [*SCHEMES, *GRIDS])
+def test_a_table_of_a_block_gets_the_gradient_of_all_heads_once(plan: str, kind: str) -> None:
+    model, rules, batches = _given(kind)
+    parts = find_parts(model, plan=Plan.parse(plan), rules=rules)
+    split_agrees(model, plan=plan, parts=parts, batch=((batches[0]["tokens"], batches[0]["targets"]), _loss))
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=2 sequence_parallel=1", "tp=4 sequence_parallel=1"])
+def test_a_table_that_scores_and_stream_have_in_common_gets_the_gradients_of_both(plan: str) -> None:
+    model, rules, batches = _given("stream")
+    parts = find_parts(model, plan=Plan.parse(plan), rules=rules)
+    split_agrees(model, plan=plan, parts=parts, batch=((batches[0]["tokens"], batches[0]["targets"]), _loss))
+
+
+@pytest.mark.parametrize("plan", TRAINED)
+def test_so_it_does_in_training(plan: str) -> None:
+    model, rules, batches = _given("own")
+    given: dict[str, Any] = {"loss": _counted, "optimizer": torch.optim.AdamW, "lr": 1e-2}
+    expected = alone(copy.deepcopy(model), batches=batches, **given)
+    options = Options(tensor_rules=rules, example=batches[0])
+
+    def main(world: World) -> Any:
+        return outcome(parallelize(copy.deepcopy(model), plan, world=world, options=options, **given), batches=batches)
+
+    for found in run(Plan.parse(plan).mesh().size, main):
+        agree(found, expected, bound=1e-9)
+
+
+def test_a_sum_of_what_is_trained_in_a_block_and_outside_is_refused_where_they_are_summed_apart() -> None:
+    model, rules, batches = _given("added")
+    batch = (batches[0]["tokens"], batches[0]["targets"]), _loss
+    split_agrees(model, plan="tp=2", parts=find_parts(model, plan=Plan(tp=2), rules=rules), batch=batch)
+    plan = Plan(tp=2, sequence_parallel=1)
+    with pytest.raises(ValueError, match=r"layers\.0\.table\.far.*as two arguments"):
+        split_agrees(model, plan=str(plan), parts=find_parts(model, plan=plan, rules=rules), batch=batch)
