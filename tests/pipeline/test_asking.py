@@ -50,6 +50,18 @@ class _Groups(nn.Module):
         return torch.nn.functional.grouped_mm(rows, self.weight, offs=ends).view(x.shape)
 
 
+class _Mixed(nn.Module):
+    """A table, and groups of what is in it: what it returns looks like nothing that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.groups = nn.Embedding(9, 4), _Groups()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.groups(self.table(tokens), tokens)
+        return x
+
+
 class _Model(nn.Module):
     def __init__(self, block: Callable[[], nn.Module], *, embedding: Callable[[], nn.Module] | None = None) -> None:
         super().__init__()
@@ -76,6 +88,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "mask": lambda: _Model(lambda: _Block(asks="mask")),
     "embedding": lambda: _Model(lambda: _Block(asks="positions"), embedding=_Tokens),
     "groups": lambda: _Model(_Groups),
+    "groups elsewhere": lambda: _Model(lambda: _Block(asks="mask"), embedding=_Mixed),
 }
 BATCH = {"tokens": torch.arange(48).view(8, 6) % 9, "mask": torch.full((8, 6), 3)}
 
@@ -139,11 +152,34 @@ class _OfFound(_Model):
         return logits
 
 
-def _cut(world: World, build: Callable[[], nn.Module]) -> None:
-    parallelize(build, "pp=2 microbatches=2", loss=_loss, world=world, options=Options(example=BATCH))
+class _OfBlocks(_Model):
+    """Hands its blocks what the one before has computed in place of a mask, as what needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: _Block(asks="mask"))
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, x.detach() + mask[..., None])
+        logits: Tensor = self.head(x)
+        return logits
 
 
-@pytest.mark.parametrize("build", [lambda: _Model(_Summed), _OfFound], ids=["numbers", "integers"])
-def test_what_nobody_has_computed_is_not_known(build: Callable[[], nn.Module]) -> None:
+def _cut(world: World, build: Callable[[], nn.Module], mask: Tensor) -> None:
+    example = {**BATCH, "mask": mask}
+    parallelize(build, "pp=2 microbatches=2", loss=_loss, world=world, options=Options(example=example))
+
+
+UNKNOWN: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "numbers": (lambda: _Model(_Summed), BATCH["mask"]),
+    "numbers without a gradient": (_OfBlocks, BATCH["mask"]),
+    "integers": (_OfFound, BATCH["mask"]),
+    "numbers of the batch": (MODELS["mask"], BATCH["mask"].float()),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_what_nobody_has_computed_is_not_known_nor_are_the_numbers_of_a_batch(case: str) -> None:
     with pytest.raises(ValueError, match="cannot run without values"):
-        run_threads(2, _cut, args=(build,))
+        run_threads(2, _cut, args=UNKNOWN[case])
