@@ -1,6 +1,8 @@
 """What a collective takes for a part."""
 
 import contextlib
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -26,3 +28,9 @@ def test_every_dtype_that_torch_copies_is_taken_and_no_other(dtype: torch.dtype)
     assert copied == (dtype not in NOT_COPIED)
     if copied:
         assert flat(bare(dtype)).dtype == dtype
+
+
+def test_a_torch_without_quantized_dtypes_will_do() -> None:
+    """As torch says that a release to come will be."""
+    script = "import torch; del torch.qint8, torch.quint4x2; import meshwise.comm.parts"
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -13,8 +13,10 @@ Parts: TypeAlias = Tensor | Sequence[Tensor]
 
 _BITS = tuple(f"{kind}int{bits}" for kind in ("", "u") for bits in range(1, 8))
 _QUANTIZED = ("qint8", "qint32", "quint8", "quint4x2", "quint2x4")
-NOT_COPIED = frozenset(getattr(torch, name) for name in _BITS + _QUANTIZED)
-"""Dtypes that torch has names for and cannot copy. A list: a rehearsal would take a trial for a part of its step."""
+NOT_COPIED = frozenset(vars(torch)[name] for name in _BITS + _QUANTIZED if name in vars(torch))
+"""Dtypes that torch has names for and cannot copy. A list: a rehearsal would take a trial for a part of its step. torch
+says that it will let the quantized ones go.
+"""
 
 
 def flat(x: Tensor, *, given: bool = False) -> Tensor:
