@@ -2,15 +2,17 @@
 
 from pathlib import Path
 
+import pytest
 import tomli_w
 import torch
 from torch import nn
 
 from meshwise.bench.calibrate import Calibrated, Effort, calibrate
+from meshwise.cli import calibrate as command
 from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
 from meshwise.simulate.clock import predict
-from meshwise.simulate.cluster import load, to_table
+from meshwise.simulate.cluster import load, parse_cluster, to_table
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.subject import Subject
 
@@ -32,3 +34,20 @@ def test_what_is_measured_is_read_back_and_prices_a_step(tmp_path: Path) -> None
     subject = Subject(lambda: nn.Linear(64, 64), lambda output, batch: (output.sum(), len(batch)), torch.zeros(4, 64))
     prediction = predict(rehearse(subject, plan="dp=1", ranks=1), cluster=cluster)
     assert prediction.seconds >= cluster.device.step + cluster.device.launch
+
+
+@pytest.mark.parametrize(
+    "cores, told",
+    [
+        (1, "the ranks share 1 core, but are told as if each had one: calibrate and train with --ranks 1"),
+        (4, "other work had 45% of their time: calibrate again when the machine is quieter"),
+    ],
+)
+def test_ranks_that_did_not_have_their_cores_are_told_why(
+    cores: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Calibrated(parse_cluster("cpu4"), share=0.55)
+    monkeypatch.setattr(command, "run", lambda *_, **__: [found])
+    monkeypatch.setattr(command, "cores", lambda: cores)
+    assert command.main(["--ranks", "2", "--device", "cpu", "--output", str(tmp_path / "here.toml")]) == 0
+    assert capsys.readouterr().out.endswith(f"2 ranks; {told}\n")

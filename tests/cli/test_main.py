@@ -193,7 +193,9 @@ def test_a_loss_that_returns_no_count_is_one_message_and_status_2(
 def test_the_ranks_are_those_asked_for_or_what_the_plan_needs(
     plan: str, asked: int | None, cores: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)  # of the machine
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    monkeypatch.setattr("sys.platform", "linux")
 
     assert local_ranks(Job(plan=Plan.parse(plan), ranks=asked)) == expected
 

@@ -21,6 +21,7 @@ import torch
 
 from free_port import free_port
 from meshwise.comm import RanksDisagree, World, connect, joining, run, torchrun_line
+from meshwise.comm.cores import cores
 from meshwise.comm.forked import starting
 from meshwise.comm.job_folder import job_folder
 from meshwise.comm.lost import RankLostError
@@ -150,7 +151,7 @@ def test_run_returns_what_main_returned_by_rank(monkeypatch: pytest.MonkeyPatch)
     results = run(SIZE, total, args=(0.5,), comm="gloo")
     assert [result[0] for result in results] == [2.0, 2.0]
     assert [result[1].tolist() for result in results] == [[0, 0], [1, 1]]
-    assert [result[2] for result in results] == [max(1, len(os.sched_getaffinity(0)) // SIZE)] * SIZE
+    assert [result[2] for result in results] == [max(1, cores() // SIZE)] * SIZE
     assert [result[3] for result in results] == ["GlooWorld"] * SIZE, "as it was told"
     assert signal.getsignal(signal.SIGINT) is handler
     assert dict(os.environ) == environment

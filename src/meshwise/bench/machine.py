@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from meshwise.comm.backends import backends
+from meshwise.comm.cores import cores
 
 _TOOL_SECONDS = 10
 
@@ -69,7 +70,7 @@ def examine() -> Machine:
     return Machine(
         software=software(),
         processor=_processor(),
-        cores=_cores(),
+        cores=cores(),
         memory=_memory(),
         shared_memory=_size_of(Path("/dev/shm")),  # noqa: S108 - the mount itself, not a file in it
         gpus=_gpus(),
@@ -120,15 +121,6 @@ def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     models = re.findall(r"model name\s*:\s*(.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
     return models[0] if models else platform.processor() or platform.machine()
-
-
-def _cores() -> int:
-    """Cores this process may run on, or fewer when its control group has a smaller share."""
-    cores = len(os.sched_getaffinity(0)) if platform.system() == "Linux" else os.cpu_count() or 1
-    share = _first_line(Path("/sys/fs/cgroup/cpu.max")).split()
-    if len(share) == 2 and share[0] != "max":
-        cores = max(1, min(cores, round(int(share[0]) / int(share[1]))))
-    return cores
 
 
 def _memory() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from meshwise.cli import calibrate, disk
 from meshwise.cli.output import check_outputs, write_output
 from meshwise.cli.ranks import MOST_BY_DEFAULT, asked, chosen, launched_ranks
 from meshwise.comm import World, run, torchrun_line
+from meshwise.comm.cores import cores
 from meshwise.comm.launched import is_rank, speaks
 from meshwise.train.counted import counted
 from meshwise.train.flags import parse_flags
@@ -112,7 +112,7 @@ def _ranks(flags: Collectives) -> int:
     if launched := launched_ranks():
         return launched
     gpus = torch.cuda.device_count() if flags.device != "cpu" else 0
-    return asked(flags.ranks) or gpus or max(2, min(MOST_BY_DEFAULT, os.cpu_count() or 1))
+    return asked(flags.ranks) or gpus or max(2, min(MOST_BY_DEFAULT, cores()))
 
 
 def _sweep(flags: Collectives, size: int) -> Sweep:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from meshwise.bench.sizes import parse_size
 from meshwise.cli.output import check_outputs, write_output
 from meshwise.cli.ranks import MOST_BY_DEFAULT, asked, chosen, launched_ranks
 from meshwise.comm import World, run, torchrun_line
+from meshwise.comm.cores import cores
 from meshwise.comm.launched import is_rank, speaks
 from meshwise.simulate.cluster import to_table
 from meshwise.train.flags import parse_flags
@@ -78,9 +78,18 @@ def main(words: Sequence[str]) -> int:
         write_output(flags.output, write=lambda path: path.write_text(text, encoding="utf-8"))
         told = f"wrote {flags.output}: {found.cluster.device.name}, {size} ranks"
         if found.share < UNDISTURBED:
-            told += f"; other work had {1 - found.share:.0%} of their time: calibrate again when the machine is quieter"
+            told += f"; {_disturbed(found, size=size)}"
         Screen().print(told, highlight=False, soft_wrap=True)
     return 0
+
+
+def _disturbed(found: Calibrated, *, size: int) -> str:
+    """Why the ranks did not have all of their time."""
+    most = cores()
+    if found.cluster.device.kind == "cpu" and not launched_ranks() and size > most:
+        shared = f"{most} core{'s' * (most > 1)}"
+        return f"the ranks share {shared}, but are told as if each had one: calibrate and train with --ranks {most}"
+    return f"other work had {1 - found.share:.0%} of their time: calibrate again when the machine is quieter"
 
 
 def _rank(world: World, effort: Effort) -> Calibrated:
@@ -91,4 +100,4 @@ def _ranks(flags: Calibration) -> int:
     if launched := launched_ranks():
         return launched
     gpus = torch.cuda.device_count() if flags.device != "cpu" else 0
-    return asked(flags.ranks) or gpus or max(1, min(MOST_BY_DEFAULT, os.cpu_count() or 1))
+    return asked(flags.ranks) or gpus or max(1, min(MOST_BY_DEFAULT, cores()))

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from rich.table import Table
 from meshwise.cli.drawing import Files, check, save
 from meshwise.cli.output import check_outputs
 from meshwise.cli.simulate import subject_of
+from meshwise.comm.cores import cores
 from meshwise.model.birth import shapes_of
 from meshwise.plan import Plan
 from meshwise.plan.keys import in_words, read_size
@@ -61,7 +61,7 @@ class PlanJob(Studied, Files):
     """Plans that are rehearsed at most; a number with a question mark behind it could still be beaten by one that was
     not."""
     workers: int | None = None
-    """Processes that rehearse at the same time. Default: the cores there are."""
+    """Processes that rehearse at the same time. Default: the cores that this one may use."""
     json: bool = False
     """Print one JSON object in place of tables."""
     write: bool = False
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
     cluster = _cluster(job.on)
     subject, space = _searched(job, cluster)
     limit = _limit(job.memory_limit) if job.memory_limit else cluster.device.memory
-    effort = Effort(job.top, job.rehearsals, job.workers or os.cpu_count() or 1)
+    effort = Effort(job.top, job.rehearsals, job.workers or cores())
     began = time.monotonic()
     surveys = search(subject, cluster=cluster, space=space, limit=limit, effort=effort)
     survey = _shown(surveys, effort=effort, quiet=job.json)

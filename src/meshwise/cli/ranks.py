@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Literal
 
+from meshwise.comm.cores import cores
 from meshwise.comm.joining import asked_comm
 from meshwise.comm.launched import launched
 from meshwise.comm.torch_world import Comm
@@ -63,4 +63,4 @@ def local_ranks(job: Job) -> int:
     needed: int = math.prod(getattr(job.plan, axis) or 1 for axis in AXES)
     if job.plan.dp is not None:
         return needed
-    return needed * max(1, min(MOST_BY_DEFAULT, os.cpu_count() or 1) // needed)
+    return needed * max(1, min(MOST_BY_DEFAULT, cores()) // needed)

@@ -30,6 +30,7 @@ import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from meshwise.comm.agent import launch
+from meshwise.comm.cores import cores
 from meshwise.comm.forked import Surroundings, starting, temporary
 from meshwise.comm.job_folder import job_folder, last_start
 from meshwise.comm.joining import connect, joined_by
@@ -165,7 +166,7 @@ def _as_launcher(size: int) -> Iterator[None]:
         if name.startswith(_LOUD) and isinstance(logger, logging.Logger) and not logger.disabled
     ]
     if size > 1 and asked_threads() is None:
-        os.environ["OMP_NUM_THREADS"] = str(max(1, _cores() // size))
+        os.environ["OMP_NUM_THREADS"] = str(max(1, cores() // size))
     os.environ[_HANDLED] = ",".join(number.name for number in handled)
     for logger in silenced:
         logger.disabled = True
@@ -183,7 +184,3 @@ def _as_launcher(size: int) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -324,8 +324,8 @@ class Job:
     """`cross-entropy`, `mse`, or where your own function is (`package.module:function`, `path/to/file.py:function`):
     loss(output, batch) returns the sum of the losses and how many it summed."""
     ranks: int | None = None
-    """Local processes to start when not under torchrun. Default: what the plan needs; with `dp=auto`, the cores of this
-    machine, at most 4."""
+    """Local processes to start when not under torchrun. Default: what the plan needs; with `dp=auto`, the cores that
+    this process may use, at most 4."""
     comm: Literal["auto", "local", "gloo"] = "auto"
     """How ranks on CPUs of one host talk: `local`, through shared memory; `gloo`, by messages; `auto`, through shared
     memory where there is some, unless MESHWISE_COMM says otherwise."""

@@ -1,0 +1,21 @@
+"""How many cores this process has: where a scheduler or a container gives it a part of a machine, not all of those."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+_SHARE = Path("/sys/fs/cgroup/cpu.max")
+
+
+def cores() -> int:
+    """Those it may run on, or fewer when its control group has a smaller share of their time."""
+    own = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    try:
+        share = _SHARE.read_text("utf-8").split()
+    except OSError:
+        return own
+    if len(share) == 2 and share[0] != "max":
+        own = max(1, min(own, round(int(share[0]) / int(share[1]))))
+    return own
