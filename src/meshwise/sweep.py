@@ -140,7 +140,7 @@ class WholeSweep:
         total, tokens = zeros(self._engine.world)
         for part in parts:
             if part.rows is not None:
-                with self._statistics.running(counts=part.counts):
+                with self._running(part):
                     loss, count = self._run(part.rows)
                 if part.counts:
                     total += loss.double()

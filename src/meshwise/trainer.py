@@ -164,7 +164,8 @@ class Trainer:
         """The loss over `batches` without training, the model in eval mode. Every rank passes as many batches."""
         total, tokens = zeros(self.world)
         with torch.no_grad(), eval_mode(self.model):
-            for batch in batches:
+            for number, batch in enumerate(batches):
+                self._sweep.begin(-1 - number)  # what the model draws is the same under every plan, as in steps
                 parts = self._stepping.dealer.cut(batch, local=local, total=None, parts=self._sweep.evaluated_in)
                 loss, count = self._sweep.evaluate(parts)
                 total += loss

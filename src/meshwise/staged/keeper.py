@@ -50,11 +50,15 @@ class Keeper:
             self._engine.begin_step()
         self._engine.accumulate(None if seen is None else self._show)
 
+    def begin_forwards(self, parts: Sequence[MicroBatch]) -> None:
+        """An evaluation of these begins; with none, a prediction."""
+        self._parts = parts
+
     def running(self, index: int, *, again: bool) -> contextlib.AbstractContextManager[None]:
         """Inside, the stage runs micro-batch `index`: forward, or (`again`) backward."""
         self._index = index
         if not torch.is_grad_enabled():
-            return contextlib.nullcontext()
+            return self._draws.running(self._parts[index].samples) if self._parts else contextlib.nullcontext()
         return self._inside(self._parts[index], again=again)
 
     @contextlib.contextmanager

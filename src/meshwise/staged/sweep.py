@@ -90,6 +90,8 @@ class StagedSweep:
     def evaluate(self, parts: Sequence[MicroBatch]) -> Sums:
         """Forward of every micro-batch; the loss and the count of this rank."""
         sums = zeros(self._world)
+        for keeper in self._keepers.values():
+            keeper.begin_forwards(parts)
         self._runtime.run(self._forwards, jobs=self._jobs(parts, sums))
         return sums
 
@@ -109,6 +111,8 @@ class StagedSweep:
             with absent:
                 return self._task.forward(model, self._given(batch))
 
+        for keeper in self._keepers.values():
+            keeper.begin_forwards(())
         returned = self._runtime.run(self._forwards, jobs={0: Job(call, (signature(batch), False))})
         parcel = pack({"output": returned[0]}) if returned else None
         if names := "".join(self._world.exchange(absent.names(returned[0]) if returned else "", axes="pp")):
