@@ -125,17 +125,30 @@ def all_to_all(
     return _start(x, _AllToAll(split, cat))
 
 
-def partial_over(node: Node) -> tuple[str, ...] | None:
-    """The axes over which what a collective gave, by this node of a graph, is whole, so that its gradient is partial:
-    none where that is alike or split. None for any other node.
-    """
+@dataclass(frozen=True)
+class Given:
+    """What a collective of these gave, by the words at the top: over which axes it is which."""
+
+    whole: tuple[str, ...] = ()
+    alike: tuple[str, ...] = ()
+    split: tuple[str, ...] = ()
+
+
+def given_by(node: Node) -> Given | None:
+    """What a node of a graph stands for, where a collective gave that."""
     passage = getattr(node, "passage", None)
     if not isinstance(passage, _Passage):
         return None
     collective = passage.collective
     if isinstance(collective, _Copy):
-        return _named(collective.axes)
-    return _named(collective.along.axes) if isinstance(collective, _Gather) and not collective.alike else ()
+        return Given(whole=_named(collective.axes))
+    if isinstance(collective, _AllReduce):
+        return Given(alike=_named(collective.axes))
+    if isinstance(collective, _Gather):
+        axes = _named(collective.along.axes)
+        return Given(alike=axes) if collective.alike else Given(whole=axes)
+    assert isinstance(collective, _ReduceScatter | _Take | _AllToAll)
+    return Given(split=_named((collective.split if isinstance(collective, _AllToAll) else collective.along).axes))
 
 
 def _named(axes: Axes) -> tuple[str, ...]:

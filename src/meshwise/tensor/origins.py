@@ -7,33 +7,47 @@ What each rank uses for its own heads gets a gradient from each of them. Somebod
                                       gradient, of its tokens or heads, is summed with the gradients of the step
     bias = copied * 2                 copied already, around this module
 
-The graph behind a tensor, up to the last collective, tells which it is.
+The graph behind a tensor, up to the last product or collective, tells which it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from meshwise.comm import gradient
+from meshwise.model.table import Placement
 from meshwise.tensor.matmul import Operation
 from meshwise.tensor.scheme import Axes
 
 
+class Origin(NamedTuple):
+    """Something that a tensor was made of.
+
+    name     of the parameter that it is, or ""
+    summed   the axes over which the gradients of all ranks are summed behind it
+    split    the axes over which ranks have parts of it
+    """
+
+    name: str
+    summed: Axes
+    split: Axes
+
+
 class Origins:
-    """The parameters of one model, and the axes over which the gradient of each is summed in the end."""
+    """The parameters of one model, and where the gradient of each is summed in the end."""
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
-        self._summed: Mapping[str, Axes] = {}
+        self._placed: Mapping[str, Placement] = {}
         self._names: dict[Tensor, str] = {}
 
-    def follow(self, model: nn.Module, *, summed: Mapping[str, Axes]) -> None:
-        """`summed`: by all names of a parameter; of those that are not in it nothing is summed."""
-        self._model, self._summed = model, summed
+    def follow(self, model: nn.Module, *, placed: Mapping[str, Placement]) -> None:
+        """`placed`: every parameter, by all of its names."""
+        self._model, self._placed = model, placed
         model.register_forward_pre_hook(self._begin, prepend=True)
 
     def unsummed(self, x: Tensor, *, axes: Axes) -> Axes:
@@ -41,70 +55,73 @@ class Origins:
 
         Raises ValueError when somebody does behind a part of what `x` was made of, and nobody behind another.
         """
-        found = {tuple(axis for axis in axes if axis in self._at(origin)): origin for origin in origins(x)}
+        found = {tuple(axis for axis in axes if axis in each.summed): each for each in self.of(x, axes=axes)}
         if len(found) > 1:
-            known = self._known()
-            names = [known[origin] for origin in found.values() if isinstance(origin, Tensor) and origin in known]
+            names = ", ".join(sorted(each.name for each in found.values() if each.name))
             raise ValueError(
                 "what an attention, or another module around a pair, is handed besides the stream is made of "
-                f"something that is trained in its block ({', '.join(names)}) and of something that comes from "
+                f"something that is trained in its block ({names}) and of something that comes from "
                 "elsewhere. Each rank of tp uses it for its own heads, and the gradients of the one are summed in "
                 "another place than those of the other. Hand them over as two arguments, and add them up inside"
             )
         done = next(iter(found), ())
         return tuple(axis for axis in axes if axis not in done)
 
-    def _at(self, origin: Tensor | Node) -> Axes:
-        if isinstance(origin, Node):
-            return gradient.partial_over(origin) or ()
-        name = self._known().get(origin)
-        return () if name is None else self._summed[name]
+    def of(self, x: Tensor, *, axes: Axes) -> Iterator[Origin]:
+        """What `x` was made of since the last products, and collectives over some of these axes, as far as it is
+        trained.
+        """
+        if x.is_leaf:
+            yield self._leaf(x, axes=axes)
+        waiting: list[Node] = [x.grad_fn] if x.grad_fn is not None else []
+        seen = set(waiting)
+        while waiting:
+            node = waiting.pop()
+            leaf, origin = getattr(node, "variable", None), _made(node, axes=axes)
+            if leaf is not None:
+                yield self._leaf(leaf, axes=axes)
+            elif origin is not None:
+                yield origin
+            else:
+                following = {each for each, _ in node.next_functions if each is not None} - seen
+                seen |= following
+                waiting.extend(following)
 
-    def _known(self) -> Mapping[Tensor, str]:
+    def _leaf(self, x: Tensor, *, axes: Axes) -> Origin:
+        """A parameter; or what came from another stage, or into a forward that is repeated: it may be a part."""
         if not self._names and self._model is not None:
             held = self._model.named_parameters(remove_duplicate=False)
-            self._names = {parameter: name for name, parameter in held if name in self._summed}
-        return self._names
+            self._names = {parameter: name for name, parameter in held if name in self._placed}
+        name = self._names.get(x, "")
+        return Origin(name, self._placed[name].summed, self._placed[name].layout.axes) if name else Origin("", (), axes)
 
     def _begin(self, _model: nn.Module, _args: Any) -> None:
         self._names = {}  # an engine may have put others in their place
 
 
-def _operation(node: Node) -> Any:
-    return getattr(node, "operation", None)
-
-
-def origins(x: Tensor) -> Iterator[Tensor | Node]:
-    """What a tensor was made of since the last products and collectives, as far as it is trained, and those."""
-    if x.is_leaf:
-        yield x
-    for node in _nodes(x, past=False):
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            yield leaf
-        elif gradient.partial_over(node) is not None:
-            yield node
+def _made(node: Node, *, axes: Axes) -> Origin | None:
+    """What a product gave, or a collective over some of these axes."""
+    operation = getattr(node, "operation", None)
+    if isinstance(operation, Operation):
+        alike = operation.y.axes if operation.y.dim is None else ()
+        return Origin("", (), tuple(axis for axis in axes if axis not in alike))
+    given = gradient.given_by(node)
+    if given is None or not {*given.whole, *given.alike, *given.split}.intersection(axes):
+        return None
+    return Origin("", given.whole, given.split)
 
 
 def leaves(x: Tensor) -> Iterator[Tensor]:
     """What a tensor was made of that is trained."""
+    waiting: list[Node] = [x.grad_fn] if x.grad_fn is not None else []
     if x.is_leaf:
         yield x
-    for node in _nodes(x, past=True):
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            yield leaf
-
-
-def _nodes(x: Tensor, *, past: bool) -> Iterator[Node]:
-    """The graph behind a tensor; `past`: past the collectives."""
-    waiting: list[Node] = [x.grad_fn] if x.grad_fn is not None else []
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
-        yield node
-        if not past and (gradient.partial_over(node) is not None or isinstance(_operation(node), Operation)):
-            continue
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
         following = {each for each, _ in node.next_functions if each is not None} - seen
         seen |= following
         waiting.extend(following)

@@ -31,6 +31,7 @@ from meshwise.tensor.leaving import Leaving
 from meshwise.tensor.linear import DATA, Projection, ShardedHead, ShardedLinear
 from meshwise.tensor.multihead import Sharding
 from meshwise.tensor.norm import ShardedNorm, SplitNorm
+from meshwise.tensor.own_heads import watch_heads
 from meshwise.tensor.part import Part
 from meshwise.tensor.stream_watch import watch
 from meshwise.tensor.twins import scheme_on
@@ -261,7 +262,8 @@ class _Split:
         """
         region.watch_rows(self._root, context=self._outside)
         placed = {**self._kept_whole, **self._placed}
-        self._outside.origins.follow(self._root, summed={name: at.summed for name, at in placed.items()})
+        self._outside.origins.follow(self._root, placed=placed)
+        watch_heads(self._root, parts=self._parts, context_of=self._context)
         cut: list[dict[str, nn.Module]] = []
         stacks: dict[str, list[str]] = {}
         for name in self._blocks:
