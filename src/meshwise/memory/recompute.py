@@ -173,6 +173,7 @@ class _Call:
         self._found = block.recall.here()
         self._around = _surroundings()
         self._inputs = _Inputs(args, kwargs, block=block.name)
+        self._cache = next((name for name, given in kwargs.items() if _names_cache(name) and _is_kept(given)), "")
 
     # ---- the first time ----------------------------------------------------------------------------------------
 
@@ -237,13 +238,27 @@ class _Call:
         self._block.is_trusted = True
 
     def _differs(self, what: str) -> str:
+        found = f"{self._block.name} saved {what} when its forward was repeated"
+        if self._cache:
+            return (
+                f"{found}: it is handed a cache, {self._cache}, which its first forward filled. A training forward "
+                "needs none: set use_cache=False in the model's config, or hand it to the model"
+            )
         return (
-            f"{self._block.name} saved {what} when its forward was repeated; a block that is recomputed has to "
-            "compute the same twice: does it draw from numpy, read something that changed in between (a cache, as "
-            "transformers' models have with config.use_cache=True), or memory that nobody wrote to, or take another "
-            "branch? "
-            "Leave it out: Options(recomputed=(…)) names the modules to recompute"
+            f"{found}; a block that is recomputed has to compute the same twice: does it draw from numpy, read "
+            "something that changed in between (a cache), or memory that nobody wrote to, or take another branch? "
+            "Let it compute the same (with a cache: config.use_cache=False), or leave it out: Options(recomputed=(…)) "
+            "names the modules to recompute"
         )
+
+
+def _names_cache(name: str) -> bool:
+    return "cache" in name or "past_key" in name or name == "layer_past"
+
+
+def _is_kept(given: Any) -> bool:
+    """Whether an argument is an object that keeps things, and no tensor, number or None."""
+    return not (given is None or isinstance(given, Tensor | bool | int | float | str))
 
 
 class _Filling:
