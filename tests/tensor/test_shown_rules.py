@@ -4,12 +4,14 @@ import copy
 import functools
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwise.plan import Plan
 from meshwise.tensor.rules import Rules, find_parts
 from tensor.plain import shown
+from tensor.splitting import split_agrees
 
 
 def with_blocks(*blocks: nn.Module) -> nn.Module:
@@ -86,3 +88,41 @@ def test_rules_that_are_shown_work_as_they_stand(block: nn.Module, rules: Rules,
     if "and take tp_mode=1d" in str(caught.value):
         plan = "tp=2"
     assert find_parts(model, plan=Plan.parse(plan), rules={**rules, **shown(caught.value)})
+
+
+class Pooled(nn.Module):
+    """An attention outside of the blocks makes one token of all, with a table of as many rows as there are features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(24, 16)
+        self.blocks = nn.ModuleList(Parts("gud", hidden=48) for _ in range(2))
+        self.attention, self.far = nn.MultiheadAttention(16, 4, batch_first=True), nn.Embedding(16, 1)
+        self.head = nn.Linear(16, 24)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = functools.reduce(lambda x, block: block(x), self.blocks, self.embedding(tokens))
+        near: Tensor = self.far(torch.arange(x.size(1))).mT
+        logits: Tensor = self.head(self.attention(x.mean(1, keepdim=True), x, x, attn_mask=near)[0][:, 0])
+        return logits
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=2 sequence_parallel=1"])
+def test_the_rule_shown_for_an_attention_outside_of_the_blocks_keeps_all_of_it_whole(plan: str) -> None:
+    torch.manual_seed(1)
+    model, tokens = Pooled().double(), torch.randint(0, 24, (4, 6))
+    with pytest.raises(ValueError, match="found no part") as caught:
+        find_parts(model, plan=Plan.parse(plan))
+    rules = shown(caught.value)
+    assert rules == {"attention": "whole"}
+    parts = find_parts(model, plan=Plan.parse(plan), rules=rules)
+    split_agrees(model, plan=plan, parts=parts, batch=((tokens,), lambda model, batch: model(batch[0]).exp().sum()))
+
+
+def test_a_table_with_as_many_rows_as_there_are_features_reads_no_stream() -> None:
+    model = with_blocks(*(Parts("gud", hidden=48) for _ in range(2)))
+    model.add_module("far", nn.Embedding(16, 4))
+    assert find_parts(model, plan=Plan(tp=4, tp_mode="2d"))["far"].role == "whole"
+    model.add_module("far", nn.Embedding(5, 16))
+    with pytest.raises(ValueError, match="far: Embedding is kept whole, and what it makes is the stream"):
+        find_parts(model, plan=Plan(tp=4, tp_mode="2d"), rules={"far": "whole"})

@@ -251,7 +251,9 @@ def _example(module: nn.Module, parameter: str, *, reason: str) -> tuple[str, st
     told = re.search(r"rule(?: for (\S+))?: '([^']+)'", reason)
     if told and told[1]:
         name = told[1]
-    elif not name or next(module.get_submodule(name).children(), None) is not None:
+    elif not isinstance(module.get_submodule(name), nn.MultiheadAttention) and (  # which computes with all it holds
+        not name or next(module.get_submodule(name).children(), None) is not None
+    ):
         return of_all_blocks(parameter), "whole"
     pattern, kind = of_all_blocks(name), type(module.get_submodule(name))
     alike = all(type(m) is kind for n, m in module.named_modules() if matches(n, pattern=pattern))

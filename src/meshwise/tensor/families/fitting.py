@@ -114,11 +114,12 @@ def _is_whole(name: str, parts: Mapping[str, Part]) -> bool:
 
 def _only_1d(module: nn.Module, part: Part, width: int | None, *, rows_move: bool) -> str:
     if part.role == "whole":
-        reads_stream = any(width in parameter.shape for parameter in module.parameters()) or _reads_side_by_side(
-            module, width
-        )
+        looks_up = isinstance(module, nn.Embedding)  # by numbers, of which there may be as many as features
+        sizes = [parameter.shape[-1:] if looks_up else parameter.shape for parameter in module.parameters()]
+        reads_stream = any(width in each for each in sizes) or _reads_side_by_side(module, width)
         if reads_stream and not _reads_all(module, part, width):
-            return f"{type(module).__name__} is kept whole, and what it reads is the stream, split by features"
+            does = "makes" if looks_up else "reads"
+            return f"{type(module).__name__} is kept whole, and what it {does} is the stream, split by features"
     if part.role == "patches" and isinstance(module, CONVOLUTIONS) and module.groups > 1:
         return f"{type(module).__name__} has groups of channels, and they become features, which are split"
     if isinstance(module, nn.MultiheadAttention):
