@@ -31,12 +31,14 @@ class Mlp(nn.Module):
 class Model(nn.Module):
     """Blocks of the reference GPT, called as a test wants it."""
 
-    def __init__(self, *, tied: bool = False, backwards: bool = False, between: bool = False) -> None:
+    def __init__(
+        self, *, tied: bool = False, halves: bool = False, backwards: bool = False, between: bool = False
+    ) -> None:
         super().__init__()
         self.body = gpt()
         self.body.norm = nn.LayerNorm(16)
         self.between = nn.Linear(16, 16) if between else None
-        self.tied, self.backwards = tied, backwards
+        self.tied, self.halves, self.backwards = tied, halves, backwards
 
     def forward(self, tokens: Tensor) -> Tensor:
         body = self.body
@@ -46,6 +48,8 @@ class Model(nn.Module):
             if self.between is not None and block is body.blocks[0]:
                 x = self.between(x)
         x = body.norm(x)
+        if self.halves:
+            return torch.cat([functional.linear(x, half) for half in body.embedding.weight.chunk(2)], dim=-1)
         logits: Tensor = functional.linear(x, 2 * body.embedding.weight) if self.tied else body.head(x)
         return logits
 
@@ -61,9 +65,10 @@ def step(model: nn.Module, plan: str, rules: dict[str, str] | None = None) -> No
     run(Plan.parse(plan).mesh().size, main)
 
 
-def test_what_is_computed_of_a_split_weight_is_refused() -> None:
+@pytest.mark.parametrize("how", ["tied", "halves"])
+def test_what_is_computed_of_a_split_weight_is_refused(how: str) -> None:
     with pytest.raises(ValueError, match=r"embedding\.weight is split over the ranks of tp, and the forward computes"):
-        step(Model(tied=True), "tp=2")
+        step(Model(**{how: True}), "tp=2")
 
 
 def test_parameters_that_rules_make_matrices_are_multiplied_by_nobody() -> None:

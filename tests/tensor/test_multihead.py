@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.comm.world import World
-from meshwise.parallelize import parallelize
+from meshwise.parallelize import Options, parallelize
 from meshwise.plan import Plan, PlanError
 from meshwise.tensor.rules import find_parts
 from meshwise.testing import run
@@ -125,6 +125,39 @@ def test_masks_follow_the_rows_under_3d() -> None:
         batch=([rows(5)], lambda module, inputs: module(*inputs).square().sum()),
         bound=1e-10,
     )
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_decoder_trains_as_on_one_process(together: bool) -> None:
+    """Its attention to the encoder's output takes the three matrices of its weight one by one."""
+    torch.manual_seed(2)
+    model = Translator(together=together).double()
+    expected = copy.deepcopy(model)
+    source, target = rows(6), rows(6)[:, :3]
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (squares(expected(source, target), source)[0] / len(source)).backward()
+        optimizer.step()
+
+    def main(world: World) -> dict[str, Tensor]:
+        options = Options(forward=lambda module, batch: module(*batch))
+        trainer = parallelize(
+            copy.deepcopy(model),
+            "tp=2",
+            world=world,
+            loss=lambda output, _: squares(output, source),
+            options=options,
+            optimizer=torch.optim.SGD,
+            lr=0.1,
+        )
+        for _ in range(2):
+            trainer.step((source, target))
+        return {name: value.clone() for name, value in trainer.full_parameters()}
+
+    found = run(2, main)[0]
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(found[name], parameter.detach(), rtol=0, atol=1e-10)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

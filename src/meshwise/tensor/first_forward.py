@@ -25,7 +25,8 @@ from meshwise.tree import reachable
 _READERS = ("_Multiply", "_Depart", "Embedding")
 """How the names of operations begin that parts give their parameters to: a product, a collective, a look-up."""
 
-_CONVERTS = "ToCopy"
+_CONVERTS = ("ToCopy", "Split")
+"""Those that only hand on a parameter, in another dtype or in parts: torch's attention has three matrices in one."""
 
 
 class FirstForward:
@@ -113,14 +114,14 @@ class FirstForward:
 
 
 def _reads(output: Any) -> Iterator[tuple[Tensor, str]]:
-    """The leaves of the graph behind the tensors of an output, each with what computed with it; conversions aside."""
+    """The leaves of the graph behind the tensors of an output, each with what computed with it."""
     waiting = [tensor.grad_fn for tensor in reachable(output) if tensor.grad_fn is not None]
     seen: set[Node] = set(waiting)
     while waiting:
         node = waiting.pop()
         for following, _ in node.next_functions:
             read = following
-            if read is not None and read.name().startswith(_CONVERTS):
+            while read is not None and read.name().startswith(_CONVERTS):
                 read = read.next_functions[0][0]
             leaf = getattr(read, "variable", None)
             if leaf is not None and not node.name().startswith(_CONVERTS):
