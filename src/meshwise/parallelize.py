@@ -20,7 +20,7 @@ from meshwise.comm.joining import connect
 from meshwise.comm.thread_world import ThreadWorld
 from meshwise.comm.world import World
 from meshwise.cutting import Example, agreed_schedule, cut_source, first_ranks, pairs_of, refuse_lost
-from meshwise.data_parallel.batch_norm import Statistics, batch_norms, take_over
+from meshwise.data_parallel.batch_norm import Statistics, running_norms, take_over
 from meshwise.data_parallel.engine import DataParallel
 from meshwise.data_parallel.protocol import Engine
 from meshwise.data_parallel.renorm import refuse_renormed
@@ -387,7 +387,7 @@ def _place_buffers(source: Source, world: World, precision: Precision) -> None:
 
 def _batch_norms_join(module: nn.Module, setting: Setting, world: World) -> bool:
     """Whether ranks take the statistics of batch norms together. Raises PlanError where they cannot."""
-    norms = list(batch_norms(module))
+    norms = list(running_norms(module))
     setting.around.undo.push(take_over(module))
     if norms and _rows_meet(setting.plan, world):
         raise PlanError(

@@ -13,12 +13,16 @@ From the mean, the squared deviations and the number of values of each rank thos
 which loses no digits where the mean is large, and takes one all-gather of 2C+1 numbers per rank forward, one
 reduce-scatter of as many backward. A rank without rows takes part with n = 0.
 
+An instance norm computes nothing over the batch, but what it keeps for eval mode is a mean over its samples: that of
+all ranks is the mean of theirs, by how many samples each has.
+
 `F.batch_norm` is answered for while the model runs, whatever class of the model's calls it; modules stay what they are.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +34,7 @@ from torch.nn import functional
 from meshwise.comm import gradient
 from meshwise.comm.world import World
 from meshwise.model.interception import Throughout
-from meshwise.norms import BatchNorm
+from meshwise.norms import BatchNorm, RunningNorm
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Statistics(Throughout):
         """
         super().__init__()
         self._world, self._axes = world, axes
-        self._norms = list(batch_norms(module).values())
+        self._norms = list(running_norms(module).values())
         self.joined = joined
         self._counts = True
         self._again = False
@@ -76,6 +80,8 @@ class Statistics(Throughout):
         """What `func` gives: of the whole micro-batch, where it is a batch norm that takes statistics."""
         if func is functional.batch_norm and (call := _Call(*args, **kwargs)).training:
             return self._normalised(call)
+        if func is functional.instance_norm:
+            return self._each_normalised(_INSTANCES.bind(*args, **kwargs))
         if func is Tensor.add_ and any(args[0] is norm.num_batches_tracked for norm in self._norms):
             self._counter = args[0]
         return func(*args, **kwargs)
@@ -95,6 +101,26 @@ class Statistics(Throughout):
         shift = -mean * scale if call.bias is None else call.bias - mean * scale
         shape = (-1, *(1,) * (x.ndim - 2))
         return torch.addcmul(shift.view(shape), x, scale.view(shape)).to(call.input.dtype)
+
+    def _each_normalised(self, call: inspect.BoundArguments) -> Tensor:
+        """An instance norm, after which the running statistics are those of all ranks."""
+        call.apply_defaults()
+        given = call.arguments
+        kept = [given[name] for name in ("running_mean", "running_var") if given[name] is not None]
+        if not kept or not given["use_input_stats"]:
+            return functional.instance_norm(*call.args, **call.kwargs)
+        before = [running.clone() for running in kept]
+        output = functional.instance_norm(*call.args, **call.kwargs)
+        with torch.no_grad():
+            if not self._again:
+                number = len(given["input"]) if self._counts else 0
+                total = torch.cat([*(running * number for running in kept), kept[0].new_full((1,), number)])
+                self._world.all_reduce(total, axes=self._axes).wait()
+                *sums, count = total.split([*(len(running) for running in kept), 1])
+                before = [torch.where(count > 0, sum_ / count, old) for sum_, old in zip(sums, before, strict=True)]
+            for running, value in zip(kept, before, strict=True):
+                running.copy_(value)
+        return output
 
     def _of_all(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The mean [C], the sum of squared deviations [C] and the number [1] of the values of x[B, C, …] on all ranks.
@@ -122,6 +148,9 @@ class Statistics(Throughout):
             running.lerp_(value.to(running.dtype), momentum * (count > 0).to(running.dtype))
 
 
+_INSTANCES = inspect.signature(functional.instance_norm)
+
+
 class _OneOfMany(nn.SyncBatchNorm):
     """A SyncBatchNorm whose statistics are the engine's affair, with or without replicas."""
 
@@ -131,6 +160,15 @@ class _OneOfMany(nn.SyncBatchNorm):
 def batch_norms(module: nn.Module) -> dict[str, BatchNorm]:
     """The modules of a model that take statistics over the batch, by name."""
     return {name: part for name, part in module.named_modules() if isinstance(part, BatchNorm)}
+
+
+def running_norms(module: nn.Module) -> dict[str, RunningNorm]:
+    """And those whose running statistics alone are of the batch: instance norms that keep some."""
+    return {
+        name: part
+        for name, part in module.named_modules()
+        if isinstance(part, BatchNorm) or (isinstance(part, RunningNorm) and part.track_running_stats)
+    }
 
 
 def take_over(module: nn.Module) -> contextlib.ExitStack:
