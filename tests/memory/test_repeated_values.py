@@ -3,10 +3,11 @@
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.memory.recompute import Block
+from meshwise.memory.recompute import Block, RecomputeError
 from meshwise.model.recall import Recall
 
 
@@ -45,3 +46,22 @@ def test_bytes_that_nobody_wrote_to_may_differ() -> None:
     module(x).sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, x.detach().cos())
+
+
+def test_a_block_that_fills_the_cache_it_is_handed_is_told_to_do_without_it() -> None:
+    class Cache:
+        def __init__(self) -> None:
+            self.seen: list[Tensor] = []
+
+    class Caching(nn.Module):
+        def forward(self, x: Tensor, past_key_values: Cache | None = None) -> Tensor:
+            cache = Cache() if past_key_values is None else past_key_values
+            cache.seen.append(x)
+            return torch.cat(cache.seen).exp()
+
+    module, x = Caching(), torch.ones(2, 4, requires_grad=True)
+    Block(module, name="layers.0", mode="full", recall=Recall())
+    module(x).sum().backward()
+    with pytest.raises(RecomputeError, match=r"layers\.0 saved .* a cache, past_key_values.*use_cache=False") as told:
+        module(x, past_key_values=Cache()).sum().backward()
+    assert "recomputed=" not in str(told.value)
