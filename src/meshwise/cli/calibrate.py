@@ -18,6 +18,7 @@ from meshwise.comm import World, run, torchrun_line
 from meshwise.comm.cores import cores
 from meshwise.comm.launched import is_rank, speaks
 from meshwise.simulate.cluster import to_table
+from meshwise.train.counted import counted
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError
 from meshwise.train.screen import Screen
@@ -70,13 +71,13 @@ def main(words: Sequence[str]) -> int:
     size, comm = _ranks(flags), chosen(flags.comm)
     if not is_rank():
         line = torchrun_line(size, ["-m", "meshwise", "bench", "calibrate", *words])
-        print(f"starting {size} local ranks; the same with torchrun:\n  {line}", flush=True)
+        print(f"starting {counted(size, of='local rank')}; the same with torchrun:\n  {line}", flush=True)
     device = None if flags.device == "auto" else flags.device
     found: Calibrated = run(size, _rank, args=(effort,), device=device, comm=comm)[0]
     if speaks():
         text = tomli_w.dumps(to_table(found.cluster))
         write_output(flags.output, write=lambda path: path.write_text(text, encoding="utf-8"))
-        told = f"wrote {flags.output}: {found.cluster.device.name}, {size} ranks"
+        told = f"wrote {flags.output}: {found.cluster.device.name}, {counted(size, of='rank')}"
         if found.share < UNDISTURBED:
             told += f"; {_disturbed(found, size=size)}"
         Screen().print(told, highlight=False, soft_wrap=True)
