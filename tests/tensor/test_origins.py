@@ -1,6 +1,7 @@
 """The gradient of what an attention is handed is summed over its heads once, wherever that was trained."""
 
 import copy
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -119,6 +120,17 @@ def _counted(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
 @pytest.mark.parametrize("plan", [*SCHEMES, *GRIDS])
 def test_a_table_of_a_block_gets_the_gradient_of_all_heads_once(plan: str, kind: str) -> None:
     model, rules, batches = _given(kind)
+    parts = find_parts(model, plan=Plan.parse(plan), rules=rules)
+    split_agrees(model, plan=plan, parts=parts, batch=((batches[0]["tokens"], batches[0]["targets"]), _loss))
+
+
+@pytest.mark.parametrize(
+    "plan, tokens",
+    [*((plan, WIDTH) for plan in ("tp=2", "tp=2 sequence_parallel=1")), *((plan, 6) for plan in (*GRIDS, SCHEMES[-1]))],
+)
+def test_a_table_as_wide_as_the_stream_is_no_stream(monkeypatch: pytest.MonkeyPatch, plan: str, tokens: int) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "TOKENS", tokens)
+    model, rules, batches = _given("plain")
     parts = find_parts(model, plan=Plan.parse(plan), rules=rules)
     split_agrees(model, plan=plan, parts=parts, batch=((batches[0]["tokens"], batches[0]["targets"]), _loss))
 

@@ -203,15 +203,20 @@ def used_apart(x: Tensor, *, context: Context) -> Tensor:
 def hand_over(module: nn.Module, *, context: Context, widths: Collection[int]) -> None:
     """Bring what a module around a pair is handed besides the stream to the rows, and the use, that it has inside.
 
-    `widths`: of what the first matrices read, who bring it together themselves.
+    `widths`: of what the first matrices read, who bring it together themselves. That has as many dims as the stream.
     """
+    dims = [0]
+
+    def look(_module: nn.Module, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
+        dims[0] = next((x.dim() for x in tensors((args[:1], given.get(_STREAM)))), 0)
 
     def change(name: str, x: Tensor) -> Tensor:
         known = name in _POSITIONS or any(word in name for word in MASKS)
-        if not known and x.is_floating_point() and x.dim() > 1 and x.size(-1) in widths:
+        if not known and x.is_floating_point() and x.dim() == (dims[0] or x.dim()) > 1 and x.size(-1) in widths:
             return x
         return to_inner_rows(used_apart(x, context=context), context=context)
 
+    module.register_forward_pre_hook(look, with_kwargs=True)
     _change_arguments(module, lambda name: None if name in BY_HEAD else functools.partial(change, name))
 
 
