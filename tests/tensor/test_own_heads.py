@@ -58,10 +58,10 @@ class Layer(nn.Module):
         if kind == "gate":
             self.gate = nn.Parameter(torch.tensor([0.9]))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, scale: Tensor | None) -> Tensor:
         y = self.norm(x) * self.gate if self.kind == "gate" else self.norm(x)
         x = x + self.mixer(y)
-        output: Tensor = x + self.hidden(x, y.mean(-1, keepdim=True) if self.kind == "stream" else None)
+        output: Tensor = x + self.hidden(x, y.mean(-1, keepdim=True) if self.kind == "stream" else scale)
         return output
 
 
@@ -71,11 +71,15 @@ class Model(nn.Module):
         self.words = nn.Embedding(WORDS, WIDTH)
         self.layers = nn.ModuleList(Layer(kind) for _ in range(2))
         self.head = nn.Linear(WIDTH, WORDS)
+        self.kind = kind
+        if kind in ("scale", "scales"):
+            self.scale = nn.Parameter(torch.tensor([1.1]))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.words(tokens)
+        x = x * self.scale if self.kind == "scales" else x
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, self.scale if self.kind in ("scale", "scales") else None)
         logits: Tensor = self.head(x)
         return logits
 
@@ -129,3 +133,12 @@ def test_what_is_used_for_the_stream_is_not_summed_over_its_copies(plan: str) ->
 def test_the_stream_that_meets_hidden_features_beside_the_matrices_is_refused() -> None:
     with pytest.raises(ValueError, match=r"layers\.0\.hidden\.down.*nobody would sum"):
         _agrees("stream", "tp=2", {})
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=2 sequence_parallel=1"])
+def test_what_hidden_features_and_the_stream_before_the_blocks_have_in_common_is_refused(plan: str) -> None:
+    _agrees("scale", plan, {"scale": "each_head"})
+    with pytest.raises(ValueError, match=r"scale.*would be too large"):
+        _agrees("scales", plan, {"scale": "each_head"})
+    with pytest.raises(ValueError, match=r"scale.*nobody would sum"):
+        _agrees("scales", plan, {"scale": "whole"})

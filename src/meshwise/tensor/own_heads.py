@@ -24,22 +24,33 @@ from meshwise.tensor.scheme import Axes
 Look = Callable[[str, Tensor, Context], None]
 
 
-def watch_heads(model: nn.Module, *, parts: Mapping[str, Part], context_of: Callable[[str, Part], Context]) -> None:
-    """Look at what each matrix is given, the first time that it is given something trained."""
+def watch_heads(
+    model: nn.Module,
+    *,
+    parts: Mapping[str, Part],
+    context_of: Callable[[str, Part], Context],
+    entries: Mapping[str, Context],
+) -> None:
+    """Look at what each matrix is given, the first time that it is given something trained. `entries`: the blocks where
+    the stream begins, and what is outside of them.
+    """
     modules = dict(model.named_modules())
     for name, part in parts.items():
         look = {"second": _inside, "first": _outside, "single": _outside, "head": _outside}.get(part.role)
         if look is not None and name in modules and not part.elsewhere:
             _look_once(modules[name], name, look=look, context=context_of(name, part))
+    for name, outside in entries.items():
+        _look_once(modules[name], name, look=_outside, context=outside)
 
 
 def _look_once(matrix: nn.Module, name: str, *, look: Look, context: Context) -> None:
-    def before(_module: nn.Module, args: tuple[Any, ...]) -> None:
-        if torch.is_grad_enabled() and args and isinstance(args[0], Tensor) and args[0].requires_grad:
+    def before(_module: nn.Module, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
+        x = args[0] if args else given.get("hidden_states")
+        if torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad:
             handle.remove()
-            look(name, args[0], context)
+            look(name, x, context)
 
-    handle = matrix.register_forward_pre_hook(before)
+    handle = matrix.register_forward_pre_hook(before, with_kwargs=True)
 
 
 def _inside(name: str, x: Tensor, context: Context) -> None:

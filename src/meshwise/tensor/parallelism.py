@@ -263,11 +263,12 @@ class _Split:
         region.watch_rows(self._root, context=self._outside)
         placed = {**self._kept_whole, **self._placed}
         self._outside.origins.follow(self._root, placed=placed)
-        watch_heads(self._root, parts=self._parts, context_of=self._context)
         cut: list[dict[str, nn.Module]] = []
         stacks: dict[str, list[str]] = {}
         for name in self._blocks:
             stacks.setdefault(name.rpartition(".")[0], []).append(name)
+        entries = {names[0]: self._outside for names in stacks.values()}
+        watch_heads(self._root, parts=self._parts, context_of=self._context, entries=entries)
         for names in stacks.values():
             first, last = self._modules[names[0]], self._modules[names[-1]]
             if self._inside.degree(self._inside.scheme.tokens) > 1:
