@@ -86,7 +86,5 @@ def _outside(name: str, x: Tensor, context: Context) -> None:
 
 
 def _axes(context: Context) -> Axes:
-    """Those over which ranks have other heads, and what comes from outside of the pair is alike."""
-    scheme = context.scheme
-    axes = tuple(axis for axis in (*scheme.inner, *scheme.inner_rows) if axis not in scheme.rows)
+    axes = context.scheme.apart
     return axes if context.degree(axes) > 1 else ()

@@ -192,8 +192,7 @@ def used_apart(x: Tensor, *, context: Context) -> Tensor:
     """A tensor from outside of a pair, for each rank to use for its own heads, or features: its gradient is the sum,
     unless what it was made of has its gradients summed in the end.
     """
-    scheme = context.scheme
-    axes = tuple(axis for axis in (*scheme.inner, *scheme.inner_rows) if axis not in scheme.rows)
+    axes = context.scheme.apart
     if not x.requires_grad or context.degree(axes) == 1:
         return x
     axes = context.origins.unsummed(x, axes=axes)

@@ -90,3 +90,8 @@ class Scheme:
     inner_rows: Axes = ()
     tokens: Axes = ()
     twins: Axes = ()
+
+    @property
+    def apart(self) -> Axes:
+        """The axes whose ranks have other heads, or hidden features, and where what comes from outside is alike."""
+        return tuple(axis for axis in (*self.inner, *self.inner_rows) if axis not in self.rows)
