@@ -25,6 +25,8 @@ from pathlib import Path
 
 import torch
 
+import later_runs
+from later_runs import Run
 from megatron_lm import PRECISION, Megatron, cross_entropy
 from meshwise.parallelize import Options
 from meshwise.pipeline.cut import Where
@@ -43,7 +45,17 @@ FITTED = {"single": 10, "schedules": 4}
 ACTION = {"schedules": 0.9e-3}
 """Seconds of the host for an action where code was not that of the other tables, but of 2023."""
 
-ADAPTERS = {"ptdp": 8, "parallel": 8, "sharded": 1, "single": 8, "multi": 4, "schedules": 8, "layer": 8, "steps": 8}
+ADAPTERS = {
+    "ptdp": 8,
+    "parallel": 8,
+    "sharded": 1,
+    "single": 8,
+    "multi": 4,
+    "schedules": 8,
+    "layer": 8,
+    "steps": 8,
+    "megascale": 8,
+}
 """Of a node of eight GPUs: Selene has one for each; vTrain's configurations say 800 Gb/s, which is four of 200 Gb/s.
 DeepSpeed's runs on Selene took as long as if they used one, which was read off these rows."""
 
@@ -56,6 +68,11 @@ TITLES = {
     "schedules": "pipeline schedules (zero bubble, table 4)",
     "layer": "a layer, recomputed and in sequence parallel (table 4)",
     "steps": "22 B to 1 T, recomputed and in sequence parallel (table 5)",
+    "megascale": "MegaScale's runs of Megatron-LM, 256 to 12,288 GPUs (table 2)",
+    "foundry-a100": "llm-foundry, FSDP, 8 to 64 A100",
+    "torchtitan": "torchtitan, FSDP2, 64 A100",
+    "foundry-h100": "llm-foundry, FSDP, 8 to 512 H100",
+    "nemo": "NeMo with Megatron-Core, 16 to 2,048 H100",
 }
 CALCULON = {"ptdp": "ptdp_table1", "single": "vtrain_single", "multi": "vtrain_multi"}
 """The tables as the peer's file calls them."""
@@ -107,6 +124,11 @@ class Row:
 
     memory: float = 0.0
     """Bytes of the fullest rank; 0 where they are not published."""
+
+    @property
+    def name(self) -> str:
+        """Beside the plan."""
+        return f"{self.layers}x{self.hidden}"
 
     @property
     def plan(self) -> str:
@@ -225,6 +247,16 @@ def steps(_numbers: Path) -> Iterator[Row]:
         yield Row(layers, hidden, heads, 2048, batch, micro_batch, tp, dp, pp, virtual, 51200, seconds, words)
 
 
+def megascale(_numbers: Path) -> Iterator[Row]:
+    """Megatron-LM beside MegaScale: Jiang et al., 2024, tables 1 and 2. 175 B with as many heads as they had."""
+    words = f"{EXPERIMENTS['present work']} schedule=interleaved"
+    for run in later_runs.runs("megascale", cluster="a100-80"):
+        yield Row(
+            96, 12288, 128, run.sequence, run.global_batch, run.micro_batch, run.tp, run.dp, run.pp,
+            run.virtual_stages, 64000, run.seconds, words,
+        )  # fmt: skip
+
+
 def single(numbers: Path) -> Iterator[Row]:
     """VTrain's runs on one node of 8 A100."""
     yield from _vtrain(numbers / "vtrain_ground_truth_single.csv")
@@ -249,7 +281,11 @@ def _lines(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-TABLES: Mapping[str, Callable[[Path], Iterator[Row]]] = {
+def _later(source: str, cluster: str) -> Callable[[Path], Iterator[Run]]:
+    return lambda _numbers: later_runs.runs(source, cluster=cluster)
+
+
+TABLES: Mapping[str, Callable[[Path], Iterator[Row | Run]]] = {
     "ptdp": ptdp,
     "parallel": parallel,
     "sharded": sharded,
@@ -258,6 +294,11 @@ TABLES: Mapping[str, Callable[[Path], Iterator[Row]]] = {
     "schedules": schedules,
     "layer": layer,
     "steps": steps,
+    "megascale": megascale,
+    "foundry-a100": _later("llm-foundry", "a100-80"),
+    "torchtitan": _later("torchtitan", "a100-80"),
+    "foundry-h100": _later("llm-foundry", "h100"),
+    "nemo": _later("dgxc", "h100"),
 }
 
 
@@ -286,7 +327,7 @@ def main() -> None:
                 row = rows[index]
                 errors.append(abs(seconds / row.seconds - 1))
                 off = f"{100 * (seconds / row.seconds - 1):+.1f} %"
-                print(f"{row.plan}  {row.layers}x{row.hidden}  {seconds:.3f}  {row.seconds:.3f}  {off}", flush=True)
+                print(f"{row.plan}  {row.name}  {seconds:.3f}  {row.seconds:.3f}  {off}", flush=True)
                 if row.memory:
                     wrong.append(abs(size / row.memory - 1))
                     print(f"    {size / 1e9:.1f} GB  {row.memory / 1e9:.0f} GB", flush=True)
@@ -300,11 +341,13 @@ def main() -> None:
         write_between_markers(arguments.docs, text="\n".join([*lines, ""]), table="published")
 
 
-def told(table: str, row: Row) -> tuple[float, int]:
+def told(table: str, row: Row | Run) -> tuple[float, int]:
     """The seconds that a run is predicted to take, and the bytes of its fullest rank.
 
     Megatron-LM has tokens in the first dim, so what sequence parallelism gathers lies there without copies.
     """
+    if isinstance(row, Run):
+        return later_runs.predicted(row).seconds, 0
     base = load("a100-80")
     nodes = -(-row.ranks // base.ranks_per_node)
     rates = dict.fromkeys(("cat", "copy_"), math.inf) if "sequence_parallel" in row.words else base.device.rates
