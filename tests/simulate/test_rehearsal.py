@@ -270,6 +270,22 @@ def test_attention_is_the_fused_kernel_of_the_device_that_is_meant() -> None:
         assert "_fused_adamw_" in names
 
 
+def _names(config: GPTConfig, plan: str) -> Counter[str]:
+    rehearsal = rehearse(gpt_subject(config), plan=plan, ranks=1, device="cuda")
+    return Counter(entry.name for part in rehearsal.step(0) for entry in part.entries if isinstance(entry, Operation))
+
+
+@pytest.mark.parametrize("precision, kernel", [("bf16", "flash"), ("fp32", "efficient")])
+@pytest.mark.parametrize("plan", ["dp=1 random=local", "dp=1 random=local recompute=full", "dp=1 random=global"])
+def test_attention_that_drops_is_fused_where_torch_draws(plan: str, precision: str, kernel: str) -> None:
+    names = _names(replace(CONFIG, dropout=0.1), f"{plan} precision={precision}")
+    passes = CONFIG.layers * (2 if "recompute" in plan else 1)
+    local = "local" in plan
+    assert names[f"_scaled_dot_product_{kernel}_attention"] == local * passes
+    assert names[f"_scaled_dot_product_{kernel}_attention_backward"] == local * CONFIG.layers
+    assert (names["bmm"] == 0) == local
+
+
 class _Placeless(nn.Module):
     """Makes tensors on no device in particular, as models for CPUs do."""
 

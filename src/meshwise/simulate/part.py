@@ -71,7 +71,7 @@ class Part:
         world = RehearsalWorld(rank=rank, mesh=mesh, recorder=recorder, stages=self.stages, shared=self.shared)
         constants, options = Constants(self.values), self.subject.options
         forward = without_values(options.forward or default_forward, constants=constants)
-        with Kernels(self.device):
+        with Kernels(self.device, local=self.plan.random == "local"):
             with constants:
                 trainer = parallelize(
                     self.source,

@@ -237,11 +237,15 @@ _IS_CPU = vars(torch._C.TensorBase)["is_cpu"].__get__
 
 
 class Kernels(Throughout):
-    """Answers for the device that is meant: which kernels compute, and whether a tensor is on a CPU."""
+    """Answers for the device that is meant: which kernels compute, and whether a tensor is on a CPU.
 
-    def __init__(self, kind: str) -> None:
+    `local`: dropout is torch's own, which a GPU's fused attention does too. Masks that are the same under every plan
+    are made outside of kernels.
+    """
+
+    def __init__(self, kind: str, *, local: bool = False) -> None:
         super().__init__()
-        self._kind = kind
+        self._kind, self._local = kind, local
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func == _IS_CPU and args[0].is_meta:
@@ -252,7 +256,10 @@ class Kernels(Throughout):
             return _rms_norm(*args, **kwargs)
         if func is functional.scaled_dot_product_attention:
             given = {**_ATTENTION, **dict(zip(_ATTENTION, args, strict=False)), **kwargs}
-            return _attention(self._kind, given) if given["query"].is_meta else func(*args, **kwargs)
+            if not given["query"].is_meta:
+                return func(*args, **kwargs)
+            fused = not given["dropout_p"] or (self._local and self._kind == "cuda")
+            return _attention(self._kind, given) if fused else torch._scaled_dot_product_attention_math(**given)[0]
         return func(*args, **kwargs)
 
 
@@ -302,22 +309,23 @@ def _rms_norm(
 def _attention(kind: str, given: dict[str, Any]) -> Tensor:
     """Attention by the fused kernel where the device has one for it, otherwise by plain operations."""
     query, key, value, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
-    if given["dropout_p"] or (mask is not None and mask.requires_grad) or not _fused(kind, given):
+    if (mask is not None and mask.requires_grad) or not _fused(kind, given):
         return torch._scaled_dot_product_attention_math(**given)[0]
+    flash = kind == "cuda" and mask is None and query.dtype in (torch.float16, torch.bfloat16)
     if given["enable_gqa"] and key.size(1) != query.size(1):
         times = query.size(1) // key.size(1)
         key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
-    causal, scale = given["is_causal"], given["scale"]
+    causal, scale, dropped = given["is_causal"], given["scale"], given["dropout_p"]
     aten = torch.ops.aten
     if kind == "cpu":
         output = aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, attn_mask=mask, scale=scale
         )
-    elif mask is None and query.dtype in (torch.float16, torch.bfloat16):
-        output = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
+    elif flash:
+        output = aten._scaled_dot_product_flash_attention(query, key, value, dropped, causal, scale=scale)
     else:
         output = aten._scaled_dot_product_efficient_attention(
-            query, key, value, mask, compute_log_sumexp=query.requires_grad, is_causal=causal, scale=scale
+            query, key, value, mask, query.requires_grad, dropped, causal, scale=scale
         )
     result: Tensor = output[0]
     return result
