@@ -286,6 +286,11 @@ def test_attention_that_drops_is_fused_where_torch_draws(plan: str, precision: s
     assert (names["bmm"] == 0) == local
 
 
+@pytest.mark.parametrize("plan", ["dp=1 precision=bf16", "dp=1 precision=bf16 recompute=selective"])
+def test_keys_that_heads_share_are_not_copied_for_a_gpu_to_attend_to(plan: str) -> None:
+    assert _names(replace(CONFIG, kv_heads=1), plan) == _names(CONFIG, plan)
+
+
 class _Placeless(nn.Module):
     """Makes tensors on no device in particular, as models for CPUs do."""
 

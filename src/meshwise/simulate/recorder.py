@@ -311,8 +311,9 @@ def _attention(kind: str, given: dict[str, Any]) -> Tensor:
     query, key, value, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
     if (mask is not None and mask.requires_grad) or not _fused(kind, given):
         return torch._scaled_dot_product_attention_math(**given)[0]
+    # A GPU's flash attention reads the keys and values that query heads share where they lie; others want copies.
     flash = kind == "cuda" and mask is None and query.dtype in (torch.float16, torch.bfloat16)
-    if given["enable_gqa"] and key.size(1) != query.size(1):
+    if given["enable_gqa"] and key.size(1) != query.size(1) and not flash:
         times = query.size(1) // key.size(1)
         key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
     causal, scale, dropped = given["is_causal"], given["scale"], given["dropout_p"]
