@@ -40,6 +40,8 @@ from meshwise.simulate.subject import Subject
 PATH = Path(__file__).with_suffix(".csv")
 """Layouts and seconds, with where they are from."""
 
+NUMBERS = ("gpus", "tp", "pp", "virtual_stages", "zero", "sequence", "global_batch", "micro_batch")
+
 MPT = partial(GPTConfig, vocabulary=50368, tied=True, bias=True)
 NEMOTRON = partial(GPTConfig, vocabulary=256000, positions="rotary", kv_heads=8)
 LLAMA = partial(GPTConfig, positions="rotary")
@@ -120,13 +122,14 @@ class Run:
 
 def runs(*sources: str, cluster: str) -> Iterator[Run]:
     """The rows of these sources on a kind of cluster."""
-    kinds = {field.name: int for field in dataclasses.fields(Run) if field.type == "int"}
     with PATH.open(encoding="utf-8") as file:
         for line in csv.DictReader(file):
             if line["source"] in sources and line["cluster"] == cluster:
-                del line["reference"]
-                seconds = float(line.pop("iter_time_s"))
-                yield Run(**{key: kinds.get(key, str)(word) for key, word in line.items()}, seconds=seconds)
+                gpus, tp, pp, virtual, zero, sequence, batch, micro_batch = (int(line[key]) for key in NUMBERS)
+                yield Run(
+                    line["source"], line["model"], cluster, gpus, tp, pp, virtual, zero, sequence, batch, micro_batch,
+                    line["recompute"], line["wire"], float(line["iter_time_s"]),
+                )  # fmt: skip
 
 
 def build(model: str, sequence: int) -> nn.Module:
@@ -143,7 +146,7 @@ def build(model: str, sequence: int) -> nn.Module:
 def predicted(run: Run) -> Prediction:
     """What is said of it, on the cluster as it is shipped."""
     tokens = torch.empty(run.global_batch, run.sequence, dtype=torch.long, device="meta")
-    options = Options(clip_norm=1.0, **({"cut": Where(at=run.starts)} if run.pp > 1 else {}))
+    options = Options(clip_norm=1.0, cut=Where(at=run.starts))
     subject = Subject(partial(build, run.model, run.sequence), next_token_loss, (tokens, tokens), options=options)
     rehearsal = rehearse(subject, plan=run.plan, ranks=run.gpus, device="cuda")
     return predict(rehearsal, cluster=parse_cluster(f"{-(-run.gpus // 8)}x8 {run.cluster}"))

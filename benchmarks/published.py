@@ -2,10 +2,11 @@
 
     python benchmarks/published.py --numbers FOLDER [--tables ptdp multi] [--every 10] [--docs docs/simulation.md]
 
-The published runs were made with Megatron-LM: fp16 with fp32 masters, attention as products and a softmax, gradients
+Most published runs were made with Megatron-LM: fp16 with fp32 masters, attention as products and a softmax, gradients
 reduced at the end of the step. So the model here is written that way, and its rehearsal is priced on `a100-80` without
-overlap. What was fitted, and on which rows, `FITTED` says; errors are told of all others, beside those of calculon
-(untuned) on the same rows. Memory is that of the fullest rank, where it is published.
+overlap. Those of other code are in `later_runs.py`, on clusters as they are shipped. What was fitted, and on which
+rows, `FITTED` says; errors are told of all others, beside those of calculon (untuned) on the same rows. Memory is that
+of the fullest rank, where it is published.
 """
 
 from __future__ import annotations
@@ -45,18 +46,8 @@ FITTED = {"single": 10, "schedules": 4}
 ACTION = {"schedules": 0.9e-3}
 """Seconds of the host for an action where code was not that of the other tables, but of 2023."""
 
-ADAPTERS = {
-    "ptdp": 8,
-    "parallel": 8,
-    "sharded": 1,
-    "single": 8,
-    "multi": 4,
-    "schedules": 8,
-    "layer": 8,
-    "steps": 8,
-    "megascale": 8,
-}
-"""Of a node of eight GPUs: Selene has one for each; vTrain's configurations say 800 Gb/s, which is four of 200 Gb/s.
+ADAPTERS = {"sharded": 1, "multi": 4}
+"""Of a node, where they are not eight as on Selene: vTrain's configurations say 800 Gb/s, which is four of 200 Gb/s.
 DeepSpeed's runs on Selene took as long as if they used one, which was read off these rows."""
 
 TITLES = {
@@ -352,7 +343,7 @@ def told(table: str, row: Row | Run) -> tuple[float, int]:
     nodes = -(-row.ranks // base.ranks_per_node)
     rates = dict.fromkeys(("cat", "copy_"), math.inf) if "sequence_parallel" in row.words else base.device.rates
     device = dataclasses.replace(base.device, action=ACTION.get(table, base.device.action), rates=rates)
-    cluster = dataclasses.replace(base, device=device, overlap=False, nodes=nodes, adapters=ADAPTERS[table])
+    cluster = dataclasses.replace(base, device=device, overlap=False, nodes=nodes, adapters=ADAPTERS.get(table, 8))
     if table == "layer":
         return a_layer(row, cluster), 0
     prediction = predict(rehearsed(row), cluster=scattered(cluster, row))
