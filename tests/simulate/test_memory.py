@@ -93,6 +93,23 @@ def test_a_step_ends_with_the_memory_that_it_began_with() -> None:
         assert rank.steady[-1].bytes <= rank.steady[0].bytes + 4096
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("microbatches", [2, 4, 8])
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_first_step_ends_with_the_memory_that_the_second_begins_with(
+    shared: bool,
+    microbatches: int,
+    zero: int,
+) -> None:
+    """Of its micro-batches one was run, and the others give back what they took."""
+    plan = f"dp=2 zero={zero} microbatches={microbatches}"
+    (rank,) = memory_of(rehearse(gpt_subject(), plan=plan, ranks=2, shared=shared))
+    most = max(moment.bytes for moment in rank.steady)
+    for moment in rank.first:
+        assert all(size >= -64 for size in moment.device.values()), moment.label
+    assert rank.first[-1].bytes == pytest.approx(rank.steady[0].bytes, abs=most // 1000)
+
+
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("schedule", ["gpipe recompute=full", "1f1b", "zb-h1"])
 def test_a_stage_s_gradients_are_there_once_in_the_first_step_too(schedule: str, zero: int) -> None:

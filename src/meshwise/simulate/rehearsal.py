@@ -91,17 +91,27 @@ class Rehearsal:
         names = dict(zip(theirs, mine, strict=True))
         found = {_renamed(segment.label, names): segment for segment in tape.steady}
         stand_ins = _stand_ins(found)
+        passed: Mapping[str, Segment] = {}
         if first:  # of which one micro-batch has been run: a pipeline takes with a step's first what it takes once
             early = self.plan.pp > 1
-            found |= {_renamed(segment.label, names, first=early): segment for segment in tape.first}
+            begun = {_renamed(segment.label, names, first=early): segment for segment in tape.first}
+            passed = {} if early else {label: part for label, part in begun.items() if _is_alone(label, begun)}
+            found |= {label: part for label, part in begun.items() if label not in passed}
         during = [
-            Segment(str(action), part.entries)
+            Segment(
+                str(action), (*passed[str(action)].entries, *part.entries) if str(action) in passed else part.entries
+            )
             for action in row
             if (part := found.get(str(action)) or stand_ins.get((action.stage, action.kind))) is not None
         ]
         around = [segment for label, segment in found.items() if not label[:1].isdigit()]
         before = [segment for segment in around if segment.label == "begin"]
         return (*before, *during, *(segment for segment in around if segment.label != "begin"))
+
+
+def _is_alone(label: str, parts: Mapping[str, Segment]) -> bool:
+    """Whether this is a forward without a backward: of a micro-batch that was passed over, which may leave buffers."""
+    return label[:1].isdigit() and label.replace("F", "B") not in parts
 
 
 def _renamed(label: str, stages: Mapping[int, int], *, first: bool = False) -> str:
