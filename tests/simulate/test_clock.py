@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwise.comm.journal import Stamp
 from meshwise.parallelize import Options
@@ -33,6 +33,37 @@ def test_a_step_takes_its_flops_over_the_peak() -> None:
     prediction = predict(rehearse(gpt_subject(), plan="dp=1", ranks=1), cluster=STEADY)
     assert prediction.seconds == pytest.approx(prediction.flops / 1e9)
     assert prediction.model_flops / (prediction.seconds * 1e9) == pytest.approx(prediction.utilisation)
+
+
+class Adapted(nn.Module):
+    """A frozen matrix, and a narrow pair beside it that learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(64, 64).requires_grad_(requires_grad=False)
+        self.pair = nn.Sequential(nn.Linear(64, 2), nn.Linear(2, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        sum_of_both: Tensor = self.frozen(x) + self.pair(x)
+        return sum_of_both
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "dp=1 recompute=full", "dp=1 recompute=selective", "dp=1 microbatches=4"])
+def test_frozen_weights_have_no_gradient_that_counts(plan: str) -> None:
+    """Three times the forward would be used to 142 % of the peak here."""
+    x = torch.zeros(8, 64)
+    subject = Subject(
+        lambda: nn.Sequential(*(Adapted() for _ in range(3))),
+        lambda output, batch: (output.sum(), len(batch)),
+        x,
+        options=Options(recomputed=("0", "1", "2")),
+    )
+    prediction = predict(rehearse(subject, plan=plan, ranks=1), cluster=STEADY)
+    frozen, learns = 2 * 8 * 64 * 64, 2 * 8 * 64 * 4
+    # no gradient of the input reaches before the first block
+    assert prediction.model_flops == 3 * frozen + 2 * frozen + 3 * 3 * learns - learns // 2
+    assert prediction.utilisation <= 1 + 1e-9
+    assert (prediction.flops > prediction.model_flops) == ("recompute=full" in plan)
 
 
 @pytest.mark.parametrize("microbatches", [2, 4, 8])

@@ -79,8 +79,10 @@ class Prediction:
 
     @property
     def model_flops(self) -> float:
-        """Of a step, over all ranks: three times the forward's matrix products; what is recomputed does not count."""
-        return 3.0 * sum(forward_flops(self.rehearsal)) * self._replicas
+        """Of a step, over all ranks: three times the forward's matrix products, or what is computed where that is less,
+        as where weights are frozen; what is recomputed does not count.
+        """
+        return min(3.0 * sum(forward_flops(self.rehearsal)), float(sum(_once(self.rehearsal)))) * self._replicas
 
     @property
     def flops(self) -> float:
@@ -150,6 +152,23 @@ def _with_host(
 def forward_flops(rehearsal: Rehearsal) -> list[int]:
     """Of the matrix products of all micro-batches' forwards, for each rank along pp."""
     return each_flops(rehearsal, kinds=frozenset({Kind.F}))
+
+
+def _once(rehearsal: Rehearsal) -> list[int]:
+    """Of the matrix products of all micro-batches, but for those that are recomputed, for each rank along pp."""
+    counted: dict[int, int] = {}
+    found = {
+        tape.index: sum(_first_flops(part, counted) for part in rehearsal.step(tape.index) if _is_action(part))
+        for tape in rehearsal.tapes
+    }
+    return [found[tape.index] for tape in rehearsal.tapes]
+
+
+def _first_flops(part: Segment, counted: dict[int, int]) -> int:
+    if id(part.entries) not in counted:
+        computed = (entry for entry in part.entries if isinstance(entry, Operation) and not entry.again)
+        counted[id(part.entries)] = sum(entry.flops for entry in computed)
+    return counted[id(part.entries)]
 
 
 def each_flops(rehearsal: Rehearsal, *, kinds: Collection[Kind | None] = (None, *Kind)) -> list[int]:

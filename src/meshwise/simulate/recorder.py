@@ -10,6 +10,7 @@ compute attention and torch's own dropout, and which implementation an optimizer
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import weakref
 from collections import deque
@@ -75,7 +76,7 @@ class Recorder:
     def saw(self, operation: Operation | None, *, output: Any) -> None:
         """An operation has run; None when it computes nothing."""
         if operation is not None:
-            self.note(operation)
+            self.note(dataclasses.replace(operation, again=True) if operation.flops and _repeats() else operation)
         for tensor in tensors(output):
             for one in held(tensor):
                 self.allocated(one)
@@ -158,6 +159,11 @@ class Recorder:
             self.note(Memory(Category.COMMUNICATION, size))
             if len(self._left) > KEPT:
                 self.note(Memory(Category.COMMUNICATION, -self._left.popleft()))
+
+
+def _repeats() -> bool:
+    """Whether a forward is repeated: inside of a backward, which by itself computes without gradients."""
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() >= 0
 
 
 @cache

@@ -49,6 +49,9 @@ class Operation:
     product: Product | None = None
     """For what multiplies matrices."""
 
+    again: bool = False
+    """Whether it is part of a forward that a backward repeats."""
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
