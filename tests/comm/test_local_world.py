@@ -21,8 +21,10 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in
 
 from joined import joined
 from meshwise.comm import World
+from meshwise.comm import run as run_processes
 from meshwise.comm.board import Board
 from meshwise.comm.gloo_world import GlooWorld
+from meshwise.comm.journal import RanksDisagree
 from meshwise.comm.local_world import LocalWorld
 from meshwise.comm.segment import Segment, Slabs, open_segment
 from meshwise.comm.side import RING
@@ -295,6 +297,21 @@ def test_ranks_that_want_to_be_joined_differently_are_told_so(processes: Process
     [said] = set(run(SIZE, wanted_otherwise, on=processes, args=(uuid.uuid4().hex, last)))
     assert "comm is auto on rank 2 and" in said
     assert f"{last} on rank 3; set MESHWISE_COMM alike" in said
+
+
+def broadcasts_from_elsewhere(world: World, elements: int) -> None:
+    x = torch.full((elements,), float(world.rank))
+    world.broadcast(x, axes="rank", source=1 if world.rank == 1 else 0).wait()
+    world.barrier()
+
+
+@pytest.mark.parametrize("elements", [5, 40_000])
+def test_a_rank_that_nobody_needed_when_it_called_something_else_is_found(
+    elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHWISE_STALL_SECONDS", "10")
+    with pytest.raises(RanksDisagree, match=rf"rank 1 +#0 broadcast\[rank\] from 1 {elements} float32"):
+        run_processes(3, broadcasts_from_elsewhere, args=(elements,), comm="local")
 
 
 def test_what_is_announced_is_what_is_mapped() -> None:

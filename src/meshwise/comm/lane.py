@@ -8,7 +8,9 @@ that the others are there:
     rank 0   post #7 ········ compute ········ post #8: does its part of #7 │ compute ··· wait #8
     rank 1       post #7 ········ compute ········ post #8: its part of #7 │ compute ··· wait #8
 
-The parts of a lane are done in the order of its calls; lanes do not wait for each other.
+The parts of a lane are done in the order of its calls; lanes do not wait for each other. A call is told by all calls of
+the lane up to it: not every rank of a broadcast needs every other, and one that called something else where nobody
+needed it is found at the next call that does.
 
 A board has room for some calls of a lane. One more is kept until everyone has done the oldest, and no call waits for
 that: what the others need in order to come so far, this rank may be about to call.
@@ -34,6 +36,8 @@ from meshwise.comm.room import Room
 from meshwise.comm.side import IN_PAYLOAD, IN_PRIVATE, RING, Place, Side
 from meshwise.comm.span import Far, Near, Span
 from meshwise.comm.world import Work, World
+
+_PRIME, _WORD = 0x100000001B3, 0x7FFFFFFFFFFFFFFF  # that of the FNV hash, and what a word of a board holds
 
 
 class Call(Work):
@@ -107,6 +111,8 @@ class Lane:
         self._key = key
         self._own = Side.make(room.board, key=key, ranks=len(ranks))
         self._sides: list[Side | None] = [self._own if rank == room.rank else None for rank in ranks]
+        self._told = 0
+        """All calls so far as a number."""
         self._posted = 0
         self._done = 0
         self._free = RING
@@ -123,6 +129,7 @@ class Lane:
     def post(self, call: Call) -> None:
         """Make the call known to the others, as soon as there is room."""
         call.number = self._posted + len(self._kept)
+        call.tag = self._told = (_PRIME * self._told + call.tag) & _WORD
         self._kept.append(call)
         self._publish()
 
