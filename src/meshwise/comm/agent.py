@@ -9,11 +9,16 @@ failure to torch, ended with status 0.
 
 When a rank ends without a word, those that wait for it notice, and say in which collective they lost it. torch's
 launcher would end them at once; here they are given a moment for that.
+
+A rank that is stopped (SIGSTOP) does not hear that it is to end: torch would wait for half a minute before it kills it,
+and only then would anyone read what the others have said. Here it goes on when another one has ended, or all are to.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import time
 import uuid
 from collections.abc import Callable, Mapping, Set
@@ -81,6 +86,8 @@ class _Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._may_yet_tell(worker_group):
             return RunResult(WorkerState.HEALTHY)
+        if any(_has_ended(one.id) for one in worker_group.workers):
+            self._go_on()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state != WorkerState.HEALTHY:
             return result
@@ -96,6 +103,17 @@ class _Agent(LocalElasticAgent):
             if one.id in self._gone and not Outcome.is_there(outcomes, rank=one.global_rank)
         }
         return RunResult(WorkerState.FAILED, failures=failures) if failures else result
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _SHUTDOWN_SECONDS) -> None:
+        self._go_on()
+        super()._shutdown(death_sig, timeout)
+
+    def _go_on(self) -> None:
+        """Let ranks that are stopped hear what they are told; others do not notice."""
+        for one in self._worker_group.workers:
+            if one.id:  # it was started
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(one.id, signal.SIGCONT)
 
     def _may_yet_tell(self, worker_group: WorkerGroup) -> bool:
         """Whether a rank has ended without a word just now, and one that lives has said nothing yet."""
