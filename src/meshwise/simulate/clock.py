@@ -156,19 +156,18 @@ def forward_flops(rehearsal: Rehearsal) -> list[int]:
 
 def _once(rehearsal: Rehearsal) -> list[int]:
     """Of the matrix products of all micro-batches, but for those that are recomputed, for each rank along pp."""
-    counted: dict[int, int] = {}
-    found = {
-        tape.index: sum(_first_flops(part, counted) for part in rehearsal.step(tape.index) if _is_action(part))
-        for tape in rehearsal.tapes
-    }
+    found = {tape.index: _first_flops(rehearsal.step(tape.index)) for tape in rehearsal.tapes}
     return [found[tape.index] for tape in rehearsal.tapes]
 
 
-def _first_flops(part: Segment, counted: dict[int, int]) -> int:
-    if id(part.entries) not in counted:
-        computed = (entry for entry in part.entries if isinstance(entry, Operation) and not entry.again)
-        counted[id(part.entries)] = sum(entry.flops for entry in computed)
-    return counted[id(part.entries)]
+def _first_flops(parts: Sequence[Segment]) -> int:
+    """Of what these compute for the first time; micro-batches that are alike share their entries."""
+    actions = [part.entries for part in parts if _is_action(part)]
+    alike = Counter(map(id, actions))
+    return sum(
+        alike[key] * sum(one.flops for one in entries if isinstance(one, Operation) and not one.again)
+        for key, entries in {id(entries): entries for entries in actions}.items()
+    )
 
 
 def each_flops(rehearsal: Rehearsal, *, kinds: Collection[Kind | None] = (None, *Kind)) -> list[int]:
