@@ -35,7 +35,7 @@ from meshwise.comm.world import World
 from meshwise.memory.freed import settle_rank
 from meshwise.plan import Plan
 from meshwise.simulate.cluster import Cluster, Curve, Device, Link, Products, at
-from meshwise.simulate.cost import operation
+from meshwise.simulate.cost import causal_part, operation
 from meshwise.simulate.measure import measure as measured
 from meshwise.simulate.price import SEND_RECV
 from meshwise.simulate.rehearsal import rehearse
@@ -93,14 +93,16 @@ def calibrate(world: World, *, effort: Effort = Effort()) -> Calibrated:
     main = dtypes[-1]
     moved = _curve(seconds, effort, base)
     between, step = _between(world, effort)
-    fitted = _fitted(products[main], best[main])
+    fitted, attention = (
+        _fitted(rows, best[main]) for rows in (products[main], _attention(seconds, main, effort, base))
+    )
     device = Device(
         name=_name(world.device),
         kind=world.device.type,
         memory=float(_memory(world)),
         peak={str(dtype).removeprefix("torch."): rate for dtype, rate in best.items()},
         products=dataclasses.replace(fitted, best=min(1.0, fitted.best)),
-        attention=_fitted(_attention(seconds, main, effort, base), best[main]),
+        attention=dataclasses.replace(attention, best=min(1.0, attention.best)),
         bandwidth=moved,
         fresh=base.fresh,
         rates=_rates(seconds, base),
@@ -222,7 +224,7 @@ def _levelled(shape: Products, rows: Sequence[_Row], peak: float) -> Products:
 
 
 def _attention(seconds: _Stopwatch, dtype: torch.dtype, effort: Effort, base: _Base) -> list[_Row]:
-    """Fused causal attention, forward and backward; its flops are counted as if nothing were masked."""
+    """Fused causal attention, forward and backward."""
     rows = []
     batch, heads, width = 4, 4, 64
     for length in (length for length in effort.lengths if length <= 1024):
@@ -230,7 +232,7 @@ def _attention(seconds: _Stopwatch, dtype: torch.dtype, effort: Effort, base: _B
         attend = functools.partial(functional.scaled_dot_product_attention, q, q, q, is_causal=True)
         output = attend()
         back = functools.partial(torch.autograd.grad, output, q, output.detach(), retain_graph=True)
-        flops = 4.0 * batch * heads * length * length * width
+        flops = 4.0 * batch * heads * length * length * width * causal_part(length, cpu=not seconds.on_gpu)
         shape = (batch * heads * length, length, 1)
         rows.append((shape, flops, base.without(seconds(attend, repeat=3), made=[output])))
         rows.append(

@@ -61,7 +61,7 @@ class Products:
     """The part of the peak that a product of matrices reaches, by its shape."""
 
     best: float = 0.8
-    """Of a large one, at most 1; of attention more, for its flops count what is masked."""
+    """Of a large one, at most 1; of attention, what is computed of it."""
 
     inner: float = 0.0
     """The length of the summed dim at which half of that is reached."""
@@ -243,9 +243,10 @@ def load(name: str | Path) -> Cluster:
         raise ClusterError(f"{name}: device: kind = {cluster.device.kind!r} has to be 'cuda' or 'cpu'")
     _require_known(cluster.device.peak, known=DTYPES, at=f"{name}: device: peak")
     device = cluster.device
-    for at, part in (("device: products: best", device.products.best), ("device: fused", device.fused)):
+    parts = {"products: best": device.products.best, "attention: best": device.attention.best, "fused": device.fused}
+    for at, part in parts.items():
         if part > 1:
-            raise ClusterError(f"{name}: {at} = {part} has to be at most 1: it is the part of a whole")
+            raise ClusterError(f"{name}: device: {at} = {part} has to be at most 1: it is the part of a whole")
     for at, link in (("inside", cluster.inside), ("between", cluster.between)):
         _require_known(link.collectives, known=COLLECTIVES, at=f"{name}: {at}: collectives")
     if not cluster.device.peak:

@@ -59,7 +59,7 @@ class Prices:
         curve = device.attention if attention else device.products
         inner, outputs = (one.n, one.batch * one.m) if attention else (one.k, one.batch * one.m * one.n)
         peak = device.peak_of(operation.dtype)
-        computing = operation.flops / (peak * curve.efficiency(inner=inner, outputs=outputs))
+        computing = operation.flops * operation.part / (peak * curve.efficiency(inner=inner, outputs=outputs))
         return device.kernel + max(computing, operation.bytes / at(device.bandwidth, size=operation.bytes))
 
     def allocation(self, memory: Memory) -> float:

@@ -49,6 +49,9 @@ class Operation:
     product: Product | None = None
     """For what multiplies matrices."""
 
+    part: float = 1.0
+    """Which part of the flops is computed: causal attention leaves out what is masked, which formulas count."""
+
     again: bool = False
     """Whether it is part of a forward that a backward repeats."""
 

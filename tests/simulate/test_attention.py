@@ -1,0 +1,69 @@
+"""What fused attention costs: all products are counted, those that a causal mask hides are not all computed."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from meshwise.simulate.cluster import Cluster, Device, Products
+from meshwise.simulate.price import Prices
+from meshwise.simulate.rehearsal import rehearse
+from meshwise.simulate.subject import Subject
+from meshwise.simulate.tape import Operation
+
+CLUSTER = Cluster(Device(peak=MappingProxyType({"bfloat16": 1e12, "float32": 1e12}), attention=Products(best=1.0)))
+
+
+class _Attending(torch.nn.Module):
+    def __init__(self, *, causal: bool) -> None:
+        super().__init__()
+        self.projection = torch.nn.Linear(64, 64)
+        self.causal = causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.projection(x)[:, None]
+        return functional.scaled_dot_product_attention(y, y, y, is_causal=self.causal)
+
+
+def _attention(device: Literal["cpu", "cuda"], *, causal: bool, length: int) -> list[Operation]:
+    def loss(output: Tensor, _: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+        return output.sum(), output.numel()
+
+    x = torch.zeros(1, length, 64)
+    subject = Subject(lambda: _Attending(causal=causal), loss, (x, x))
+    precision = " precision=bf16" if device == "cuda" else ""
+    rehearsal = rehearse(subject, plan=f"dp=1{precision}", ranks=1, device=device)
+    found = [
+        entry
+        for part in rehearsal.step(0)
+        for entry in part.entries
+        if isinstance(entry, Operation) and "attention" in entry.name
+    ]
+    assert len(found) == 2  # forward and backward
+    return found
+
+
+@pytest.mark.parametrize(
+    "device, length, part",
+    [
+        ("cuda", 256, 0.5),
+        ("cuda", 4096, 0.5),
+        ("cpu", 256, 1.0),  # less than what torch's kernel takes at a time
+        ("cpu", 1024, 0.75),
+        ("cpu", 4096, 0.5625),
+    ],
+)
+def test_what_a_causal_mask_hides_is_counted_and_not_computed(
+    device: Literal["cpu", "cuda"], length: int, part: float
+) -> None:
+    prices = Prices(CLUSTER)
+    every, causal = (_attention(device, causal=causal, length=length) for causal in (False, True))
+    assert [one.flops for one in causal] == [one.flops for one in every]
+    kernel = CLUSTER.device.kernel
+    for masked, whole in zip(causal, every, strict=True):
+        assert prices.seconds(masked) - kernel == pytest.approx(part * (prices.seconds(whole) - kernel))
