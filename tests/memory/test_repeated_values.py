@@ -1,14 +1,22 @@
 """What a repeated forward saves is compared with what the first saved where both wrote it, and made of the same."""
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from memory.repeated import TOKENS, WORDS, batches, loss
+from meshwise.comm.thread_world import run_threads
+from meshwise.comm.world import World
 from meshwise.memory.recompute import Block, RecomputeError
 from meshwise.model.recall import Recall
+from meshwise.parallelize import Options, parallelize
+from meshwise.testing.agree import agree
+from meshwise.testing.outcome import Steps, alone, outcome
+from tensor.exact import with_exact_norms
 
 
 def test_what_a_norm_saves_of_its_running_statistics_is_found_again() -> None:
@@ -48,20 +56,94 @@ def test_bytes_that_nobody_wrote_to_may_differ() -> None:
     assert torch.equal(x.grad, x.detach().cos())
 
 
-def test_a_block_that_fills_the_cache_it_is_handed_is_told_to_do_without_it() -> None:
-    class Cache:
-        def __init__(self) -> None:
-            self.seen: list[Tensor] = []
+class Cache:
+    """Grows as caches of keys and values do, or is written to in place, as those of a fixed size are."""
 
-    class Caching(nn.Module):
-        def forward(self, x: Tensor, past_key_values: Cache | None = None) -> Tensor:
-            cache = Cache() if past_key_values is None else past_key_values
-            cache.seen.append(x)
-            return torch.cat(cache.seen).exp()
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+        self.named: dict[str, Tensor] = {}
+        self.last: Tensor | None = None
+        self.total = torch.zeros(2, 4)
 
-    module, x = Caching(), torch.ones(2, 4, requires_grad=True)
+    def joined(self, x: Tensor) -> Tensor:
+        self.seen.append(x)
+        self.named[f"{len(self.named)}"] = x
+        self.last = x if self.last is None else self.last + x
+        return torch.cat([*self.seen, *self.named.values(), self.last])
+
+
+class Caching(nn.Module):
+    def forward(self, x: Tensor, past_key_values: Any = None) -> Tensor:
+        cache = past_key_values[0] if isinstance(past_key_values, tuple) else past_key_values or Cache()
+        return cache.joined(x).exp()
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_block_finds_the_cache_that_it_fills_as_it_was(mode: str, inside: bool) -> None:
+    first, x = torch.randn(2, 4), torch.randn(2, 4, requires_grad=True)
+    found, caches = [], (Cache(), Cache())
+    for cache, recomputed in zip(caches, (False, True), strict=True):
+        cache.joined(first)
+        module = Caching()
+        if recomputed:
+            Block(module, name="layers.0", mode=mode, recall=Recall())
+        output = module(x, past_key_values=(cache,) if inside else cache)
+        found.append(torch.autograd.grad(output.sum(), [x])[0])
+    assert torch.equal(*found)
+    plain, kept = caches
+    assert len(kept.seen) == len(kept.named) == 2
+    assert all(map(torch.equal, kept.seen, plain.seen))
+    assert kept.last is not None
+    assert torch.equal(kept.last, sum(plain.seen, torch.zeros(2, 4)))
+
+
+def test_a_cache_that_is_written_to_in_place_is_told_to_be_left_out() -> None:
+    class InPlace(nn.Module):
+        def forward(self, x: Tensor, past_key_values: Cache) -> Tensor:
+            past_key_values.total += x.detach()
+            return x * past_key_values.total.exp()
+
+    module, x = InPlace(), torch.ones(2, 4, requires_grad=True)
     Block(module, name="layers.0", mode="full", recall=Recall())
-    module(x).sum().backward()
     with pytest.raises(RecomputeError, match=r"layers\.0 saved .* a cache, past_key_values.*use_cache=False") as told:
         module(x, past_key_values=Cache()).sum().backward()
     assert "recomputed=" not in str(told.value)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+def test_a_decoder_that_keeps_a_cache_is_recomputed(name: str, attention: str) -> None:
+    """Theirs keep one unless they are told not to, and each kernel took it otherwise when it was repeated."""
+    build = functools.partial(_decoder, name, attention)
+    one = alone(build, loss=loss, batches=batches(), options=_WITH_CACHE, lr=1e-2)
+    for found in run_threads(2, functools.partial(_recomputed, name=name, attention=attention)):
+        agree(found, one, bound=1e-9)
+
+
+def _recomputed(world: World, *, name: str, attention: str) -> Steps:
+    build = functools.partial(_decoder, name, attention)
+    plan = "dp=2 zero=3 recompute=full"
+    trainer = parallelize(build, plan, loss=loss, world=world, options=_WITH_CACHE, lr=1e-2)
+    assert set(trainer.blocks.modes.values()) == {"full"}
+    return outcome(trainer, batches=batches())
+
+
+def _decoder(name: str, attention: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers", reason="the extra with Hugging Face's models is not installed")
+    shape: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    if name == "GPT2":
+        dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        shape = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": TOKENS, **dropouts}
+    config = getattr(transformers, f"{name}Config")(vocab_size=WORDS, attn_implementation=attention, **shape)
+    assert config.use_cache
+    model: nn.Module = getattr(transformers, f"{name}LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(config)
+    return with_exact_norms(model).double()
+
+
+_WITH_CACHE = Options(forward=lambda model, batch: model(input_ids=batch[0]).logits)

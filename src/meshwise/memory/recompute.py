@@ -10,10 +10,10 @@ product of the second part. Here what was computed again belongs to what was sav
                 a node that has run lets go of its slots, as it would have let go of tensors
 
 The block's inputs are saved by a node of their own, for whoever moves saved activations elsewhere. What a repeated
-forward has to find as it was is put back: torch's own generators, autocast, and what `Recall` remembers. It is repeated
-from inside, so that the hooks on the block itself do not run again, and takes running statistics into copies, which are
-thrown away: the first forward has taken them. Of other buffers that a forward writes to nobody knows whether it reads
-them too, so that is refused.
+forward has to find as it was is put back: torch's own generators, autocast, what `Recall` remembers, and the objects
+that the block is handed, such as the cache of a decoder (`handed`). It is repeated from inside, so that the hooks on
+the block itself do not run again, and takes running statistics into copies, which are thrown away: the first forward
+has taken them. Of other buffers that a forward writes to nobody knows whether it reads them too, so that is refused.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from meshwise.memory.cost import Clock, Cost
 from meshwise.memory.glance import glance, is_alike
+from meshwise.memory.handed import Handed
 from meshwise.memory.kept import Kept
 from meshwise.model.recall import Recall, Tape
 from meshwise.norms import RunningNorm
@@ -173,6 +174,7 @@ class _Call:
         self._found = block.recall.here()
         self._around = _surroundings()
         self._inputs = _Inputs(args, kwargs, block=block.name)
+        self._handed = Handed(args, kwargs)
         self._cache = next((name for name, given in kwargs.items() if _names_cache(name) and _is_kept(given)), "")
 
     # ---- the first time ----------------------------------------------------------------------------------------
@@ -184,15 +186,16 @@ class _Call:
         However it ends: results that came after the last tensor that was saved are not needed.
         """
         recall = self._block.recall
-        if not self._selective and clock is None:
-            with recall.suspended():
-                yield
-            return
+        keeps = self._selective or clock is not None
         try:
-            with recall.keeping(self._tape), Kept(recall, clock=clock):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(recall.keeping(self._tape) if keeps else recall.suspended())
+                if keeps:
+                    stack.enter_context(Kept(recall, clock=clock))
                 yield
         finally:
             del self._tape.results[self._needed :]
+            self._handed.ran()
 
     def bytes(self) -> tuple[int, int]:
         """Of its inputs, and of the results that are kept."""
@@ -225,9 +228,9 @@ class _Call:
         recall = self._block.recall
         filled = _Filling(self)
         play = recall.playing(self._tape) if self._selective else recall.suspended()
-        statistics = self._block.repeated(self._statistics)
+        put_back = (self._block.repeated(self._statistics), self._handed.as_before())
         with contextlib.ExitStack() as stack:
-            for context in (torch.enable_grad(), self._around(), recall.at(self._found), play, statistics):
+            for context in (torch.enable_grad(), self._around(), recall.at(self._found), play, *put_back):
                 stack.enter_context(context)
             if self._selective:
                 stack.enter_context(Kept(recall))
@@ -241,8 +244,8 @@ class _Call:
         found = f"{self._block.name} saved {what} when its forward was repeated"
         if self._cache:
             return (
-                f"{found}: it is handed a cache, {self._cache}, which its first forward filled. A training forward "
-                "needs none: set use_cache=False in the model's config, or hand it to the model"
+                f"{found}: it is handed a cache, {self._cache}, to whose tensors its first forward has written. A "
+                "training forward needs none: set use_cache=False in the model's config, or hand it to the model"
             )
         return (
             f"{found}; a block that is recomputed has to compute the same twice: does it draw from numpy, read "
