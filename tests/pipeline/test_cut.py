@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwise.pipeline.cut import Where, Wish, cut_model, cut_pieces
+from meshwise.pipeline.partition import CutError
 from meshwise.reference import next_token_loss
 from pipeline.oracle import TARGETS, TOKENS, gpt, is_the_model, lm
 from reference.convolutional import ResNet, UNet
@@ -131,3 +132,44 @@ def test_a_trace_is_cut_where_little_crosses() -> None:
     """Between the blocks one tensor crosses; inside one the shortcut would as well."""
     cut = cut_model(ResNet(norm=nn.BatchNorm2d), stages=3, call=classify, wish=Wish("params", where=Where(how="trace")))
     assert [len(sent) for sent in cut.crossing] == [1, 1]
+
+
+# ---- what the forward reads of its pieces ------------------------------------------------------------------------
+
+
+class Reaching(nn.Module):
+    """Its forward computes with the weight of a block that it does not call there."""
+
+    def __init__(self, block: int, *, named: bool = False) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.block = block
+        if named:
+            self.shared = self.blocks[block].weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x).tanh()
+        weight: Any = self.shared if hasattr(self, "shared") else self.blocks[self.block].weight
+        return self.head(x @ weight / weight.shape[0])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_parameter_of_another_stage_is_not_computed_with(device: str) -> None:
+    """torch multiplies by a matrix without values on the CPU, and makes of it whatever lies in memory."""
+    model = Reaching(0).to(device)
+    told = (
+        r"head, on stage 1, needs what the model computes with blocks\.0\.weight .* on stage 0\. Give it a second name"
+    )
+    with pytest.raises(CutError, match=told):
+        cut_model(model, stages=2, call=lambda model: model(TOKENS), wish=Wish("params"))
+
+
+@pytest.mark.parametrize("model", [Reaching(3), Reaching(0, named=True)], ids=["its own", "named"])
+def test_a_parameter_that_the_stage_has_is(model: Reaching) -> None:
+    def call(model: nn.Module) -> Any:
+        return next_token_loss(model(TOKENS), (TOKENS, TARGETS))[0]
+
+    is_the_model(model.double(), call, cut_model(model, stages=2, call=call, wish=Wish("params")))

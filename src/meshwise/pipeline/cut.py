@@ -297,6 +297,7 @@ def _cut(model: nn.Module, balanced: Balanced, wish: Wish, *, trace: Trace | Non
     _refuse_effects(seen, bounds)
     keys, stages = tuple(step.key for step in seen.steps), len(bounds) - 1
     holders = _holders(model, seen, bounds)
+    _refuse_readers(seen, bounds, holders)
     loads = loads_of(model, seen=seen, aim=_aim(wish, stages))
     return Cut(
         keys=keys,
@@ -336,6 +337,20 @@ def _refuse_effects(seen: Seen, bounds: Sequence[int]) -> None:
                 f"let {piece} return that, or say where stages begin, none between the two: Options(cut=Where(at=…)). "
                 "A model of transformers does so with output_attentions and output_router_logits: leave them out"
             )
+
+
+def _refuse_readers(seen: Seen, bounds: Sequence[int], holders: Mapping[str, Sequence[int]]) -> None:
+    """Raise CutError where what lies between pieces computes with a parameter that its stage does not hold."""
+    users = [(step.key, bisect_right(bounds, place) - 1, step.past) for place, step in enumerate(seen.steps)]
+    for user, stage, past in (*users, ("the result", len(bounds) - 2, seen.result)):
+        for name in sorted(past.parameters):
+            if stage not in holders[name]:
+                raise CutError(
+                    f"{user}, on stage {stage}, needs what the model computes with {name} outside of that module, and "
+                    f"the parameter is on stage {holders[name][0]}. Give it a second name in the module that reads it, "
+                    "as in self.shared = other.weight in its __init__, and read that: then each stage has it; or cut "
+                    "by hand so that both are on one stage: Options(cut=Where(at=…)), model.cut_at of a job"
+                )
 
 
 def _holders(model: nn.Module, seen: Seen, bounds: Sequence[int]) -> dict[str, tuple[int, ...]]:

@@ -142,6 +142,8 @@ def _run(model: nn.Module, call: Call, found: Sequence[Piece], modes: _Modes, *,
     if bare:
         watched.register_forward_pre_hook(partial(_give_zeros, names=everywhere), with_kwargs=True)
     pieces = {piece.module: watched.get_submodule(piece.module) for piece in found if not piece.spans}
+    owned = [name for piece in found if not piece.spans for name in piece.parameters]
+    modes.followed.name({name: watched.get_parameter(name) for name in owned})
     outside = Outside(watched, pieces=pieces)
     watch = _Watch({piece.module: piece.parameters for piece in found}, modes, outside, timed=timed)
     for name, module in pieces.items():

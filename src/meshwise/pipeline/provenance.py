@@ -43,8 +43,11 @@ class Past:
     effects: frozenset[str] = frozenset()
     """Keys of the pieces that have put something into it which they did not return."""
 
+    parameters: frozenset[str] = frozenset()
+    """Parameters of pieces that something between the pieces has put into it."""
+
     def __or__(self, other: Past) -> Past:
-        return Past(self.needs | other.needs, self.effects | other.effects)
+        return Past(self.needs | other.needs, self.effects | other.effects, self.parameters | other.parameters)
 
 
 _NOTHING = Past()
@@ -88,6 +91,7 @@ class Provenance(TorchDispatchMode):
 
         self._pasts: WeakKeyDictionary[torch.UntypedStorage, Past] = WeakKeyDictionary()
         self._outputs: WeakKeyDictionary[torch.UntypedStorage, str] = WeakKeyDictionary()
+        self._names: WeakKeyDictionary[torch.UntypedStorage, str] = WeakKeyDictionary()
         self._read = self._used = _NOTHING
         self._piece: str | None = None
         self._kept: WeakKeyDictionary[nn.Module, dict[str, Past]] = WeakKeyDictionary()
@@ -105,6 +109,10 @@ class Provenance(TorchDispatchMode):
     def of(self, values: Any) -> Past:
         """That of a tree of tensors, and of the numbers that the model has read so far."""
         return self._of(values) | self._read
+
+    def name(self, parameters: Mapping[str, Tensor]) -> None:
+        """These belong to pieces: what reads them between the pieces is to be told."""
+        self._names.update({parameter.untyped_storage(): name for name, parameter in parameters.items()})
 
     def is_of_pieces(self, tensor: Tensor) -> bool:
         """Whether something that pieces have computed is in it."""
@@ -237,6 +245,9 @@ class Provenance(TorchDispatchMode):
         if self._piece is not None:
             self._used |= past
             past = Past(effects=frozenset((self._piece,)))
+        elif not func.is_view:
+            memories = (tensor.untyped_storage() for tensor in tensors((args, kwargs)))
+            past |= Past(parameters=frozenset(self._names[one] for one in memories if one in self._names))
         given = {tensor.untyped_storage() for tensor in tensors((args, kwargs))}
         for tensor in _written(func, args, kwargs):
             self.changes(tensor, past=past)
