@@ -12,6 +12,7 @@ from rich.console import Console
 
 from meshwise.cli.main import main
 from meshwise.cli.plan import _closest
+from meshwise.cli.plan import main as plan_main
 from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
 from meshwise.plan import Plan
@@ -65,6 +66,17 @@ def test_it_tells_the_best_and_why_the_others_lost_and_writes_the_choice(
     assert cluster == "cluster   1x4 h100: 1 node of 4 ranks on H100 SXM 80GB, at most 79.2 GiB a rank"
     assert searched.startswith("searched  dp microbatches ")
     assert held == "held      tp=1 pp=1 zero=0"
+
+
+def test_the_job_is_written_before_whoever_reads_the_table_stops(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(*_args: object, **_options: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("meshwise.cli.plan._tell", told)
+    words = [str(job), "--on", "1x4 h100", "--fix", HELD, "--workers", "1", "--top", "1", "--write"]
+    with pytest.raises(BrokenPipeError):
+        plan_main(words)
+    assert from_toml(job, kind=Job).predicted.on == "1x4 h100"
 
 
 def test_a_job_that_may_not_be_written_is_refused_before_the_search(

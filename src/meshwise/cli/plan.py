@@ -95,6 +95,8 @@ def main(arguments: Sequence[str]) -> int:
         held = f" with {job.fix}" if job.fix else ""
         raise JobError(f"no plan for {counted(cluster.ranks, of='rank')}{held} divides this job; try other ranks")
     best = survey.best()
+    if best and job.write and path is not None:  # before anything is told: who reads that may stop reading
+        _write(path, best[0], on=job.on)
     asked = _Asked(job, cluster, space, limit, parameters=_parameters(subject))
     if job.json:
         print(json.dumps({**asked.record, **survey_record(survey, top=job.top)}, indent=2))
@@ -102,8 +104,8 @@ def main(arguments: Sequence[str]) -> int:
         _tell(survey, asked=asked, top=job.top, seconds=time.monotonic() - began)
     if not best:
         raise JobError(_closest(survey))
-    if job.write and path is not None:
-        _write(path, best[0], on=job.on)
+    if job.write:
+        print(f'{path}: plan = "{best[0].plan}"')
     if job.wanted:
         shown = best[:_DRAWN]
         predictions = [prediction_of(subject, candidate=one, cluster=cluster) for one in shown]
@@ -250,7 +252,6 @@ def _write(path: Path, best: Candidate, *, on: str) -> None:
         ("predicted", "memory"): best.figures.memory,
     }
     rewrite(path, changes=changes)
-    print(f'{path}: plan = "{best.plan}"')
 
 
 def _cluster(on: str) -> Cluster:
