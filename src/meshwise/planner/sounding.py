@@ -36,7 +36,7 @@ from meshwise.plan import Plan
 from meshwise.planner.space import rows_shared, splits_backward
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.memory import memory_of
-from meshwise.simulate.no_values import without_values
+from meshwise.simulate.no_values import in_rehearsal
 from meshwise.simulate.price import Prices
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.stand_in import StandIn, of_rows
@@ -240,7 +240,7 @@ def _cut(subject: Subject, model: nn.Module) -> Cut | None:
     rows = min(2, tree.rows(subject.batch))  # of which what is as large as one row is not
     micro = StandIn.of(subject.batch, rows=rows)
     with contextlib.suppress(CutError), Constants(micro.values) as constants:
-        run = without_values(subject.options.forward or default_forward, constants=constants)
+        run = in_rehearsal(subject.options.forward or default_forward, constants=constants)
         return finest_cut(model, micro=micro.batch, run=run, pieces=subject.options.cut.pieces)
     return None
 

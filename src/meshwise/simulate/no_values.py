@@ -44,7 +44,7 @@ def told_of_values() -> Iterator[None]:
         raise
 
 
-def without_values(call: Callable[..., Any], *, constants: Constants) -> Callable[..., Any]:
+def in_rehearsal(call: Callable[..., Any], *, constants: Constants) -> Callable[..., Any]:
     """The same, in which a tensor that the user's code makes on no device in particular is where all others are, and
     what follows from sizes alone is known.
     """

@@ -23,7 +23,7 @@ from meshwise.parallelize import parallelize
 from meshwise.pipeline.validate import in_flight
 from meshwise.plan import Plan
 from meshwise.plan.offload import Offload
-from meshwise.simulate.no_values import told_of_values, without_values
+from meshwise.simulate.no_values import in_rehearsal, told_of_values
 from meshwise.simulate.offloaded import at_update, beside
 from meshwise.simulate.recorder import Kernels, Memo, Operations, Recorder, as_if_on
 from meshwise.simulate.subject import Device, Subject
@@ -70,13 +70,13 @@ class Part:
         recorder = Recorder(Journal())
         world = RehearsalWorld(rank=rank, mesh=mesh, recorder=recorder, stages=self.stages, shared=self.shared)
         constants, options = Constants(self.values), self.subject.options
-        forward = without_values(options.forward or default_forward, constants=constants)
+        forward = in_rehearsal(options.forward or default_forward, constants=constants)
         with Kernels(self.device, local=self.plan.random == "local"):
             with constants:
                 trainer = parallelize(
                     self.source,
                     _played(self.plan, self.device),
-                    loss=without_values(self.subject.loss, constants=constants),
+                    loss=in_rehearsal(self.subject.loss, constants=constants),
                     optimizer=as_if_on(self.device, optimizer=self.subject.optimizer),
                     world=world,
                     options=dataclasses.replace(options, forward=forward),

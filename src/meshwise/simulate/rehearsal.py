@@ -38,7 +38,7 @@ from meshwise.pipeline.passes import lower
 from meshwise.plan import Plan
 from meshwise.simulate.alike import alike
 from meshwise.simulate.growth import grown, lengthened
-from meshwise.simulate.no_values import told_of_values, without_values
+from meshwise.simulate.no_values import in_rehearsal, told_of_values
 from meshwise.simulate.part import Part
 from meshwise.simulate.stack import Stack, all_alike, stack_of
 from meshwise.simulate.stand_in import StandIn
@@ -209,7 +209,7 @@ def find_stack(subject: Subject, *, source: Source) -> Stack:
     """That of the subject's model, which is looked at without values."""
     options, batch = subject.options, StandIn.of(subject.batch, rows=2)
     with Constants(batch.values) as constants:
-        run = without_values(options.forward or default_forward, constants=constants)
+        run = in_rehearsal(options.forward or default_forward, constants=constants)
         return stack_of(source.module, batch=batch.batch, forward=run, options=options.parameter_options)
 
 
@@ -240,7 +240,7 @@ def _kinds(
     """
     if plan.pp == 1:
         return (0,), options
-    forward = without_values(options.forward or default_forward, constants=constants)
+    forward = in_rehearsal(options.forward or default_forward, constants=constants)
     shares = math.prod(plan.mesh().degree(axis) for axis in plan.data_axes) * plan.microbatches
     micro = tree.take_rows(options.example, start=0, stop=tree.rows(options.example) // shares)
     try:
