@@ -68,6 +68,30 @@ def test_it_tells_the_best_and_why_the_others_lost_and_writes_the_choice(
     assert held == "held      tp=1 pp=1 zero=0"
 
 
+LOOKING = """\
+from torch.nn import functional
+
+def loss(logits, batch):
+    words = batch[1].flatten()
+    assert int(words.max()) >= 0
+    return functional.cross_entropy(logits.flatten(0, 1), words, reduction="sum"), words.numel()
+"""
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_it_tells_that_values_of_the_batch_are_asked_for(
+    command: str, job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = "The model asks its batch for values, and is rehearsed with those of the job's first batch."
+    searching = ["--fix", f"{HELD} microbatches=1", "--workers", "1", "--top", "1"] if command == "plan" else []
+    own = ["--plan", "dp=4"] if command == "simulate" else []
+    assert main([command, str(job), "--on", "1x4 h100", *searching, *own]) == 0
+    assert told not in capsys.readouterr().out
+    Path(f"looking_{command}.py").write_text(LOOKING)
+    assert main([command, str(job), "--on", "1x4 h100", "--loss", f"looking_{command}.py:loss", *searching, *own]) == 0
+    assert told in capsys.readouterr().out
+
+
 def test_the_job_is_written_before_whoever_reads_the_table_stops(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def told(*_args: object, **_options: object) -> None:
         raise BrokenPipeError

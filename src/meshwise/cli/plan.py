@@ -28,6 +28,7 @@ from meshwise.planner.search import Candidate, Effort, Survey, prediction_of, se
 from meshwise.planner.space import SEARCHED, Space, parse_fixed
 from meshwise.planner.tables import best_table, lost_table, survey_record
 from meshwise.simulate.cluster import Cluster, ClusterError, parse_cluster
+from meshwise.simulate.no_values import ASKS_ITS_BATCH
 from meshwise.simulate.subject import Subject
 from meshwise.simulate.tables import text
 from meshwise.train.config import read_job
@@ -204,6 +205,8 @@ def _tell(survey: Survey, *, asked: _Asked, top: int, seconds: float) -> None:
         console.print(line, highlight=False, markup=False)
     told = f"{counted(len(survey.candidates), of='plan')}, {survey.rehearsals} of them rehearsed, in {seconds:.0f} s"
     console.print(told, highlight=False)
+    if any(one.figures.asked for one in survey.candidates.values()):
+        console.print(ASKS_ITS_BATCH, highlight=False)
     if survey.best():
         console.show(_table(best_table(survey, top=top)))
     lost = lost_table(survey, top=top)

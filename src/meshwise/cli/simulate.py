@@ -23,6 +23,7 @@ from meshwise.simulate.clock import Prediction, predict
 from meshwise.simulate.cluster import Cluster, ClusterError, parse_cluster
 from meshwise.simulate.measure import MALLOC, Measured, measure
 from meshwise.simulate.memory import memory_of
+from meshwise.simulate.no_values import ASKS_ITS_BATCH
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.subject import Subject
 from meshwise.simulate.tables import memory_table, time_table
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     title = f"{what} on {job.on or counted(size, of='rank')}"
     board.print(title, highlight=False)
     if any(rehearsal.asked for rehearsal in rehearsals):
-        board.print("The model asks its batch for values, and is rehearsed with those of the job's first batch.")
+        board.print(ASKS_ITS_BATCH)
     if cluster is not None:
         _tell([predict(rehearsal, cluster=cluster) for rehearsal in rehearsals], step=step, job=job, title=title)
     if job.memory:

@@ -55,6 +55,9 @@ class Figures:
     exposed: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the step in which a rank only waits for collectives, by their axes."""
 
+    asked: bool = False
+    """Whether the rehearsal's model, or loss, asked its batch for values: with others it may take something else."""
+
     @property
     def compute(self) -> float:
         """Seconds of the step that are left."""

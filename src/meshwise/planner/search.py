@@ -395,4 +395,5 @@ def prediction_of(subject: Subject, *, candidate: Candidate, cluster: Cluster) -
 def figures_of(prediction: Prediction) -> Figures:
     """What a rehearsal has told."""
     memory = fullest(prediction.memory).peak.bytes + int(prediction.cluster.device.own)
-    return Figures(prediction.seconds, memory, prediction.bubble * prediction.seconds, dict(prediction.exposed))
+    idle, asked = prediction.bubble * prediction.seconds, prediction.rehearsal.asked
+    return Figures(prediction.seconds, memory, idle, dict(prediction.exposed), asked)

@@ -13,6 +13,8 @@ from meshwise.model.constants import Constants
 
 ASKED = "a rehearsal's tensors have no values, and the model seems to ask for some"
 
+ASKS_ITS_BATCH = "The model asks its batch for values, and is rehearsed with those of the job's first batch."
+
 _NO_VALUES = (
     f"{ASKED}. Those of the batch's integers are known, where it is given with values and they are not too many, and "
     "no others. Mixtures of transformers ask for those of their experts, which experts_implementation='batched_mm' "
