@@ -133,6 +133,7 @@ def test_an_optimizer_is_any_class_of_torch() -> None:
 @pytest.mark.parametrize(
     "job, message",
     [
+        (OptimizerJob("LAMB"), r"'LAMB' is no class of torch.optim; did you mean 'Adam'\? There are .*AdamW, .*SGD"),
         (OptimizerJob("AdamV"), "optimizer.name = 'AdamV' is no class of torch.optim; did you mean 'Adam"),
         (OptimizerJob("SGD", betas=(0.1, 0.2)), "optimizer: unknown argument 'betas'; there are lr, momentum"),
         (OptimizerJob("LBFGS"), "LBFGS cannot run on slices of parameters"),

@@ -76,7 +76,9 @@ def optimizer(job: OptimizerJob) -> tuple[type[torch.optim.Optimizer], dict[str,
         if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
     }
     if job.name not in kinds:
-        raise JobError(f"optimizer.name = {job.name!r} is no class of torch.optim; {_nearest(job.name, kinds)}")
+        near, known = _nearest(job.name, kinds), ", ".join(kinds)
+        told = near if known in near else f"{near} There are {known}"
+        raise JobError(f"optimizer.name = {job.name!r} is no class of torch.optim; {told}")
     given = {"weight_decay": job.weight_decay, "betas": job.betas}
     arguments = {"lr": job.lr, **{key: value for key, value in given.items() if value is not None}, **job.arguments}
     kind = kinds[job.name]
