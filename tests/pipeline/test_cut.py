@@ -1,5 +1,6 @@
 """A model cut into stages, one run after the other in one process, is the model: output and every gradient."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -7,8 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from meshwise.pipeline.build import make_stage
 from meshwise.pipeline.cut import Where, Wish, cut_model, cut_pieces
 from meshwise.pipeline.partition import CutError
+from meshwise.pipeline.stage import StageError
 from meshwise.reference import next_token_loss
 from pipeline.oracle import TARGETS, TOKENS, gpt, is_the_model, lm
 from reference.convolutional import ResNet, UNet
@@ -173,3 +176,21 @@ def test_a_parameter_that_the_stage_has_is(model: Reaching) -> None:
         return next_token_loss(model(TOKENS), (TOKENS, TARGETS))[0]
 
     is_the_model(model.double(), call, cut_model(model, stages=2, call=call, wish=Wish("params")))
+
+
+def test_what_another_stage_holds_has_a_shape_and_is_not_computed_with() -> None:
+    """Also where the example did not show it: in a branch, or in a loss."""
+    model = Reaching(3)
+    cut = cut_model(model, stages=2, call=lambda model: model(TOKENS), wish=Wish("params"))
+    weight: Any = make_stage(model, cut=cut, index=1).module.get_submodule("blocks.0").weight
+    assert (weight.shape, weight.dtype) == ((8, 8), torch.float64)
+    assert weight.size(0) == weight.T[0].numel() == 8
+    assert copy.deepcopy(weight) is weight
+    for compute in (
+        lambda: torch.zeros(2, 8) @ weight,
+        lambda: functional.linear(torch.zeros(2, 8), weight.t()),
+        lambda: torch.zeros(8, 8).add_(weight * 2),
+        lambda: torch.cat([torch.zeros(1, 8), weight[:1]]),
+    ):
+        with pytest.raises(StageError, match=r"computes with blocks\.0\.weight, which another stage holds"):
+            compute()

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from meshwise.model.birth import without_values
 from meshwise.model.copied import copied
 from meshwise.pipeline.cut import Cut, Met
+from meshwise.pipeline.elsewhere import Elsewhere
 from meshwise.pipeline.stage import Crossing, Opened, Piece, Route, Stage
 from meshwise.pipeline.trace import part_of
 
@@ -45,15 +46,17 @@ def _blocks(model: nn.Module, cut: Cut, index: int, crossing: Crossing, like: nn
     module = copied(model, tensors=dict(zip(tensors, tensors, strict=True)))
     modules = [module.get_submodule(name) for name in met.modules]
     route = Route(met.keys, modules=modules, start=met.start, stop=met.stop)
-    for owner, bare_owner in zip(module.modules(), like.modules(), strict=True):
-        _let_go(owner, owner._parameters, held, bare_owner._parameters)
+    for (path, owner), bare_owner in zip(module.named_modules(), like.modules(), strict=True):
+        _let_go(owner, owner._parameters, held, bare_owner._parameters, path=path)
     for name, piece in dict(zip(met.modules, modules, strict=True)).items():
         if name in met.opened:
             piece.forward = Opened(piece, route=route, crossing=crossing)
             continue
         if name not in met.modules[met.start : met.stop]:
-            for owner, bare_owner in zip(piece.modules(), like.get_submodule(name).modules(), strict=True):
-                _let_go(owner, owner._buffers, held, bare_owner._buffers)
+            for (path, owner), bare_owner in zip(
+                piece.named_modules(prefix=name), like.get_submodule(name).modules(), strict=True
+            ):
+                _let_go(owner, owner._buffers, held, bare_owner._buffers, path=path)
         shadow = like.get_submodule(name) if _is_asked(name, met, cut) else None
         piece.forward = Piece(piece, shadow=shadow, route=route, crossing=crossing)
     return module
@@ -69,17 +72,18 @@ def _is_asked(name: str, met: Met, cut: Cut) -> bool:
     return not cut.alike.issuperset(elsewhere)
 
 
-def _let_go(owner: nn.Module, tensors: MutableMapping[str, Any], held: set[int], like: Mapping[str, Any]) -> None:
-    """Forget the parameters, or the buffers, of a module that are not held here.
+def _let_go(
+    owner: nn.Module, tensors: MutableMapping[str, Any], held: set[int], like: Mapping[str, Any], *, path: str
+) -> None:
+    """Forget the parameters, or the buffers, of the module at `path` that are not held here.
 
-    A plain meta tensor stays under the name, for a model that asks for a dtype or a shape; to compute with it is an
-    error.
+    What stays under the name is for a model that asks for a dtype or a shape; to compute with it is an error.
     """
     for name, tensor in list(tensors.items()):
         bare = like[name]
         if tensor is not None and bare is not None and id(tensor) not in held:
             del tensors[name]
-            setattr(owner, name, bare.detach())
+            setattr(owner, name, Elsewhere.named(f"{path}.{name}" if path else name, like=bare))
 
 
 def _traced(model: nn.Module, cut: Cut, index: int, crossing: Crossing) -> nn.Module:
