@@ -101,6 +101,21 @@ def on_macos(world: World, name: str) -> str:
     return "".join(call.args[0] for call in stderr.write.call_args_list)
 
 
+def with_small_files(world: World, name: str) -> str:
+    found = meeting_place()
+    assert found is not None
+    had = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, had[1]))
+    try:
+        with mock.patch("sys.stderr") as stderr:
+            other = torch_world(world.device, store=PrefixStore(name, found))
+            sums(other)
+            other.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, had)
+    return "".join(call.args[0] for call in stderr.write.call_args_list)
+
+
 @pytest.mark.processes
 def test_memory_is_shared_by_a_python_that_knows_only_old_systems(processes: Processes) -> None:
     run(SIZE, by_an_old_python, on=processes, args=(uuid.uuid4().hex,))
@@ -124,6 +139,12 @@ def test_where_there_is_no_memory_to_share_nobody_is_sent_to_look_for_proc(proce
     assert "several times slower; set MESHWISE_COMM=gloo to hear no more of it" in first
     assert "/proc" not in first
     assert others == [""] * (SIZE - 1)
+
+
+@pytest.mark.processes
+def test_where_files_may_not_be_as_large_that_is_said(processes: Processes) -> None:
+    first, *_ = run(SIZE, with_small_files, on=processes, args=(uuid.uuid4().hex,))
+    assert "let files be larger (`ulimit -f unlimited`), or set MESHWISE_COMM=gloo to hear no more of it" in first
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")

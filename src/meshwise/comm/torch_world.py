@@ -10,6 +10,7 @@ It leaves torch's default process group alone: a job can use meshwise and its ow
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections import Counter
@@ -103,8 +104,7 @@ def _enter(store: c10d.Store, rank: int, hosts: Sequence[int], comm: Comm) -> Ro
         reasons = [text.decode() for text in store.multi_get([f"room/{other}" for other in range(len(hosts))])]
         reason = next(filter(None, reasons), "")
         if reason and rank == 0 and comm == "auto":
-            seen = "let them see each other's /proc (one user, one PID namespace), or "
-            mend = f"{seen if sys.platform == 'linux' else ''}set {COMM_VARIABLE}=gloo to hear no more of it"
+            mend = f"{_remedy(reason)}set {COMM_VARIABLE}=gloo to hear no more of it"
             sys.stderr.write(
                 f"meshwise: the ranks of one host cannot share memory ({reason}), so they talk through gloo, which is "
                 f"several times slower; {mend}\n"
@@ -112,6 +112,13 @@ def _enter(store: c10d.Store, rank: int, hosts: Sequence[int], comm: Comm) -> Ro
     if reason and comm == "local":
         raise ValueError(f"comm=local, and the ranks cannot share memory: {reason}; comm=gloo works everywhere")
     return None if reason else room
+
+
+def _remedy(reason: str) -> str:
+    """What would let ranks share memory, before an "or"; nothing where nothing is known to."""
+    if os.strerror(errno.EFBIG) in reason:
+        return "let files be larger (`ulimit -f unlimited`), or "
+    return "let them see each other's /proc (one user, one PID namespace), or " if sys.platform == "linux" else ""
 
 
 def default_device() -> torch.device:
