@@ -28,7 +28,7 @@ class Handed:
     """What is reached from the arguments of a block."""
 
     def __init__(self, *arguments: Any) -> None:
-        self._before = [(holder, holder.copy()) for holder in _reached(arguments)]
+        self._before = [(holder, _copied(holder)) for holder in _reached(arguments)]
 
     def ran(self) -> None:
         """The forward has run for the first time: what it left alone is none of ours."""
@@ -37,7 +37,7 @@ class Handed:
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:
         """Inside, all is as it was."""
-        now = [(holder, holder.copy()) for holder, _ in self._before]
+        now = [(holder, _copied(holder)) for holder, _ in self._before]
         try:
             _put(self._before)
             yield
@@ -60,6 +60,11 @@ def _reached(arguments: tuple[Any, ...]) -> Iterator[Holder]:
             open_ += item.values() if isinstance(item, dict) else item
         elif isinstance(attributes := getattr(item, "__dict__", None), dict):
             open_.append(attributes)
+
+
+def _copied(holder: Holder) -> Holder:
+    """What is in it; not with its own `copy`, for it may be of a class whose construction does more."""
+    return dict(holder) if isinstance(holder, dict) else list(holder)
 
 
 def _is_changed(holder: Holder, before: Holder) -> bool:
