@@ -2,6 +2,8 @@
 
 import dataclasses
 import os
+import subprocess
+import sys
 from functools import cache
 from typing import Any
 
@@ -268,3 +270,19 @@ def test_workers_hand_back_what_came_of_each_piece_of_work() -> None:
     assert isinstance(outcomes["none"], ZeroDivisionError)
     assert str(outcomes["gone"]) == "a child of the search ended with status 3"
     workers.close()
+
+
+def test_work_is_done_where_this_process_has_had_threads() -> None:
+    """libgomp's are gone in a fork, and a kernel that is divided among them would wait for them for ever."""
+    script = """
+import torch
+from meshwise.planner.workers import Workers
+
+torch.set_num_threads(2)
+x = torch.ones(2, 4, 512, 32)
+work = lambda: torch.nn.functional.scaled_dot_product_attention(x, x, x).sum().item()
+here, workers = work(), Workers(2)
+workers.start("it", work=work)
+assert workers.finished() == [("it", here)]
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

@@ -15,6 +15,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import torch
+
 
 @dataclass
 class Workers:
@@ -71,6 +73,7 @@ class Workers:
 
 def _child(connection: Connection, work: Callable[[], Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the search's: it ends its children
+    torch.set_num_threads(1)  # a fork has no others: what is divided among those the parent had would wait for ever
     gc.disable()  # to look for garbage takes a third of the time, and there is little until the process ends
     connection.send(_outcome(work))
 
