@@ -73,8 +73,7 @@ class Stepping:
         self._take_measure(batch, local=local)
         self._before.keep()
         scale, self.applied = self._scale, False
-        lean = self._plan.zero == 0 and self._plan.mesh().degree("dp") > 1
-        with shaping(self._world, lean=lean) if self._takes_shape else contextlib.nullcontext():
+        with shaping(self._world) if self._takes_shape else contextlib.nullcontext():
             try:
                 totals, problem = self._attempt(batch, parts, local=local)
             finally:

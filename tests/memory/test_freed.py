@@ -15,13 +15,11 @@ SIZE = 64 << 20
 pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
 
 
-def pages_of_one_more(
-    environment: dict[str, str], keep: bool, lean: bool, answers: "multiprocessing.SimpleQueue[int]"
-) -> None:
+def pages_of_one_more(environment: dict[str, str], keep: bool, answers: "multiprocessing.SimpleQueue[int]") -> None:
     """Take memory twice, freed in between, in a process with such settings: the pages that the second time costs."""
     forget_settings()
     os.environ.update(environment)
-    settle(keep=keep, lean=lean)
+    settle(keep=keep)
     answers.put(pages_of_the_second_time())
 
 
@@ -93,19 +91,13 @@ def test_what_is_large_lies_by_itself_where_that_is_asked_for(asked: bool) -> No
 
 
 @pytest.mark.parametrize(
-    "environment, keep, lean, comes_again",
-    [
-        ({}, True, False, False),
-        ({}, True, True, True),
-        ({}, False, False, True),
-        ({"MALLOC_ARENA_MAX": "4"}, True, False, True),
-    ],
+    "environment, keep, comes_again", [({}, True, False), ({}, False, True), ({"MALLOC_ARENA_MAX": "4"}, True, True)]
 )
 def test_what_is_freed_is_kept_where_that_is_asked_for_and_the_environment_says_nothing(
-    environment: dict[str, str], keep: bool, lean: bool, comes_again: bool
+    environment: dict[str, str], keep: bool, comes_again: bool
 ) -> None:
     answers: multiprocessing.SimpleQueue[int] = starting().SimpleQueue()
-    finished(starting().Process(target=pages_of_one_more, args=(environment, keep, lean, answers)))
+    finished(starting().Process(target=pages_of_one_more, args=(environment, keep, answers)))
     assert (answers.get() > SIZE // resource.getpagesize() // 2) == comes_again
 
 

@@ -8,8 +8,7 @@ in the first step whatever is large lies by itself: the heap has nothing in it b
 From then on every step takes what the step before has freed. Given back, it would come again page by page, each cleared
 by the system and missed by the processor: 35 000 to 85 000 pages in a step of the same ranks, 2 to 9 % of its time. The
 price is memory: up to a tenth more at its peak where blocks of several sizes do not fit into one another's places, and
-a quarter more on the last rank of a pipeline, which has the scores. A replica that holds the whole of the model's state
-has no memory to spare and gives its largest blocks back all the same.
+a quarter more on the last rank of a pipeline, which has the scores.
 """
 
 from __future__ import annotations
@@ -25,20 +24,19 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # M_TRIM_THRESHOLD, â€
 _MOST = 2**31 - 1
 # What glibc comes to by itself, at most, where large tensors are freed; and what it begins with.
 _ORDINARY = ((_TRIM_THRESHOLD, 64 << 20), (_MMAP_THRESHOLD, 32 << 20), (_MMAP_MAX, 65536))
-# What is freed is kept, all of it or blocks below a size.
+# What is freed is kept.
 _KEPT = ((_TRIM_THRESHOLD, _MOST), (_MMAP_MAX, 0))
-_LEAN = ((_TRIM_THRESHOLD, _MOST), (_MMAP_THRESHOLD, 16 << 20), (_MMAP_MAX, 65536))
 # Whatever is large lies by itself.
 _APART = ((_TRIM_THRESHOLD, 128 << 10), (_MMAP_THRESHOLD, 256 << 10), (_MMAP_MAX, 65536))
 _SETTINGS = ("MALLOC_", "GLIBC_TUNABLES")
 
 
-def settle(*, keep: bool, lean: bool = False) -> None:
-    """Give what is free back to the system, once; with `keep`, keep what is freed later, `lean`: below 16 MiB a block.
+def settle(*, keep: bool) -> None:
+    """Give what is free back to the system, once; with `keep`, keep what is freed later.
 
     What the environment says about the C library's allocator is left as it is. Other libraries do it by themselves.
     """
-    _settle((_LEAN if lean else _KEPT) if keep else ())
+    _settle(_KEPT if keep else ())
 
 
 @contextlib.contextmanager
@@ -70,19 +68,19 @@ def lay_apart() -> None:
 
 
 @contextlib.contextmanager
-def shaping(world: World, *, lean: bool = False) -> Iterator[None]:
+def shaping(world: World) -> Iterator[None]:
     """Inside is the first step of a rank, in which what is large lies by itself; then, `settle_rank`."""
     if _keeps(world):
         lay_apart()
     try:
         yield
     finally:
-        settle_rank(world, lean=lean)
+        settle_rank(world)
 
 
-def settle_rank(world: World, *, lean: bool = False) -> None:
+def settle_rank(world: World) -> None:
     """`settle` for a rank: one of several on CPUs is there for its training alone, and keeps what it frees."""
-    settle(keep=_keeps(world), lean=lean)
+    settle(keep=_keeps(world))
 
 
 def _keeps(world: World) -> bool:
