@@ -73,7 +73,7 @@ def cell(line: dict[str, str], *, space: Space, cluster: Cluster, limit: float, 
 def table(numbers: Path, *, effort: Effort) -> list[str]:
     """The published table, cell by cell, as markdown."""
     rows = [
-        "| model | GPUs | published | measured | predicted | GiB | predicted | chosen | predicted | beside published |",
+        "| model | GPUs | published | measured | predicted | GiB | predicted | chosen | predicted | beside it |",
         "|---|--:|---|--:|--:|--:|--:|---|--:|---|",
     ]
     with (numbers / "ultrascale_playbook_best.csv").open(encoding="utf-8") as file:
