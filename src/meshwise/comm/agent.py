@@ -104,14 +104,14 @@ class _Agent(LocalElasticAgent):
         }
         return RunResult(WorkerState.FAILED, failures=failures) if failures else result
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _SHUTDOWN_SECONDS) -> None:
+    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
         self._go_on()
-        super()._shutdown(death_sig, timeout)
+        super()._shutdown(*args, **kwargs)
 
     def _go_on(self) -> None:
         """Let ranks that are stopped hear what they are told; others do not notice."""
         for one in self._worker_group.workers:
-            if one.id:  # it was started
+            if one.id and not _has_ended(one.id):  # it was started, and its number is not another's yet
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(one.id, signal.SIGCONT)
 
