@@ -12,6 +12,7 @@ what it saves.
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Iterator
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 Holder: TypeAlias = dict[Any, Any] | list[Any]
 """What can be changed: a list, a mapping, or the attributes of an object."""
 
-_CLOSED = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType)
+_CLOSED = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType, int, float, complex, str, bytes, type(None))
 
 
 class Handed:
@@ -51,13 +52,14 @@ def _reached(arguments: tuple[Any, ...]) -> Iterator[Holder]:
     open_ = [*arguments]
     while open_:
         item = open_.pop()
-        if isinstance(item, _CLOSED) or id(item) in seen:
+        if id(item) in seen:
             continue
         seen.add(id(item))
         if isinstance(item, dict | list):
             yield item
         if isinstance(item, dict | list | tuple):
-            open_ += item.values() if isinstance(item, dict) else item
+            values = item.values() if isinstance(item, dict) else item
+            open_ += (value for value in values if not isinstance(value, _CLOSED))
         elif isinstance(attributes := getattr(item, "__dict__", None), dict):
             open_.append(attributes)
 
@@ -77,9 +79,12 @@ def _is_changed(holder: Holder, before: Holder) -> bool:
 
 
 def _put(contents: list[tuple[Holder, Holder]]) -> None:
+    """Fill each again; not by its own methods, which may refuse to, as those of transformers' outputs do."""
     for holder, content in contents:
-        holder.clear()
         if isinstance(holder, dict):
-            holder.update(content)
+            kind: Any = OrderedDict if isinstance(holder, OrderedDict) else dict
+            kind.clear(holder)
+            kind.update(holder, content)
         else:
-            holder.extend(content)
+            list.clear(holder)
+            list.extend(holder, content)

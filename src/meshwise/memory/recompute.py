@@ -244,8 +244,9 @@ class _Call:
         found = f"{self._block.name} saved {what} when its forward was repeated"
         if self._cache:
             return (
-                f"{found}: it is handed a cache, {self._cache}, to whose tensors its first forward has written. A "
-                "training forward needs none: set use_cache=False in the model's config, or hand it to the model"
+                f"{found}: it is handed a cache, {self._cache}, which was not as it was: written to in place, or kept "
+                "where it cannot be put back. A training forward needs none: set use_cache=False in the model's "
+                "config, or hand it to the model"
             )
         return (
             f"{found}; a block that is recomputed has to compute the same twice: does it draw from numpy, read "
