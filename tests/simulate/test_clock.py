@@ -66,6 +66,25 @@ def test_frozen_weights_have_no_gradient_that_counts(plan: str) -> None:
     assert (prediction.flops > prediction.model_flops) == ("recompute=full" in plan)
 
 
+class Force(nn.Module):
+    """Differentiates within its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        energy = self.down(self.up(x).tanh()).square().sum()
+        return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+def test_a_gradient_within_a_forward_is_of_the_forward() -> None:
+    subject = Subject(Force, lambda output, batch: (output.sum(), len(batch)), torch.zeros(8, 64))
+    prediction = predict(rehearse(subject, plan="dp=1", ranks=1), cluster=STEADY)
+    assert prediction.model_flops == 3 * 4 * (2 * 8 * 64 * 64)
+
+
 @pytest.mark.parametrize("microbatches", [2, 4, 8])
 def test_the_bubble_of_even_stages_is_the_published_one(microbatches: int) -> None:
     width = 64

@@ -80,7 +80,7 @@ class Prediction:
     @property
     def model_flops(self) -> float:
         """Of a step, over all ranks: three times the forward's matrix products, or what is computed where that is less,
-        as where weights are frozen; what is recomputed does not count.
+        as where weights are frozen; what is recomputed does not count, but by fused attention within itself.
         """
         return min(3.0 * sum(forward_flops(self.rehearsal)), float(sum(_once(self.rehearsal)))) * self._replicas
 
@@ -162,12 +162,16 @@ def _once(rehearsal: Rehearsal) -> list[int]:
 
 def _first_flops(parts: Sequence[Segment]) -> int:
     """Of what these compute for the first time; micro-batches that are alike share their entries."""
-    actions = [part.entries for part in parts if _is_action(part)]
-    alike = Counter(map(id, actions))
-    return sum(
-        alike[key] * sum(one.flops for one in entries if isinstance(one, Operation) and not one.again)
-        for key, entries in {id(entries): entries for entries in actions}.items()
-    )
+    actions = [part for part in parts if _is_action(part)]
+    alike = Counter(id(part.entries) for part in actions)
+    each = {id(part.entries): part for part in actions}
+    return sum(alike[key] * _own_flops(part) for key, part in each.items())
+
+
+def _own_flops(part: Segment) -> int:
+    """Without what a backward repeats of a forward; a forward that differentiates within itself repeats nothing."""
+    forward = kind_of(part.label) is Kind.F
+    return sum(one.flops for one in part.entries if isinstance(one, Operation) and (forward or not one.again))
 
 
 def each_flops(rehearsal: Rehearsal, *, kinds: Collection[Kind | None] = (None, *Kind)) -> list[int]:

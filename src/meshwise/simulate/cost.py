@@ -100,7 +100,8 @@ def operation(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any
 def causal_part(keys: int, *, cpu: bool) -> float:
     """The part of attention's products that is computed where queries see so many keys, but none after their own.
 
-    A GPU's kernels are said to compute half, by how the rates are counted that are published of them. torch's for CPUs
+    A GPU's kernels are said to compute half, by how the rates are counted that are published of them, though they take
+    tiles whole, so that short sequences need more. torch's for CPUs
     takes 512 keys at a time (`kvSplitSize` in ATen/native/cpu/FlashAttentionKernel.cpp), of which it leaves out none.
     """
     return min(1.0, (keys + _KEYS) / (2 * keys)) if cpu else 0.5
