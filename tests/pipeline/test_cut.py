@@ -186,11 +186,34 @@ def test_what_another_stage_holds_has_a_shape_and_is_not_computed_with() -> None
     assert (weight.shape, weight.dtype) == ((8, 8), torch.float64)
     assert weight.size(0) == weight.T[0].numel() == 8
     assert copy.deepcopy(weight) is weight
+    real = torch.ones(8, dtype=torch.float32)
+    assert torch.equal(real.expand_as(weight), torch.ones(8, 8))
+    assert torch.equal(weight.new_zeros(3, device="cpu") + torch.ones_like(weight[0, :3], device="cpu"), torch.ones(3))
     for compute in (
         lambda: torch.zeros(2, 8) @ weight,
         lambda: functional.linear(torch.zeros(2, 8), weight.t()),
         lambda: torch.zeros(8, 8).add_(weight * 2),
         lambda: torch.cat([torch.zeros(1, 8), weight[:1]]),
+        lambda: torch.zeros(2, 8) @ weight.type_as(torch.zeros(1)),
     ):
         with pytest.raises(StageError, match=r"computes with blocks\.0\.weight, which another stage holds"):
             compute()
+
+
+class Shaping(Reaching):
+    """Its forward begins with a state that is made as the first parameter is, and asks another one for its dtype."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens).type_as(self.blocks[3].weight)
+        state = next(self.parameters()).new_zeros(1, *x.shape[1:])
+        for block in self.blocks:
+            x = block(x + state).tanh()
+        return self.head(x + self.blocks[0].weight.new_ones(8, device=x.device))  # type: ignore[no-any-return, operator]
+
+
+def test_a_parameter_that_is_asked_for_a_shape_or_a_dtype_may_be_on_another_stage() -> None:
+    def call(model: nn.Module) -> Any:
+        return next_token_loss(model(TOKENS), (TOKENS, TARGETS))[0]
+
+    model = Shaping(0).double()
+    is_the_model(model, call, cut_model(model, stages=2, call=call, wish=Wish("params")))

@@ -19,6 +19,7 @@ from meshwise.model.blocks import Patterns, partition
 from meshwise.pipeline.action import Schedule
 from meshwise.pipeline.balance import Aim, Balanced, balance, balance_trace, by_hand, loads_of
 from meshwise.pipeline.bare import is_bare
+from meshwise.pipeline.elsewhere import REMEDY
 from meshwise.pipeline.partition import CutError
 from meshwise.pipeline.probe import Call, probe
 from meshwise.pipeline.seen import Seen
@@ -347,9 +348,7 @@ def _refuse_readers(seen: Seen, bounds: Sequence[int], holders: Mapping[str, Seq
             if stage not in holders[name]:
                 raise CutError(
                     f"{user}, on stage {stage}, needs what the model computes with {name} outside of that module, and "
-                    f"the parameter is on stage {holders[name][0]}. Give it a second name in the module that reads it, "
-                    "as in self.shared = other.weight in its __init__, and read that: then each stage has it; or cut "
-                    "by hand so that both are on one stage: Options(cut=Where(at=…)), model.cut_at of a job"
+                    f"the parameter is on stage {holders[name][0]}. {REMEDY}"
                 )
 
 

@@ -245,7 +245,7 @@ class Provenance(TorchDispatchMode):
         if self._piece is not None:
             self._used |= past
             past = Past(effects=frozenset((self._piece,)))
-        elif not func.is_view:
+        elif not func.is_view and func.overloadpacket not in _SHAPED:
             memories = (tensor.untyped_storage() for tensor in tensors((args, kwargs)))
             past |= Past(parameters=frozenset(self._names[one] for one in memories if one in self._names))
         given = {tensor.untyped_storage() for tensor in tensors((args, kwargs))}
@@ -301,6 +301,15 @@ class _Reads(TorchFunctionMode):
             self._provenance.differentiated(given["outputs"], inputs=given["inputs"])
         return func(*args, **(kwargs or {}))
 
+
+_SHAPED = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in (
+        *("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"),
+        *("empty_like", "full_like", "ones_like", "zeros_like", "rand_like", "randint_like", "randn_like"),
+    )
+)
+"""What reads no values of the tensor that it is given."""
 
 _OUT = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__))
 """What gives the values of a tensor to Python."""
