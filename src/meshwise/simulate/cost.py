@@ -90,10 +90,8 @@ def operation(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any
     dtype = next((str(t.dtype).removeprefix("torch.") for t in (*outputs, *inputs)), "")
     product = _product(func, args, inputs, outputs) if flops else None
     part = 1.0
-    if product is not None and (causal := _causal(func)) is not None:
-        where, argument = causal
-        if args[where] if where < len(args) else kwargs.get(argument, False):
-            part = causal_part(product.n, cpu=name.endswith(("_for_cpu", "_for_cpu_backward")))
+    if product is not None and _is_causal(func, args, kwargs):
+        part = causal_part(product.n, cpu=name.endswith(("_for_cpu", "_for_cpu_backward")))
     return Operation(name.removeprefix("aten::"), dtype, flops, read + written, product, part)
 
 
@@ -101,20 +99,22 @@ def causal_part(keys: int, *, cpu: bool) -> float:
     """The part of attention's products that is computed where queries see so many keys, but none after their own.
 
     A GPU's kernels are said to compute half, by how the rates are counted that are published of them, though they take
-    tiles whole, so that short sequences need more. torch's for CPUs
-    takes 512 keys at a time (`kvSplitSize` in ATen/native/cpu/FlashAttentionKernel.cpp), of which it leaves out none.
+    tiles whole, so that short sequences need more. torch's for CPUs takes 512 keys at a time (`kvSplitSize` in
+    ATen/native/cpu/FlashAttentionKernel.cpp), of which it leaves out none.
     """
-    return min(1.0, (keys + _KEYS) / (2 * keys)) if cpu else 0.5
+    return min(1.0, (keys + 512) / (2 * keys)) if cpu else 0.5
 
 
-_KEYS = 512
+def _is_causal(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    where = _causal(func)
+    return where is not None and bool(args[where] if where < len(args) else kwargs.get("is_causal", False))
 
 
 @cache
-def _causal(func: OpOverload) -> tuple[int, str] | None:
-    """Where an operation is told whether its attention is causal, if it is."""
+def _causal(func: OpOverload) -> int | None:
+    """Which argument tells an operation whether its attention is causal, if one does."""
     names = [argument.name for argument in func._schema.arguments]
-    return (names.index("is_causal"), "is_causal") if "is_causal" in names else None
+    return names.index("is_causal") if "is_causal" in names else None
 
 
 def _flops(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> int:
