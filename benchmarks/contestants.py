@@ -54,7 +54,7 @@ def _autograd_step(
     return step
 
 
-def _meshwise(stage: int, *, microbatches: int = 1) -> Builder:
+def _meshwise(stage: int) -> Builder:
     def build(shape: gpt.Shape, rank: int, size: int) -> Step:
         import meshwise as mw
 
@@ -66,7 +66,7 @@ def _meshwise(stage: int, *, microbatches: int = 1) -> Builder:
         options = mw.Options(
             parameter_options=lambda _name, _parameter: {}
         )  # as the peers: one group decays everything
-        plan = mw.Plan(dp=size, zero=stage, microbatches=microbatches)
+        plan = mw.Plan(dp=size, zero=stage)
         trainer = mw.parallelize(gpt.build(shape), plan, loss=loss, world=mw.connect(), options=options, **gpt.ADAMW)
         return lambda number: trainer.step(gpt.global_batch(shape, step=number)).loss
 
@@ -199,17 +199,6 @@ OURS = tuple(
     for stage in range(4)
 )
 
-SLICED = tuple(
-    Contestant(
-        f"meshwise zero={stage}, in two",
-        stage,
-        "meshwise",
-        f"`dp=N zero={stage} microbatches=2`",
-        _meshwise(stage, microbatches=2),
-    )
-    for stage in range(4)
-)
-
 PEERS = (
     Contestant("torch DDP", 0, "torch", "DistributedDataParallel, default settings", _ddp(tuned=False)),
     Contestant("torch DDP, tuned", 0, "torch", "gradient_as_bucket_view, static_graph", _ddp(tuned=True)),
@@ -231,7 +220,7 @@ PEERS = (
 
 def contestant(name: str) -> Contestant:
     """The row of that name. Raises ValueError, listing the names, when there is none."""
-    rows = {row.name: row for row in (SINGLE, *APART, *OURS, *SLICED, *PEERS)}
+    rows = {row.name: row for row in (SINGLE, *APART, *OURS, *PEERS)}
     if name not in rows:
         raise ValueError(f"no contestant {name!r}; there are {', '.join(rows)}")
     return rows[name]

@@ -4,8 +4,8 @@
     python benchmarks/ideal.py --only meshwise --turns 12
     python benchmarks/ideal.py --python deepspeed=PATH --python fairscale=PATH --python megatron=PATH --docs PAGE
 
-A contestant and the single process are resident together and take turns of one step, so both meet the machine in the
-same state. Two figures: the median over the turns of (its step) / (the single process's next to it / ranks), and the
+Some contestants and the single process are resident together and take turns of one step, so all meet the machine in the
+same state. Two figures: the median over the turns of (its step) / (the single process's of that turn / ranks), and the
 same of the best step of each, which is what a quiet machine would show and what the bars are for. A pipeline of p
 stages and m micro-batches under 1F1B stands still for (p-1) / (m+p-1) of its time, so its ideal is (m+p-1)/m. Processes
 that split nothing and exchange nothing show what the machine takes from four that compute at once.
@@ -14,10 +14,11 @@ that split nothing and exchange nothing show what the machine takes from four th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from contestants import SINGLE, Contestant
 from gpt import Shape
 from peer_table import machine, write_between_markers
 from peers import assignments, check_losses
-from team import ContestantFailed, Team
+from team import ContestantFailed, Team, Turn
 
 BAR_RANKS = 4
 _BUBBLE = (pipeline_contestants.MICROBATCHES + BAR_RANKS - 1) / pipeline_contestants.MICROBATCHES
@@ -51,7 +52,7 @@ class Entry:
 
 ENTRIES = (
     *(Entry("nothing", apart, alike=1) for apart in contestants.APART),
-    *(Entry(f"data, ZeRO {ours.stage}", ours, 1.05) for ours in (*contestants.OURS, *contestants.SLICED)),
+    *(Entry(f"data, ZeRO {ours.stage}", ours, 1.05) for ours in contestants.OURS),
     *(Entry(f"data, ZeRO {peer.stage}", peer) for peer in contestants.PEERS),
     *(Entry("tensor", tensor_contestants.contestant(name), 1.25) for name in ("meshwise 1d", "meshwise 1d, sequence")),
     *(Entry("tensor", tensor_contestants.contestant(name)) for name in ("torch DTensor", "Megatron-Core")),
@@ -84,14 +85,57 @@ class Distance:
         return f"| {' | '.join(cells)} |"
 
 
-def measure(entry: Entry, *, single: Team, team: Team, turns: int, reference: Sequence[float]) -> Distance:
-    """Let both take turns. Raises ContestantFailed, also when the losses are not the reference's."""
+@dataclass(frozen=True)
+class Rules:
+    """How contestants are measured: the interpreters by package, what is trained, on how many ranks, how many timed
+    turns, and the losses of the first steps.
+    """
+
+    pythons: Mapping[str, str]
+    shape: Shape
+    ranks: int
+    turns: int
+    reference: Sequence[float]
+
+
+def measure(entries: Sequence[Entry], *, single: Team, rules: Rules) -> Iterator[Distance | ContestantFailed]:
+    """Let them and the single process take turns, one group that is resident together. Of each entry its distance, or
+    how it failed, also by losses that are not the reference's.
+    """
+    with contextlib.ExitStack() as stack:
+        teams: dict[Entry, Team] = {}
+        for entry in entries:
+            try:
+                teams[entry] = _ready(entry, stack, rules)
+            except ContestantFailed as error:
+                yield error
+        pairs: dict[Entry, list[tuple[Turn, Turn]]] = {entry: [] for entry in teams}
+        for number in range(rules.turns):
+            alone = single.turn(steps=1)
+            for entry in list(teams)[:: 1 if number % 2 else -1]:
+                try:
+                    pairs[entry].append((alone, teams[entry].turn(steps=1)))
+                except ContestantFailed as error:
+                    del teams[entry]
+                    yield error
+        for entry in teams:
+            yield _distance(entry, pairs[entry], ranks=rules.ranks)
+
+
+def _ready(entry: Entry, stack: contextlib.ExitStack, rules: Rules) -> Team:
+    """The processes of an entry, after their first steps. Raises ContestantFailed."""
+    contestant = entry.contestant
+    python = rules.pythons[contestant.package]
+    team = stack.enter_context(Team(contestant, python=python, shape=rules.shape, ranks=rules.ranks))
     team.wait_until_ready()
     losses = team.turn(steps=_WARMUP).losses
-    check_losses(entry.contestant.name, losses=losses[: entry.alike], reference=reference[: entry.alike])
+    check_losses(contestant.name, losses=losses[: entry.alike], reference=rules.reference[: entry.alike])
     team.reset_peak()
-    pairs = [(single.turn(steps=1), team.turn(steps=1)) for _ in range(turns)]
-    ranks = team.ranks
+    return team
+
+
+def _distance(entry: Entry, pairs: Sequence[tuple[Turn, Turn]], *, ranks: int) -> Distance:
+    """What turns of the single process and of the contestant show."""
     return Distance(
         entry=entry,
         median=statistics.median(ours.seconds / alone.seconds for alone, ours in pairs) * ranks,
@@ -108,6 +152,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=BAR_RANKS, help="processes per contestant")
     parser.add_argument("--turns", type=int, default=8, help="steps of each, one after the other's")
+    parser.add_argument("--together", type=int, default=3, help="contestants that are resident at the same time")
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="those whose name or split has it")
     parser.add_argument("--python", action="append", default=[], metavar="PACKAGE=PATH", help="a peer's interpreter")
     parser.add_argument("--shape", action="append", default=[], metavar="SIZE=N", help="another model: layers=2 …")
@@ -118,6 +163,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 def command(arguments: argparse.Namespace) -> str:
     """The command line that repeats this run, without this machine's paths."""
     words = [f"python benchmarks/ideal.py --ranks {arguments.ranks} --turns {arguments.turns}"]
+    words += [f"--together {arguments.together}"]
     words += [f"--only {only!r}" for only in arguments.only]
     words += [f"--shape {size}" for size in arguments.shape]
     words += [f"--python {word.partition('=')[0]}=PYTHON" for word in arguments.python]
@@ -156,22 +202,21 @@ def main(words: Sequence[str] | None = None) -> int:
     distances, failures = [], []
     with Team(SINGLE, python=sys.executable, shape=shape, ranks=1) as single:
         single.wait_until_ready()
-        reference = single.turn(steps=_WARMUP).losses
-        for entry in entries:
-            python = pythons[entry.contestant.package]
-            try:
-                with Team(entry.contestant, python=python, shape=shape, ranks=arguments.ranks) as team:
-                    found = measure(entry, single=single, team=team, turns=arguments.turns, reference=reference)
-            except ContestantFailed as error:
-                failures.append(str(error).splitlines()[0])
-                print(error, file=sys.stderr, flush=True)
-                continue
-            distances.append(found)
-            print(found.row(ranks=arguments.ranks), flush=True)
+        rules = Rules(pythons, shape, arguments.ranks, arguments.turns, single.turn(steps=_WARMUP).losses)
+        for start in range(0, len(entries), arguments.together):
+            group = entries[start : start + arguments.together]
+            for found in measure(group, single=single, rules=rules):
+                if isinstance(found, ContestantFailed):
+                    failures.append(str(found).splitlines()[0])
+                    print(found, file=sys.stderr, flush=True)
+                    continue
+                distances.append(found)
+                print(found.row(ranks=arguments.ranks), flush=True)
     remarks = [
         f"Machine: {machine()}, torch {torch.__version__}; {arguments.ranks} processes of one thread.",
         f"Model: {shape}, fp32, fused AdamW, one parameter group, no clipping.",
-        f"{arguments.turns} turns. Median and best: steps in units of ideal. Bars are for the best step.",
+        f"{arguments.turns} turns, of {arguments.together} contestants and the single process in each.",
+        "Median and best: steps in units of ideal. Bars are for the best step.",
         "Processor: processor time of all ranks in units of that of the single process.",
         "MB: high-water mark of resident memory of the worst rank, libraries too; memory that ranks share counts once.",
         f"Made by `{command(arguments)}`.",

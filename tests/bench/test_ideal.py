@@ -45,7 +45,7 @@ def test_the_best_step_is_held_against_the_bar_at_the_number_of_ranks_it_is_for(
 def test_the_command_on_the_page_has_no_path_of_a_machine() -> None:
     words = ["--only", "ZeRO 1", "--python", "megatron=/home/someone/bin/python"]
     assert command(parse(words)) == (
-        "python benchmarks/ideal.py --ranks 4 --turns 8 --only 'ZeRO 1' --python megatron=PYTHON"
+        "python benchmarks/ideal.py --ranks 4 --turns 8 --together 3 --only 'ZeRO 1' --python megatron=PYTHON"
     )
 
 
