@@ -34,9 +34,11 @@ def test_a_pipeline_is_held_to_its_bubble() -> None:
     assert entry("meshwise zb-h1").bar == pytest.approx(11 / 8)
 
 
-def test_the_best_step_is_held_against_the_bar_at_the_number_of_ranks_it_is_for() -> None:
+def test_median_and_best_step_are_held_against_the_bar_at_the_number_of_ranks_it_is_for() -> None:
     near = Distance(entry("meshwise zero=1"), median=1.07, best=1.04, processor=1.01, megabytes=700.4)
-    assert near.row(ranks=4).endswith("| 1.070 | **1.040** | 1.010 | 700 | 1.050 | yes |")
+    assert near.row(ranks=4).endswith("| 1.070 | **1.040** | 1.010 | 700 | 1.050 | best |")
+    assert Distance(near.entry, 1.05, 1.04, 1.0, 700).row(ranks=4).endswith("| 1.050 | yes |")
+    assert Distance(near.entry, 1.05, 1.06, 1.0, 700).row(ranks=4).endswith("| 1.050 | median |")
     assert Distance(near.entry, 1.07, 1.06, 1.0, 700).row(ranks=4).endswith("| 1.050 | no |")
     assert near.row(ranks=2).endswith("| 1.010 | 700 |  |  |")
     assert Distance(entry("torch DDP"), 1.2, 1.1, 1.0, 700).row(ranks=4).endswith("| 1.000 | 700 |  |  |")

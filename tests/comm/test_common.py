@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshwise.comm.journal import RanksDisagree
 from meshwise.comm.world import World
 from meshwise.mesh import Mesh
 from meshwise.testing import Processes, run
@@ -53,3 +54,25 @@ def test_what_a_rank_writes_is_there_for_all_and_nothing_is_left(processes: Proc
         assert again == [10.0 + low] * 4 + [10.0 + high] * 4
         assert files == 0
         assert maps == -1
+
+
+def _gather(world: World, size: int, odd: str) -> list[float]:
+    """Rank 1 gathers into what `odd` says, rank 0 into the first elements of what they hold together."""
+    held, other = (world.common(50_000, dtype=torch.float64, axes="rank") for _ in range(2))
+    assert held is not None
+    assert other is not None
+    own = torch.zeros(50_000, dtype=torch.float64)
+    choices = {"the same": held, "its own": own, "other": other, "a shift": held[4:]}
+    into = (choices[odd] if world.rank == 1 else held)[: 2 * size]
+    part = torch.full((size,), 1.0 + world.rank, dtype=torch.float64)
+    world.all_gather(part, into=into, axes="rank").wait()
+    world.barrier()
+    return sorted(set(into.tolist()))
+
+
+@pytest.mark.parametrize("size", [8, 20_000])
+@pytest.mark.parametrize("odd", ["its own", "other", "a shift"])
+def test_ranks_that_pass_different_memory_are_told(odd: str, size: int, processes: Processes) -> None:
+    with pytest.raises(RanksDisagree, match=r"passes memory that the ranks hold together, and rank \d other"):
+        run(2, _gather, on=processes, args=(size, odd))
+    assert run(2, _gather, on=processes, args=(size, "the same")) == [[1.0, 2.0]] * 2

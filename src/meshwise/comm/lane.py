@@ -33,7 +33,7 @@ from meshwise.comm.journal import RanksDisagree, Stamp
 from meshwise.comm.lost import lost
 from meshwise.comm.meanwhile import Meanwhile, Outlook
 from meshwise.comm.room import Room
-from meshwise.comm.side import IN_PAYLOAD, IN_PRIVATE, RING, Place, Side
+from meshwise.comm.side import IN_COMMON, IN_PAYLOAD, IN_PRIVATE, RING, Place, Side
 from meshwise.comm.span import Far, Near, Span
 from meshwise.comm.world import Work, World
 
@@ -47,6 +47,7 @@ class Call(Work):
     brings  whether the call brings their contents; they are the caller's again once it is known to the others
     needs   the indices of the ranks that must have posted before `act` can be called
     users   the indices of the ranks that use this rank's tensors in their `act`
+    common  where it gives nothing because it has written to what the ranks hold together, the name of that; else 0
     after   what is done when all of them have
     """
 
@@ -54,6 +55,7 @@ class Call(Work):
     brings = True
     needs: Sequence[int] = ()
     users: Sequence[int] = ()
+    common = 0
     act: Callable[[], None] | None = None
     after: Callable[[], None] | None = None
     number = -1
@@ -74,6 +76,11 @@ class Call(Work):
     def take(self, index: int, *, into: Tensor, which: int = 0) -> None:
         """Copy what a rank gave to it."""
         self.lane.take(self, index=index, into=into, which=which)
+
+    def require_common(self) -> None:
+        """Raises RanksDisagree unless every rank has written to this memory that they hold together."""
+        for index in self.others:
+            self.lane.require_common(self, index=index)
 
     def spans(self, own: Tensor, *, which: int = 0) -> list[Span]:
         """What every rank gave to it, of the size of what this rank gave."""
@@ -149,7 +156,7 @@ class Lane:
     def _write(self, call: Call) -> None:
         number = call.number
         if call.brings:
-            places = self._own.bring(number, gives=call.gives)
+            places = [(IN_COMMON, call.common, 0)] if call.common else self._own.bring(number, gives=call.gives)
         else:
             places = [self._place(x) for x in call.gives]
             self._held.append(call)
@@ -279,12 +286,26 @@ class Lane:
         side = self._side(index)
         assert side is not None, "the rank has called it"
         found = side.given(call.number, which=which)
+        if found[0] == IN_COMMON:
+            raise self._apart(index, self._room.rank, call)
         if found[2] != like.nbytes:
             raise RanksDisagree(
                 f"rank {self.ranks[index]} gives {found[2]} bytes where rank {self._room.rank} takes {like.nbytes} "
                 f"in {call.stamp}"
             )
         return found
+
+    def require_common(self, call: Call, *, index: int) -> None:
+        """Raises RanksDisagree unless that rank has written to what this one names, and the ranks hold together."""
+        side = self._side(index)
+        if side is None or side.given(call.number, which=0)[:2] != (IN_COMMON, call.common):
+            raise self._apart(self.index, self.ranks[index], call)
+
+    def _apart(self, index: int, other: int, call: Call) -> RanksDisagree:
+        return RanksDisagree(
+            f"rank {self.ranks[index]} passes memory that the ranks hold together, and rank {other} other memory, in "
+            f"{call.stamp}; all of them pass the same of what one call of World.common has returned, or none does"
+        )
 
     def _elsewhere(self, index: int, place: int, offset: int, like: Tensor) -> Span:
         """A tensor that the call did not bring: its owner waits until it has been used."""

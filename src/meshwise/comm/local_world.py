@@ -91,9 +91,10 @@ class LocalWorld(World):
 
     def _all_gather(self, stamp: Stamp, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
         call = self._call(stamp, group)
-        if self._lanes.room.commons.hold(parts, ranks=group.ranks):
+        call.common = self._lanes.room.commons.name(parts, ranks=group.ranks)
+        if call.common:
             put(x, into=parts[group.index])
-            return self._begin(call, needs=call.others)
+            return self._begin(call, needs=call.others, act=call.require_common)
 
         def act() -> None:
             put(x, into=parts[group.index])

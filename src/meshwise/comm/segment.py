@@ -20,6 +20,7 @@ import mmap
 import os
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ KEPT = 2
 """How many slabs that nobody uses are kept."""
 _MOST = 256
 _CLOSED_ON_EXEC = 1
+_NAMES = 2**63 - 1  # what a word of a board holds
 # madvise: free the pages for everyone who maps them; take the page faults now, as for reading or for writing.
 _REMOVE, _POPULATE_READ, _POPULATE_WRITE = 9, 22, 23
 _C = ctypes.CDLL(None, use_errno=True)
@@ -189,23 +191,37 @@ class Commons:
     """Memory that this rank holds together with others: which of its tensors lie in it."""
 
     def __init__(self) -> None:
-        self._ranks: dict[int, tuple[int, ...]] = {}
+        self._held: dict[int, tuple[tuple[int, ...], int]] = {}
+        """By address, the ranks that hold it and which of theirs it is."""
         self._leases: dict[int, weakref.ref[memoryview]] = {}
+        self._counts: Counter[tuple[int, ...]] = Counter()
 
     def add(self, memory: Tensor, *, ranks: tuple[int, ...]) -> Tensor:
         """`memory`, as bytes whose last view tells this when it goes."""
         lease = memoryview(memory.numpy())  # type: ignore[arg-type] # an array is a buffer
         address = memory.data_ptr()
-        self._ranks[address] = ranks
+        self._counts[ranks] += 1
+        self._held[address] = ranks, self._counts[ranks]
         self._leases[address] = weakref.ref(lease, lambda _: self._forget(address))
         return torch.frombuffer(lease, dtype=torch.uint8)
 
-    def hold(self, tensors: Sequence[Tensor], *, ranks: tuple[int, ...]) -> bool:
-        """Whether all of these lie in memory that exactly these ranks hold together."""
-        return bool(self._ranks) and all(self._ranks.get(x.untyped_storage().data_ptr()) == ranks for x in tensors)
+    def name(self, tensors: Sequence[Tensor], *, ranks: tuple[int, ...]) -> int:
+        """A number that tells all ranks alike which memory these tensors are; 0 unless all of them lie in what exactly
+        these ranks hold together.
+        """
+        if not self._held:
+            return 0
+        where: list[int] = []
+        for x in tensors:
+            start = x.untyped_storage().data_ptr()
+            holders, number = self._held.get(start, ((), 0))
+            if holders != ranks:
+                return 0
+            where += number, x.data_ptr() - start
+        return hash(tuple(where)) & _NAMES | 1  # integers have the same hash in every process
 
     def _forget(self, address: int) -> None:
-        del self._ranks[address], self._leases[address]
+        del self._held[address], self._leases[address]
 
 
 class Mappings:

@@ -21,8 +21,10 @@ from meshwise.comm.board import PAGE_WORDS, PAYLOAD_BYTES, Board
 RING = 32
 """Calls of a lane that a board has room for; one that is further ahead is kept until there is room."""
 
-IN_PAYLOAD, IN_PRIVATE = 0, -1
-"""Places that are no shared memory: the payload of the call, and the own memory of the rank that gives."""
+IN_PAYLOAD, IN_PRIVATE, IN_COMMON = 0, -1, -2
+"""Places that are no segment of the rank that gives: the payload of the call, the rank's own memory, and the memory
+that all ranks of the lane hold together, where nobody has to look for it.
+"""
 
 Place: TypeAlias = tuple[int, int, int]
 """Where a tensor is: the place, the offset there (in a payload, from its begin; or its address) and its bytes."""
