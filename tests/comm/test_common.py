@@ -76,3 +76,32 @@ def test_ranks_that_pass_different_memory_are_told(odd: str, size: int, processe
     with pytest.raises(RanksDisagree, match=r"passes memory that the ranks hold together, and rank \d other"):
         run(2, _gather, on=processes, args=(size, odd))
     assert run(2, _gather, on=processes, args=(size, "the same")) == [[1.0, 2.0]] * 2
+
+
+def _gather_unequal(world: World) -> None:
+    """Both ranks have the parts begin where the other has them, and take them to be of other sizes."""
+    held = world.common(50_000, dtype=torch.float64, axes="rank")
+    assert held is not None
+    sizes = (2, 4) if world.rank else (4, 2)
+    parts = [held[start : start + size] for start, size in zip((0, 10), sizes, strict=True)]
+    world.all_gather(torch.ones_like(parts[world.rank]), into=parts, axes="rank").wait()
+
+
+def test_ranks_that_pass_parts_of_other_sizes_are_told(processes: Processes) -> None:
+    with pytest.raises(RanksDisagree, match="passes memory that the ranks hold together"):
+        run(2, _gather_unequal, on=processes)
+
+
+def _ask(world: World, sizes: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    world.common(sizes[world.rank], dtype=dtypes[world.rank], axes="rank")
+
+
+@pytest.mark.parametrize(
+    "sizes, dtypes",
+    [((1_000_000, 2_000_000), (torch.float32,) * 2), ((100_000, 100_000), (torch.float64, torch.float32))],
+)
+def test_ranks_that_ask_for_different_memory_are_told(
+    sizes: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype], processes: Processes
+) -> None:
+    with pytest.raises(RanksDisagree, match=f"rank 1 asks for {sizes[1]} elements of 4 bytes where rank 0 asks for"):
+        run(2, _ask, on=processes, args=(sizes, dtypes))

@@ -26,7 +26,7 @@ from torch import Tensor
 from meshwise.comm.board import PAYLOAD_BYTES
 from meshwise.comm.group import Group, line
 from meshwise.comm.inference import as_called
-from meshwise.comm.journal import Journal, Stamp
+from meshwise.comm.journal import Journal, RanksDisagree, Stamp
 from meshwise.comm.lane import Call, Lanes
 from meshwise.comm.parts import put
 from meshwise.comm.side import travels_in_payload
@@ -58,9 +58,15 @@ class LocalWorld(World):
             return None
         size = max(1, numel * dtype.itemsize)
         segment = room.slabs.make(size) if group.index == 0 else None
-        place = torch.tensor(segment.place if segment else 0)
-        self.broadcast(place, axes=axes).wait()
-        memory = segment.memory if segment else room.peer(group.ranks[0]).slabs.map(int(place))
+        told = torch.tensor([segment.place if segment else 0, numel, dtype.itemsize])
+        self.broadcast(told, axes=axes).wait()
+        place, *asked = told.tolist()
+        if asked != [numel, dtype.itemsize]:
+            raise RanksDisagree(
+                f"rank {self.rank} asks for {numel} elements of {dtype.itemsize} bytes where rank {group.ranks[0]} "
+                f"asks for {asked[0]} of {asked[1]}; World.common is called with the same size and dtype on all ranks"
+            )
+        memory = segment.memory if segment else room.peer(group.ranks[0]).slabs.map(place)
         self.barrier(axes=axes)
         if segment:
             segment.close()

@@ -217,7 +217,7 @@ class Commons:
             holders, number = self._held.get(start, ((), 0))
             if holders != ranks:
                 return 0
-            where += number, x.data_ptr() - start
+            where += number, x.data_ptr() - start, x.nbytes
         return hash(tuple(where)) & _NAMES | 1  # integers have the same hash in every process
 
     def _forget(self, address: int) -> None:
