@@ -296,7 +296,7 @@ class GlooWorld(World):
         if self.device.type == "cuda":
             return _Started(self, call.stamp, transport, _staged(program, reads, writes, transport.carrier(lane)))
         steps = program(reads, writes)
-        rest = as_called(partial(_complete, itertools.chain([next(steps)], steps)))
+        rest = as_called(_once(partial(_complete, itertools.chain([next(steps)], steps))))
         if not carried and transport.meanwhile is None:
             return _Started(self, call.stamp, transport, rest)
         ticket = transport.carrier(lane).carry(rest)
@@ -345,6 +345,22 @@ class _Started(Work):
 def _complete(steps: Steps) -> None:
     for messages in steps:
         messages.wait()
+
+
+def _once(job: Callable[[], None]) -> Callable[[], None]:
+    """`job`, which nobody can go on with where a signal has interrupted it: called again it raises the same again."""
+    raised: list[BaseException] = []
+
+    def do() -> None:
+        if raised:
+            raise raised[0]
+        try:
+            job()
+        except BaseException as error:
+            raised.append(error)
+            raise
+
+    return do
 
 
 def _staged(program: Program, reads: list[Tensor], writes: list[Tensor], carrier: Carrier) -> Callable[[], None]:

@@ -60,6 +60,7 @@ class Call(Work):
     after: Callable[[], None] | None = None
     number = -1
     acted = False
+    adds = False  # it has begun to write to what it reads: done again, it would add up twice
 
     def __init__(self, world: World, *, stamp: Stamp, lane: Lane) -> None:
         super().__init__(world, stamp=stamp)
@@ -91,11 +92,10 @@ class Call(Work):
         ]
 
     def end(self) -> None:
-        """It is over: do what comes last, once, and let go of the tensors."""
-        after = self.after
+        """It is over: do what comes last, and let go of the tensors."""
+        if self.after is not None:
+            self.after()
         self.gives, self.act, self.after = (), None, None
-        if after is not None:
-            after()
 
     def _finish(self) -> None:
         self.lane.finish(self)

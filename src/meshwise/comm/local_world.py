@@ -165,14 +165,14 @@ class LocalWorld(World):
         call = self._call(stamp, group)
 
         def act() -> None:
-            self._sum(call.spans(parts[group.index], which=group.index), into, op)
+            self._sum(call, call.spans(parts[group.index], which=group.index), into, op)
 
         return self._begin(call, gives=parts, needs=call.others, users=call.others, act=act)
 
     def _all_reduce(self, stamp: Stamp, group: Group, x: Tensor, op: str) -> Work:
         call = self._call(stamp, group)
         if travels_in_payload([x]):
-            return self._begin(call, gives=[x], needs=call.others, act=lambda: self._sum(call.spans(x), x, op))
+            return self._begin(call, gives=[x], needs=call.others, act=lambda: self._sum(call, call.spans(x), x, op))
         return self._begin_sum(call, group, x, op, targets=range(group.size))
 
     def _reduce(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
@@ -181,7 +181,7 @@ class LocalWorld(World):
         if not travels_in_payload([x]):
             return self._begin_sum(call, group, x, op, targets=[target])
         if group.index == target:
-            return self._begin(call, gives=[x], needs=call.others, act=lambda: self._sum(call.spans(x), x, op))
+            return self._begin(call, gives=[x], needs=call.others, act=lambda: self._sum(call, call.spans(x), x, op))
         return self._begin(call, gives=[x], users=[target])
 
     def _begin_sum(self, call: Call, group: Group, x: Tensor, op: str, *, targets: Sequence[int]) -> Work:
@@ -194,7 +194,7 @@ class LocalWorld(World):
             spans = call.spans(held)
             slices = [span.cut(start, stop=stop) for span in spans]
             copies = [slices[index] for index in targets if index != group.index]
-            self._sum(slices, held[start:stop], op, copies=copies)
+            self._sum(call, slices, held[start:stop], op, copies=copies)
 
         def after() -> None:
             if held is not x and group.index in targets:
@@ -202,7 +202,13 @@ class LocalWorld(World):
 
         return self._begin(call, gives=[held], needs=call.others, users=call.others, act=act, after=after)
 
-    def _sum(self, spans: Sequence[Span], into: Tensor, op: str, *, copies: Sequence[Span] = ()) -> None:
+    def _sum(self, call: Call, spans: Sequence[Span], into: Tensor, op: str, copies: Sequence[Span] = ()) -> None:
+        if call.adds:
+            raise RuntimeError(
+                f"rank {self.rank} was interrupted while it added up in {call.stamp}, which leaves neither what was "
+                "given nor the sum; end the ranks, and start them again from a checkpoint"
+            )
+        call.adds = True
         reduce_spans(spans, into=into, copies=copies, op=op, scratch=self._lanes.room.scratch)
 
     # ---- how they are carried out ------------------------------------------------------------------------------

@@ -1,0 +1,131 @@
+"""A rank that a signal interrupts in a collective, and that waits for it again: it is told, or all is well."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in torch's stubs
+
+from joined import joined
+from meshwise.comm import World
+from meshwise.comm.mailbox import Messages
+from meshwise.comm.reduction import reduce_block
+from meshwise.comm.torch_world import meeting_place
+from meshwise.testing import Processes, run
+
+pytestmark = pytest.mark.processes
+
+SIZE = 3
+
+
+class Interruption(Exception):
+    """What the handler of the signal raises."""
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise Interruption
+
+
+@contextlib.contextmanager
+def _signalled_after(place: str, job: Any) -> Iterator[None]:
+    """Send this process a signal when `job`, which is found at `place`, has been done for the first time."""
+    sent = False
+
+    def done(*args: Any, **options: Any) -> Any:
+        nonlocal sent
+        result = job(*args, **options)
+        if not sent:
+            sent = True
+            signal.raise_signal(signal.SIGUSR1)
+        return result
+
+    before = signal.signal(signal.SIGUSR1, _interrupt)
+    try:
+        with mock.patch(place, done):
+            yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def adds_up_twice(world: World, name: str, how: str, size: int) -> str:
+    """What rank 1 is told, which is interrupted behind the first block of its sum, when it waits again."""
+    other, found, said = joined(world, name, how), meeting_place(), ""
+    assert found is not None
+    told = PrefixStore(f"told {name}", found)
+    x = other.empty(size, dtype=torch.float32).fill_(1.0)
+    if world.rank != 1:
+        other.all_reduce(x, axes="rank")
+        while not told.check(["told"]):
+            other.come_by()
+            time.sleep(0.01)
+        return said
+    work = other.all_reduce(x, axes="rank")
+    with _signalled_after("meshwise.comm.span.reduce_block", reduce_block), pytest.raises(Interruption):
+        work.wait()
+    try:
+        work.wait()
+    except RuntimeError as error:
+        said = str(error)
+    told.set("told", "")
+    return said
+
+
+@pytest.mark.parametrize("size", [8, 1_000_000])
+@pytest.mark.parametrize("how", ["shared memory", "borrowed memory"])
+def test_a_sum_that_was_interrupted_is_not_added_up_again(processes: Processes, how: str, size: int) -> None:
+    told = run(SIZE, adds_up_twice, on=processes, args=(uuid.uuid4().hex, how, size))
+    assert "rank 1 was interrupted while it added up in #0 all_reduce" in told[1]
+
+
+def gathers_twice(world: World, name: str, how: str) -> list[float]:
+    """What is only copied can be copied again."""
+    other = joined(world, name, how)
+    x = torch.empty(SIZE * 100_000)
+    work = other.all_gather(torch.full((100_000,), 1.0 + world.rank), into=x, axes="rank")
+    if world.rank == 1:
+        with _signalled_after("meshwise.comm.lane.Call.take", _take), pytest.raises(Interruption):
+            work.wait()
+    work.wait()
+    other.close()
+    values: list[float] = x.unique().tolist()
+    return values
+
+
+def _take(call: Any, index: int, **options: Any) -> None:
+    call.lane.take(call, index=index, **options)
+
+
+@pytest.mark.parametrize("how", ["shared memory", "borrowed memory"])
+def test_what_was_interrupted_while_it_copied_is_copied_again(processes: Processes, how: str) -> None:
+    assert run(SIZE, gathers_twice, on=processes, args=(uuid.uuid4().hex, how)) == [[1.0, 2.0, 3.0]] * SIZE
+
+
+def waits_twice(world: World, name: str) -> str:
+    """What rank 1 is told, which is interrupted behind its messages, when it waits again."""
+    other, said = joined(world, name, "gloo"), ""
+    x = torch.ones(8)
+    work = other.all_reduce(x, axes="rank")
+    if world.rank == 1:
+        with _signalled_after("meshwise.comm.mailbox.Messages.wait", Messages.wait), pytest.raises(Interruption):
+            work.wait()
+        with pytest.raises(Interruption):
+            work.wait()
+        said = "interrupted"
+    else:
+        work.wait()
+        assert x.tolist() == [SIZE] * 8
+    other.close()
+    return said
+
+
+def test_messages_that_were_interrupted_are_not_taken_for_done(processes: Processes) -> None:
+    assert run(SIZE, waits_twice, on=processes, args=(uuid.uuid4().hex,)) == ["", "interrupted", ""]
