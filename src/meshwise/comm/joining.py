@@ -14,6 +14,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.comm.forked import Launcher
+from meshwise.comm.journal import RanksDisagree
 from meshwise.comm.lost import RankLostError
 from meshwise.comm.torch_world import COMM_VARIABLE, Comm, default_device, meeting_place, torch_world
 from meshwise.comm.watch import Tell, Watch, tell_stderr
@@ -60,6 +61,7 @@ def _worlds() -> dict[torch.device, World]:
 def _join(device: torch.device, stall_seconds: float | None, tell: Tell) -> World:
     store = meeting_place()
     world = torch_world(device, store=store, comm=asked_comm())
+    watch = None
     if store is not None:
         launcher = Launcher() if "TORCHELASTIC_RUN_ID" in os.environ else None
         own = c10d.PrefixStore(device.type, store)
@@ -68,7 +70,7 @@ def _join(device: torch.device, stall_seconds: float | None, tell: Tell) -> Worl
         atexit.register(_leave_store, own, rank=world.rank, size=world.size)
         atexit.register(watch.stop)
     # Runs before the watch stops: what is still under way is waited for, and watched.
-    atexit.register(_close, world)
+    atexit.register(_close, world, watch)
     os.register_at_fork(after_in_child=_end_as_a_copy)
     return world
 
@@ -79,10 +81,16 @@ def _end_as_a_copy() -> None:
         atexit.unregister(last)
 
 
-def _close(world: World) -> None:
-    """Close at exit. That another rank is lost has been said by then, or it does not matter any more."""
-    with contextlib.suppress(RankLostError):
-        world.close()
+def _close(world: World, watch: Watch | None) -> None:
+    """Close at exit. That another rank is lost has been said by then, or it does not matter any more. That the ranks
+    disagree has not, and what is raised at exit would end the process with status 0.
+    """
+    try:
+        with contextlib.suppress(RankLostError):
+            world.close()
+    except RanksDisagree as error:
+        assert watch is not None, "there are others"
+        watch.failed(error)
 
 
 def asked_comm() -> Comm:

@@ -274,6 +274,19 @@ def disagreement(stamps: Mapping[int, Stamp]) -> str | None:
     return "\n".join(lines)
 
 
+def parted(recent: Mapping[int, Sequence[Call]]) -> tuple[str, tuple[int, ...]] | None:
+    """Where the ranks part first, by their last calls: what is to be told, and who was there; None when they do not."""
+    places: dict[tuple[int, Line], dict[int, Stamp]] = {}
+    for rank, calls in recent.items():
+        for call in calls:
+            places.setdefault((call.ordinal, call.line), {})[rank] = call.stamp
+    for (_, line), stamps in sorted(places.items(), key=lambda item: item[0][0]):
+        if table := disagreement(stamps):
+            told = f"{ranks_text(line.ranks)} called different collectives where they have to call the same:\n{table}"
+            return told, tuple(stamps)
+    return None
+
+
 def ranks_text(ranks: Sequence[int]) -> str:
     """`rank 3`, `ranks 0,1,4`, and for many `ranks 0,1,2,3,4,5,6,7 and 56 more`."""
     shown = ",".join(map(str, ranks[:8]))

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from meshwise.comm.journal import Call, Line, Stamp, disagreement, ranks_text
+from meshwise.comm.journal import Call, Line, parted, ranks_text
 
 _MOST_LINES = 16
 _MOST_STACKS = 4
@@ -93,18 +93,8 @@ class Survey:
         return "\n".join([f"meshwise: {finding.headline}", *map(self._place, ranks), *more, *told_stacks])
 
     def _disagreement(self) -> Finding | None:
-        calls: dict[tuple[int, Line], dict[int, Stamp]] = {}
-        for rank, answer in self.answers.items():
-            for call in answer.recent:
-                calls.setdefault((call.ordinal, call.line), {})[rank] = call.stamp
-        for (_, line), stamps in sorted(calls.items(), key=lambda item: item[0][0]):
-            if table := disagreement(stamps):
-                return Finding(
-                    f"{ranks_text(line.ranks)} called different collectives where they have to call the same:\n{table}",
-                    tuple(stamps),
-                    certain=True,
-                )
-        return None
+        apart = parted({rank: answer.recent for rank, answer in self.answers.items()})
+        return apart and Finding(*apart, certain=True)
 
     def _lost(self) -> Finding | None:
         silent = sorted(rank for rank, absent in self.absent.items() if not absent.finished)

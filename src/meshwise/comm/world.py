@@ -23,7 +23,7 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from meshwise.comm.agreement import as_tensor, require_alike
+from meshwise.comm.agreement import as_tensor, require_alike, require_same
 from meshwise.comm.group import Group, line, rooted
 from meshwise.comm.journal import Journal, Position, Stamp, call_site
 from meshwise.comm.parts import Parts, apart, fit, flat, passed, put, split
@@ -350,11 +350,14 @@ class World(abc.ABC):
         """Return when every rank has called it.
 
         A collective of its own, so that a rank which leaves while others still count on it shows up as a disagreement.
+        Raises RanksDisagree when the ranks of some group have called different collectives, and nobody has told so yet.
         """
         group = self.group(self.mesh.names)
         stamp = self._stamp("close", group, ())
         with self.journal.waiting(stamp):
             self._barrier(stamp, group)
+        if group.size > 1 and self.totals(torch.zeros(0, dtype=torch.float64, device=self.device))[1]:
+            require_same(dict(enumerate(self.exchange((list(self.journal.recent), self.journal.counts)))))
 
     # ---- stamps ------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,83 @@
+"""Last calls of a group that no rank needed of another, and that were not the same: told when the world is closed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+
+import pytest
+import torch
+
+from free_port import free_port
+from joined import joined
+from meshwise.comm.agreement import require_same
+from meshwise.comm.journal import Call, Line, RanksDisagree, Stamp
+from meshwise.comm.world import World
+from meshwise.mesh import Mesh
+from meshwise.testing import Processes, run
+
+pytestmark = pytest.mark.processes
+
+MESH = Mesh.of(dp=2, tp=2)
+
+
+def _call(world: World, name: str, how: str, kind: str) -> None:
+    other = joined(world, name, how)
+    x, over = torch.full((8,), float(world.rank)), other.over(MESH)
+    if kind == "broadcast":
+        over.broadcast(x, axes="tp", source=over.group("tp").index).wait()
+    elif kind == "reduce":
+        over.reduce(x, axes="tp", target=1 - over.group("tp").index).wait()
+    elif world.rank == 2:
+        over.broadcast(x, axes="tp", source=0).wait()
+    other.close()
+
+
+@pytest.mark.parametrize("how", ["shared memory", "borrowed memory"])
+@pytest.mark.parametrize(
+    "kind, told",
+    [
+        ("broadcast", r"ranks 0,1 called different.*\n +rank 0 +#0 broadcast\[tp\] from 0 8.*\n +rank 1 +#0.*from 1 8"),
+        ("reduce", r"ranks 0,1 called different.*\n +rank 0 +#0 reduce\[tp\] sum to 1 8.*\n +rank 1 +#0.*to 0 8"),
+        ("one more", r"have made different numbers of calls.*: rank 2 1, rank 3 0; the last of rank 2 is #0 broad"),
+    ],
+)
+def test_a_last_call_that_differs_is_told_at_the_end(processes: Processes, kind: str, told: str, how: str) -> None:
+    with pytest.raises(RanksDisagree, match=told):
+        run(4, _call, on=processes, args=(uuid.uuid4().hex, how, kind))
+
+
+def test_calls_that_are_kept_no_more_are_told_as_such() -> None:
+    line = Line((0, 1))
+    last = Call(Stamp(5, "barrier", ("rank",), (), "", 0, "here"), line, 5)
+    with pytest.raises(RanksDisagree, match="longer ago than calls are kept"):
+        require_same({rank: ([last], {line: 6}) for rank in line.ranks})
+    with pytest.raises(RanksDisagree, match="rank 0 6, rank 1 5; the last of rank 0 is long ago"):
+        require_same({0: ([], {line: 6}), 1: ([], {line: 5})})
+
+
+LEAVES_IT_TO_THE_EXIT = """
+import torch, meshwise
+from meshwise.mesh import Mesh
+over = meshwise.connect(device="cpu").over(Mesh.of(dp=2, tp=2))
+over.broadcast(torch.ones(8), axes="tp", source=over.group("tp").index).wait()
+"""
+
+
+def test_ranks_that_close_at_their_exit_end_with_an_error() -> None:
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common = {**os.environ, **meeting, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LEAVES_IT_TO_THE_EXIT],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    told = "".join(rank.communicate(timeout=120)[1] for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [1] * 4
+    assert "ranks 0,1 called different collectives where they have to call the same" in told
