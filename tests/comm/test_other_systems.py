@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -114,6 +115,29 @@ def with_small_files(world: World, name: str) -> str:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, had)
     return "".join(call.args[0] for call in stderr.write.call_args_list)
+
+
+def with_few_addresses(world: World, name: str) -> str:
+    found = meeting_place()
+    assert found is not None
+    had = resource.getrlimit(resource.RLIMIT_AS)
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 29), had[1]))
+    try:
+        with mock.patch("sys.stderr") as stderr:
+            other = torch_world(world.device, store=PrefixStore(name, found))
+            sums(other)
+            other.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, had)
+    return "".join(call.args[0] for call in stderr.write.call_args_list)
+
+
+@pytest.mark.processes
+def test_where_addresses_are_limited_the_remedy_is_to_have_more(processes: Processes) -> None:
+    told, *_ = run(SIZE, with_few_addresses, on=processes, args=(uuid.uuid4().hex,))
+    assert "Cannot allocate memory" in told
+    assert "let processes have more addresses (`ulimit -v unlimited`), or set MESHWISE_COMM=gloo" in told
 
 
 @pytest.mark.processes

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -118,6 +119,8 @@ def _remedy(reason: str) -> str:
     """What would let ranks share memory, before an "or"; nothing where nothing is known to."""
     if os.strerror(errno.EFBIG) in reason:
         return "let files be larger (`ulimit -f unlimited`), or "
+    if os.strerror(errno.ENOMEM) in reason and resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        return "let processes have more addresses (`ulimit -v unlimited`), or "
     return "let them see each other's /proc (one user, one PID namespace), or " if sys.platform == "linux" else ""
 
 
