@@ -63,12 +63,14 @@ def adds_up_twice(world: World, name: str, how: str, size: int) -> str:
     told = PrefixStore(f"told {name}", found)
     x = other.empty(size, dtype=torch.float32).fill_(1.0)
     if world.rank != 1:
+        told.wait(["begun"])  # or rank 1 would find the others there, and do its part in the call
         other.all_reduce(x, axes="rank")
         while not told.check(["told"]):
             other.come_by()
             time.sleep(0.01)
         return said
     work = other.all_reduce(x, axes="rank")
+    told.set("begun", "")
     with _signalled_after("meshwise.comm.span.reduce_block", reduce_block), pytest.raises(Interruption):
         work.wait()
     try:
@@ -88,10 +90,15 @@ def test_a_sum_that_was_interrupted_is_not_added_up_again(processes: Processes, 
 
 def gathers_twice(world: World, name: str, how: str) -> list[float]:
     """What is only copied can be copied again."""
-    other = joined(world, name, how)
+    other, found = joined(world, name, how), meeting_place()
+    assert found is not None
+    told = PrefixStore(f"told {name}", found)
     x = torch.empty(SIZE * 100_000)
+    if world.rank != 1:
+        told.wait(["begun"])
     work = other.all_gather(torch.full((100_000,), 1.0 + world.rank), into=x, axes="rank")
     if world.rank == 1:
+        told.set("begun", "")
         with _signalled_after("meshwise.comm.lane.Call.take", _take), pytest.raises(Interruption):
             work.wait()
     work.wait()
