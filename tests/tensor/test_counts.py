@@ -74,8 +74,16 @@ class Gated(nn.Module):
         return output
 
 
+class GatedModel(Stream):
+    """Has a head behind its block: what the block makes of a part of the stream may not leave the model as a part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.blocks[0](x))
+        return logits
+
+
 def gated(*, fused: bool) -> nn.Module:
-    return Stream(Gated(fused=fused))
+    return GatedModel(Gated(fused=fused))
 
 
 def stream(world: TraceWorld, plan: str, *, device: str = "meta") -> Tensor:

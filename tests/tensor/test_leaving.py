@@ -103,3 +103,70 @@ def test_parts_that_are_returned_are_made_whole(plan: str, head: bool) -> None:
     expected = alone(model, loss=loss, batches=batches, lr=1e-2)
     for found in run(Plan.parse(plan).mesh().size, main):
         agree(found, expected, bound=1e-9)
+
+
+class Measuring(nn.Module):
+    """A block that returns a number for each token beside the stream, or something as wide as the stream."""
+
+    def __init__(self, *, wide: bool) -> None:
+        super().__init__()
+        self.block, self.gate, self.wide = Block(), nn.Linear(WIDTH, 3), wide
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x, _ = self.block(x)
+        return x, x.tanh() if self.wide else self.gate(x).log_softmax(-1).mean(-1)
+
+
+class Measured(nn.Module):
+    """Adds up what its blocks measure."""
+
+    def __init__(self, *, wide: bool) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.blocks = nn.ModuleList(Measuring(wide=wide) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x: Tensor = self.embedding(tokens)
+        total = torch.zeros((), dtype=x.dtype)
+        for block in self.blocks:
+            x, measured = block(x)
+            total = total + measured
+        return self.head(x), total
+
+
+def measured_loss(output: tuple[Tensor, Tensor], batch: Tensor) -> tuple[Tensor, int]:
+    logits, measured = output
+    return functional.cross_entropy(logits.flatten(0, 1), batch.flatten(), reduction="sum") + measured.sum(), 7
+
+
+@pytest.mark.parametrize(
+    "plan, wide, refused",
+    [
+        ("tp=2", False, ""),
+        ("tp=2", True, ""),
+        ("tp=2 sequence_parallel=1", False, r"Measured returns.* some tokens only.*sequence_parallel=0"),
+        ("tp=2 sequence_parallel=1", True, "some tokens only"),
+        ("tp=2 pp=2 sequence_parallel=1", False, "some tokens only"),
+        ("tp=4 tp_mode=2d", True, r"some features only.*tp_mode=1d"),
+    ],
+)
+def test_a_part_that_is_returned_and_nobody_brings_together_is_refused(plan: str, wide: bool, refused: str) -> None:
+    model = Measured(wide=wide).double()
+    batches = [torch.randint(0, WORDS, (4, 6), generator=torch.Generator().manual_seed(1))] * 2
+    options = Options(tensor_rules={"blocks.*.gate": "whole"}, example=batches[0])
+    settings: dict[str, Any] = {"loss": measured_loss, "optimizer": torch.optim.SGD, "lr": 1e-2}
+
+    def main(world: World) -> Any:
+        trainer = parallelize(copy.deepcopy(model), plan, world=world, options=options, **settings)
+        if refused and "pp" not in plan:  # tried again, it is refused again
+            with pytest.raises(ValueError, match=refused):
+                trainer.step(batches[0])
+        return outcome(trainer, batches=batches)
+
+    if refused:
+        with pytest.raises(ValueError, match=refused):
+            run(Plan.parse(plan).mesh().size, main)
+        return
+    expected = alone(model, batches=batches, **settings)
+    for found in run(Plan.parse(plan).mesh().size, main):
+        agree(found, expected, bound=1e-9)

@@ -14,6 +14,7 @@ from meshwise.comm.world import World
 from meshwise.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.tensor import parallelism
+from meshwise.tensor.leaving import Leaving
 from meshwise.tensor.stream_watch import Split, StreamWatch
 from meshwise.testing import Disagreement, agree, alone, outcome, run
 from tensor.plain import Attention
@@ -137,10 +138,11 @@ def is_right(change: Change, *, dim: int) -> bool:
 
 def refusal(change: Change, *, dim: int) -> str:
     """What the watch says of it; nothing where it lets it pass."""
-    model = nn.Sequential(Body(change))
+    body = Body(change)
+    model = nn.Sequential(body, Body(lambda _: torch.zeros(1)))  # what it returns is no part
     size = (TOKENS, WIDTH // 2)[dim]
     split = Split(("tokens", "features")[dim], (-2, -1)[dim], lambda: size, "Take another plan")
-    StreamWatch(model, split=split, parts={}, blocks=dict.fromkeys(model, True), held=(), summed=())
+    StreamWatch(model, split=split, parts={}, blocks={body: True}, names=((), ()), leaving=Leaving())
     part = torch.randn(2, *((TOKENS, WIDTH), (TOKENS * 2, WIDTH // 2))[dim], dtype=torch.float64)
     try:
         model(part)

@@ -28,9 +28,12 @@ Change: TypeAlias = Callable[[Tensor], Tensor]
 class Leaving:
     """The parts of one model's forward under way."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self) -> None:
         self._running = False
         self._parts: dict[int, tuple[weakref.ref[Tensor], Change]] = {}
+
+    def follow(self, model: nn.Module) -> None:
+        """Bring together what this model returns, after hooks that are there."""
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end)
 
@@ -65,6 +68,11 @@ class Leaving:
 
         if len(sizes) > 1:
             attention.register_forward_hook(after)
+
+    def brings_together(self, x: Tensor) -> bool:
+        """Whether it is a part that the end of this forward brings together."""
+        held, _ = self._parts.get(id(x), (None, None))
+        return held is not None and held() is x
 
     def _note(self, found: list[Any], whole: Change) -> None:
         if self._running:

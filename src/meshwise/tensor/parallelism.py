@@ -280,10 +280,19 @@ class _Split:
             if whole and (self._inside.degree(self._inside.scheme.tokens) > 1 or self._parts[names[0]].whole_features):
                 cut.append({name: self._modules[name] for name in names})
         FirstForward(self._root, split=self._matrices(), stacks=cut)
+        leaving = Leaving()
         if self._inside.degree((*self._inside.scheme.stream, *self._inside.scheme.tokens)) > 1:
-            places = {name: self._context(name, part).scheme for name, part in self._parts.items()}
-            watch(self._root, parts=self._parts, places=places, inside=self._inside, width=self._width(), placed=placed)
-        self._watch_what_leaves(Leaving(self._root), whole=whole)
+            parts = {name: (part, self._context(name, part).scheme) for name, part in self._parts.items()}
+            watch(
+                self._root,
+                parts=parts,
+                inside=self._inside,
+                width=self._width(),
+                placed=placed,
+                leaving=leaving,
+            )
+        leaving.follow(self._root)
+        self._watch_what_leaves(leaving, whole=whole)
 
     def _watch_what_leaves(self, leaving: Leaving, *, whole: bool) -> None:
         """Streams that are parts, and what attentions have for their own heads."""

@@ -34,6 +34,7 @@ from meshwise.model.forward import Left
 from meshwise.model.table import Placement
 from meshwise.tensor.context import Context
 from meshwise.tensor.families.matrix import CONVOLUTIONS
+from meshwise.tensor.leaving import Leaving
 from meshwise.tensor.mixing import MixedError, Piece, after, arguments, is_pointwise, is_product
 from meshwise.tensor.origins import leaves
 from meshwise.tensor.part import Part
@@ -69,8 +70,9 @@ class StreamWatch(TorchDispatchMode):
 
     parts     the modules that play a part, which know what is split; with the dim in which what they return is a part
     blocks    what they are given and return is the stream; each with whether it is the last of its list
-    held      names of parameters whose last dim is split as the stream is
-    summed    names of those of which each rank may have a gradient of its own: they are summed
+    names     of parameters: whose last dim is split as the stream is, and of which each rank may have a gradient of
+              its own, as they are summed
+    leaving   what brings parts together that the model returns
     """
 
     supports_higher_order_operators = True
@@ -82,14 +84,15 @@ class StreamWatch(TorchDispatchMode):
         split: Split,
         parts: Mapping[nn.Module, int | None],
         blocks: Mapping[nn.Module, bool],
-        held: Collection[str],
-        summed: Collection[str],
+        names: tuple[Collection[str], Collection[str]],
+        leaving: Leaving,
     ) -> None:
         super().__init__()
         self._split = split
         self._parts = parts
         self._blocks = blocks
-        self._names = held, summed
+        self._names = names
+        self._leaving = leaving
         self._held: set[nn.Parameter] = set()
         self._summed: set[nn.Parameter] = set()
         self._over = False
@@ -163,10 +166,18 @@ class StreamWatch(TorchDispatchMode):
             module.register_forward_hook(last, always_call=True),
         ]
 
-    def _end(self, _model: nn.Module, _args: Any, output: Any) -> None:
+    def _end(self, model: nn.Module, _args: Any, output: Any) -> None:
         """A forward that raised an exception, and has no output, is watched again; unless it left a stage."""
-        self._over = bool(self._hooks) and (output is not None or isinstance(sys.exception(), Left))
+        parts = [x for x in tensors(output) if self._pieces(x) and not self._leaving.brings_together(x)]
+        self._over = bool(self._hooks) and not parts and (output is not None or isinstance(sys.exception(), Left))
         self._stop()
+        if parts:
+            what = self._split.what
+            raise ValueError(
+                f"{type(model).__name__} returns, beside the stream, what it computed of it (a tensor of shape "
+                f"{tuple(parts[0].shape)}), and a rank of tp has that of some {what} only: the loss would take those "
+                f"for all. {self._split.instead}; or return it no more, if the loss has no use for it"
+            )
 
     def _stop(self) -> None:
         if not self._hooks:
@@ -335,13 +346,13 @@ def _running() -> Iterator[nn.Module]:
 def watch(
     model: nn.Module,
     *,
-    parts: Mapping[str, Part],
-    places: Mapping[str, Scheme],
+    parts: Mapping[str, tuple[Part, Scheme]],
     inside: Context,
     width: int,
     placed: Mapping[str, Placement],
+    leaving: Leaving,
 ) -> None:
-    """Watch a model that was split into `parts`, each under the scheme of its place, until its first forward is over.
+    """Watch a model that was split into `parts`, each with the scheme of its place, until its first forward is over.
 
     `inside`: where the stream of `width` features is split; `placed`: every parameter, by all of its names.
     """
@@ -351,26 +362,21 @@ def watch(
     if scheme.stream:
         own = inside.stream_sizes(width)[index]
         split = Split("features", -1, lambda: own, "Under tp_mode=1d every rank has all of them")
-        held = tuple(f"{name}." for name, part in parts.items() if part.role == "vector")
+        held = tuple(f"{name}." for name, (part, _) in parts.items() if part.role == "vector")
     else:
         said = "With sequence_parallel=0 every rank has all of them"
         split = Split("tokens", -2, lambda: (inside.extents.tokens or {index: 0})[index], said)
     modules = dict(model.named_modules(remove_duplicate=False))
     playing: dict[nn.Module, int | None] = {}
-    for name, part in parts.items():
+    for name, (part, place) in parts.items():
         if name in modules and (part.role in (*_RETURN_IT, *_OTHERS) or part.becomes is not None):
             module = modules[name]
-            returned = part.role not in _OTHERS and not part.inner and bool(places[name].stream or places[name].tokens)
+            returned = part.role not in _OTHERS and not part.inner and bool(place.stream or place.tokens)
             channels = -1 - len(module.kernel_size) if isinstance(module, CONVOLUTIONS) else split.dim
             playing[module] = channels if returned else None
-    names = [name for name, part in parts.items() if part.role == "block"]
-    lasts = {name.rpartition(".")[0]: name for name in names}
-    blocks = {modules[name]: lasts[name.rpartition(".")[0]] == name for name in names}
-    StreamWatch(
-        model,
-        split=split,
-        parts=playing,
-        blocks=blocks,
-        held=[name for name in placed if f"{name}.".startswith(held)],
-        summed=[name for name, at in placed.items() if {*scheme.stream, *scheme.tokens} <= {*at.summed}],
-    )
+    stacked = [name for name, (part, _) in parts.items() if part.role == "block"]
+    lasts = {name.rpartition(".")[0]: name for name in stacked}
+    blocks = {modules[name]: lasts[name.rpartition(".")[0]] == name for name in stacked}
+    split_too = [name for name in placed if f"{name}.".startswith(held)]
+    summed = [name for name, at in placed.items() if {*scheme.stream, *scheme.tokens} <= {*at.summed}]
+    StreamWatch(model, split=split, parts=playing, blocks=blocks, names=(split_too, summed), leaving=leaving)
