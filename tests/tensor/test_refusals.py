@@ -346,3 +346,9 @@ def test_a_matrix_that_is_made_of_parameters_under_other_names_is_named() -> Non
 
     with pytest.raises(PlanError, match=r"head \(Linear\) has no matrix named weight"):
         run(2, lambda world: parallelize(build, "tp=2", loss=lambda _y, _x: (_y, 1), world=world))
+
+
+def test_a_model_without_a_pair_is_told_where_rules_go() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 5))
+    with pytest.raises(ValueError, match=r"no matrix opens a pair.*Options\(tensor_rules=…\), model\.tensor_rules"):
+        run(2, lambda world: parallelize(model, "tp=2", loss=lambda y, _: (y.sum(), 1), world=world))

@@ -334,7 +334,8 @@ class _Split:
                 return self._parameters[name].shape[1]
         raise ValueError(
             "no matrix opens a pair, so there is nothing to split, and nothing tells how many features the stream has; "
-            "use tp=1, or rules that name the matrices of a pair, 'first' and 'second'"
+            "use tp=1, or rules (Options(tensor_rules=…), model.tensor_rules of a job) that name the matrices of a "
+            "pair, 'first' and 'second'"
         )
 
 

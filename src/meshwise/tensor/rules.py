@@ -221,7 +221,8 @@ def _no_part(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules) -> s
         if _work(module, plan=under, rules={**rules, **examples}):
             shown = ", ".join(f'"{name}": "{role}"' for name, role in examples.items())
             instead = "" if under == plan else f", and take tp_mode=1d{' sequence_parallel=0' * plan.sequence_parallel}"
-            advice = f"State them in the rules, as in {{{shown}}}{instead}"
+            where = "Options(tensor_rules=…), model.tensor_rules of a job"
+            advice = f"State them in the rules ({where}), as in {{{shown}}}{instead}"
             break
     else:
         advice = f"No rules are known that work under '{plan}': state them"
