@@ -4,13 +4,15 @@ import math
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli_w
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from torch import nn
 
-from meshwise import Mesh, Plan, PlanError
+from meshwise import Mesh, Plan, PlanError, parallelize
 from meshwise.plan import AXES, plan
 from meshwise.plan.compatibility import COMPATIBILITY, Refusal
 from meshwise.plan.offload import TIERS, WHAT, Offload
@@ -201,6 +203,13 @@ REFUSED_WORLDS = [
 def test_a_world_of_another_size_is_refused_with_the_nearest_plans(text: str, world: int, message: str) -> None:
     with pytest.raises(PlanError, match=re.escape(message)):
         Plan.parse(text).resolve(world)
+
+
+def test_what_is_no_plan_is_refused_with_what_is_one() -> None:
+    assert Plan.of("dp=2") == Plan.of(Plan(dp=2)) == Plan(dp=2)
+    table: Any = {"dp": 2}
+    with pytest.raises(PlanError, match=r"a line of text.*not of <class 'dict'>.*Plan\.from_toml\(table\)"):
+        parallelize(nn.Linear(2, 2), table, loss=lambda output, _: (output.sum(), 1))
 
 
 def test_a_world_has_at_least_one_rank() -> None:

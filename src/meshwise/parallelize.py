@@ -142,7 +142,7 @@ def parallelize(
     cannot work.
     """
     options = options or Options()
-    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    plan = Plan.of(plan)
     world = world or connect()
     plan = plan.resolve(world.size)
     if options.clip_norm is not None and not options.clip_norm > 0:

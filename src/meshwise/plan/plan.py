@@ -81,6 +81,18 @@ class Plan:
         return cls.from_toml(read_words(text))
 
     @classmethod
+    def of(cls, plan: Plan | str) -> Plan:
+        """The plan that was given, as it is or as text. Raises PlanError."""
+        if isinstance(plan, Plan):
+            return plan
+        if isinstance(plan, str):
+            return cls.parse(plan)
+        raise PlanError(
+            f"a plan is a line of text, as in 'dp=2 zero=1', or a Plan, and not of {type(plan)}; of a table "
+            "Plan.from_toml(table) makes one"
+        )
+
+    @classmethod
     def from_toml(cls, table: Mapping[str, Any]) -> Plan:
         """The plan of a TOML table, as in `{"dp": "auto", "zero": 1}`. Raises PlanError."""
         check_keys(table, known=keys_of(cls))

@@ -158,7 +158,7 @@ def rehearse(
     Raises what `parallelize` and a step raise: PlanError when the plan does not fit the ranks or the model, ValueError
     for a model, an optimizer or an option that cannot work.
     """
-    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    plan = Plan.of(plan)
     plan = plan.resolve(ranks)
     rows = tree.rows(subject.batch)
     if not rows:

@@ -156,7 +156,7 @@ def needs(
     To be printed. It is given what `parallelize` is, before that changes the model, and a global batch like those to
     come; nothing is allocated. Raises PlanError when the plan does not fit the model, ValueError for `dp=auto`.
     """
-    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    plan = Plan.of(plan)
     ranks = plan.mesh().size
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     subject = Subject(model, loss, batch, optimizer, optimizer_arguments, options or Options())

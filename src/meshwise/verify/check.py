@@ -51,7 +51,7 @@ def verify(
     Raises PlanError when the plan does not fit the world; ValueError when there is no batch, when the loss does not
     return (sum, count), and when one batch gives two different losses; and whatever model and loss raise.
     """
-    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    plan = Plan.of(plan)
     precision = (training.get("options") or Options()).precision or precision_of(plan)
     dtype = dtype if precision.computes is None else None
     subject = Subject(
