@@ -90,6 +90,19 @@ def test_away_from_a_terminal_every_event_is_a_plain_line() -> None:
     assert out.getvalue() == PLAIN
 
 
+@pytest.mark.parametrize("live", [False, True])
+def test_what_the_loss_counts_once_a_sample_is_told_as_samples(live: bool) -> None:
+    out = io.StringIO()
+    sink = terminal(Console(file=out, width=140, force_terminal=live, color_system=None), every=1)
+    assert isinstance(RUN[0], Start)
+    for event in (replace(RUN[0], batch=16), replace(step(4), tokens=16), Validation(4, 1.5, 13)):
+        sink.write(event)
+    sink.close()
+    assert "12.3k samples/s" in out.getvalue()
+    assert "validation after step 4: loss 1.5000 over 13 samples\n" in out.getvalue()
+    assert "tok" not in out.getvalue()
+
+
 def test_the_pace_that_is_shown_is_that_of_the_last_twenty_steps() -> None:
     out = io.StringIO()
     sink = terminal(Console(file=out, width=40), every=1)

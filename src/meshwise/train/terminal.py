@@ -58,7 +58,7 @@ class PlainTerminal:
         """Print the event."""
         event = self._recent.smoothed(event)
         if not isinstance(event, Step) or event.step % self._every == 0 or event.step in (1, event.steps):
-            self._print(_told(event))
+            self._print(_told(event, of=self._recent.unit))
 
     def close(self) -> None:
         """Nothing is kept open."""
@@ -87,7 +87,11 @@ class LiveTerminal:
         if isinstance(event, Step):
             self._progress.start()
             self._progress.update(
-                self._task, completed=event.step, total=event.steps, numbers=_numbers(event), visible=True
+                self._task,
+                completed=event.step,
+                total=event.steps,
+                numbers=_numbers(event, of=self._recent.unit),
+                visible=True,
             )
             if event.step == event.steps:
                 self._progress.refresh()
@@ -102,7 +106,7 @@ class LiveTerminal:
             console.print(Rule(style="dim"))
         else:
             style = _STYLES.get(type(event), "")
-            console.print(Text(_told(event), style=style), soft_wrap=True)
+            console.print(Text(_told(event, of=self._recent.unit), style=style), soft_wrap=True)
 
     def close(self) -> None:
         """Leave the last line as it is."""
@@ -110,22 +114,30 @@ class LiveTerminal:
 
 
 class _Recent:
-    """The pace of the last steps: that of one step tells more of what else the machine did than of the run."""
+    """The pace of the last steps: that of one step tells more of what else the machine did than of the run.
+
+    unit    what the loss counts: one for each sample of a batch, of images, say; else tokens
+    """
 
     def __init__(self) -> None:
+        self.unit = "token"
+        self._samples = 0
         self._steps: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)
 
     def smoothed(self, event: Event) -> Event:
         """A step with the tokens per second of the last steps and itself; any other event as it is."""
+        if isinstance(event, Start):
+            self._samples = event.batch
         if not isinstance(event, Step):
             return event
+        self.unit = "sample" if event.tokens == self._samples else "token"
         self._steps.append((event.tokens, event.tokens / event.rate if event.rate else 0.0))
         tokens, seconds = map(sum, zip(*self._steps, strict=True))
         return replace(event, rate=tokens / seconds if seconds else 0.0)
 
 
-def _told(event: Event) -> str:
-    """The event in words."""
+def _told(event: Event, *, of: str) -> str:
+    """The event in words; `of`: what the loss counts."""
     match event:
         case Start():
             steps = f"{counted(event.steps, of='step')} of {counted(event.batch, of='sample')}"
@@ -141,7 +153,7 @@ def _told(event: Event) -> str:
                 ]
             )
         case Step():
-            return f"step {event.step}/{event.steps}  {_numbers(event)}"
+            return f"step {event.step}/{event.steps}  {_numbers(event, of=of)}"
         case Budgeted():
             return "\n".join(f"budget   {line}" for line in event.table.splitlines())
         case NonFinite():
@@ -164,7 +176,7 @@ def _told(event: Event) -> str:
         case SaveFailed():
             return f"NOT SAVED at step {event.step}: {event.problem}"
         case Validation():
-            return f"validation after step {event.step}: loss {event.loss:.4f} over {event.tokens:,} tokens"
+            return f"validation after step {event.step}: loss {event.loss:.4f} over {counted(event.tokens, of=of)}"
         case Sample():
             lines = _printable(event.prompt + event.text).split("\n")
             return "\n".join(["the model writes:", *(f"  | {line}".rstrip() for line in lines)])
@@ -197,9 +209,10 @@ def _printable(text: str) -> str:
     )
 
 
-def _numbers(step: Step) -> str:
+def _numbers(step: Step, *, of: str) -> str:
+    unit = "tok" if of == "token" else f"{of}s"
     return (
-        f"loss {step.loss:.4f}  grad {step.grad_norm:.3f}  lr {step.lr:.2e}  {_short(step.rate)} tok/s  "
+        f"loss {step.loss:.4f}  grad {step.grad_norm:.3f}  lr {step.lr:.2e}  {_short(step.rate)} {unit}/s  "
         f"{_bytes(step.memory)}  ETA {_time(step.eta)}" + ("  SKIPPED" if step.skipped else "")
     )
 
