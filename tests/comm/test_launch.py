@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -229,9 +230,16 @@ def test_what_cannot_be_started_is_refused_at_once() -> None:
         run(0, total, args=(0.0,))
 
 
-def test_a_system_without_room_for_semaphores_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_context: object) -> None:
-        raise OSError(28, "No space left on device")
+@pytest.mark.parametrize("room", [0, 3])
+def test_a_system_without_room_for_semaphores_says_where(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    made: list[object] = []
+    lock = BaseContext.Lock
+
+    def full(context: BaseContext) -> object:
+        if len(made) == room:
+            raise OSError(28, "No space left on device")
+        made.append(lock(context))
+        return made[-1]
 
     monkeypatch.setattr("multiprocessing.context.BaseContext.Lock", full)
     with pytest.raises(OSError, match="No space left on device: '/dev/shm'"):

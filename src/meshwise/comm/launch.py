@@ -78,7 +78,7 @@ def run(
         raise ValueError(f"cannot run on {size} ranks")
     asked_patience()
     method = _start_method(main)
-    _require_semaphores(method)
+    _require_semaphores(method, size=size)
     ended: BaseException | signal.Signals
     try:
         with _as_launcher(size), joined_by(comm), job_folder() as folder:
@@ -136,10 +136,13 @@ def _start_method(main: Callable[..., Any]) -> str:
     return "fork"
 
 
-def _require_semaphores(method: str) -> None:
-    """Raise OSError with the place where torch's launcher needs room for some: the system's own error names none."""
+def _require_semaphores(method: str, *, size: int) -> None:
+    """Raise OSError with the place where torch's launcher needs room for some, two for each rank and an event: the
+    system's own error names none.
+    """
+    context = multiprocessing.get_context(method)
     try:
-        multiprocessing.get_context(method).Lock()
+        _all_at_once = [context.Event(), *(context.Lock() for _ in range(2 * size))]
     except OSError as error:
         error.filename = error.filename or "/dev/shm"  # noqa: S108 - where Linux has them
         raise
