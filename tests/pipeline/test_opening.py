@@ -24,7 +24,7 @@ from meshwise.comm.world import World
 from meshwise.parallelize import Options, parallelize
 from meshwise.pipeline.clock import StepClock
 from meshwise.pipeline.cut import Pairs, Where, Wish, cut_model
-from meshwise.pipeline.opening import inside
+from meshwise.pipeline.opening import CALL, inside
 from meshwise.pipeline.partition import CutError
 from meshwise.pipeline.probe import probe
 from meshwise.pipeline.schedules import make_schedule
@@ -106,7 +106,7 @@ def test_several_stages_may_share_a_block_and_others_know_nothing_of_it() -> Non
     assert held == [set(), names("before", "qkv"), names("project", "again", "up"), names("down"), set(), set()]
     assert [stage.receives for stage in stages[1:]] == [
         ("blocks.0",),
-        ("blocks.0", "blocks.1.qkv"),
+        ("blocks.0", "blocks.1.scaled_dot_product_attention"),
         ("blocks.0", "blocks.1.project", "blocks.1.up"),
         ("blocks.1",),
         ("blocks.2",),
@@ -166,11 +166,11 @@ class Experts(nn.Module):
 @pytest.mark.parametrize(
     "block, parts",
     [
-        (Block(0.0), PARTS),
+        (Block(0.0), (*PARTS, CALL)),
         (Scaled(), ()),
         (Reading(0.0), ()),
         (Experts(), ()),
-        (nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)), ("0", "2")),
+        (nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)), ("0", "2", CALL)),
         (nn.Linear(4, 4), ()),
     ],
     ids=["whole", "own parameters", "reads", "experts", "sequence", "leaf"],

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -133,3 +133,33 @@ def noting(kept: dict[int, int], *, parameters: Iterable[Tensor]) -> Callable[[T
 def as_it_is(tensor: Tensor) -> Tensor:
     """A saved tensor unpacked."""
     return tensor
+
+
+def is_alike(output: Any, inputs: Any) -> bool:
+    """Whether a value is one tensor, of the shape and dtype of the first of others."""
+    first = next(tensors(inputs), None)
+    if first is None or not isinstance(output, Tensor):
+        return False
+    return (output.shape, output.dtype) == (first.shape, first.dtype)
+
+
+def size(value: Any) -> int:
+    """Bytes of a value's tensors, each counted once."""
+    return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors(value)}.values())
+
+
+def kind_of(module: nn.Module, *, inputs: Any) -> Hashable:
+    """What the operations of a module follow from: its parts, their parameters, and what it is given."""
+    return *map(_make, module.modules()), _kinds(module.parameters()), _kinds(tensors(inputs))
+
+
+def _make(module: nn.Module) -> Hashable:
+    """Its class, and the numbers and words that its forward may go by."""
+    return type(module), *(
+        (name, value) for name, value in vars(module).items() if isinstance(value, int | float | str)
+    )
+
+
+def _kinds(values: Iterable[Tensor]) -> Hashable:
+    """What operations on tensors follow from."""
+    return tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in values)

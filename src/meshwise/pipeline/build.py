@@ -11,6 +11,7 @@ from meshwise.model.birth import without_values
 from meshwise.model.copied import copied
 from meshwise.pipeline.cut import Cut, Met
 from meshwise.pipeline.elsewhere import Elsewhere
+from meshwise.pipeline.opening import CALL, module_at
 from meshwise.pipeline.stage import Crossing, Opened, Piece, Route, Stage
 from meshwise.pipeline.trace import part_of
 
@@ -44,20 +45,22 @@ def _blocks(model: nn.Module, cut: Cut, index: int, crossing: Crossing, like: nn
     own = {model.get_buffer(name) for name in cut.own}
     tensors = {*model.parameters(), *model.buffers()} - own
     module = copied(model, tensors=dict(zip(tensors, tensors, strict=True)))
-    modules = [module.get_submodule(name) for name in met.modules]
+    pieces = {name: module_at(module, name) for name in met.modules}
+    modules = [pieces[name] for name in met.modules]
     route = Route(met.keys, modules=modules, start=met.start, stop=met.stop)
     for (path, owner), bare_owner in zip(module.named_modules(), like.modules(), strict=True):
         _let_go(owner, owner._parameters, held, bare_owner._parameters, path=path)
-    for name, piece in dict(zip(met.modules, modules, strict=True)).items():
+    for name, piece in pieces.items():
         if name in met.opened:
-            piece.forward = Opened(piece, route=route, crossing=crossing)
+            attention = pieces.get(f"{name}.{CALL}")
+            piece.forward = Opened(piece, route=route, crossing=crossing, attention=attention)
             continue
         if name not in met.modules[met.start : met.stop]:
             for (path, owner), bare_owner in zip(
-                piece.named_modules(prefix=name), like.get_submodule(name).modules(), strict=True
+                piece.named_modules(prefix=name), module_at(like, name).modules(), strict=True
             ):
                 _let_go(owner, owner._buffers, held, bare_owner._buffers, path=path)
-        shadow = like.get_submodule(name) if _is_asked(name, met, cut) else None
+        shadow = module_at(like, name) if _is_asked(name, met, cut) else None
         piece.forward = Piece(piece, shadow=shadow, route=route, crossing=crossing)
     return module
 

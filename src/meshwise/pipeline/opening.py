@@ -7,7 +7,9 @@
     └── mlp                mlp
 
 What the block does between its modules, the sums of a residual stream, runs on both sides of the boundary. So it has to
-be its modules that hold all its parameters and run once each, in one order. A block is not opened that
+be its modules that hold all its parameters and run once each, in one order. Attention is too much to be done twice: where
+the block itself calls it, once, it is as if in a module of its own, `block.scaled_dot_product_attention`. A block is not
+opened that
 
 - holds parameters itself, or reads them from its modules without calling these;
 - has a list of modules that are alike, as experts are, of which data may choose some;
@@ -16,21 +18,66 @@ be its modules that hold all its parameters and run once each, in one order. A b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from meshwise.model.reads import read_from_children
 
+CALL = functional.scaled_dot_product_attention.__name__
+"""In a block, the name of the part that is its call of attention."""
+
+
+class Attention(nn.Module):
+    """The module that a block's call of attention is as if in. It is no part of the model, and has no hooks: to what is
+    drawn in it, it is the block that draws.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the call gives."""
+        return functional.scaled_dot_product_attention(*args, **kwargs)
+
+
+def drops(*args: Any, dropout_p: float = 0.0, **_: Any) -> bool:
+    """Whether a call of attention draws, which it does once."""
+    return bool(args[4] if len(args) > 4 else dropout_p)
+
+
+class Handed(TorchFunctionMode):
+    """Inside, calls of attention are handed to another."""
+
+    def __init__(self, to: Callable[..., Any]) -> None:
+        super().__init__()
+        self._to = to
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        called = self._to if func is functional.scaled_dot_product_attention else func
+        return called(*args, **(kwargs or {}))
+
+
+def module_at(model: nn.Module, name: str) -> nn.Module:
+    """A module of the model; for a block's call of attention one that does the same."""
+    around, _, own = name.rpartition(".")
+    block = model.get_submodule(around)
+    return Attention() if own == CALL and CALL not in block._modules else model.get_submodule(name)
+
 
 def inside(block: nn.Module) -> tuple[str, ...]:
-    """The modules of a block that it could be cut between, by their names in it; none when it cannot be opened."""
+    """The parts of a block that it could be cut between, by their names in it; none when it cannot be opened.
+
+    Whether attention is one of them, that is called once by the block itself, is seen when it runs.
+    """
     names = tuple(_called(block, ""))
     held = {id(parameter) for name in names for parameter in block.get_submodule(name).parameters()}
     alone = any(id(parameter) not in held for parameter in block.parameters()) or read_from_children(block)
-    return () if alone or len(names) < 2 or _chooses(block, names) else names
+    if alone or len(names) < 2 or _chooses(block, names):
+        return ()
+    return names if CALL in block._modules else (*names, CALL)
 
 
 def is_repeated() -> bool:

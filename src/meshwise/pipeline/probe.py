@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -33,10 +33,10 @@ from meshwise.model.blocks import Patterns, Piece, partition
 from meshwise.model.constants import Constants
 from meshwise.model.copied import copied
 from meshwise.model.meta_kernels import MetaKernels
-from meshwise.pipeline.alone import Tail, alone, as_it_is, cut_off, noting, reading
+from meshwise.pipeline.alone import Tail, alone, as_it_is, cut_off, is_alike, kind_of, noting, reading, size
 from meshwise.pipeline.backward import is_reentrant
 from meshwise.pipeline.bare import as_zeros, device_of, is_bare, on_meta
-from meshwise.pipeline.opening import inside, is_repeated
+from meshwise.pipeline.opening import CALL, Handed, inside, is_repeated, module_at
 from meshwise.pipeline.outside import Outside
 from meshwise.pipeline.parcel import Entrance
 from meshwise.pipeline.partition import CutError
@@ -78,7 +78,8 @@ def probe(model: nn.Module, *, call: Call, pieces: Patterns = (), timed: bool = 
             opened = _seen(model, call, found, timed=timed, parts=parts)
         except StaysWhole as whole:
             kind = type(model.get_submodule(whole.name))
-            parts = {name: own for name, own in parts.items() if type(model.get_submodule(name)) is not kind}
+            alike = {name for name in parts if type(model.get_submodule(name)) is kind}
+            parts |= {name: whole.left(parts[name]) for name in alike}
     steps = (
         dataclasses.replace(whole, inside=step.inside) for whole, step in zip(seen.steps, opened.steps, strict=True)
     )
@@ -285,8 +286,7 @@ class _Watched:
             output = block.run(*inputs)
             return output, Step(key, self._name, parameters, Past(), size(output), Took(0.0, 0.0), inside=block.steps)
         output, took, used = _own_forward(module, key, watch, inputs=inputs)
-        alike = _described(output) == _described(next(tensors(inputs), None))
-        return output, Step(key, self._name, parameters, used, size(output), took, alike)
+        return output, Step(key, self._name, parameters, used, size(output), took, is_alike(output, inputs))
 
 
 def _share_hooks(module: nn.Module, *, other: nn.Module) -> None:
@@ -306,7 +306,8 @@ class _Inside:
         self.steps: tuple[Step, ...] = ()
         self._name, self._module, self._watch, self._parts = name, module, watch, parts
         names = {id(p): own for own, p in zip(watch.parameters[name], module.parameters(), strict=True)}
-        self._held = {part: tuple(names[id(p)] for p in module.get_submodule(part).parameters()) for part in parts}
+        self._held = {part: tuple(names[id(p)] for p in module_at(module, part).parameters()) for part in parts}
+        self._calls, self._within = 0, False
         self._found: list[Step] = []
         self._repeated = False
         self._kept: dict[int, int] = {}
@@ -317,28 +318,36 @@ class _Inside:
         """The block's output; afterwards `steps` are those inside, none when the modules do not run once each or, under
         torch's checkpoint, will again.
         """
-        inputs, parts = (args, kwargs), [self._module.get_submodule(name) for name in self._parts]
+        inputs, parts = (args, kwargs), {name: module_at(self._module, name) for name in self._parts}
         keep = noting(self._kept, parameters=self._module.parameters())
-        for name, part in zip(self._parts, parts, strict=True):
+        for name, part in parts.items():
             part.forward = partial(self._part, name, part)
+        calls = Handed(partial(self._attend, parts[CALL])) if CALL in parts else contextlib.nullcontext()
         try:
-            with reading(inputs, timed=self._watch.timed) as self._read, saved_tensors_hooks(keep, as_it_is):
+            with reading(inputs, timed=self._watch.timed) as self._read, saved_tensors_hooks(keep, as_it_is), calls:
                 self._since = self._read()
                 output = type(self._module).forward(self._module, *args, **kwargs)
                 between, kept = self._between()
         except ThroughPieces:
             raise StaysWhole(self._name) from None
         finally:
-            for part in parts:
+            for part in parts.values():
                 del part.forward
-        if not self._repeated and sorted(step.module for step in self._found) == sorted(
-            f"{self._name}.{name}" for name in self._parts
-        ):
+        found, own = [step.module for step in self._found], f"{self._name}.{CALL}"
+        if own in found and self._calls > 1:
+            raise StaysWhole(self._name, part=CALL)
+        due = (f"{self._name}.{name}" for name in parts if name != CALL or own in found)
+        if not self._repeated and sorted(found) == sorted(due):
             took = Took(kept, _WITH_BACKWARD * between, between)
-            alike = _described(output) == _described(next(tensors(inputs), None))
-            past = self._watch.followed.of(output)
+            past, alike = self._watch.followed.of(output), is_alike(output, inputs)
             self.steps = (*self._found, Step(self._name, self._name, (), past, size(output), took, alike))
         return output
+
+    def _attend(self, attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Stands where attention is called, by the block or by a module in it."""
+        self._calls += 1
+        apart = not self._within and not is_repeated()
+        return attention.forward(*args, **kwargs) if apart else type(attention).forward(attention, *args, **kwargs)
 
     def _part(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Stands where the module's forward was."""
@@ -346,10 +355,12 @@ class _Inside:
         between, kept = self._between()
         inputs, watch, full = (args, kwargs), self._watch, f"{self._name}.{name}"
         past = watch.followed.of(inputs)
+        self._within = True
         output, took, used = _own_forward(module, full, watch, inputs=inputs)
+        self._within = False
         took = Took(took.activations + kept, took.work + _WITH_BACKWARD * between, between)
-        alike = _described(output) == _described(next(tensors(inputs), None))
-        self._found.append(Step(full, full, self._held[name], past | used, size(output), took, alike))
+        step = Step(full, full, self._held[name], past | used, size(output), took, is_alike(output, inputs))
+        self._found.append(step)
         output = watch.output(output, key=full)
         self._since = self._read()
         return output
@@ -365,7 +376,7 @@ def _own_forward(module: nn.Module, key: str, watch: _Watch, *, inputs: tuple[An
     """What its class computes, whatever stands in place of its `forward`, what that took and what it has used."""
     run, parameters, held = partial(type(module).forward, module), list(module.parameters()), cut_off(inputs)
     counts = watch.timed and any(tensor.is_meta for tensor in (*parameters, *tensors(held)))
-    kind = (*map(_make, module.modules()), _kinds(parameters), _kinds(tensors(held)))
+    kind = kind_of(module, inputs=held)
     known = watch.counted.get(kind) if counts else None
     with watch.followed.inside(key, module=module), watch.followed.given(inputs, held=held, key=key):
         output, took = alone(run, inputs=held, parameters=parameters, timed=watch.timed and known is None)
@@ -374,25 +385,3 @@ def _own_forward(module: nn.Module, key: str, watch: _Watch, *, inputs: tuple[An
         elif counts:
             took = watch.counted[kind] = known or took
         return output, took, watch.followed.used
-
-
-def _make(module: nn.Module) -> Hashable:
-    """Its class, and the numbers and words that its forward may go by."""
-    return type(module), *(
-        (name, value) for name, value in vars(module).items() if isinstance(value, int | float | str)
-    )
-
-
-def _kinds(values: Iterable[Tensor]) -> Hashable:
-    """What operations on tensors follow from."""
-    return tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in values)
-
-
-def _described(value: Any) -> Any:
-    """The shape and dtype of a tensor; of anything else something that equals nothing."""
-    return (value.shape, value.dtype) if isinstance(value, Tensor) else object()
-
-
-def size(value: Any) -> int:
-    """Bytes of a value's tensors, each counted once."""
-    return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors(value)}.values())

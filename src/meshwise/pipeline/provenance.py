@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -71,11 +71,15 @@ class ThroughPieces(CutError):
 
 
 class StaysWhole(Exception):
-    """A block that cannot be opened: it asks for a gradient through its modules."""
+    """A block that cannot be opened, as it asks for a gradient through its modules; or not at this part."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, part: str = "") -> None:
         super().__init__(name)
-        self.name = name
+        self.name, self.part = name, part
+
+    def left(self, parts: Sequence[str]) -> tuple[str, ...]:
+        """Those that it can be opened at."""
+        return tuple(part for part in parts if self.part and part != self.part)
 
 
 class Provenance(TorchDispatchMode):

@@ -26,6 +26,7 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 from meshwise.model.dispatch import unseen
 from meshwise.model.forward import Left
 from meshwise.pipeline.bare import sizes_known
+from meshwise.pipeline.opening import Handed, drops
 from meshwise.pipeline.parcel import Entrance, enter
 from meshwise.tree import map_tensors, tensors
 
@@ -276,20 +278,33 @@ class Piece:
 
 
 class Opened:
-    """The forward of a block that a stage has a part of: the modules inside are pieces, the block itself the last."""
+    """The forward of a block that a stage has a part of: the modules inside are pieces, the block itself the last.
 
-    def __init__(self, module: nn.Module, *, route: Route, crossing: Crossing) -> None:
+    `attention`: the piece that stands for the block's call of attention, where it is one.
+    """
+
+    def __init__(self, module: nn.Module, *, route: Route, crossing: Crossing, attention: nn.Module | None) -> None:
         self._module, self._route, self._crossing = module, route, crossing
+        self._calls = contextlib.nullcontext() if attention is None else Handed(partial(self._attend, attention))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Stands where the module's `forward` was."""
-        output = type(self._module).forward(self._module, *args, **kwargs)
+        with self._calls:
+            output = type(self._module).forward(self._module, *args, **kwargs)
         crossing = self._crossing
         key = self._route.key(crossing.position, module=self._module)
         if crossing.position >= self._route.stop:
             crossing.leave()
         crossing.position += 1
         crossing.keep(key, value=output)
+        return output
+
+    def _attend(self, attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Stands where the block calls attention. What it drops is the block's draw, and counts where nothing is."""
+        own = self._route.start <= self._crossing.position < self._route.stop
+        output = attention.forward(*args, **kwargs)
+        if not own and drops(*args, **kwargs):
+            torch.rand(1)
         return output
 
 

@@ -28,14 +28,10 @@ from meshwise.model.birth import without_values
 from meshwise.model.copied import copied
 from meshwise.model.draws import DRAWING
 from meshwise.model.forward import Left
-from meshwise.pipeline.alone import Tail, alone, cut_off
+from meshwise.pipeline.alone import Tail, alone, cut_off, size
 from meshwise.pipeline.bare import as_zeros, device_of, is_bare, on_meta
 from meshwise.pipeline.partition import CutError
-from meshwise.pipeline.probe import (
-    ROUNDS,
-    Call,
-    size,
-)
+from meshwise.pipeline.probe import ROUNDS, Call
 from meshwise.pipeline.provenance import Past
 from meshwise.pipeline.seen import Seen, Step, typical
 from meshwise.tree import map_tensors, tensors

@@ -13,6 +13,7 @@ from torch import nn
 
 from meshwise.pipeline.action import Schedule
 from meshwise.pipeline.cut import Cut
+from meshwise.pipeline.opening import module_at
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -40,7 +41,7 @@ def _kind(model: nn.Module, cut: Cut, stage: int, *, ends: bool) -> Hashable:
     return (
         len(cut.crossing[stage - 1]),
         len(cut.crossing[stage]),
-        tuple(_shapes(model.get_submodule(name)) for name in cut.modules[start:stop]),
+        tuple(_shapes(module_at(model, name)) for name in cut.modules[start:stop]),
         tuple(_end(model, name) for name in cut.modules[start:stop]) if ends else (),
     )
 
