@@ -7,9 +7,9 @@
     └── mlp                mlp
 
 What the block does between its modules, the sums of a residual stream, runs on both sides of the boundary. So it has to
-be its modules that hold all its parameters and run once each, in one order. Attention is too much to be done twice: where
-the block itself calls it, once, it is as if in a module of its own, `block.scaled_dot_product_attention`. A block is not
-opened that
+be its modules that hold all its parameters and run once each, in one order. Attention is too much to be done twice:
+where the block itself calls it, once, it is as if in a module of its own, `block.scaled_dot_product_attention`. A block
+is not opened that
 
 - holds parameters itself, or reads them from its modules without calling these;
 - has a list of modules that are alike, as experts are, of which data may choose some;
