@@ -4,6 +4,7 @@ Two blocks are cut at each place that they have, by hand: the stages are the mod
 process does, and they train like it under every schedule, to 1e-9 in float64.
 """
 
+import copy
 import functools
 import itertools
 from collections import Counter
@@ -151,6 +152,16 @@ def test_what_crosses_is_what_attention_is_given_or_what_it_gives() -> None:
     assert not any(CALL in name for stage in stages for name, _ in stage.module.named_modules())
 
 
+@pytest.mark.parametrize("part", PARTS[1:])
+def test_a_block_may_take_a_view_of_what_attention_gives(part: str) -> None:
+    model = Decoder(Viewing).double()
+    is_the_model(model, loss_of, cut_model(model, stages=2, call=loss_of, wish=by_hand(f"blocks.0.{part}")))
+    plan, options = Plan.parse("pp=2 microbatches=2 partition=params"), Options(clip_norm=0.5)
+    once = alone(copy.deepcopy(model), batches=batches(), loss=next_token_loss, options=options, lr=1e-2)
+    for steps in run(2, trained, on="threads", args=(plan, (f"blocks.0.{part}",), model)):
+        agree(steps, once, bound=1e-9)
+
+
 # ---- what is seen ------------------------------------------------------------------------------------------------
 
 
@@ -174,10 +185,10 @@ def test_attention_is_counted_where_it_is_and_the_same_without_values() -> None:
         assert not any(step.took.between for step in counted.values())
 
 
-@pytest.mark.parametrize("at", [(PLACES[2],), (PLACES[3],), (PLACES[6],)])
+@pytest.mark.parametrize("at", [(PLACES[2],), (PLACES[3],), (PLACES[6],), (PLACES[2], PLACES[6], PLACES[9])])
 def test_a_rehearsal_counts_it_once(at: tuple[str, ...]) -> None:
     model, found = Decoder(groups=HEADS), []
-    for plan, cut in (("dp=1", ()), ("pp=2 microbatches=2", at)):
+    for plan, cut in (("dp=1", ()), (f"pp={1 + len(at)} microbatches=4", at)):
         options = Options(example=batches()[0], cut=Where(at=cut))
         subject = Subject(model, next_token_loss, batches()[0], options=options)
         found.append(sum(forward_flops(rehearse(subject, plan=plan, ranks=1 + len(cut)))))
@@ -205,6 +216,14 @@ class Within(Block):
     def __init__(self) -> None:
         super().__init__()
         self.project = Attention(WIDTH, WIDTH)
+
+
+class Viewing(Block):
+    """Counts on how attention lays out what it gives: as the queries are."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        y = super().attend(q, k, v)
+        return y.transpose(1, 2).view(y.size(0), y.size(2), -1).unflatten(2, (HEADS, -1)).transpose(1, 2)
 
 
 class Repeating(Block):
@@ -281,9 +300,9 @@ def expected() -> Any:
     return alone(built, batches=batches(), loss=next_token_loss, options=Options(clip_norm=0.5), lr=1e-2)
 
 
-def trained(world: World, plan: Plan, at: tuple[str, ...]) -> Any:
+def trained(world: World, plan: Plan, at: tuple[str, ...], model: Any) -> Any:
     options = Options(clip_norm=0.5, example=batches()[0], cut=Where(at=at))
-    trainer = parallelize(built, plan, world=world, loss=next_token_loss, options=options, lr=1e-2)
+    trainer = parallelize(copy.deepcopy(model), plan, world=world, loss=next_token_loss, options=options, lr=1e-2)
     steps = outcome(trainer, batches=batches())
     trainer.close()
     return steps
@@ -298,5 +317,5 @@ def test_stages_that_begin_at_attention_train_like_one_process(
     at = (f"blocks.0.{part}", *([between, f"blocks.1.{part}"] if virtual == 2 else []))
     words = f"pp=2 dp={dp} zero={zero} recompute={recompute} schedule={schedule} virtual_stages={virtual}"
     plan = Plan.parse(f"{words} microbatches=4 partition=params")
-    for steps in run(plan.mesh().size, trained, on="threads", args=(plan, at)):
+    for steps in run(plan.mesh().size, trained, on="threads", args=(plan, at, built)):
         agree(steps, expected(), bound=1e-9)

@@ -135,7 +135,7 @@ def as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def is_alike(output: Any, inputs: Any) -> bool:
+def is_alike(output: Any, *, inputs: Any) -> bool:
     """Whether a value is one tensor, of the shape and dtype of the first of others."""
     first = next(tensors(inputs), None)
     if first is None or not isinstance(output, Tensor):

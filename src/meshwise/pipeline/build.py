@@ -45,7 +45,7 @@ def _blocks(model: nn.Module, cut: Cut, index: int, crossing: Crossing, like: nn
     own = {model.get_buffer(name) for name in cut.own}
     tensors = {*model.parameters(), *model.buffers()} - own
     module = copied(model, tensors=dict(zip(tensors, tensors, strict=True)))
-    pieces = {name: module_at(module, name) for name in met.modules}
+    pieces = {name: module_at(module, name=name) for name in met.modules}
     modules = [pieces[name] for name in met.modules]
     route = Route(met.keys, modules=modules, start=met.start, stop=met.stop)
     for (path, owner), bare_owner in zip(module.named_modules(), like.modules(), strict=True):
@@ -57,10 +57,10 @@ def _blocks(model: nn.Module, cut: Cut, index: int, crossing: Crossing, like: nn
             continue
         if name not in met.modules[met.start : met.stop]:
             for (path, owner), bare_owner in zip(
-                piece.named_modules(prefix=name), module_at(like, name).modules(), strict=True
+                piece.named_modules(prefix=name), module_at(like, name=name).modules(), strict=True
             ):
                 _let_go(owner, owner._buffers, held, bare_owner._buffers, path=path)
-        shadow = module_at(like, name) if _is_asked(name, met, cut) else None
+        shadow = module_at(like, name=name) if _is_asked(name, met, cut) else None
         piece.forward = Piece(piece, shadow=shadow, route=route, crossing=crossing)
     return module
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -31,6 +31,8 @@ from meshwise.model.reads import read_from_children
 
 CALL = functional.scaled_dot_product_attention.__name__
 """In a block, the name of the part that is its call of attention."""
+
+_GIVEN = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 class Attention(nn.Module):
@@ -43,24 +45,27 @@ class Attention(nn.Module):
         return functional.scaled_dot_product_attention(*args, **kwargs)
 
 
-def drops(*args: Any, dropout_p: float = 0.0, **_: Any) -> bool:
-    """Whether a call of attention draws, which it does once."""
-    return bool(args[4] if len(args) > 4 else dropout_p)
+def laid_out(value: Tensor, *, like: Tensor) -> Tensor:
+    """The value, in memory as another is: what attention gives is as its queries are, and a view may count on it."""
+    order = sorted(range(like.dim()), key=like.stride, reverse=True)
+    return value.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
 
 
 class Handed(TorchFunctionMode):
-    """Inside, calls of attention are handed to another."""
+    """Inside, calls of attention are handed to another, with what they give by its names."""
 
     def __init__(self, to: Callable[..., Any]) -> None:
         super().__init__()
         self._to = to
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        called = self._to if func is functional.scaled_dot_product_attention else func
-        return called(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            return self._to(**dict(zip(_GIVEN, args, strict=False)), **kwargs)
+        return func(*args, **kwargs)
 
 
-def module_at(model: nn.Module, name: str) -> nn.Module:
+def module_at(model: nn.Module, *, name: str) -> nn.Module:
     """A module of the model; for a block's call of attention one that does the same."""
     around, _, own = name.rpartition(".")
     block = model.get_submodule(around)

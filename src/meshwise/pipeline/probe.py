@@ -286,7 +286,7 @@ class _Watched:
             output = block.run(*inputs)
             return output, Step(key, self._name, parameters, Past(), size(output), Took(0.0, 0.0), inside=block.steps)
         output, took, used = _own_forward(module, key, watch, inputs=inputs)
-        return output, Step(key, self._name, parameters, used, size(output), took, is_alike(output, inputs))
+        return output, Step(key, self._name, parameters, used, size(output), took, is_alike(output, inputs=inputs))
 
 
 def _share_hooks(module: nn.Module, *, other: nn.Module) -> None:
@@ -306,7 +306,7 @@ class _Inside:
         self.steps: tuple[Step, ...] = ()
         self._name, self._module, self._watch, self._parts = name, module, watch, parts
         names = {id(p): own for own, p in zip(watch.parameters[name], module.parameters(), strict=True)}
-        self._held = {part: tuple(names[id(p)] for p in module_at(module, part).parameters()) for part in parts}
+        self._held = {part: tuple(names[id(p)] for p in module_at(module, name=part).parameters()) for part in parts}
         self._calls, self._within = 0, False
         self._found: list[Step] = []
         self._repeated = False
@@ -318,7 +318,7 @@ class _Inside:
         """The block's output; afterwards `steps` are those inside, none when the modules do not run once each or, under
         torch's checkpoint, will again.
         """
-        inputs, parts = (args, kwargs), {name: module_at(self._module, name) for name in self._parts}
+        inputs, parts = (args, kwargs), {name: module_at(self._module, name=name) for name in self._parts}
         keep = noting(self._kept, parameters=self._module.parameters())
         for name, part in parts.items():
             part.forward = partial(self._part, name, part)
@@ -339,15 +339,15 @@ class _Inside:
         due = (f"{self._name}.{name}" for name in parts if name != CALL or own in found)
         if not self._repeated and sorted(found) == sorted(due):
             took = Took(kept, _WITH_BACKWARD * between, between)
-            past, alike = self._watch.followed.of(output), is_alike(output, inputs)
+            past, alike = self._watch.followed.of(output), is_alike(output, inputs=inputs)
             self.steps = (*self._found, Step(self._name, self._name, (), past, size(output), took, alike))
         return output
 
-    def _attend(self, attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _attend(self, attention: nn.Module, query: Tensor, **given: Any) -> Any:
         """Stands where attention is called, by the block or by a module in it."""
         self._calls += 1
         apart = not self._within and not is_repeated()
-        return attention.forward(*args, **kwargs) if apart else type(attention).forward(attention, *args, **kwargs)
+        return attention.forward(query, **given) if apart else type(attention).forward(attention, query, **given)
 
     def _part(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Stands where the module's forward was."""
@@ -359,7 +359,7 @@ class _Inside:
         output, took, used = _own_forward(module, full, watch, inputs=inputs)
         self._within = False
         took = Took(took.activations + kept, took.work + _WITH_BACKWARD * between, between)
-        step = Step(full, full, self._held[name], past | used, size(output), took, is_alike(output, inputs))
+        step = Step(full, full, self._held[name], past | used, size(output), took, is_alike(output, inputs=inputs))
         self._found.append(step)
         output = watch.output(output, key=full)
         self._since = self._read()

@@ -194,7 +194,7 @@ def typical(runs: Sequence[Seen], *, model: nn.Module) -> Seen:
 def _kinds(steps: Sequence[Step], model: nn.Module, *within: Any) -> Iterator[tuple[Any, Step]]:
     """Each step, those inside of blocks too, with what is the same of steps that do the same."""
     for place, step in enumerate(steps):
-        what = type(module_at(model, step.module)) if step.module else step.key.rstrip("_0123456789")
+        what = type(module_at(model, name=step.module)) if step.module else step.key.rstrip("_0123456789")
         shapes = tuple(model.get_parameter(name).shape for name in step.parameters)
         kind = (*within, (what, shapes, step.output, step.took.activations, place if within else 0))
         yield kind, step

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from meshwise.model.dispatch import unseen
 from meshwise.model.forward import Left
 from meshwise.pipeline.bare import sizes_known
-from meshwise.pipeline.opening import Handed, drops
+from meshwise.pipeline.opening import Handed, laid_out
 from meshwise.pipeline.parcel import Entrance, enter
 from meshwise.tree import map_tensors, tensors
 
@@ -299,13 +299,15 @@ class Opened:
         crossing.keep(key, value=output)
         return output
 
-    def _attend(self, attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Stands where the block calls attention. What it drops is the block's draw, and counts where nothing is."""
+    def _attend(self, attention: nn.Module, query: Tensor, *, dropout_p: float = 0.0, **given: Any) -> Any:
+        """Stands where the block calls attention."""
         own = self._route.start <= self._crossing.position < self._route.stop
-        output = attention.forward(*args, **kwargs)
-        if not own and drops(*args, **kwargs):
-            torch.rand(1)
-        return output
+        output = attention.forward(query, dropout_p=dropout_p, **given)
+        if own:
+            return output
+        if dropout_p:
+            torch.rand(1)  # what attention drops is a draw of the block, which others of its draws come after
+        return laid_out(output, like=query)
 
 
 class Void:

@@ -41,7 +41,7 @@ def _kind(model: nn.Module, cut: Cut, stage: int, *, ends: bool) -> Hashable:
     return (
         len(cut.crossing[stage - 1]),
         len(cut.crossing[stage]),
-        tuple(_shapes(module_at(model, name)) for name in cut.modules[start:stop]),
+        tuple(_shapes(module_at(model, name=name)) for name in cut.modules[start:stop]),
         tuple(_end(model, name) for name in cut.modules[start:stop]) if ends else (),
     )
 
