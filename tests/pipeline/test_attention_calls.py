@@ -222,8 +222,8 @@ class Viewing(Block):
     """Counts on how attention lays out what it gives: as the queries are."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        y = super().attend(q, k, v)
-        return y.transpose(1, 2).view(y.size(0), y.size(2), -1).unflatten(2, (HEADS, -1)).transpose(1, 2)
+        y = super().attend(q, k, v).transpose(1, 2)
+        return y.view(y.size(0), y.size(1), -1).view(y.shape).transpose(1, 2)
 
 
 class Repeating(Block):

@@ -31,8 +31,8 @@ class Where:
     """Where a model may be cut. `Options(cut=Where(at=("blocks.3", "head")))` cuts it by hand."""
 
     at: tuple[str, ...] = ()
-    """By hand: the piece, the module inside of a block, or the operation of a trace, at which each stage but the first
-    begins."""
+    """By hand: the piece, the module or the call of attention inside of a block, or the operation of a trace, at which
+    each stage but the first begins."""
 
     pieces: Patterns = ()
     """Patterns over module names that override what the pieces are (see `meshwise.model.blocks`)."""

@@ -42,7 +42,7 @@ class Step:
     """The piece's name, with a number from its second call on."""
 
     module: str
-    """The piece's name."""
+    """The piece's name, in the model or, of a block's call of attention, as if it were."""
 
     parameters: tuple[str, ...]
     """First names of the parameters it uses."""
