@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import sys
 import sysconfig
 import threading
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 
@@ -28,9 +30,10 @@ _LEFT_OUT = (
 )
 
 
-def stack(frame: FrameType | None) -> str:
-    """The innermost frames of `frame`, outermost first, indented."""
-    entries = [entry for entry in traceback.extract_stack(frame) if not entry.filename.startswith(_LEFT_OUT)]
+def stack(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """The innermost of these frames, outermost first, indented."""
+    summary = traceback.StackSummary.extract(iter(frames))
+    entries = [entry for entry in reversed(summary) if not entry.filename.startswith(_LEFT_OUT)]
     lines = [] if len(entries) <= _MOST_FRAMES else [f"… {len(entries) - _MOST_FRAMES} outer frames"]
     for entry in entries[-_MOST_FRAMES:]:
         lines.append(f"{entry.filename}:{entry.lineno} {entry.name}")
@@ -54,6 +57,18 @@ def _is_pythons_or_ours(file: str) -> bool:
 
 
 def stack_of(thread: int | None) -> str:
-    """The stack of the thread with this identifier, as it is now; empty when it has ended."""
-    frame = None if thread is None else sys._current_frames().get(thread)
-    return "" if frame is None else stack(frame)
+    """The stack of the thread with this identifier, as it is now; empty when it has ended.
+
+    Python makes the object of a frame when it is asked for, and may collect garbage for it. What is collected may let
+    the thread go on, return from that very frame, and leave an object that tells of memory used for something else:
+    to read it ended ranks with SIGSEGV. So nothing is collected until all frames have objects, which last.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        frame = None if thread is None else sys._current_frames().get(thread)
+        frames = [] if frame is None else list(traceback.walk_stack(frame))
+    finally:
+        if collects:
+            gc.enable()
+    return stack(frames)
