@@ -78,11 +78,6 @@ class Call(Work):
         """Copy what a rank gave to it."""
         self.lane.take(self, index=index, into=into, which=which)
 
-    def require_common(self) -> None:
-        """Raises RanksDisagree unless every rank has written to this memory that they hold together."""
-        for index in self.others:
-            self.lane.require_common(self, index=index)
-
     def spans(self, own: Tensor, *, which: int = 0) -> list[Span]:
         """What every rank gave to it, of the size of what this rank gave."""
         lane = self.lane
@@ -295,11 +290,12 @@ class Lane:
             )
         return found
 
-    def require_common(self, call: Call, *, index: int) -> None:
-        """Raises RanksDisagree unless that rank has written to what this one names, and the ranks hold together."""
-        side = self._side(index)
-        if side is None or side.given(call.number, which=0)[:2] != (IN_COMMON, call.common):
-            raise self._apart(self.index, self.ranks[index], call)
+    def require_common(self, call: Call) -> None:
+        """Raises RanksDisagree unless every rank has written to the memory that this one names, and all hold."""
+        for index in self.others:
+            side = self._side(index)
+            if side is None or side.given(call.number, which=0)[:2] != (IN_COMMON, call.common):
+                raise self._apart(self.index, self.ranks[index], call)
 
     def _apart(self, index: int, other: int, call: Call) -> RanksDisagree:
         return RanksDisagree(

@@ -100,7 +100,7 @@ class LocalWorld(World):
         call.common = self._lanes.room.commons.name(parts, ranks=group.ranks)
         if call.common:
             put(x, into=parts[group.index])
-            return self._begin(call, needs=call.others, act=call.require_common)
+            return self._begin(call, needs=call.others, act=lambda: call.lane.require_common(call))
 
         def act() -> None:
             put(x, into=parts[group.index])
