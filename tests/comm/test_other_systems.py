@@ -103,33 +103,27 @@ def on_macos(world: World, name: str) -> str:
 
 
 def with_small_files(world: World, name: str) -> str:
-    found = meeting_place()
-    assert found is not None
-    had = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, had[1]))
-    try:
-        with mock.patch("sys.stderr") as stderr:
-            other = torch_world(world.device, store=PrefixStore(name, found))
-            sums(other)
-            other.close()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, had)
-    return "".join(call.args[0] for call in stderr.write.call_args_list)
+    return limited(world, name, resource.RLIMIT_FSIZE, 1 << 16)
 
 
 def with_few_addresses(world: World, name: str) -> str:
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    return limited(world, name, resource.RLIMIT_AS, taken + (1 << 29))
+
+
+def limited(world: World, name: str, what: int, most: int) -> str:
+    """What is told of ranks that join and call where the system gives each of them no more."""
     found = meeting_place()
     assert found is not None
-    had = resource.getrlimit(resource.RLIMIT_AS)
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 29), had[1]))
+    had = resource.getrlimit(what)
+    resource.setrlimit(what, (most, had[1]))
     try:
         with mock.patch("sys.stderr") as stderr:
             other = torch_world(world.device, store=PrefixStore(name, found))
             sums(other)
             other.close()
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, had)
+        resource.setrlimit(what, had)
     return "".join(call.args[0] for call in stderr.write.call_args_list)
 
 
