@@ -90,6 +90,10 @@ def apart(given: Sequence[Tensor], *, into: Sequence[Tensor], own: tuple[int, in
         isinstance(of, Tensor) and given[own[0]].data_ptr() == into[own[1]].data_ptr() and given[own[0]].numel()
     ):
         return
+    if isinstance(of, Tensor):  # as most calls are: one tensor beside a whole, and a look at the whole's ends is enough
+        [(begin, end)] = _ranges(given if len(given) == 1 else into)
+        if end <= of.data_ptr() or of.data_ptr() + of.nbytes <= begin:
+            return
     read, written = _ranges(given), _ranges(into)
     if max(map(itemgetter(1), read)) <= min(written)[0] or max(map(itemgetter(1), written)) <= min(read)[0]:
         return

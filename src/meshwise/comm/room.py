@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,10 @@ _YIELDS = 30
 # have something to say), and when other work may become due meanwhile.
 _SLEEP_SECONDS = 0.005
 _NAP_SECONDS = 0.001
+# How often to be woken in vain by a rank that is busy with others: it has to wake whoever sleeps on it at every call.
+# From then on a rank dozes for so long, which costs nobody else anything.
+_IN_VAIN = 16
+_DOZE_SECONDS = 0.0002
 
 
 @dataclass(frozen=True)
@@ -87,14 +92,18 @@ class Room:
             os.sched_yield()
             if condition():
                 return
-        board = self._peers[rank].board
+        board, rung = self._peers[rank].board, 0
         while True:
             seen = board.bell
             if condition():
                 return
             outlook = meanwhile()
             if outlook is not Outlook.DID:
-                board.sleep(seen, seconds=_NAP_SECONDS if outlook is Outlook.LATER else _SLEEP_SECONDS)
+                if rung < _IN_VAIN:
+                    board.sleep(seen, seconds=_NAP_SECONDS if outlook is Outlook.LATER else _SLEEP_SECONDS)
+                else:
+                    time.sleep(_DOZE_SECONDS)
+            rung = 0 if board.bell == seen else rung + 1
             if board.bell == seen:
                 gone = self.missing(among)
                 if gone is not None and not condition():

@@ -19,8 +19,8 @@ from meshwise.comm.direct import Memory
 from meshwise.comm.reduction import reduce_block
 from meshwise.comm.scratch import Scratch
 
-# Bytes of a block: it pays for its calls, and what four ranks read of it stays in the cache that they share.
-_BLOCK_BYTES = 512 << 10
+# Bytes of a block: it pays for its calls, and what a rank reads of four such stays in a cache of its own.
+_BLOCK_BYTES = 256 << 10
 
 
 class Near(NamedTuple):

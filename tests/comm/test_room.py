@@ -1,0 +1,71 @@
+"""Waiting for another rank of the host: what it costs the one who is waited for."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from meshwise.comm.journal import Stamp
+from meshwise.comm.life import Life
+from meshwise.comm.meanwhile import Outlook
+from meshwise.comm.room import Peer, Room
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs memfd")
+
+STAMP = Stamp(0, "barrier", ("rank",), (), "", 0, "here")
+
+
+class Rung:
+    """The board of a rank whose bell rings for others, `rings` times in all, whenever somebody looks twice at it."""
+
+    def __init__(self, rings: int) -> None:
+        self.bell, self.rings, self.slept = 0, rings, 0
+
+    def ring(self) -> None:
+        """For somebody else."""
+        if self.bell < self.rings:
+            self.bell += 1
+
+    def sleep(self, _seen: int, *, seconds: float) -> None:
+        """Until it rings."""
+        assert seconds > 0
+        self.slept += 1
+        self.ring()
+
+
+def waited(board: Rung, *, rounds: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """How often a rank slept on that bell, so that whoever rings has to wake it, and how often it dozed instead."""
+    dozed: list[float] = []
+
+    def doze(seconds: float) -> None:
+        dozed.append(seconds)
+        board.ring()
+
+    monkeypatch.setattr("meshwise.comm.room.time", SimpleNamespace(sleep=doze))
+    peers: Any = [Peer(1, Life(os.getpid()), board, mock.Mock())]  # type: ignore[arg-type] # as much of one as is used
+    room = Room(0, board=mock.Mock(), peers=peers, memory=None)
+    left = iter(range(40 + rounds))  # those before are the looks and yields
+    room.wait_for(
+        1, condition=lambda: next(left, None) is None, among=(0, 1), about=STAMP, meanwhile=lambda: Outlook.NOTHING
+    )
+    room.leave()
+    return board.slept, len(dozed)
+
+
+def test_a_rank_that_is_woken_in_vain_lets_the_one_who_rings_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert waited(Rung(10**9), rounds=1000, monkeypatch=monkeypatch) == (16, 984)
+
+
+def test_one_who_seldom_rings_is_slept_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert waited(Rung(10), rounds=15, monkeypatch=monkeypatch) == (15, 0)
+
+
+def test_when_it_has_stopped_to_ring_it_is_slept_on_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept, dozed = waited(Rung(100), rounds=1000, monkeypatch=monkeypatch)
+    assert dozed == 100 - 16 + 1
+    assert slept == 1000 - dozed
