@@ -87,6 +87,61 @@ def test_i_and_w_are_the_backward(name: str) -> None:
         assert during_input < parts.count
 
 
+def only(gradients: Any) -> Tensor:
+    """The gradient of the one tensor that there is."""
+    [gradient] = gradients
+    assert isinstance(gradient, Tensor)
+    return gradient
+
+
+class Hooked(nn.Module):
+    """Hooks on tensors and on modules that change gradients, above parameters and beside them."""
+
+    def __init__(self, *, on: str) -> None:
+        super().__init__()
+        self.up, self.down, self.scale = nn.Linear(8, 8), nn.Linear(8, 8), nn.Parameter(torch.rand(8))
+        self.on = on
+        if on == "module":
+            self.up.register_full_backward_pre_hook(lambda _, gradients: (2 * only(gradients),))
+            self.down.register_full_backward_hook(lambda _, given, __: (3 * only(given),))
+        if on == "parameter":
+            self.up.weight.register_hook(lambda gradient: 1.5 * gradient)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        if self.on == "product":
+            hidden.register_hook(lambda gradient: 2 * gradient)
+        hidden = hidden.tanh() * self.scale
+        if self.on == "scale":
+            hidden.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        out: Tensor = self.down(hidden)
+        if self.on == "output":
+            out.register_hook(lambda gradient: 0.5 * gradient)
+        if self.on == "node":
+            assert out.grad_fn is not None
+            out.grad_fn.register_prehook(lambda gradients: tuple(3 * one for one in gradients))
+        return out
+
+
+@pytest.mark.parametrize(
+    "on, received",
+    [(on, True) for on in ("product", "scale", "output", "node", "module", "parameter")]
+    + [(on, False) for on in ("product", "scale", "output", "node", "parameter")],
+)
+def test_what_hooks_make_of_a_gradient_is_made_once(on: str, received: bool) -> None:
+    model = nn.Sequential(Hooked(on=on), Hooked(on=on))
+    x = torch.randn(4, 8, requires_grad=received)
+    gradient = torch.randn(4, 8)
+    model(x).backward(gradient)
+    expected = [x.grad, *(parameter.grad for parameter in model.parameters())]
+    x.grad = None
+    model.zero_grad()
+    given = [x] if received else []
+    backward_input([model(x)], gradients=[gradient], received=given, parameters=model.parameters()).run()
+    found = [x.grad, *(parameter.grad for parameter in model.parameters())]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+
+
 class Remembered(nn.Module):
     """Its tensors, without holding them."""
 

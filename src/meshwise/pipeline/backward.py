@@ -17,7 +17,7 @@ reach the others again. So does one whose place torch's checkpoint computes agai
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any, TypeAlias
 
@@ -36,19 +36,16 @@ class WeightBackward:
     """What is left to do of a backward after its I; `run` does it, once."""
 
     def __init__(self) -> None:
-        self._pending: list[tuple[list[GradientEdge], list[Tensor], list[Tensor]]] = []
+        self._pending: list[Callable[[], None]] = []
 
-    def later(self, edges: Sequence[GradientEdge], *, gradients: Gradients, parameters: Sequence[Tensor]) -> None:
-        """Note a place to start from, with the gradients that have arrived there."""
-        arrived = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
-        if arrived and parameters:
-            self._pending.append(([edge for edge, _ in arrived], [gradient for _, gradient in arrived], [*parameters]))
+    def later(self, work: Callable[[], None]) -> None:
+        """Note a part of it."""
+        self._pending.append(work)
 
     def run(self) -> None:
         """W: accumulate the gradients of the parameters into their `.grad`."""
         while self._pending:
-            edges, gradients, parameters = self._pending.pop(0)
-            torch.autograd.backward(edges, gradients, inputs=parameters)
+            self._pending.pop(0)()
 
 
 def backward_input(
@@ -67,17 +64,17 @@ def backward_input(
         torch.autograd.backward(outputs, gradients)
         return later
     if not spine:
-        later.later(
-            [*map(torch.autograd.graph.get_gradient_edge, outputs)],
-            gradients=gradients,
-            parameters=[parameter for parameter, node in trained.items() if node in graph.nodes],
-        )
+        reached = [parameter for parameter, node in trained.items() if node in graph.nodes]
+        if reached:
+            edges = [*map(torch.autograd.graph.get_gradient_edge, outputs)]
+            later.later(partial(torch.autograd.backward, edges, gradients, inputs=reached))
         return later
     places = {parameter: graph.entrances(node, spine=spine) for parameter, node in trained.items()}
     again = {node for node in set().union(*places.values()) if node is not None and _computed_again(node)}
     now = [parameter for parameter, nodes in places.items() if len(nodes) > 1 or None in nodes or nodes & again]
     hooks = []
-    for place in {node for nodes in places.values() if len(nodes) == 1 for node in nodes if node is not None} - again:
+    single = (node for nodes in places.values() if len(nodes) == 1 for node in nodes)
+    for place in dict.fromkeys(node for node in single if node is not None and node not in again):
         hanging = [parameter for parameter, nodes in places.items() if nodes == {place}]
         hooks.append(place.register_prehook(partial(_arrived, later, place, hanging)))
     torch.autograd.backward(
@@ -85,8 +82,10 @@ def backward_input(
     )
     for hook in hooks:
         hook.remove()
-    for node in spine - set().union(*places.values()):
-        _forget(node)
+    kept = set().union(*places.values())
+    for node in graph.nodes:
+        if node in spine and node not in kept:
+            _forget(node)
     return later
 
 
@@ -96,8 +95,19 @@ def is_reentrant(values: Iterable[Tensor]) -> bool:
 
 
 def _arrived(later: WeightBackward, place: Node, parameters: Sequence[Tensor], gradients: Gradients) -> None:
-    edges = [GradientEdge(place, index) for index in range(len(gradients))]
-    later.later(edges, gradients=gradients, parameters=parameters)
+    if parameters and any(gradient is not None for gradient in gradients):
+        later.later(partial(_leave, place, parameters, gradients))
+
+
+def _leave(place: Node, parameters: Sequence[Tensor], gradients: Gradients) -> None:
+    """From a node of the spine to the parameters, with the gradients that had arrived there. A hook on its tensor has
+    had its say in them: it was called in I, and is called again here.
+    """
+    arrived = [(index, gradient) for index, gradient in enumerate(gradients) if gradient is not None]
+    hook = place.register_prehook(lambda _: tuple(gradients))
+    edges = [GradientEdge(place, index) for index, _ in arrived]
+    torch.autograd.backward(edges, [gradient for _, gradient in arrived], inputs=parameters)
+    hook.remove()
 
 
 def _forget(node: Node) -> None:
@@ -139,10 +149,10 @@ def _node(leaf: Tensor) -> Node:
 
 
 class _Graph:
-    """The nodes below some outputs, and who leads to whom."""
+    """The nodes below some outputs, in the same order every time, and who leads to whom."""
 
     def __init__(self, roots: Sequence[Node]) -> None:
-        self.nodes: set[Node] = set()
+        self.nodes: dict[Node, None] = {}
         self._roots = set(roots)
         self._above: dict[Node, set[Node]] = {}
         waiting = list(roots)
@@ -150,7 +160,7 @@ class _Graph:
             node = waiting.pop()
             if node in self.nodes:
                 continue
-            self.nodes.add(node)
+            self.nodes[node] = None
             for below, _ in node.next_functions:
                 if below is not None:
                     self._above.setdefault(below, set()).add(node)
