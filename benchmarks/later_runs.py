@@ -36,6 +36,7 @@ from meshwise.simulate.clock import Prediction, predict
 from meshwise.simulate.cluster import parse_cluster
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.subject import Subject
+from whole_backwards import whole_backwards
 
 PATH = Path(__file__).with_suffix(".csv")
 """Layouts and seconds, with where they are from."""
@@ -148,5 +149,6 @@ def predicted(run: Run) -> Prediction:
     tokens = torch.empty(run.global_batch, run.sequence, dtype=torch.long, device="meta")
     options = Options(clip_norm=1.0, cut=Where(at=run.starts))
     subject = Subject(partial(build, run.model, run.sequence), next_token_loss, (tokens, tokens), options=options)
-    rehearsal = rehearse(subject, plan=run.plan, ranks=run.gpus, device="cuda")
+    with whole_backwards(run.plan) as plan:
+        rehearsal = rehearse(subject, plan=plan, ranks=run.gpus, device="cuda")
     return predict(rehearsal, cluster=parse_cluster(f"{-(-run.gpus // 8)}x8 {run.cluster}"))

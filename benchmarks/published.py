@@ -39,6 +39,7 @@ from meshwise.simulate.price import SEND_RECV, Prices
 from meshwise.simulate.rehearsal import Rehearsal, rehearse
 from meshwise.simulate.subject import Subject
 from peer_table import write_between_markers
+from whole_backwards import whole_backwards
 
 FITTED = {"single": 10, "schedules": 4}
 """Of these tables every so-manieth row was used to fit the cluster's constants or `ACTION` (1F1B); of no other any."""
@@ -150,7 +151,8 @@ def rehearsed(row: Row) -> Rehearsal:
     sizes = {"layers": row.layers, "width": row.hidden, "heads": row.heads, "sequence": row.sequence}
     build = partial(Megatron, **sizes, vocabulary=row.vocabulary)
     subject = Subject(build, cross_entropy, (tokens, tokens), options=options)
-    return rehearse(subject, plan=row.plan, ranks=row.ranks, device="cuda")
+    with whole_backwards(row.plan) as plan:
+        return rehearse(subject, plan=plan, ranks=row.ranks, device="cuda")
 
 
 def ptdp(numbers: Path) -> Iterator[Row]:

@@ -20,7 +20,7 @@ from meshwise.model.forward import Forward, Loss, LossError, call_loss
 from meshwise.pipeline.action import Schedule, ScheduleError
 from meshwise.pipeline.cut import Cut, Pairs, Where, Wish, cut_model, cut_pieces
 from meshwise.pipeline.partition import CutError
-from meshwise.pipeline.schedules import make_schedule
+from meshwise.pipeline.schedules import planned_schedule
 from meshwise.plan import Plan, PlanError
 from meshwise.plan.keys import is_path
 from meshwise.tensor.part import Part
@@ -38,9 +38,11 @@ class Example:
 
 
 def plan_schedule(plan: Plan) -> Schedule:
-    """The plan's table. Raises PlanError when there is none for its numbers."""
+    """The plan's table, which sends first where that is ours to say. Raises PlanError when there is none for its
+    numbers.
+    """
     try:
-        return make_schedule(
+        return planned_schedule(
             plan.schedule, pp=plan.pp, microbatches=plan.microbatches, virtual_stages=plan.virtual_stages
         )
     except ScheduleError as error:

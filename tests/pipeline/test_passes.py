@@ -3,16 +3,17 @@
 import pytest
 
 from meshwise.pipeline.action import Schedule, ScheduleError
-from meshwise.pipeline.clock import clock
+from meshwise.pipeline.clock import Cost, clock, peaks
 from meshwise.pipeline.passes import (
     add_gathers,
     add_reductions,
     add_transfers,
     lower,
     merge_backward,
+    send_first,
     split_backward,
 )
-from meshwise.pipeline.schedules import SCHEDULES, make_schedule
+from meshwise.pipeline.schedules import SCHEDULES, make_schedule, planned_schedule
 from meshwise.pipeline.validate import validate
 
 
@@ -60,6 +61,38 @@ def test_a_table_with_transfers_is_left_as_it_is() -> None:
 def test_merging_undoes_splitting() -> None:
     assert merge_backward(split_backward(table(TWO))) == table(TWO)
     assert merge_backward(table("0F0 0F1 0I0 0I1 0W0 0W1")) == table("0F0 0F1 0I0 0I1 0W0 0W1")
+
+
+def test_a_rank_without_forwards_left_sends_before_it_turns_to_the_weights() -> None:
+    table_of = send_first(make_schedule("1f1b", pp=3, microbatches=4))
+    expected = """
+        0F0 0F1 0F2 0B0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+        1F0 1F1 1B0 1F2 1B1 1F3 1I2 1W2 1I3 1W3
+        2F0 2B0 2F1 2B1 2F2 2B2 2F3 2I3 2W3
+    """
+    assert table_of == table(expected)
+    first, middle, last = str(lower(table_of, zero=0)).splitlines()
+    assert "I" not in first, "nobody waits for its gradients"
+    assert middle.endswith("1RECV_B2 1I2 1SEND_B2 1W2 1RECV_B3 1I3 1SEND_B3 1W3 1REDUCE")
+    assert last.endswith("2B2 2SEND_B2 2RECV_F3 2F3 2I3 2SEND_B3 2W3 2REDUCE")
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "looped"])
+@pytest.mark.parametrize("pp, microbatches", [(2, 2), (2, 8), (4, 4), (4, 8), (8, 16)])
+def test_nobody_waits_for_weights_at_the_end_and_nothing_more_is_held(name: str, pp: int, microbatches: int) -> None:
+    whole = make_schedule(name, pp=pp, microbatches=microbatches)
+    ours = planned_schedule(name, pp=pp, microbatches=microbatches)
+    for cost in (Cost(1, 1, 1), Cost(1, 1.25, 0.75), Cost(2, 3, 1)):  # w is at most f
+        before, after = (clock(lower(each, zero=0), costs=cost).seconds for each in (whole, ours))
+        assert before - after == pytest.approx((pp - 1) * cost.weight)
+        assert peaks(ours, costs=cost) == peaks(whole, costs=cost)
+    late = Cost(1, 1, 2)
+    assert clock(ours, costs=late).seconds < clock(whole, costs=late).seconds
+    validate(ours)
+
+
+def test_what_is_not_to_overlap_stays_in_one_piece() -> None:
+    assert planned_schedule("naive", pp=3, microbatches=2) == make_schedule("naive", pp=3, microbatches=2)
 
 
 def test_gradients_are_reduced_once_after_the_last_micro_batch_of_a_stage() -> None:

@@ -14,7 +14,7 @@ from meshwise.cli.drawing import Files, check, drawing_board, save
 from meshwise.pipeline.action import Schedule
 from meshwise.pipeline.clock import Cost, clock, peaks
 from meshwise.pipeline.passes import lower
-from meshwise.pipeline.schedules import make_schedule, read_schedule
+from meshwise.pipeline.schedules import planned_schedule, read_schedule
 from meshwise.plan import Plan
 from meshwise.plan.keys import keys_of
 from meshwise.plan.words import check_keys, read_words
@@ -107,7 +107,7 @@ def plan_words(text: str) -> dict[str, Any]:
 
 
 def _of_plan(plan: dict[str, Any]) -> Schedule:
-    return make_schedule(
+    return planned_schedule(
         plan["schedule"], pp=plan["pp"], microbatches=plan["microbatches"], virtual_stages=plan["virtual_stages"]
     )
 

@@ -1,6 +1,7 @@
 """What a schedule needs besides its computations: passes from one table to another.
 
 | split_backward | every B becomes I W |
+| send_first     | so do those of a rank that has no forward left: what others wait for leaves before W |
 | merge_backward | every I directly followed by its W becomes B, which costs less than the two |
 | add_transfers  | sends and receives |
 | add_reductions | each stage's gradients are reduced once, when its last micro-batch is done |
@@ -36,6 +37,20 @@ def lower(schedule: Schedule, *, zero: int, whole: int | None = None) -> Schedul
 def split_backward(schedule: Schedule) -> Schedule:
     """Every B in two parts, side by side."""
     return Schedule(tuple(tuple(part for action in row for part in _parts(action)) for row in schedule.rows))
+
+
+def send_first(schedule: Schedule) -> Schedule:
+    """The backwards after a rank's last forward in two parts, side by side.
+
+    From then on every rank waits for gradients alone. In one piece each stage on their way back to the first computes
+    those of its weights as well before it lets go of that of its input: (p - 1) w of the (p - 1) (f + i + w) for which
+    a rank of 1F1B stands still, where w is at most f. Nothing is held for longer, as W follows at once.
+    """
+    rows = []
+    for row in schedule.rows:
+        last = max((place for place, action in enumerate(row) if action.kind is Kind.F), default=-1) + 1
+        rows.append((*row[:last], *(part for action in row[last:] for part in _parts(action))))
+    return Schedule(tuple(rows))
 
 
 def _parts(action: Action) -> tuple[Action, ...]:

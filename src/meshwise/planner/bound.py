@@ -5,8 +5,9 @@
 
                   max over ranks r:  Σ forwards before r  +  m · Σ (forward + backward) of r  +  Σ backwards before r
 
-              where backwards are split in two, ranks may end with weights, and the last term falls away. A schedule's
-              own table, timed with the same costs, says more. To either comes the update of a rank's share.
+              less what r computes for its weights after it has sent for the last time. In zero-bubble schedules ranks
+              end with weights, and the last term falls away. A schedule's own table, timed with the same costs, says
+              more. To either comes the update of a rank's share.
 
     memory    What rests on a rank, and the activations that its table holds at a time.
 
@@ -91,6 +92,13 @@ class _Stage:
     def weight(self) -> float:
         """Seconds of the second part of a backward, at least."""
         return self._seconds([piece.weight for piece in self.pieces])
+
+    @property
+    def parts(self) -> tuple[float, float]:
+        """Seconds of what a backward has to do before it can send, and of the rest. Of one in one piece half each: what
+        a matrix's input takes, its weights take, and all else is done for the input.
+        """
+        return (self.backward, self.weight) if self.weight else (self.backward / 2, self.backward / 2)
 
     @property
     def whole(self) -> float:
@@ -179,8 +187,11 @@ def _least(plan: Plan, ranks: Sequence[Sequence[int]], stages: Sequence[_Stage],
     if plan.pp == 1:
         return shard.alone(stages[0], along=count * stages[0].whole)
     before = [0.0, *itertools.accumulate(stage.forward for stage in stages)]
-    after = [0.0, *itertools.accumulate(0.0 if splits_backward(plan) else stage.backward for stage in stages)]
-    return max(before[own[0]] + count * sum(stages[s].whole for s in own) + after[own[0]] for own in ranks)
+    after = [0.0, *itertools.accumulate(0.0 if splits_backward(plan) else stage.parts[0] for stage in stages)]
+    return max(
+        before[own[0]] + count * sum(stages[s].whole for s in own) + max(0.0, after[own[0]] - stages[own[0]].parts[1])
+        for own in ranks
+    )
 
 
 def _clocked(schedule: Schedule, stages: Sequence[_Stage], shard: _Shard) -> tuple[float, float]:
@@ -188,8 +199,8 @@ def _clocked(schedule: Schedule, stages: Sequence[_Stage], shard: _Shard) -> tup
     costs = [
         Cost(
             forward=stage.forward,
-            input=stage.backward,
-            weight=stage.weight,
+            input=stage.parts[0],
+            weight=stage.parts[1],
             link=shard.link(stage, number, schedule.rank_of),
             gather=shard.whole(stage),
             reduce=shard.reduce(stage) if schedule.ranks > 1 else 0.0,

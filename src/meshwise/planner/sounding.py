@@ -124,7 +124,7 @@ class Way:
         }
         activations = plan.tiers.activations
         tiers = "none" if activations == "device" else f"activations:{activations}"
-        schedule = "zb-h1" if splits_backward(plan) else "1f1b"
+        schedule = "zb-h1" if splits_backward(plan) else "naive"
         way = dataclasses.replace(plan, **alone, schedule=schedule, offload=tiers, wire="auto")
         return cls(way, mine * rows_shared(way))
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from meshwise.pipeline.schedules import SCHEDULES, make_schedule
+from meshwise.pipeline.schedules import SCHEDULES, planned_schedule
 from meshwise.plan import Plan, PlanError
 from meshwise.plan.keys import keys_of
 from meshwise.plan.words import read_words
@@ -211,7 +211,7 @@ def _table(name: str, pp: int, microbatches: int, virtual: int) -> str:
     """What every rank does in a step; the name where there is no such schedule."""
     if SCHEDULES[name].nearest(pp, microbatches=microbatches, virtual_stages=virtual) != (microbatches, virtual):
         return name
-    return str(make_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual))
+    return str(planned_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual))
 
 
 def splits_backward(plan: Plan) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwise.pipeline.action import Schedule, ScheduleError
+from meshwise.pipeline.passes import send_first
 from meshwise.pipeline.schedules.in_order import gpipe, interleaved, looped, naive, one_forward_one_backward
 from meshwise.pipeline.schedules.zero_bubble import dualpipev, zb_h1, zb_h2, zb_v
 from meshwise.pipeline.validate import validate
@@ -29,6 +30,9 @@ class Recipe:
     step: Callable[[int], int] = lambda _pp: 1
     """What the number of micro-batches is a multiple of."""
 
+    overlaps: bool = True
+    """Whether ranks compute at the same time."""
+
     def nearest(self, pp: int, *, microbatches: int, virtual_stages: int) -> tuple[int, int]:
         """The nearest (microbatches, virtual_stages) that this schedule can do: those given, if it can."""
         least, most = self.virtual
@@ -40,7 +44,7 @@ class Recipe:
 
 
 SCHEDULES: Mapping[str, Recipe] = {
-    "naive": Recipe(lambda pp, m, _v: naive(pp, microbatches=m), (1, 1)),
+    "naive": Recipe(lambda pp, m, _v: naive(pp, microbatches=m), (1, 1), overlaps=False),
     "gpipe": Recipe(lambda pp, m, _v: gpipe(pp, microbatches=m), (1, 1)),
     "1f1b": Recipe(lambda pp, m, _v: one_forward_one_backward(pp, microbatches=m), (1, 1)),
     "interleaved": Recipe(
@@ -77,6 +81,16 @@ def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int 
     if works != (microbatches, virtual):
         raise ScheduleError(_refusal(name, pp, given=(microbatches, virtual), works=works))
     return recipe.build(pp, microbatches, virtual)
+
+
+def planned_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int | None = None) -> Schedule:
+    """The table that is run for a plan: the same, which sends first (`passes.send_first`), but for what a file has and
+    where nothing is to overlap.
+
+    Raises ScheduleError as `make_schedule` does.
+    """
+    schedule = make_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
+    return schedule if is_path(name) or not SCHEDULES[name].overlaps else send_first(schedule)
 
 
 def _refusal(name: str, pp: int, *, given: tuple[int, int], works: tuple[int, int]) -> str:
