@@ -42,6 +42,7 @@ from meshwise.data_parallel.replication import Keeping, Replication
 from meshwise.data_parallel.unit import LiveUnit
 from meshwise.memory.swap import TierError
 from meshwise.model.birth import Source, install
+from meshwise.model.hooks import put_last
 from meshwise.model.table import ParameterTable, Row
 
 IN_FLIGHT = 1
@@ -71,6 +72,7 @@ class DataParallel:
         self.gatherer = Gatherer(self.module, units=self.units if by_module else ())
         self._order = [unit for unit in reversed(self.units) if any(True for _ in unit.trainable())]
         self._handles: list[RemovableHandle] = []
+        self._watching: dict[int, RemovableHandle] = {}
         self._waiting: dict[int, set[int]] = {}
         self._started = 0
         self._in_flight: list[LiveUnit] = []
@@ -123,6 +125,7 @@ class DataParallel:
         for unit in self._order:
             for _, _, parameter in unit.trainable():
                 parameter.grad = None
+                put_last(self._watching[id(parameter)], on=parameter)
         for bucket in self.buckets:
             bucket.begin_step()
 
@@ -248,7 +251,11 @@ class DataParallel:
             if waiting is None:
                 return
             gradient, parameter.grad = parameter.grad, None
-            assert gradient is not None
+            if gradient is None:
+                raise ValueError(
+                    f"a hook on {row.name} has taken its gradient away (as one does that updates the parameter in the "
+                    "backward); the plan adds gradients up and updates with them itself, so let the hook leave .grad"
+                )
             if self._reducing and id(parameter) not in waiting:
                 raise RuntimeError(
                     f"{row.name} got a gradient that the graph of the loss did not announce, when its reduction may "
@@ -263,7 +270,9 @@ class DataParallel:
                 self._start(all_of_them=False)
             self.world.come_by()  # the others wait for this rank's part of the last reduction before their next
 
-        self._handles.append(parameter.register_post_accumulate_grad_hook(arrived))
+        handle = parameter.register_post_accumulate_grad_hook(arrived)
+        self._handles.append(handle)
+        self._watching[id(parameter)] = handle
 
     def _expect(self, leaves: set[int] | None) -> bool:
         """Wait for all parameters, or for those among `leaves`; True when that leaves some out."""

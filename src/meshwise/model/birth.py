@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from meshwise.comm.world import World
 from meshwise.model.copied import copied
+from meshwise.model.hooks import carry_hooks
 from meshwise.model.record import recording
 from meshwise.model.replay import Record
 from meshwise.model.table import Row, check_readable
@@ -166,11 +167,12 @@ def install(module: nn.Module, *, row: Row, tensor: Tensor) -> nn.Parameter:
     """Put `tensor` in place of a parameter under all its names, and return the new parameter, which shares its memory.
 
     Needed where `.data` cannot be assigned: a meta parameter cannot get memory on another device. Whether it is
-    trained, and attributes that the model hung on it, are kept. The shape is that of what this rank stores.
+    trained, its hooks, and attributes that the model hung on it, are kept. The shape is that of what this rank stores.
     """
     old = module.get_parameter(row.name)
     new = nn.Parameter(tensor, requires_grad=old.requires_grad)
     vars(new).update(vars(old))
+    carry_hooks(old, to=new)
     for name in (row.name, *row.aliases):
         path, _, key = name.rpartition(".")
         setattr(module.get_submodule(path), key, new)

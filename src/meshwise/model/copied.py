@@ -12,6 +12,8 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from meshwise.model.hooks import carry_hooks
+
 _CONTAINERS = (OrderedDict, dict, set)
 
 
@@ -25,3 +27,11 @@ def copied(model: nn.Module, *, tensors: Mapping[Tensor, Tensor]) -> nn.Module:
         made = (value for value in held if isinstance(value, Tensor) and not value.is_leaf)
         memo |= {id(value): value.detach().clone() for value in made if id(value) not in memo}
     return copy.deepcopy(model, memo)
+
+
+def duplicate(model: nn.Module) -> nn.Module:
+    """A copy of the model and of all that it holds, with the hooks of its parameters, which `deepcopy` lets go."""
+    made = copy.deepcopy(model)
+    for old, new in zip(model.parameters(), made.parameters(), strict=True):
+        carry_hooks(old, to=new)
+    return made

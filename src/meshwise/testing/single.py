@@ -15,7 +15,6 @@ updated there and rounded, and dropout is the same function of seed, step, sampl
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.model.birth import born, install
+from meshwise.model.copied import duplicate
 from meshwise.model.draws import Draws, Rows
 from meshwise.model.forward import Loss, call_loss, default_forward
 from meshwise.model.table import matrices_decay, parameter_table
@@ -127,7 +127,7 @@ class Single:
 
 def whole(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> nn.Module:
     """The model with all its parameters and buffers on the CPU, as it is born under every plan; a copy of a module."""
-    source = born(copy.deepcopy(model) if isinstance(model, nn.Module) else model, seed=seed)
+    source = born(duplicate(model) if isinstance(model, nn.Module) else model, seed=seed)
     source.buffers()
     for row in parameter_table(source.module).rows:
         install(source.module, row=row, tensor=source.full(row.name).detach().clone())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from meshwise.data_parallel.batch_norm import batch_norms
+from meshwise.model.copied import duplicate
 from meshwise.model.forward import Loss, default_forward
 from meshwise.parallelize import Options
 from meshwise.precision.policy import Precision
@@ -56,7 +56,7 @@ class Subject:
         """The model in the dtype and mode to compare in; a module is copied, since training would change it."""
 
         def build() -> nn.Module:
-            module = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self.model()
+            module = duplicate(self.model) if isinstance(self.model, nn.Module) else self.model()
             if self.evaluating:
                 module.eval()
             return module if self.dtype is None else module.to(self.dtype)

@@ -1,0 +1,52 @@
+"""Hooks that the user has registered on parameters.
+
+What a model is given in place of a parameter (one of a stage, one that is born here) has no hooks, since torch hangs
+them on the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+
+def carry_hooks(old: nn.Parameter, *, to: nn.Parameter) -> None:
+    """Let a parameter have the hooks of the one that it replaces; those that are removed from that one go here too.
+
+    Each has hooks of its own that call the old one's: the engine adds to them, and two stages may have one parameter.
+    """
+
+    def arriving(gradient: Tensor) -> Tensor:
+        for hook in list((old._backward_hooks or {}).values()):
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        return gradient
+
+    def accumulated(parameter: Tensor) -> None:
+        for hook in list((_post_hooks(old) or {}).values()):
+            hook(parameter)
+
+    if not to.requires_grad:
+        return
+    if old._backward_hooks:
+        to.register_hook(arriving)
+    if _post_hooks(old):
+        to.register_post_accumulate_grad_hook(accumulated)
+
+
+def put_last(handle: RemovableHandle, *, on: nn.Parameter) -> None:
+    """Let hooks on a parameter's accumulated gradient that were put on since see it before this one, which takes it."""
+    hooks = _post_hooks(on)
+    if hooks and next(reversed(hooks)) != handle.id and handle.id in hooks:
+        hooks[handle.id] = hooks.pop(handle.id)
+
+
+def hooks_on(parameter: nn.Parameter) -> bool:
+    """Whether there are any."""
+    return bool(parameter._backward_hooks) or bool(_post_hooks(parameter))
+
+
+def _post_hooks(parameter: nn.Parameter) -> dict[int, Callable[[Tensor], None]] | None:
+    return parameter._post_accumulate_grad_hooks

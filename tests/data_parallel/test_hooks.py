@@ -1,0 +1,72 @@
+"""Hooks on parameters, of models that are given and born, put on before and after."""
+
+import pytest
+import torch
+from torch import nn
+
+from hooked import Hook, Model, agrees, batch, by_one, by_plan, hooked, loss, stronger
+from meshwise.comm.world import World
+from meshwise.testing import run
+from meshwise.verify import verify
+
+PLANS = (
+    "dp=2",
+    "dp=2 zero=1",
+    "dp=2 zero=2 microbatches=2",
+    "dp=2 zero=3 microbatches=2 recompute=full",
+    "pp=2 microbatches=2",
+)
+HOOKS: dict[str, Hook] = {
+    "arriving": lambda model: [one.register_hook(lambda g: g * 1.5) for one in model.parameters()],
+    "accumulated": lambda model: [one.register_post_accumulate_grad_hook(stronger) for one in model.parameters()],
+}
+over_plans = pytest.mark.parametrize("plan", PLANS)
+over_hooks = pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
+
+
+@over_plans
+@over_hooks
+def test_of_a_model_that_is_given(hook: Hook, plan: str) -> None:
+    agrees(by_plan(plan, lambda: hooked(hook)), by_one(hook))
+
+
+@over_plans
+@over_hooks
+def test_of_a_model_that_is_born(hook: Hook, plan: str) -> None:
+    agrees(by_plan(plan, lambda: lambda: hooked(hook)), by_one(hook))
+
+
+@over_plans
+@over_hooks
+def test_put_on_later(hook: Hook, plan: str) -> None:
+    """One on what was accumulated sees it before the engine takes it."""
+    agrees(by_plan(plan, lambda: Model().double(), late=hook), by_one(hook))
+
+
+@over_plans
+def test_one_that_takes_the_gradient_away_is_refused(plan: str) -> None:
+    def take(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    def hook(model: nn.Module) -> None:
+        model.get_parameter("head.bias").register_post_accumulate_grad_hook(take)
+
+    with pytest.raises(ValueError, match=r"a hook on head\.bias has taken its gradient away"):
+        by_plan(plan, lambda: hooked(hook))
+
+
+@over_hooks
+@pytest.mark.parametrize("plan", ["dp=2 zero=2", "pp=2"])
+def test_verify_compares_with_them(hook: Hook, plan: str) -> None:
+    def main(world: World) -> bool:
+        return verify(hooked(hook), loss, [batch()], plan, world=world, lr=0.05).ok
+
+    assert all(run(2, main))
+
+
+def test_a_hook_on_a_parameter_that_is_frozen_since() -> None:
+    def hook(model: nn.Module) -> None:
+        HOOKS["accumulated"](model)
+        model.get_parameter("head.bias").requires_grad = False
+
+    agrees(by_plan("pp=2 microbatches=2", lambda: hooked(hook)), by_one(hook))
