@@ -42,6 +42,7 @@ from meshwise.nonfinite import SkipPolicy
 from meshwise.optim.flat import OptimizerClass, flat_optimizer
 from meshwise.pipeline.build import bare, make_stage
 from meshwise.pipeline.cut import Cut, Where
+from meshwise.pipeline.hooks_since import HooksSince
 from meshwise.pipeline.schedules.in_order import naive
 from meshwise.pipeline.stage import Width
 from meshwise.pipeline.validate import in_flight
@@ -315,7 +316,9 @@ def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
         setting.around.blocks.install(stage.module, names=blocks, recall=recall, in_flight=kept, parts=halves)
     if not source.deferred:
         _let_go(source.module)
-    whole = StagedEngine({index: live.engine for index, live in stages.items()}, ranks=schedule.rank_of, world=world)
+    engines = {index: live.engine for index, live in stages.items()}
+    hooks = HooksSince(source, stages=[engine.module for engine in engines.values()], cut=cut)
+    whole = StagedEngine(engines, ranks=schedule.rank_of, world=world, hooks=hooks)
     sweep = StagedSweep(
         whole, stages=stages, task=setting.task, schedule=schedule, cut=cut, rows_meet=_rows_meet(plan, world)
     )

@@ -20,6 +20,7 @@ from meshwise.pipeline.action import Schedule
 from meshwise.pipeline.balance import Aim, Balanced, balance, balance_trace, by_hand, loads_of
 from meshwise.pipeline.bare import is_bare
 from meshwise.pipeline.elsewhere import REMEDY
+from meshwise.pipeline.hooks import refuse_global, refuse_hooks
 from meshwise.pipeline.partition import CutError
 from meshwise.pipeline.probe import Call, probe
 from meshwise.pipeline.seen import Seen
@@ -243,6 +244,8 @@ def cut_model(model: nn.Module, *, stages: int, call: Call, wish: Wish = Wish())
     if wish.schedule is not None and wish.schedule.stages != stages:
         raise CutError(f"the schedule has {wish.schedule.stages} stages, the cut {stages}")
     where, timed = wish.where, wish.by == "time"
+    if stages > 1:
+        refuse_global()
     if where.made is not None and where.made.stages == stages:
         return where.made
     if where.how == "trace":
@@ -295,6 +298,8 @@ def _aim(wish: Wish, stages: int) -> Aim:
 
 def _cut(model: nn.Module, balanced: Balanced, wish: Wish, *, trace: Trace | None = None) -> Cut:
     seen, bounds = balanced.seen, balanced.bounds
+    if len(bounds) > 2:
+        refuse_hooks(model, pieces={step.module for step in seen.steps}, traced=trace is not None)
     _refuse_effects(seen, bounds)
     keys, stages = tuple(step.key for step in seen.steps), len(bounds) - 1
     holders = _holders(model, seen, bounds)

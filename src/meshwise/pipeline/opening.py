@@ -12,6 +12,7 @@ where the block itself calls it, once, it is as if in a module of its own, `bloc
 is not opened that
 
 - holds parameters itself, or reads them from its modules without calling these;
+- has backward hooks, which see the gradients of all of it;
 - has a list of modules that are alike, as experts are, of which data may choose some;
 - is called more than once, or again in the backward by torch's checkpoint, which would not know what was received.
 """
@@ -28,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from meshwise.model.reads import read_from_children
+from meshwise.pipeline.hooks import has_backward_hooks
 
 CALL = functional.scaled_dot_product_attention.__name__
 """In a block, the name of the part that is its call of attention."""
@@ -79,6 +81,8 @@ def inside(block: nn.Module) -> tuple[str, ...]:
     """
     names = tuple(_called(block, ""))
     held = {id(parameter) for name in names for parameter in block.get_submodule(name).parameters()}
+    if has_backward_hooks(block):
+        return ()
     alone = any(id(parameter) not in held for parameter in block.parameters()) or read_from_children(block)
     if alone or len(names) < 2 or _chooses(block, names):
         return ()

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from meshwise.model.dispatch import unseen
 from meshwise.model.forward import Left
 from meshwise.pipeline.bare import sizes_known
+from meshwise.pipeline.hooks import BackwardHooks
 from meshwise.pipeline.opening import Handed, laid_out
 from meshwise.pipeline.parcel import Entrance, enter
 from meshwise.tree import map_tensors, tensors
@@ -225,25 +226,29 @@ class Piece:
 
     def __init__(self, module: nn.Module, *, shadow: nn.Module | None, route: Route, crossing: Crossing) -> None:
         self._module, self._shadow, self._route, self._crossing = module, shadow, route, crossing
+        self._hooks = BackwardHooks(module, computes=route.computes(module))
         self._shapes: dict[Any, Any] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Stands where the module's `forward` was."""
         crossing, route = self._crossing, self._route
         if not crossing.open:  # recomputed in the backward by torch's checkpoint, or called by the user
-            return type(self._module).forward(self._module, *args, **kwargs)
+            return self._own(args, kwargs)
         key = route.key(crossing.position, module=self._module)
         if crossing.position >= route.stop:
             crossing.leave()
         own = route.start <= crossing.position < route.stop
         crossing.position += 1
         if own:
-            output = type(self._module).forward(self._module, *args, **kwargs)
+            output = self._own(args, kwargs)
             crossing.keep(key, value=output)
             return output
         if key in crossing.received:
             return crossing.received_of(key)
         return self._nothing(key, args, kwargs)
+
+    def _own(self, args: Any, kwargs: Any) -> Any:
+        return self._hooks.around(partial(type(self._module).forward, self._module), args=args, kwargs=kwargs)
 
     def _nothing(self, key: str, args: Any, kwargs: Any) -> Any:
         """NaN in the shapes that the piece would return."""
@@ -346,6 +351,10 @@ class Route:
     def __init__(self, keys: Sequence[str], *, modules: Sequence[nn.Module], start: int, stop: int) -> None:
         self._keys, self._modules = keys, modules
         self.start, self.stop = start, stop
+
+    def computes(self, module: nn.Module) -> bool:
+        """Whether a call of this module is the stage's."""
+        return any(one is module for one in self._modules[self.start : self.stop])
 
     def key(self, position: int, *, module: nn.Module) -> str:
         """The call at this position, which has to be this module's."""

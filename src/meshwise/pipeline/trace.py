@@ -30,6 +30,7 @@ from meshwise.model.draws import DRAWING
 from meshwise.model.forward import Left
 from meshwise.pipeline.alone import Tail, alone, cut_off, size
 from meshwise.pipeline.bare import as_zeros, device_of, is_bare, on_meta
+from meshwise.pipeline.hooks import refuse_untraced
 from meshwise.pipeline.partition import CutError
 from meshwise.pipeline.probe import ROUNDS, Call
 from meshwise.pipeline.provenance import Past
@@ -119,18 +120,28 @@ class _Tracer(fx.Tracer):
 
     proxy_buffer_attributes = True
 
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """As torch has it, but for hooks that only a call of the module would heed."""
+        name = self.path_of_module(m)
+        if not self.is_leaf_module(m, name):
+            refuse_untraced(m, name=name)
+        return super().call_module(m, forward, args, kwargs)
+
 
 def trace_model(model: nn.Module, *, call: Call) -> Trace:
     """The operations of the model's forward, for the arguments that `call(model)` gives it.
 
     Raises CutError for a model that cannot be traced.
     """
+    refuse_untraced(model, name="")
     given = _named(model, *_arguments(model, call))
     fixed = {name: value for name, value in given.items() if not any(True for _ in tensors(value))}
     tracer = _Tracer()
     model = copied(model, tensors={tensor: tensor for tensor in (*model.parameters(), *model.buffers())})
     try:
         graph = tracer.trace(model, concrete_args=fixed)
+    except CutError:
+        raise
     except Exception as error:
         raise CutError(f"torch.fx cannot trace {type(model).__name__}: {error}") from error
     names = set(inspect.signature(type(model).forward).parameters)

@@ -20,13 +20,17 @@ from meshwise.data_parallel.engine import DataParallel
 from meshwise.data_parallel.place import Options
 from meshwise.data_parallel.unit import LiveUnit
 from meshwise.model.table import ParameterTable, Row
+from meshwise.pipeline.hooks_since import HooksSince
 
 
 class StagedEngine:
     """All stages: an `Engine`."""
 
-    def __init__(self, stages: Mapping[int, DataParallel], *, ranks: Sequence[int], world: World) -> None:
+    def __init__(
+        self, stages: Mapping[int, DataParallel], *, ranks: Sequence[int], world: World, hooks: HooksSince
+    ) -> None:
         """`stages` are this rank's, `ranks` where each stage of all is, by index along `pp`. Every rank calls it."""
+        self._hooks = hooks
         self.world = world
         self.tiers = next(iter(stages.values())).tiers
         self._stages = stages
@@ -81,7 +85,10 @@ class StagedEngine:
         return groups
 
     def check_parameters(self) -> None:
-        """Raise ValueError when a parameter of the model is not what it was when the plan was applied."""
+        """Raise ValueError when a parameter of the model is not what it was when the plan was applied, or has hooks
+        that no stage knows of, or a module has.
+        """
+        self._hooks.refuse()
         for engine in self._stages.values():
             engine.check_parameters()
 

@@ -1,0 +1,176 @@
+"""Hooks on a model that is cut into stages: what one process makes of them, in a plain loop of torch, or an error."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_full_backward_hook
+from torch.nn.utils import parametrizations
+
+from hooked import Hook, Model, agrees, batch, by_one, by_plan, doubled, hooked, stronger, trainer
+from meshwise.comm.world import World
+from meshwise.pipeline.cut import Where
+from meshwise.plan import PlanError
+from meshwise.testing import run
+
+PLANS = (
+    "pp=2 microbatches=4",
+    "pp=2 microbatches=4 schedule=zb-h1",
+    "pp=2 microbatches=4 schedule=interleaved virtual_stages=2",
+    "pp=2 dp=2 zero=3 microbatches=2 recompute=full",
+)
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Full backward hook is firing:UserWarning", "ignore:Using a non-full backward hook:FutureWarning"
+)
+over_plans = pytest.mark.parametrize("plan", PLANS)
+
+
+def blocks(model: nn.Module) -> Iterator[nn.Module]:
+    for number in range(4):
+        yield model.get_submodule(f"body.blocks.{number}")
+
+
+def ups(model: nn.Module) -> Iterator[nn.Module]:
+    yield from (block.get_submodule("up") for block in blocks(model))
+
+
+HOOKS: dict[str, Hook] = {
+    "backward of blocks": lambda model: [block.register_full_backward_hook(doubled) for block in blocks(model)],
+    "backward of layers": lambda model: [layer.register_full_backward_hook(doubled) for layer in ups(model)],
+    "backward pre of blocks": lambda model: [block.register_full_backward_pre_hook(doubled) for block in blocks(model)],
+    "backward pre of the model": lambda model: model.register_full_backward_pre_hook(doubled),
+    "old backward": lambda model: [block.register_backward_hook(doubled) for block in blocks(model)],
+    "forward": lambda model: [block.register_forward_hook(lambda _, __, y: y * 0.7) for block in blocks(model)],
+    "forward, always": lambda model: [
+        block.register_forward_hook(lambda _, __, y: None if y is None else y * 0.7, always_call=True)
+        for block in blocks(model)
+    ],
+    "forward pre with kwargs": lambda model: [
+        block.register_forward_pre_hook(lambda _, x, __: (x, {"scale": 0.3}), with_kwargs=True)
+        for block in blocks(model)
+    ],
+    "forward of the model": lambda model: model.register_forward_hook(lambda _, __, y: y * 0.7),
+    "parameters": lambda model: [one.register_hook(lambda g: g * 1.5) for one in model.parameters()],
+    "accumulated": lambda model: [one.register_post_accumulate_grad_hook(stronger) for one in model.parameters()],
+    "weight norm": lambda model: [parametrizations.weight_norm(layer) for layer in ups(model)],
+}
+
+
+@over_plans
+@pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
+def test_hooks_do_what_they_do_on_one_process(hook: Hook, plan: str) -> None:
+    agrees(by_plan(plan, lambda: hooked(hook)), by_one(hook))
+
+
+def test_they_make_a_difference() -> None:
+    plain = by_one(lambda _model: None)
+    for name in ("backward of blocks", "backward of layers", "parameters", "accumulated"):
+        assert abs(by_one(HOOKS[name])[0][1] - plain[0][1]) > 1e-3
+
+
+@pytest.mark.parametrize("at", ["body.blocks.1", "body.blocks.2.up", "head"])
+@pytest.mark.parametrize("name", ["backward of layers", "backward pre of blocks"])
+def test_wherever_a_stage_begins(name: str, at: str) -> None:
+    if name == "backward pre of blocks" and at.endswith("up"):
+        with pytest.raises(PlanError, match=re.escape(at)):
+            by_plan(PLANS[0], lambda: hooked(HOOKS[name]), cut=Where(at=(at,)))
+    else:
+        agrees(by_plan(PLANS[0], lambda: hooked(HOOKS[name]), cut=Where(at=(at,))), by_one(HOOKS[name]))
+
+
+def test_a_hook_on_a_parameter_that_is_taken_off_later_is_off() -> None:
+    def main(world: World) -> list[tuple[float, float]]:
+        model = Model().double()
+        handles = [one.register_hook(lambda g: g * 1.5) for one in model.parameters()]
+        handles += [one.register_post_accumulate_grad_hook(stronger) for one in model.parameters()]
+        training = trainer(world, PLANS[0], model)
+        for handle in handles:
+            handle.remove()
+        return [(float(step.loss), float(step.grad_norm)) for step in (training.step(batch()) for _ in range(2))]
+
+    agrees(run(2, main), by_one(lambda _model: None))
+
+
+@pytest.mark.parametrize("name", ["parameters", "accumulated", "forward"])
+def test_hooks_put_on_the_stages(name: str) -> None:
+    """Of a model of one stage a rank, each rank's has all modules."""
+
+    def late(stage: nn.Module) -> None:
+        HOOKS[name](stage)
+
+    agrees(by_plan(PLANS[0], lambda: Model().double(), late=late), by_one(HOOKS[name]))
+
+
+# ---- refused -------------------------------------------------------------------------------------------------------
+
+
+def refused(hook: Hook, reason: str, **options: Any) -> None:
+    with pytest.raises(PlanError, match=reason):
+        by_plan(PLANS[0], lambda: hooked(hook), **options)
+
+
+def test_backward_hooks_of_a_module_that_stages_share() -> None:
+    for register in (nn.Module.register_full_backward_hook, nn.Module.register_full_backward_pre_hook):
+        refused(lambda model, put=register: put(model.body, doubled), "body has backward hooks, and several stages may")  # type: ignore[misc]
+
+
+def test_backward_hooks_beside_forward_hooks() -> None:
+    def both(model: nn.Module) -> None:
+        HOOKS["forward"](model)
+        HOOKS["backward of blocks"](model)
+
+    refused(both, r"body\.blocks\.0 has backward hooks and forward hooks")
+
+
+@pytest.mark.parametrize("name", ["backward of blocks", "backward pre of the model", "old backward"])
+def test_backward_hooks_that_a_trace_would_not_call(name: str) -> None:
+    refused(HOOKS[name], "has backward hooks, and a trace does not call that as a whole", cut=Where(how="trace"))
+
+
+def test_forward_hooks_of_the_model_that_a_trace_would_not_call() -> None:
+    refused(HOOKS["forward of the model"], "Model has forward hooks, and a trace begins", cut=Where(how="trace"))
+
+
+@pytest.mark.parametrize("name", ["backward of layers", "forward", "parameters", "accumulated"])
+def test_a_trace_calls_the_others(name: str) -> None:
+    agrees(by_plan(PLANS[0], lambda: hooked(HOOKS[name]), cut=Where(how="trace")), by_one(HOOKS[name]))
+
+
+def test_backward_hooks_of_all_modules() -> None:
+    handle = register_module_full_backward_hook(lambda *_: None)
+    try:
+        refused(lambda _model: None, "there are backward hooks for all modules")
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("name", ["forward", "backward of blocks", "parameters", "accumulated"])
+def test_hooks_put_on_the_model_that_was_given(name: str) -> None:
+    given: list[nn.Module] = []
+
+    def model() -> nn.Module:
+        given.append(Model().double())
+        return given[-1]
+
+    with pytest.raises(PlanError, match="were registered or removed after it was cut into stages"):
+        by_plan(PLANS[0], model, late=lambda _stage: [HOOKS[name](one) for one in given])
+
+
+def test_hooks_taken_off_the_model_that_was_given() -> None:
+    def main(world: World) -> None:
+        model = Model().double()
+        handle = model.register_forward_hook(lambda _, __, y: y * 0.7)
+        training = trainer(world, PLANS[0], model)
+        handle.remove()
+        training.step(torch.ones(8, 6, dtype=torch.float64))
+
+    with pytest.raises(PlanError, match="hooks of the model were registered or removed"):
+        run(2, main)
+
+
+def test_backward_hooks_put_on_the_stages() -> None:
+    with pytest.raises(PlanError, match=r"a backward hook was registered on body\.blocks\.0 of a stage"):
+        by_plan(PLANS[0], lambda: Model().double(), late=HOOKS["backward of blocks"])
