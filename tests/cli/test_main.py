@@ -26,6 +26,20 @@ def test_without_a_command_it_tells_what_there_is(capsys: pytest.CaptureFixture[
     assert set(COMMANDS) <= set(alone.split())
 
 
+LATE = """
+import atexit, signal, sys
+from meshwise.cli.main import main
+atexit.register(signal.raise_signal, signal.SIGINT)
+sys.argv = ["meshwise", "--version"]
+sys.exit(main())
+"""
+
+
+def test_ctrl_c_when_all_is_said_changes_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=200, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_it_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert re.fullmatch(r"meshwise \d+\.\d+\.\d+\n", capsys.readouterr().out)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,6 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return _answer(list(sys.argv[1:] if arguments is None else arguments), own=arguments is None)
             finally:
                 sys.stdout.flush()
+                if arguments is None and not is_rank():
+                    # The status is known: another Ctrl-C is not to change it, nor what the end has to remove.
+                    signal.signal(signal.SIGINT, signal.SIG_IGN)
         except OSError as error:  # of stdout: all others have been answered
             unread = is_unread()
             os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # for what Python still writes when it ends

@@ -194,11 +194,26 @@ def _serve(line: str, kept: Sequence[int]) -> NoReturn:
 
 
 def _end_server() -> None:
-    """By itself it ends with this process, too, but not before it has imported everything."""
+    """By itself it ends with this process, too, but not before it has imported everything. Its folder goes with it,
+    whether or not another Ctrl-C comes.
+    """
     pid = vars(forkserver._forkserver).get("_forkserver_pid")
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    heard = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
     with contextlib.suppress(ProcessLookupError):
         if pid is not None:
             os.kill(pid, signal.SIGTERM)
+    if temporary.cache_info().currsize:
+        temporary()()
+    if heard is not None:
+        signal.signal(signal.SIGINT, heard)
+
+
+def end_quietly() -> None:
+    """Let another Ctrl-C end this process without a word once it is about to end, and has removed what it made."""
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    atexit.unregister(_end_server)
+    atexit.register(_end_server)  # what was registered last comes first
 
 
 class Surroundings:

@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from meshwise.comm.agent import launch
 from meshwise.comm.cores import cores
-from meshwise.comm.forked import Surroundings, starting, temporary
+from meshwise.comm.forked import Surroundings, end_quietly, starting, temporary
 from meshwise.comm.job_folder import job_folder, last_start
 from meshwise.comm.joining import connect, joined_by
 from meshwise.comm.launched import launched
@@ -110,6 +110,7 @@ def torchrun_line(size: int, argv: Sequence[str], *, restarts: int = 0) -> str:
 def _say_stopped(otherwise: ExceptHook, kind: type[BaseException], error: BaseException, at: Any) -> None:
     if issubclass(kind, KeyboardInterrupt):
         sys.stderr.write("stopped by Ctrl-C; all ranks have ended\n")
+        end_quietly()
     else:
         otherwise(kind, error, at)
 
@@ -148,8 +149,12 @@ def _require_semaphores(method: str, *, size: int) -> None:
         raise
 
 
-def _received(number: int, _frame: FrameType | None) -> NoReturn:
-    """As torch's launcher has it from when it starts the ranks: what is under way here is cleaned up, too."""
+def _received(handled: Sequence[signal.Signals], number: int, _frame: FrameType | None) -> NoReturn:
+    """As torch's launcher would have it once it has started ranks: what is under way here is cleaned up, too. It is
+    not interrupted by another signal, of an impatient user say; it takes as long as the ranks are given to end.
+    """
+    for other in handled:
+        signal.signal(other, signal.SIG_IGN)
     received = signal.Signals(number)
     raise SignalException(f"got {received.name}", sigval=received)
 
@@ -170,12 +175,12 @@ def _as_launcher(size: int) -> Iterator[None]:
     ]
     if size > 1 and asked_threads() is None:
         os.environ["OMP_NUM_THREADS"] = str(max(1, cores() // size))
-    os.environ[_HANDLED] = ",".join(number.name for number in handled)
+    os.environ[_HANDLED] = ""  # torch's handler would hear a second one
     for logger in silenced:
         logger.disabled = True
     try:
         for number in handled:
-            signal.signal(number, _received)
+            signal.signal(number, functools.partial(_received, handled))
         yield
     finally:
         for number, handler in kept_handlers.items():
