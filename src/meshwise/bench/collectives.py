@@ -3,8 +3,9 @@
 Sizes and collectives take turns within a round, so that a machine that slows down slows them all; a copy within each
 rank's memory takes its turn among them as the best the machine could do at that moment. A round goes from the smallest
 size to the largest: what is compared is timed one soon after the other, and small calls do not follow on megabytes of
-another library's. A sample is a few calls back to back after a barrier, timed on each rank; the slowest rank's time
-counts, and the median and minimum over rounds are given. A group of n ranks is measured alone, while the others wait.
+another library's. What comes first within a size comes last in the next round: nothing always follows the same. A
+sample is a few calls back to back after a barrier, timed on each rank; the slowest rank's time counts, and the median
+and minimum over rounds are given. A group of n ranks is measured alone, while the others wait.
 Small calls begin with some that are not timed: after another library's turn its threads are still about to sleep, and
 caches hold its code.
 """
@@ -143,9 +144,9 @@ def _measure_group(world: World, sweep: Sweep, gloo: Mapping[str, Call]) -> list
     asked = [(kind, on) for kind in kinds for on in sweep.on if buffers[on] and _can(kind, on, gloo)]
     asked.append((COPY, "ordinary"))
     samples: dict[_Sampled, list[float]] = {(kind, on, count): [] for kind, on in asked for count in elements}
-    turns = sorted(samples, key=lambda sampled: (sampled[2], WAYS.index(sampled[1])))
+    orders = [sorted(samples, key=lambda one: (one[2], sign * WAYS.index(one[1]))) for sign in (1, -1)]
     for turn in range(sweep.warmup + sweep.rounds):
-        for kind, on, count in turns:
+        for kind, on, count in orders[turn % 2]:
             call = _waited(gloo[kind]) if on == "gloo" else _CALLS[kind]
             sample = _sample(world, call, buffers[on][count])
             if turn >= sweep.warmup:

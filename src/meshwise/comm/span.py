@@ -19,8 +19,9 @@ from meshwise.comm.direct import Memory
 from meshwise.comm.reduction import reduce_block
 from meshwise.comm.scratch import Scratch
 
-# Bytes of a block: it pays for its calls, and what a rank reads of four such stays in a cache of its own.
-_BLOCK_BYTES = 256 << 10
+# Bytes of all ranks' blocks, which stay in a core's own cache; the least of one, which pays for its calls; and what one
+# is a multiple of, as vectors are added sooner that begin where a line of the cache does.
+_CACHED_BYTES, _LEAST_BYTES, _ALIGNED_BYTES = 1 << 20, 64 << 10, 4 << 10
 
 
 class Near(NamedTuple):
@@ -36,15 +37,15 @@ class Near(NamedTuple):
         """Copy all of it."""
         into.copy_(self.tensor)
 
-    def reader(self, blocks: int, *, block: Tensor) -> _Reader:  # noqa: ARG002 - nothing needs to be copied
-        """What gives the blocks, as many as `chunk` cuts, each asked for by its number."""
-        chunks: Sequence[Tensor] = self.tensor.chunk(blocks)
-        return chunks.__getitem__
+    def reader(self, step: int, *, block: Tensor) -> _Reader:  # noqa: ARG002 - nothing needs to be copied
+        """What gives the blocks of so many elements, each asked for by its number."""
+        blocks: Sequence[Tensor] = self.tensor.split(step)
+        return blocks.__getitem__
 
-    def writer(self, blocks: int) -> _Writer:
+    def writer(self, step: int) -> _Writer:
         """What overwrites them."""
-        chunks = self.tensor.chunk(blocks)
-        return lambda number, x: chunks[number].copy_(x)
+        blocks = self.tensor.split(step)
+        return lambda number, x: blocks[number].copy_(x)
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,8 @@ class Far:
         """Copy all of it. Raises OSError."""
         self.memory.read(self.rank, address=self.address, into=into)
 
-    def reader(self, blocks: int, *, block: Tensor) -> _Reader:
-        """What gives the blocks in `block`, as many as `chunk` cuts. Calling it raises OSError."""
-        step = -(-self.numel // blocks)
+    def reader(self, step: int, *, block: Tensor) -> _Reader:
+        """What gives the blocks of so many elements in `block`. Calling it raises OSError."""
 
         def read(number: int) -> Tensor:
             into = block[: self.numel - number * step]
@@ -76,9 +76,8 @@ class Far:
 
         return read
 
-    def writer(self, blocks: int) -> _Writer:
+    def writer(self, step: int) -> _Writer:
         """What overwrites them. Calling it raises OSError."""
-        step = -(-self.numel // blocks)
         return lambda number, x: self.memory.write(self.rank, address=self.address + number * step * self.itemsize, x=x)
 
 
@@ -92,16 +91,17 @@ def reduce_spans(spans: Sequence[Span], *, into: Tensor, copies: Sequence[Span],
 
     Raises OSError when memory of another process cannot be read or written.
     """
-    blocks = max(1, -(-into.numel() * into.element_size() // _BLOCK_BYTES))
+    size = max(_LEAST_BYTES, _CACHED_BYTES // len(spans) // _ALIGNED_BYTES * _ALIGNED_BYTES)
+    step = size // into.element_size()
     near = [span.tensor for span in spans if isinstance(span, Near)]
-    if blocks == 1 and len(near) == len(spans) and not copies:
+    if into.numel() <= step and len(near) == len(spans) and not copies:
         reduce_block(near, into=into, scratch=torch.empty_like(into) if len(near) > 2 else into, op=op)
         return
-    parts = into.chunk(blocks)
+    parts = into.split(step)
     total = scratch.borrow(like=parts[0])
     borrowed = [scratch.borrow(like=total) if isinstance(span, Far) else total for span in spans]
-    readers = [span.reader(blocks, block=block) for span, block in zip(spans, borrowed, strict=True)]
-    writers = [copy.writer(blocks) for copy in copies]
+    readers = [span.reader(step, block=block) for span, block in zip(spans, borrowed, strict=True)]
+    writers = [copy.writer(step) for copy in copies]
     for number, part in enumerate(parts):
         shown = [read(number) for read in readers]
         reduce_block(shown, into=part, scratch=total[: part.numel()], op=op)
