@@ -3,7 +3,6 @@
 multiprocessing gives each a name, by which a process that it starts finds it, and keeps it until the launcher ends.
 What has a name outlives processes that are all killed at once. Nobody needs these any more once every rank has opened
 its own, so they are removed then. Until then they are called after the job's folder, and go with it (`sweep`).
-multiprocessing has no public way to say either; where its own names are others, everything is as it would be without.
 """
 
 from __future__ import annotations
@@ -21,12 +20,10 @@ _PREFIX = "semprefix"
 @contextlib.contextmanager
 def named_after(folder: Path) -> Iterator[None]:
     """Let those that are made here be called after this folder."""
-    named = vars(process.current_process()).get("_config", {})
-    kept = named.get(_PREFIX)
-    if kept is None or sys.platform != "linux":  # another Python's, or a system where names may be too long
-        yield
-        return
-    named[_PREFIX] = f"/{folder.name}"
+    named = vars(process.current_process())["_config"]
+    kept = named[_PREFIX]
+    if sys.platform == "linux":  # elsewhere a name may be too long
+        named[_PREFIX] = f"/{folder.name}"
     try:
         yield
     finally:
@@ -35,10 +32,9 @@ def named_after(folder: Path) -> Iterator[None]:
 
 def forget(folder: Path) -> None:
     """Remove the names that are called after this folder, as multiprocessing would when this process ends."""
-    cleanup = getattr(synchronize.SemLock, "_cleanup", None)
-    for ending in list(vars(util).get("_finalizer_registry", {}).values()):
+    for ending in list(vars(util)["_finalizer_registry"].values()):
         known = vars(ending)
-        if cleanup and known.get("_callback") is cleanup and known["_args"][0].startswith(f"/{folder.name}-"):
+        if known.get("_callback") is _cleanup() and known["_args"][0].startswith(f"/{folder.name}-"):
             ending()
 
 
@@ -47,3 +43,7 @@ def sweep(folder: Path) -> None:
     for path in _PLACE.glob(f"sem.{folder.name}-*"):
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+def _cleanup() -> object:
+    return synchronize.SemLock._cleanup  # type: ignore[attr-defined] # as multiprocessing has it
