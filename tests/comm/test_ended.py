@@ -10,31 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.comm import semaphores
-from meshwise.comm.job_folder import job_folder
-
 pytestmark = pytest.mark.processes
 
 SIZE = 2
 SECONDS = 200.0
-
-LIVING = """
-import sys, time
-from meshwise.comm import run
-from meshwise.comm.attempt import Attempt
-
-def main(world):
-    world.barrier()
-    if not Attempt.current().number:
-        raise ValueError
-    if not world.rank:
-        time.sleep(1)  # for the launcher to have looked
-        print("running", flush=True)
-    time.sleep(1000)
-
-if __name__ == "__main__":
-    run({size}, main, restarts=1)
-"""
 
 # As a notebook's, which starts its ranks in no time.
 IMPATIENT = """
@@ -83,27 +62,3 @@ def test_another_ctrl_c_finds_everything_removed_and_nothing_to_say(tmp_path: Pa
     _, errors = process.communicate(timeout=SECONDS)
     assert (process.returncode, errors) == (-signal.SIGINT, "stopped by Ctrl-C; all ranks have ended\n")
     assert list(tmp_path.glob("meshwise-*")) == []
-
-
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="semaphores have no place here")
-def test_a_job_whose_processes_are_all_killed_leaves_no_semaphores(tmp_path: Path) -> None:
-    script = tmp_path / "living.py"
-    script.write_text(LIVING.format(size=SIZE))
-    process = start(str(script), temporary=tmp_path)
-    mapped = [line.split() for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
-    semaphores_of_it = {int(words[4]) for words in mapped if words[5:] and words[5].startswith("/dev/shm/sem.")}
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate(timeout=SECONDS)
-    assert semaphores_of_it
-    assert [path for path in Path("/dev/shm").iterdir() if path.lstat().st_ino in semaphores_of_it] == []
-
-
-def test_the_next_job_removes_the_semaphores_of_one_that_was_killed_before_its_ranks_had_begun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(semaphores, "_PLACE", tmp_path)
-    (tmp_path / "meshwise-job-killed").mkdir()
-    for name in ("meshwise-job-killed-abc", "meshwise-job-others-abc", "mp-abc"):
-        (tmp_path / f"sem.{name}").touch()
-    with job_folder(tmp_path):
-        assert {path.name for path in tmp_path.glob("sem.*")} == {"sem.meshwise-job-others-abc", "sem.mp-abc"}

@@ -31,12 +31,11 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig
 
-from meshwise.comm.job_folder import has_begun, last_start
+from meshwise.comm.job_folder import last_start
 from meshwise.comm.life import has_ended
 from meshwise.comm.loopback import LOOPBACK, LoopbackRendezvous
 from meshwise.comm.outcome import Outcome
 from meshwise.comm.rank import POLL_SECONDS
-from meshwise.comm.semaphores import forget, named_after
 
 _SHUTDOWN_SECONDS = 5
 _CERTAIN_SECONDS = 1.0
@@ -70,7 +69,6 @@ def launch(
         result = _Agent(spec, logs=logs, method=method, folder=folder).run()
     finally:
         rendezvous.shutdown()
-        forget(folder)
     return {rank: failure.exitcode for rank, failure in result.failures.items()}
 
 
@@ -80,24 +78,12 @@ class _Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, *, logs: DefaultLogsSpecs, method: str, folder: Path) -> None:
         super().__init__(spec, logs, start_method=method, shutdown_timeout=_SHUTDOWN_SECONDS)
         self._folder = folder
-        self._named = False  # the semaphores that the ranks have yet to find
         self._gone: Set[int] = frozenset()
         self._since = 0.0
         self._silent: Set[int] = frozenset()
         self._silent_since = 0.0
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._named = True
-        with named_after(self._folder):
-            started: dict[int, Any] = super()._start_workers(worker_group)
-        return started
-
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self._named and all(
-            has_begun(last_start(self._folder), rank=one.global_rank) for one in worker_group.workers
-        ):
-            self._named = False
-            forget(self._folder)
         if self._may_yet_tell(worker_group):
             return RunResult(WorkerState.HEALTHY)
         if any(_has_ended(one.id) for one in worker_group.workers):

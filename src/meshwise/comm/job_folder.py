@@ -1,7 +1,7 @@
 """The folder of a job: the ranks that `run` starts leave in it what became of them.
 
     meshwise-job-x1y2/         among the temporary files
-      start-0/  0  1  …        an `Outcome` of each rank, for each start of them; that it has begun
+      start-0/  0  1  …        an `Outcome` of each rank, for each start of them
       logs/                    torch's
 
 It goes with the job. A launcher that is killed leaves it, and the next one removes it: launcher and ranks hold a lock
@@ -20,8 +20,6 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-
-from meshwise.comm.semaphores import sweep
 
 _PREFIX = "meshwise-job-"
 
@@ -74,17 +72,6 @@ def last_start(folder: Path) -> Path:
     return max(folder.glob("start-*"), key=lambda path: int(path.name.rpartition("-")[2]), default=folder)
 
 
-def begin(folder: Path, *, rank: int) -> None:
-    """Let the launcher know that this rank has what it was started with; `folder` is that of the start."""
-    folder.mkdir(exist_ok=True)
-    (folder / f"{rank}.begun").touch()
-
-
-def has_begun(folder: Path, *, rank: int) -> bool:
-    """Whether it has."""
-    return (folder / f"{rank}.begun").exists()
-
-
 def new_folder(root: Path) -> Path:
     """The same until `remove_folder`."""
     _sweep(root)
@@ -107,7 +94,6 @@ def _sweep(root: Path) -> None:
                 continue
             if (held := _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)) is not None:
                 shutil.rmtree(folder, ignore_errors=True)
-                sweep(folder)
                 os.close(held)
 
 

@@ -23,7 +23,7 @@ import torch
 
 from meshwise.comm.attempt import Attempt
 from meshwise.comm.forked import ENDING, Launcher, Surroundings
-from meshwise.comm.job_folder import begin, hold, start_folder
+from meshwise.comm.job_folder import hold, start_folder
 from meshwise.comm.joining import joined
 from meshwise.comm.journal import RanksDisagree
 from meshwise.comm.outcome import Outcome, status_of
@@ -64,7 +64,7 @@ def rank_main(
     own = os.getpid()
     try:
         hold(starts)
-        begin(folder, rank=rank)
+        folder.mkdir(exist_ok=True)
         if rank == 0 and attempt.number:
             _tell_restart(starts, attempt)
         torch.set_num_threads(asked_threads() or torch.get_num_threads())
