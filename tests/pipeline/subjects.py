@@ -87,3 +87,21 @@ SUBJECTS = {
     "llama": Subject(llama, tokens, next_token_loss, forward=logits_of),
     "t5": Subject(t5, tokens, next_token_loss, forward=logits_of_pair, born=False),
 }
+
+
+class TiedDecoder(nn.Module):
+    """Blocks between an embedding and a head that has its matrix."""
+
+    def __init__(self, block: Callable[[], nn.Module], *, layers: int, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(block() for _ in range(layers))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits

@@ -35,6 +35,7 @@ from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.subject import Subject
 from meshwise.testing import agree, alone, outcome, run
 from pipeline.oracle import is_the_model, run_stages
+from pipeline.subjects import TiedDecoder
 
 WIDTH, HEADS, VOCABULARY, LENGTH, ROWS = 12, 4, 16, 5, 4
 CALL = "scaled_dot_product_attention"
@@ -70,22 +71,11 @@ class Block(nn.Module):
         return attended
 
 
-class Decoder(nn.Module):
+class Decoder(TiedDecoder):
     """Two blocks between an embedding and a head that has its matrix."""
 
     def __init__(self, block: type[Block] = Block, **config: Any) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(block(**config) for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
+        super().__init__(functools.partial(block, **config), layers=2, vocabulary=VOCABULARY, width=WIDTH)
 
 
 TOKENS = torch.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) * 7 % VOCABULARY

@@ -35,6 +35,7 @@ from meshwise.testing import agree, alone, outcome, run
 from pipeline.oracle import TARGETS, TOKENS, is_the_model
 from pipeline.oracle import gpt as small_gpt
 from pipeline.oracle import lm as small_lm
+from pipeline.subjects import TiedDecoder
 
 WIDTH, HEADS, VOCABULARY, LENGTH = 8, 2, 16, 4
 
@@ -56,22 +57,11 @@ class Block(nn.Module):
         return x + functional.dropout(self.down(functional.gelu(self.up(self.again(x)))), self.dropout, self.training)
 
 
-class Decoder(nn.Module):
+class Decoder(TiedDecoder):
     """Blocks between an embedding and a head that has its matrix."""
 
     def __init__(self, *, layers: int = 2, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(layers))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
+        super().__init__(functools.partial(Block, dropout), layers=layers, vocabulary=VOCABULARY, width=WIDTH)
 
 
 # ---- the cut -----------------------------------------------------------------------------------------------------
