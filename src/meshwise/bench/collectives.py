@@ -4,10 +4,10 @@ Sizes and collectives take turns within a round, so that a machine that slows do
 rank's memory takes its turn among them as the best the machine could do at that moment. A round goes from the smallest
 size to the largest: what is compared is timed one soon after the other, and small calls do not follow on megabytes of
 another library's. What comes first within a size comes last in the next round: nothing always follows the same. A
-sample is a few calls back to back after a barrier, timed on each rank; the slowest rank's time counts, and the median
-and minimum over rounds are given. A group of n ranks is measured alone, while the others wait.
-Small calls begin with some that are not timed: after another library's turn its threads are still about to sleep, and
-caches hold its code.
+sample is some calls back to back after a barrier, as nccl-tests takes it (64 MiB of them, at most 100 calls), timed on
+each rank; the slowest rank's time counts, and the median and minimum over rounds are given. A group of n ranks is
+measured alone, while the others wait. Where there are several calls, some more come first that are not timed: after
+another library's turn its threads are still about to sleep, and caches hold its code.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WAYS = ("ordinary", "shared", "common", "gloo")
 """On what a collective is measured: see `Measurement.on`."""
 
 _AXIS = "ring"
-_CALLS_BYTES = 4 << 20
+_CALLS_BYTES = 64 << 20
 _CALLS_MOST = 100
 _UNTIMED = 10  # one in so many
 
@@ -112,6 +112,11 @@ _CALLS: Mapping[str, _Call] = MappingProxyType(
     }
 )
 
+# Of memory that the others reach, in place: each rank's part lies in the whole already, as a shard does in its unit.
+_IN_PLACE: Mapping[str, _Call] = MappingProxyType(
+    {"all_gather": lambda world, _, y: [world.all_gather(_part(world, y), into=y, axes=_AXIS)]}
+)
+
 
 def measure(sweep: Sweep, *, world: World) -> list[Measurement]:
     """Run the sweep; every rank calls it and gets the measurements of the groups it was in, rank 0 those of all.
@@ -147,8 +152,7 @@ def _measure_group(world: World, sweep: Sweep, gloo: Mapping[str, Call]) -> list
     orders = [sorted(samples, key=lambda one: (one[2], sign * WAYS.index(one[1]))) for sign in (1, -1)]
     for turn in range(sweep.warmup + sweep.rounds):
         for kind, on, count in orders[turn % 2]:
-            call = _waited(gloo[kind]) if on == "gloo" else _CALLS[kind]
-            sample = _sample(world, call, buffers[on][count])
+            sample = _sample(world, _call_of(kind, on, gloo), buffers[on][count])
             if turn >= sweep.warmup:
                 samples[kind, on, count].append(sample)
         world.barrier()
@@ -158,6 +162,12 @@ def _measure_group(world: World, sweep: Sweep, gloo: Mapping[str, Call]) -> list
         Measurement(kind, n, 4 * count, statistics.median(seconds), min(seconds), on)
         for (kind, on, count), seconds in zip(samples, slowest.tolist(), strict=True)
     ]
+
+
+def _call_of(kind: str, on: str, gloo: Mapping[str, Call]) -> _Call:
+    if on == "gloo":
+        return _waited(gloo[kind])
+    return _IN_PLACE.get(kind, _CALLS[kind]) if on in ("shared", "common") else _CALLS[kind]
 
 
 def _waited(call: Call) -> _Call:

@@ -52,8 +52,9 @@ class Collectives:
     """Sizes of the groups; by default all that divide the number of ranks."""
 
     on: tuple[Literal["ordinary", "shared", "common", "gloo"], ...] = ("ordinary",)
-    """What to measure on: ordinary tensors; tensors in memory that the ranks share; one that they hold together
-    (all_gather); torch's own collectives over gloo on ordinary tensors, as a yardstick on one machine's CPUs."""
+    """What to measure on: ordinary tensors; tensors in memory that the ranks share (all_gather in place: each part lies
+    in the whole); one that they hold together (all_gather); torch's own collectives over gloo on ordinary tensors, as a
+    yardstick on one machine's CPUs."""
 
     comm: Literal["auto", "local", "gloo"] = "auto"
     """How ranks on CPUs of one host talk: through shared memory, by messages over gloo, or as they can."""

@@ -198,7 +198,7 @@ class LocalWorld(World):
 
         def after() -> None:
             if held is not x and group.index in targets:
-                x.copy_(held)
+                put(held, into=x)
 
         return self._begin(call, gives=[held], needs=call.others, users=call.others, act=act, after=after)
 
@@ -249,5 +249,5 @@ class LocalWorld(World):
         sizes = [x.numel() for x in tensors]
         copies: Sequence[Tensor] = room.slabs.lend(sum(sizes), dtype=tensors[0].dtype).split(sizes)
         for copy, x in zip(copies, tensors, strict=True):
-            copy.copy_(x)
+            put(x, into=copy)
         return copies

@@ -9,6 +9,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from meshwise.comm.one_thread import copy
+
 Parts: TypeAlias = Tensor | Sequence[Tensor]
 
 _BITS = tuple(f"{kind}int{bits}" for kind in ("", "u") for bits in range(1, 8))
@@ -117,4 +119,4 @@ def _ranges(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
 def put(x: Tensor, *, into: Tensor) -> None:
     """Copy `x` into `into`, unless it lies there already."""
     if x.data_ptr() != into.data_ptr():
-        into.copy_(x)
+        copy(x, into=into)

@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from meshwise.comm.one_thread import Elements
 
 _OPS: Mapping[str, Callable[..., Any]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -34,18 +37,22 @@ def reduce_in_order(parts: Sequence[Tensor], *, into: Tensor, scratch: Tensor, o
         reduce_block(shown, into=target, scratch=total, op=op)
 
 
-def reduce_block(parts: Sequence[Tensor], *, into: Tensor, scratch: Tensor, op: str) -> None:
-    """The same of parts that are small enough to be added in one go."""
+def reduce_block(parts: Sequence[Elements], *, into: Elements, scratch: Elements, op: str) -> None:
+    """The same of parts that are small enough to be added in one go, all of them tensors or all arrays of numpy's.
+
+    Of arrays there are sums alone.
+    """
     if op == "sum" and is_narrow(into.dtype):
         total = parts[0].float()
         for part in parts[1:]:
             total.add_(part)
         into.copy_(total)
         return
+    reduce: Callable[..., Any] = _OPS[op] if isinstance(into, Tensor) else np.add
     total = parts[0]
     for part in parts[1:-1]:
-        total = _OPS[op](total, part, out=scratch)
-    _OPS[op](total, parts[-1], out=into)
+        total = reduce(total, part, out=scratch)
+    reduce(total, parts[-1], out=into)
 
 
 def is_narrow(dtype: torch.dtype) -> bool:

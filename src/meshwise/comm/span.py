@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from meshwise.comm.direct import Memory
+from meshwise.comm.one_thread import Elements, copy, elements
 from meshwise.comm.reduction import reduce_block
 from meshwise.comm.scratch import Scratch
 
 # Bytes of all ranks' blocks, which stay in a core's own cache; the least of one, which pays for its calls; and what one
 # is a multiple of, as vectors are added sooner that begin where a line of the cache does.
-_CACHED_BYTES, _LEAST_BYTES, _ALIGNED_BYTES = 1 << 20, 64 << 10, 4 << 10
+_CACHED_BYTES, _LEAST_BYTES, _ALIGNED_BYTES = 512 << 10, 64 << 10, 4 << 10
 
 
 class Near(NamedTuple):
@@ -35,17 +36,17 @@ class Near(NamedTuple):
 
     def copy_to(self, into: Tensor) -> None:
         """Copy all of it."""
-        into.copy_(self.tensor)
+        copy(self.tensor, into=into)
 
-    def reader(self, step: int, *, block: Tensor) -> _Reader:  # noqa: ARG002 - nothing needs to be copied
+    def reader(self, step: int, *, block: Tensor, op: str) -> _Reader:  # noqa: ARG002 - nothing needs to be copied
         """What gives the blocks of so many elements, each asked for by its number."""
-        blocks: Sequence[Tensor] = self.tensor.split(step)
-        return blocks.__getitem__
+        whole = elements(self.tensor, op=op)
+        return lambda number: whole[number * step : (number + 1) * step]
 
     def writer(self, step: int) -> _Writer:
         """What overwrites them."""
         blocks = self.tensor.split(step)
-        return lambda number, x: blocks[number].copy_(x)
+        return lambda number, x: copy(x, into=blocks[number])
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,13 @@ class Far:
         """Copy all of it. Raises OSError."""
         self.memory.read(self.rank, address=self.address, into=into)
 
-    def reader(self, step: int, *, block: Tensor) -> _Reader:
+    def reader(self, step: int, *, block: Tensor, op: str) -> _Reader:
         """What gives the blocks of so many elements in `block`. Calling it raises OSError."""
 
-        def read(number: int) -> Tensor:
+        def read(number: int) -> Elements:
             into = block[: self.numel - number * step]
             self.memory.read(self.rank, address=self.address + number * step * self.itemsize, into=into)
-            return into
+            return elements(into, op=op)
 
         return read
 
@@ -82,7 +83,7 @@ class Far:
 
 
 Span: TypeAlias = Near | Far
-_Reader: TypeAlias = Callable[[int], Tensor]
+_Reader: TypeAlias = Callable[[int], Elements]
 _Writer: TypeAlias = Callable[[int, Tensor], object]
 
 
@@ -100,11 +101,12 @@ def reduce_spans(spans: Sequence[Span], *, into: Tensor, copies: Sequence[Span],
     parts = into.split(step)
     total = scratch.borrow(like=parts[0])
     borrowed = [scratch.borrow(like=total) if isinstance(span, Far) else total for span in spans]
-    readers = [span.reader(step, block=block) for span, block in zip(spans, borrowed, strict=True)]
-    writers = [copy.writer(step) for copy in copies]
+    readers = [span.reader(step, block=block, op=op) for span, block in zip(spans, borrowed, strict=True)]
+    writers = [span.writer(step) for span in copies]
+    sums = elements(total, op=op)
     for number, part in enumerate(parts):
         shown = [read(number) for read in readers]
-        reduce_block(shown, into=part, scratch=total[: part.numel()], op=op)
+        reduce_block(shown, into=elements(part, op=op), scratch=sums[: part.numel()], op=op)
         for write in writers:
             write(number, part)
     for block in (total, *(block for block in borrowed if block is not total)):
