@@ -7,10 +7,13 @@ that other machines have to reach is one whose host somebody has named, and stay
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import functools
 import ipaddress
 import os
 import socket
+import weakref
 from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without declaring it
@@ -46,7 +49,7 @@ def loopback_store(port: int = 0, *, timeout: timedelta = _TIME) -> TCPStore:
         listening.bind((LOOPBACK, port))
         listening.listen(socket.SOMAXCONN)
         number = listening.getsockname()[1]
-        return TCPStore(
+        store = TCPStore(
             LOOPBACK,
             number,
             is_master=True,
@@ -54,6 +57,23 @@ def loopback_store(port: int = 0, *, timeout: timedelta = _TIME) -> TCPStore:
             timeout=timeout,
             master_listen_fd=listening.detach(),
         )
+    _opened().add(store)
+    return store
+
+
+@functools.cache
+def _opened() -> weakref.WeakSet[TCPStore]:
+    """The stores of this process. One that nobody needs any more ends a thread of it, and a copy of the process has no
+    such thread: it died of a segmentation fault when it came to collect the garbage of before. There they stay.
+    """
+    stores: weakref.WeakSet[TCPStore] = weakref.WeakSet()
+
+    def keep() -> None:
+        for store in stores:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
+
+    os.register_at_fork(after_in_child=keep)
+    return stores
 
 
 def store_of(host: str, *, port: int, opens: bool, timeout: timedelta = _TIME) -> TCPStore:
