@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo test grid faults test-gpu check format docs pictures clean
+.PHONY: help install demo test processes grid faults test-gpu check format docs pictures clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -24,12 +24,17 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: install  ## train a small GPT on the standard library's source, on 4 local processes
 	$(BIN)/meshwise train examples/demo.toml
 
-test grid test-gpu: export OMP_NUM_THREADS := 1
+test processes grid test-gpu: export OMP_NUM_THREADS := 1
 # Empty is off. The suite starts some hundred processes, each of which would compile the whole package anew.
-test grid test-gpu: export PYTHONDONTWRITEBYTECODE :=
+test processes grid test-gpu: export PYTHONDONTWRITEBYTECODE :=
 
 test: install  ## the whole suite, three files at a time: some wait for processes while others compute
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+# Without what starts its own processes, or has no ranks.
+processes: install  ## the suite again, with processes that share memory where it has threads
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --on processes tests \
+		$(addprefix --ignore tests/,bench cli comm planner simulate view)
 
 grid: install  ## every cell of every grid of plans, of which `test` runs a part that has each pair of values
 	$(BIN)/python -m pytest -n 2 -m grid --whole-grids

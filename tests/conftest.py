@@ -20,6 +20,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import on_processes
 from grid import name
 from meshwise.testing import Processes
 
@@ -47,6 +48,12 @@ settings.load_profile("meshwise")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole-grids", action="store_true", help="every cell of the grids, not only each pair")
+    parser.addoption(
+        "--on",
+        choices=("threads", "processes"),
+        default="threads",
+        help="what runs ranks where a test names nothing: threads, or forked processes that share memory",
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -57,7 +64,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(list(grid.axes), [list(cell.values()) for cell in cells], ids=map(name, cells))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--on") == "processes":
+        for item in items:
+            if marker := item.get_closest_marker("threads"):
+                item.add_marker(pytest.mark.skip(reason=f"of threads alone: {marker.args[0]}"))
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device, and torch sees none here")
         for item in items:
@@ -89,6 +100,8 @@ class Imported:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Imported())
+    if config.getoption("--on") == "processes":
+        on_processes.install()
 
 
 @pytest.fixture(scope="session", autouse=True)

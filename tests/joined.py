@@ -27,3 +27,8 @@ def joined(world: World, name: str, how: str) -> World:
     if how == "gloo":
         return torch_world(world.device, store=store, comm="gloo")
     return torch_world(world.device, store=store, host=how.split()[world.rank])
+
+
+def holds_together(world: World) -> bool:
+    """Whether its ranks hold parameters together from `zero=1` on."""
+    return isinstance(world, LocalWorld)

@@ -140,6 +140,7 @@ def test_a_loss_that_counts_nothing_is_not_applied(plan: str, loss: Any) -> None
     run(2, main)
 
 
+@pytest.mark.threads("it reads the warnings of this process")
 @over_plans
 def test_a_loss_that_cuts_the_graph_is_told_once(plan: str) -> None:
     def main(world: World) -> None:

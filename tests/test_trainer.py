@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from joined import holds_together
 from meshwise.comm.world import World
 from meshwise.parallelize import parallelize
 from meshwise.testing import agree, run
@@ -86,22 +87,23 @@ def test_memory_by_category(
     """One layer of 64 elements, which two ranks divide without padding, in units of its bytes in fp32."""
     whole = 64 * 4
 
-    def main(world: World) -> dict[str, int]:
+    def main(world: World) -> tuple[dict[str, int], bool]:
         model = nn.Linear(8, 8, bias=False, dtype=dtype)
         trainer = parallelize(model, f"dp=2 zero={zero}", world=world, loss=squares, optimizer=torch.optim.Adam, lr=0.1)
         assert trainer.memory()["optimizer"] == 0
         trainer.step(torch.ones(2, 8, dtype=dtype))
-        return trainer.memory()
+        return trainer.memory(), holds_together(world)
 
     steps = 4
     narrow = dtype.itemsize / 4
     owned = 1.0 if zero == 0 else 0.5
-    for held in run(2, main):
+    for held, together in run(2, main):
+        own = 0.5 if together and zero else parameters
         assert held == {
-            "parameters": whole * (parameters * narrow + (owned if masters > 1 else 0)),
+            "parameters": whole * (own * narrow + (owned if masters > 1 else 0)),
             "gradients": whole * gradients,
             "optimizer": whole * optimizer + steps,
-            "gathered_peak": whole * narrow if zero == 3 else 0,
+            "gathered_peak": whole * narrow if zero == 3 and not together else 0,
         }
 
 

@@ -186,10 +186,11 @@ def test_what_is_not_json_is_refused_before_anything_is_written(value: object, t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_that_never_writes_its_part_leaves_the_old_checkpoint_alone(tmp_path: Path) -> None:
-    class Lost(Exception):
-        pass
+class Lost(Exception):
+    pass
 
+
+def test_a_rank_that_never_writes_its_part_leaves_the_old_checkpoint_alone(tmp_path: Path) -> None:
     def main(world: World) -> None:
         training = trainer(world)
         training.save(tmp_path / "step-1")

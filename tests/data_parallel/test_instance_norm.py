@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
 from meshwise.parallelize import Options, parallelize
 from meshwise.plan import Plan
+from meshwise.testing import run
 
 ROWS = (10, 7, 2)  # of each step; the last are fewer than three ranks
 
@@ -50,7 +50,7 @@ def test_running_statistics_are_those_of_all_samples(plan: str, momentum: float)
         return found | {name: value.clone() for name, value in trainer.full_buffers()}, loss
 
     expected.eval()
-    for found, loss in run_threads(Plan.parse(plan).mesh().size, train):
+    for found, loss in run(Plan.parse(plan).mesh().size, train):
         for name, value in expected.state_dict().items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
         total, count = squares(expected(batches[0]), batches[0])

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm import World, run_threads
+from joined import holds_together
+from meshwise.comm import World
 from meshwise.parallelize import parallelize
 from meshwise.testing import Processes, run
 from meshwise.trainer import Trainer
@@ -59,8 +60,8 @@ def train(world: World, plan: str, width: int) -> Trainer:
     return trainer
 
 
-def accounted(world: World, plan: str) -> dict[str, int]:
-    return train(world, plan, SMALL).memory()
+def accounted(world: World, plan: str) -> tuple[dict[str, int], bool]:
+    return train(world, plan, SMALL).memory(), holds_together(world)
 
 
 def resident(world: World, plans: Sequence[str]) -> list[int]:
@@ -94,8 +95,9 @@ def _resident(world: World) -> int:
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_model_state_is_the_formula(zero: int) -> None:
-    parameters, gradients, optimizer = (parameters_of(SMALL) * size for size in FORMULA[zero])
-    for memory in run_threads(RANKS, accounted, args=(f"dp={RANKS} zero={zero}",)):
+    for memory, together in run(RANKS, accounted, args=(f"dp={RANKS} zero={zero}",)):
+        sizes = (SHARED if together else FORMULA)[zero]
+        parameters, gradients, optimizer = (parameters_of(SMALL) * size for size in sizes)
         assert parameters <= memory["parameters"] <= 1.05 * parameters
         assert gradients <= memory["gradients"] <= 1.05 * gradients
         assert optimizer <= memory["optimizer"] <= 1.05 * optimizer

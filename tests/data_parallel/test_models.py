@@ -152,6 +152,7 @@ def test_branches_that_only_some_ranks_take(plan: str) -> None:
     check(plan, Branches, weight_decay=0.2)
 
 
+@pytest.mark.threads("ranks that hold the parameters together gather none")
 @pytest.mark.parametrize("plan", CUT)
 def test_branches_that_only_some_ranks_take_are_reported_when_parameters_are_gathered_for_them(plan: str) -> None:
     with pytest.raises(RanksDisagree, match="called different collectives"):

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
 from meshwise.parallelize import Options, parallelize
 from meshwise.plan import PlanError
+from meshwise.testing import run
 
 BATCHES = torch.randint(9, (4, 6, 5), generator=torch.Generator().manual_seed(0))
 
@@ -40,7 +40,7 @@ def test_one_tensor_is_rescaled_as_torch_does(plan: str) -> None:
             trainer.step(batch)
         return {name: value.clone() for name, value in trainer.full_parameters()}
 
-    found = run_threads(2 if "pp" in plan else 1, train)[0]
+    found = run(2 if "pp" in plan else 1, train)[0]
     for name, parameter in expected.named_parameters():
         torch.testing.assert_close(found[name], parameter.detach(), rtol=0, atol=1e-12)
 
@@ -59,4 +59,4 @@ def test_what_would_lose_it_is_refused(plan: str, why: str) -> None:
         with pytest.raises(PlanError, match=why):
             parallelize(model(), plan, loss=squares, world=world)
 
-    run_threads(2 if "dp=2" in plan else 1, train)
+    run(2 if "dp=2" in plan else 1, train)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.comm.thread_world import run_threads
+from meshwise import testing
 from meshwise.comm.world import World
 from meshwise.parallelize import Options, parallelize
 from meshwise.pipeline.cut import Where
@@ -110,4 +110,4 @@ def in_modes(world: World, plan: str, *, modes: Sequence[str], layers: int, rows
 def on(plan: str, run: Callable[..., T], **arguments: Any) -> list[T]:
     """What every rank of the plan comes to."""
     ranks = Plan.parse(plan).mesh().size
-    return run_threads(ranks, functools.partial(run, **arguments), args=(plan,))
+    return testing.run(ranks, functools.partial(run, **arguments), args=(plan,))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.comm.thread_world import run_threads
+from meshwise import testing
 from meshwise.comm.world import World
 from meshwise.memory.activations import Activations, activations
 from meshwise.memory.blocks import ROUNDS
@@ -67,7 +67,7 @@ def train(world: World, plan: str, folder: Path) -> tuple[Any, dict[str, Tensor]
     ["dp=2 zero=1", "dp=2 zero=3 microbatches=2", "pp=2 microbatches=4 schedule=zb-h1", "dp=2 recompute=selective"],
 )
 def test_activations_on_disk_give_the_same_bits(plan: str, tmp_path: Path) -> None:
-    run = functools.partial(run_threads, Plan.parse(plan).mesh().size, train)
+    run = functools.partial(testing.run, Plan.parse(plan).mesh().size, train)
     expected = run(args=(plan, tmp_path))[0]
     for found in run(args=(f"{plan} offload=activations:disk", tmp_path)):
         assert found[0] == expected[0]
@@ -89,14 +89,14 @@ def test_what_stays_of_a_backward_in_two_parts_has_hooks_already(tmp_path: Path)
         return values
 
     plan = "pp=3 microbatches=2 schedule=zb-h1 partition=params"
-    expected, found = (run_threads(3, main, args=(plan + more,))[0] for more in ("", " offload=activations:disk"))
+    expected, found = (testing.run(3, main, args=(plan + more,))[0] for more in ("", " offload=activations:disk"))
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_on_a_cpu_activations_are_on_the_cpu(tmp_path: Path) -> None:
     """So the plan of a GPU runs on a laptop, and nothing is moved there."""
     assert activations("cpu", device=CPU, swap=Swap(), how=Saving()) is None
-    assert "cpu/activations" not in run_threads(1, train, args=("offload=activations:cpu", tmp_path))[0][2]
+    assert "cpu/activations" not in testing.run(1, train, args=("offload=activations:cpu", tmp_path))[0][2]
 
 
 # ---- what moves --------------------------------------------------------------------------------------------------

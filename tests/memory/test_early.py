@@ -15,11 +15,12 @@ from torch import Tensor
 
 from grid import Cell, Grid
 from memory.offloaded import CLIPPED, EARLY, WIDTH, batches, is_refused_until_a_load, outcome, the_same, trained, under
-from meshwise.comm import World, run_threads
+from meshwise.comm import World
 from meshwise.measure import measure
 from meshwise.memory.swap import TierError
 from meshwise.nonfinite import NonFiniteError
 from meshwise.parallelize import Options
+from meshwise.testing import run
 from meshwise.testing.count import Counts, count
 from meshwise.timeline import Stream, Timeline
 from meshwise.trainer import Trainer
@@ -30,7 +31,8 @@ TIERS = ("optimizer:cpu", "optimizer:disk", "optimizer:disk,gradients:disk", "op
 
 @functools.cache
 def at_the_end(ranks: int, plan: str) -> dict[str, Tensor]:
-    return run_threads(ranks, functools.partial(trained, plan=plan, options=PLAIN))[0]
+    found: dict[str, Tensor] = run(ranks, functools.partial(trained, plan=plan, options=PLAIN))[0]
+    return found
 
 
 def exists(cell: Cell) -> bool:
@@ -40,7 +42,7 @@ def exists(cell: Cell) -> bool:
 @pytest.mark.grid(Grid({"tiers": TIERS, "zero": (0, 1, 2, 3), "dp": (1, 2), "microbatches": (1, 2)}, exists=exists))
 def test_early_updates_give_the_bits_of_late_ones(tiers: str, zero: int, dp: int, microbatches: int) -> None:
     plan = f"dp={dp} zero={zero} microbatches={microbatches}"
-    for own in run_threads(dp, functools.partial(trained, plan=f"{plan} offload={tiers}", options=EARLY)):
+    for own in run(dp, functools.partial(trained, plan=f"{plan} offload={tiers}", options=EARLY)):
         the_same(own, at_the_end(dp, plan))
 
 
@@ -56,9 +58,9 @@ def test_early_updates_give_the_bits_of_late_ones(tiers: str, zero: int, dp: int
 def test_early_updates_with_other_ways_of_splitting(plan: str) -> None:
     options, plain = (replace(given, recomputed=("blocks.*",)) for given in (EARLY, PLAIN))
     ranks = 4 if "pp" in plan else 2
-    expected = run_threads(ranks, functools.partial(trained, plan=plan, options=plain))[0]
+    expected = run(ranks, functools.partial(trained, plan=plan, options=plain))[0]
     tiers = "optimizer:disk,gradients:disk,params:disk"
-    for own in run_threads(ranks, functools.partial(trained, plan=f"{plan} offload={tiers}", options=options)):
+    for own in run(ranks, functools.partial(trained, plan=f"{plan} offload={tiers}", options=options)):
         the_same(own, expected)
 
 
@@ -92,7 +94,7 @@ def steps(world: World, plan: str, options: Options) -> tuple[Timeline, Counts]:
 @pytest.mark.parametrize("tier", ["cpu", "disk"])
 def test_a_measured_step_shows_units_updated_while_the_backward_goes_on(tier: str) -> None:
     def during(options: Options) -> list[str]:
-        timeline, _ = run_threads(2, steps, args=(f"dp=2 zero=1 offload=optimizer:{tier}", options))[0]
+        timeline, _ = run(2, steps, args=(f"dp=2 zero=1 offload=optimizer:{tier}", options))[0]
         [backward] = [event for event in timeline.events if event.kind == "B" and event.rank == 0]
         beside = [event for event in timeline.events if event.stream is Stream.TIERS and event.rank == 0]
         assert sum(event.kind == "update" for event in beside) >= 1
@@ -104,7 +106,7 @@ def test_a_measured_step_shows_units_updated_while_the_backward_goes_on(tier: st
 
 def test_an_early_step_has_one_all_reduce_more_of_one_number() -> None:
     plan = "dp=2 zero=1 offload=optimizer:cpu"
-    early, late = (run_threads(2, steps, args=(plan, options))[0][1] for options in (EARLY, PLAIN))
+    early, late = (run(2, steps, args=(plan, options))[0][1] for options in (EARLY, PLAIN))
     more = {kind: (early[kind][0] - calls, early[kind][1] - size) for kind, (calls, size) in late.items()}
     assert {kind: change for kind, change in more.items() if any(change)} == {"all_reduce[dp]": (1, 8)}
 
@@ -122,7 +124,7 @@ def test_what_clips_or_may_have_to_go_on_is_updated_at_the_end(options: Options)
             whole.step(batch)
         the_same(outcome(trainer), outcome(whole))
 
-    run_threads(1, main)
+    run(1, main)
 
 
 # ---- what goes wrong ---------------------------------------------------------------------------------------------
@@ -151,7 +153,7 @@ def test_a_loss_that_is_not_finite_updates_nothing_and_training_may_go_on() -> N
         the_same(found, {name: at_the_end(2, "dp=2 zero=2")[name] for name in found})
         trainer.close()
 
-    run_threads(2, main)
+    run(2, main)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +174,7 @@ def test_a_gradient_that_is_not_finite_after_others_were_used_is_told_and_a_load
         the_same(found, {name: at_the_end(2, plan.partition(" off")[0])[name] for name in found})
         trainer.close()
 
-    run_threads(2, main)
+    run(2, main)
 
 
 def test_a_disk_that_fails_under_an_early_update_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +192,7 @@ def test_a_disk_that_fails_under_an_early_update_is_told(monkeypatch: pytest.Mon
             trainer.step(batches()[2])
         trainer.close()
 
-    run_threads(1, main)
+    run(1, main)
 
 
 def test_a_backward_that_ends_half_way_is_not_gone_on_from() -> None:
@@ -207,7 +209,7 @@ def test_a_backward_that_ends_half_way_is_not_gone_on_from() -> None:
             trainer.step(batches()[0])
         trainer.close()
 
-    run_threads(1, main)
+    run(1, main)
 
 
 @pytest.mark.parametrize("tiers", ["optimizer:cpu", "optimizer:disk,gradients:disk"])
@@ -232,7 +234,7 @@ def test_a_backward_that_ends_before_anything_was_updated_is_forgotten(tiers: st
         the_same(found, {name: at_the_end(1, "zero=2 microbatches=2")[name] for name in found})
         trainer.close()
 
-    run_threads(1, main)
+    run(1, main)
 
 
 class Slow(torch.optim.AdamW):
@@ -262,4 +264,4 @@ def test_a_load_waits_for_what_a_backward_that_ended_half_way_has_set_going(tmp_
         trainer.step(batches()[1])
         trainer.close()
 
-    run_threads(1, main)
+    run(1, main)

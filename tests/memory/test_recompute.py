@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memory.offloaded import the_same
 from memory.repeated import LAYERS, Attention, Model, batches, in_modes, loss, on, under
-from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
 from meshwise.memory.recompute import Block, RecomputeError
 from meshwise.model.recall import Recall
@@ -21,6 +20,7 @@ from meshwise.parallelize import Options, parallelize
 from meshwise.pipeline.cut import Where
 from meshwise.pipeline.schedules.named import SCHEDULES
 from meshwise.plan import Plan, PlanError
+from meshwise.testing import run
 from meshwise.testing.count import count
 from meshwise.tree import tensors
 from meshwise.verify.check import verify
@@ -308,10 +308,10 @@ def test_running_statistics_are_taken_once(plan: str) -> None:
         return {name: value.clone() for name, value in trainer.full_buffers()}
 
     ranks = Plan.parse(plan).mesh().size
-    expected = run_threads(ranks, buffers, args=("",))[0]
+    expected = run(ranks, buffers, args=("",))[0]
     assert int(expected["0.norm.num_batches_tracked"]) == Plan.parse(plan).microbatches
     for mode in ("full", "selective"):
-        for found in run_threads(ranks, buffers, args=(f" recompute={mode}",)):
+        for found in run(ranks, buffers, args=(f" recompute={mode}",)):
             assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from memory.repeated import TOKENS, WORDS, batches, loss
-from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
 from meshwise.memory.recompute import Block, RecomputeError
 from meshwise.model.recall import Recall
 from meshwise.parallelize import Options, parallelize
+from meshwise.testing import run
 from meshwise.testing.agree import agree
 from meshwise.testing.outcome import Steps, alone, outcome
 from tensor.exact import with_exact_norms
@@ -140,7 +140,7 @@ def test_a_decoder_that_keeps_a_cache_is_recomputed(name: str, attention: str) -
     """Theirs keep one unless they are told not to, and each kernel took it otherwise when it was repeated."""
     build = functools.partial(_decoder, name, attention)
     one = alone(build, loss=loss, batches=batches(), options=_WITH_CACHE, lr=1e-2)
-    for found in run_threads(2, functools.partial(_recomputed, name=name, attention=attention)):
+    for found in run(2, functools.partial(_recomputed, name=name, attention=attention)):
         agree(found, one, bound=1e-9)
 
 

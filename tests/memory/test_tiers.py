@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grid import Cell, Grid
 from memory.offloaded import SMALL, Blocks, batches, outcome, squares, the_same, trained, under
-from meshwise.comm import World, run_threads
+from meshwise.comm import World
 from meshwise.measure import measure
 from meshwise.parallelize import Options, parallelize
 from meshwise.testing import Processes, run
@@ -34,7 +34,8 @@ TIERS = (
 
 @functools.cache
 def without_tiers(ranks: int, plan: str, kind: type = torch.optim.AdamW) -> dict[str, Tensor]:
-    return run_threads(ranks, functools.partial(trained, plan=plan, kind=kind))[0]
+    found: dict[str, Tensor] = run(ranks, functools.partial(trained, plan=plan, kind=kind))[0]
+    return found
 
 
 def exists(cell: Cell) -> bool:
@@ -44,7 +45,7 @@ def exists(cell: Cell) -> bool:
 @pytest.mark.grid(Grid({"tiers": TIERS, "zero": (0, 1, 2, 3), "dp": (1, 2), "microbatches": (1, 2)}, exists=exists))
 def test_every_tier_gives_the_bits_of_the_plan_without_it(tiers: str, zero: int, dp: int, microbatches: int) -> None:
     plan = f"dp={dp} zero={zero} microbatches={microbatches}"
-    found = run_threads(dp, functools.partial(trained, plan=f"{plan} offload={tiers}"))
+    found = run(dp, functools.partial(trained, plan=f"{plan} offload={tiers}"))
     for own in found:
         the_same(own, without_tiers(dp, plan))
 
@@ -63,7 +64,7 @@ def test_tiers_with_other_ways_of_splitting(plan: str, tiers: str) -> None:
     if "params" in tiers and "zero=3" not in plan:
         tiers = "optimizer:disk,gradients:disk"
     ranks = 4 if "pp" in plan else 2
-    for own in run_threads(ranks, functools.partial(trained, plan=f"{plan} offload={tiers}")):
+    for own in run(ranks, functools.partial(trained, plan=f"{plan} offload={tiers}")):
         the_same(own, without_tiers(ranks, plan))
 
 
@@ -104,8 +105,8 @@ def test_any_elementwise_optimizer_goes_through_the_tiers(kind: type) -> None:
     def main(world: World, tiers: str) -> dict[str, Tensor]:
         return trained(world, f"dp=2 zero=2 offload={tiers}", kind=kind, **KINDS[kind])
 
-    expected = run_threads(2, main, args=("none",))[0]
-    the_same(run_threads(2, main, args=("optimizer:disk,gradients:disk",))[0], expected)
+    expected = run(2, main, args=("none",))[0]
+    the_same(run(2, main, args=("optimizer:disk,gradients:disk",))[0], expected)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_a_checkpoint_goes_from_any_tier_to_any_other(origin: str, to: str, tmp_
         second.close()
         return found, expected
 
-    for found, expected in run_threads(2, main):
+    for found, expected in run(2, main):
         the_same(found, expected)
 
 
@@ -170,7 +171,7 @@ def test_a_measured_step_shows_the_next_round_read_while_one_is_updated(monkeypa
         [step] = measuring.steps()
         return step.step
 
-    events = [event for event in run_threads(1, main)[0].events if event.stream is Stream.TIERS]
+    events = [event for event in run(1, main)[0].events if event.stream is Stream.TIERS]
     updates = [event for event in events if event.kind == "update"]
     assert len(updates) > 3
     reads = [event for event in events if event.kind == "read"]
@@ -196,8 +197,8 @@ def test_frozen_parameters_rest_and_are_evaluated_too() -> None:
         trainer.close()
         return found, evaluated, predicted
 
-    offloaded = run_threads(2, main, args=("dp=2 zero=3 offload=params:disk,optimizer:disk",))
-    plain = run_threads(2, main, args=("dp=2 zero=3",))
+    offloaded = run(2, main, args=("dp=2 zero=3 offload=params:disk,optimizer:disk",))
+    plain = run(2, main, args=("dp=2 zero=3",))
     for (found, loss, output), (expected, own, whole) in zip(offloaded, plain, strict=True):
         the_same(found, expected)
         assert loss == own

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
 from meshwise.parallelize import Options, parallelize
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.subject import Subject
+from meshwise.testing import run
 
 
 class _Block(nn.Module):
@@ -101,8 +101,8 @@ def _trained(world: World, build: Callable[[], nn.Module], plan: str) -> list[fl
 @pytest.mark.parametrize("plan", ["pp=2 microbatches=2", "pp=2 microbatches=2 recompute=full"])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_function_whose_model_asks_trains_in_stages_as_it_does_whole(model: str, plan: str) -> None:
-    whole = run_threads(1, _trained, args=(MODELS[model], "dp=1"))[0]
-    for losses in run_threads(2, _trained, args=(MODELS[model], plan)):
+    whole = run(1, _trained, args=(MODELS[model], "dp=1"))[0]
+    for losses in run(2, _trained, args=(MODELS[model], plan)):
         assert losses == pytest.approx(whole, rel=1e-5)
 
 
@@ -182,4 +182,4 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 @pytest.mark.parametrize("case", UNKNOWN)
 def test_what_nobody_has_computed_is_not_known_nor_are_the_numbers_of_a_batch(case: str) -> None:
     with pytest.raises(ValueError, match="cannot run without values"):
-        run_threads(2, _cut, args=UNKNOWN[case])
+        run(2, _cut, args=UNKNOWN[case])

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm import World, run_threads
+from meshwise.comm import World
 from meshwise.parallelize import Options, parallelize
 from meshwise.plan import Plan
+from meshwise.testing import run
 
 
 class Denoiser(nn.Module):
@@ -47,6 +48,6 @@ def evaluated(world: World, plan: str, trained: bool) -> float:
 @pytest.mark.parametrize("plan", ["dp=2 zero=1", "pp=2 microbatches=2", "dp=2 pp=2 microbatches=2 zero=3"])
 @pytest.mark.parametrize("trained", [False, True])
 def test_an_evaluation_draws_the_same_under_every_plan(plan: str, *, trained: bool) -> None:
-    [single] = run_threads(1, evaluated, args=("dp=1", trained))
-    split = run_threads(Plan.parse(plan).mesh().size, evaluated, args=(plan, trained))
+    [single] = run(1, evaluated, args=("dp=1", trained))
+    split = run(Plan.parse(plan).mesh().size, evaluated, args=(plan, trained))
     assert split == pytest.approx([single] * len(split), rel=1e-9)

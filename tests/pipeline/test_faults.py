@@ -165,9 +165,7 @@ def _trained(world: World, build: Any) -> dict[str, Tensor]:
 
 
 def test_without_a_policy_it_is_an_error_on_every_rank() -> None:
-    errors: list[str] = []
-
-    def main(world: World) -> None:
+    def main(world: World) -> str:
         trainer = parallelize(
             functools.partial(model, "none"),
             "pp=3 microbatches=4",
@@ -176,12 +174,10 @@ def test_without_a_policy_it_is_an_error_on_every_rank() -> None:
             options=Options(example=batch()),
             lr=1e-2,
         )
-        try:
+        with pytest.raises(NonFiniteError) as caught:
             trainer.step(steps()[1])
-        except NonFiniteError as error:
-            errors.append(str(error))
+        return str(caught.value)
 
-    run(3, main)
-    assert len(errors) == 3
+    errors = run(3, main)
     assert len(set(errors)) == 1
     assert "micro-batch 2" in errors[0]

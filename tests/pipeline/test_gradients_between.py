@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.thread_world import run_threads
+from meshwise import testing
 from meshwise.parallelize import Options, parallelize
 from meshwise.pipeline.cut import cut_model
 from meshwise.pipeline.partition import CutError
@@ -91,7 +91,7 @@ def taken(model: Any, plan: str) -> list[str]:
         rehearse(Subject(made(model), squares, batch, options=options), plan=plan, ranks=ranks)
 
     def run() -> None:
-        run_threads(
+        testing.run(
             ranks, lambda world: parallelize(made(model), plan, loss=squares, world=world, options=options).step(batch)
         )
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
 from meshwise.nonfinite import NonFiniteError
 from meshwise.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.precision.scale import Scale
 from meshwise.result import StepResult
+from meshwise.testing import run
 from meshwise.trainer import Trainer
 
 
@@ -72,7 +72,7 @@ def run_spiked(world: World, plan: str) -> list[tuple[StepResult, dict[str, Tens
     "plan", ["dp=1", "dp=4", "dp=2 zero=1", "dp=2 zero=3", "dp=2 tp=2 zero=2", "dp=2 pp=2 microbatches=2"]
 )
 def test_an_overflow_on_one_rank_is_seen_by_all_and_costs_the_step_alone(plan: str) -> None:
-    for first, spike, last in run_threads(Plan.parse(plan).mesh().size, run_spiked, args=(f"{plan} precision=fp16",)):
+    for first, spike, last in run(Plan.parse(plan).mesh().size, run_spiked, args=(f"{plan} precision=fp16",)):
         assert not first[0].skipped
         assert spike[0].skipped
         assert spike[0].problem == "the gradient overflowed at a loss scale of 32; it is 16 now"
@@ -111,7 +111,7 @@ def test_a_step_that_is_left_out_leaves_no_trace_in_running_statistics() -> None
         for name, value in trainer.full_buffers():
             assert torch.equal(value, before[name]), name
 
-    run_threads(2, main)
+    run(2, main)
 
 
 def test_a_gradient_that_no_scale_mends_is_an_error() -> None:
@@ -135,7 +135,7 @@ def test_the_scale_is_that_of_the_mean_so_no_step_is_lost_to_find_it(plan: str) 
         start, stop = trainer.share(rows)
         return [trainer.step(x), trainer.step(x[start:stop], local=True, total=rows)]
 
-    for results in run_threads(Plan.parse(plan).mesh().size, main, args=(f"{plan} precision=fp16",)):
+    for results in run(Plan.parse(plan).mesh().size, main, args=(f"{plan} precision=fp16",)):
         assert [(result.loss_scale, result.skipped) for result in results] == [(Scale().value, False)] * 2
 
 
@@ -155,5 +155,5 @@ def test_the_scale_goes_through_a_checkpoint_to_another_plan(tmp_path: Path) -> 
         trainer.load(tmp_path / "saved")
         return trainer.step(spiked()[0]).loss_scale
 
-    assert run_threads(2, begin) == [2.0**21] * 2
-    assert run_threads(1, go_on) == [2.0**21]
+    assert run(2, begin) == [2.0**21] * 2
+    assert run(1, go_on) == [2.0**21]

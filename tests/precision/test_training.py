@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
 from meshwise.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.precision.policy import Precision
 from meshwise.precision.scale import Scale
+from meshwise.testing import run
 from meshwise.testing.difference import difference
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -103,7 +103,7 @@ def train(world: World, plan: str, build: Callable[[], nn.Module] = Model, **opt
 
 
 def on(plan: str, **options: Any) -> list[dict[str, Any]]:
-    return run_threads(Plan.parse(plan).mesh().size, functools.partial(train, **options), args=(plan,))
+    return run(Plan.parse(plan).mesh().size, functools.partial(train, **options), args=(plan,))
 
 
 HALF = {
@@ -253,7 +253,7 @@ def test_gradients_travel_in_the_dtype_of_the_wire() -> None:
 
     size = sum(parameter.numel() for parameter in Model().parameters())
     for stage, (plan, width) in itertools.product(range(4), (("precision=bf16", 2), ("wire=fp16", 2), ("", 4))):
-        sent = run_threads(2, counted, args=(f"{plan} dp=2 zero={stage}",))[0]
+        sent = run(2, counted, args=(f"{plan} dp=2 zero={stage}",))[0]
         assert width * size <= sent < width * (size + 5 * 32), (plan, stage)
 
 
@@ -263,7 +263,7 @@ def test_parameters_are_gathered_and_kept_in_their_own_width() -> None:
         trainer.step(batches()[0])
         return dict(trainer.memory())
 
-    wide, half = (run_threads(2, kept, args=(f"dp=2 zero=3 {plan}",))[0] for plan in ("", "precision=bf16"))
+    wide, half = (run(2, kept, args=(f"dp=2 zero=3 {plan}",))[0] for plan in ("", "precision=bf16"))
     assert half["gathered_peak"] * 2 == wide["gathered_peak"]
     assert half["parameters"] == wide["parameters"] * 6 // 4
     assert half["optimizer"] == wide["optimizer"]
@@ -287,12 +287,12 @@ def test_what_a_stage_has_not_computed_has_the_dtype_of_what_it_has() -> None:
     met: list[tuple[torch.dtype, torch.dtype]] = []
     rows = torch.zeros(4, 4)
 
-    def main(world: World) -> None:
+    def main(world: World) -> set[tuple[torch.dtype, torch.dtype]]:
         options = Options(example=rows)
         count = lambda output, batch: (output.square().sum(), batch.numel())  # noqa: E731
         trainer = parallelize(Telling, "pp=3 precision=bf16", loss=count, world=world, options=options)
         met.clear()  # the model was run as it is written, to be cut
         trainer.step(rows)
+        return set(met)
 
-    run_threads(3, main)
-    assert set(met) == {(torch.bfloat16, torch.bfloat16)}
+    assert run(3, main) == [{(torch.bfloat16, torch.bfloat16)}] * 3

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
 from meshwise.layout import even_split
 from meshwise.model.table import Placement
@@ -19,6 +18,7 @@ from meshwise.tensor.matmul import Streaming
 from meshwise.tensor.parallelism import tensor_parallel
 from meshwise.tensor.part import Norm, Part
 from meshwise.tensor.twins import scheme_on
+from meshwise.testing import run
 
 Loss = Callable[[nn.Module, Sequence[Tensor]], Tensor]
 
@@ -114,7 +114,7 @@ def split_agrees(
             apart = float((gradient - wanted).abs().max()) if wanted.numel() else 0.0
             assert apart <= bound * scale, f"{name}: {apart:.3g} apart, beside a gradient of {scale:.3g}"
 
-    run_threads(mesh.size, main)
+    run(mesh.size, main)
 
 
 def gpt_parts(config: GPTConfig) -> dict[str, Part]:

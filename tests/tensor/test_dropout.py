@@ -228,6 +228,7 @@ def test_ranks_that_draw_locally_drop_the_same_of_what_they_all_have(processes: 
     assert all(map(torch.equal, one, other))
 
 
+@pytest.mark.threads("it is about threads")
 def test_threads_share_a_generator_and_cannot_draw_locally() -> None:
     with pytest.raises(ValueError, match=r"random=local draws from .* which threads share"):
         run(2, with_local_draws)

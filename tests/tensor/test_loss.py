@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
 from meshwise.layout import even_split
 from meshwise.mesh import Mesh
 from meshwise.tensor.logits import SplitLogits
 from meshwise.tensor.loss import Vocabulary
+from meshwise.testing import run
 
 CLASSES, RANKS = 11, 3
 SIZES = tuple(stop - start for start, stop in even_split(CLASSES, RANKS))
@@ -43,7 +43,7 @@ def same_as_whole(fn: Callable[[Tensor], Tensor], *, shape: tuple[int, ...] = (4
         wanted = gradient.split(SIZES, dim)[world.rank]
         torch.testing.assert_close(local.grad, wanted, rtol=1e-12, atol=1e-12, equal_nan=True)
 
-    run_threads(RANKS, main)
+    run(RANKS, main)
 
 
 TARGETS = torch.randint(0, CLASSES, (20,), generator=torch.Generator().manual_seed(3))
@@ -124,7 +124,7 @@ def test_what_leaves_the_vocabulary_alone_stays_split() -> None:
         assert seen.requires_grad
         assert not stamps
 
-    run_threads(RANKS, main)
+    run(RANKS, main)
 
 
 def test_the_most_likely_class_is_found_without_gathering() -> None:
@@ -137,7 +137,7 @@ def test_the_most_likely_class_is_found_without_gathering() -> None:
             assert torch.equal(torch.argmax(logits, dim=2), whole.argmax(-1))
         assert max(stamp.bytes for stamp in stamps) < whole.nbytes
 
-    run_threads(RANKS, main)
+    run(RANKS, main)
 
 
 def test_logits_that_are_written_to_are_whole_from_then_on() -> None:
@@ -148,7 +148,7 @@ def test_logits_that_are_written_to_are_whole_from_then_on() -> None:
         with pytest.raises(RuntimeError, match="would write into logits"):
             logits.float().fill_(1.0)
 
-    run_threads(RANKS, main)
+    run(RANKS, main)
 
 
 def masked(x: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def test_no_rank_ever_has_whole_logits(options: dict[str, Any]) -> None:
             loss.backward()
         assert largest.elements == local.numel()
 
-    run_threads(RANKS, main)
+    run(RANKS, main)
 
 
 def test_a_target_that_is_no_class_is_an_error() -> None:
@@ -194,4 +194,4 @@ def test_a_target_that_is_no_class_is_an_error() -> None:
         with pytest.raises(ValueError, match="need targets of shape"):
             functional.cross_entropy(logits, torch.tensor([0, 1, 2]))
 
-    run_threads(RANKS, main)
+    run(RANKS, main)

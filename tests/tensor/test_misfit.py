@@ -113,13 +113,14 @@ def test_a_number_of_all_tokens_where_no_matrix_is_split() -> None:
     step(model, "tp=2 sequence_parallel=0", rules)
 
 
+class TooLargeError(ValueError):
+    pass
+
+
 def test_other_errors_of_a_model_are_left_alone() -> None:
     class Other(Model):
         def forward(self, tokens: Tensor) -> Tensor:
             raise RuntimeError(f"no luck with {len(tokens)}")
-
-    class TooLargeError(ValueError):
-        pass
 
     class Own(Model):
         def forward(self, tokens: Tensor) -> Tensor:

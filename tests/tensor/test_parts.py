@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
 from meshwise.plan import Plan
 from meshwise.tensor.part import Norm, Part
+from meshwise.testing import run
 from tensor.splitting import SCHEMES, install, split_agrees
 
 VOCABULARY, WIDTH, CLASSES = 11, 7, 3
@@ -162,7 +162,7 @@ def test_a_norm_of_complex_numbers_is_refused_where_features_are_split() -> None
         with pytest.raises(ValueError, match="tp_mode=1d"):
             model(numbers()[0])
 
-    run_threads(4, main)
+    run(4, main)
 
 
 class Written(Around):
@@ -243,7 +243,7 @@ def refused(model: nn.Module, chosen: dict[str, Part], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             install(copy.deepcopy(model), plan="tp=2", world=over, parts=chosen)
 
-    run_threads(2, main)
+    run(2, main)
 
 
 def test_numbers_outside_of_the_vocabulary_are_an_error() -> None:
@@ -253,7 +253,7 @@ def test_numbers_outside_of_the_vocabulary_are_an_error() -> None:
         with pytest.raises(IndexError, match="number 11 is not in a vocabulary of 11"):
             model(torch.tensor([[0, 11]]))
 
-    run_threads(2, main)
+    run(2, main)
 
 
 def test_a_split_module_is_still_what_it_was() -> None:
@@ -267,4 +267,4 @@ def test_a_split_module_is_still_what_it_was() -> None:
         assert list(model.state_dict()) == names
         return model.first.weight.shape
 
-    assert run_threads(2, main) == [(3, WIDTH), (2, WIDTH)]
+    assert run(2, main) == [(3, WIDTH), (2, WIDTH)]

@@ -326,6 +326,7 @@ def test_a_forward_that_did_not_come_to_its_end_is_watched_again(error: type[Bas
     assert not any(tries(lambda _block, x, _: x.clone()))
 
 
+@pytest.mark.threads("it counts in this process")
 def test_the_forward_of_a_stage_is_watched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of one that leaves the model to the next stage, micro-batch by micro-batch."""
     entered, begun = StreamWatch.__enter__, list[StreamWatch]()

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from meshwise.comm import journal
-from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
+from meshwise.testing import run
 from meshwise.train import pace
 from meshwise.train.events import Slow
 from meshwise.train.pace import WINDOW, Pace, Stopwatch, slow_ranks
@@ -46,7 +46,7 @@ def test_the_rank_that_sleeps_is_slow_and_those_that_wait_for_it_are_not(monkeyp
             assert not pace.note(step, seconds=watch.stop())
         return pace.compare()
 
-    for found in run_threads(3, main):
+    for found in run(3, main):
         [slow] = found
         assert (slow.rank, slow.steps, slow.step) == (1, [2], 3)
         assert (slow.seconds, slow.others) == pytest.approx((0.2, 0.01))
@@ -67,5 +67,5 @@ def test_it_looks_once_a_window_and_never_alone() -> None:
         pace = Pace(world)
         return [step for step in range(2 * WINDOW) if pace.note(step, seconds=float(world.rank == 0))]
 
-    assert run_threads(2, main) == [[WINDOW - 1, 2 * WINDOW - 1]] * 2
-    assert run_threads(1, main) == [[]]
+    assert run(2, main) == [[WINDOW - 1, 2 * WINDOW - 1]] * 2
+    assert run(1, main) == [[]]

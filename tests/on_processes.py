@@ -1,0 +1,193 @@
+"""`run`, with processes in place of threads: forked from this one for the call, and joined by the memory they share.
+
+    pytest --on processes
+
+What ranks are given and what they close over they have as copies, so a test that looks at what they did to its own
+variables looks at threads alone, and is marked so. What they print is printed here, and what they raise is raised here;
+of ranks that the watch ended, its report is raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from multiprocessing import connection, get_context
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without declaring it
+
+from meshwise.comm import World
+from meshwise.comm.joining import _worlds, connect
+from meshwise.comm.journal import RanksDisagree
+from meshwise.comm.local_world import LocalWorld
+from meshwise.comm.loopback import LOOPBACK
+from meshwise.comm.lost import RankLostError
+from meshwise.testing.job import Answer
+
+_SECONDS = 120
+_GRACE_SECONDS = 2.0
+
+
+def install() -> None:
+    """From now on `meshwise.testing.run` has processes where it would have threads."""
+    vars(importlib.import_module("meshwise.testing.run"))["run_threads"] = run_forked
+
+
+def run_forked(size: int, main: Callable[..., Any], *, args: Sequence[Any] = ()) -> list[Any]:
+    """`main(world, *args)` on `size` ranks; what each returned, by rank. Raises the error of one that failed."""
+    # The store comes last: what a thread of it has locked at that moment would stay locked in a fork.
+    with socket.socket() as listening, tempfile.TemporaryDirectory(prefix="meshwise-ranks-") as folder:
+        listening.bind((LOOPBACK, 0))
+        listening.listen(socket.SOMAXCONN)
+        port = listening.getsockname()[1]
+        ranks = [_Rank(rank, size, port, Path(folder), lambda world: main(world, *args)) for rank in range(size)]
+        store = TCPStore(
+            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listening.fileno())
+        )
+        try:
+            _collect(ranks)
+        finally:
+            for rank in ranks:
+                rank.end()
+            del store
+        for rank in ranks:
+            sys.stdout.write(rank.printed("out"))
+            sys.stderr.write(rank.printed("err"))
+        errors = [error for rank in ranks if (error := rank.error()) is not None]
+        if any(rank.answer is None for rank in ranks):
+            errors.append(_ended(ranks))
+        for error in sorted(errors, key=lambda error: isinstance(error, RankLostError)):
+            raise error
+    return [rank.result() for rank in ranks]
+
+
+def _collect(ranks: Sequence[_Rank]) -> None:
+    """Wait for the answers. Once one has failed, those that do not come soon wait for it."""
+    deadline = time.monotonic() + _SECONDS
+    pending = {rank.pipe: rank for rank in ranks}
+    while pending:
+        ready = connection.wait(list(pending), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            if any(rank.failed for rank in ranks):
+                return
+            raise _hung(list(pending.values()))
+        for pipe in ready:
+            assert isinstance(pipe, connection.Connection)
+            rank = pending.pop(pipe)
+            with contextlib.suppress(EOFError):
+                rank.answer = pipe.recv()
+            if rank.failed:
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+
+
+class _Rank:
+    """One forked process, and the files that take what it prints."""
+
+    def __init__(self, number: int, size: int, port: int, folder: Path, main: Callable[[World], Any]) -> None:
+        self.number = number
+        self.answer: Answer | None = None
+        self._folder = folder
+        self.pipe, theirs = connection.Pipe(duplex=False)
+        environment = {
+            "RANK": number,
+            "LOCAL_RANK": number,
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": port,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+            "MESHWISE_COMM": "local",
+        }
+        with theirs, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)  # from Python 3.12 on
+            self.process = get_context("fork").Process(target=self._live, args=(theirs, environment, main))
+            self.process.start()
+
+    def printed(self, stream: str) -> str:
+        """What it wrote there."""
+        path = self._path(stream)
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has answered with an error."""
+        return self.answer is not None and self.answer.result is None
+
+    def error(self) -> Exception | None:
+        """What it raised."""
+        if self.answer is None or self.answer.result is not None:
+            return None
+        error = self.answer.exception()
+        error.add_note(f"on rank {self.number}, forked:\n{self.answer.traceback}")
+        return error
+
+    def result(self) -> Any:
+        """What it returned."""
+        assert self.answer is not None
+        assert self.answer.result is not None
+        return pickle.loads(self.answer.result)
+
+    def end(self) -> None:
+        """End it. One that has returned a result closes its world first."""
+        if self.answer is not None and not self.failed:
+            self.process.join(_GRACE_SECONDS)
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+    def _path(self, stream: str) -> Path:
+        return self._folder / f"{self.number}.{stream}"
+
+    # ---- in the process ----------------------------------------------------------------------------------------
+
+    def _live(self, pipe: connection.Connection, environment: dict[str, Any], main: Callable[[World], Any]) -> None:
+        os.setsid()
+        sys.stdout, sys.stderr = self._stream("out", 1), self._stream("err", 2)
+        faulthandler.enable(file=sys.stderr)
+        faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+        for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
+            del os.environ[name]
+        os.environ.update({name: str(value) for name, value in environment.items()})
+        _worlds.cache_clear()  # those of the process that was forked
+        world = connect(device=torch.device("cpu"))
+        assert world.size == 1 or isinstance(world, LocalWorld), "memory is shared here"
+        answer = Answer.by(lambda: main(world))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pipe.send(answer)
+        if answer.result is None:
+            signal.pause()  # others may wait for this rank: it is ended with them
+        world.close()
+        os._exit(0)
+
+    def _stream(self, name: str, number: int) -> IO[str]:
+        file = self._path(name).open("a", buffering=1)
+        os.dup2(file.fileno(), number)
+        return file
+
+
+def _ended(ranks: Sequence[_Rank]) -> Exception:
+    """What is to be raised of ranks that ended without an answer: what the watch said."""
+    said = "\n".join(f"rank {rank.number}, {rank.process.exitcode}:\n{rank.printed('err')}" for rank in ranks)
+    return RanksDisagree(said) if "different collectives" in said else RuntimeError(f"ranks ended:\n{said}")
+
+
+def _hung(ranks: Sequence[_Rank]) -> TimeoutError:
+    for rank in ranks:
+        assert rank.process.pid is not None
+        os.kill(rank.process.pid, signal.SIGUSR1)
+    time.sleep(_GRACE_SECONDS)
+    said = "\n".join(f"rank {rank.number}:\n{rank.printed('err')}" for rank in ranks)
+    return TimeoutError(f"no answer in {_SECONDS} s:\n{said}")
