@@ -10,10 +10,27 @@ from pathlib import Path
 
 import pytest
 
+from meshwise.comm import semaphores
+from meshwise.comm.job_folder import job_folder
+
 pytestmark = pytest.mark.processes
 
 SIZE = 2
 SECONDS = 200.0
+
+LIVING = """
+import time
+from meshwise.comm import run
+
+def main(world):
+    world.barrier()
+    if not world.rank:
+        print("running", flush=True)
+    time.sleep(1000)
+
+if __name__ == "__main__":
+    run({size}, main)
+"""
 
 # As a notebook's, which starts its ranks in no time.
 IMPATIENT = """
@@ -62,3 +79,26 @@ def test_another_ctrl_c_finds_everything_removed_and_nothing_to_say(tmp_path: Pa
     _, errors = process.communicate(timeout=SECONDS)
     assert (process.returncode, errors) == (-signal.SIGINT, "stopped by Ctrl-C; all ranks have ended\n")
     assert list(tmp_path.glob("meshwise-*")) == []
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="semaphores have no place here")
+def test_the_next_job_removes_the_semaphores_of_one_whose_processes_were_all_killed(tmp_path: Path) -> None:
+    script = tmp_path / "living.py"
+    script.write_text(LIVING.format(size=SIZE))
+    process = start(str(script), temporary=tmp_path)
+    mapped = [line.split() for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
+    theirs = {int(words[4]) for words in mapped if words[5:] and words[5].startswith("/dev/shm/sem.")}
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=SECONDS)
+    assert theirs
+    with job_folder(tmp_path):
+        assert [path for path in Path("/dev/shm").iterdir() if path.lstat().st_ino in theirs] == []
+
+
+def test_semaphores_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(semaphores, "_PLACE", tmp_path)
+    (tmp_path / "meshwise-job-killed").mkdir()
+    for name in ("meshwise-job-killed-abc", "meshwise-job-others-abc", "mp-abc"):
+        (tmp_path / f"sem.{name}").touch()
+    with job_folder(tmp_path):
+        assert {path.name for path in tmp_path.glob("sem.*")} == {"sem.meshwise-job-others-abc", "sem.mp-abc"}

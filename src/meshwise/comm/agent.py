@@ -36,6 +36,7 @@ from meshwise.comm.life import has_ended
 from meshwise.comm.loopback import LOOPBACK, LoopbackRendezvous
 from meshwise.comm.outcome import Outcome
 from meshwise.comm.rank import POLL_SECONDS
+from meshwise.comm.semaphores import named_after
 
 _SHUTDOWN_SECONDS = 5
 _CERTAIN_SECONDS = 1.0
@@ -66,7 +67,8 @@ def launch(
         numa_options=LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=size, logs_specs=logs).numa_options,
     )
     try:
-        result = _Agent(spec, logs=logs, method=method, folder=folder).run()
+        with named_after(folder):
+            result = _Agent(spec, logs=logs, method=method, folder=folder).run()
     finally:
         rendezvous.shutdown()
     return {rank: failure.exitcode for rank, failure in result.failures.items()}

@@ -4,9 +4,9 @@
       start-0/  0  1  …        an `Outcome` of each rank, for each start of them
       logs/                    torch's
 
-It goes with the job. A launcher that is killed leaves it, and the next one removes it: launcher and ranks hold a lock
-on their folder, which ends with the last of them, whatever ends it. Nothing that anyone is told to read lies in here.
-What `meshwise bench disk` moves lies in such a folder too, on the disk that it measures.
+It goes with the job. A launcher that is killed leaves it, and the next one removes it, and the job's `semaphores`:
+launcher and ranks hold a lock on their folder, which ends with the last of them, whatever ends it. Nothing that anyone
+is told to read lies in here. What `meshwise bench disk` moves lies in such a folder too, on the disk that it measures.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from meshwise.comm.semaphores import remove_named_after
 
 _PREFIX = "meshwise-job-"
 
@@ -93,6 +95,7 @@ def _sweep(root: Path) -> None:
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
                 continue
             if (held := _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)) is not None:
+                remove_named_after(folder)
                 shutil.rmtree(folder, ignore_errors=True)
                 os.close(held)
 
