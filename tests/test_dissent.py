@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from meshwise.comm.journal import RanksDisagree
-from meshwise.comm.thread_world import run_threads
 from meshwise.comm.world import World
 from meshwise.dissent import batch_digest
 from meshwise.parallelize import parallelize
+from meshwise.testing import run
 
 ROWS = torch.arange(24.0).view(8, 3)
 
@@ -42,13 +42,13 @@ def test_a_batch_that_is_not_the_same_on_every_rank_is_refused(
     plan: str, part: Callable[[int, int], Tensor], rows: tuple[int, int]
 ) -> None:
     with pytest.raises(RanksDisagree, match=r"given different batches.*local=True") as refused:
-        run_threads(2, train, args=(plan, part, False))
+        run(2, train, args=(plan, part, False))
     assert f"rank 0 one of {rows[0]} rows, rank 1 one of {rows[1]} rows" in str(refused.value)
 
 
 def test_parts_that_are_said_to_be_parts_are_taken_as_they_are() -> None:
-    whole = run_threads(2, train, args=("dp=2", alike, False))
-    parts = run_threads(2, train, args=("dp=2", lambda rank, step: alike(rank, step).chunk(2)[rank], True))
+    whole = run(2, train, args=("dp=2", alike, False))
+    parts = run(2, train, args=("dp=2", lambda rank, step: alike(rank, step).chunk(2)[rank], True))
     assert whole == parts
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import math
 import re
@@ -16,20 +15,18 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors import safe_open
 from torch import Tensor
 
-from meshwise.comm.thread_world import run_threads
-from meshwise.comm.world import World
 from meshwise.nonfinite import NonFiniteError
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig
 from meshwise.train.config import from_toml
 from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, SampleJob, ScheduleJob, TrainJob
-from meshwise.train.loop import Summary, train
+from meshwise.train.loop import Summary
 from meshwise.train.order import Order
 from meshwise.train.schedule import rate
+from run_job import run_job
 
 SHAPE = {"layers": 1, "width": 16, "heads": 2, "tied": True}
 
@@ -54,16 +51,6 @@ def change(job: Job, section: str, **changes: Any) -> Job:
     return dataclasses.replace(job, **{section: dataclasses.replace(getattr(job, section), **changes)})
 
 
-def run(job: Job, *, ranks: int) -> tuple[Summary, str]:
-    """What rank 0 returned, and what it said."""
-    out = io.StringIO()
-
-    def main(world: World) -> Summary:
-        return train(world, job=job, console=Console(file=out, width=200))
-
-    return run_threads(ranks, main)[0], out.getvalue()
-
-
 def events(summary: Summary, kind: str) -> list[Mapping[str, Any]]:
     assert summary.folder is not None
     lines = (Path(summary.folder) / "metrics.jsonl").read_text().splitlines()
@@ -80,8 +67,8 @@ def parameters(summary: Summary) -> dict[str, Tensor]:
     "plan, ranks", [("dp=2", 2), ("dp=3 zero=1", 3), ("dp=2 zero=2 microbatches=2", 2), ("dp=3 zero=3", 3)]
 )
 def test_every_plan_is_the_same_run(plan: str, ranks: int, job: Job) -> None:
-    alone, _ = run(dataclasses.replace(job, plan=Plan(dp=1)), ranks=1)
-    split, _ = run(dataclasses.replace(job, plan=Plan.parse(plan)), ranks=ranks)
+    alone, _ = run_job(dataclasses.replace(job, plan=Plan(dp=1)), ranks=1)
+    split, _ = run_job(dataclasses.replace(job, plan=Plan.parse(plan)), ranks=ranks)
 
     numbers = ("loss", "grad_norm", "lr", "tokens")
     for one, other in zip(events(alone, "step"), events(split, "step"), strict=True):
@@ -95,11 +82,11 @@ def test_every_plan_is_the_same_run(plan: str, ranks: int, job: Job) -> None:
 def test_a_job_s_tensor_rules_reach_the_model(job: Job) -> None:
     job = dataclasses.replace(job, plan=Plan(tp=2))
     with pytest.raises(ValueError, match=re.escape("'blocks.*.mlp.nowhere' matches no module")):
-        run(change(job, "model", tensor_rules={"blocks.*.mlp.nowhere": "first"}), ranks=2)
+        run_job(change(job, "model", tensor_rules={"blocks.*.mlp.nowhere": "first"}))
 
 
 def test_a_run_leaves_its_job_its_metrics_and_its_parameters(job: Job) -> None:
-    summary, said = run(job, ranks=2)
+    summary, said = run_job(job)
 
     assert summary.folder is not None
     folder = Path(summary.folder)
@@ -121,9 +108,9 @@ def test_a_run_leaves_its_job_its_metrics_and_its_parameters(job: Job) -> None:
 def test_the_written_job_runs_again_to_the_same_numbers(job: Job, monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     relative = change(change(job, "data", files=("text.txt",), cache="cache"), "train", output="run")
-    first, _ = run(relative, ranks=2)
+    first, _ = run_job(relative)
     monkeypatch.chdir("/")
-    second, _ = run(from_toml(Path(str(first.folder)) / "job.toml", kind=Job), ranks=2)
+    second, _ = run_job(from_toml(Path(str(first.folder)) / "job.toml", kind=Job))
 
     assert second.folder == f"{tmp_path}/run-2", "a folder that is there is left alone"
     assert events(second, "step")[-1]["loss"] == events(first, "step")[-1]["loss"]
@@ -132,7 +119,7 @@ def test_the_written_job_runs_again_to_the_same_numbers(job: Job, monkeypatch: A
 def test_the_loss_falls(job: Job) -> None:
     job = change(change(job, "train", steps=40, batch=16, validate_every=10), "optimizer", lr=3e-2)
 
-    summary, _ = run(job, ranks=1)
+    summary, _ = run_job(job, ranks=1)
 
     losses = [event["loss"] for event in events(summary, "validation")]
     assert [event["step"] for event in events(summary, "validation")] == [10, 20, 30, 40]
@@ -142,7 +129,7 @@ def test_the_loss_falls(job: Job) -> None:
 
 def test_validation_is_exact_when_batches_do_not_divide(job: Job) -> None:
     tokens = {
-        (batch, ranks): events(run(change(job, "train", batch=batch, steps=1), ranks=ranks)[0], "validation")[0][
+        (batch, ranks): events(run_job(change(job, "train", batch=batch, steps=1), ranks=ranks)[0], "validation")[0][
             "tokens"
         ]
         for batch, ranks in [(5, 1), (5, 2), (7, 3)]
@@ -184,7 +171,7 @@ def of_numbers(folder: Path, job: Job, *, policy: str) -> Job:
 
 
 def test_a_skipped_step_is_said_loudly_and_does_not_move_the_learning_rate(job: Job, tmp_path: Path) -> None:
-    summary, said = run(of_numbers(tmp_path, job, policy="skip:1"), ranks=2)
+    summary, said = run_job(of_numbers(tmp_path, job, policy="skip:1"))
 
     steps = events(summary, "step")
     assert [event["skipped"] for event in steps] == [False, False, True, False, False, False]
@@ -200,7 +187,7 @@ def test_an_overflow_of_fp16_on_one_rank_does_not_move_the_learning_rate(job: Jo
     spoilt = of_numbers(tmp_path, job, policy="raise")
     planted = change(spoilt, "data", arguments={**spoilt.data.arguments, "value": 3e4})
     half = dataclasses.replace(planted, plan=Plan.parse("dp=2 precision=fp16"))
-    summary, said = run(change(half, "train", dtype=None, steps=12), ranks=2)
+    summary, said = run_job(change(half, "train", dtype=None, steps=12))
 
     steps = events(summary, "step")
     skipped = [event["skipped"] for event in steps]
@@ -214,7 +201,7 @@ def test_an_overflow_of_fp16_on_one_rank_does_not_move_the_learning_rate(job: Jo
 
 def test_by_default_a_gradient_that_is_not_finite_ends_the_run(job: Job, tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match=r"rank 1: .*weight"):
-        run(of_numbers(tmp_path, job, policy="raise"), ranks=2)
+        run_job(of_numbers(tmp_path, job, policy="raise"))
 
     lines = (Path(job.train.output) / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["event"] for line in lines] == ["start", "step", "step", "nonfinite"]
@@ -222,7 +209,7 @@ def test_by_default_a_gradient_that_is_not_finite_ends_the_run(job: Job, tmp_pat
 
 def test_a_folder_that_cannot_be_made_is_refused(job: Job) -> None:
     with pytest.raises(JobError, match=r"train\.output = '/dev/null/run': .*/dev/null"):
-        run(change(job, "train", output="/dev/null/run"), ranks=2)
+        run_job(change(job, "train", output="/dev/null/run"))
 
 
 LARGE = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import shutil
 from collections.abc import Mapping
@@ -12,18 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors import safe_open
 
 from meshwise.checkpoint.damage import DamageError, SaveError
 from meshwise.comm.attempt import Attempt
-from meshwise.comm.thread_world import run_threads
-from meshwise.comm.world import World
 from meshwise.plan import Plan
 from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, ScheduleJob, TrainJob
-from meshwise.train.loop import Summary, train
 from meshwise.train.order import Order
 from meshwise.train.origin import LAUNCH, find_origin
+from run_job import run_job
 
 STEPS = 8
 SHAPE = {"layers": 1, "width": 16, "heads": 2, "tied": True, "dropout": 0.1}
@@ -68,16 +64,6 @@ def change(job: Job, section: str, **changes: Any) -> Job:
     return dataclasses.replace(job, **{section: dataclasses.replace(getattr(job, section), **changes)})
 
 
-def run(job: Job, *, ranks: int = 2) -> tuple[Summary, str]:
-    """What rank 0 returned, and what it said."""
-    out = io.StringIO()
-
-    def main(world: World) -> Summary:
-        return train(world, job=job, console=Console(file=out, width=200))
-
-    return run_threads(ranks, main)[0], out.getvalue()
-
-
 def lines(folder: Path) -> list[Mapping[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -111,7 +97,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the run that never stopped."""
     torch.manual_seed(0)
     job = short(tmp_path_factory.mktemp("whole"))
-    run(job)
+    run_job(job)
     return Path(job.train.output)
 
 
@@ -121,7 +107,7 @@ def test_killed_at_any_step_and_resumed_every_later_number_is_the_same(
 ) -> None:
     folder = killed_after(step, whole, into=tmp_path / "killed")
 
-    summary, said = run(change(job, "train", output=str(folder), resume="auto"))
+    summary, said = run_job(change(job, "train", output=str(folder), resume="auto"))
 
     assert summary.folder == str(folder)
     assert steps(folder) == steps(whole)[step:], "bit for bit"
@@ -133,12 +119,12 @@ def test_killed_at_any_step_and_resumed_every_later_number_is_the_same(
 @pytest.mark.parametrize("plan, ranks", [("dp=1", 1), ("dp=3 zero=3", 3), ("dp=2 zero=2 microbatches=2", 2)])
 def test_another_plan_or_world_goes_on_with_the_same_samples(plan: str, ranks: int, job: Job, tmp_path: Path) -> None:
     job = change(job, "train", dtype="float64")
-    run(job)
+    run_job(job)
     whole = Path(job.train.output)
     folder = killed_after(3, whole, into=tmp_path / "killed")
 
     resumed = dataclasses.replace(change(job, "train", output=str(folder), resume="auto"), plan=Plan.parse(plan))
-    run(resumed, ranks=ranks)
+    run_job(resumed, ranks=ranks)
 
     assert [event["changes"] for event in events(folder, "resume")] == [[f"plan: 'dp=2 zero=1' -> '{plan}'"]]
     for one, other in zip(steps(whole)[3:], steps(folder), strict=True):
@@ -159,24 +145,24 @@ def of_numbers(job: Job, tmp_path: Path, *, batches: list[int]) -> Job:
 
 def test_skipped_steps_are_remembered(job: Job, tmp_path: Path) -> None:
     job = change(of_numbers(job, tmp_path, batches=[2, 3]), "train", nonfinite="skip:2")
-    run(job)
+    run_job(job)
     whole = Path(job.train.output)
     folder = killed_after(3, whole, into=tmp_path / "killed")
 
-    run(change(job, "train", output=str(folder), resume="auto"))
+    run_job(change(job, "train", output=str(folder), resume="auto"))
     assert steps(folder)[1:] == steps(whole)[4:]
     assert [row[-1] for row in steps(folder)] == [True, False, False, False, False], "step 4 is skipped, too"
 
     again = killed_after(3, whole, into=tmp_path / "again")
     with pytest.raises(RuntimeError, match="nonfinite='skip:1' allows no more such steps"):
-        run(change(job, "train", output=str(again), resume="auto", nonfinite="skip:1"))
+        run_job(change(job, "train", output=str(again), resume="auto", nonfinite="skip:1"))
 
 
 def test_what_would_be_another_run_is_refused_with_the_keys(whole: Path, job: Job) -> None:
     other = change(change(change(job, "train", resume=str(whole), seed=1), "optimizer", lr=1.0), "data", context=8)
 
     with pytest.raises(JobError) as error:
-        run(other)
+        run_job(other)
 
     assert str(error.value).splitlines() == [
         "with these changes the run that is resumed would be another one:",
@@ -190,7 +176,7 @@ def test_what_would_be_another_run_is_refused_with_the_keys(whole: Path, job: Jo
 def test_a_change_that_is_meant_is_taken_and_said(whole: Path, job: Job) -> None:
     step_4 = str(whole / "checkpoints" / "step-4")
     accepted = change(job, "train", resume=step_4, accept=("optimizer",), output=str(whole))
-    summary, said = run(change(accepted, "optimizer", lr=2e-2, weight_decay=0.3))
+    summary, said = run_job(change(accepted, "optimizer", lr=2e-2, weight_decay=0.3))
 
     assert summary.folder == f"{whole}-2", "a checkpoint that is named begins a new run"
     folder = Path(str(summary.folder))
@@ -206,26 +192,26 @@ def test_the_text_is_compared_by_what_it_says(whole: Path, job: Job, tmp_path: P
     moved = tmp_path / "moved.txt"
     text.rename(moved)
     resumed = change(change(job, "data", files=(str(moved),)), "train", resume=str(whole))
-    assert "changed: data.files" in run(resumed)[1]
+    assert "changed: data.files" in run_job(resumed)[1]
 
     moved.write_text(moved.read_text().replace("lazy", "busy"))
     with pytest.raises(JobError, match=r"what the data hold: 1801 bytes, \w+ -> 1801 bytes, \w+\n.* data"):
-        run(resumed)
+        run_job(resumed)
 
 
 def test_a_run_that_is_over_is_over_and_more_steps_go_on_from_its_end(whole: Path, job: Job, tmp_path: Path) -> None:
     shutil.copytree(whole, folder := tmp_path / "over")
     over = change(job, "train", output=str(folder), resume="auto")
 
-    assert run(over)[0].loss == steps(whole)[-1][1]
+    assert run_job(over)[0].loss == steps(whole)[-1][1]
     assert steps(folder) == []
 
-    _, said = run(change(over, "train", steps=STEPS - 1))
+    _, said = run_job(change(over, "train", steps=STEPS - 1))
     assert f"done: {STEPS} steps" in said, "not those that were asked for"
     with safe_open(folder / "parameters.safetensors", "pt") as kept:
         assert kept.metadata()["steps"] == str(STEPS)
 
-    _, said = run(change(over, "train", steps=STEPS + 2))
+    _, said = run_job(change(over, "train", steps=STEPS + 2))
     assert [row[0] for row in steps(folder)] == [STEPS + 1, STEPS + 2]
     assert f"changed: train.steps: {STEPS} -> {STEPS + 2}, and the learning rate follows the new length" in said
 
@@ -238,7 +224,7 @@ def test_damaged_checkpoints_are_named_and_passed_over(whole: Path, job: Job, tm
     torn.write_bytes(data)
     (folder / "checkpoints" / "step-4" / "checkpoint.json").write_text("{}")
 
-    _, said = run(change(job, "train", output=str(folder), resume="auto"))
+    _, said = run_job(change(job, "train", output=str(folder), resume="auto"))
 
     assert steps(folder) == steps(whole)[3:]
     assert f"DAMAGED, passed over: {torn}" in said
@@ -247,22 +233,22 @@ def test_damaged_checkpoints_are_named_and_passed_over(whole: Path, job: Job, tm
     for path in (folder / "checkpoints").glob("*/checkpoint.json"):
         path.write_text("")
     with pytest.raises(DamageError, match=r"checkpoint\.json"):
-        run(change(job, "train", output=str(folder), resume="auto"))
+        run_job(change(job, "train", output=str(folder), resume="auto"))
 
 
 def test_without_a_checkpoint_auto_begins_and_a_folder_is_refused(job: Job, tmp_path: Path) -> None:
-    _, said = run(change(job, "train", resume="auto", steps=1, save_every=0))
+    _, said = run_job(change(job, "train", resume="auto", steps=1, save_every=0))
     assert "resume" not in said
-    _, said = run(change(job, "train", resume="auto", steps=1, save_every=0))
+    _, said = run_job(change(job, "train", resume="auto", steps=1, save_every=0))
     assert "there is no checkpoint yet: from the start" in said
     with pytest.raises(JobError, match=r"no checkpoint there; name the folder of a run"):
-        run(change(job, "train", resume=job.train.output))
+        run_job(change(job, "train", resume=job.train.output))
     with pytest.raises(JobError, match=r"is there and is no run"):
-        run(change(job, "train", resume="auto", output=str(tmp_path)))
+        run_job(change(job, "train", resume="auto", output=str(tmp_path)))
 
 
 def test_the_oldest_checkpoints_go(job: Job) -> None:
-    run(change(job, "train", save_every=3, keep_last=2))
+    run_job(change(job, "train", save_every=3, keep_last=2))
     root = Path(job.train.output) / "checkpoints"
     assert sorted(path.name for path in root.glob("step-*")) == ["step-6", "step-8"]
     assert [event["step"] for event in events(root.parent, "saved")] == [3, 6, 8]
@@ -274,7 +260,7 @@ def test_a_save_that_fails_is_said_and_the_run_goes_on(job: Job) -> None:
     (output / "job.toml").write_text("")
     (output / "checkpoints").write_text("in the way")
     with pytest.raises(SaveError, match="step-8 was not saved"):
-        run(change(job, "train", resume="auto", save_every=4))
+        run_job(change(job, "train", resume="auto", save_every=4))
     assert [event["step"] for event in events(output, "savefailed")] == [4, 8]
     assert len(steps(output)) == STEPS
     assert (output / "parameters.safetensors").exists()

@@ -1,0 +1,23 @@
+"""A whole run of a job on some ranks, as the tests of runs look at it."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from meshwise.comm import World
+from meshwise.testing import run
+from meshwise.train.job import Job
+from meshwise.train.loop import Summary, train
+
+
+def run_job(job: Job, *, ranks: int = 2) -> tuple[Summary, str]:
+    """What rank 0 returned, and what it said."""
+
+    def main(world: World) -> tuple[Summary, str]:
+        out = io.StringIO()
+        return train(world, job=job, console=Console(file=out, width=200)), out.getvalue()
+
+    returned: tuple[Summary, str] = run(ranks, main)[0]
+    return returned
