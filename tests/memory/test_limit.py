@@ -23,7 +23,7 @@ from meshwise.simulate.shortage import Needs, ShortageError, shortage
 from meshwise.simulate.subject import Subject
 from meshwise.train.failure import SAY_ALL
 
-ROOM = 85 * 2**20
+ROOM = 88 * 2**20  # of which 3 or 4 are for what of it differs from run to run
 JOB = """
 [model]
 arguments = {width = 320, layers = 5, heads = 4}
