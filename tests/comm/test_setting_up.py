@@ -22,6 +22,7 @@ SCRIPT = """
 import os, signal, sys, time, torch
 from meshwise.comm import room, run
 from meshwise.comm.attempt import Attempt
+from meshwise.comm.life import Life
 from meshwise.comm.outcome import Outcome
 
 if __name__ == "__mp_main__" and "--import" in sys.argv:
@@ -67,6 +68,28 @@ def dies_beside_a_slow_one(world):
         os.kill(os.getpid(), signal.SIGKILL)
     room.lost = lost
     world.barrier()
+
+class Later(Life):
+    # Its end is told a while after its memory has gone, as that of a large process is.
+    since = None
+
+    @property
+    def ended(self):
+        if not super().ended:
+            return False
+        self.since = self.since or time.monotonic()
+        return time.monotonic() > self.since + 0.3
+
+def dies_once_it_has_given(world):
+    x = torch.ones(1 << 20)
+    if world.rank:
+        world.all_reduce(x, axes="rank")
+        os.kill(os.getpid(), signal.SIGKILL)
+    life = world._lanes.room.peer(1).life
+    while not life.ended:
+        time.sleep(0.01)
+    life.__class__ = Later
+    world.all_reduce(x, axes="rank").wait()
 
 def exits_once(world):
     if world.rank and not Attempt.current().number:
@@ -139,6 +162,12 @@ def test_a_rank_that_is_slow_to_tell_whom_it_lost_is_heard(tmp_path: Path) -> No
     said = ended(tmp_path, "dies_beside_a_slow_one", "1", "--notes").stdout.splitlines()
     assert said[:2] == ["raised RankKilledError", "rank 1 of 2 ended without an exception, killed by SIGKILL"]
     assert said[2].startswith("rank 0 then met: rank 1 was lost in #0 barrier[rank]")
+
+
+def test_a_rank_whose_memory_goes_before_its_end_is_told_is_lost(tmp_path: Path) -> None:
+    said = ended(tmp_path, "dies_once_it_has_given", "1", "--notes").stdout.splitlines()
+    assert said[:2] == ["raised RankKilledError", "rank 1 of 2 ended without an exception, killed by SIGKILL"]
+    assert said[2].startswith("rank 0 then met: rank 1 was lost in #0 all_reduce[rank]")
 
 
 def test_such_a_rank_is_a_failure_after_which_all_are_started_again(tmp_path: Path) -> None:

@@ -236,7 +236,7 @@ class Lane:
             if call.act is not None:
                 call.act()
         except OSError as error:
-            if (gone := self._room.missing(self.ranks)) is not None:
+            if (gone := self._room.lost_by(self.ranks)) is not None:
                 raise lost(gone, about=call.stamp, error=error) from error
             raise
         finally:

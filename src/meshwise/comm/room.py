@@ -32,6 +32,7 @@ _NAP_SECONDS = 0.001
 # From then on a rank dozes for so long, which costs nobody else anything.
 _IN_VAIN = 16
 _DOZE_SECONDS = 0.0002
+_ENDING_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,15 @@ class Room:
     def missing(self, ranks: Sequence[int]) -> int | None:
         """The first of these ranks whose process has ended, if any has."""
         return next((rank for rank in ranks if rank != self.rank and self._peers[rank].life.ended), None)
+
+    def lost_by(self, ranks: Sequence[int]) -> int | None:
+        """The same, where what one of them holds could not be had. The memory of a process goes before its end is told,
+        seconds before when it is much: that is waited for.
+        """
+        deadline = time.monotonic() + _ENDING_SECONDS
+        while (gone := self.missing(ranks)) is None and time.monotonic() < deadline:
+            time.sleep(_SLEEP_SECONDS)
+        return gone
 
 
 def _peer(rank: int, text: str) -> Peer:
