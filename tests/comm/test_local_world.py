@@ -183,6 +183,11 @@ def borrowed_at_every_size(world: World, name: str) -> None:
     into = torch.empty(lengths[world.rank], dtype=torch.uint8)
     other.reduce_scatter(parts, into=into, axes="rank").wait()
     assert into.unique().tolist() == [10]
+    dtypes = (torch.uint8, torch.float64, torch.float16, torch.int64)
+    mixed = [torch.full((5_001,), 10 * world.rank + part, dtype=dtype) for part, dtype in enumerate(dtypes)]
+    received = [torch.zeros(5_001, dtype=dtypes[world.rank]) for _ in dtypes]
+    other.all_to_all(mixed, into=received, axes="rank").wait()
+    assert [x.unique().tolist() for x in received] == [[10 * rank + world.rank] for rank in range(4)]
     held = [other.empty(20_000, dtype=torch.float32) for _ in range(260)]
     x = torch.full((20_000,), float(world.rank))
     other.all_reduce(x, axes="rank").wait()

@@ -34,6 +34,9 @@ from meshwise.comm.span import Span, reduce_spans
 from meshwise.comm.world import Axes, Work, World
 from meshwise.mesh import Mesh
 
+# Where a tensor begins in borrowed memory: at a line of the cache, so at a multiple of any dtype's size.
+_ALIGNED = 64
+
 
 class LocalWorld(World):
     """Ranks that share memory."""
@@ -246,8 +249,9 @@ class LocalWorld(World):
             return tensors
         if all(room.slabs.locate(x) is not None for x in tensors):
             return tensors
-        sizes = [x.numel() for x in tensors]
-        copies: Sequence[Tensor] = room.slabs.lend(sum(sizes), dtype=tensors[0].dtype).split(sizes)
+        sizes = [-(-x.nbytes // _ALIGNED) * _ALIGNED for x in tensors]
+        memory = room.slabs.lend(sum(sizes), dtype=torch.uint8).split(sizes)
+        copies = [lent[: x.nbytes].view(x.dtype) for lent, x in zip(memory, tensors, strict=True)]
         for copy, x in zip(copies, tensors, strict=True):
             put(x, into=copy)
         return copies
