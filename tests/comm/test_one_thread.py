@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from functools import reduce
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -61,6 +62,23 @@ def test_extremes_keep_what_is_not_a_number(op: str) -> None:
     reduce_spans(spans, into=xs[0], copies=spans[1:], op=op, scratch=Scratch())
     assert all(x[7].isnan() for x in xs)
     assert all(torch.equal(x.nan_to_num(), expected.nan_to_num()) for x in xs)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.usefixtures("threads")
+def test_nothing_is_said_of_sums_that_are_too_large() -> None:
+    xs = [torch.full((200_000,), 3e38) for _ in range(2)]
+    with np.errstate(all="raise"):
+        reduce_spans([Near(x) for x in xs], into=xs[0], copies=[Near(xs[1])], op="sum", scratch=Scratch())
+    assert all(x.isinf().all() for x in xs)
+
+
+@pytest.mark.usefixtures("threads")
+def test_sums_are_made_where_the_ranks_tensors_are_whatever_is_the_default() -> None:
+    xs = [torch.ones(200_000) for _ in range(2)]
+    with torch.device("meta"):
+        reduce_spans([Near(x) for x in xs], into=xs[0], copies=[Near(xs[1])], op="sum", scratch=Scratch())
+    assert all(torch.equal(x, torch.full((200_000,), 2.0)) for x in xs)
 
 
 def test_numpy_adds_where_there_is_one_thread(threads: int) -> None:

@@ -2,7 +2,8 @@
 
 torch divides its loops among a rank's threads. Where there is one, the C library copies sooner (the more, the larger:
 beyond the caches it does not read what it overwrites), and so does numpy add up blocks that lie in a cache, to the same
-bits: both add two numbers of IEEE 754 at a time. docs/benchmarks.md has the figures.
+bits: both add two numbers of IEEE 754 at a time. Which NaN a sum of several has they do not agree on, nor does either
+with itself in blocks of other sizes. docs/benchmarks.md has the figures.
 """
 
 from __future__ import annotations

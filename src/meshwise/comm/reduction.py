@@ -2,7 +2,8 @@
 
 Floating-point addition is not associative, so a reduction is only reproducible when its order is. Here it is always
 the order of the group, element by element, however the tensor is cut: an all-reduce, a reduce-scatter and a reduce of
-the same values give the same bits, on every rank and in every run.
+the same values give the same bits, on every rank and in every run. Two things depend on where a block ends, as torch's
+and numpy's loops have it: which of several NaN a sum has, and which of 0.0 and -0.0 is the larger one.
 """
 
 from __future__ import annotations

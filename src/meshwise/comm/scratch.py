@@ -32,7 +32,7 @@ class Scratch:
             self._free = [kept for kept in self._free if kept is not buffer]
             if buffer is None or buffer.numel() < size:
                 with torch.inference_mode(mode=False):  # or nobody could write to it outside of that
-                    buffer = torch.empty(size, dtype=torch.uint8)
+                    buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
             self._lent[buffer.data_ptr()] = buffer
         return buffer[:size].view(like.dtype)
 
