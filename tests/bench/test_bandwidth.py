@@ -59,7 +59,15 @@ def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
 
 @pytest.mark.parametrize(
     "size, text",
-    [(512, "512 B"), (4096, "4 KiB"), (64 << 20, "64 MiB"), (3 << 29, "1.5 GiB"), (1 << 43, "8.19e+03 GiB")],
+    [
+        (512, "512 B"),
+        (4096, "4 KiB"),
+        (1000 << 10, "1000 KiB"),
+        ((1 << 20) - 4, "1 MiB"),
+        (64 << 20, "64 MiB"),
+        (3 << 29, "1.5 GiB"),
+        (1 << 43, "8192 GiB"),
+    ],
 )
 def test_sizes_are_told_in_the_largest_unit(size: int, text: str) -> None:
     assert size_text(size) == text

@@ -20,8 +20,9 @@ def parse_size(text: str) -> int:
 
 
 def size_text(size: float) -> str:
-    """`4 KiB` for 4096: the largest unit that leaves at least 1, with three digits at most."""
+    """`4 KiB` for 4096: the largest unit that leaves at least 1, with three digits, or all before the point."""
     power = 0
-    while size >= 1024 and power < 3:
+    while round(size) >= 1024 and power < 3:
         size, power = size / 1024, power + 1
-    return f"{size:.3g} {['B', 'KiB', 'MiB', 'GiB'][power]}"
+    digits = f"{size:.3g}" if size < 999.5 else f"{size:.0f}"
+    return f"{digits} {['B', 'KiB', 'MiB', 'GiB'][power]}"
