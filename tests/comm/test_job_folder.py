@@ -80,10 +80,14 @@ def test_what_is_no_job_of_ours_stays(root: Path) -> None:
     pointed_to.parent.mkdir()
     pointed_to.write_text("Traceback")
     (root / "meshwise-job-file").touch()
+    (root / "meshwise-job-notes").mkdir()
+    (root / "meshwise-job-notes" / "start-0").touch()
     (root / "kept").mkdir()
+    (root / "kept" / "made-by-meshwise").touch()
     (root / "meshwise-job-link").symlink_to(root / "kept")
     if not os.getuid():
         (root / "meshwise-job-another-users").mkdir()
+        (root / "meshwise-job-another-users" / "made-by-meshwise").touch()
         os.chown(root / "meshwise-job-another-users", 4321, 1234)
     before = set(root.rglob("*"))
     with job_folder():
@@ -91,11 +95,18 @@ def test_what_is_no_job_of_ours_stays(root: Path) -> None:
     assert set(root.rglob("*")) == before
 
 
+def test_that_of_a_launcher_that_was_killed_at_once_goes_too(root: Path) -> None:
+    (root / "meshwise-job-empty").mkdir()
+    with job_folder() as own:
+        assert list(root.iterdir()) == [own]
+
+
 def test_where_there_are_no_locks_nothing_is_removed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(_descriptor: int, _how: int) -> None:
         raise OSError(95, "Operation not supported")
 
     (root / "meshwise-job-left").mkdir()
+    (root / "meshwise-job-left" / "made-by-meshwise").touch()
     monkeypatch.setattr("meshwise.comm.job_folder.fcntl.flock", refused)
     with job_folder() as folder:
         assert folder.is_dir()

@@ -1,6 +1,7 @@
 """The folder of a job: the ranks that `run` starts leave in it what became of them.
 
     meshwise-job-x1y2/         among the temporary files
+      made-by-meshwise         what tells it from a folder that only has such a name
       start-0/  0  1  …        an `Outcome` of each rank, for each start of them
       logs/                    torch's
 
@@ -24,6 +25,7 @@ from pathlib import Path
 from meshwise.comm.semaphores import remove_named_after
 
 _PREFIX = "meshwise-job-"
+_MARK = "made-by-meshwise"
 
 
 @contextlib.contextmanager
@@ -82,6 +84,7 @@ def new_folder(root: Path) -> Path:
         with contextlib.suppress(FileNotFoundError):  # another launcher came by before the lock was there
             held = hold(folder)
             if folder.exists():
+                (folder / _MARK).touch()
                 _made()[folder] = os.getpid(), held
                 return folder
             if held is not None:
@@ -95,8 +98,12 @@ def _sweep(root: Path) -> None:
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
                 continue
             if (held := _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)) is not None:
-                remove_named_after(folder)
-                shutil.rmtree(folder, ignore_errors=True)
+                if (folder / _MARK).exists():
+                    remove_named_after(folder)
+                    shutil.rmtree(folder, ignore_errors=True)
+                else:  # its launcher may have been killed before it was marked
+                    with contextlib.suppress(OSError):
+                        folder.rmdir()
                 os.close(held)
 
 
