@@ -16,7 +16,7 @@ from safetensors import safe_open
 from meshwise.checkpoint.damage import DamageError, SaveError
 from meshwise.comm.attempt import Attempt
 from meshwise.plan import Plan
-from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, ScheduleJob, TrainJob
+from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, ScheduleJob, SwapJob, TrainJob
 from meshwise.train.order import Order
 from meshwise.train.origin import LAUNCH, find_origin
 from run_job import run_job
@@ -185,6 +185,14 @@ def test_a_change_that_is_meant_is_taken_and_said(whole: Path, job: Job) -> None
     assert "changed: optimizer.lr: 0.01 -> 0.02" in said
     assert "changed: optimizer.weight_decay: (default) -> 0.3" in said
     assert steps(folder)[-1][1] != steps(whole)[-1][1]
+
+
+def test_where_ranks_meet_and_state_rests_may_change(whole: Path, job: Job, tmp_path: Path) -> None:
+    elsewhere = dataclasses.replace(job, comm="gloo", swap=SwapJob(folder=str(tmp_path), buffers=2))
+    summary, said = run_job(change(elsewhere, "train", resume=str(whole / "checkpoints" / "step-4"), output=str(whole)))
+    assert "comm: " not in said
+    assert "swap." not in said
+    assert steps(Path(str(summary.folder))) == steps(whole)[4:]
 
 
 def test_the_text_is_compared_by_what_it_says(whole: Path, job: Job, tmp_path: Path) -> None:

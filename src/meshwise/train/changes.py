@@ -19,10 +19,14 @@ FREE = (
     "plan",
     "ranks",
     "restarts",
+    "comm",
     "model.tensor_rules",
+    "model.cut",
+    "model.cut_at",
     "data.files",
     "data.workers",
     "data.cache",
+    "swap",
     "sample",
     "predicted",
     "train.steps",
@@ -39,7 +43,7 @@ FREE = (
     "train.accept",
 )
 """Keys that do not decide the numbers of a run, or (steps) how far it goes; a section stands for its keys."""
-_UNSAID = ("ranks", "restarts", "data.cache", "train.output", "train.resume", "train.accept")
+_UNSAID = ("ranks", "restarts", "comm", "swap", "data.cache", "train.output", "train.resume", "train.accept")
 
 
 def changes(saved: Mapping[str, Any], *, job: Job, content: str) -> list[str]:
@@ -65,7 +69,7 @@ def changes(saved: Mapping[str, Any], *, job: Job, content: str) -> list[str]:
         )
     if "train.steps" in told and job.schedule.shape != "constant":
         told["train.steps"] += ", and the learning rate follows the new length"
-    return [line for key, line in told.items() if key not in _UNSAID]
+    return [line for key, line in told.items() if not _within(key, _UNSAID)]
 
 
 def _flat(job: Job) -> dict[str, Any]:
