@@ -81,9 +81,23 @@ def starting() -> ForkServerContext | SpawnContext:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, heard)
+    _forget_in_copies()
     atexit.unregister(_end_server)
     atexit.register(_end_server)
     return forking
+
+
+@functools.cache
+def _forget_in_copies() -> None:
+    """Let a copy of this process start a server of its own, if it needs one, and not end this one's."""
+    os.register_at_fork(after_in_child=_forget_server)
+
+
+def _forget_server() -> None:
+    server = vars(forkserver._forkserver)
+    if (alive := server["_forkserver_alive_fd"]) is not None:
+        os.close(alive)
+    server.update(_lock=threading.Lock(), _forkserver_pid=None, _forkserver_alive_fd=None, _forkserver_address=None)
 
 
 @functools.cache
