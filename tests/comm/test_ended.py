@@ -6,6 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+from multiprocessing import process
 from pathlib import Path
 
 import pytest
@@ -30,6 +33,27 @@ def main(world):
 
 if __name__ == "__main__":
     run({size}, main)
+"""
+
+# What there is of semaphores at each start, and how one is called that a rank makes.
+STARTED_AGAIN = """
+import multiprocessing, os, tempfile
+from meshwise.comm import run
+from meshwise.comm.attempt import Attempt
+
+def main(world):
+    world.barrier()
+    if not world.rank:
+        folders = {{name for name in os.listdir(tempfile.gettempdir()) if name.startswith("meshwise-job-")}}
+        named = [name for name in os.listdir("/dev/shm") if name[4:].rpartition("-")[0] in folders]
+        own = multiprocessing.get_context("spawn").Lock()
+        print(len(named), own._semlock.name.startswith("/mp-"), flush=True)
+    world.barrier()
+    if not Attempt.current().number:
+        os._exit(1)
+
+if __name__ == "__main__":
+    run({size}, main, restarts=1)
 """
 
 # As a notebook's, which starts its ranks in no time.
@@ -95,9 +119,42 @@ def test_the_next_job_removes_the_semaphores_of_one_whose_processes_were_all_kil
         assert [path for path in Path("/dev/shm").iterdir() if path.lstat().st_ino in theirs] == []
 
 
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="semaphores have no place here")
+def test_those_of_one_start_are_gone_at_the_next(tmp_path: Path) -> None:
+    script = tmp_path / "again.py"
+    script.write_text(STARTED_AGAIN.format(size=SIZE))
+    command = [sys.executable, str(script)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=True)
+    count = 2 * SIZE + 5
+    assert ended.stdout == f"{count} True\n" * 2
+
+
+def test_jobs_that_start_at_once_leave_the_names_as_they_were(tmp_path: Path) -> None:
+    def prefix() -> str:
+        return str(vars(process.current_process())["_config"]["semprefix"])
+
+    def start(number: int) -> None:
+        with semaphores.named_after(tmp_path / f"job-{number}"):
+            seen.append((number, prefix()))
+            time.sleep(0.05)
+            seen.append((number, prefix()))
+
+    before = prefix()
+    seen: list[tuple[int, str]] = []
+    starts = [threading.Thread(target=start, args=(number,)) for number in range(3)]
+    for thread in starts:
+        thread.start()
+    for thread in starts:
+        thread.join()
+    assert sorted(seen) == sorted(2 * [(number, f"/job-{number}") for number in range(3)])
+    assert prefix() == before
+
+
 def test_semaphores_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(semaphores, "_PLACE", tmp_path)
     (tmp_path / "meshwise-job-killed").mkdir()
+    (tmp_path / "meshwise-job-killed" / "made-by-meshwise").touch()
     for name in ("meshwise-job-killed-abc", "meshwise-job-others-abc", "mp-abc"):
         (tmp_path / f"sem.{name}").touch()
     with job_folder(tmp_path):

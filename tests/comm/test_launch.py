@@ -26,6 +26,7 @@ from meshwise.comm.cores import cores
 from meshwise.comm.forked import starting
 from meshwise.comm.job_folder import job_folder
 from meshwise.comm.lost import RankLostError
+from meshwise.comm.semaphores import NoSemaphoresError
 from meshwise.testing import Processes
 
 pytestmark = pytest.mark.processes
@@ -79,6 +80,24 @@ for main in (raises_on_the_last, dies_on_the_last, calls_alone):
         run({size}, main)
     except Exception as error:
         print(json.dumps([type(error).__name__, str(error), *getattr(error, "__notes__", [])]))
+"""
+
+
+COPIED = """
+import os, sys
+from meshwise.comm import run
+
+def main(world):
+    return world.rank
+
+if __name__ == "__main__":
+    print(run({size}, main), flush=True)
+    copy = os.fork()
+    if not copy:
+        print("copy", run({size}, main), flush=True)
+        sys.exit()
+    assert os.waitpid(copy, 0)[1] == 0
+    print(run({size}, main), flush=True)
 """
 
 
@@ -228,6 +247,8 @@ def test_what_cannot_be_started_is_refused_at_once() -> None:
         run(SIZE, inside)
     with pytest.raises(ValueError, match="cannot run on 0 ranks"):
         run(0, total, args=(0.0,))
+    with pytest.raises(ValueError, match=r"cannot run on 2\.0 ranks"):
+        run(2.0, total, args=(0.0,))  # type: ignore[arg-type] # as a division gives it
 
 
 @pytest.mark.parametrize("room", [0, 3])
@@ -242,7 +263,8 @@ def test_a_system_without_room_for_semaphores_says_where(monkeypatch: pytest.Mon
         return made[-1]
 
     monkeypatch.setattr("multiprocessing.context.BaseContext.Lock", full)
-    with pytest.raises(OSError, match="No space left on device: '/dev/shm'"):
+    told = "No space left on device: to start 2 ranks takes 9 semaphores, of a page each, in /dev/shm; give it room"
+    with pytest.raises(NoSemaphoresError, match=told):
         run(SIZE, total, args=(0.0,))
 
 
@@ -381,6 +403,26 @@ def test_a_way_to_join_ranks_that_there_is_not_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setenv("MESHWISE_COMM", "mpi")
     with pytest.raises(ValueError, match="MESHWISE_COMM=mpi: ranks of one host are joined by auto, local, gloo"):
         connect(device="cpu")
+    with pytest.raises(ValueError, match=r"^comm='shm': ranks of one host are joined by auto, local, gloo"):
+        run(SIZE, total, args=(0.0,), comm="shm")  # type: ignore[arg-type]
+
+
+def test_an_environment_that_says_nothing_leaves_it_to_where_ranks_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHWISE_COMM", "")
+    assert joining.asked_comm() == "auto"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ValueError, match="device='cuda:1', and torch finds no GPU here"):
+        connect(device="cuda:1")
+
+
+def test_a_copy_of_a_launcher_starts_ranks_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "twice.py"
+    file.write_text(COPIED.format(size=SIZE))
+    process = start(file, folder=tmp_path)
+    assert process.communicate(timeout=START_SECONDS) == ("[0, 1]\ncopy [0, 1]\n[0, 1]\n", "")
 
 
 def test_without_torchrun_the_world_is_this_process() -> None:

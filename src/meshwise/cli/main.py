@@ -2,7 +2,8 @@
 
 0     all is well
 1     the run failed; one message, which names the file with the traceback of the rank that did
-2     the job, the plan, the loss or the command line cannot work; one message, no traceback
+2     the job, the plan, the loss or the command line cannot work, or this machine cannot start ranks; one message, no
+      traceback
 130   Ctrl-C
 141   nobody reads what it prints any more: `meshwise train --help | head`
 """
@@ -24,6 +25,7 @@ from meshwise.comm.forked import copied, open_streams, tidying
 from meshwise.comm.journal import RanksDisagree
 from meshwise.comm.launched import is_rank
 from meshwise.comm.lost import RankLostError
+from meshwise.comm.semaphores import NoSemaphoresError
 from meshwise.model.forward import LossError
 from meshwise.nonfinite import NonFiniteError
 from meshwise.plan import PlanError
@@ -122,6 +124,8 @@ def _guarded(name: str, words: Sequence[str], *, copy: bool) -> int:
             with contextlib.suppress(OSError):  # it only saves time; who needs ranks will meet it again
                 copied()
             return COMMANDS[name].main(words)
+    except NoSemaphoresError as error:
+        return _say(f"meshwise {name}: {error.strerror}", status=2)
     except (JobError, PlanError, LossError) as error:
         return _say(f"meshwise {name}: {error}", status=2, once=True)
     except KeyboardInterrupt:

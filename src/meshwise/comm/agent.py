@@ -67,8 +67,7 @@ def launch(
         numa_options=LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=size, logs_specs=logs).numa_options,
     )
     try:
-        with named_after(folder):
-            result = _Agent(spec, logs=logs, method=method, folder=folder).run()
+        result = _Agent(spec, logs=logs, method=method, folder=folder).run()
     finally:
         rendezvous.shutdown()
     return {rank: failure.exitcode for rank, failure in result.failures.items()}
@@ -84,6 +83,12 @@ class _Agent(LocalElasticAgent):
         self._since = 0.0
         self._silent: Set[int] = frozenset()
         self._silent_since = 0.0
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._pcontext = None  # or the semaphores of the ranks before would take their room until these are started
+        with named_after(self._folder):
+            started: dict[int, Any] = super()._start_workers(worker_group)
+        return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._may_yet_tell(worker_group):

@@ -33,8 +33,9 @@ def connect(
     closed it stays closed. `comm`: how CPU ranks of one host are joined, `local` (shared memory), `gloo`, or `auto`; by
     default what the environment variable MESHWISE_COMM says, else `auto`.
 
-    Raises ValueError when some ranks are on CPU and others on CUDA, when `local` is impossible, or when the environment
-    tells a part of what a rank has to know, and torch's DistError when ranks stay away for ten minutes.
+    Raises ValueError when some ranks are on CPU and others on CUDA, when `local` is impossible or no GPU is there that
+    was asked for, or when the environment tells a part of what a rank has to know, and torch's DistError when ranks
+    stay away for ten minutes.
     """
     with joined_by(comm):
         return joined(device, stall_seconds=stall_seconds, tell=tell_stderr)
@@ -44,6 +45,8 @@ def joined(device: torch.device | str | None, *, stall_seconds: float | None = N
     """`connect`, with its own way to tell what the watch has found."""
     wanted = default_device() if device is None else torch.device(device)
     if wanted.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device={str(device)!r}, and torch finds no GPU here: leave the device out for CPUs")
         wanted = torch.device("cuda", default_device().index if wanted.index is None else wanted.index)
         torch.cuda.set_device(wanted)
     worlds = _worlds()
@@ -95,11 +98,15 @@ def _close(world: World, watch: Watch | None) -> None:
 
 def asked_comm() -> Comm:
     """How ranks are joined, by the environment. Raises ValueError when that says nothing we know."""
-    named = os.environ.get(COMM_VARIABLE, "auto")
+    named = os.environ.get(COMM_VARIABLE) or "auto"
+    return _known(named, told=f"{COMM_VARIABLE}={named}")
+
+
+def _known(named: str, *, told: str) -> Comm:
     for comm in get_args(Comm):
         if named == comm:
             return cast(Comm, comm)
-    raise ValueError(f"{COMM_VARIABLE}={named}: ranks of one host are joined by {', '.join(get_args(Comm))}")
+    raise ValueError(f"{told}: ranks of one host are joined by {', '.join(get_args(Comm))}")
 
 
 @contextlib.contextmanager
@@ -108,10 +115,10 @@ def joined_by(comm: Comm | None) -> Iterator[None]:
     it says nothing we know.
     """
     kept = os.environ.get(COMM_VARIABLE)
+    asked_comm() if comm is None else _known(comm, told=f"comm={comm!r}")
     if comm is not None:
         os.environ[COMM_VARIABLE] = comm
     try:
-        asked_comm()
         yield
     finally:
         if kept is not None:

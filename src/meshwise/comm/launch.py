@@ -29,6 +29,7 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from meshwise.comm import semaphores
 from meshwise.comm.agent import launch
 from meshwise.comm.cores import cores
 from meshwise.comm.forked import Surroundings, end_quietly, starting, temporary
@@ -67,18 +68,19 @@ def run(
 
     Raises what `main` raised first on any rank, with a note of the rank and its traceback; RankLostError when a
     rank ended without an exception; KeyboardInterrupt on Ctrl-C, after all ranks have ended; ValueError when the
-    environment tells a part of what torchrun does, or asks for what there is not.
+    environment tells a part of what torchrun does, or asks for what there is not; NoSemaphoresError where a container
+    has next to no shared memory.
     """
     if launched():
         world = connect(device=device, comm=comm)
         if world.size != size:
             raise ValueError(f"run({size}, …) in a job of {world.size} ranks; start torchrun with {size} processes")
         return world.exchange(main(world, *args))
-    if size < 1:
-        raise ValueError(f"cannot run on {size} ranks")
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"cannot run on {size!r} ranks")
     asked_patience()
     method = _start_method(main)
-    _require_semaphores(method, size=size)
+    semaphores.require(method, size=size)
     ended: BaseException | signal.Signals
     try:
         with _as_launcher(size), joined_by(comm), job_folder() as folder:
@@ -135,18 +137,6 @@ def _start_method(main: Callable[..., Any]) -> str:
         why = "CUDA is already in use here" if torch.cuda.is_initialized() else "this system cannot copy processes"
         raise RuntimeError(f"{main.__qualname__} is defined in a notebook and {why}: move it to a module and import it")
     return "fork"
-
-
-def _require_semaphores(method: str, *, size: int) -> None:
-    """Raise OSError with the place where torch's launcher needs room for some, two for each rank and an event: the
-    system's own error names none.
-    """
-    context = multiprocessing.get_context(method)
-    try:
-        _all_at_once = [context.Event(), *(context.Lock() for _ in range(2 * size))]
-    except OSError as error:
-        error.filename = error.filename or "/dev/shm"  # noqa: S108 - where Linux has them
-        raise
 
 
 def _received(handled: Sequence[signal.Signals], number: int, _frame: FrameType | None) -> NoReturn:
