@@ -231,9 +231,12 @@ def end_quietly() -> None:
 
 
 class Surroundings:
-    """The environment, the folder and the output of the process that makes it, for a process that it starts."""
+    """The environment, the folder and the output of the process that makes it, and how it would start others, for a
+    process that it starts.
+    """
 
     def __init__(self) -> None:
+        self._method = multiprocessing.get_start_method(allow_none=True)
         self._environment = {name: value for name, value in os.environ.items() if not name.endswith(_TOLD_BY_TORCH)}
         self._folder = Path.cwd()
         self._streams: Sequence[Any] = ()
@@ -246,6 +249,9 @@ class Surroundings:
 
     def enter(self) -> None:
         """In the process that got them: be surrounded by them, where it is not by birth."""
+        # Or its workers would be started as it was, later than by a fork, and a server would keep them when it is gone.
+        multiprocessing.set_start_method(self._method, force=True)
+        util.register_after_fork(Surroundings, _watch_for_the_end)
         if not self._streams:
             return
         for number, stream in zip(_STREAMS, self._streams, strict=True):
@@ -259,6 +265,22 @@ class Surroundings:
         gc.freeze()  # what the server imported stays: a collection would walk all of it, and copy its pages
         # A forked process does not come to Python's own end.
         util.Finalize(None, atexit._run_exitfuncs, exitpriority=-1)
+
+
+def _watch_for_the_end(_: object) -> None:
+    """In a process that multiprocessing has forked from a rank."""
+    util.Finalize(None, _end_with_the_job, exitpriority=100)
+
+
+def _end_with_the_job() -> None:
+    """End without a word when the job is over: what loads data hears of that some seconds late, and would tell of each
+    file that it cannot remove any more.
+    """
+    folder = vars(process.current_process())["_config"].get("tempdir")
+    if folder is not None and not Path(folder).exists():
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
+        os._exit(0)
 
 
 class Launcher:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import io
+import multiprocessing
 import os
 import re
 import signal
@@ -91,6 +92,15 @@ def rank_main(
             _leave(1)
 
 
+def _end_workers() -> None:
+    """Let what loads data end with this process: as multiprocessing does when it comes to its end."""
+    for child in multiprocessing.active_children():
+        if (
+            child.daemon and vars(child)["_parent_pid"] == os.getpid()
+        ):  # it is this one's, not the one's it is copied from
+            child.terminate()
+
+
 def _die_of(numbers: Collection[signal.Signals]) -> None:
     """Let these signals end the process, of itself, but for those that whoever started it has it ignore."""
     for number in numbers:
@@ -142,6 +152,7 @@ def _tell_restart(folder: Path, attempt: Attempt) -> None:
 
 def _leave(status: int) -> None:
     """End the process with this status, whatever threads still run in it; not with 0 where its output found no room."""
+    _end_workers()
     try:
         for stream in filter(None, (sys.stdout, sys.stderr)):  # none of one that is closed
             stream.flush()

@@ -1,0 +1,73 @@
+"""Processes that ranks start, as those that load data: how they are started, and how they end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwise.comm import World, run
+
+pytestmark = pytest.mark.processes
+
+SIZE = 2
+SECONDS = 200.0
+
+FAILING = """
+import multiprocessing, time
+import torch
+from torch.utils.data import DataLoader, Dataset
+from meshwise.comm import run
+
+class Rows(Dataset):
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        return torch.full((1000,), float(index))
+
+def main(world):
+    rows = iter(DataLoader(Rows(), batch_size=4, num_workers=2))
+    next(rows)
+    if world.rank:
+        other = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(1000,), daemon=True)
+        other.start()
+        raise ValueError("the loss of a user")
+    world.barrier()
+
+if __name__ == "__main__":
+    try:
+        run({size}, main)
+    except ValueError as error:
+        print(error)
+"""
+
+
+def method(_world: World) -> str:
+    return multiprocessing.get_start_method()
+
+
+@pytest.mark.parametrize("wanted", [None, "spawn"])
+def test_ranks_start_theirs_as_their_launcher_would(wanted: str | None) -> None:
+    kept = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method(wanted, force=True)
+    try:
+        assert run(SIZE, method) == [multiprocessing.get_start_method()] * SIZE
+    finally:
+        multiprocessing.set_start_method(kept, force=True)
+
+
+def test_those_of_ranks_that_fail_or_are_ended_end_too_and_say_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING.format(size=SIZE))
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    # Until whoever writes to the pipes has ended.
+    ended = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=SECONDS, check=True
+    )
+    assert (ended.stdout, ended.stderr) == ("the loss of a user\n", "")
+    assert list(tmp_path.iterdir()) == [script]
