@@ -132,11 +132,15 @@ def test_all_ranks_hear_the_same_of_everyone_who_came(
 
 
 @pytest.mark.processes
-def test_local_ranks_that_can_talk_end_with_status_0(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("comm, medium", [("local", "shared memory"), ("gloo", "gloo")])
+def test_local_ranks_that_can_talk_end_with_status_0(
+    comm: str, medium: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MESHWISE_COMM", comm)
     status = main(["doctor", "--ranks", "2"])
 
     text = capfd.readouterr().out
-    assert "2 ranks on cpu talked: 1 pair, median latency" in text
+    assert f"2 ranks on cpu, joined by {medium}, talked: 1 pair, median latency" in text
     assert (status, "all is well" in text) == (0, True)
 
 

@@ -39,6 +39,7 @@ class Talk:
 
     size: int
     device: str
+    medium: str
     links: tuple[Link, ...]
     findings: tuple[Finding, ...]
 
@@ -69,7 +70,9 @@ def talk(world: World) -> Talk:
     everyone = world.exchange((links, findings))
     by_pair = {link.ranks: link for heard, _ in everyone for link in heard}
     told = {finding: None for _, found in everyone for finding in found}
-    return Talk(world.size, world.device.type, tuple(by_pair[pair] for pair in sorted(by_pair)), tuple(told))
+    return Talk(
+        world.size, world.device.type, world.medium, tuple(by_pair[pair] for pair in sorted(by_pair)), tuple(told)
+    )
 
 
 def _add_up(world: World) -> list[Finding]:

@@ -75,6 +75,6 @@ def _talked(held: Talk) -> str:
     latency = statistics.median(link.latency for link in held.links)
     bandwidth = statistics.median(link.bandwidth for link in held.links)
     return (
-        f"{held.size} ranks on {held.device} talked: {pairs} pair{'s' * (pairs > 1)}, median latency "
-        f"{latency * 1e6:.0f} µs, bandwidth {bandwidth / 1e9:.2f} GB/s; all-reduce adds up"
+        f"{held.size} ranks on {held.device}, joined by {held.medium}, talked: {pairs} pair{'s' * (pairs > 1)}, median "
+        f"latency {latency * 1e6:.0f} µs, bandwidth {bandwidth / 1e9:.2f} GB/s; all-reduce adds up"
     )

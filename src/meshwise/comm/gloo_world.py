@@ -97,6 +97,8 @@ class _Call:
 class GlooWorld(World):
     """Ranks joined by a `Transport`; a world of one has none."""
 
+    medium = "gloo"
+
     def __init__(
         self,
         *,

@@ -58,6 +58,8 @@ class _Grid:
 class HostsWorld(World):
     """Ranks of several hosts. `hosts`: by rank, the number of its host."""
 
+    medium = "shared memory and gloo"
+
     def __init__(self, *, inside: LocalWorld, between: GlooWorld, hosts: Sequence[int], chains: Chains) -> None:
         super().__init__(rank=between.rank, mesh=between.mesh, device=between.device, journal=between.journal)
         self._inside = inside

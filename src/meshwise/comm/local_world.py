@@ -41,6 +41,8 @@ _ALIGNED = 64
 class LocalWorld(World):
     """Ranks that share memory."""
 
+    medium = "shared memory"
+
     def __init__(self, *, rank: int, mesh: Mesh, lanes: Lanes, journal: Journal | None = None) -> None:
         super().__init__(rank=rank, mesh=mesh, device=torch.device("cpu"), journal=journal)
         self._lanes = lanes

@@ -89,6 +89,8 @@ class Communicators:
 class NcclWorld(World):
     """Ranks joined by c10d process groups: NCCL's, or for its tests on CPU any backend with the same collectives."""
 
+    medium = "NCCL"
+
     def __init__(
         self,
         *,

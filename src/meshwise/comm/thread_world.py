@@ -125,6 +125,8 @@ class _ThreadWork(Work):
 class ThreadWorld(World):
     """One rank of `run_threads`."""
 
+    medium = "threads"
+
     def __init__(self, hub: Hub, *, rank: int, mesh: Mesh, journal: Journal | None = None) -> None:
         super().__init__(rank=rank, mesh=mesh, device=torch.device("cpu"), journal=journal)
         self.hub = hub

@@ -18,7 +18,7 @@ import math
 import pickle
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Self, TypeAlias
+from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -73,6 +73,9 @@ class World(abc.ABC):
     the group. A sequence of tensors in place of one tensor means parts, one per group index, of any sizes. One thread
     of a rank at a time calls and waits.
     """
+
+    medium: ClassVar[str] = ""
+    """What carries what ranks give each other, in words for a user."""
 
     def __init__(self, *, rank: int, mesh: Mesh, device: torch.device, journal: Journal | None = None) -> None:
         self.rank = rank

@@ -141,7 +141,7 @@ class _Run:
             plan=str(job.plan),
             mesh=trainer.world.mesh.picture(),
             stages="" if trainer.cut is None else str(trainer.cut),
-            device=_device(trainer.world.device),
+            device=_device(trainer.world),
             parameters=sum(row.numel for row in trainer.table.rows),
             data=self._data.picture,
             steps=job.train.steps,
@@ -267,11 +267,11 @@ class _Run:
         self._emit(End(self._progress.step, seconds, self._progress.loss, folder.outputs(), following))
 
 
-def _device(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+def _device(world: World) -> str:
     threads = torch.get_num_threads()
-    return f"CPU, {threads} thread{'s' * (threads > 1)} a rank"
+    on_cpu = f"CPU, {threads} thread{'s' * (threads > 1)} a rank"
+    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else on_cpu
+    return f"{name}, joined by {world.medium}" if world.size > 1 else name
 
 
 def _held_memory(device: torch.device) -> int:
