@@ -21,6 +21,7 @@ pytestmark = pytest.mark.processes
 SCRIPT = """
 import os, signal, sys, time, torch
 from meshwise.comm import room, run
+from meshwise.mesh import Mesh
 from meshwise.comm.attempt import Attempt
 from meshwise.comm.life import Life
 from meshwise.comm.outcome import Outcome
@@ -91,6 +92,27 @@ def dies_once_it_has_given(world):
     life.__class__ = Later
     world.all_reduce(x, axes="rank").wait()
 
+def dies_once_it_has_told(world):
+    if not world.rank:
+        world.barrier = lambda **named: os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        teller = world._lanes.room.peer(0)
+        mapped = teller.slabs.map
+        def late(place):
+            while not teller.life.ended:
+                time.sleep(0.01)
+            teller.life.__class__ = Later
+            return mapped(place)
+        teller.slabs.map = late
+    world.common(1 << 20, dtype=torch.float32, axes="rank")
+
+def one_exits_in_a_group(world):
+    world = world.over(Mesh.of(a=2, b=2))
+    while True:
+        if world.rank == 3:
+            os._exit(0)
+        world.all_reduce(torch.ones(3), axes="b").wait()
+
 def exits_once(world):
     if world.rank and not Attempt.current().number:
         os._exit(0)
@@ -107,7 +129,7 @@ def raises_beside_a_stopped_one(world):
 
 if __name__ == "__main__":
     try:
-        print("returned", *run(2, {main}))
+        print("returned", *run({size}, {main}))
     except Exception as error:
         print("raised", type(error).__name__)
         print(error)
@@ -119,10 +141,10 @@ if __name__ == "__main__":
 NO_RESULT = "of 2 ended with exit status 0 and no result; something calls os._exit there, or C's exit"
 
 
-def ended(folder: Path, main: str, threads: str, *words: str) -> subprocess.CompletedProcess[str]:
+def ended(folder: Path, main: str, threads: str, *words: str, size: int = 2) -> subprocess.CompletedProcess[str]:
     """What a script with two ranks says; it has a minute."""
     script = folder / "script.py"
-    script.write_text(SCRIPT.format(main=main))
+    script.write_text(SCRIPT.format(main=main, size=size))
     environment = {**os.environ, "OMP_NUM_THREADS": threads}
     command = [sys.executable, str(script), *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=True)
@@ -168,6 +190,17 @@ def test_a_rank_whose_memory_goes_before_its_end_is_told_is_lost(tmp_path: Path)
     said = ended(tmp_path, "dies_once_it_has_given", "1", "--notes").stdout.splitlines()
     assert said[:2] == ["raised RankKilledError", "rank 1 of 2 ended without an exception, killed by SIGKILL"]
     assert said[2].startswith("rank 0 then met: rank 1 was lost in #0 all_reduce[rank]")
+
+
+def test_so_is_one_that_had_told_where_memory_for_all_lies(tmp_path: Path) -> None:
+    said = ended(tmp_path, "dies_once_it_has_told", "1", "--notes").stdout.splitlines()
+    assert said[:2] == ["raised RankKilledError", "rank 0 of 2 ended without an exception, killed by SIGKILL"]
+    assert said[2].startswith("rank 1 then met: rank 0 was lost in World.common")
+
+
+def test_one_that_ends_well_is_named_where_others_do_not_wait_for_it(tmp_path: Path) -> None:
+    said = ended(tmp_path, "one_exits_in_a_group", "1", size=4)
+    assert said.stdout == f"raised RankLostError\nrank 3 {NO_RESULT.replace('of 2', 'of 4')}\n"
 
 
 def test_such_a_rank_is_a_failure_after_which_all_are_started_again(tmp_path: Path) -> None:

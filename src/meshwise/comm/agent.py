@@ -91,6 +91,9 @@ class _Agent(LocalElasticAgent):
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        known, self._gone = self._gone, {one.id for one in worker_group.workers if _is_gone(one.id)}
+        if known != self._gone:
+            self._since = time.monotonic()
         if self._may_yet_tell(worker_group):
             return RunResult(WorkerState.HEALTHY)
         if any(_has_ended(one.id) for one in worker_group.workers):
@@ -98,9 +101,6 @@ class _Agent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state != WorkerState.HEALTHY:
             return result
-        known, self._gone = self._gone, {one.id for one in worker_group.workers if _is_gone(one.id)}
-        if known != self._gone:
-            self._since = time.monotonic()
         if time.monotonic() - self._since < _CERTAIN_SECONDS:
             return result
         outcomes = last_start(self._folder)

@@ -9,6 +9,7 @@ tried out first, rank by rank; where it is not, messages go through sockets.
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import secrets
@@ -76,8 +77,14 @@ def _copy(verb: str, process: int, address: int, x: Tensor) -> None:
         count = call(process, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
         if count <= 0:
             number = ctypes.get_errno()
-            raise OSError(number, f"cannot {verb} the memory of process {process}: {os.strerror(number)}")
+            raise OSError(
+                number, f"cannot {verb} the memory of process {process}: {os.strerror(number)}{_hint(number)}"
+            )
         done += count
+
+
+def _hint(number: int) -> str:
+    return "; does a tensor lie in memory that may only be read, as of a file?" if number == errno.EFAULT else ""
 
 
 def _readable(process: int, address: int, *, expected: int) -> bool:

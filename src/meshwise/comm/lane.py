@@ -236,8 +236,9 @@ class Lane:
             if call.act is not None:
                 call.act()
         except OSError as error:
-            if (gone := self._room.lost_by(self.ranks)) is not None:
+            if (gone := self._room.lost_by(self.ranks, error=error)) is not None:
                 raise lost(gone, about=call.stamp, error=error) from error
+            error.add_note(f"while rank {self._room.rank} did its part of {call.stamp}")
             raise
         finally:
             self._is_acting = False

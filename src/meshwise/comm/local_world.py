@@ -28,6 +28,7 @@ from meshwise.comm.group import Group, line
 from meshwise.comm.inference import as_called
 from meshwise.comm.journal import Journal, RanksDisagree, Stamp
 from meshwise.comm.lane import Call, Lanes
+from meshwise.comm.lost import lost
 from meshwise.comm.parts import put
 from meshwise.comm.side import travels_in_payload
 from meshwise.comm.span import Span, reduce_spans
@@ -71,7 +72,12 @@ class LocalWorld(World):
                 f"rank {self.rank} asks for {numel} elements of {dtype.itemsize} bytes where rank {group.ranks[0]} "
                 f"asks for {asked[0]} of {asked[1]}; World.common is called with the same size and dtype on all ranks"
             )
-        memory = segment.memory if segment else room.peer(group.ranks[0]).slabs.map(place)
+        try:
+            memory = segment.memory if segment else room.peer(group.ranks[0]).slabs.map(place)
+        except OSError as error:
+            if (gone := room.lost_by(group.ranks, error=error)) is not None:
+                raise lost(gone, about="World.common", error=error) from error
+            raise
         self.barrier(axes=axes)
         if segment:
             segment.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -32,7 +33,10 @@ _NAP_SECONDS = 0.001
 # From then on a rank dozes for so long, which costs nobody else anything.
 _IN_VAIN = 16
 _DOZE_SECONDS = 0.0002
+# How long a process may take to end once its memory has gone, and what others meet then: no process, no file of it, or
+# another one in its place.
 _ENDING_SECONDS = 10.0
+_OF_AN_END = (errno.ESRCH, errno.ENOENT, None)
 
 
 @dataclass(frozen=True)
@@ -121,11 +125,11 @@ class Room:
         """The first of these ranks whose process has ended, if any has."""
         return next((rank for rank in ranks if rank != self.rank and self._peers[rank].life.ended), None)
 
-    def lost_by(self, ranks: Sequence[int]) -> int | None:
+    def lost_by(self, ranks: Sequence[int], *, error: OSError) -> int | None:
         """The same, where what one of them holds could not be had. The memory of a process goes before its end is told,
-        seconds before when it is much: that is waited for.
+        seconds before when it is much: where the error may be of that, it is waited for.
         """
-        deadline = time.monotonic() + _ENDING_SECONDS
+        deadline = time.monotonic() + (_ENDING_SECONDS if error.errno in _OF_AN_END else 0)
         while (gone := self.missing(ranks)) is None and time.monotonic() < deadline:
             time.sleep(_SLEEP_SECONDS)
         return gone
