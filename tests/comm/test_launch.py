@@ -98,6 +98,39 @@ if __name__ == "__main__":
         sys.exit()
     assert os.waitpid(copy, 0)[1] == 0
     print(run({size}, main), flush=True)
+    ended, of_this = os.pipe()
+    if not os.fork():  # one that goes on when this process has ended
+        os.close(of_this)
+        os.read(ended, 1)
+        print("left", run({size}, main), flush=True)
+"""
+
+# A copy that is made while another thread starts ranks.
+COPIED_AT_ONCE = """
+import multiprocessing, os, sys, threading
+from meshwise.comm import agent, run
+
+def main(world):
+    return world.rank
+
+def starts(*args, ordinary=agent.LocalElasticAgent._start_workers):
+    started.set()
+    go_on.wait()
+    return ordinary(*args)
+
+if __name__ == "__main__":
+    started, go_on = threading.Event(), threading.Event()
+    agent.LocalElasticAgent._start_workers = starts
+    thread = threading.Thread(target=lambda: print(run({size}, main), flush=True))
+    thread.start()
+    started.wait()
+    copy = os.fork()
+    go_on.set()
+    if not copy:
+        print("copy", run({size}, main), multiprocessing.get_context("spawn").Lock()._semlock.name[:4], flush=True)
+        sys.exit()
+    assert os.waitpid(copy, 0)[1] == 0
+    thread.join()
 """
 
 
@@ -263,7 +296,7 @@ def test_a_system_without_room_for_semaphores_says_where(monkeypatch: pytest.Mon
         return made[-1]
 
     monkeypatch.setattr("multiprocessing.context.BaseContext.Lock", full)
-    told = "No space left on device: to start 2 ranks takes 9 semaphores, of a page each, in /dev/shm; give it room"
+    told = "No space left on device: to start ranks takes semaphores in /dev/shm, two for each and five, of a page each"
     with pytest.raises(NoSemaphoresError, match=told):
         run(SIZE, total, args=(0.0,))
 
@@ -422,7 +455,15 @@ def test_a_copy_of_a_launcher_starts_ranks_of_its_own(tmp_path: Path) -> None:
     file = tmp_path / "twice.py"
     file.write_text(COPIED.format(size=SIZE))
     process = start(file, folder=tmp_path)
-    assert process.communicate(timeout=START_SECONDS) == ("[0, 1]\ncopy [0, 1]\n[0, 1]\n", "")
+    assert process.communicate(timeout=START_SECONDS) == ("[0, 1]\ncopy [0, 1]\n[0, 1]\nleft [0, 1]\n", "")
+
+
+def test_so_does_one_that_is_made_while_ranks_are_started(tmp_path: Path) -> None:
+    file = tmp_path / "at_once.py"
+    file.write_text(COPIED_AT_ONCE.format(size=SIZE))
+    process = start(file, folder=tmp_path)
+    output, errors = process.communicate(timeout=START_SECONDS)
+    assert (sorted(output.splitlines()), errors) == (["[0, 1]", "copy [0, 1] /mp-"], "")
 
 
 def test_without_torchrun_the_world_is_this_process() -> None:

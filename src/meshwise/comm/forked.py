@@ -38,6 +38,7 @@ from typing import Any, NoReturn
 import torch
 
 from meshwise.comm.job_folder import new_folder, remove_folder, remove_folders
+from meshwise.comm.semaphores import named_as_ever
 
 _PRELOADED = ("torch._dynamo", "meshwise.comm.launch", "meshwise.comm.orphan")  # an optimizer imports torch._dynamo
 _OF_THE_TERMINAL = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -75,13 +76,13 @@ def starting() -> ForkServerContext | SpawnContext:
     forking = multiprocessing.get_context("forkserver")
     forking.set_forkserver_preload(list(_PRELOADED))
     temporary()
+    _forget_in_copies()
     heard = _start_tracker()
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_TERMINAL)
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, heard)
-    _forget_in_copies()
     atexit.unregister(_end_server)
     atexit.register(_end_server)
     return forking
@@ -89,7 +90,7 @@ def starting() -> ForkServerContext | SpawnContext:
 
 @functools.cache
 def _forget_in_copies() -> None:
-    """Let a copy of this process start a server of its own, if it needs one, and not end this one's."""
+    """Let a copy of this process start ranks of its own by a server of its own, and not end this one's."""
     os.register_at_fork(after_in_child=_forget_server)
 
 
@@ -98,6 +99,10 @@ def _forget_server() -> None:
     if (alive := server["_forkserver_alive_fd"]) is not None:
         os.close(alive)
     server.update(_lock=threading.Lock(), _forkserver_pid=None, _forkserver_alive_fd=None, _forkserver_address=None)
+    named_as_ever()
+    if temporary.cache_info().currsize:  # that goes with the process which has made it
+        temporary.cache_clear()
+        vars(process.current_process())["_config"].pop("tempdir", None)
 
 
 @functools.cache
@@ -198,7 +203,6 @@ def _serve(line: str, kept: Sequence[int]) -> NoReturn:
         for number in {int(name) for name in os.listdir("/dev/fd")} - {0, *_STREAMS, *kept}:  # noqa: PTH208 - numbers
             with contextlib.suppress(OSError):  # one of them was what listed them
                 os.close(number)
-        vars(forkserver._forkserver)["_lock"] = threading.Lock()
         vars(resource_tracker._resource_tracker).update(_fd=None, _pid=None)
         exec(line, {})  # noqa: S102 - multiprocessing's own line, which ends when the launcher has ended
     except Exception:  # noqa: BLE001 - as a process of its own would tell it

@@ -29,7 +29,6 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from meshwise.comm import semaphores
 from meshwise.comm.agent import launch
 from meshwise.comm.cores import cores
 from meshwise.comm.forked import Surroundings, end_quietly, starting, temporary
@@ -80,7 +79,6 @@ def run(
         raise ValueError(f"cannot run on {size!r} ranks")
     asked_patience()
     method = _start_method(main)
-    semaphores.require(method, size=size)
     ended: BaseException | signal.Signals
     try:
         with _as_launcher(size), joined_by(comm), job_folder() as folder:

@@ -28,7 +28,7 @@ from meshwise.comm.job_folder import hold, start_folder
 from meshwise.comm.joining import joined
 from meshwise.comm.journal import RanksDisagree
 from meshwise.comm.outcome import Outcome, status_of
-from meshwise.comm.semaphores import not_named_after
+from meshwise.comm.semaphores import named_as_ever
 from meshwise.comm.watch import tell_stderr
 
 POLL_SECONDS = 0.1
@@ -48,7 +48,7 @@ def rank_main(
     """One rank from start to end; `folder` is that of the job."""
     _die_of(SIGNALS)
     surroundings.enter()
-    not_named_after(folder)
+    named_as_ever()
     _keep_lines_whole()
     if Launcher().is_gone():
         _leave(1)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import multiprocessing
 import os
 import sys
 import threading
@@ -20,7 +19,12 @@ from pathlib import Path
 
 _PLACE = Path("/dev/shm")  # noqa: S108 - where Linux has them
 _PREFIX = "semprefix"
-_lock = threading.Lock()
+_DEFAULT = "/mp"
+_REFUSED = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOENT, errno.ENOSYS)
+
+
+class _Turn:
+    lock = threading.Lock()
 
 
 class NoSemaphoresError(OSError):
@@ -29,38 +33,37 @@ class NoSemaphoresError(OSError):
 
 @contextlib.contextmanager
 def named_after(folder: Path) -> Iterator[None]:
-    """Let the semaphores that this process makes be called after this folder, one job at a time."""
+    """Let the semaphores that this process makes to start the ranks of a job be called after this folder, for one job
+    at a time. Raises NoSemaphoresError, which says what to do, where there is no room for them.
+    """
     named = vars(process.current_process())["_config"]
-    with _lock:
+    with _Turn.lock:
         kept = named[_PREFIX]
         if sys.platform == "linux":  # elsewhere a name has 31 characters at most
             named[_PREFIX] = f"/{folder.name}"
         try:
             yield
+        except OSError as error:
+            if error.errno in _REFUSED and error.filename is None:  # multiprocessing names no file for them
+                raise _refusal(error.errno) from error
+            raise
         finally:
             named[_PREFIX] = kept
 
 
-def not_named_after(folder: Path) -> None:
-    """Let those that this rank makes be called as multiprocessing calls any: it has its launcher's name for them."""
-    named = vars(process.current_process())["_config"]
-    if named[_PREFIX] == f"/{folder.name}":
-        named[_PREFIX] = "/mp"
+def named_as_ever() -> None:
+    """Let those that a rank makes, or a copy of its launcher, be called as multiprocessing calls any."""
+    vars(process.current_process())["_config"][_PREFIX] = _DEFAULT
+    _Turn.lock = threading.Lock()
 
 
-def require(method: str, *, size: int) -> None:
-    """Raise NoSemaphoresError, which says what to do, where there is no room for those of so many ranks."""
-    context = multiprocessing.get_context(method)
-    try:
-        _all_at_once = [context.Event(), *(context.Lock() for _ in range(2 * size))]
-    except OSError as error:
-        code = error.errno or errno.ENOSPC
-        raise NoSemaphoresError(
-            code,
-            f"{os.strerror(code)}: to start {size} ranks takes {5 + 2 * size} semaphores, of a page each, in {_PLACE}; "
-            f"give it room (mount -o remount,rw,size=64m {_PLACE}, or docker run --shm-size=64m), or start the ranks "
-            "with torchrun, which needs none",
-        ) from error
+def _refusal(code: int) -> NoSemaphoresError:
+    return NoSemaphoresError(
+        code,
+        f"{os.strerror(code)}: to start ranks takes semaphores in {_PLACE}, two for each and five, of a page each; "
+        f"give it room (mount -o remount,rw,size=64m {_PLACE}, or docker run --shm-size=64m), or start the ranks with "
+        "torchrun, which needs none",
+    )
 
 
 def remove_named_after(folder: Path) -> None:
