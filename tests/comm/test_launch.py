@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 import torch
 
-from free_port import free_port
 from meshwise.comm import RanksDisagree, World, connect, joining, run, torchrun_line
 from meshwise.comm.cores import cores
 from meshwise.comm.forked import starting
@@ -80,57 +79,6 @@ for main in (raises_on_the_last, dies_on_the_last, calls_alone):
         run({size}, main)
     except Exception as error:
         print(json.dumps([type(error).__name__, str(error), *getattr(error, "__notes__", [])]))
-"""
-
-
-COPIED = """
-import os, sys
-from meshwise.comm import run
-
-def main(world):
-    return world.rank
-
-if __name__ == "__main__":
-    print(run({size}, main), flush=True)
-    copy = os.fork()
-    if not copy:
-        print("copy", run({size}, main), flush=True)
-        sys.exit()
-    assert os.waitpid(copy, 0)[1] == 0
-    print(run({size}, main), flush=True)
-    ended, of_this = os.pipe()
-    if not os.fork():  # one that goes on when this process has ended
-        os.close(of_this)
-        os.read(ended, 1)
-        print("left", run({size}, main), flush=True)
-"""
-
-# A copy that is made while another thread starts ranks.
-COPIED_AT_ONCE = """
-import multiprocessing, os, sys, threading
-from meshwise.comm import agent, run
-
-def main(world):
-    return world.rank
-
-def starts(*args, ordinary=agent.LocalElasticAgent._start_workers):
-    started.set()
-    go_on.wait()
-    return ordinary(*args)
-
-if __name__ == "__main__":
-    started, go_on = threading.Event(), threading.Event()
-    agent.LocalElasticAgent._start_workers = starts
-    thread = threading.Thread(target=lambda: print(run({size}, main), flush=True))
-    thread.start()
-    started.wait()
-    copy = os.fork()
-    go_on.set()
-    if not copy:
-        print("copy", run({size}, main), multiprocessing.get_context("spawn").Lock()._semlock.name[:4], flush=True)
-        sys.exit()
-    assert os.waitpid(copy, 0)[1] == 0
-    thread.join()
 """
 
 
@@ -348,65 +296,6 @@ def test_the_server_of_the_ranks_is_deaf_to_ctrl_c() -> None:
     assert int(blocked, 16) >> (signal.SIGINT - 1) & 1
 
 
-def copies(world: World, way: str) -> tuple[int, float]:
-    """The status of a copy of this rank that `main` makes, and a sum of the ranks afterwards."""
-    pid = os.fork()
-    if not pid:
-        if way == "calls":
-            world.all_reduce(torch.ones(1), axes="rank").wait()
-        if way == "exits":
-            sys.exit(7)
-        return 0, 0.0
-    _, status = os.waitpid(pid, 0)
-    x = torch.ones(1)
-    world.all_reduce(x, axes="rank").wait()
-    return os.waitstatus_to_exitcode(status), x.item()
-
-
-@pytest.mark.parametrize("comm", ["local", "gloo"])
-@pytest.mark.parametrize("way, status", [("calls", 1), ("exits", 7), ("returns", 0)])
-def test_a_copy_of_a_rank_is_no_rank(way: str, status: int, comm: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(SIZE, copies, args=(way,), comm=comm) == [(status, 2.0)] * SIZE
-    assert ("is a copy of a rank" in capfd.readouterr().err) == (way == "calls")
-
-
-COPIES_ITSELF = """
-import os, torch, meshwise
-world = meshwise.connect()
-if world.rank == 1 and not os.fork():
-    raise ValueError("in a copy")
-if world.rank == 1:
-    os.wait()
-x = torch.ones(1)
-world.all_reduce(x, axes="rank").wait()
-print(x.item())
-"""
-
-
-def test_a_copy_of_a_rank_that_was_started_by_others_ends_by_itself() -> None:
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    common = {**os.environ, **meeting, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", COPIES_ITSELF],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for number, rank in enumerate(ranks):
-            out, errors = rank.communicate(timeout=200)
-            assert (rank.returncode, out) == (0, "2.0\n"), errors
-            assert errors.count("Traceback") == errors.count("ValueError: in a copy") == number
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-
-
 def joins(world: World) -> tuple[list[float], bool]:
     """What `run` returns to a rank that torchrun has started, and whether the ranks are those that there are."""
     found = run(world.size, total, args=(0.5,))
@@ -449,21 +338,6 @@ def test_an_environment_that_says_nothing_leaves_it_to_where_ranks_are(monkeypat
 def test_a_gpu_that_there_is_not_is_refused() -> None:
     with pytest.raises(ValueError, match="device='cuda:1', and torch finds no GPU here"):
         connect(device="cuda:1")
-
-
-def test_a_copy_of_a_launcher_starts_ranks_of_its_own(tmp_path: Path) -> None:
-    file = tmp_path / "twice.py"
-    file.write_text(COPIED.format(size=SIZE))
-    process = start(file, folder=tmp_path)
-    assert process.communicate(timeout=START_SECONDS) == ("[0, 1]\ncopy [0, 1]\n[0, 1]\nleft [0, 1]\n", "")
-
-
-def test_so_does_one_that_is_made_while_ranks_are_started(tmp_path: Path) -> None:
-    file = tmp_path / "at_once.py"
-    file.write_text(COPIED_AT_ONCE.format(size=SIZE))
-    process = start(file, folder=tmp_path)
-    output, errors = process.communicate(timeout=START_SECONDS)
-    assert (sorted(output.splitlines()), errors) == (["[0, 1]", "copy [0, 1] /mp-"], "")
 
 
 def test_without_torchrun_the_world_is_this_process() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import sys
 import threading
@@ -23,10 +24,6 @@ _DEFAULT = "/mp"
 _REFUSED = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOENT, errno.ENOSYS)
 
 
-class _Turn:
-    lock = threading.Lock()
-
-
 class NoSemaphoresError(OSError):
     """This machine has no room for the semaphores of a job."""
 
@@ -37,7 +34,7 @@ def named_after(folder: Path) -> Iterator[None]:
     at a time. Raises NoSemaphoresError, which says what to do, where there is no room for them.
     """
     named = vars(process.current_process())["_config"]
-    with _Turn.lock:
+    with _turn():
         kept = named[_PREFIX]
         if sys.platform == "linux":  # elsewhere a name has 31 characters at most
             named[_PREFIX] = f"/{folder.name}"
@@ -54,7 +51,12 @@ def named_after(folder: Path) -> Iterator[None]:
 def named_as_ever() -> None:
     """Let those that a rank makes, or a copy of its launcher, be called as multiprocessing calls any."""
     vars(process.current_process())["_config"][_PREFIX] = _DEFAULT
-    _Turn.lock = threading.Lock()
+    _turn.cache_clear()
+
+
+@functools.cache
+def _turn() -> threading.Lock:
+    return threading.Lock()
 
 
 def _refusal(code: int) -> NoSemaphoresError:
