@@ -172,6 +172,16 @@ def test_a_model_that_raises_on_one_rank_is_one_message_and_its_traceback_is_in_
     assert [step for step, _ in steps(folder / "run")] == [1, 2], "what was done before is on disk"
 
 
+def test_one_rank_that_raises_under_torchrun_is_told_and_nobody_is_said_to_disagree(folder: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "meshwise"]
+    status, _, err = Command(sys.executable, *torchrun, *own("raise"), folder=folder).end()
+
+    assert status == 1
+    assert "[rank 1] meshwise train failed: ArithmeticError: this model cannot count to three" in err
+    assert err.count("meshwise train failed") == 1
+    assert "called different collectives" not in err
+
+
 @pytest.mark.usefixtures("nothing_left")
 def test_a_rank_that_is_killed_is_started_again_and_the_run_goes_on_until_that_helps_no_more(
     folder: Path, capfd: pytest.CaptureFixture[str]
@@ -180,9 +190,11 @@ def test_a_rank_that_is_killed_is_started_again_and_the_run_goes_on_until_that_h
 
     out, err = capfd.readouterr()
     assert "--max-restarts=1" in out
-    restarted, ended = err.splitlines()
-    assert restarted.startswith("meshwise: restart 1 of 1, because ")
-    assert ended == "meshwise train failed: rank 1 of 2 ended without an exception, killed by SIGKILL"
+    lost = "rank 1 of 2 ended without an exception, killed by SIGKILL"
+    assert err.splitlines() == [
+        f"meshwise: restart 1 of 1, because RankKilledError: {lost}",
+        f"meshwise train failed: {lost}",
+    ]
     assert f", from {folder}/run/checkpoints/step-" in out
     done = steps(folder / "run")
     last = max(dict(done))

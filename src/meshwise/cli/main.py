@@ -22,8 +22,9 @@ from importlib.metadata import version
 
 from meshwise.cli import bench, checkpoint, doctor, draw, plan, simulate, train, verify
 from meshwise.comm.forked import copied, open_streams, tidying
+from meshwise.comm.joining import leave_undone
 from meshwise.comm.journal import RanksDisagree
-from meshwise.comm.launched import is_rank
+from meshwise.comm.launched import is_rank, speaks
 from meshwise.comm.lost import RankLostError
 from meshwise.comm.semaphores import NoSemaphoresError
 from meshwise.model.forward import LossError
@@ -34,6 +35,7 @@ from meshwise.train.job import JobError
 from meshwise.train.screen import STDOUT, is_unread, takes_no_more, tolerate
 
 _RANK_0_SECONDS = 5
+_CONSEQUENCE_SECONDS = 3
 _STDERR = 2
 
 
@@ -119,18 +121,22 @@ def _guarded(name: str, words: Sequence[str], *, copy: bool) -> int:
     """The command's status, whatever it raises. `copy`: its ranks are to be copies of this process."""
     try:
         if not copy:
-            return COMMANDS[name].main(words)
+            return _carried_out(name, words)
         with tidying():
             with contextlib.suppress(OSError):  # it only saves time; who needs ranks will meet it again
                 copied()
-            return COMMANDS[name].main(words)
+            return _carried_out(name, words)
     except NoSemaphoresError as error:
         return _say(f"meshwise {name}: {error.strerror}", status=2)
     except (JobError, PlanError, LossError) as error:
         return _say(f"meshwise {name}: {error}", status=2, once=True)
     except KeyboardInterrupt:
-        return _say(f"meshwise {name}: stopped by Ctrl-C", status=130, once=True)
-    except (NonFiniteError, RankLostError, RanksDisagree) as error:
+        return _say(f"meshwise {name}: stopped by Ctrl-C", status=130) if speaks() else 130
+    except RankLostError as error:
+        if is_rank():  # the lost one has more to say; torchrun ends this one meanwhile
+            time.sleep(_CONSEQUENCE_SECONDS)
+        return _say(f"meshwise {name} failed: {error}", status=1)
+    except (NonFiniteError, RanksDisagree) as error:
         return _say(f"meshwise {name} failed: {error}", status=1)
     except Exception as error:
         if isinstance(error, OSError) and takes_no_more():
@@ -138,6 +144,14 @@ def _guarded(name: str, words: Sequence[str], *, copy: bool) -> int:
         leave_traceback(error)
         told = "\n  ".join([f"{type(error).__name__}: {error}", *notes(error)])
         return _say(f"meshwise {name} failed: {told}", status=1)
+
+
+def _carried_out(name: str, words: Sequence[str]) -> int:
+    try:
+        return COMMANDS[name].main(words)
+    except BaseException:
+        leave_undone()
+        raise
 
 
 def _say(message: str, *, status: int, once: bool = False) -> int:

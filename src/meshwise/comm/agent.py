@@ -34,7 +34,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from meshwise.comm.job_folder import last_start
 from meshwise.comm.life import has_ended
 from meshwise.comm.loopback import LOOPBACK, LoopbackRendezvous
-from meshwise.comm.outcome import Outcome
+from meshwise.comm.outcome import Outcome, save_statuses
 from meshwise.comm.rank import POLL_SECONDS
 from meshwise.comm.semaphores import named_after
 
@@ -100,6 +100,7 @@ class _Agent(LocalElasticAgent):
             self._go_on()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state != WorkerState.HEALTHY:
+            self._note(result)
             return result
         if time.monotonic() - self._since < _CERTAIN_SECONDS:
             return result
@@ -109,7 +110,16 @@ class _Agent(LocalElasticAgent):
             for one in worker_group.workers
             if one.id in self._gone and not Outcome.is_there(outcomes, rank=one.global_rank)
         }
-        return RunResult(WorkerState.FAILED, failures=failures) if failures else result
+        if not failures:
+            return result
+        result = RunResult(WorkerState.FAILED, failures=failures)
+        self._note(result)
+        return result
+
+    def _note(self, result: RunResult) -> None:
+        """Leave how ranks ended, for those that are started after them."""
+        statuses = {rank: failure.exitcode for rank, failure in result.failures.items()}
+        save_statuses(last_start(self._folder), statuses=statuses)
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
         self._go_on()

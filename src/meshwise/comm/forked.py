@@ -171,7 +171,12 @@ def copied() -> None:
     """Make the server that `starting` finds a copy of this process, whose modules need not be imported again. This
     process has to have done nothing else yet: what else it had, every rank would have.
     """
-    _start_tracker()  # afresh: it needs nothing of torch
+    sys.warnoptions.append("ignore:resource_tracker:UserWarning")
+    try:
+        # Afresh: it needs nothing of torch. Where a job is killed it removes what there is of it, which is no leak.
+        _start_tracker()
+    finally:
+        sys.warnoptions.pop()
     ordinary = util.spawnv_passfds
 
     def copy(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:

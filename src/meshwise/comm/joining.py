@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from meshwise.comm.forked import Launcher
 from meshwise.comm.journal import RanksDisagree
+from meshwise.comm.loopback import is_opened_by_launcher
 from meshwise.comm.lost import RankLostError
 from meshwise.comm.torch_world import COMM_VARIABLE, Comm, default_device, meeting_place, torch_world
 from meshwise.comm.watch import Tell, Watch, tell_stderr
@@ -70,12 +71,18 @@ def _join(device: torch.device, stall_seconds: float | None, tell: Tell) -> Worl
         own = c10d.PrefixStore(device.type, store)
         watch = Watch(world, store=own, stall_seconds=stall_seconds, tell=tell, launcher=launcher)
         watch.start()
-        atexit.register(_leave_store, own, rank=world.rank, size=world.size)
+        if not is_opened_by_launcher():
+            atexit.register(_leave_store, own, rank=world.rank, size=world.size)
         atexit.register(watch.stop)
     # Runs before the watch stops: what is still under way is waited for, and watched.
     atexit.register(_close, world, watch)
     os.register_at_fork(after_in_child=_end_as_a_copy)
     return world
+
+
+def leave_undone() -> None:
+    """This rank ends, and does no part any more in what the others do: whoever started them ends them, too."""
+    atexit.unregister(_close)
 
 
 def _end_as_a_copy() -> None:

@@ -33,7 +33,7 @@ from meshwise.comm.agent import launch
 from meshwise.comm.cores import cores
 from meshwise.comm.forked import Surroundings, end_quietly, starting, temporary
 from meshwise.comm.job_folder import job_folder, last_start
-from meshwise.comm.joining import connect, joined_by
+from meshwise.comm.joining import connect, joined_by, leave_undone
 from meshwise.comm.launched import launched
 from meshwise.comm.outcome import first_error, results
 from meshwise.comm.rank import SIGNALS, asked_threads, rank_main
@@ -74,7 +74,13 @@ def run(
         world = connect(device=device, comm=comm)
         if world.size != size:
             raise ValueError(f"run({size}, …) in a job of {world.size} ranks; start torchrun with {size} processes")
-        return world.exchange(main(world, *args))
+        try:
+            result = main(world, *args)
+        except SystemExit as left:
+            if left.code:
+                leave_undone()
+            raise
+        return world.exchange(result)
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"cannot run on {size!r} ranks")
     asked_patience()

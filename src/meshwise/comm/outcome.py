@@ -6,6 +6,8 @@ process dies right afterwards, and of several errors the first can be told from 
 
 from __future__ import annotations
 
+import contextlib
+import json
 import pickle
 import signal
 import time
@@ -16,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.comm.lost import RankKilledError, RankLostError
+
+_STATUSES = "statuses"
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,12 @@ class Outcome:
         """
         if self.is_consequence and self.is_there(folder, rank=rank):
             return
-        data = pickle.dumps(self)
+        try:
+            data = pickle.dumps(self)
+        except Exception as error:
+            kind = type(self.result).__name__
+            error.add_note(f"it is of what main has returned, a {kind}, which is to travel by pickle")
+            raise
         (folder / f"{rank}.writing").write_bytes(data)
         (folder / f"{rank}.writing").rename(folder / str(rank))
 
@@ -79,6 +88,20 @@ def results(folder: Path, *, size: int) -> list[Any]:
     return [outcome.result for outcome in outcomes if outcome is not None]
 
 
+def save_statuses(folder: Path, *, statuses: Mapping[int, int]) -> None:
+    """Leave those of the ranks that failed, beside their outcomes."""
+    with contextlib.suppress(OSError):  # it only serves to say why others are started
+        (folder / _STATUSES).write_text(json.dumps(list(statuses.items())), encoding="utf-8")
+
+
+def load_statuses(folder: Path) -> Mapping[int, int]:
+    """Those that were left there; none where there are none."""
+    try:
+        return dict(json.loads((folder / _STATUSES).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+
+
 def first_error(folder: Path, *, size: int, statuses: Mapping[int, int]) -> BaseException:
     """What to raise for ranks that have ended: the first exception that no other rank caused, or else how the lost
     rank ended, or else that some have left by `sys.exit`. `statuses` are those of the processes that failed, by rank;
@@ -87,6 +110,8 @@ def first_error(folder: Path, *, size: int, statuses: Mapping[int, int]) -> Base
     outcomes = {rank: Outcome.load(folder, rank=rank) for rank in range(size)}
     raised = {rank: outcome for rank, outcome in outcomes.items() if outcome is not None and outcome.error is not None}
     silent = [rank for rank in statuses if rank not in raised]
+    if not silent and not raised:
+        return RankLostError("ranks ended without a word")
     if not silent or any(not outcome.is_consequence and not outcome.left_well for outcome in raised.values()):
         rank, first = min(raised.items(), key=lambda item: (item[1].left_well, item[1].is_consequence, item[1].seconds))
         assert first.error is not None

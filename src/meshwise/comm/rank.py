@@ -27,7 +27,7 @@ from meshwise.comm.forked import ENDING, Launcher, Surroundings
 from meshwise.comm.job_folder import hold, start_folder
 from meshwise.comm.joining import joined
 from meshwise.comm.journal import RanksDisagree
-from meshwise.comm.outcome import Outcome, status_of
+from meshwise.comm.outcome import Outcome, first_error, load_statuses, status_of
 from meshwise.comm.semaphores import named_as_ever
 from meshwise.comm.watch import tell_stderr
 
@@ -141,12 +141,8 @@ def asked_threads() -> int | None:
 def _tell_restart(folder: Path, attempt: Attempt) -> None:
     """Say why the ranks are started again, from what those of the last start have left."""
     previous = start_folder(folder, number=attempt.number - 1)
-    outcomes = [
-        Outcome.load(previous, rank=int(path.name)) for path in previous.glob("[0-9]*") if path.name.isdecimal()
-    ]
-    raised = [outcome for outcome in outcomes if outcome is not None and outcome.error is not None]
-    first = min(raised, key=lambda outcome: (outcome.is_consequence, outcome.seconds), default=None)
-    why = "ranks ended without a word" if first is None else f"{type(first.error).__name__}: {first.error}"
+    error = first_error(previous, size=int(os.environ["WORLD_SIZE"]), statuses=load_statuses(previous))
+    why = f"{type(error).__name__}: {error}"
     tell_stderr(f"meshwise: restart {attempt.number} of {attempt.most}, because {why}", final=False)
 
 
