@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from free_port import free_port
 from meshwise.comm import World, run
+from scripts import ended, ended_ranks
 
 pytestmark = pytest.mark.processes
 
 SIZE = 2
-SECONDS = 200.0
 COPIED = """
 import os, sys
 from meshwise.comm import run
@@ -69,14 +67,6 @@ if __name__ == "__main__":
 """
 
 
-def ended(file: Path) -> tuple[str, str]:
-    """What a script and all that it has started write until the last of them has ended."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(file)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=True)
-    return done.stdout, done.stderr
-
-
 def copies(world: World, way: str) -> tuple[int, float]:
     """The status of a copy of this rank that `main` makes, and a sum of the ranks afterwards."""
     pid = os.fork()
@@ -113,37 +103,16 @@ print(x.item())
 
 
 def test_a_copy_of_a_rank_that_was_started_by_others_ends_by_itself() -> None:
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    common = {**os.environ, **meeting, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", COPIES_ITSELF],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for number, rank in enumerate(ranks):
-            out, errors = rank.communicate(timeout=SECONDS)
-            assert (rank.returncode, out) == (0, "2.0\n"), errors
-            assert errors.count("Traceback") == errors.count("ValueError: in a copy") == number
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+    for number, (status, out, errors) in enumerate(ended_ranks(COPIES_ITSELF, size=2)):
+        assert (status, out) == (0, "2.0\n"), errors
+        assert errors.count("Traceback") == errors.count("ValueError: in a copy") == number
 
 
 def test_a_copy_of_a_launcher_starts_ranks_of_its_own(tmp_path: Path) -> None:
-    file = tmp_path / "twice.py"
-    file.write_text(COPIED.format(size=SIZE))
-    assert ended(file) == ("[0, 1]\ncopy [0, 1]\n[0, 1]\nleft [0, 1]\n", "")
+    said = ended(COPIED.format(size=SIZE), folder=tmp_path)
+    assert (said.stdout, said.stderr) == ("[0, 1]\ncopy [0, 1]\n[0, 1]\nleft [0, 1]\n", "")
 
 
 def test_so_does_one_that_is_made_while_ranks_are_started(tmp_path: Path) -> None:
-    file = tmp_path / "at_once.py"
-    file.write_text(COPIED_AT_ONCE.format(size=SIZE))
-    output, errors = ended(file)
-    assert (sorted(output.splitlines()), errors) == (["[0, 1]", "copy [0, 1] /mp-"], "")
+    said = ended(COPIED_AT_ONCE.format(size=SIZE), folder=tmp_path)
+    assert (sorted(said.stdout.splitlines()), said.stderr) == (["[0, 1]", "copy [0, 1] /mp-"], "")

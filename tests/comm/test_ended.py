@@ -15,6 +15,7 @@ import pytest
 
 from meshwise.comm import semaphores
 from meshwise.comm.job_folder import job_folder
+from scripts import ended
 
 pytestmark = pytest.mark.processes
 
@@ -121,13 +122,9 @@ def test_the_next_job_removes_the_semaphores_of_one_whose_processes_were_all_kil
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="semaphores have no place here")
 def test_those_of_one_start_are_gone_at_the_next(tmp_path: Path) -> None:
-    script = tmp_path / "again.py"
-    script.write_text(STARTED_AGAIN.format(size=SIZE))
-    command = [sys.executable, str(script)]
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=True)
+    said = ended(STARTED_AGAIN.format(size=SIZE), folder=tmp_path, TMPDIR=str(tmp_path))
     count = 2 * SIZE + 5
-    assert ended.stdout == f"{count} True\n" * 2
+    assert said.stdout == f"{count} True\n" * 2
 
 
 def test_jobs_that_start_at_once_leave_the_names_as_they_were(tmp_path: Path) -> None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import uuid
 
 import pytest
 import torch
 
-from free_port import free_port
 from joined import joined
 from meshwise.comm.agreement import require_same
 from meshwise.comm.journal import Call, Line, RanksDisagree, Stamp
 from meshwise.comm.world import World
 from meshwise.mesh import Mesh
 from meshwise.testing import Processes, run
+from scripts import ended_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -67,17 +64,7 @@ over.broadcast(torch.ones(8), axes="tp", source=over.group("tp").index).wait()
 
 
 def test_ranks_that_close_at_their_exit_end_with_an_error() -> None:
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    common = {**os.environ, **meeting, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", LEAVES_IT_TO_THE_EXIT],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(4)
-    ]
-    told = "".join(rank.communicate(timeout=120)[1] for rank in ranks)
-    assert [rank.returncode for rank in ranks] == [1] * 4
+    ranks = ended_ranks(LEAVES_IT_TO_THE_EXIT, size=4)
+    assert [status for status, _, _ in ranks] == [1] * 4
+    told = "".join(errors for _, _, errors in ranks)
     assert "ranks 0,1 called different collectives where they have to call the same" in told

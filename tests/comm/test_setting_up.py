@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined] # not in torch's stubs
 
+import scripts
 from meshwise.comm import World
 from meshwise.comm.cores import cores
 from meshwise.comm.rank import asked_threads
@@ -145,12 +144,8 @@ NO_RESULT = "of 2 ended with exit status 0 and no result; something calls os._ex
 
 
 def ended(folder: Path, main: str, threads: str, *words: str, size: int = 2) -> subprocess.CompletedProcess[str]:
-    """What a script with two ranks says; it has a minute."""
-    script = folder / "script.py"
-    script.write_text(SCRIPT.format(main=main, size=size))
-    environment = {**os.environ, "OMP_NUM_THREADS": threads}
-    command = [sys.executable, str(script), *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=True)
+    """What a script with ranks that call this says."""
+    return scripts.ended(SCRIPT.format(main=main, size=size), *words, folder=folder, OMP_NUM_THREADS=threads)
 
 
 @pytest.mark.parametrize("threads", ["abc", "-1", "0"])

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from meshwise.comm import World, run
+from scripts import ended
 
 pytestmark = pytest.mark.processes
 
 SIZE = 2
-SECONDS = 200.0
 
 FAILING = """
 import multiprocessing, time
@@ -62,12 +59,6 @@ def test_ranks_start_theirs_as_their_launcher_would(wanted: str | None) -> None:
 
 
 def test_those_of_ranks_that_fail_or_are_ended_end_too_and_say_nothing(tmp_path: Path) -> None:
-    script = tmp_path / "failing.py"
-    script.write_text(FAILING.format(size=SIZE))
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    # Until whoever writes to the pipes has ended.
-    ended = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=SECONDS, check=True
-    )
-    assert (ended.stdout, ended.stderr) == ("the loss of a user\n", "")
-    assert list(tmp_path.iterdir()) == [script]
+    said = ended(FAILING.format(size=SIZE), folder=tmp_path, TMPDIR=str(tmp_path))
+    assert (said.stdout, said.stderr) == ("the loss of a user\n", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]

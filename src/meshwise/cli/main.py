@@ -26,6 +26,7 @@ from meshwise.comm.joining import leave_undone
 from meshwise.comm.journal import RanksDisagree
 from meshwise.comm.launched import is_rank, speaks
 from meshwise.comm.lost import RankLostError
+from meshwise.comm.rank import CONSEQUENCE_SECONDS
 from meshwise.comm.semaphores import NoSemaphoresError
 from meshwise.model.forward import LossError
 from meshwise.nonfinite import NonFiniteError
@@ -35,7 +36,6 @@ from meshwise.train.job import JobError
 from meshwise.train.screen import STDOUT, is_unread, takes_no_more, tolerate
 
 _RANK_0_SECONDS = 5
-_CONSEQUENCE_SECONDS = 3
 _STDERR = 2
 
 
@@ -134,7 +134,7 @@ def _guarded(name: str, words: Sequence[str], *, copy: bool) -> int:
         return _say(f"meshwise {name}: stopped by Ctrl-C", status=130) if speaks() else 130
     except RankLostError as error:
         if is_rank():  # the lost one has more to say; torchrun ends this one meanwhile
-            time.sleep(_CONSEQUENCE_SECONDS)
+            time.sleep(CONSEQUENCE_SECONDS)
         return _say(f"meshwise {name} failed: {error}", status=1)
     except (NonFiniteError, RanksDisagree) as error:
         return _say(f"meshwise {name} failed: {error}", status=1)

@@ -99,27 +99,23 @@ class _Agent(LocalElasticAgent):
         if any(_has_ended(one.id) for one in worker_group.workers):
             self._go_on()
         result: RunResult = super()._monitor_workers(worker_group)
-        if result.state != WorkerState.HEALTHY:
-            self._note(result)
-            return result
+        if result.state == WorkerState.HEALTHY and (failures := self._left_nothing(worker_group)):
+            result = RunResult(WorkerState.FAILED, failures=failures)
+        if result.failures:  # those that are started after them say why
+            statuses = {rank: failure.exitcode for rank, failure in result.failures.items()}
+            save_statuses(last_start(self._folder), statuses=statuses)
+        return result
+
+    def _left_nothing(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
+        """The ranks that have ended with status 0, for certain, and left no result."""
         if time.monotonic() - self._since < _CERTAIN_SECONDS:
-            return result
+            return {}
         outcomes = last_start(self._folder)
-        failures = {
+        return {
             one.global_rank: ProcessFailure(one.local_rank, pid=one.id, exitcode=0, error_file="")
             for one in worker_group.workers
             if one.id in self._gone and not Outcome.is_there(outcomes, rank=one.global_rank)
         }
-        if not failures:
-            return result
-        result = RunResult(WorkerState.FAILED, failures=failures)
-        self._note(result)
-        return result
-
-    def _note(self, result: RunResult) -> None:
-        """Leave how ranks ended, for those that are started after them."""
-        statuses = {rank: failure.exitcode for rank, failure in result.failures.items()}
-        save_statuses(last_start(self._folder), statuses=statuses)
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
         self._go_on()

@@ -37,9 +37,10 @@ POLL_SECONDS = 0.1
 SIGNALS = (signal.SIGINT, *ENDING)
 """What a launcher passes on to its ranks."""
 
-# Longer than the launcher takes, on a machine with too much to do as well, to notice the rank that ended first: it ends
-# the others then.
-_CONSEQUENCE_SECONDS = 30 * POLL_SECONDS
+CONSEQUENCE_SECONDS = 30 * POLL_SECONDS
+"""Longer than a launcher takes, on a machine with too much to do as well, to notice the rank that ended first: it ends
+the others then.
+"""
 
 
 def rank_main(
@@ -87,7 +88,7 @@ def rank_main(
             except OSError:  # a full disk, say: then it is told here, or nowhere
                 traceback.print_exc()
             if outcome.is_consequence:
-                time.sleep(_CONSEQUENCE_SECONDS)
+                time.sleep(CONSEQUENCE_SECONDS)
         finally:  # an exception that left here would end the process with status 0, and the launcher wait for a result
             _leave(1)
 
@@ -95,9 +96,8 @@ def rank_main(
 def _end_workers() -> None:
     """Let what loads data end with this process: as multiprocessing does when it comes to its end."""
     for child in multiprocessing.active_children():
-        if (
-            child.daemon and vars(child)["_parent_pid"] == os.getpid()
-        ):  # it is this one's, not the one's it is copied from
+        own = vars(child)["_parent_pid"] == os.getpid()  # not that of the process which this one is a copy of
+        if own and child.daemon:
             child.terminate()
 
 
