@@ -37,9 +37,9 @@ from torch.distributed.fsdp import fully_shard
 
 import gpt
 import meshwise as mw
-from meshwise.comm.world import World
+from meshwise.comm.api.world import World
+from meshwise.engine.trainer import Trainer
 from meshwise.testing import Processes
-from meshwise.trainer import Trainer
 from peer_table import machine, write_between_markers
 
 STEPS = 10

@@ -33,9 +33,9 @@ OURS = "meshwise, `offload=optimizer:cpu`"
 
 def contestants(parameters: Sequence[nn.Parameter], *, deepspeed: bool) -> dict[str, Callable[[], object]]:
     """One step of each, by name."""
+    from meshwise.memory.chunk_visit import Chunk
+    from meshwise.memory.chunked_update import Update
     from meshwise.memory.tiers import Tiers
-    from meshwise.memory.update import Update
-    from meshwise.memory.visit import Chunk
     from meshwise.plan.offload import Offload
 
     gradients = [parameter.grad for parameter in parameters]

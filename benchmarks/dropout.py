@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from meshwise import parallelize
-from meshwise.model.draws import Draws, Rows
+from meshwise.model.random_draws import Draws, Rows
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 
 PROBABILITY = 0.1

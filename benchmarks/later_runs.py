@@ -28,14 +28,14 @@ import torch
 from torch import nn
 
 import nanotron
-from meshwise.parallelize import Options
-from meshwise.pipeline.cut import Where
+from meshwise.engine.parallelize import Options
+from meshwise.pipeline.cut.model_cut import Where
 from meshwise.reference.gpt import GPT, GPTConfig
-from meshwise.reference.loss import next_token_loss
-from meshwise.simulate.clock import Prediction, predict
+from meshwise.reference.language_loss import next_token_loss
 from meshwise.simulate.cluster import parse_cluster
+from meshwise.simulate.prediction import Prediction, predict
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.subject import Subject
+from meshwise.simulate.rehearsal_subject import Subject
 from whole_backwards import whole_backwards
 
 PATH = Path(__file__).with_suffix(".csv")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.precision.policy import Precision
+from meshwise.precision.dtype_policy import Precision
 
 PRECISION = Precision(
     parameters=torch.float16,

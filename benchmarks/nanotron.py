@@ -48,17 +48,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.parallelize import Options
+from meshwise.engine.parallelize import Options
 from meshwise.plan import Plan
-from meshwise.planner.bound import Figures
+from meshwise.planner.lower_bound import Figures
+from meshwise.planner.plan_space import Space
 from meshwise.planner.search import figures_of
-from meshwise.planner.space import Space
 from meshwise.reference.gpt import GPT, GPTConfig
-from meshwise.reference.loss import next_token_loss
-from meshwise.simulate.clock import Prediction, predict
+from meshwise.reference.language_loss import next_token_loss
 from meshwise.simulate.cluster import Cluster, Curve, at, parse_cluster
+from meshwise.simulate.prediction import Prediction, predict
 from meshwise.simulate.rehearsal import Rehearsal
-from meshwise.simulate.subject import Subject
+from meshwise.simulate.rehearsal_subject import Subject
 from reserved import Held, reserved
 
 SEQUENCES, CONTEXT, VOCABULARY = 256, 4096, 131072

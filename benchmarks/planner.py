@@ -25,10 +25,10 @@ from functools import partial
 from pathlib import Path
 
 from meshwise.plan import Plan
+from meshwise.planner.plan_space import Space
 from meshwise.planner.search import Candidate, Effort, Searching, search
-from meshwise.planner.space import Space
-from meshwise.simulate.clock import predict
 from meshwise.simulate.cluster import Cluster, parse_cluster
+from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import rehearse
 from nanotron import MODELS, PEAK, SEQUENCES, machines, plan_of, searched, subject, told
 from peer_table import write_between_markers

@@ -29,15 +29,15 @@ import torch
 import later_runs
 from later_runs import Run
 from megatron_lm import PRECISION, Megatron, cross_entropy
-from meshwise.parallelize import Options
-from meshwise.pipeline.cut import Where
-from meshwise.simulate.clock import predict
+from meshwise.engine.parallelize import Options
+from meshwise.pipeline.cut.model_cut import Where
 from meshwise.simulate.cluster import Cluster, at, load
-from meshwise.simulate.memory import fullest
-from meshwise.simulate.moments import computes, moments
-from meshwise.simulate.price import SEND_RECV, Prices
+from meshwise.simulate.cluster_prices import SEND_RECV, Prices
+from meshwise.simulate.memory_use import fullest
+from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import Rehearsal, rehearse
-from meshwise.simulate.subject import Subject
+from meshwise.simulate.rehearsal_subject import Subject
+from meshwise.simulate.segment_times import computes, moments
 from peer_table import write_between_markers
 from whole_backwards import whole_backwards
 

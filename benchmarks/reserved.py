@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from meshwise.pipeline.action import Action, Kind
+from meshwise.pipeline.schedules.action import Action, Kind
 from meshwise.simulate.rehearsal import Rehearsal
 from meshwise.simulate.tape import Category, Memory, Segment
 

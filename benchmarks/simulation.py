@@ -23,18 +23,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwise.bench.calibrate import Calibrated, Effort, calibrate
-from meshwise.comm.launch import run
-from meshwise.comm.world import World
-from meshwise.parallelize import Options
+from meshwise.comm.api.world import World
+from meshwise.comm.launch.launch import run
+from meshwise.engine.parallelize import Options
 from meshwise.plan import Plan, PlanError
 from meshwise.reference.gpt import GPT, GPTConfig
-from meshwise.simulate.clock import predict
 from meshwise.simulate.cluster import Cluster
-from meshwise.simulate.measure import MALLOC, Measured, measure
-from meshwise.simulate.memory import fullest
+from meshwise.simulate.measured_ranks import MALLOC, Measured, measure
+from meshwise.simulate.memory_use import fullest
+from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.subject import Subject
-from meshwise.simulate.tables import text
+from meshwise.simulate.rehearsal_subject import Subject
+from meshwise.simulate.simulation_tables import text
 from peer_table import write_between_markers
 
 STEPS = 6

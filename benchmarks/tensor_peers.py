@@ -18,8 +18,8 @@ import torch
 import gpt
 import meshwise as mw
 from games import Event, Game
-from meshwise.comm.thread_world import run_threads
-from meshwise.comm.world import World
+from meshwise.comm.api.world import World
+from meshwise.comm.in_process.thread_world import run_threads
 from tensor_contestants import contestant
 
 

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from meshwise.bench.disk import DDS, dds
 from meshwise.comm import World, run_threads
-from meshwise.memory.staging import Swap
-from meshwise.memory.swap import SwapFile, traffic
-from meshwise.parallelize import Options, parallelize
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.engine.trainer import Trainer
+from meshwise.memory.staging_buffers import Swap
+from meshwise.memory.swap_file import SwapFile, traffic
 from meshwise.reference import GPT, GPTConfig, next_token_loss
-from meshwise.trainer import Trainer
 from peer_table import machine, write_between_markers
 
 PLANS = (

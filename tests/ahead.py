@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from meshwise.comm.world import World
-from meshwise.mesh import Mesh
+from meshwise.base.mesh import Mesh
+from meshwise.comm.api.world import World
 
 MESH = Mesh.of(dp=2, tp=2)
 LENGTHS = [9_000 * (at % 2) + 5 for at in range(70)]

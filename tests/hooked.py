@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.world import World
-from meshwise.parallelize import Options, parallelize
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.engine.trainer import Trainer
 from meshwise.plan import Plan
 from meshwise.testing import run
-from meshwise.trainer import Trainer
 
 WIDTH, BOUND = 6, 1e-9
 Hook = Callable[[nn.Module], object]

@@ -34,8 +34,10 @@ class Module:
 
 
 def part_of(name: str) -> str:
-    """`comm` for meshwise.comm.world, nothing for the package itself."""
-    return name.partition(".")[2].partition(".")[0]
+    """Return the part that holds `name`: `comm.api` for meshwise.comm.api.world, "" for the package itself."""
+    path = name.split(".")[1:]
+    nested = ".".join(path[:2])
+    return nested if nested in FLOOR_OF else ".".join(path[:1])
 
 
 Source = Mapping[str, Module]
@@ -54,28 +56,60 @@ def read(folder: Path) -> Source:
 
 # ---- imports -----------------------------------------------------------------------------------------------------
 
-FLOORS = (
-    ("mesh", "tree", "reference", "timeline", "norms", "whole_file"),
-    ("plan", "layout"),
-    ("comm", "precision"),
-    ("model",),
-    ("memory",),
-    ("data_parallel", "tensor", "pipeline", "optim"),
-    ("nonfinite", "microbatch", "checkpoint", "dissent"),
-    ("sweep",),
-    ("staged", "result"),
-    ("stepping", "cutting"),
-    ("trainer",),
-    ("parallelize", "measure"),
-    ("simulate",),
-    ("planner",),
-    ("train", "testing", "bench"),
-    ("verify",),
-    ("view",),
-    ("cli",),
-    ("__main__",),
+# The house from the roof down: each floor maps its parts to what they are for. A part is a folder, or a sub-folder
+# that is named here. A part imports lower floors and itself, never a neighbour. docs/architecture.md shows it.
+HOUSE: tuple[Mapping[str, str], ...] = (
+    {"__main__": "`python -m meshwise`"},
+    {"cli": "the commands"},
+    {"view": "pictures: timelines, memory, meshes; terminal, PNG, SVG, HTML, Chrome trace"},
+    {"verify": "a plan beside one process: loss, every gradient, every parameter"},
+    {
+        "train": "the job, its data, the loop, its events",
+        "testing": "run N ranks, `agree`, `count`, the reference run",
+        "bench": "measures links, collectives, disks; examines the machine",
+    },
+    {"planner": "searches the plans of a job: bounds first, then rehearsals"},
+    {"simulate": "rehearses a plan without values: memory and time"},
+    {"engine": "`parallelize`, the trainer, the step, micro-batches, stages: where the parts meet"},
+    {"checkpoint": "logical tensors as rectangles: saved under one plan, loaded under another"},
+    {
+        "data_parallel": "units, buckets, ZeRO 0-3",
+        "tensor": "one sharded matmul, a page of layouts per scheme",
+        "pipeline": "schedules and cuts as tables, and what runs them",
+        "optim": "optimizers over the slices that a rank owns",
+    },
+    {"memory": "recomputation, and the tiers where state rests"},
+    {"model": "a model seen from outside: parameter table, blocks, deferred initialization, random draws"},
+    {"comm": "the names that the rest of the package imports from comm"},
+    {"comm.launch": "starts ranks and joins them"},
+    {"comm.health": "hang reports: who waits for whom"},
+    {"comm.network": "worlds over gloo, NCCL and several hosts"},
+    {
+        "comm.shared_memory": "the world of ranks on one host",
+        "comm.in_process": "the worlds of threads and of traces",
+    },
+    {
+        "comm.api": "the World, collectives with backward, streams, the flight recorder",
+        "precision": "the dtypes that are kept, computed, summed",
+    },
+    {"plan": "what the user chose, as one value", "layout": "where a tensor lives on a mesh"},
+    {
+        "base": "meshes, trees of tensors, timelines, files replaced whole",
+        "reference": "plain models that know no rank",
+    },
 )
-"""From the ground up. A part imports lower floors and itself, never a sibling."""
+
+FLOOR_OF = {part: -floor for floor, parts in enumerate(HOUSE) for part in parts}
+
+
+def picture() -> str:
+    """Return the table of the house as Markdown, one row per floor from the roof down."""
+    rows = ["| floor | parts |", "|--:|---|"]
+    for floor, parts in enumerate(HOUSE):
+        cell = "<br>".join(f"`{part.replace('.', '/')}` {what}" for part, what in parts.items())
+        rows.append(f"| {len(HOUSE) - 1 - floor} | {cell} |")
+    return "\n".join(rows)
+
 
 EXTRAS = ("matplotlib", "tensorboard", "torch.utils.tensorboard", "transformers")
 """What an optional extra installs: imported where it is used, so that the package works without it."""
@@ -98,20 +132,47 @@ def within(name: str, package: str) -> bool:
 
 
 def imports_go_down(source: Source) -> Iterator[str]:
-    floor_of = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
+    """Yield imports of a part that is not on a lower floor."""
     for module in source.values():
         if not module.part:
             continue
-        if module.part not in floor_of:
-            yield f"{module.name}: the part {module.part!r} stands on no floor; give it one in FLOORS"
+        if module.part not in FLOOR_OF:
+            yield f"{module.name}: the part {module.part!r} is on no floor; add it to HOUSE"
             continue
         for node, name in imported(module):
             part = part_of(name)
             if within(name, "meshwise") and part != module.part:
-                if part not in floor_of:
-                    yield module.at(node, f"{name} is imported from the roof; import it from where it is defined")
-                elif floor_of[part] >= floor_of[module.part]:
+                if part not in FLOOR_OF:
+                    yield module.at(node, f"{name} is imported from the package; import it from where it is defined")
+                elif FLOOR_OF[part] >= FLOOR_OF[module.part]:
                     yield module.at(node, f"{module.part} imports {name}, which is not on a lower floor")
+
+
+def no_circles(source: Source) -> Iterator[str]:
+    """Yield files that import each other, directly or through others."""
+    graph = {
+        module.name: {home for _, name in imported(module) if (home := _home(source, name)) not in (None, module.name)}
+        for module in source.values()
+    }
+    finished: dict[str, bool] = {}
+
+    def visit(name: str, trail: tuple[str, ...]) -> Iterator[str]:
+        if name in trail:
+            yield f"{name}: a circle of imports: {' -> '.join((*trail[trail.index(name) :], name))}"
+        elif name not in finished:
+            for other in sorted(graph.get(name, ())):
+                yield from visit(other, (*trail, name))
+            finished[name] = True
+
+    for name in sorted(graph):
+        yield from visit(name, ())
+
+
+def _home(source: Source, name: str) -> str | None:
+    """Return the file that `name`, a dotted path, lies in."""
+    while name and name not in source:
+        name = name.rpartition(".")[0]
+    return name or None
 
 
 def imports_stand_at_the_top(source: Source) -> Iterator[str]:
@@ -124,7 +185,7 @@ def imports_stand_at_the_top(source: Source) -> Iterator[str]:
 
 def only_comm_imports_torch_distributed(source: Source) -> Iterator[str]:
     for module in source.values():
-        if module.part == "comm":
+        if within(module.name, "meshwise.comm"):
             continue
         for node, name in imported(module):
             if within(name, "torch.distributed"):
@@ -229,35 +290,35 @@ def nothing_patched(source: Source) -> Iterator[str]:
 
 # ---- size and shape ----------------------------------------------------------------------------------------------
 
-LONGEST_FILE, LONGEST_FUNCTION, MOST_PARAMETERS = 400, 60, 6
+LONGEST_FILE, LONGEST_FUNCTION, MOST_PARAMETERS = 600, 60, 8
 SAYS_NOTHING = frozenset({"utils", "util", "common", "helpers", "helper", "misc"})
 POSITIONS: Mapping[str, int] = {
     # The verbs a user writes: what, and by which plan or on how many ranks.
-    "meshwise.parallelize.parallelize": 2,
-    "meshwise.simulate.shortage.needs": 2,
-    "meshwise.verify.check.verify": 4,
-    "meshwise.comm.launch.run": 2,
-    "meshwise.comm.thread_world.run_threads": 2,
-    "meshwise.testing.run.run": 2,
+    "meshwise.engine.parallelize.parallelize": 2,
+    "meshwise.simulate.fitting_plans.needs": 2,
+    "meshwise.verify.verification.verify": 4,
+    "meshwise.comm.launch.launch.run": 2,
+    "meshwise.comm.in_process.thread_world.run_threads": 2,
+    "meshwise.testing.run_ranks.run": 2,
     "meshwise.testing.processes.Processes.run": 2,
     # Two things of one kind, or a function and what it maps: the order is the one everybody expects.
-    "meshwise.layout.geometry.even_split": 2,
+    "meshwise.layout.rectangles.even_split": 2,
     "meshwise.testing.agree.agree": 2,
     "meshwise.testing.difference.difference": 2,
-    "meshwise.tree.map_tensors": 2,
-    "meshwise.comm.launch.torchrun_line": 2,
-    "meshwise.comm.parts.split": 2,
+    "meshwise.base.tensor_tree.map_tensors": 2,
+    "meshwise.comm.launch.launch.torchrun_line": 2,
+    "meshwise.comm.api.flat_parts.split": 2,
     # What is called back: loss(output, batch), forward(model, batch), parameter_options(name, parameter),
     # arrival(row, gradient), backend(store, rank, size); and what torch's launcher calls in a rank.
-    "meshwise.comm.rank.rank_main": 5,
-    "meshwise.comm.nccl_world.nccl": 3,
-    "meshwise.data_parallel.engine.throw_away": 2,
+    "meshwise.comm.launch.rank_process.rank_main": 5,
+    "meshwise.comm.network.nccl_world.nccl": 3,
+    "meshwise.data_parallel.data_parallel_engine.throw_away": 2,
     "meshwise.model.forward.call_loss": 2,
-    "meshwise.verify.outputs.Outputs.forward": 2,
+    "meshwise.verify.module_outputs.Outputs.forward": 2,
     "meshwise.model.forward.default_forward": 2,
-    "meshwise.model.table.matrices_decay": 2,
-    "meshwise.reference.loss.next_token_loss": 2,
-    "meshwise.train.loss.mean_squared_error": 2,
+    "meshwise.model.parameter_table.matrices_decay": 2,
+    "meshwise.reference.language_loss.next_token_loss": 2,
+    "meshwise.train.regression_loss.mean_squared_error": 2,
 }
 """How many arguments a public function may take by position, where it is more than one, and why."""
 
@@ -373,6 +434,7 @@ def _definition(source: Source, name: str) -> tuple[str, ast.ClassDef | FUNCTION
 
 RULES: tuple[Rule, ...] = (
     imports_go_down,
+    no_circles,
     imports_stand_at_the_top,
     only_comm_imports_torch_distributed,
     no_global_state,

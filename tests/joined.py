@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in torch's stubs
 
-from meshwise.comm.lane import Lanes
-from meshwise.comm.local_world import LocalWorld
-from meshwise.comm.room import Room
-from meshwise.comm.torch_world import meeting_place, torch_world
-from meshwise.comm.world import World
+from meshwise.comm.api.world import World
+from meshwise.comm.network.torch_world import meeting_place, torch_world
+from meshwise.comm.shared_memory.group_queue import Lanes
+from meshwise.comm.shared_memory.host_ranks import Room
+from meshwise.comm.shared_memory.local_world import LocalWorld
 
 
 def joined(world: World, name: str, how: str) -> World:

@@ -29,20 +29,20 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without declaring it
 
 from meshwise.comm import World
-from meshwise.comm.joining import _worlds, connect
-from meshwise.comm.journal import RanksDisagree
-from meshwise.comm.local_world import LocalWorld
-from meshwise.comm.loopback import LOOPBACK
-from meshwise.comm.lost import RankLostError
-from meshwise.testing.job import Answer
+from meshwise.comm.api.flight_recorder import RanksDisagree
+from meshwise.comm.api.rank_lost import RankLostError
+from meshwise.comm.launch.joining import _worlds, connect
+from meshwise.comm.network.loopback import LOOPBACK
+from meshwise.comm.shared_memory.local_world import LocalWorld
+from meshwise.testing.worker_job import Answer
 
 _SECONDS = 120
 _GRACE_SECONDS = 2.0
 
 
 def install() -> None:
-    """From now on `meshwise.testing.run` has processes where it would have threads."""
-    vars(importlib.import_module("meshwise.testing.run"))["run_threads"] = run_forked
+    """From now on `meshwise.testing.run_ranks` has processes where it would have threads."""
+    vars(importlib.import_module("meshwise.testing.run_ranks"))["run_threads"] = run_forked
 
 
 def run_forked(size: int, main: Callable[..., Any], *, args: Sequence[Any] = ()) -> list[Any]:

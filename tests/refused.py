@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from meshwise.comm.world import World
-from meshwise.mesh import Mesh
+from meshwise.base.mesh import Mesh
+from meshwise.comm.api.world import World
 
 MESH = Mesh.of(dp=2, one=1, tp=2)
 _NARROWEST = torch.float8_e4m3fn

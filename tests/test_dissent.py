@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwise.comm.journal import RanksDisagree
-from meshwise.comm.world import World
-from meshwise.dissent import batch_digest
-from meshwise.parallelize import parallelize
+from meshwise.comm.api.flight_recorder import RanksDisagree
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import parallelize
+from meshwise.engine.rank_mismatch import batch_digest
 from meshwise.testing import run
 
 ROWS = torch.arange(24.0).view(8, 3)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.world import World
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.engine.trainer import Trainer
 from meshwise.model.forward import LossError
-from meshwise.parallelize import Options, parallelize
 from meshwise.testing import agree, run
-from meshwise.trainer import Trainer
 
 ROWS, WIDTH = 8, 4
 

@@ -49,43 +49,45 @@ def source(name: str, text: str) -> Source:
 
 
 BROKEN = [
-    ("imports_go_down", "meshwise.mesh", "from meshwise.plan import Plan"),
-    ("imports_go_down", "meshwise.comm.world", "import meshwise.train.loop"),
+    ("imports_go_down", "meshwise.base.mesh", "from meshwise.plan import Plan"),
+    ("imports_go_down", "meshwise.comm.api.world", "import meshwise.train.loop"),
     ("imports_go_down", "meshwise.layout.layout", "from meshwise.plan import Plan"),
     ("imports_go_down", "meshwise.train.loop", "from meshwise import Mesh"),
-    ("imports_go_down", "meshwise.comm.world", "from ..train import loop"),
+    ("imports_go_down", "meshwise.comm.api.world", "from ..train import loop"),
     ("imports_go_down", "meshwise.newcomer", "import math"),
-    ("imports_go_down", "meshwise.comm.world", "if TYPE_CHECKING:\n    from meshwise.train import loop"),
-    ("imports_stand_at_the_top", "meshwise.tree", "def f():\n    import math"),
-    ("imports_stand_at_the_top", "meshwise.tree", "class A:\n    def f(self):\n        if self:\n            import a"),
-    ("only_comm_imports_torch_distributed", "meshwise.trainer", "import torch.distributed as dist"),
-    ("only_comm_imports_torch_distributed", "meshwise.trainer", "from torch import distributed"),
-    ("only_comm_imports_torch_distributed", "meshwise.trainer", "from torch.distributed.tensor import DTensor"),
-    ("only_comm_imports_torch_distributed", "meshwise.trainer", "import torch\ntorch.distributed.barrier()"),
-    ("no_global_state", "meshwise.tree", "def f():\n    global x\n    x = 1"),
-    ("no_global_state", "meshwise.tree", "CACHE = {}"),
-    ("no_global_state", "meshwise.tree", "SEEN: set[int] = set()"),
-    ("no_global_state", "meshwise.tree", "import collections\nSEEN = collections.defaultdict(list)"),
-    ("no_global_state", "meshwise.tree", "class A:\n    instances = []"),
-    ("nothing_hung_on_tensors", "meshwise.trainer", "def f(x: Tensor):\n    x.shard = 1"),
-    ("nothing_hung_on_tensors", "meshwise.trainer", "for w in model.parameters():\n    w.owner = 1"),
-    ("nothing_hung_on_tensors", "meshwise.trainer", "for name, w in m.named_parameters():\n    setattr(w, name, 1)"),
-    ("nothing_hung_on_tensors", "meshwise.trainer", "layer.weight.allreduce = False"),
-    ("nothing_patched", "meshwise.trainer", "import torch\ntorch.empty = None"),
-    ("nothing_patched", "meshwise.trainer", "from torch import nn\nnn.Module.__init__ = None"),
-    ("nothing_patched", "meshwise.trainer", "import torch.nn as n\nsetattr(n.Module, 'forward', None)"),
-    ("sizes_are_bounded", "meshwise.tree", "x = 1\n" * 401),
-    ("sizes_are_bounded", "meshwise.tree", "def f():\n" + "    x = 1\n" * 60),
-    ("sizes_are_bounded", "meshwise.tree", "def f(a, b, c, *, d, e, f, g): ..."),
-    ("parameters_are_named", "meshwise.tree", "def f(a, b): ..."),
-    ("parameters_are_named", "meshwise.tree", "class A:\n    def f(self, a, b=1): ..."),
-    ("parameters_are_named", "meshwise.tree", "class A:\n    def __init__(self, a, b): ..."),
-    ("parameters_are_named", "meshwise.tree", "import ast\nclass A(ast.NodeVisitor):\n    def extra(self, a, b): ..."),
-    ("parameters_are_named", "meshwise.tree", "import ast\nclass A(ast.AST):\n    def __init__(self, a, b): ..."),
+    ("imports_go_down", "meshwise.comm.api.world", "if TYPE_CHECKING:\n    from meshwise.train import loop"),
+    ("imports_go_down", "meshwise.comm.api.world", "from meshwise.comm.network import gloo_world"),
+    ("imports_go_down", "meshwise.comm.network.gloo_world", "from meshwise.comm import World"),
+    ("imports_stand_at_the_top", "meshwise.base.a", "def f():\n    import math"),
+    ("imports_stand_at_the_top", "meshwise.base.a", "class A:\n    def f(self):\n        if 1:\n            import a"),
+    ("only_comm_imports_torch_distributed", "meshwise.engine.a", "import torch.distributed as dist"),
+    ("only_comm_imports_torch_distributed", "meshwise.engine.a", "from torch import distributed"),
+    ("only_comm_imports_torch_distributed", "meshwise.engine.a", "from torch.distributed.tensor import DTensor"),
+    ("only_comm_imports_torch_distributed", "meshwise.engine.a", "import torch\ntorch.distributed.barrier()"),
+    ("no_global_state", "meshwise.base.a", "def f():\n    global x\n    x = 1"),
+    ("no_global_state", "meshwise.base.a", "CACHE = {}"),
+    ("no_global_state", "meshwise.base.a", "SEEN: set[int] = set()"),
+    ("no_global_state", "meshwise.base.a", "import collections\nSEEN = collections.defaultdict(list)"),
+    ("no_global_state", "meshwise.base.a", "class A:\n    instances = []"),
+    ("nothing_hung_on_tensors", "meshwise.engine.a", "def f(x: Tensor):\n    x.shard = 1"),
+    ("nothing_hung_on_tensors", "meshwise.engine.a", "for w in model.parameters():\n    w.owner = 1"),
+    ("nothing_hung_on_tensors", "meshwise.engine.a", "for name, w in m.named_parameters():\n    setattr(w, name, 1)"),
+    ("nothing_hung_on_tensors", "meshwise.engine.a", "layer.weight.allreduce = False"),
+    ("nothing_patched", "meshwise.engine.a", "import torch\ntorch.empty = None"),
+    ("nothing_patched", "meshwise.engine.a", "from torch import nn\nnn.Module.__init__ = None"),
+    ("nothing_patched", "meshwise.engine.a", "import torch.nn as n\nsetattr(n.Module, 'forward', None)"),
+    ("sizes_are_bounded", "meshwise.base.a", "x = 1\n" * 601),
+    ("sizes_are_bounded", "meshwise.base.a", "def f():\n" + "    x = 1\n" * 60),
+    ("sizes_are_bounded", "meshwise.base.a", "def f(a, *, b, c, d, e, f, g, h, i): ..."),
+    ("parameters_are_named", "meshwise.base.a", "def f(a, b): ..."),
+    ("parameters_are_named", "meshwise.base.a", "class A:\n    def f(self, a, b=1): ..."),
+    ("parameters_are_named", "meshwise.base.a", "class A:\n    def __init__(self, a, b): ..."),
+    ("parameters_are_named", "meshwise.base.a", "import ast\nclass A(ast.NodeVisitor):\n    def more(self, a, b): ..."),
+    ("parameters_are_named", "meshwise.base.a", "import ast\nclass A(ast.AST):\n    def __init__(self, a, b): ..."),
     ("names_say_something", "meshwise.comm.utils", ""),
     ("names_say_something", "meshwise.helpers.grid", ""),
     ("names_say_something", "meshwise.comm.stream_utils", ""),
-    ("no_hasattr", "meshwise.tree", "def f(x):\n    return hasattr(x, 'shape')"),
+    ("no_hasattr", "meshwise.base.a", "def f(x):\n    return hasattr(x, 'shape')"),
 ]  # fmt: skip
 
 
@@ -94,18 +96,31 @@ def test_a_planted_fault_is_caught(rule: str, name: str, text: str) -> None:
     assert list(getattr(house_rules, rule)(source(name, text)))
 
 
+def test_a_circle_of_imports_is_caught() -> None:
+    tree = {
+        **source("meshwise.base.a", "from meshwise.base import b"),
+        **source("meshwise.base.b", "from meshwise.base.c import C"),
+        **source("meshwise.base.c", "import meshwise.base.a"),
+    }
+    assert list(house_rules.no_circles(tree))
+
+
+def test_the_page_shows_the_house() -> None:
+    assert house_rules.picture() in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
 SOUND = [
-    ("meshwise.train.loop", "from meshwise.comm import World\nfrom meshwise.train.data import Data"),
+    ("meshwise.train.loop", "from meshwise.comm import World\nfrom meshwise.train.dataset import Data"),
     ("meshwise.train.loop", "from . import data\nimport torch.nn"),
     ("meshwise.view.plot", "def f():\n    import matplotlib.pyplot as plt\n    return plt"),
-    ("meshwise.comm.torch_world", "import torch.distributed as dist"),
-    ("meshwise.tree", "__all__ = ['a']\nNAMES = ('a', 'b')\nTABLE: Mapping[str, int] = {'a': 1}\nSIZE: int = 3"),
-    ("meshwise.tree", "class A:\n    def __init__(self):\n        self.seen = []\n        self.weight = None"),
-    ("meshwise.trainer", "for p in m.parameters():\n    p.grad = None\n    p.data = x\n    p.requires_grad = False"),
-    ("meshwise.tree", "def f(a, *, b): ...\ndef _g(a, b): ...\nclass A:\n    def f(self, a, *rest, **more): ..."),
-    ("meshwise.tree", "from torch import nn\nclass A(nn.Module):\n    def forward(self, a, b): ..."),
-    ("meshwise.tree", "from torch.autograd import Function\nclass A(Function):\n    def backward(ctx, a, b): ..."),
-    ("meshwise.tree", "def map_tensors(fn, tree): ..."),
+    ("meshwise.comm.network.torch_world", "import torch.distributed as dist"),
+    ("meshwise.base.a", "__all__ = ['a']\nNAMES = ('a', 'b')\nTABLE: Mapping[str, int] = {'a': 1}\nSIZE: int = 3"),
+    ("meshwise.base.a", "class A:\n    def __init__(self):\n        self.seen = []\n        self.weight = None"),
+    ("meshwise.engine.a", "for p in m.parameters():\n    p.grad = None\n    p.data = x\n    p.requires_grad = False"),
+    ("meshwise.base.a", "def f(a, *, b): ...\ndef _g(a, b): ...\nclass A:\n    def f(self, a, *rest, **more): ..."),
+    ("meshwise.base.a", "from torch import nn\nclass A(nn.Module):\n    def forward(self, a, b): ..."),
+    ("meshwise.base.a", "from torch.autograd import Function\nclass A(Function):\n    def backward(ctx, a, b): ..."),
+    ("meshwise.base.tensor_tree", "def map_tensors(fn, tree): ..."),
 ]  # fmt: skip
 
 
@@ -116,19 +131,19 @@ def test_sound_code_passes_every_rule(name: str, text: str) -> None:
 
 
 MESH = "class Mesh:\n    '''Axes.'''"
-LIST = "from meshwise.mesh import Mesh\n__all__ = ['Mesh']"
+LIST = "from meshwise.base.mesh import Mesh\n__all__ = ['Mesh']"
 
 
 @pytest.mark.parametrize(
     "roof, mesh, is_broken",
     [
         (LIST, MESH, False),
-        ("from meshwise.mesh import Mesh\n__all__ = []", MESH, True),
+        ("from meshwise.base.mesh import Mesh\n__all__ = []", MESH, True),
         ("__all__ = ['Mesh']", MESH, True),
         (LIST, "class Mesh: ...", True),
         (LIST, "Mesh = 1", True),
     ],
 )
 def test_public_names_are_listed_and_documented(roof: str, mesh: str, is_broken: bool) -> None:
-    tree = {**source("meshwise", roof), **source("meshwise.mesh", mesh)}
+    tree = {**source("meshwise", roof), **source("meshwise.base.mesh", mesh)}
     assert bool(list(house_rules.public_names_are_one_list(tree))) == is_broken

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.world import World
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.engine.trainer import Trainer
 from meshwise.model.forward import default_forward
-from meshwise.parallelize import Options, parallelize
 from meshwise.plan import PlanError
 from meshwise.testing import agree, run
-from meshwise.trainer import Trainer
 
 
 def squares(output: Tensor, batch: Any) -> tuple[Tensor, int]:

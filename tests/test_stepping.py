@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.journal import RanksDisagree, Stamp
-from meshwise.comm.world import World
-from meshwise.nonfinite import NonFiniteError
-from meshwise.parallelize import Options, parallelize
+from meshwise.base.tensor_tree import take_rows
+from meshwise.comm.api.flight_recorder import RanksDisagree, Stamp
+from meshwise.comm.api.world import World
+from meshwise.engine.nonfinite import NonFiniteError
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.engine.trainer import Trainer
 from meshwise.testing import agree, run
-from meshwise.trainer import Trainer
-from meshwise.tree import take_rows
 from two_layers import ROWS, Two, bad, good, made, over_plans, squares, state
 
 # ---- not finite ----------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from joined import holds_together
-from meshwise.comm.world import World
-from meshwise.parallelize import parallelize
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import parallelize
 from meshwise.testing import agree, run
 from two_layers import WIDTH, Two, good, made, over_plans, squares, state
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.tree import map_tensors, reachable, rows, take_rows, tensors
+from meshwise.base.tensor_tree import map_tensors, reachable, rows, take_rows, tensors
 
 
 class Pair(NamedTuple):

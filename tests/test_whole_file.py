@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.whole_file import is_read_only, write_whole
+from meshwise.base.atomic_file import is_read_only, write_whole
 
 
 def fails(path: Path) -> None:

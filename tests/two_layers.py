@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.world import World
-from meshwise.parallelize import parallelize
-from meshwise.trainer import Trainer
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import parallelize
+from meshwise.engine.trainer import Trainer
 
 PLANS = ("dp=2", "dp=2 zero=1", "dp=2 zero=2 microbatches=2", "dp=2 zero=3 microbatches=2")
 over_plans = pytest.mark.parametrize("plan", PLANS)

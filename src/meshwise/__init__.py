@@ -1,15 +1,15 @@
 """Train one plain PyTorch model on many devices, and prove that the split model is the same model."""
 
+from meshwise.base.mesh import Mesh
 from meshwise.comm import RankLostError, RanksDisagree, World, connect, run
+from meshwise.engine.measure_steps import measure
+from meshwise.engine.nonfinite import NonFiniteError
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.engine.step_result import EvalResult, StepResult
+from meshwise.engine.trainer import Trainer
 from meshwise.layout import Layout
-from meshwise.measure import measure
-from meshwise.mesh import Mesh
-from meshwise.nonfinite import NonFiniteError
-from meshwise.parallelize import Options, parallelize
 from meshwise.plan import Plan, PlanError
-from meshwise.result import EvalResult, StepResult
-from meshwise.simulate.shortage import needs
-from meshwise.trainer import Trainer
+from meshwise.simulate.fitting_plans import needs
 from meshwise.verify import Report, verify
 
 __all__ = [

@@ -3,8 +3,8 @@
 import pytest
 
 from meshwise.bench.bandwidth import BUS_FACTORS, Measurement
+from meshwise.bench.byte_sizes import parse_size, size_text
 from meshwise.bench.collectives import group_sizes
-from meshwise.bench.sizes import parse_size, size_text
 
 # doc/PERFORMANCE.md of nccl-tests, "Bus bandwidth", for groups of 2, 4 and 8 ranks.
 DRAWN = """

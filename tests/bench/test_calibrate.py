@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from meshwise.bench.calibrate import Calibrated, Effort, calibrate
-from meshwise.cli import calibrate as command
-from meshwise.comm.thread_world import run_threads
-from meshwise.comm.world import World
-from meshwise.simulate.clock import predict
+from meshwise.cli import calibrate_command as command
+from meshwise.comm.api.world import World
+from meshwise.comm.in_process.thread_world import run_threads
 from meshwise.simulate.cluster import load, parse_cluster, to_table
+from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.subject import Subject
+from meshwise.simulate.rehearsal_subject import Subject
 
 LITTLE = Effort(lengths=(16, 64), sizes=(1 << 12, 1 << 14), rounds=1)
 

@@ -9,12 +9,12 @@ import pytest
 from rich.console import Console
 
 from meshwise.bench.bandwidth import BUS_FACTORS, COPY, Measurement
+from meshwise.bench.collective_tables import as_csv, as_json, as_table
 from meshwise.bench.collectives import WAYS, Sweep, measure
 from meshwise.bench.plot import MissingExtraError, plot
-from meshwise.bench.tables import as_csv, as_json, as_table
 from meshwise.cli.main import main
 from meshwise.comm import Stamp, World
-from meshwise.comm.thread_world import run_threads
+from meshwise.comm.in_process.thread_world import run_threads
 from meshwise.testing import Processes
 
 ALL = tuple(BUS_FACTORS)

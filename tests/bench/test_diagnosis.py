@@ -11,7 +11,7 @@ import pytest
 from meshwise.bench.diagnosis import check_interfaces, examine_machine, examine_roll, own_facts
 from meshwise.bench.finding import Finding
 from meshwise.bench.machine import Gpu, Machine, examine, interface_names, table
-from meshwise.comm.rollcall import Entry
+from meshwise.comm.health.roll_call import Entry
 
 GPU = Gpu("a GPU", 80 << 30, "9.0")
 GOOD = Machine(

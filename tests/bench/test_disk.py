@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from meshwise.bench.disk import DDS, KINDS, TIER, Disk, Rate, measure
-from meshwise.cli.bench import main
-from meshwise.memory import swap
+from meshwise.cli.bench_command import main
+from meshwise.memory import swap_file as swap
 from meshwise.train.job import JobError
 
 pytestmark = pytest.mark.skipif(shutil.which("dd") is None, reason="needs dd")

@@ -12,10 +12,10 @@ import pytest
 from free_port import free_port
 from meshwise.bench.doctor import Report, consult_job
 from meshwise.bench.finding import Finding
-from meshwise.bench.reach import can_open, check_environment, reach
+from meshwise.bench.meeting_reach import can_open, check_environment, reach
 from meshwise.cli.main import main
 from meshwise.comm import World
-from meshwise.comm.rollcall import roll_call
+from meshwise.comm.health.roll_call import roll_call
 from meshwise.testing import Processes
 
 JOB = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -168,7 +168,7 @@ def test_a_bad_flag_ends_with_status_2(words: list[str]) -> None:
 SILENT_RANK = """
 import time
 from meshwise.bench.doctor import _talk_in_time
-from meshwise.comm.thread_world import run_threads
+from meshwise.comm.in_process.thread_world import run_threads
 
 def main(world):
     time.sleep(60) if world.rank else _talk_in_time(world, 0.5)

@@ -5,9 +5,9 @@ import itertools
 import pytest
 from torch import Tensor
 
-from meshwise.bench.talk import Link, Talk, rounds, slow_links, talk
+from meshwise.bench.pair_talk import Link, Talk, rounds, slow_links, talk
 from meshwise.comm import Group, Stamp, Work, World
-from meshwise.comm.thread_world import ThreadWorld, run_threads
+from meshwise.comm.in_process.thread_world import ThreadWorld, run_threads
 from meshwise.testing import Processes
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint.reader import read
-from meshwise.comm.world import World
-from meshwise.parallelize import Options, parallelize
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.engine.trainer import Trainer
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import Processes, agree, run
-from meshwise.trainer import Trainer
 
 Then = tuple[dict[str, Tensor], float]
 """The parameters of a state, and the loss of the step that follows it."""

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.checkpoint import DamageError, damages, newest_valid, read_index
-from meshwise.checkpoint.index import BLOCK, INDEX
-from meshwise.comm.world import World
-from meshwise.parallelize import parallelize
+from meshwise.checkpoint.checkpoint_index import BLOCK, INDEX
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import parallelize
+from meshwise.engine.trainer import Trainer
 from meshwise.testing import run
-from meshwise.trainer import Trainer
 
 DATA = "rank-00001.safetensors"
 

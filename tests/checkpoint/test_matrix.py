@@ -13,7 +13,7 @@ from torch import Tensor
 
 from checkpoint.cases import Case, Then, gathered, ranks, same_tensors, save, there_and_back
 from checkpoint.reader import read
-from meshwise.comm.world import World
+from meshwise.comm.api.world import World
 from meshwise.testing import Processes, run
 
 PLANS = (

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.checkpoint import DamageError
-from meshwise.checkpoint.export import ExportError, export
+from meshwise.checkpoint.hf_export import ExportError, export
 from meshwise.checkpoint.pretrained import PARTS
-from meshwise.comm.world import World
-from meshwise.parallelize import parallelize
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import parallelize
 from meshwise.reference import GPT, GPTConfig
 from meshwise.testing import run
 

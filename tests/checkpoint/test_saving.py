@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from checkpoint.reader import read
 from meshwise.checkpoint import Content, SaveError, newest_valid, prune, read_index, save
-from meshwise.checkpoint.stage import CHUNK, Stream
-from meshwise.comm.world import World
-from meshwise.data_parallel.holdings import Holding
-from meshwise.parallelize import parallelize
+from meshwise.checkpoint.staged_write import CHUNK, Stream
+from meshwise.comm.api.world import World
+from meshwise.data_parallel.stored_slices import Holding
+from meshwise.engine.parallelize import parallelize
+from meshwise.engine.trainer import Trainer
 from meshwise.testing import run
-from meshwise.trainer import Trainer
 
 
 def loss(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
@@ -271,8 +271,8 @@ MEMORY = """
     import sys, torch
     from pathlib import Path
     from meshwise.checkpoint import Content, Reader, read_index, save
-    from meshwise.comm.thread_world import run_threads
-    from meshwise.data_parallel.holdings import Holding
+    from meshwise.comm.in_process.thread_world import run_threads
+    from meshwise.data_parallel.stored_slices import Holding
 
     MB = 1 << 20
     state = [torch.ones(64 * MB // 4) for _ in range(4)]

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.world import World
-from meshwise.parallelize import Options, parallelize
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.engine.trainer import Trainer
 from meshwise.testing import run
-from meshwise.trainer import Trainer
 
 BATCH = torch.ones(4, 6)
 

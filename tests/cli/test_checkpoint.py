@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwise.checkpoint.index import INDEX
+from meshwise.checkpoint.checkpoint_index import INDEX
 from meshwise.cli.main import main
-from meshwise.comm.world import World
-from meshwise.parallelize import parallelize
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import parallelize
 from meshwise.reference import next_token_loss
 from meshwise.testing import run
-from meshwise.train.config import to_toml
 from meshwise.train.job import DataJob, Job, ModelJob
-from meshwise.train.named import model_function
+from meshwise.train.job_config import to_toml
+from meshwise.train.named_objects import model_function
 
 JOB = Job(
     model=ModelJob(name="gpt", arguments={"layers": 1, "heads": 2, "width": 8, "mlp_ratio": 2, "vocabulary": 12}),

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from meshwise.cli.main import COMMANDS, main
-from meshwise.cli.ranks import local_ranks
-from meshwise.comm.thread_world import run_threads
+from meshwise.cli.rank_count import local_ranks
+from meshwise.comm.in_process.thread_world import run_threads
 from meshwise.plan import Plan
 from meshwise.train.job import Job
 
@@ -182,7 +182,9 @@ def test_a_loss_that_returns_no_count_is_one_message_and_status_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("meshwise.cli.train.run", lambda size, main, args, **_: run_threads(size, main, args=args))
+    monkeypatch.setattr(
+        "meshwise.cli.train_command.run", lambda size, main, args, **_: run_threads(size, main, args=args)
+    )
     (tmp_path / "text.txt").write_text("text " * 500)
     (tmp_path / "own.py").write_text("def mean(output, batch):\n    return output.mean()\n")
     model = ["--model.arguments", "layers=1", "width=32", "--data.context=16", "--data.files", "text.txt"]

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from meshwise.bench.bandwidth import COPY, Measurement
-from meshwise.bench.tables import as_table
+from meshwise.bench.collective_tables import as_table
 from meshwise.cli.main import main
-from meshwise.cli.output import check_outputs, write_output
+from meshwise.cli.output_files import check_outputs, write_output
 from meshwise.train.job import JobError
 
 
@@ -43,12 +43,12 @@ def test_a_file_in_a_folder_that_takes_no_others_is_written_where_it_is(
 ) -> None:
     path = tmp_path / "a.txt"
     path.write_text("old")
-    monkeypatch.setattr("meshwise.cli.output.os.access", lambda place, _mode: place != tmp_path)
+    monkeypatch.setattr("meshwise.cli.output_files.os.access", lambda place, _mode: place != tmp_path)
     check_outputs([path])
     written: list[Path] = []
     write_output(path, write=written.append)
     assert written == [path]
-    monkeypatch.setattr("meshwise.cli.output.os.access", lambda _place, _mode: False)
+    monkeypatch.setattr("meshwise.cli.output_files.os.access", lambda _place, _mode: False)
     with pytest.raises(JobError, match=r"a\.txt: no permission to write to it, or to make files in"):
         check_outputs([path])
 

@@ -11,16 +11,16 @@ import torch
 from rich.console import Console
 
 from meshwise.cli.main import main
-from meshwise.cli.plan import _closest
-from meshwise.cli.plan import main as plan_main
-from meshwise.comm.thread_world import run_threads
-from meshwise.comm.world import World
+from meshwise.cli.plan_command import _closest
+from meshwise.cli.plan_command import main as plan_main
+from meshwise.comm.api.world import World
+from meshwise.comm.in_process.thread_world import run_threads
 from meshwise.plan import Plan
-from meshwise.planner.bound import Figures
+from meshwise.planner.lower_bound import Figures
 from meshwise.planner.search import Candidate, Rung, Survey
 from meshwise.train import loop
-from meshwise.train.config import from_toml
 from meshwise.train.job import Job
+from meshwise.train.job_config import from_toml
 from meshwise.train.loop import train
 
 JOB = """\
@@ -96,7 +96,7 @@ def test_the_job_is_written_before_whoever_reads_the_table_stops(job: Path, monk
     def told(*_args: object, **_options: object) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr("meshwise.cli.plan._tell", told)
+    monkeypatch.setattr("meshwise.cli.plan_command._tell", told)
     words = [str(job), "--on", "1x4 h100", "--fix", HELD, "--workers", "1", "--top", "1", "--write"]
     with pytest.raises(BrokenPipeError):
         plan_main(words)
@@ -109,7 +109,7 @@ def test_a_job_that_may_not_be_written_is_refused_before_the_search(
     def searched(*_args: object, **_options: object) -> None:
         raise AssertionError("searched")
 
-    monkeypatch.setattr("meshwise.cli.plan.search", searched)
+    monkeypatch.setattr("meshwise.cli.plan_command.search", searched)
     monkeypatch.setattr(os, "access", lambda place, _mode: place != job)
     assert main(["plan", str(job), "--on", "1x4 h100", "--fix", HELD, "--write"]) == 2
     assert f"cannot write {job}: it is read-only" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from meshwise.cli.main import main
-from meshwise.comm.world import World
+from meshwise.comm.api.world import World
 from meshwise.testing import Processes
 
 pytestmark = pytest.mark.processes

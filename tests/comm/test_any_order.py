@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from joined import joined
+from meshwise.base.mesh import Mesh
 from meshwise.comm import Work, World
-from meshwise.mesh import Mesh
 from meshwise.testing import Processes, run
 
 SIZE = 4

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without declaring it
 
-from meshwise.comm.attempt import Attempt, fresh
-from meshwise.comm.loopback import LoopbackRendezvous, address_towards, is_loopback, loopback_store, store_of
+from meshwise.comm.api.job_attempt import Attempt, fresh
+from meshwise.comm.network.loopback import LoopbackRendezvous, address_towards, is_loopback, loopback_store, store_of
 
 SOON = timedelta(seconds=200)
 WILDCARDS = {"00000000", "0" * 32}

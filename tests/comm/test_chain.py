@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from meshwise.comm.chain import Chains
-from meshwise.comm.group import Group
-from meshwise.comm.journal import Stamp
-from meshwise.comm.meanwhile import Outlook
-from meshwise.comm.trace_world import TraceWorld
-from meshwise.comm.world import Work
-from meshwise.mesh import Mesh
+from meshwise.base.mesh import Mesh
+from meshwise.comm.api.flight_recorder import Stamp
+from meshwise.comm.api.group import Group
+from meshwise.comm.api.progress import Outlook
+from meshwise.comm.api.world import Work
+from meshwise.comm.in_process.trace_world import TraceWorld
+from meshwise.comm.network.chained_collectives import Chains
 
 WORLD = TraceWorld(rank=0, mesh=Mesh.of(rank=2))
 STAMP = Stamp(0, "all_reduce", ("rank",), (), "", 0, "")

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwise.comm.journal import RanksDisagree
-from meshwise.comm.world import World
-from meshwise.mesh import Mesh
+from meshwise.base.mesh import Mesh
+from meshwise.comm.api.flight_recorder import RanksDisagree
+from meshwise.comm.api.world import World
 from meshwise.testing import Processes, run
 
 pytestmark = pytest.mark.processes

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.comm import cores
+from meshwise.comm.launch import cores
 
 
 @pytest.mark.parametrize(

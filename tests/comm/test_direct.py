@@ -12,8 +12,8 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.comm import World
-from meshwise.comm.direct import Memory
-from meshwise.comm.torch_world import meeting_place
+from meshwise.comm.network.torch_world import meeting_place
+from meshwise.comm.shared_memory.process_memory import Memory
 from meshwise.testing import Processes, run
 
 SIZE = 2

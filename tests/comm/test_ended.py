@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.comm import semaphores
-from meshwise.comm.job_folder import job_folder
+from meshwise.comm.launch import job_semaphores as semaphores
+from meshwise.comm.launch.job_folder import job_folder
 from scripts import ended
 
 pytestmark = pytest.mark.processes
@@ -40,7 +40,7 @@ if __name__ == "__main__":
 STARTED_AGAIN = """
 import multiprocessing, os, tempfile
 from meshwise.comm import run
-from meshwise.comm.attempt import Attempt
+from meshwise.comm.api.job_attempt import Attempt
 
 def main(world):
     world.barrier()

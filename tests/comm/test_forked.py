@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.comm.forked import starting
+from meshwise.comm.launch.fork_server import starting
 
 pytestmark = pytest.mark.processes
 
 ASKING = """
 import json, os, sys
 from multiprocessing import Pipe, get_context
-from meshwise.comm.forked import copied, starting
+from meshwise.comm.launch.fork_server import copied, starting
 
 def look_again(pipe):
     pipe.send("stringprep" in sys.modules)
@@ -65,7 +65,7 @@ def test_a_copied_server_has_what_was_imported_and_nothing_that_is_open_and_copi
 
 TOLD_LATE = """
 import os, signal, sys, time
-from meshwise.comm.forked import copied, starting
+from meshwise.comm.launch.fork_server import copied, starting
 
 class Late:
     def __reduce__(self):
@@ -113,7 +113,7 @@ def test_a_rank_that_cannot_start_says_why_unless_its_launcher_has_ended(tmp_pat
 EARLY = """
 import os, signal, sys
 from meshwise.comm import forked
-from meshwise.comm.job_folder import job_folder
+from meshwise.comm.launch.job_folder import job_folder
 
 ordinary = forked.temporary
 

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in torch's stubs
 
 from meshwise.comm import World
-from meshwise.comm.torch_world import meeting_place, torch_world
+from meshwise.comm.network.torch_world import meeting_place, torch_world
 from meshwise.testing import Processes, run
 
 pytestmark = pytest.mark.processes

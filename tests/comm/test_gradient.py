@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwise.comm import World, gradient
-from meshwise.comm.thread_world import run_threads
-from meshwise.comm.trace_world import TraceWorld
-from meshwise.comm.world import Work
-from meshwise.mesh import Mesh
+from meshwise.base.mesh import Mesh
+from meshwise.comm import World
+from meshwise.comm.api import autograd_collectives as gradient
+from meshwise.comm.api.world import Work
+from meshwise.comm.in_process.thread_world import run_threads
+from meshwise.comm.in_process.trace_world import TraceWorld
 
 SIZE = 3
 SHAPE = (6, 4, 5)

@@ -17,9 +17,9 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in
 
 from joined import joined
 from meshwise.comm import World
-from meshwise.comm.mailbox import Messages
-from meshwise.comm.reduction import reduce_block
-from meshwise.comm.torch_world import meeting_place
+from meshwise.comm.api.ordered_sum import reduce_block
+from meshwise.comm.network.mailbox import Messages
+from meshwise.comm.network.torch_world import meeting_place
 from meshwise.testing import Processes, run
 
 pytestmark = pytest.mark.processes
@@ -71,7 +71,10 @@ def adds_up_twice(world: World, name: str, how: str, size: int) -> str:
         return said
     work = other.all_reduce(x, axes="rank")
     told.set("begun", "")
-    with _signalled_after("meshwise.comm.span.reduce_block", reduce_block), pytest.raises(Interruption):
+    with (
+        _signalled_after("meshwise.comm.shared_memory.remote_span.reduce_block", reduce_block),
+        pytest.raises(Interruption),
+    ):
         work.wait()
     try:
         work.wait()
@@ -99,7 +102,7 @@ def gathers_twice(world: World, name: str, how: str) -> list[float]:
     work = other.all_gather(torch.full((100_000,), 1.0 + world.rank), into=x, axes="rank")
     if world.rank == 1:
         told.set("begun", "")
-        with _signalled_after("meshwise.comm.lane.Call.take", _take), pytest.raises(Interruption):
+        with _signalled_after("meshwise.comm.shared_memory.group_queue.Call.take", _take), pytest.raises(Interruption):
             work.wait()
     work.wait()
     other.close()
@@ -122,7 +125,10 @@ def waits_twice(world: World, name: str) -> str:
     x = torch.ones(8)
     work = other.all_reduce(x, axes="rank")
     if world.rank == 1:
-        with _signalled_after("meshwise.comm.mailbox.Messages.wait", Messages.wait), pytest.raises(Interruption):
+        with (
+            _signalled_after("meshwise.comm.network.mailbox.Messages.wait", Messages.wait),
+            pytest.raises(Interruption),
+        ):
             work.wait()
         with pytest.raises(Interruption):
             work.wait()

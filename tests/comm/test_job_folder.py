@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.comm.job_folder import hold, job_folder, last_start, start_folder
+from meshwise.comm.launch.job_folder import hold, job_folder, last_start, start_folder
 
 HOLDING = """
 import sys, tempfile
 tempfile.tempdir = sys.argv[1]
-from meshwise.comm.job_folder import job_folder
+from meshwise.comm.launch.job_folder import job_folder
 with job_folder() as folder:
     (folder / "start-0").mkdir()
     (folder / "start-0" / "0").write_text("outcome")
@@ -107,7 +107,7 @@ def test_where_there_are_no_locks_nothing_is_removed(root: Path, monkeypatch: py
 
     (root / "meshwise-job-left").mkdir()
     (root / "meshwise-job-left" / "made-by-meshwise").touch()
-    monkeypatch.setattr("meshwise.comm.job_folder.fcntl.flock", refused)
+    monkeypatch.setattr("meshwise.comm.launch.job_folder.fcntl.flock", refused)
     with job_folder() as folder:
         assert folder.is_dir()
     assert [path.name for path in root.iterdir()] == ["meshwise-job-left"]

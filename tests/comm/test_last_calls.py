@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from joined import joined
-from meshwise.comm.agreement import require_same
-from meshwise.comm.journal import Call, Line, RanksDisagree, Stamp
-from meshwise.comm.world import World
-from meshwise.mesh import Mesh
+from meshwise.base.mesh import Mesh
+from meshwise.comm.api.call_agreement import require_same
+from meshwise.comm.api.flight_recorder import Call, Line, RanksDisagree, Stamp
+from meshwise.comm.api.world import World
 from meshwise.testing import Processes, run
 from scripts import ended_ranks
 
@@ -57,7 +57,7 @@ def test_calls_that_are_kept_no_more_are_told_as_such() -> None:
 
 LEAVES_IT_TO_THE_EXIT = """
 import torch, meshwise
-from meshwise.mesh import Mesh
+from meshwise.base.mesh import Mesh
 over = meshwise.connect(device="cpu").over(Mesh.of(dp=2, tp=2))
 over.broadcast(torch.ones(8), axes="tp", source=over.group("tp").index).wait()
 """

@@ -20,12 +20,13 @@ from typing import Any
 import pytest
 import torch
 
-from meshwise.comm import RanksDisagree, World, connect, joining, run, torchrun_line
-from meshwise.comm.cores import cores
-from meshwise.comm.forked import starting
-from meshwise.comm.job_folder import job_folder
-from meshwise.comm.lost import RankLostError
-from meshwise.comm.semaphores import NoSemaphoresError
+from meshwise.comm import RanksDisagree, World, connect, run, torchrun_line
+from meshwise.comm.api.rank_lost import RankLostError
+from meshwise.comm.launch import joining
+from meshwise.comm.launch.cores import cores
+from meshwise.comm.launch.fork_server import starting
+from meshwise.comm.launch.job_folder import job_folder
+from meshwise.comm.launch.job_semaphores import NoSemaphoresError
 from meshwise.testing import Processes
 
 pytestmark = pytest.mark.processes

@@ -6,8 +6,8 @@ from unittest import mock
 import pytest
 
 from meshwise.comm import connect, run
-from meshwise.comm.launched import Launched, launched, speaks
-from meshwise.comm.world import World
+from meshwise.comm.api.launch_environment import Launched, launched, speaks
+from meshwise.comm.api.world import World
 
 MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 ALL = {**MEETING, "RANK": "1", "WORLD_SIZE": "2"}
@@ -57,7 +57,7 @@ def test_neither_run_nor_connect_guess(told: dict[str, str]) -> None:
     with mock.patch.dict(os.environ, rest | told, clear=True):
         with pytest.raises(ValueError, match="set, but not"):
             run(2, nothing)
-        with mock.patch("meshwise.comm.joining._worlds", dict), pytest.raises(ValueError, match="set, but not"):
+        with mock.patch("meshwise.comm.launch.joining._worlds", dict), pytest.raises(ValueError, match="set, but not"):
             connect(device="cpu")
 
 

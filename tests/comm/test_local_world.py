@@ -20,16 +20,16 @@ from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in torch's stubs
 
 from joined import joined
+from meshwise.base.mesh import Mesh
 from meshwise.comm import World
 from meshwise.comm import run as run_processes
-from meshwise.comm.board import Board
-from meshwise.comm.gloo_world import GlooWorld
-from meshwise.comm.journal import RanksDisagree
-from meshwise.comm.local_world import LocalWorld
-from meshwise.comm.segment import Segment, Slabs, open_segment
-from meshwise.comm.side import RING
-from meshwise.comm.torch_world import Comm, meeting_place, torch_world
-from meshwise.mesh import Mesh
+from meshwise.comm.api.flight_recorder import RanksDisagree
+from meshwise.comm.network.gloo_world import GlooWorld
+from meshwise.comm.network.torch_world import Comm, meeting_place, torch_world
+from meshwise.comm.shared_memory.board import Board
+from meshwise.comm.shared_memory.local_world import LocalWorld
+from meshwise.comm.shared_memory.queue_state import RING
+from meshwise.comm.shared_memory.segment import Segment, Slabs, open_segment
 from meshwise.testing import Processes, run
 
 pytestmark = pytest.mark.processes
@@ -329,7 +329,7 @@ def test_what_is_announced_is_what_is_mapped() -> None:
 
 
 MAKER = """
-from meshwise.comm.segment import Segment
+from meshwise.comm.shared_memory.segment import Segment
 segment = Segment.make(5, size=8192)
 segment.memory[3] = 7
 print(segment.place, flush=True)

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d as c10d
 
+from meshwise.base.mesh import Mesh
 from meshwise.comm import RanksDisagree, World
-from meshwise.comm.nccl_world import Communicators, NcclWorld
-from meshwise.comm.torch_world import meeting_place
-from meshwise.mesh import Mesh
+from meshwise.comm.network.nccl_world import Communicators, NcclWorld
+from meshwise.comm.network.torch_world import meeting_place
 from meshwise.testing import Processes, run
 
 pytestmark = pytest.mark.processes

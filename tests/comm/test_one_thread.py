@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwise.comm.one_thread import copy, elements
-from meshwise.comm.scratch import Scratch
-from meshwise.comm.span import Near, reduce_spans
+from meshwise.comm.api.single_thread_kernels import copy, elements
+from meshwise.comm.shared_memory.remote_span import Near, reduce_spans
+from meshwise.comm.shared_memory.scratch_memory import Scratch
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64)
 

@@ -19,11 +19,11 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in
 
 from joined import joined
 from meshwise.comm import World
-from meshwise.comm.board import Board
-from meshwise.comm.forked import starting
-from meshwise.comm.gloo_world import GlooWorld
-from meshwise.comm.life import Life, has_ended
-from meshwise.comm.torch_world import meeting_place, torch_world
+from meshwise.comm.api.process_life import ProcessLife, has_ended
+from meshwise.comm.launch.fork_server import starting
+from meshwise.comm.network.gloo_world import GlooWorld
+from meshwise.comm.network.torch_world import meeting_place, torch_world
+from meshwise.comm.shared_memory.board import Board
 from meshwise.testing import Processes, run
 
 SIZE = 4
@@ -64,7 +64,7 @@ def by_an_old_python(world: World, name: str) -> None:
 def by_another_processor(world: World, name: str) -> int:
     """One that moves writes past writes, and whose system sleeps otherwise."""
     with (
-        mock.patch.multiple("meshwise.comm.board", _KEEPS_ORDER=False, _FUTEX=None),
+        mock.patch.multiple("meshwise.comm.shared_memory.board", _KEEPS_ORDER=False, _FUTEX=None),
         mock.patch.object(Board, "_order", autospec=True, side_effect=Board._order) as order,
     ):
         other = joined(world, name, "shared memory")
@@ -169,7 +169,7 @@ def test_where_files_may_not_be_as_large_that_is_said(processes: Processes) -> N
 @pytest.mark.parametrize("missing", [(), ("pidfd_open",)])
 def test_the_end_of_a_process_is_known(missing: tuple[str, ...]) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child, without(*missing):
-        life = Life(child.pid)
+        life = ProcessLife(child.pid)
         assert not life.ended
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)

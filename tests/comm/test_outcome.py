@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.comm.journal import RanksDisagree
-from meshwise.comm.lost import RankLostError
-from meshwise.comm.outcome import Outcome, first_error, results
+from meshwise.comm.api.flight_recorder import RanksDisagree
+from meshwise.comm.api.rank_lost import RankLostError
+from meshwise.comm.launch.rank_outcome import Outcome, first_error, results
 
 
 class Refused(Exception):

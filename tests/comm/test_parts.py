@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwise.comm.parts import NOT_COPIED, flat
+from meshwise.comm.api.flat_parts import NOT_COPIED, flat
 
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 
@@ -32,5 +32,5 @@ def test_every_dtype_that_torch_copies_is_taken_and_no_other(dtype: torch.dtype)
 
 def test_a_torch_without_quantized_dtypes_will_do() -> None:
     """As torch says that a release to come will be."""
-    script = "import torch; del torch.qint8, torch.quint4x2; import meshwise.comm.parts"
+    script = "import torch; del torch.qint8, torch.quint4x2; import meshwise.comm.api.flat_parts"
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -10,10 +10,10 @@ from unittest import mock
 
 import pytest
 
-from meshwise.comm.journal import Stamp
-from meshwise.comm.life import Life
-from meshwise.comm.meanwhile import Outlook
-from meshwise.comm.room import Peer, Room
+from meshwise.comm.api.flight_recorder import Stamp
+from meshwise.comm.api.process_life import ProcessLife
+from meshwise.comm.api.progress import Outlook
+from meshwise.comm.shared_memory.host_ranks import Peer, Room
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs memfd")
 
@@ -46,8 +46,8 @@ def waited(board: Rung, *, rounds: int, monkeypatch: pytest.MonkeyPatch) -> tupl
         dozed.append(seconds)
         board.ring()
 
-    monkeypatch.setattr("meshwise.comm.room.time", SimpleNamespace(sleep=doze))
-    peers: Any = [Peer(1, Life(os.getpid()), board, mock.Mock())]  # type: ignore[arg-type] # as much of one as is used
+    monkeypatch.setattr("meshwise.comm.shared_memory.host_ranks.time", SimpleNamespace(sleep=doze))
+    peers: Any = [Peer(1, ProcessLife(os.getpid()), board, mock.Mock())]  # type: ignore[arg-type] # as much of one as is used
     room = Room(0, board=mock.Mock(), peers=peers, memory=None)
     left = iter(range(40 + rounds))  # those before are the looks and yields
     room.wait_for(

@@ -10,20 +10,20 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # not in t
 
 import scripts
 from meshwise.comm import World
-from meshwise.comm.cores import cores
-from meshwise.comm.rank import asked_threads
-from meshwise.comm.thread_world import run_threads
-from meshwise.comm.watch import Watch
+from meshwise.comm.health.watchdog import Watch
+from meshwise.comm.in_process.thread_world import run_threads
+from meshwise.comm.launch.cores import cores
+from meshwise.comm.launch.rank_process import asked_threads
 
 pytestmark = pytest.mark.processes
 
 SCRIPT = """
 import os, signal, sys, time, torch
 from meshwise.comm import room, run
-from meshwise.mesh import Mesh
-from meshwise.comm.attempt import Attempt
-from meshwise.comm.life import Life
-from meshwise.comm.outcome import Outcome
+from meshwise.base.mesh import Mesh
+from meshwise.comm.api.job_attempt import Attempt
+from meshwise.comm.api.process_life import Life
+from meshwise.comm.launch.rank_outcome import Outcome
 
 if __name__ == "__mp_main__" and "--import" in sys.argv:
     os._exit(0)

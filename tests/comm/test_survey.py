@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from meshwise.comm.journal import Call, Line, Stamp
-from meshwise.comm.survey import Absent, Answer, Finding, Survey
+from meshwise.comm.api.flight_recorder import Call, Line, Stamp
+from meshwise.comm.health.rank_survey import Absent, Answer, Finding, Survey
 
 KINDS = {"A": "all_reduce", "B": "broadcast", "G": "all_gather"}
 

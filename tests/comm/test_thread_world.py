@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from meshwise.comm.journal import RanksDisagree
-from meshwise.comm.thread_world import run_threads
-from meshwise.comm.world import World
-from meshwise.mesh import Mesh
+from meshwise.base.mesh import Mesh
+from meshwise.comm.api.flight_recorder import RanksDisagree
+from meshwise.comm.api.world import World
+from meshwise.comm.in_process.thread_world import run_threads
 
 
 def fails(main: Callable[[World], object], *, size: int = 3) -> str:
@@ -290,7 +290,7 @@ def test_a_run_leaves_no_thread() -> None:
 
 
 def test_ranks_compute_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwise.comm.turn._PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr("meshwise.comm.in_process.turn_taking._PATIENCE_SECONDS", 60.0)
     computing: list[int] = []
 
     def main(world: World) -> list[int]:
@@ -307,7 +307,7 @@ def test_ranks_compute_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_that_waits_for_another_in_its_own_way_is_not_held_up_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwise.comm.turn._PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr("meshwise.comm.in_process.turn_taking._PATIENCE_SECONDS", 0.05)
     told = threading.Event()
 
     def main(world: World) -> float:

@@ -14,8 +14,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in
 
 from joined import joined
 from meshwise.comm import World
-from meshwise.comm.span import reduce_spans
-from meshwise.comm.torch_world import meeting_place
+from meshwise.comm.network.torch_world import meeting_place
+from meshwise.comm.shared_memory.remote_span import reduce_spans
 from meshwise.testing import Processes, run
 
 pytestmark = pytest.mark.processes
@@ -65,7 +65,7 @@ def comes_by_in_the_midst(world: World, name: str) -> str:
         reduce_spans(*args, **options)
 
     x = other.empty(100_000, dtype=torch.float32).fill_(world.rank + 1)
-    with mock.patch("meshwise.comm.local_world.reduce_spans", slow):
+    with mock.patch("meshwise.comm.shared_memory.local_world.reduce_spans", slow):
         other.all_reduce(x, axes="rank").wait()
     assert x.unique().tolist() == [3.0]
     other.close()

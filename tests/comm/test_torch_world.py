@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from joined import joined
+from meshwise.base.mesh import Mesh
 from meshwise.comm import RanksDisagree, World
-from meshwise.mesh import Mesh
 from meshwise.testing import Processes, run
 
 pytestmark = pytest.mark.processes

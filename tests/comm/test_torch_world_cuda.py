@@ -13,10 +13,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d as c10d
 
+from meshwise.base.mesh import Mesh
 from meshwise.comm import World, run
-from meshwise.comm.gloo_world import GlooWorld
-from meshwise.comm.nccl_world import Communicators, NcclWorld, nccl
-from meshwise.mesh import Mesh
+from meshwise.comm.network.gloo_world import GlooWorld
+from meshwise.comm.network.nccl_world import Communicators, NcclWorld, nccl
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a CUDA device")]

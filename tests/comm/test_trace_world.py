@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from meshwise.comm.trace_world import TraceWorld
-from meshwise.mesh import Mesh
-from meshwise.model.dispatch import TorchDispatchMode
+from meshwise.base.mesh import Mesh
+from meshwise.comm.in_process.trace_world import TraceWorld
+from meshwise.model.dispatch_modes import TorchDispatchMode
 
 
 class _Operations(TorchDispatchMode):

@@ -22,11 +22,10 @@ import pytest
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from meshwise.comm.forked import Launcher
-from meshwise.comm.life import has_ended
-from meshwise.comm.torch_world import torch_world
-from meshwise.comm.watch import Watch, _Pace
-from meshwise.comm.world import World
+from meshwise.comm.api.process_life import LauncherProcess, has_ended
+from meshwise.comm.api.world import World
+from meshwise.comm.health.watchdog import Watch, _Pace
+from meshwise.comm.network.torch_world import torch_world
 
 SIZE = 3
 # Beats, a survey and the end take a few seconds; a machine with other work to do may take all of it.
@@ -39,7 +38,9 @@ IMPATIENT = PACE | {"beat": 0.5, "silent": 4.0}
 
 pytestmark = pytest.mark.processes
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["torch", "meshwise.comm.torch_world", "meshwise.comm.watch", "pytest"])
+_SERVER.set_forkserver_preload(
+    ["torch", "meshwise.comm.network.torch_world", "meshwise.comm.health.watchdog", "pytest"]
+)
 
 
 def until(holds: Callable[[], bool], otherwise: Callable[[], str]) -> None:
@@ -376,7 +377,7 @@ def the_launcher_dies(world: World) -> None:
 def outlive_the_launcher(world: World, pipe: Any) -> None:
     store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     print(f"rank is process {os.getpid()}", flush=True)
-    watch = Watch(world, store=store, launcher=Launcher())
+    watch = Watch(world, store=store, launcher=LauncherProcess())
     watch._pace = _Pace(**PACE)
     watch.start()
     pipe.send("it watches")

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from grid import Grid
-from meshwise.comm.world import World
-from meshwise.parallelize import Options, parallelize
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
-from meshwise.reference.loss import IGNORED
+from meshwise.reference.language_loss import IGNORED
 from meshwise.testing import Processes, agree, alone, outcome, run
 
 BOUND = 1e-9

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from grid import Grid
-from meshwise.comm.world import World
-from meshwise.layout.geometry import even_split
-from meshwise.parallelize import Options, parallelize
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.layout.rectangles import even_split
 from meshwise.plan import Plan
 from meshwise.testing import Processes, agree, run
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from grid import Grid
 from joined import holds_together
-from meshwise.comm.world import World
-from meshwise.model.table import ParameterTable, Row
-from meshwise.parallelize import parallelize
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import parallelize
+from meshwise.model.parameter_table import ParameterTable, Row
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import Counts, Processes, count, run

@@ -11,10 +11,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from joined import holds_together
-from meshwise.comm.world import World
-from meshwise.parallelize import parallelize
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import parallelize
+from meshwise.engine.trainer import Trainer
 from meshwise.testing import agree, alone, outcome, run
-from meshwise.trainer import Trainer
 
 WIDTH, BLOCKS = 8, 5
 CUT = ("dp=2 zero=3", "dp=3 zero=3 microbatches=2")

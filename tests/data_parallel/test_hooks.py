@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hooked import Hook, Model, agrees, batch, by_one, by_plan, hooked, loss, stronger
-from meshwise.comm.world import World
+from meshwise.comm.api.world import World
 from meshwise.testing import run
 from meshwise.verify import verify
 

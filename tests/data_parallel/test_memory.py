@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from joined import holds_together
 from meshwise.comm import World
-from meshwise.parallelize import parallelize
+from meshwise.engine.parallelize import parallelize
+from meshwise.engine.trainer import Trainer
 from meshwise.testing import Processes, run
-from meshwise.trainer import Trainer
 
 WIDTH, DEPTH, RANKS = 1024, 8, 4
 """Of a model that processes are measured with: large beside what an allocator keeps."""

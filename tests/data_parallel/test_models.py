@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.comm.journal import RanksDisagree
-from meshwise.comm.world import World
-from meshwise.parallelize import Options, parallelize
+from meshwise.base.tensor_tree import take_rows
+from meshwise.comm.api.flight_recorder import RanksDisagree
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig, next_token_loss
 from meshwise.testing import Single, agree, alone, outcome, run
-from meshwise.tree import take_rows
 from meshwise.verify import verify
 
 WHOLE = ("dp=2", "dp=3 zero=1 microbatches=2", "dp=4 zero=2 microbatches=2")

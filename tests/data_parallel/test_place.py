@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.data_parallel.place import ALIGNMENT, Options, Place, Run
+from meshwise.data_parallel.bucket_place import ALIGNMENT, Options, Place, Run
 from meshwise.layout import Layout
-from meshwise.model.table import Row
+from meshwise.model.parameter_table import Row
 
 DECAY: Options = ()
 NO_DECAY: Options = (("weight_decay", 0.0),)

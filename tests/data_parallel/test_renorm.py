@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.world import World
-from meshwise.parallelize import Options, parallelize
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import PlanError
 from meshwise.testing import run
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.comm.world import World
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
 from meshwise.model.forward import Forward, default_forward
-from meshwise.parallelize import Options, parallelize
 from meshwise.testing import agree, alone, outcome, run
 
 WIDTH = 8

@@ -26,9 +26,9 @@ from unittest import mock
 import torch
 from rich.console import Console
 
-from meshwise.comm.joining import connect
-from meshwise.comm.journal import Journal, Stamp
-from meshwise.comm.loopback import LOOPBACK, loopback_store
+from meshwise.comm.api.flight_recorder import Journal, Stamp
+from meshwise.comm.launch.joining import connect
+from meshwise.comm.network.loopback import LOOPBACK, loopback_store
 from meshwise.train.job import Job
 from meshwise.train.loop import train
 

@@ -17,12 +17,12 @@ import torch._dynamo
 from torch import Tensor, nn
 
 import meshwise as mw
-from meshwise.cli import train as command
+from meshwise.cli import train_command as command
 from meshwise.comm import World, run_threads
-from meshwise.memory.staging import Swap
-from meshwise.simulate.shortage import ShortageError
-from meshwise.train.config import read_job
+from meshwise.memory.staging_buffers import Swap
+from meshwise.simulate.fitting_plans import ShortageError
 from meshwise.train.job import Job
+from meshwise.train.job_config import read_job
 
 SMALL = mw.Options(swap=Swap(buffer=1 << 22))
 

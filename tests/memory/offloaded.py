@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.comm import World
-from meshwise.memory.staging import Swap
-from meshwise.memory.swap import TierError
-from meshwise.parallelize import Options, parallelize
-from meshwise.trainer import Trainer
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.engine.trainer import Trainer
+from meshwise.memory.staging_buffers import Swap
+from meshwise.memory.swap_file import TierError
 
 STEPS, WIDTH = 3, 128
 SMALL = Swap(buffers=2, buffer=1 << 16)

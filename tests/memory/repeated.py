@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwise import testing
-from meshwise.comm.world import World
-from meshwise.parallelize import Options, parallelize
-from meshwise.pipeline.cut import Where
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.engine.trainer import Trainer
+from meshwise.pipeline.cut.model_cut import Where
 from meshwise.plan import Plan
-from meshwise.trainer import Trainer
 
 T = TypeVar("T")
 WIDTH, TOKENS, WORDS, LAYERS, STEPS = 16, 4, 32, 2, 3

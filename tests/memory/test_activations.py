@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwise import testing
-from meshwise.comm.world import World
-from meshwise.memory.activations import Activations, activations
-from meshwise.memory.blocks import ROUNDS
-from meshwise.memory.movers import ToDisk
-from meshwise.memory.parked import Saving
-from meshwise.memory.staging import Swap
-from meshwise.memory.swap import SwapFile, TierError
-from meshwise.parallelize import Options, parallelize
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.memory.activation_offload import Activations, activations
+from meshwise.memory.parked_storage import Saving
+from meshwise.memory.recomputed_blocks import ROUNDS
+from meshwise.memory.staging_buffers import Swap
+from meshwise.memory.storage_movers import ToDisk
+from meshwise.memory.swap_file import SwapFile, TierError
 from meshwise.plan import Plan
 from meshwise.testing import Processes
 

@@ -3,10 +3,10 @@
 import pytest
 
 from memory.repeated import batches, on, under
-from meshwise.comm.world import World
-from meshwise.memory.blocks import ROUNDS
-from meshwise.memory.cost import Cost, pick
-from meshwise.pipeline.cut import Where
+from meshwise.comm.api.world import World
+from meshwise.memory.recompute_cost import Cost, pick
+from meshwise.memory.recomputed_blocks import ROUNDS
+from meshwise.pipeline.cut.model_cut import Where
 from meshwise.plan import PlanError
 
 

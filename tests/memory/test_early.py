@@ -15,15 +15,15 @@ from torch import Tensor
 
 from grid import Cell, Grid
 from memory.offloaded import CLIPPED, EARLY, WIDTH, batches, is_refused_until_a_load, outcome, the_same, trained, under
+from meshwise.base.timeline import Stream, Timeline
 from meshwise.comm import World
-from meshwise.measure import measure
-from meshwise.memory.swap import TierError
-from meshwise.nonfinite import NonFiniteError
-from meshwise.parallelize import Options
+from meshwise.engine.measure_steps import measure
+from meshwise.engine.nonfinite import NonFiniteError
+from meshwise.engine.parallelize import Options
+from meshwise.engine.trainer import Trainer
+from meshwise.memory.swap_file import TierError
 from meshwise.testing import run
 from meshwise.testing.count import Counts, count
-from meshwise.timeline import Stream, Timeline
-from meshwise.trainer import Trainer
 
 PLAIN = replace(CLIPPED, clip_norm=None)
 TIERS = ("optimizer:cpu", "optimizer:disk", "optimizer:disk,gradients:disk", "optimizer:disk,params:disk")

@@ -9,14 +9,14 @@ import pytest
 
 from memory.offloaded import CLIPPED, SMALL, Blocks, batches, squares, under
 from meshwise.comm import World, run_threads
-from meshwise.memory.parked import Saving
-from meshwise.memory.swap import BLOCK
-from meshwise.parallelize import Options
+from meshwise.engine.parallelize import Options
+from meshwise.memory.parked_storage import Saving
+from meshwise.memory.swap_file import BLOCK
 from meshwise.plan import Plan
-from meshwise.simulate.memory import RankMemory, memory_of
+from meshwise.simulate.memory_use import RankMemory, memory_of
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.subject import Device, Subject
-from meshwise.simulate.tables import memory_table
+from meshwise.simulate.rehearsal_subject import Device, Subject
+from meshwise.simulate.simulation_tables import memory_table
 from meshwise.simulate.tape import Category
 
 STATES = 4 * sum(parameter.numel() for parameter in Blocks().parameters())

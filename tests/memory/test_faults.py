@@ -12,9 +12,9 @@ import torch
 
 from memory.offloaded import CLIPPED, SMALL, batches, is_refused_until_a_load, outcome, the_same, under
 from meshwise.comm import World, run_threads
-from meshwise.memory.swap import TierError
-from meshwise.parallelize import Options
-from meshwise.trainer import Trainer
+from meshwise.engine.parallelize import Options
+from meshwise.engine.trainer import Trainer
+from meshwise.memory.swap_file import TierError
 
 PLAN = "zero=3 offload=optimizer:disk,params:disk"
 

@@ -7,8 +7,8 @@ import resource
 
 import pytest
 
-from meshwise.comm.forked import starting
-from meshwise.memory.freed import kept, lay_apart, settle
+from meshwise.comm.launch.fork_server import starting
+from meshwise.memory.malloc_settings import kept, lay_apart, settle
 
 SIZE = 64 << 20
 

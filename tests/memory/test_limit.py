@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from memory.offloaded import Blocks, batches, squares
-from meshwise.checkpoint.damage import DamageError
-from meshwise.cli import train as command
-from meshwise.comm.lost import RankKilledError
-from meshwise.memory.shortage import is_shortage
-from meshwise.memory.swap import TierError
+from meshwise.checkpoint.checkpoint_errors import DamageError
+from meshwise.cli import train_command as command
+from meshwise.comm.api.rank_lost import RankKilledError
+from meshwise.memory.memory_error import is_shortage
+from meshwise.memory.swap_file import TierError
 from meshwise.plan import Plan
-from meshwise.simulate import room
-from meshwise.simulate.shortage import Needs, ShortageError, shortage
-from meshwise.simulate.subject import Subject
-from meshwise.train.failure import SAY_ALL
+from meshwise.simulate import available_memory as room
+from meshwise.simulate.fitting_plans import Needs, ShortageError, shortage
+from meshwise.simulate.rehearsal_subject import Subject
+from meshwise.train.failure_report import SAY_ALL
 
 ROOM = 88 * 2**20  # of which 3 or 4 are for what of it differs from run to run
 JOB = """

@@ -13,17 +13,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memory.offloaded import the_same
 from memory.repeated import LAYERS, Attention, Model, batches, in_modes, loss, on, under
-from meshwise.comm.world import World
+from meshwise.base.tensor_tree import tensors
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
 from meshwise.memory.recompute import Block, RecomputeError
-from meshwise.model.recall import Recall
-from meshwise.parallelize import Options, parallelize
-from meshwise.pipeline.cut import Where
+from meshwise.model.forward_replay import Recall
+from meshwise.pipeline.cut.model_cut import Where
 from meshwise.pipeline.schedules.named import SCHEDULES
 from meshwise.plan import Plan, PlanError
 from meshwise.testing import run
 from meshwise.testing.count import count
-from meshwise.tree import tensors
-from meshwise.verify.check import verify
+from meshwise.verify.verification import verify
 
 EVEN, UNEVEN = 8, 5
 """Rows of a batch: five are shared out unevenly."""

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from memory.repeated import TOKENS, WORDS, batches, loss
-from meshwise.comm.world import World
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
 from meshwise.memory.recompute import Block, RecomputeError
-from meshwise.model.recall import Recall
-from meshwise.parallelize import Options, parallelize
+from meshwise.model.forward_replay import Recall
 from meshwise.testing import run
 from meshwise.testing.agree import agree
-from meshwise.testing.outcome import Steps, alone, outcome
+from meshwise.testing.training_outcome import Steps, alone, outcome
 from tensor.exact import with_exact_norms
 
 

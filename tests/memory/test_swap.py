@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwise.comm.forked import starting
-from meshwise.memory.staging import Staging, Swap
-from meshwise.memory.swap import BLOCK, PIECE, Moved, SwapFile, TierError, Transfer, aligned, traffic
+from meshwise.comm.launch.fork_server import starting
+from meshwise.memory.staging_buffers import Staging, Swap
+from meshwise.memory.swap_file import BLOCK, PIECE, Moved, SwapFile, TierError, Transfer, aligned, traffic
 
 
 @pytest.fixture

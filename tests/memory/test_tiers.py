@@ -15,11 +15,11 @@ from torch import Tensor
 
 from grid import Cell, Grid
 from memory.offloaded import SMALL, Blocks, batches, outcome, squares, the_same, trained, under
+from meshwise.base.timeline import Stream, Timeline
 from meshwise.comm import World
-from meshwise.measure import measure
-from meshwise.parallelize import Options, parallelize
+from meshwise.engine.measure_steps import measure
+from meshwise.engine.parallelize import Options, parallelize
 from meshwise.testing import Processes, run
-from meshwise.timeline import Stream, Timeline
 
 TIERS = (
     "optimizer:cpu",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.model.draws import Draws, Rows
+from meshwise.model.random_draws import Draws, Rows
 
 
 def attention(q: Tensor, *, dropout_p: float = 0.4, **options: Any) -> Tensor:

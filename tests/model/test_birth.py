@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.world import World
-from meshwise.model.birth import Source, born, install, shapes_of
-from meshwise.model.dispatch import TorchDispatchMode
-from meshwise.model.table import parameter_table
-from meshwise.parallelize import parallelize
+from meshwise.base.tensor_tree import tensors
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import parallelize
+from meshwise.model.deferred_init import Source, born, install, shapes_of
+from meshwise.model.dispatch_modes import TorchDispatchMode
+from meshwise.model.parameter_table import parameter_table
 from meshwise.reference import GPT, GPTConfig
 from meshwise.testing import Processes, run
-from meshwise.tree import tensors
 
 
 def gpt() -> nn.Module:

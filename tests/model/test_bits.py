@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwise.model.bits import Kind, Part, draw, exponential, kept, normal, uniform
+from meshwise.model.random_bits import Kind, Part, draw, exponential, kept, normal, uniform
 
 CPU = torch.device("cpu")
 WORDS = Kind(torch.int32, lambda word, out: out.copy_(word))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.model.draws import Draws, Rows
+from meshwise.model.random_draws import Draws, Rows
 from model.drawing import FORMS, Block, Calling, Stack, attention, drawn, numbers
 
 # ---- samples -----------------------------------------------------------------------------------------------------

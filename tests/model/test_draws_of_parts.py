@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from meshwise.model.bits import Part
-from meshwise.model.draws import Cut, Draws, Region, Rows
+from meshwise.model.random_bits import Part
+from meshwise.model.random_draws import Cut, Draws, Region, Rows
 from model.drawing import FORMS, Block, Calling, Stack, drawn, numbers
 
 # ---- repeated forwards -------------------------------------------------------------------------------------------

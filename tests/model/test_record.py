@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.model.birth import Source, born
+from meshwise.model.deferred_init import Source, born
 
 
 def holder(**tensors: Tensor) -> nn.Module:

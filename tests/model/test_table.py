@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.layout import Layout
-from meshwise.model.birth import born, shapes_of
-from meshwise.model.table import Row, parameter_table
+from meshwise.model.deferred_init import born, shapes_of
+from meshwise.model.parameter_table import Row, parameter_table
 from meshwise.reference import GPT, GPTConfig
 
 CONFIG = GPTConfig(vocabulary=32, context=8, layers=1, heads=2, width=16, tied=True, bias=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.model.table import parameter_table
+from meshwise.model.parameter_table import parameter_table
 from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig
 
 

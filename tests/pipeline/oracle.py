@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwise.pipeline.build import make_stage
-from meshwise.pipeline.cut import Cut
-from meshwise.pipeline.parcel import bones, pack, unpack
-from meshwise.pipeline.stage import Stage
+from meshwise.pipeline.cut.model_cut import Cut
+from meshwise.pipeline.run.build_stage import make_stage
+from meshwise.pipeline.run.packed_tree import bones, pack, unpack
+from meshwise.pipeline.run.stage import Stage
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 
 Call = Callable[[nn.Module], Any]

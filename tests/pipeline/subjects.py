@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.pipeline.cut import Where
+from meshwise.pipeline.cut.model_cut import Where
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from reference.convolutional import ResNet
 from tensor.exact import with_exact_norms

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.world import World
-from meshwise.parallelize import Options, parallelize
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.subject import Subject
+from meshwise.simulate.rehearsal_subject import Subject
 from meshwise.testing import run
 
 

@@ -18,21 +18,21 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from grid import Grid
-from meshwise.comm.world import World
-from meshwise.model.dispatch import TorchDispatchMode
-from meshwise.parallelize import Options, parallelize
-from meshwise.pipeline.build import make_stage
-from meshwise.pipeline.cut import Pairs, Where, Wish, cut_model
-from meshwise.pipeline.partition import CutError
-from meshwise.pipeline.probe import probe
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.model.dispatch_modes import TorchDispatchMode
+from meshwise.pipeline.cut.model_cut import Pairs, Where, Wish, cut_model
+from meshwise.pipeline.cut.partition import CutError
+from meshwise.pipeline.cut.probe import probe
+from meshwise.pipeline.cut.probe_result import Seen, Step
+from meshwise.pipeline.run.build_stage import make_stage
+from meshwise.pipeline.run.stage import StageError
 from meshwise.pipeline.schedules import SCHEDULES
-from meshwise.pipeline.seen import Seen, Step
-from meshwise.pipeline.stage import StageError
 from meshwise.plan import Plan
 from meshwise.reference import next_token_loss
-from meshwise.simulate.clock import forward_flops
+from meshwise.simulate.prediction import forward_flops
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.subject import Subject
+from meshwise.simulate.rehearsal_subject import Subject
 from meshwise.testing import agree, alone, outcome, run
 from pipeline.oracle import is_the_model, run_stages
 from pipeline.subjects import TiedDecoder

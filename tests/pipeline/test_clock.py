@@ -2,11 +2,11 @@
 
 import pytest
 
-from meshwise.pipeline.action import Schedule, ScheduleError
-from meshwise.pipeline.clock import Cost, clock, peaks
-from meshwise.pipeline.passes import lower
+from meshwise.base.timeline import Event, Stream, Timeline
 from meshwise.pipeline.schedules import make_schedule
-from meshwise.timeline import Event, Stream, Timeline
+from meshwise.pipeline.schedules.action import Schedule, ScheduleError
+from meshwise.pipeline.schedules.passes import lower
+from meshwise.pipeline.schedules.schedule_clock import Cost, clock, peaks
 
 TWO = Schedule.parse("0F0 0F1 0B0 0B1 \n 1F0 1B0 1F1 1B1")
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.pipeline import probe as probing
-from meshwise.pipeline.alone import alone
-from meshwise.pipeline.probe import probe
+from meshwise.pipeline.cut import probe as probing
+from meshwise.pipeline.cut.probe import probe
+from meshwise.pipeline.cut.profile_module import alone
 
 
 class Repeated(nn.Module):

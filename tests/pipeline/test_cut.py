@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.pipeline.build import make_stage
-from meshwise.pipeline.cut import Where, Wish, cut_model, cut_pieces
-from meshwise.pipeline.partition import CutError
-from meshwise.pipeline.stage import StageError
+from meshwise.pipeline.cut.model_cut import Where, Wish, cut_model, cut_pieces
+from meshwise.pipeline.cut.partition import CutError
+from meshwise.pipeline.run.build_stage import make_stage
+from meshwise.pipeline.run.stage import StageError
 from meshwise.reference import next_token_loss
 from pipeline.oracle import TARGETS, TOKENS, gpt, is_the_model, lm
 from reference.convolutional import ResNet, UNet

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.pipeline.cut import Wish, cut_model
+from meshwise.pipeline.cut.model_cut import Wish, cut_model
 from pipeline.oracle import is_the_model
 
 pytestmark = pytest.mark.usefixtures("float64")

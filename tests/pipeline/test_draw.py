@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from meshwise.cli.main import main
-from meshwise.pipeline.clock import Cost, clock
 from meshwise.pipeline.schedules import make_schedule
-from meshwise.view.account import Account
+from meshwise.pipeline.schedules.schedule_clock import Cost, clock
 from meshwise.view.chrome_trace import write_chrome_trace
+from meshwise.view.plan_account import Account
 from meshwise.view.schedule_text import picture
 
 ONE = make_schedule("1f1b", pp=2, microbatches=3)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.comm import World
-from meshwise.parallelize import Options, parallelize
+from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.testing import run
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.lost import RankLostError
-from meshwise.comm.world import World
-from meshwise.nonfinite import NonFiniteError
-from meshwise.parallelize import Options, parallelize
+from meshwise.comm.api.rank_lost import RankLostError
+from meshwise.comm.api.world import World
+from meshwise.engine.nonfinite import NonFiniteError
+from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.testing import Processes, agree, run
 

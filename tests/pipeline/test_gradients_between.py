@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from meshwise import testing
-from meshwise.parallelize import Options, parallelize
-from meshwise.pipeline.cut import cut_model
-from meshwise.pipeline.partition import CutError
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.pipeline.cut.model_cut import cut_model
+from meshwise.pipeline.cut.partition import CutError
 from meshwise.plan import Plan, PlanError
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.subject import Subject
+from meshwise.simulate.rehearsal_subject import Subject
 from pipeline.training import WIDTH, Chain, linears, made, numbers, squares, trains_like_one
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from grid import Cell, Grid
-from meshwise.comm.world import World
-from meshwise.parallelize import Options, parallelize
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.testing import Processes, Single, agree, run
 from pipeline.subjects import SUBJECTS

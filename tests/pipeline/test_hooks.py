@@ -11,8 +11,8 @@ from torch.nn.modules.module import register_module_full_backward_hook
 from torch.nn.utils import parametrizations
 
 from hooked import Hook, Model, agrees, batch, by_one, by_plan, doubled, hooked, stronger, trainer
-from meshwise.comm.world import World
-from meshwise.pipeline.cut import Where
+from meshwise.comm.api.world import World
+from meshwise.pipeline.cut.model_cut import Where
 from meshwise.plan import PlanError
 from meshwise.testing import run
 

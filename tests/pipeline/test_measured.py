@@ -10,21 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwise.base.timeline import Event, Stream, Timeline
 from meshwise.cli.main import main as command
-from meshwise.comm.offset import clock_offset
-from meshwise.comm.stopwatch import Span, Stopwatch
-from meshwise.comm.world import World
-from meshwise.measure import measure
-from meshwise.parallelize import Options, parallelize
-from meshwise.pipeline.action import COMPUTE, Schedule
-from meshwise.pipeline.clock import Cost, clock
-from meshwise.pipeline.measured import Lost, Measured
-from meshwise.pipeline.passes import lower
+from meshwise.comm.api.stopwatch import Span, Stopwatch
+from meshwise.comm.api.world import World
+from meshwise.comm.health.clock_offset import clock_offset
+from meshwise.engine.measure_steps import measure
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.pipeline.run.measured_step import Lost, Measured
 from meshwise.pipeline.schedules import make_schedule
+from meshwise.pipeline.schedules.action import COMPUTE, Schedule
+from meshwise.pipeline.schedules.passes import lower
+from meshwise.pipeline.schedules.schedule_clock import Cost, clock
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import Processes, run
-from meshwise.timeline import Event, Stream, Timeline
 from meshwise.train.job import DataJob, Job, ModelJob, TrainJob
 from meshwise.train.loop import train
 

@@ -20,15 +20,15 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from grid import Grid
-from meshwise.comm.world import World
-from meshwise.parallelize import Options, parallelize
-from meshwise.pipeline.clock import StepClock
-from meshwise.pipeline.cut import Pairs, Where, Wish, cut_model
-from meshwise.pipeline.opening import CALL, inside
-from meshwise.pipeline.partition import CutError
-from meshwise.pipeline.probe import probe
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.pipeline.cut.block_entry import CALL, inside
+from meshwise.pipeline.cut.model_cut import Pairs, Where, Wish, cut_model
+from meshwise.pipeline.cut.partition import CutError
+from meshwise.pipeline.cut.probe import probe
+from meshwise.pipeline.cut.probe_result import Seen, Took, typical
 from meshwise.pipeline.schedules import make_schedule
-from meshwise.pipeline.seen import Seen, Took, typical
+from meshwise.pipeline.schedules.schedule_clock import StepClock
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import agree, alone, outcome, run

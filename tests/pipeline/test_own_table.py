@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from meshwise.cli.main import main as command
-from meshwise.comm.world import World
-from meshwise.parallelize import Options, parallelize
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
 from meshwise.pipeline.schedules import make_schedule
 from meshwise.plan import Plan, PlanError
 from meshwise.reference import GPT, GPTConfig, next_token_loss

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.pipeline.clock import Cost, StepClock, clock
-from meshwise.pipeline.partition import CutError, Steps, divide, quicken, worthwhile
+from meshwise.pipeline.cut.partition import CutError, Steps, divide, quicken, worthwhile
 from meshwise.pipeline.schedules import make_schedule
+from meshwise.pipeline.schedules.schedule_clock import Cost, StepClock, clock
 
 
 def plain(loads: list[float], stages: int) -> Steps:

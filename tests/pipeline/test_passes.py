@@ -2,9 +2,9 @@
 
 import pytest
 
-from meshwise.pipeline.action import Schedule, ScheduleError
-from meshwise.pipeline.clock import Cost, clock, peaks
-from meshwise.pipeline.passes import (
+from meshwise.pipeline.schedules import SCHEDULES, make_schedule, planned_schedule
+from meshwise.pipeline.schedules.action import Schedule, ScheduleError
+from meshwise.pipeline.schedules.passes import (
     add_gathers,
     add_reductions,
     add_transfers,
@@ -13,8 +13,8 @@ from meshwise.pipeline.passes import (
     send_first,
     split_backward,
 )
-from meshwise.pipeline.schedules import SCHEDULES, make_schedule, planned_schedule
-from meshwise.pipeline.validate import validate
+from meshwise.pipeline.schedules.schedule_clock import Cost, clock, peaks
+from meshwise.pipeline.schedules.validate import validate
 
 
 def table(text: str) -> Schedule:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.world import World
-from meshwise.parallelize import Options, parallelize
-from meshwise.pipeline.absent import Absent
-from meshwise.pipeline.cut import Where
-from meshwise.pipeline.stage import Void
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.pipeline.cut.model_cut import Where
+from meshwise.pipeline.run.absent_outputs import Absent
+from meshwise.pipeline.run.stage import Void
 from meshwise.plan import PlanError
 from meshwise.testing import agree, run
 

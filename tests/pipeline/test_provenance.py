@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from meshwise.pipeline.cut import Cut, Where, Wish, cut_model
-from meshwise.pipeline.partition import CutError
+from meshwise.pipeline.cut.model_cut import Cut, Where, Wish, cut_model
+from meshwise.pipeline.cut.partition import CutError
 from pipeline.oracle import is_the_model
 from pipeline.training import WIDTH, linears, made, numbers, squares
 

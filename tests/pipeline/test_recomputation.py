@@ -6,9 +6,9 @@ import pytest
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from meshwise.comm.world import World
-from meshwise.parallelize import Options
-from meshwise.pipeline.cut import Where
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options
+from meshwise.pipeline.cut.model_cut import Where
 from meshwise.plan import PlanError
 from meshwise.testing import run
 from pipeline.training import WIDTH, Chain, images, linears, made, numbers, squares, trainer, trains_like_one

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from grid import Grid
-from meshwise.comm.world import World
-from meshwise.mesh import Mesh
-from meshwise.pipeline.build import make_stage
-from meshwise.pipeline.cut import Wish, cut_model
-from meshwise.pipeline.passes import lower
-from meshwise.pipeline.runtime import Job, Runtime
+from meshwise.base.mesh import Mesh
+from meshwise.comm.api.world import World
+from meshwise.pipeline.cut.model_cut import Wish, cut_model
+from meshwise.pipeline.run.build_stage import make_stage
+from meshwise.pipeline.run.runtime import Job, Runtime
+from meshwise.pipeline.run.stage import StageError
 from meshwise.pipeline.schedules import SCHEDULES, make_schedule
-from meshwise.pipeline.stage import StageError
+from meshwise.pipeline.schedules.passes import lower
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import agree, run
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.pipeline.action import Action, Kind, Schedule, ScheduleError
-from meshwise.pipeline.clock import Cost, clock
 from meshwise.pipeline.schedules import SCHEDULES, make_schedule, read_schedule
-from meshwise.pipeline.validate import in_flight, validate
+from meshwise.pipeline.schedules.action import Action, Kind, Schedule, ScheduleError
+from meshwise.pipeline.schedules.schedule_clock import Cost, clock
+from meshwise.pipeline.schedules.validate import in_flight, validate
 
 DRAWN = {
     "naive": """

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.world import World
-from meshwise.parallelize import Options, parallelize
-from meshwise.pipeline.cut import Where
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.pipeline.cut.model_cut import Where
 from meshwise.plan import Plan, PlanError
 from meshwise.reference import GPT
 from meshwise.reference.gpt import Block
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.subject import Subject
+from meshwise.simulate.rehearsal_subject import Subject
 from meshwise.testing import agree, alone, outcome, run
 from tensor.plain import gpt
 

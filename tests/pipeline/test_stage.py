@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from meshwise.model.birth import born, install
-from meshwise.model.table import parameter_table
-from meshwise.pipeline.build import make_stage
-from meshwise.pipeline.cut import Where, Wish, cut_model
-from meshwise.pipeline.parcel import bones, enter, pack, unpack
-from meshwise.pipeline.partition import CutError
+from meshwise.model.deferred_init import born, install
+from meshwise.model.parameter_table import parameter_table
+from meshwise.pipeline.cut.model_cut import Where, Wish, cut_model
+from meshwise.pipeline.cut.partition import CutError
+from meshwise.pipeline.run.build_stage import make_stage
+from meshwise.pipeline.run.packed_tree import bones, enter, pack, unpack
+from meshwise.pipeline.run.stage import StageError, Void, signature
 from meshwise.pipeline.schedules import make_schedule
-from meshwise.pipeline.stage import StageError, Void, signature
 from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig
 from pipeline.oracle import TOKENS, gpt, is_the_model, lm, run_stages
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.pipeline.action import Action, Kind
-from meshwise.pipeline.backward import WeightBackward, backward_input
-from meshwise.pipeline.build import make_stage
-from meshwise.pipeline.cut import Wish, cut_model
-from meshwise.pipeline.parcel import pack, unpack
-from meshwise.pipeline.passes import lower
+from meshwise.pipeline.cut.model_cut import Wish, cut_model
+from meshwise.pipeline.run.build_stage import make_stage
+from meshwise.pipeline.run.packed_tree import pack, unpack
+from meshwise.pipeline.run.split_backward import WeightBackward, backward_input
+from meshwise.pipeline.run.stage import Stage
 from meshwise.pipeline.schedules import SCHEDULES, make_schedule
-from meshwise.pipeline.stage import Stage
-from meshwise.pipeline.validate import walk
+from meshwise.pipeline.schedules.action import Action, Kind
+from meshwise.pipeline.schedules.passes import lower
+from meshwise.pipeline.schedules.validate import walk
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from pipeline.oracle import gradients
 

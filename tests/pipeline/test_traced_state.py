@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from checkpoint.cases import same_state
 from checkpoint.reader import read
-from meshwise.comm.world import World
-from meshwise.parallelize import Options, parallelize
-from meshwise.pipeline.cut import Where
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.pipeline.cut.model_cut import Where
 from meshwise.plan import PlanError
 from meshwise.testing import run
 from pipeline.training import WIDTH, made, numbers, squares, trains_like_one

@@ -16,17 +16,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from meshwise.comm.thread_world import ThreadWorld
-from meshwise.comm.world import World
-from meshwise.model.birth import Source
-from meshwise.nonfinite import NonFiniteError
-from meshwise.parallelize import Options, parallelize
-from meshwise.pipeline.cut import Where
+from meshwise.comm.api.world import World
+from meshwise.comm.in_process.thread_world import ThreadWorld
+from meshwise.engine.nonfinite import NonFiniteError
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.engine.trainer import Trainer
+from meshwise.model.deferred_init import Source
+from meshwise.pipeline.cut.model_cut import Where
 from meshwise.plan import Plan, PlanError
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import Processes, agree, alone, outcome, run
-from meshwise.train.export import write_parameters
-from meshwise.trainer import Trainer
+from meshwise.train.parameter_export import write_parameters
 from reference.convolutional import ResNet
 
 BOUND = 1e-9

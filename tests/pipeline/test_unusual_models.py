@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.world import World
-from meshwise.parallelize import Options
-from meshwise.pipeline.cut import Where
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options
+from meshwise.pipeline.cut.model_cut import Where
 from meshwise.plan import Plan, PlanError
 from meshwise.testing import agree, run
 from meshwise.verify import verify

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.world import World
-from meshwise.parallelize import Options, parallelize
-from meshwise.pipeline.cut import Where
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.engine.trainer import Trainer
+from meshwise.pipeline.cut.model_cut import Where
 from meshwise.plan import Plan
 from meshwise.testing import agree, alone, outcome, run
-from meshwise.trainer import Trainer
 
 BOUND = 1e-9
 WIDTH = 6

@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.model.birth import shapes_of
-from meshwise.parallelize import Options
-from meshwise.pipeline.cut import Where
+from meshwise.engine.parallelize import Options
+from meshwise.model.deferred_init import shapes_of
+from meshwise.pipeline.cut.model_cut import Where
 from meshwise.plan import Plan
-from meshwise.planner.bound import Figures, bound
+from meshwise.planner.layer_profile import Pieces, Sounding, Way, sound
+from meshwise.planner.lower_bound import Figures, bound
 from meshwise.planner.search import Candidate, figures_of, prediction_of
-from meshwise.planner.sounding import Pieces, Sounding, Way, sound
 from meshwise.reference.gpt import GPT, GPTConfig
-from meshwise.reference.loss import next_token_loss
-from meshwise.simulate.clock import predict
+from meshwise.reference.language_loss import next_token_loss
 from meshwise.simulate.cluster import parse_cluster
+from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import Rehearsal, rehearse
-from meshwise.simulate.subject import Subject
+from meshwise.simulate.rehearsal_subject import Subject
 
 CONFIG = GPTConfig(vocabulary=512, context=256, layers=2, heads=8, width=1024)
 SHIPPED = parse_cluster("2x4 h100")

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from meshwise.parallelize import Options
+from meshwise.engine.parallelize import Options
 from meshwise.plan import Plan, PlanError
-from meshwise.planner.bound import Figures
+from meshwise.planner.forked_workers import Workers
+from meshwise.planner.lower_bound import Figures
+from meshwise.planner.plan_space import Space, parse_fixed
 from meshwise.planner.search import Candidate, Effort, Rung, Searching, Survey, figures_of, search
-from meshwise.planner.space import Space, parse_fixed
-from meshwise.planner.tables import FULL, best_table, lost_table, survey_record
-from meshwise.planner.workers import Workers
+from meshwise.planner.search_tables import FULL, best_table, lost_table, survey_record
 from meshwise.reference.gpt import GPT, GPTConfig
-from meshwise.reference.loss import next_token_loss
-from meshwise.simulate.clock import Prediction
+from meshwise.reference.language_loss import next_token_loss
 from meshwise.simulate.cluster import parse_cluster
+from meshwise.simulate.prediction import Prediction
 from meshwise.simulate.rehearsal import rehearse, schedule_of
-from meshwise.simulate.subject import Subject
+from meshwise.simulate.rehearsal_subject import Subject
 
 CLUSTER = parse_cluster("1x4 h100")
 CONFIG = GPTConfig(vocabulary=512, context=128, layers=2, heads=4, width=512)
@@ -276,7 +276,7 @@ def test_work_is_done_where_this_process_has_had_threads() -> None:
     """libgomp's are gone in a fork, and a kernel that is divided among them would wait for them for ever."""
     script = """
 import torch
-from meshwise.planner.workers import Workers
+from meshwise.planner.forked_workers import Workers
 
 torch.set_num_threads(2)
 x = torch.ones(2, 4, 512, 32)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.parallelize import parallelize
+from meshwise.engine.parallelize import parallelize
 
 PARTS = 4
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.world import World
-from meshwise.nonfinite import NonFiniteError
-from meshwise.parallelize import Options, parallelize
+from meshwise.comm.api.world import World
+from meshwise.engine.nonfinite import NonFiniteError
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.engine.step_result import StepResult
+from meshwise.engine.trainer import Trainer
 from meshwise.plan import Plan
-from meshwise.precision.scale import Scale
-from meshwise.result import StepResult
+from meshwise.precision.loss_scale import Scale
 from meshwise.testing import run
-from meshwise.trainer import Trainer
 
 
 class Spike(nn.Module):

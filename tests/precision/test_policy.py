@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from meshwise.plan import Plan, PlanError
-from meshwise.precision.policy import Precision, precision_of
+from meshwise.precision.dtype_policy import Precision, precision_of
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from meshwise.precision.scale import Scale, likely_count
+from meshwise.precision.loss_scale import Scale, likely_count
 
 
 def drawn(events: str, scale: Scale) -> list[float]:

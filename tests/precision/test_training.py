@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.comm.world import World
-from meshwise.parallelize import Options, parallelize
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
-from meshwise.precision.policy import Precision
-from meshwise.precision.scale import Scale
+from meshwise.precision.dtype_policy import Precision
+from meshwise.precision.loss_scale import Scale
 from meshwise.testing import run
 from meshwise.testing.difference import difference
 

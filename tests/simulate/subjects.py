@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshwise.parallelize import Options
-from meshwise.pipeline.cut import Where
+from meshwise.engine.parallelize import Options
+from meshwise.pipeline.cut.model_cut import Where
 from meshwise.reference.gpt import GPT, GPTConfig
-from meshwise.simulate.subject import Subject
+from meshwise.simulate.rehearsal_subject import Subject
 
 CONFIG = GPTConfig(vocabulary=64, context=16, layers=4, heads=4, width=32)
 

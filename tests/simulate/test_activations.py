@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.parallelize import Options
+from meshwise.engine.parallelize import Options
 from meshwise.plan import Plan
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.subject import Subject
+from meshwise.simulate.rehearsal_subject import Subject
 from meshwise.simulate.tape import Category, Memory
 
 WIDTH, HEADS, LENGTH, BATCH = 256, 8, 128, 2

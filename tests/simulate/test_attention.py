@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshwise.simulate.cluster import Cluster, Device, Products
-from meshwise.simulate.price import Prices
+from meshwise.simulate.cluster_prices import Prices
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.subject import Subject
+from meshwise.simulate.rehearsal_subject import Subject
 from meshwise.simulate.tape import Operation
 
 CLUSTER = Cluster(Device(peak=MappingProxyType({"bfloat16": 1e12, "float32": 1e12}), attention=Products(best=1.0)))

@@ -5,15 +5,15 @@ from fractions import Fraction
 
 import pytest
 
-from meshwise.cutting import plan_schedule
-from meshwise.pipeline.clock import Cost, clock
+from meshwise.base.timeline import Stream
+from meshwise.engine.cut_agreement import plan_schedule
 from meshwise.pipeline.schedules import make_schedule
+from meshwise.pipeline.schedules.schedule_clock import Cost, clock
 from meshwise.plan import Plan
-from meshwise.simulate.clock import predict
 from meshwise.simulate.cluster import Link
+from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.timeline import Stream
-from meshwise.view.account import predicted
+from meshwise.view.plan_account import predicted
 from simulate.subjects import gpt_subject
 from simulate.test_clock import STEADY
 

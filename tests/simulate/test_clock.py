@@ -9,16 +9,16 @@ import tomli_w
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.journal import Stamp
-from meshwise.parallelize import Options
-from meshwise.pipeline.cut import Where
+from meshwise.comm.api.flight_recorder import Stamp
+from meshwise.engine.parallelize import Options
+from meshwise.pipeline.cut.model_cut import Where
 from meshwise.reference.gpt import GPT
-from meshwise.simulate.clock import predict
 from meshwise.simulate.cluster import Cluster, ClusterError, Device, Host, Link, Products, load, parse_cluster, to_table
-from meshwise.simulate.cost import operation
-from meshwise.simulate.price import Prices, traffic
+from meshwise.simulate.cluster_prices import Prices, traffic
+from meshwise.simulate.operation_cost import operation
+from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.subject import Subject
+from meshwise.simulate.rehearsal_subject import Subject
 from meshwise.simulate.tape import Call, Memory
 from simulate.subjects import CONFIG, gpt_subject
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.model.constants import LARGEST, Constants
+from meshwise.model.shape_constants import LARGEST, Constants
+from meshwise.simulate.meta_batch import LARGEST as LARGEST_OF_A_BATCH
+from meshwise.simulate.meta_batch import StandIn, of_rows
 from meshwise.simulate.rehearsal import Rehearsal, rehearse
-from meshwise.simulate.stand_in import LARGEST as LARGEST_OF_A_BATCH
-from meshwise.simulate.stand_in import StandIn, of_rows
-from meshwise.simulate.subject import Subject
+from meshwise.simulate.rehearsal_subject import Subject
 from meshwise.simulate.tape import Operation
 
 

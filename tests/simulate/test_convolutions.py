@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.simulate.clock import predict
 from meshwise.simulate.cluster import parse_cluster
-from meshwise.simulate.price import Prices
+from meshwise.simulate.cluster_prices import Prices
+from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.subject import Subject
+from meshwise.simulate.rehearsal_subject import Subject
 from meshwise.simulate.tape import Operation, Product
 
 CLUSTER = parse_cluster("1x1 h100")

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.subject import Subject
+from meshwise.simulate.rehearsal_subject import Subject
 from meshwise.simulate.tape import Operation, Product
 
 EXPERTS, WIDTH, INNER, ROWS = 4, 16, 24, 32

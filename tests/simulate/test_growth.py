@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from meshwise.model.birth import Source, shapes_of
-from meshwise.parallelize import parallelize
+from meshwise.engine.parallelize import parallelize
+from meshwise.engine.trainer import Trainer
+from meshwise.model.deferred_init import Source, shapes_of
 from meshwise.plan import Plan
 from meshwise.reference.gpt import Block
-from meshwise.simulate import part
-from meshwise.simulate.clock import predict
+from meshwise.simulate import recorded_rank as part
+from meshwise.simulate.block_growth import Growth, UnevenError
+from meshwise.simulate.block_stack import LEAST, NONE
 from meshwise.simulate.cluster import parse_cluster
-from meshwise.simulate.growth import Growth, UnevenError
-from meshwise.simulate.memory import memory_of
+from meshwise.simulate.memory_use import memory_of
+from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import Rehearsal, find_stack, rehearse
-from meshwise.simulate.stack import LEAST, NONE
-from meshwise.simulate.subject import Device, Subject
-from meshwise.trainer import Trainer
+from meshwise.simulate.rehearsal_subject import Device, Subject
 from simulate.subjects import CONFIG, gpt_subject, loss
 
 HIGH = replace(CONFIG, layers=LEAST + 1)

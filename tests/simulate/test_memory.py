@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.simulate.memory import RankMemory, fullest, memory_of
+from meshwise.simulate.memory_use import RankMemory, fullest, memory_of
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.subject import Subject
-from meshwise.simulate.tables import memory_table, text
+from meshwise.simulate.rehearsal_subject import Subject
+from meshwise.simulate.simulation_tables import memory_table, text
 from meshwise.simulate.tape import Category
 from simulate.subjects import gpt_subject
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import prune
 
-from meshwise.comm.thread_world import run_threads
-from meshwise.comm.world import World
+from meshwise.comm.api.world import World
+from meshwise.comm.in_process.thread_world import run_threads
+from meshwise.engine.parallelize import Options, parallelize
 from meshwise.model.forward import Loss
-from meshwise.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.subject import Device, Subject
+from meshwise.simulate.rehearsal_subject import Device, Subject
 from meshwise.simulate.tape import Operation
 
 WIDTH, WORDS = 8, 12

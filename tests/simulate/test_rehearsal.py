@@ -10,20 +10,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.thread_world import run_threads
-from meshwise.comm.world import World
-from meshwise.parallelize import parallelize
-from meshwise.pipeline import cut
-from meshwise.pipeline.probe import probe
-from meshwise.pipeline.seen import Seen
+from meshwise.comm.api.world import World
+from meshwise.comm.in_process.thread_world import run_threads
+from meshwise.engine.parallelize import parallelize
+from meshwise.pipeline.cut import model_cut as cut
+from meshwise.pipeline.cut.probe import probe
+from meshwise.pipeline.cut.probe_result import Seen
 from meshwise.plan import Plan, PlanError
 from meshwise.reference.gpt import GPT, GPTConfig
-from meshwise.simulate.clock import forward_flops
+from meshwise.simulate.fitting_plans import needs
+from meshwise.simulate.prediction import forward_flops
 from meshwise.simulate.rehearsal import Rehearsal, rehearse
-from meshwise.simulate.shortage import needs
-from meshwise.simulate.subject import Subject
+from meshwise.simulate.rehearsal_subject import Subject
 from meshwise.simulate.tape import Operation
-from meshwise.train.failure import notes
+from meshwise.train.failure_report import notes
 from simulate.subjects import CONFIG, gpt_subject, loss
 
 PLANS = (

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.world import World
+from meshwise.comm.api.world import World
 from meshwise.layout import even_split
-from meshwise.model.table import Placement
+from meshwise.model.parameter_table import Placement
 from meshwise.plan import Plan
 from meshwise.reference import GPTConfig
-from meshwise.tensor.context import Context
-from meshwise.tensor.matmul import Streaming
-from meshwise.tensor.parallelism import tensor_parallel
-from meshwise.tensor.part import Norm, Part
-from meshwise.tensor.twins import scheme_on
+from meshwise.tensor.core.matmul import Streaming
+from meshwise.tensor.core.part import Norm, Part
+from meshwise.tensor.core.split_context import Context
+from meshwise.tensor.schemes.kv_replicas import scheme_on
+from meshwise.tensor.tensor_parallel import tensor_parallel
 from meshwise.testing import run
 
 Loss = Callable[[nn.Module, Sequence[Tensor]], Tensor]

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.comm.trace_world import TraceWorld
-from meshwise.pipeline.backward import backward_input
+from meshwise.comm.in_process.trace_world import TraceWorld
+from meshwise.pipeline.run.split_backward import backward_input
 from meshwise.plan import Plan
 from meshwise.reference.gpt import Block, GPTConfig
-from meshwise.tensor.matmul import Streaming
-from meshwise.tensor.rules import find_parts
+from meshwise.tensor.core.matmul import Streaming
+from meshwise.tensor.detect.rules import find_parts
 from meshwise.testing import SavedForBackward
 from meshwise.testing.count import Counts, count
 from tensor.splitting import install

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from grid import Cell, Grid
-from meshwise.comm.world import World
-from meshwise.parallelize import Options, parallelize
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import agree, alone, run

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from grid import Grid
-from meshwise.comm.world import World
-from meshwise.parallelize import Options, parallelize
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
-from meshwise.tensor.rules import find_parts
+from meshwise.tensor.detect.rules import find_parts
 from meshwise.testing import agree, alone, outcome, run
 from tensor.exact import with_exact_norms
 

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwise.comm.world import World
+from meshwise.base.mesh import Mesh
+from meshwise.comm.api.world import World
 from meshwise.layout import even_split
-from meshwise.mesh import Mesh
-from meshwise.tensor.logits import SplitLogits
-from meshwise.tensor.loss import Vocabulary
+from meshwise.tensor.core.split_logits import SplitLogits
+from meshwise.tensor.core.vocab_parallel_loss import Vocabulary
 from meshwise.testing import run
 
 CLASSES, RANKS = 11, 3

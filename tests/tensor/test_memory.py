@@ -15,7 +15,7 @@ import torch
 
 from meshwise import Plan
 from meshwise.comm import TraceWorld, World
-from meshwise.parallelize import parallelize
+from meshwise.engine.parallelize import parallelize
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import Processes, SavedForBackward, run
 

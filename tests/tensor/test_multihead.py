@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.world import World
-from meshwise.parallelize import Options, parallelize
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan, PlanError
-from meshwise.tensor.rules import find_parts
+from meshwise.tensor.detect.rules import find_parts
 from meshwise.testing import run
 from tensor.plain import shown
 from tensor.splitting import split_agrees

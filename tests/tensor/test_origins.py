@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.comm.world import World
-from meshwise.parallelize import Options, parallelize
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
-from meshwise.tensor.rules import find_parts
+from meshwise.tensor.detect.rules import find_parts
 from meshwise.testing import agree, alone, run
-from meshwise.testing.outcome import outcome
+from meshwise.testing.training_outcome import outcome
 from tensor.splitting import split_agrees
 
 WORDS, WIDTH, HEADS, TOKENS = 13, 12, 4, 5

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.comm.world import World
+from meshwise.comm.api.world import World
 from meshwise.plan import Plan
-from meshwise.tensor.part import Norm, Part
+from meshwise.tensor.core.part import Norm, Part
 from meshwise.testing import run
 from tensor.splitting import SCHEMES, install, split_agrees
 

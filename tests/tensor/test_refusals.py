@@ -6,10 +6,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import prune
 
-from meshwise.parallelize import parallelize
+from meshwise.engine.parallelize import parallelize
 from meshwise.plan import Plan, PlanError
-from meshwise.tensor.rules import find_parts
-from meshwise.tensor.twins import mesh_with_twins
+from meshwise.tensor.detect.rules import find_parts
+from meshwise.tensor.schemes.kv_replicas import mesh_with_twins
 from meshwise.testing import run
 from tensor.plain import Attention, Block, gpt, stack
 

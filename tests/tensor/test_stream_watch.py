@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.comm.world import World
-from meshwise.parallelize import Options, parallelize
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
-from meshwise.tensor import parallelism
-from meshwise.tensor.leaving import Leaving
-from meshwise.tensor.stream_watch import Split, StreamWatch
+from meshwise.tensor import tensor_parallel as parallelism
+from meshwise.tensor.checks.sharded_activation_check import Split, StreamWatch
+from meshwise.tensor.core.gathered_outputs import Leaving
 from meshwise.testing import Disagreement, agree, alone, outcome, run
 from tensor.plain import Attention
 

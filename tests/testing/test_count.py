@@ -1,6 +1,6 @@
 import pytest
 
-from meshwise.comm.journal import Stamp
+from meshwise.comm.api.flight_recorder import Stamp
 from meshwise.testing import count
 
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from meshwise.testing.job import Answer, Job
+from meshwise.testing.worker_job import Answer, Job
 
 
 class Odd(Exception):

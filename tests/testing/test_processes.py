@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwise.comm.world import World
+from meshwise.comm.api.world import World
 from meshwise.testing import Processes, processes, run
 
 pytestmark = pytest.mark.processes

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from meshwise.comm.world import World
+from meshwise.comm.api.world import World
 from meshwise.testing import Processes, run
 
 

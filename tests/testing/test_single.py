@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.parallelize import Options
+from meshwise.engine.parallelize import Options
 from meshwise.testing import Single, alone
 
 

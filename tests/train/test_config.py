@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from meshwise.plan import Plan, PlanError
-from meshwise.train.config import read_job, to_toml
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, SampleJob, Studied, TrainJob
+from meshwise.train.job_config import read_job, to_toml
 
 
 def job_of(*words: str) -> Job:

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from meshwise.layout.geometry import even_split
-from meshwise.train import tokens
-from meshwise.train.data import Data, Text, length, load_data, read
+from meshwise.layout.rectangles import even_split
+from meshwise.train import token_file as tokens
+from meshwise.train.dataset import Data, Text, length, load_data, read
 from meshwise.train.job import DataJob, JobError
-from meshwise.train.order import Order
-from meshwise.train.tokens import open_tokens, token_file
+from meshwise.train.sample_order import Order
+from meshwise.train.token_file import open_tokens, token_file
 
 
 def text_job(folder: Path, *names: str, **changes: Any) -> DataJob:
@@ -77,7 +77,7 @@ def test_a_full_disk_leaves_no_part_of_a_token_file_and_says_where_to_put_it(
         raise OSError(28, "No space left on device")
 
     (tmp_path / "a.txt").write_text("some text")
-    monkeypatch.setattr("meshwise.train.tokens.shutil.copyfileobj", full)
+    monkeypatch.setattr("meshwise.train.token_file.shutil.copyfileobj", full)
     told = f"cannot keep the text in {tmp_path}/cache: No space left on device; name a folder .* --data.cache"
     with pytest.raises(JobError, match=told):
         token_file([f"{tmp_path}/a.txt"], cache=tmp_path / "cache")

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from meshwise.train.events import End, Event, Events, NonFinite, Sample, Start, Step, Validation, record
-from meshwise.train.records import JsonLines, TensorBoard
-from meshwise.train.terminal import LiveTerminal, PlainTerminal, terminal
+from meshwise.train.progress_lines import LiveTerminal, PlainTerminal, terminal
+from meshwise.train.record_files import JsonLines, TensorBoard
 
 
 def step(number: int, *, skipped: bool = False) -> Step:

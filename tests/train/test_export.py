@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from meshwise.comm import World
-from meshwise.parallelize import Options, parallelize
+from meshwise.engine.parallelize import Options, parallelize
 from meshwise.testing import run
-from meshwise.train.export import write_parameters
+from meshwise.train.parameter_export import write_parameters
 
 
 class Counting(nn.Module):
@@ -64,7 +64,7 @@ def test_a_full_disk_is_told_with_the_file_and_leaves_no_part_of_it(tmp_path: Pa
 
     def main(world: World) -> None:
         trainer = parallelize(Counting, "dp=1", loss=squares, world=world, lr=0.1)
-        full = mock.patch("meshwise.whole_file.os.fsync", side_effect=OSError(28, "No space left on device"))
+        full = mock.patch("meshwise.base.atomic_file.os.fsync", side_effect=OSError(28, "No space left on device"))
         with full, pytest.raises(OSError, match=r"No space left on device: '.*parameters\.safetensors'"):
             write_parameters(trainer, path=file, metadata={})
 

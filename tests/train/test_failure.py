@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from meshwise.comm import RankLostError, RanksDisagree, World
+from meshwise.engine.nonfinite import NonFiniteError
 from meshwise.model.forward import LossError
-from meshwise.nonfinite import NonFiniteError
 from meshwise.testing import run
-from meshwise.train.failure import leave_traceback, notes
+from meshwise.train.failure_report import leave_traceback, notes
 
 
 def fail(error: Exception | None) -> None:

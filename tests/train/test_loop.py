@@ -18,14 +18,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from meshwise.nonfinite import NonFiniteError
+from meshwise.engine.nonfinite import NonFiniteError
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig
-from meshwise.train.config import from_toml
 from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, SampleJob, ScheduleJob, TrainJob
+from meshwise.train.job_config import from_toml
 from meshwise.train.loop import Summary
-from meshwise.train.order import Order
-from meshwise.train.schedule import rate
+from meshwise.train.lr_schedule import rate
+from meshwise.train.sample_order import Order
 from run_job import run_job
 
 SHAPE = {"layers": 1, "width": 16, "heads": 2, "tied": True}

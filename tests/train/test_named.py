@@ -13,8 +13,8 @@ from torch import nn
 
 from meshwise.reference import GPT, MLP, next_token_loss
 from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, TrainJob
-from meshwise.train.loss import mean_squared_error
-from meshwise.train.named import locate, loss_function, model_function, optimizer
+from meshwise.train.named_objects import locate, loss_function, model_function, optimizer
+from meshwise.train.regression_loss import mean_squared_error
 
 OWN = """
 from torch import nn

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.layout.geometry import even_split
-from meshwise.train.order import Order
+from meshwise.layout.rectangles import even_split
+from meshwise.train.sample_order import Order
 
 
 @given(size=st.integers(1, 300), seed=st.integers(-5, 2**64), epoch=st.integers(0, 10**6))

@@ -8,12 +8,12 @@ import threading
 import pytest
 import torch
 
-from meshwise.comm import journal
-from meshwise.comm.world import World
+from meshwise.comm.api import flight_recorder as journal
+from meshwise.comm.api.world import World
 from meshwise.testing import run
-from meshwise.train import pace
+from meshwise.train import slow_ranks as pace
 from meshwise.train.events import Slow
-from meshwise.train.pace import WINDOW, Pace, Stopwatch, slow_ranks
+from meshwise.train.slow_ranks import WINDOW, Pace, Stopwatch, slow_ranks
 
 
 class Clocks:

@@ -12,7 +12,7 @@ import pytest
 from meshwise.plan import Plan, PlanError
 from meshwise.train.job import DataJob, Job, JobError, ModelJob, SampleJob, TrainJob
 from meshwise.train.prepare import prepare
-from meshwise.train.tokens import STDLIB
+from meshwise.train.token_file import STDLIB
 
 OWN = """
 import torch

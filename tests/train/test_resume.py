@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from meshwise.checkpoint.damage import DamageError, SaveError
-from meshwise.comm.attempt import Attempt
+from meshwise.checkpoint.checkpoint_errors import DamageError, SaveError
+from meshwise.comm.api.job_attempt import Attempt
 from meshwise.plan import Plan
 from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, ScheduleJob, SwapJob, TrainJob
-from meshwise.train.order import Order
-from meshwise.train.origin import LAUNCH, find_origin
+from meshwise.train.run_start import LAUNCH, find_origin
+from meshwise.train.sample_order import Order
 from run_job import run_job
 
 STEPS = 8

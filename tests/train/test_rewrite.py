@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwise.train.job import JobError
-from meshwise.train.rewrite import rewrite
+from meshwise.train.toml_rewrite import rewrite
 
 JOB = """\
 # the job of the week

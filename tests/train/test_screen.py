@@ -9,7 +9,7 @@ import pytest
 from rich.table import Column, Table
 from rich.text import Text
 
-from meshwise.train.screen import Screen, tolerate
+from meshwise.train.output_stream import Screen, tolerate
 
 
 class Unread(io.StringIO):

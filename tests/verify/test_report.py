@@ -2,10 +2,10 @@ import dataclasses
 import io
 import math
 
-from meshwise.cli.verify import show
-from meshwise.train.screen import Screen
-from meshwise.verify.precision import Figure
+from meshwise.cli.verify_command import show
+from meshwise.train.output_stream import Screen
 from meshwise.verify.report import Divergence, ParameterFigures, Report, StepFigures
+from meshwise.verify.rounding_bounds import Figure
 
 
 def figure(difference: float, step: int = 1) -> Figure:

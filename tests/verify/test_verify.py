@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.world import World
-from meshwise.parallelize import Options
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options
 from meshwise.plan import PlanError
 from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig, next_token_loss
 from meshwise.testing import Processes, run

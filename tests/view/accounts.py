@@ -2,10 +2,10 @@
 
 from functools import cache
 
-from meshwise.simulate.clock import Prediction, predict
 from meshwise.simulate.cluster import parse_cluster
+from meshwise.simulate.prediction import Prediction, predict
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.view.account import Account, predicted
+from meshwise.view.plan_account import Account, predicted
 from simulate.subjects import gpt_subject
 
 SPLIT = "pp=2 dp=2 tp=2 microbatches=4 zero=1"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwise.cli.main import main
-from meshwise.pipeline.measured import Measured
+from meshwise.pipeline.run.measured_step import Measured
 from view.accounts import SPLIT, account, prediction
 
 JOB = ["simulate", "--model.arguments", "layers=2", "width=16", "heads=2", "--data.context=8", "--train.batch=8"]

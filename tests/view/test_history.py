@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshwise.simulate.history import Replay
-from meshwise.timeline import Stream, spent
+from meshwise.base.timeline import Stream, spent
+from meshwise.simulate.step_history import Replay
 from view.accounts import SHARDED, SPLIT, prediction
 
 PLANS = [
@@ -65,7 +65,7 @@ def test_a_moment_of_memory_is_in_the_action_that_its_rank_is_at_then(replay: Re
 
 
 def test_waits_too_many_to_be_seen_one_by_one_still_add_up(monkeypatch: pytest.MonkeyPatch, replay: Replay) -> None:
-    monkeypatch.setattr("meshwise.simulate.history._MOST_EVENTS", 0)
+    monkeypatch.setattr("meshwise.simulate.step_history._MOST_EVENTS", 0)
     merged = Replay(replay.prediction).timeline
     for own, exact in zip(spent(merged), spent(replay.timeline), strict=True):
         assert own == pytest.approx(exact, rel=1e-9, abs=1e-12)

@@ -11,20 +11,20 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from meshwise.mesh import Mesh
-from meshwise.pipeline.clock import Cost, clock
+from meshwise.base.mesh import Mesh
 from meshwise.pipeline.schedules import make_schedule
+from meshwise.pipeline.schedules.schedule_clock import Cost, clock
 from meshwise.simulate.cluster import Device
-from meshwise.simulate.memory import fullest
-from meshwise.simulate.tables import text as size_text
-from meshwise.view.account import Account, predicted
+from meshwise.simulate.memory_use import fullest
+from meshwise.simulate.simulation_tables import text as size_text
 from meshwise.view.chrome_trace import write_chrome_trace
-from meshwise.view.comparison import comparison_table
 from meshwise.view.drawings import drawings
 from meshwise.view.mesh_picture import mesh_picture
 from meshwise.view.palette import COLORS, UNSEEN
 from meshwise.view.picture import Bars, Picture, Text, ticks
 from meshwise.view.pictures import pictures, sheet
+from meshwise.view.plan_account import Account, predicted
+from meshwise.view.plan_comparison import comparison_table
 from meshwise.view.png import write_png
 from meshwise.view.schedule_text import SHADES
 from meshwise.view.svg import svg_file

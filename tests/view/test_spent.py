@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwise.timeline import Event, Stream, Timeline, spent
+from meshwise.base.timeline import Event, Stream, Timeline, spent
 
 COMPUTE, WAIT, LINK, COLLECTIVE = Stream.COMPUTE, Stream.WAIT, Stream.LINK, Stream.COLLECTIVE
 

@@ -29,19 +29,19 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn import functional
 
+from meshwise.base.tensor_tree import tensors
 from meshwise.bench.collectives import Sweep, measure
-from meshwise.comm.thread_world import run_threads
-from meshwise.comm.world import World
-from meshwise.memory.freed import settle_rank
+from meshwise.comm.api.world import World
+from meshwise.comm.in_process.thread_world import run_threads
+from meshwise.memory.malloc_settings import settle_rank
 from meshwise.plan import Plan
 from meshwise.simulate.cluster import Cluster, Curve, Device, Link, Products, at
-from meshwise.simulate.cost import causal_part, operation
-from meshwise.simulate.measure import measure as measured
-from meshwise.simulate.price import SEND_RECV
+from meshwise.simulate.cluster_prices import SEND_RECV
+from meshwise.simulate.measured_ranks import measure as measured
+from meshwise.simulate.operation_cost import causal_part, operation
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.subject import Subject
+from meshwise.simulate.rehearsal_subject import Subject
 from meshwise.simulate.tape import Operation
-from meshwise.tree import tensors
 
 aten = torch.ops.aten
 

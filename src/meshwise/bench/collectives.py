@@ -22,10 +22,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from meshwise.base.mesh import Mesh
 from meshwise.bench.bandwidth import BUS_FACTORS, COPY, Measurement
 from meshwise.comm import Work, World
-from meshwise.comm.yardstick import Call, gloo_calls
-from meshwise.mesh import Mesh
+from meshwise.comm.network.gloo_baseline import Call, gloo_calls
 
 WAYS = ("ordinary", "shared", "common", "gloo")
 """On what a collective is measured: see `Measurement.on`."""

@@ -11,9 +11,9 @@ import torch
 
 from meshwise.bench.finding import Finding, note, problem
 from meshwise.bench.machine import Machine, addresses_of, interface_names
-from meshwise.comm.journal import ranks_text
-from meshwise.comm.rank import asked_threads
-from meshwise.comm.rollcall import Entry
+from meshwise.comm.api.flight_recorder import ranks_text
+from meshwise.comm.health.roll_call import Entry
+from meshwise.comm.launch.rank_process import asked_threads
 
 _OLDEST_TORCH = (2, 11)
 _SHARED_MEMORY = 1 << 30

@@ -25,9 +25,9 @@ from typing import TypeAlias
 
 import torch
 
-from meshwise.comm.job_folder import job_folder
-from meshwise.memory.staging import Staging, Swap
-from meshwise.memory.swap import SwapFile, Transfer
+from meshwise.comm.launch.job_folder import job_folder
+from meshwise.memory.staging_buffers import Staging, Swap
+from meshwise.memory.swap_file import SwapFile, Transfer
 
 KINDS = ("read", "write", "both")
 TIER = "meshwise"

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from meshwise.bench.diagnosis import examine_machine, examine_roll, own_facts
 from meshwise.bench.finding import Finding, problem
 from meshwise.bench.machine import Machine, examine
-from meshwise.bench.reach import can_open, check_environment, reach
-from meshwise.bench.talk import Talk, slow_links, talk
+from meshwise.bench.meeting_reach import can_open, check_environment, reach
+from meshwise.bench.pair_talk import Talk, slow_links, talk
 from meshwise.comm import World, connect, run
-from meshwise.comm.rollcall import roll_call
+from meshwise.comm.health.roll_call import roll_call
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from meshwise.comm.backends import backends
-from meshwise.comm.cores import cores
+from meshwise.comm.launch.cores import cores
+from meshwise.comm.network.backends import backends
 
 _TOOL_SECONDS = 10
 

@@ -32,14 +32,14 @@ A trainer has all of it in three methods, which every rank calls and which end a
     trainer.restore(root) -> Restored | None        the newest valid one, passing over damaged ones, with its `extra`
 """
 
-from meshwise.checkpoint.check import damages, differences
-from meshwise.checkpoint.damage import Damage, DamageError, SaveError
-from meshwise.checkpoint.folder import newest_valid
-from meshwise.checkpoint.index import Index, read_index
-from meshwise.checkpoint.load import Reader, load
+from meshwise.checkpoint.checkpoint_errors import Damage, DamageError, SaveError
+from meshwise.checkpoint.checkpoint_folder import newest_valid
+from meshwise.checkpoint.checkpoint_index import Index, read_index
+from meshwise.checkpoint.damage_check import damages, differences
+from meshwise.checkpoint.load_state import Reader, load
 from meshwise.checkpoint.prune import prune
-from meshwise.checkpoint.save import Content, Saving, save
-from meshwise.checkpoint.training import Restored, TrainingState
+from meshwise.checkpoint.save_state import Content, Saving, save
+from meshwise.checkpoint.training_state import Restored, TrainingState
 
 __all__ = [
     "Content",

@@ -22,13 +22,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwise.checkpoint.damage import Damage, DamageError
-from meshwise.checkpoint.header import Spec, header, read_header
-from meshwise.checkpoint.index import INDEX, DataFile, Index, Part, Stored, plain_name
-from meshwise.checkpoint.load import Reader
-from meshwise.checkpoint.types import DTYPES
-from meshwise.data_parallel.holdings import Holding
-from meshwise.layout.geometry import Rectangle, rectangles
+from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
+from meshwise.checkpoint.checkpoint_index import INDEX, DataFile, Index, Part, Stored, plain_name
+from meshwise.checkpoint.load_state import Reader
+from meshwise.checkpoint.safetensors_dtypes import DTYPES
+from meshwise.checkpoint.safetensors_header import Spec, header, read_header
+from meshwise.data_parallel.stored_slices import Holding
+from meshwise.layout.rectangles import Rectangle, rectangles
 
 PARTS = "model.safetensors.index.json"
 WHOLE = "model.safetensors"

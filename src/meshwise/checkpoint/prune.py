@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwise.checkpoint.check import is_valid
-from meshwise.checkpoint.folder import checkpoints, leftovers, remove
-from meshwise.checkpoint.index import INDEX
+from meshwise.checkpoint.checkpoint_folder import checkpoints, leftovers, remove
+from meshwise.checkpoint.checkpoint_index import INDEX
+from meshwise.checkpoint.damage_check import is_valid
 
 
 def prune(root: Path, *, keep_last: int) -> list[Path]:

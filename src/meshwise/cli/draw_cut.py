@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch.utils.data import default_collate
 
-from meshwise.cli.drawing import drawing_board
-from meshwise.cli.ranks import local_ranks
-from meshwise.cutting import Example, cut_source, plan_schedule
-from meshwise.model.birth import born
+from meshwise.cli.drawing_output import drawing_board
+from meshwise.cli.rank_count import local_ranks
+from meshwise.engine.cut_agreement import Example, cut_source, plan_schedule
+from meshwise.model.deferred_init import born
 from meshwise.model.forward import default_forward
-from meshwise.train.config import read_job
 from meshwise.train.job import JobError, Studied
+from meshwise.train.job_config import read_job
 from meshwise.train.prepare import prepare
 
 

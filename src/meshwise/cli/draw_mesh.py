@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwise.cli.drawing import Files, check, drawing_board, save_picture
+from meshwise.cli.drawing_output import Files, check, drawing_board, save_picture
 from meshwise.plan import Plan
 from meshwise.simulate.cluster import ClusterError, parse_cluster
 from meshwise.train.flags import parse_flags

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwise.cli.drawing import Files, check, drawing_board, save
-from meshwise.pipeline.action import Schedule
-from meshwise.pipeline.clock import Cost, clock, peaks
-from meshwise.pipeline.passes import lower
+from meshwise.cli.drawing_output import Files, check, drawing_board, save
 from meshwise.pipeline.schedules import planned_schedule, read_schedule
+from meshwise.pipeline.schedules.action import Schedule
+from meshwise.pipeline.schedules.passes import lower
+from meshwise.pipeline.schedules.schedule_clock import Cost, clock, peaks
 from meshwise.plan import Plan
-from meshwise.plan.keys import keys_of
-from meshwise.plan.words import check_keys, read_words
+from meshwise.plan.plan_keys import keys_of
+from meshwise.plan.plan_text import check_keys, read_words
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError
-from meshwise.view.account import Account
+from meshwise.view.plan_account import Account
 from meshwise.view.schedule_text import figures, picture
 
 _MOST = 100_000

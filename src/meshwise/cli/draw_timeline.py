@@ -9,9 +9,9 @@ from typing import Annotated
 
 import tyro
 
-from meshwise.cli.drawing import Files, check, drawing_board, read_step, save
+from meshwise.cli.drawing_output import Files, check, drawing_board, read_step, save
 from meshwise.train.flags import parse_flags
-from meshwise.view.account import measured as accounts_of
+from meshwise.view.plan_account import measured as accounts_of
 from meshwise.view.schedule_text import strip
 
 

@@ -20,20 +20,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from meshwise.cli import bench, checkpoint, doctor, draw, plan, simulate, train, verify
-from meshwise.comm.forked import copied, open_streams, tidying
-from meshwise.comm.joining import leave_undone
-from meshwise.comm.journal import RanksDisagree
-from meshwise.comm.launched import is_rank, speaks
-from meshwise.comm.lost import RankLostError
-from meshwise.comm.rank import CONSEQUENCE_SECONDS
-from meshwise.comm.semaphores import NoSemaphoresError
+from meshwise.cli import bench_command as bench
+from meshwise.cli import checkpoint_command as checkpoint
+from meshwise.cli import doctor_command as doctor
+from meshwise.cli import draw_command as draw
+from meshwise.cli import plan_command as plan
+from meshwise.cli import simulate_command as simulate
+from meshwise.cli import train_command as train
+from meshwise.cli import verify_command as verify
+from meshwise.comm.api.flight_recorder import RanksDisagree
+from meshwise.comm.api.launch_environment import is_rank, speaks
+from meshwise.comm.api.rank_lost import RankLostError
+from meshwise.comm.launch.fork_server import copied, open_streams, tidying
+from meshwise.comm.launch.job_semaphores import NoSemaphoresError
+from meshwise.comm.launch.joining import leave_undone
+from meshwise.comm.launch.rank_process import CONSEQUENCE_SECONDS
+from meshwise.engine.nonfinite import NonFiniteError
 from meshwise.model.forward import LossError
-from meshwise.nonfinite import NonFiniteError
 from meshwise.plan import PlanError
-from meshwise.train.failure import leave_traceback, notes
+from meshwise.train.failure_report import leave_traceback, notes
 from meshwise.train.job import JobError
-from meshwise.train.screen import STDOUT, is_unread, takes_no_more, tolerate
+from meshwise.train.output_stream import STDOUT, is_unread, takes_no_more, tolerate
 
 _RANK_0_SECONDS = 5
 _STDERR = 2

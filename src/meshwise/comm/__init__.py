@@ -1,13 +1,13 @@
 """What joins the ranks: the only package that imports torch.distributed."""
 
-from meshwise.comm.group import Group
-from meshwise.comm.joining import connect
-from meshwise.comm.journal import Position, RanksDisagree, Stamp
-from meshwise.comm.launch import run, torchrun_line
-from meshwise.comm.lost import RankLostError
-from meshwise.comm.thread_world import run_threads
-from meshwise.comm.trace_world import TraceWorld
-from meshwise.comm.world import Work, World
+from meshwise.comm.api.flight_recorder import Position, RanksDisagree, Stamp
+from meshwise.comm.api.group import Group
+from meshwise.comm.api.rank_lost import RankLostError
+from meshwise.comm.api.world import Work, World
+from meshwise.comm.in_process.thread_world import run_threads
+from meshwise.comm.in_process.trace_world import TraceWorld
+from meshwise.comm.launch.joining import connect
+from meshwise.comm.launch.launch import run, torchrun_line
 
 __all__ = [
     "Group",

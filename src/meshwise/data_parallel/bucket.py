@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.world import Work
-from meshwise.data_parallel.place import Options, Piece, Place, Run
-from meshwise.data_parallel.replication import Replication
+from meshwise.comm.api.world import Work
+from meshwise.data_parallel.bucket_place import Options, Piece, Place, Run
+from meshwise.data_parallel.shard_group import Replication
+from meshwise.memory.chunk_visit import Chunk
 from meshwise.memory.tiers import Loan
-from meshwise.memory.visit import Chunk
-from meshwise.model.table import Row
+from meshwise.model.parameter_table import Row
 
 
 class Bucket:

@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwise.layout.geometry import Rectangle, even_split
-from meshwise.mesh import Mesh
+from meshwise.base.mesh import Mesh
+from meshwise.layout.rectangles import Rectangle, even_split
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshwise.memory.cost import Clock, Cost
-from meshwise.memory.glance import glance, is_alike
-from meshwise.memory.handed import Handed
-from meshwise.memory.kept import Kept
-from meshwise.model.recall import Recall, Tape
-from meshwise.norms import RunningNorm
-from meshwise.tree import map_tensors
+from meshwise.base.batch_norm_classes import RunningNorm
+from meshwise.base.tensor_tree import map_tensors
+from meshwise.memory.changed_inputs import Handed
+from meshwise.memory.recompute_cost import Clock, Cost
+from meshwise.memory.saved_operations import Kept
+from meshwise.memory.value_sample import glance, is_alike
+from meshwise.model.forward_replay import Recall, Tape
 
 
 class RecomputeError(RuntimeError):

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.memory.rehearsed import RehearsedFile
-from meshwise.memory.staging import Staging, Swap
-from meshwise.memory.swap import BLOCK, REMEMBERED, Moved, SwapFile, Transfer
+from meshwise.memory.rehearsed_movers import RehearsedFile
+from meshwise.memory.staging_buffers import Staging, Swap
+from meshwise.memory.swap_file import BLOCK, REMEMBERED, Moved, SwapFile, Transfer
 from meshwise.plan.offload import Offload
 
 GATHERED_AHEAD = 3

@@ -42,7 +42,7 @@ from typing import TypeAlias
 
 from torch import nn
 
-from meshwise.model.reads import read_from_children
+from meshwise.model.parameter_reads import read_from_children
 
 Patterns: TypeAlias = Sequence[str | Sequence[str]]
 

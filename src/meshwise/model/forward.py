@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from meshwise.tree import reachable
+from meshwise.base.tensor_tree import reachable
 
 Forward: TypeAlias = Callable[[nn.Module, Any], Any]
 Loss: TypeAlias = Callable[[Any, Any], tuple[Tensor, Tensor | float]]

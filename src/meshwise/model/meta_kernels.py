@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from meshwise.model.dispatch import TorchDispatchMode, unseen
-from meshwise.tree import map_tensors, tensors
+from meshwise.base.tensor_tree import map_tensors, tensors
+from meshwise.model.dispatch_modes import TorchDispatchMode, unseen
 
 aten = torch.ops.aten
 

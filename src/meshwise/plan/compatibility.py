@@ -10,8 +10,8 @@ from functools import cache
 from operator import eq, ge, gt, ne
 from typing import Any
 
-from meshwise.plan.keys import keys_of
 from meshwise.plan.offload import Offload
+from meshwise.plan.plan_keys import keys_of
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import difflib
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwise.plan.keys import Key, PlanError
+from meshwise.plan.plan_keys import Key, PlanError
 
 TIERS = ("device", "cpu", "disk")
 NONE = "none"

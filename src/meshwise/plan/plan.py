@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshwise.mesh import Mesh
+from meshwise.base.mesh import Mesh
 from meshwise.plan.compatibility import COMPATIBILITY
 from meshwise.plan.degrees import AXES, GRIDS, distance, factorisations
-from meshwise.plan.keys import MOST, PlanError, byte_count, in_words, keys_of, one_of, whole_number
 from meshwise.plan.offload import Offload, offload
-from meshwise.plan.words import check_keys, read_words
+from meshwise.plan.plan_keys import MOST, PlanError, byte_count, in_words, keys_of, one_of, whole_number
+from meshwise.plan.plan_text import check_keys, read_words
 
 
 @dataclass(frozen=True)

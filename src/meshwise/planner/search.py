@@ -24,22 +24,22 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Any
 
-from meshwise.model.birth import shapes_of
-from meshwise.pipeline.action import Schedule
-from meshwise.pipeline.partition import Steps, divide
-from meshwise.pipeline.validate import in_flight
+from meshwise.model.deferred_init import shapes_of
+from meshwise.pipeline.cut.partition import Steps, divide
+from meshwise.pipeline.schedules.action import Schedule
+from meshwise.pipeline.schedules.validate import in_flight
 from meshwise.plan import Plan
-from meshwise.planner.bound import Figures, bound
-from meshwise.planner.sounding import Pieces, Sounding, Way, sound
-from meshwise.planner.space import Space
-from meshwise.planner.workers import Workers
-from meshwise.simulate.clock import Prediction, predict
+from meshwise.planner.forked_workers import Workers
+from meshwise.planner.layer_profile import Pieces, Sounding, Way, sound
+from meshwise.planner.lower_bound import Figures, bound
+from meshwise.planner.plan_space import Space
 from meshwise.simulate.cluster import Cluster
-from meshwise.simulate.memory import fullest
-from meshwise.simulate.no_values import ASKED, is_of_values
+from meshwise.simulate.memory_use import fullest
+from meshwise.simulate.prediction import Prediction, predict
 from meshwise.simulate.rehearsal import find_stack, rehearse, schedule_of
-from meshwise.simulate.subject import Subject
-from meshwise.tensor.rules import find_parts
+from meshwise.simulate.rehearsal_subject import Subject
+from meshwise.simulate.value_requests import ASKED, is_of_values
+from meshwise.tensor.detect.rules import find_parts
 
 WHOLE: Mapping[str, Any] = MappingProxyType(
     {

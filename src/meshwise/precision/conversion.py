@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from meshwise.norms import RunningNorm
-from meshwise.precision.policy import NARROW, Precision
-from meshwise.tree import map_tensors
+from meshwise.base.batch_norm_classes import RunningNorm
+from meshwise.base.tensor_tree import map_tensors
+from meshwise.precision.dtype_policy import NARROW, Precision
 
 
 def convert(module: nn.Module, *, precision: Precision) -> None:

@@ -1,7 +1,7 @@
 """Reference models: plain torch modules that know no rank, used by the demo, the tests and the benchmarks."""
 
 from meshwise.reference.gpt import GPT, GPTConfig
-from meshwise.reference.loss import next_token_loss
+from meshwise.reference.language_loss import next_token_loss
 from meshwise.reference.mlp import MLP, MLPConfig
 
 __all__ = ["GPT", "MLP", "GPTConfig", "MLPConfig", "next_token_loss"]

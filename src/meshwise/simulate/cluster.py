@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from meshwise.plan.keys import MOST, is_path
+from meshwise.plan.plan_keys import MOST, is_path
 
 T = TypeVar("T")
 

@@ -25,16 +25,16 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from meshwise.comm.journal import Journal
-from meshwise.comm.segment import KEPT, fits
-from meshwise.model.dispatch import TorchDispatchMode, unseen
-from meshwise.model.interception import Throughout
+from meshwise.base.tensor_tree import tensors
+from meshwise.comm.api.flight_recorder import Journal
+from meshwise.comm.shared_memory.segment import KEPT, fits
+from meshwise.model.dispatch_modes import TorchDispatchMode, unseen
 from meshwise.model.meta_kernels import computed
-from meshwise.optim.flat import OptimizerClass
-from meshwise.pipeline.action import Action, Kind, ScheduleError
-from meshwise.simulate.cost import held, makes_anew, moves_nothing, operation
+from meshwise.model.random_interception import Throughout
+from meshwise.optim.flat_optimizer import OptimizerClass
+from meshwise.pipeline.schedules.action import Action, Kind, ScheduleError
+from meshwise.simulate.operation_cost import held, makes_anew, moves_nothing, operation
 from meshwise.simulate.tape import Category, Entry, Memory, Operation, Segment
-from meshwise.tree import tensors
 
 
 @dataclass

@@ -24,28 +24,28 @@ from typing import Any
 
 import torch
 
-from meshwise import tree
-from meshwise.cutting import cut_for, pairs_of, plan_schedule
-from meshwise.model.birth import Source, shapes_of
-from meshwise.model.constants import Constants
+from meshwise.base import tensor_tree as tree
+from meshwise.engine.cut_agreement import cut_for, pairs_of, plan_schedule
+from meshwise.engine.parallelize import Options
+from meshwise.model.deferred_init import Source, shapes_of
 from meshwise.model.forward import Loss, default_forward
-from meshwise.model.table import check_trains
-from meshwise.parallelize import Options
-from meshwise.pipeline.action import Action, Kind, Schedule
-from meshwise.pipeline.cut import Wish
-from meshwise.pipeline.partition import CutError
-from meshwise.pipeline.passes import lower
+from meshwise.model.parameter_table import check_trains
+from meshwise.model.shape_constants import Constants
+from meshwise.pipeline.cut.model_cut import Wish
+from meshwise.pipeline.cut.partition import CutError
+from meshwise.pipeline.schedules.action import Action, Kind, Schedule
+from meshwise.pipeline.schedules.passes import lower
 from meshwise.plan import Plan
-from meshwise.simulate.alike import alike
-from meshwise.simulate.growth import grown, lengthened
-from meshwise.simulate.no_values import in_rehearsal, told_of_values
-from meshwise.simulate.part import Part
-from meshwise.simulate.stack import Stack, all_alike, stack_of
-from meshwise.simulate.stand_in import StandIn
-from meshwise.simulate.subject import Device, Subject
+from meshwise.simulate.block_growth import grown, lengthened
+from meshwise.simulate.block_stack import Stack, all_alike, stack_of
+from meshwise.simulate.equal_ranks import alike
+from meshwise.simulate.meta_batch import StandIn
+from meshwise.simulate.recorded_rank import Part
+from meshwise.simulate.rehearsal_subject import Device, Subject
+from meshwise.simulate.rehearsal_world import Stages
 from meshwise.simulate.tape import Category, Memory, Segment, Tape
-from meshwise.simulate.world import Stages
-from meshwise.tensor.rules import find_parts
+from meshwise.simulate.value_requests import in_rehearsal, told_of_values
+from meshwise.tensor.detect.rules import find_parts
 
 
 @dataclass(frozen=True)

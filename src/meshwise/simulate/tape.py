@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
-from meshwise.comm.journal import Stamp
+from meshwise.comm.api.flight_recorder import Stamp
 
 
 class Category(StrEnum):

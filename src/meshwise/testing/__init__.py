@@ -18,11 +18,11 @@ As one test:
 from meshwise.testing.agree import Disagreement, agree
 from meshwise.testing.count import Counts, count
 from meshwise.testing.difference import Difference, difference
-from meshwise.testing.outcome import alone, outcome
 from meshwise.testing.processes import Processes
-from meshwise.testing.run import run
+from meshwise.testing.reference_run import Single
+from meshwise.testing.run_ranks import run
 from meshwise.testing.saved import SavedForBackward
-from meshwise.testing.single import Single
+from meshwise.testing.training_outcome import alone, outcome
 
 __all__ = [
     "Counts",

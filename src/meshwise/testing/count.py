@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from meshwise.comm.journal import Stamp
+from meshwise.comm.api.flight_recorder import Stamp
 
 
 class Counts(Mapping[str, tuple[int, int]]):

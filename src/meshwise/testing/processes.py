@@ -24,10 +24,10 @@ from multiprocessing import connection, util
 from types import TracebackType
 from typing import Any
 
-from meshwise.comm.forked import starting
-from meshwise.comm.loopback import LOOPBACK, loopback_store
-from meshwise.testing import worker
-from meshwise.testing.job import Answer, Job
+from meshwise.comm.launch.fork_server import starting
+from meshwise.comm.network.loopback import LOOPBACK, loopback_store
+from meshwise.testing import warm_worker as worker
+from meshwise.testing.worker_job import Answer, Job
 
 _GRACE_SECONDS = 1.0
 _LOG_BYTES = 8192

@@ -25,7 +25,7 @@ import tomli_w
 import tyro
 
 from meshwise.plan import Plan, PlanError
-from meshwise.train.complaint import explained
+from meshwise.train.flag_errors import explained
 from meshwise.train.job import JobError
 
 T = TypeVar("T")

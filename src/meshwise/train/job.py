@@ -18,9 +18,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from meshwise.memory.staging import Swap
-from meshwise.nonfinite import SkipPolicy
-from meshwise.pipeline.cut import Where
+from meshwise.engine.nonfinite import SkipPolicy
+from meshwise.memory.staging_buffers import Swap
+from meshwise.pipeline.cut.model_cut import Where
 from meshwise.plan import Plan
 
 

@@ -24,32 +24,32 @@ import torch
 from rich.console import Console
 from torch.utils.data import Dataset, default_collate
 
-from meshwise.comm.attempt import Attempt
-from meshwise.comm.world import World
-from meshwise.memory.shortage import is_shortage
-from meshwise.nonfinite import NonFiniteError
-from meshwise.parallelize import parallelize
+from meshwise.base.tensor_tree import map_tensors
+from meshwise.comm.api.job_attempt import Attempt
+from meshwise.comm.api.world import World
+from meshwise.engine.nonfinite import NonFiniteError
+from meshwise.engine.parallelize import parallelize
+from meshwise.engine.step_result import StepResult
+from meshwise.engine.trainer import Trainer
+from meshwise.memory.memory_error import is_shortage
 from meshwise.plan import Plan
-from meshwise.result import StepResult
-from meshwise.simulate.shortage import ShortageError
-from meshwise.train.checkpoints import Checkpoints
-from meshwise.train.data import length, read
+from meshwise.simulate.fitting_plans import ShortageError
+from meshwise.train.dataset import length, read
 from meshwise.train.events import Budgeted, Compared, End, Events, NonFinite, Sample, Start, Step, Validation
-from meshwise.train.export import write_parameters
-from meshwise.train.failure import leave_traceback
-from meshwise.train.folder import RunFolder
+from meshwise.train.failure_report import leave_traceback
 from meshwise.train.job import Job
-from meshwise.train.order import Order
-from meshwise.train.origin import Origin
-from meshwise.train.pace import Pace, Stopwatch
+from meshwise.train.lr_schedule import rate
+from meshwise.train.output_stream import Screen
+from meshwise.train.parameter_export import write_parameters
 from meshwise.train.prepare import Prepared, prepare
 from meshwise.train.resume import Progress, checked_origin, kept, on_first_rank, take_up
-from meshwise.train.sample import generate
-from meshwise.train.schedule import rate
-from meshwise.train.screen import Screen
-from meshwise.train.timeline import Timelines
-from meshwise.trainer import Trainer
-from meshwise.tree import map_tensors
+from meshwise.train.run_checkpoints import Checkpoints
+from meshwise.train.run_folder import RunFolder
+from meshwise.train.run_start import Origin
+from meshwise.train.sample_order import Order
+from meshwise.train.slow_ranks import Pace, Stopwatch
+from meshwise.train.step_timelines import Timelines
+from meshwise.train.text_sample import generate
 
 
 @dataclass(frozen=True)

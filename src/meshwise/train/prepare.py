@@ -16,20 +16,20 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from meshwise.comm.trace_world import TraceWorld
-from meshwise.cutting import plan_schedule
-from meshwise.model.birth import shapes_of
+from meshwise.base.tensor_tree import map_tensors
+from meshwise.comm.in_process.trace_world import TraceWorld
+from meshwise.engine.cut_agreement import plan_schedule
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.model.deferred_init import shapes_of
 from meshwise.model.forward import Loss
-from meshwise.parallelize import Options, parallelize
 from meshwise.plan import PlanError
-from meshwise.plan.keys import is_path
+from meshwise.plan.plan_keys import is_path
 from meshwise.train.counted import counted
-from meshwise.train.data import Data, length, load_data
+from meshwise.train.dataset import Data, length, load_data
 from meshwise.train.job import Job, JobError
-from meshwise.train.named import check_text, loss_function, model_function, optimizer
-from meshwise.train.records import summary_writer
-from meshwise.train.tokens import STDLIB
-from meshwise.tree import map_tensors
+from meshwise.train.named_objects import check_text, loss_function, model_function, optimizer
+from meshwise.train.record_files import summary_writer
+from meshwise.train.token_file import STDLIB
 
 
 @dataclass(frozen=True)

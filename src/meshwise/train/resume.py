@@ -15,19 +15,19 @@ from typing import Any, TypeVar
 
 import torch
 
-from meshwise.checkpoint.index import read_index
-from meshwise.checkpoint.training import Restored
-from meshwise.comm.attempt import Attempt
-from meshwise.comm.world import World
+from meshwise.checkpoint.checkpoint_index import read_index
+from meshwise.checkpoint.training_state import Restored
+from meshwise.comm.api.job_attempt import Attempt
+from meshwise.comm.api.world import World
+from meshwise.engine.step_result import StepResult
+from meshwise.engine.trainer import Trainer
 from meshwise.plan import PlanError
-from meshwise.result import StepResult
-from meshwise.train.changes import changes
-from meshwise.train.config import to_toml
 from meshwise.train.events import Event, Resume
 from meshwise.train.job import JobError
-from meshwise.train.origin import Origin, find_origin
+from meshwise.train.job_changes import changes
+from meshwise.train.job_config import to_toml
 from meshwise.train.prepare import Prepared
-from meshwise.trainer import Trainer
+from meshwise.train.run_start import Origin, find_origin
 
 T = TypeVar("T")
 

@@ -1,6 +1,6 @@
 """Proof that the split model is the same model: a few steps under a plan and on one process, compared."""
 
-from meshwise.verify.check import verify
 from meshwise.verify.report import Divergence, Report
+from meshwise.verify.verification import verify
 
 __all__ = ["Divergence", "Report", "verify"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from meshwise.verify.precision import Figure
+from meshwise.verify.rounding_bounds import Figure
 
 Row = tuple[str, ...]
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwise.pipeline.action import RECEIVES, SENDS, Action, Kind
-from meshwise.pipeline.passes import counterpart
-from meshwise.simulate.history import History
-from meshwise.timeline import Event, Stream, Timeline
-from meshwise.view.account import Account
+from meshwise.base.timeline import Event, Stream, Timeline
+from meshwise.pipeline.schedules.action import RECEIVES, SENDS, Action, Kind
+from meshwise.pipeline.schedules.passes import counterpart
+from meshwise.simulate.step_history import History
+from meshwise.view.plan_account import Account
 
 ROWS: Mapping[Stream, int] = {Stream.LINK: 1, Stream.COLLECTIVE: 2, Stream.TIERS: 3}
 _NAMES = ("computes", "sends", "collectives", "tiers")

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from meshwise.view.account import Account
 from meshwise.view.memory_text import memory_text
+from meshwise.view.plan_account import Account
 from meshwise.view.schedule_text import strip
 from meshwise.view.time_text import time_text
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from meshwise.simulate.history import History, Level
-from meshwise.simulate.tables import text as size_text
+from meshwise.simulate.simulation_tables import text as size_text
+from meshwise.simulate.step_history import History, Level
 from meshwise.simulate.tape import Category
 from meshwise.view.palette import UNSEEN
 from meshwise.view.picture import Bars, Path, Picture, Plot, Shape, Text, legend, ticks

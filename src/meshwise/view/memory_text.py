@@ -13,8 +13,8 @@ from itertools import pairwise
 
 from rich.text import Text
 
-from meshwise.simulate.history import History, Level
-from meshwise.simulate.tables import text as size_text
+from meshwise.simulate.simulation_tables import text as size_text
+from meshwise.simulate.step_history import History, Level
 from meshwise.simulate.tape import Category
 
 LETTERS: Mapping[Category, tuple[str, str]] = {

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwise.mesh import Mesh
+from meshwise.base.mesh import Mesh
 from meshwise.view.picture import Bars, Box, Picture, Point, Shape, Text, text_width
 
 _MOST = (16, 8, 8, 4)

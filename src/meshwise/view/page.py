@@ -11,10 +11,10 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 
-from meshwise.view.account import Account
-from meshwise.view.comparison import Row, comparison_picture, comparison_table
 from meshwise.view.palette import style
 from meshwise.view.pictures import pictures
+from meshwise.view.plan_account import Account
+from meshwise.view.plan_comparison import Row, comparison_picture, comparison_table
 from meshwise.view.svg import svg
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"

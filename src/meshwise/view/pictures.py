@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from meshwise.view.account import Account
-from meshwise.view.comparison import comparison_picture
 from meshwise.view.memory_picture import memory_pictures
 from meshwise.view.mesh_picture import mesh_picture
 from meshwise.view.picture import Picture, Text, stacked
+from meshwise.view.plan_account import Account
+from meshwise.view.plan_comparison import comparison_picture
 from meshwise.view.time_text import time_text
 from meshwise.view.timeline_picture import WIDTH, timeline_picture
 

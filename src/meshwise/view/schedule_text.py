@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from meshwise.pipeline.action import Kind
-from meshwise.timeline import Event, Stream, Timeline
+from meshwise.base.timeline import Event, Stream, Timeline
+from meshwise.pipeline.schedules.action import Kind
 
 STYLES: Mapping[Kind, str] = {
     Kind.F: "black on bright_blue",

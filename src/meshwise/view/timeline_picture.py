@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshwise.pipeline.action import COMPUTE, Kind
-from meshwise.timeline import AROUND, Event, Stream, Timeline
+from meshwise.base.timeline import AROUND, Event, Stream, Timeline
+from meshwise.pipeline.schedules.action import COMPUTE, Kind
 from meshwise.view.palette import UNSEEN
 from meshwise.view.picture import Bars, Box, Path, Picture, Plot, Shape, Text, legend, text_width, ticks
 from meshwise.view.schedule_text import label

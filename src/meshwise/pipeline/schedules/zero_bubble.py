@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshwise.pipeline.action import Action, Kind, Schedule
+from meshwise.pipeline.schedules.action import Action, Kind, Schedule
 
 
 def zb_h1(pp: int, *, microbatches: int) -> Schedule:

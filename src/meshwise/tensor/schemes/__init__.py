@@ -1,7 +1,7 @@
 """The schemes, a page of layouts each."""
 
 from meshwise.plan import Plan
-from meshwise.tensor.scheme import Scheme
+from meshwise.tensor.core.scheme import Scheme
 from meshwise.tensor.schemes.one_d import one_d
 from meshwise.tensor.schemes.three_d import three_d
 from meshwise.tensor.schemes.two_and_a_half_d import two_and_a_half_d

@@ -15,7 +15,7 @@ the forward and the head's in the backward.
 
 from __future__ import annotations
 
-from meshwise.tensor.scheme import Lookup, Move, Product, Scheme
+from meshwise.tensor.core.scheme import Lookup, Move, Product, Scheme
 
 _TP = ("tp",)
 

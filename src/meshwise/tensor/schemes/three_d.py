@@ -21,7 +21,7 @@ would reduce b·s·v/p². The embedding is stored like it and is that product ba
 
 from __future__ import annotations
 
-from meshwise.tensor.scheme import Lookup, Move, Product, Scheme
+from meshwise.tensor.core.scheme import Lookup, Move, Product, Scheme
 
 
 def three_d() -> Scheme:

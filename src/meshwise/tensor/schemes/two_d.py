@@ -16,7 +16,7 @@ up its part of the vocabulary, and scatters the sum over col along the features.
 
 from __future__ import annotations
 
-from meshwise.tensor.scheme import Axes, Lookup, Move, Product, Scheme
+from meshwise.tensor.core.scheme import Axes, Lookup, Move, Product, Scheme
 
 
 def two_d(rows: Axes = ("row",)) -> Scheme:

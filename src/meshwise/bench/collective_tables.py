@@ -1,0 +1,81 @@
+"""Measurements of collectives as a table, as CSV and as JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from rich.table import Table
+
+from meshwise.bench.bandwidth import BUS_FACTORS, COPY, Measurement, copy_bandwidth
+from meshwise.bench.byte_sizes import size_text
+
+
+def rows(measurements: Sequence[Measurement]) -> list[dict[str, str | int | float]]:
+    """One flat record per measurement, by collective: seconds, bytes per second, and the share of a copy's speed."""
+    indexed = {(one.kind, one.ranks, one.bytes): one for one in measurements if one.on == "ordinary"}
+    records: list[dict[str, str | int | float]] = []
+    order = list(BUS_FACTORS)
+    for one in sorted(measurements, key=lambda one: (order.index(one.kind), one.ranks, one.bytes, one.on)):
+        copy = copy_bandwidth(indexed, like=one)
+        records.append(
+            {
+                "collective": one.kind,
+                "ranks": one.ranks,
+                "bytes": one.bytes,
+                "on": one.on,
+                "median_seconds": one.median_seconds,
+                "min_seconds": one.min_seconds,
+                "algorithm_bandwidth": one.algorithm_bandwidth,
+                "bus_bandwidth": one.bus_bandwidth,
+                "copy_bandwidth": copy,
+                "share_of_copy": one.bus_bandwidth / copy,
+            }
+        )
+    return records
+
+
+def as_csv(measurements: Sequence[Measurement]) -> str:
+    """The records with a header line."""
+    records = rows(measurements)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(records[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue()
+
+
+def as_json(measurements: Sequence[Measurement]) -> str:
+    """The records as a list."""
+    return json.dumps(rows(measurements), indent=1) + "\n"
+
+
+def as_table(measurements: Sequence[Measurement], *, caption: str) -> Table:
+    """For the terminal, one section per collective and group size. Bandwidths in GB/s, 10^9 bytes."""
+    table = Table(caption=caption, caption_justify="left")
+    table.add_column("collective")
+    for name in ("ranks", "size", "on", "median", "min", "algorithm GB/s", "bus GB/s", "copy GB/s", "bus/copy"):
+        table.add_column(name, justify="right")
+    shown = [record for record in rows(measurements) if record["collective"] != COPY]
+    for record, following in zip_longest(shown, shown[1:]):
+        ends = following is None or following["collective"] != record["collective"]
+        table.add_row(
+            str(record["collective"]),
+            str(record["ranks"]),
+            size_text(float(record["bytes"])),
+            str(record["on"]),
+            _time(float(record["median_seconds"])),
+            _time(float(record["min_seconds"])),
+            *(f"{float(record[name]) / 1e9:.3f}" for name in ("algorithm_bandwidth", "bus_bandwidth")),
+            f"{float(record['copy_bandwidth']) / 1e9:.2f}",
+            f"{float(record['share_of_copy']):.0%}",
+            end_section=ends,
+        )
+    return table
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"

@@ -1,0 +1,219 @@
+"""The index of a checkpoint: which logical tensors there are, which rectangles of them lie where, and what every file
+must look like, byte for byte.
+
+    {"format": "meshwise checkpoint 1",
+     "sequence": 7,                                      counts the checkpoints of a root; the newest has the largest
+     "files": {"rank-00000.safetensors": {"bytes": 8421376, "crc32": ["9ae0daaf", …]}},     one for every MiB
+     "tensors": {"parameter/head.weight": {"dtype": "F32", "shape": [50257, 768], "parts": [
+          {"file": "rank-00000.safetensors", "entry": "parameter/head.weight@0,0", "offsets": [0, 0], "sizes": [9, 9]},
+          …]}},
+     "aliases": {"embed.weight": "head.weight"},          other names of tied parameters
+     "extra": {…},                                       whatever else was saved, as JSON
+     "checksum": "5d41402a"}                             crc32 of the text before this key
+
+It is the last file to be written, so that where there is one, there is all of it. A crc32 finds torn and altered bytes;
+it is no protection against somebody who alters them and the checksum with them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
+from meshwise.checkpoint.safetensors_dtypes import DTYPES, dtype_name
+from meshwise.layout.rectangles import Rectangle
+
+INDEX = "checkpoint.json"
+FORMAT = "meshwise checkpoint 1"
+BLOCK = 1 << 20
+"""Bytes of a file under one checksum."""
+
+_CHECKSUM = ', "checksum": "'
+_PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rectangle of a logical tensor, and the entry of a file that holds it."""
+
+    file: str
+    entry: str
+    rectangle: Rectangle
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A logical tensor in a checkpoint."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """What a file must look like: its size, and the crc32 of every block of it (none where nobody made them)."""
+
+    size: int
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a checkpoint holds."""
+
+    folder: Path
+    sequence: int
+    files: Mapping[str, DataFile]
+    tensors: Mapping[str, Stored]
+    aliases: Mapping[str, str]
+    extra: Mapping[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all data files."""
+        return sum(file.size for file in self.files.values())
+
+    def text(self) -> str:
+        """What is written to the file."""
+        body = {
+            "format": FORMAT,
+            "sequence": self.sequence,
+            "files": {name: file_row(file) for name, file in self.files.items()},
+            "tensors": {name: _tensor_row(stored) for name, stored in self.tensors.items()},
+            "aliases": dict(self.aliases),
+            "extra": dict(self.extra),
+        }
+        text = json.dumps(body, allow_nan=False)[:-1]
+        return f'{text}{_CHECKSUM}{zlib.crc32(text.encode()):08x}"}}\n'
+
+
+def read_index(folder: Path) -> Index:
+    """The index of a checkpoint, compared with its own checksum and with the sizes of the files it names.
+
+    Raises DamageError that names the file, what was expected and what was found.
+    """
+    path = folder / INDEX
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise DamageError([Damage(str(path), "the index of a checkpoint", "no such file")]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DamageError([Damage(str(path), "the index of a checkpoint", str(error))]) from error
+    body, _, end = text.rpartition(_CHECKSUM)
+    if not body:
+        raise DamageError([Damage(str(path), "a checksum at its end", "none: the file is cut off")])
+    if end[:8] != f"{zlib.crc32(body.encode()):08x}":
+        raise DamageError([Damage(str(path), f"the checksum {end[:8]}", f"{zlib.crc32(body.encode()):08x}")])
+    try:
+        index = parse_index(folder, body=json.loads(text))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamageError([Damage(str(path), f"an index of '{FORMAT}'", f"{type(error).__name__}: {error}")]) from error
+    if wrong := list(_sizes(index)):
+        raise DamageError(wrong)
+    return index
+
+
+def tensors_of(index: Index, *, file: str) -> Iterator[tuple[str, Part]]:
+    """The logical tensors that have a part in a file, with that part."""
+    for name, stored in index.tensors.items():
+        for part in stored.parts:
+            if part.file == file:
+                yield name, part
+
+
+def file_row(file: DataFile) -> dict[str, Any]:
+    """How a file is written in the index."""
+    return {"bytes": file.size, "crc32": [f"{checksum:08x}" for checksum in file.checksums]}
+
+
+def part_row(part: Part) -> dict[str, Any]:
+    """How a part is written in the index."""
+    offsets, sizes = list(part.rectangle.offsets), list(part.rectangle.sizes)
+    return {"file": part.file, "entry": part.entry, "offsets": offsets, "sizes": sizes}
+
+
+def _tensor_row(stored: Stored) -> dict[str, Any]:
+    parts = [part_row(part) for part in stored.parts]
+    return {"dtype": dtype_name(stored.dtype), "shape": list(stored.shape), "parts": parts}
+
+
+def parse_index(folder: Path, *, body: Mapping[str, Any]) -> Index:
+    """The index in parsed JSON. Raises ValueError, KeyError or TypeError for what cannot be one."""
+    if body["format"] != FORMAT:
+        raise ValueError(f"the format is {body['format']!r}")
+    files = {plain_name(name): _data_file(name, row) for name, row in body["files"].items()}
+    tensors = {name: _stored(name, row, files) for name, row in body["tensors"].items()}
+    return Index(folder, int(body["sequence"]), files, tensors, dict(body["aliases"]), dict(body["extra"]))
+
+
+def plain_name(name: str) -> str:
+    """The name of a file, which cannot lead out of the folder. Raises ValueError for any other."""
+    if not isinstance(name, str) or not _PLAIN.fullmatch(name):
+        raise ValueError(f"{name!r} is not the plain name of a file in the folder")
+    return name
+
+
+def _data_file(name: str, row: Mapping[str, Any]) -> DataFile:
+    size, checksums = int(row["bytes"]), tuple(int(checksum, 16) for checksum in row["crc32"])
+    if size < 0 or len(checksums) != -(-size // BLOCK):
+        raise ValueError(f"{len(checksums)} checksums for {name}, a file of {size} bytes")
+    return DataFile(size, checksums)
+
+
+def _stored(name: str, row: Mapping[str, Any], files: Mapping[str, DataFile]) -> Stored:
+    dtype, shape = DTYPES[row["dtype"]], tuple(int(size) for size in row["shape"])
+    parts = tuple(
+        Part(
+            part["file"],
+            str(part["entry"]),
+            Rectangle(tuple(map(int, part["offsets"])), tuple(map(int, part["sizes"]))),
+        )
+        for part in row["parts"]
+    )
+    if any(part.file not in files for part in parts):
+        raise ValueError(f"{name!r} has a part in a file that the index does not list")
+    inside = all(
+        len(part.rectangle.offsets) == len(part.rectangle.sizes) == len(shape)
+        and all(
+            start >= 0 and size > 0 and start + size <= length
+            for start, size, length in zip(part.rectangle.offsets, part.rectangle.sizes, shape, strict=True)
+        )
+        for part in parts
+    )
+    held = sum(part.rectangle.numel for part in parts)
+    if not inside or min(shape, default=0) < 0 or held != math.prod(shape):
+        raise ValueError(f"the parts of {name!r} do not make up a tensor of shape {shape}: they hold {held} elements")
+    return Stored(dtype, shape, parts)
+
+
+def _sizes(index: Index) -> Iterator[Damage]:
+    """Files that are missing, are not plain files, or are longer or shorter than they were written."""
+    for name, file in index.files.items():
+        path = index.folder / name
+        try:
+            found = os.lstat(path)
+        except OSError as error:
+            what = error.strerror or str(error)
+        else:
+            if stat.S_ISREG(found.st_mode) and found.st_size == file.size:
+                continue
+            what = f"{found.st_size} bytes" if stat.S_ISREG(found.st_mode) else "something that is not a plain file"
+        tensors = dict.fromkeys(tensor for tensor, _ in tensors_of(index, file=name))
+        yield Damage(str(path), f"a file of {file.size} bytes", what, tuple(tensors))

@@ -1,0 +1,116 @@
+"""Loading: every rank reads the rectangles it needs, whatever ranks wrote them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
+from meshwise.checkpoint.checkpoint_index import Index, Part, Stored, read_index
+from meshwise.checkpoint.read_rectangles import Source, Span, read, spans
+from meshwise.checkpoint.safetensors_header import read_header
+from meshwise.comm.api.world import World
+from meshwise.data_parallel.stored_slices import Holding
+
+_T = TypeVar("_T")
+
+
+class Reader:
+    """Reads rectangles of the logical tensors of one checkpoint; a file's header is read once, when it is needed."""
+
+    def __init__(self, index: Index) -> None:
+        self.index = index
+        self._sources: dict[str, Source] = {}
+
+    def fill(self, holdings: Iterable[Holding]) -> None:
+        """Fill the tensors of `holdings`. A tied parameter is found under any of its names.
+
+        Raises DamageError for bytes that are not as they were written, ValueError for what the checkpoint lacks, has in
+        another shape, or has in a dtype whose values the wanted one cannot hold. OSError.
+        """
+        read([span for holding in holdings for span in self._spans(holding)])
+
+    def stored(self, holding: Holding) -> Stored:
+        """What is stored for a holding. Raises ValueError as `fill` does."""
+        tensors, first = self.index.tensors, self.index.aliases.get(holding.name, holding.name)
+        stored = tensors.get(holding.key) or tensors.get(f"{holding.slot}/{first}")
+        if stored is None:
+            raise ValueError(f"the checkpoint {self.index.folder} has no {holding.key}")
+        if stored.shape != holding.shape:
+            raise ValueError(f"{holding.key} has the shape {stored.shape} in the checkpoint, and {holding.shape} here")
+        if not _holds(stored.dtype, holding):
+            raise ValueError(
+                f"{holding.key} is {stored.dtype} in the checkpoint and {holding.tensor.dtype} here, which cannot hold "
+                "all its values; load it into a model of the same dtype"
+            )
+        return stored
+
+    def _spans(self, holding: Holding) -> Iterator[Span]:
+        for part in self.stored(holding).parts:
+            if common := part.rectangle.overlap(holding.rectangle):
+                target = holding.tensor[common.seen_from(holding.rectangle.offsets).slices]
+                inside = common.seen_from(part.rectangle.offsets)
+                yield from spans(self._source(part), entry=part.entry, rectangle=inside, target=target)
+
+    def _source(self, part: Part) -> Source:
+        """The file of a part, with the header read and compared with what the index says of the part."""
+        if part.file not in self._sources:
+            path = self.index.folder / part.file
+            expected = self.index.files[part.file]
+            self._sources[part.file] = Source(path, expected if expected.checksums else None, read_header(path))
+        source = self._sources[part.file]
+        entry = source.entries.get(part.entry)
+        if entry is None or entry.shape != part.rectangle.sizes:
+            found = "none" if entry is None else f"one of shape {entry.shape}"
+            wanted = f"an entry {part.entry!r} of shape {part.rectangle.sizes}"
+            raise DamageError([Damage(str(source.path), wanted, found, (part.entry,))])
+        return source
+
+
+def load(folder: Path, *, needed: Callable[[Index], Iterable[Holding]], world: World) -> Index:
+    """Fill what `needed(index)` says this rank needs; every rank calls it.
+
+    All of it is looked up, and what cannot be there is refused, before the first byte is copied. Raises DamageError or
+    ValueError on every rank when one rank has cause to. After a DamageError what was to be filled is partly filled.
+    """
+    index = together(lambda: read_index(folder), world=world)
+    fill(index, needed=together(lambda: list(needed(index)), world=world), world=world)
+    return index
+
+
+def fill(index: Index, *, needed: Sequence[Holding], world: World) -> None:
+    """Fill what this rank needs; every rank calls it. Raises as `load` does."""
+    reader = Reader(index)
+    together(lambda: [reader.stored(holding) for holding in needed], world=world)
+    together(lambda: reader.fill(needed), world=world)
+
+
+def together(act: Callable[[], _T], *, world: World) -> _T:
+    """What `act` returns on this rank, when no rank has raised. Raises DamageError or ValueError on all otherwise."""
+    result: list[_T] = []
+    damages: tuple[Damage, ...] = ()
+    problem = ""
+    try:
+        result.append(act())
+    except DamageError as error:
+        damages = error.damages
+    except OSError as error:
+        damages = (Damage(str(error.filename or ""), "a file that can be read", error.strerror or str(error)),)
+    except ValueError as error:
+        problem = str(error)
+    outcomes = world.exchange((damages, problem))
+    if found := list(dict.fromkeys(damage for damages, _ in outcomes for damage in damages)):
+        raise DamageError(found)
+    if problems := [problem for _, problem in outcomes if problem]:
+        raise ValueError(problems[0])
+    return result[0]
+
+
+def _holds(stored: torch.dtype, holding: Holding) -> bool:
+    """Whether the values of a dtype can be loaded: exactly, or by rounding an fp32 parameter to its narrower use."""
+    wanted = holding.tensor.dtype
+    rounded = holding.slot == "parameter" and stored == torch.float32 and wanted in (torch.bfloat16, torch.float16)
+    return stored == wanted or rounded or torch.promote_types(stored, wanted) == wanted

@@ -1,0 +1,131 @@
+"""From live tensors to a file, through one staging buffer of fixed size.
+
+    live tensors ──copy──► chunk chunk chunk … ──checksum, write──► file
+                   one thread         │          another
+                                      └─ a fixed number; written ones are filled again
+
+A copy of a rank's whole share would let training go on at once, for twice the memory; writing from the live tensors
+needs no memory, and stops training for as long as the disk takes. Here training may change the tensors as soon as the
+last of them is in a chunk: at once when the share fits the buffer, and at the speed of the disk less the size of the
+buffer when it does not.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshwise.checkpoint.checkpoint_index import BLOCK, DataFile
+
+CHUNK = 8 * BLOCK
+STAGING = 8 * CHUNK
+"""Bytes of the staging buffer."""
+
+
+class Stream:
+    """`head`, then the elements of `tensors` one after the other, to a new file at `path`, by two threads.
+
+    `staging` is the size of the buffer, in bytes; at least two chunks, and no more than the file needs, are used.
+    """
+
+    def __init__(self, path: Path, *, head: bytes, tensors: Sequence[Tensor], staging: int = STAGING) -> None:
+        self._path = path
+        self._head = head
+        self._tensors = tensors
+        size = len(head) + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        count = max(2, min(staging // CHUNK, -(-size // CHUNK)))
+        pin = any(tensor.is_cuda for tensor in tensors)
+        self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        self._full: queue.SimpleQueue[tuple[Tensor, int] | None] = queue.SimpleQueue()
+        for _ in range(count):
+            self._free.put(torch.empty(min(CHUNK, -(-size // BLOCK) * BLOCK), dtype=torch.uint8, pin_memory=pin))
+        self._staged = threading.Event()
+        self._errors: list[Exception] = []
+        self._copier = threading.Thread(target=self._copy, name=f"stage {path.name}")
+        self._copier.start()
+
+    def staged(self) -> None:
+        """Return when the tensors will not be read any more."""
+        self._staged.wait()
+
+    def write(self) -> DataFile:
+        """Write the file, on the calling thread, and return what it must look like. Raises OSError."""
+        checksums: list[int] = []
+        size = 0
+        try:
+            # One descriptor, opened for a new file only: no other writer, no link that somebody has put there.
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            try:
+                while (item := self._full.get()) is not None:
+                    chunk, length = item
+                    data = chunk.numpy().data[:length]
+                    checksums += [zlib.crc32(data[start : start + BLOCK]) for start in range(0, length, BLOCK)]
+                    _write_all(descriptor, data)
+                    size += length
+                    self._free.put(chunk)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError:
+            self._drain()
+            raise
+        finally:
+            self._copier.join()
+        if self._errors:
+            raise self._errors[0]
+        return DataFile(size, tuple(checksums))
+
+    def _drain(self) -> None:
+        """Let the copier come to its end, so that nobody waits for it in vain."""
+        while (item := self._full.get()) is not None:
+            self._free.put(item[0])
+
+    def _copy(self) -> None:
+        try:
+            chunk, filled = self._free.get(), 0
+            for source in self._sources():
+                done = 0
+                while done < source.numel():
+                    if filled == chunk.numel():
+                        self._full.put((chunk, filled))
+                        chunk, filled = self._free.get(), 0
+                    width = min(chunk.numel() - filled, source.numel() - done)
+                    chunk[filled : filled + width].copy_(source[done : done + width])
+                    filled, done = filled + width, done + width
+            self._full.put((chunk, filled))
+        except Exception as error:  # noqa: BLE001 - told by `write`, on the thread that somebody listens to
+            self._errors.append(error)
+        finally:
+            self._tensors = ()
+            self._full.put(None)
+            self._staged.set()
+
+    def _sources(self) -> Iterator[Tensor]:
+        yield torch.frombuffer(bytearray(self._head), dtype=torch.uint8)
+        for tensor in self._tensors:
+            for run in _runs(tensor.detach()):
+                yield run.view(torch.uint8)
+
+
+def _runs(tensor: Tensor) -> Iterator[Tensor]:
+    """The elements in order, in one dim; of a tensor with gaps, copies of at most a chunk (or of one element)."""
+    if tensor.is_contiguous():
+        yield tensor.view(-1)
+    elif tensor.numel() * tensor.element_size() <= CHUNK:
+        yield tensor.contiguous().view(-1)
+    else:
+        row = tensor[0].numel() * tensor.element_size()
+        for start in range(0, len(tensor), rows := max(1, CHUNK // row)):
+            yield from _runs(tensor[start] if row > CHUNK else tensor[start : start + rows])
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]

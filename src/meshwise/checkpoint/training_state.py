@@ -1,0 +1,219 @@
+"""The state of a training, to a checkpoint and back: all that the next step depends on, less the batch.
+
+parameter, optimizer, scalar, number, buffer     logical tensors (data_parallel.holdings)
+rank/3/random                                    the generators of rank 3: taken up again by as many ranks under
+                                                 the same plan, and by no others
+extra                                            the plan, the optimizer's hyperparameters by parameter, and what
+                                                 the caller adds: steps, samples, the job
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
+from meshwise.checkpoint.checkpoint_folder import Search, newest_valid
+from meshwise.checkpoint.checkpoint_index import Index
+from meshwise.checkpoint.load_state import fill, load, together
+from meshwise.checkpoint.pretrained import is_pretrained, read_pretrained, under_names, unused
+from meshwise.checkpoint.safetensors_dtypes import dtype_name
+from meshwise.checkpoint.save_state import Content, Saving, save
+from meshwise.data_parallel.checkpoint_refill import Refill, Slot
+from meshwise.data_parallel.engine_protocol import Engine
+from meshwise.data_parallel.stored_slices import Holding, buffers, owned
+from meshwise.memory.chunked_update import Update
+from meshwise.optim.parameter_groups import describe_groups, restore_groups, saved_groups
+from meshwise.plan import Plan
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was restored: from which checkpoint, its `extra`, and the newer ones that were passed over as damaged."""
+
+    path: Path
+    extra: Mapping[str, Any]
+    damaged: tuple[Damage, ...]
+
+
+class TrainingState:
+    """An engine and its optimizer, as something that is saved and loaded. One save is under way at a time."""
+
+    def __init__(self, engine: Engine, *, update: Update, plan: Plan) -> None:
+        self._engine = engine
+        self._update = update
+        self._optimizer = optimizer = update.optimizer
+        self._plan = str(plan)
+        self._saving: Saving | None = None
+        self._hook = optimizer.register_step_pre_hook(lambda *_: self.staged())
+
+    def staged(self) -> None:
+        """Return when a save under way, if any, has read what it needs: the live tensors may change."""
+        if self._saving is not None:
+            self._saving.staged()
+
+    def save(self, folder: Path, *, extra: Mapping[str, Any], keep_last: int | None = None) -> Saving:
+        """Begin to save, when the save before has ended. Every rank calls it. Raises SaveError, also for that one."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            if not saving.told:
+                saving.wait()
+        self._update.check()
+        engine = self._engine
+        own = {
+            "plan": self._plan,
+            "ranks": engine.world.size,
+            "optimizer": type(self._optimizer).__name__,
+            "dtypes": {row.name: dtype_name(row.dtype) for row in engine.table.rows if row.dtype.itemsize < 4},
+            "groups": describe_groups(self._optimizer, names=self._groups()),
+            **extra,
+        }
+        aliases = {alias: row.name for row in engine.table.rows for alias in row.aliases}
+        content = Content(self._holdings(), aliases, own)
+        self._saving = save(folder, content=content, world=engine.world, keep_last=keep_last)
+        return self._saving
+
+    def load(self, folder: Path) -> Mapping[str, Any]:
+        """Take up the state of a checkpoint and return its `extra`. Every rank calls it.
+
+        Of a Hugging Face folder: the parameters, and `unused`, the names of what the model has no use for.
+
+        Raises DamageError on every rank when it is damaged: this state is then part old, part new, and only another
+        load mends that. ValueError when it is of another model or optimizer, before anything has changed.
+        """
+        self.staged()
+        self._update.abandon()
+        if together(lambda: is_pretrained(folder), world=self._engine.world):
+            return {"steps": 0, "skips": 0, "user": {"unused": self._load_pretrained(folder)}}
+        engine = self._engine
+        refills: list[Refill] = []
+        generators = self._generators()
+
+        def needed(index: Index) -> Iterator[Holding]:
+            self._check_optimizer(index)
+            refill = Refill(engine, update=self._update, slots=_slots(index, engine))
+            self._groups_of(index)
+            refills.append(refill)
+            yield from refill.needed()
+            if (index.extra.get("plan"), index.extra.get("ranks")) == (self._plan, engine.world.size):
+                yield from (held for held in generators if held.key in index.tensors)
+
+        index = load(folder, needed=needed, world=engine.world)
+        together(lambda: self._take_up(index, refills[0], generators), world=engine.world)
+        self._update.mended()
+        engine.publish()
+        return index.extra
+
+    def restore(self, root: Path) -> Restored | None:
+        """Load the newest valid checkpoint of a root; None when there is none at all. Every rank calls it.
+
+        One that turns out to be damaged while it is loaded is passed over for the one before. Raises DamageError when
+        there are checkpoints and not one is valid.
+        """
+        passed: list[Damage] = []
+        tried: set[Path] = set()
+        while True:
+            search = self._search(root, tried)
+            damaged = [damage for _, damages in search.damaged for damage in damages]
+            if search.path is None:
+                if found := list(dict.fromkeys([*passed, *damaged])):
+                    raise DamageError(found)
+                return None
+            try:
+                extra = self.load(search.path)
+            except DamageError as error:
+                passed += error.damages
+                tried.add(search.path)
+                continue
+            return Restored(search.path, extra, tuple(dict.fromkeys([*passed, *damaged])))
+
+    def _load_pretrained(self, folder: Path) -> list[str]:
+        """Take up the parameters of a folder of whole tensors, and forget the optimizer's state."""
+        engine = self._engine
+        names = {row.name: (row.name, *row.aliases) for row in engine.table.rows}
+        names |= {held.name: (held.name,) for held in buffers(engine.modules)}
+        base = str(getattr(engine.module, "base_model_prefix", ""))
+        index = together(lambda: under_names(read_pretrained(folder), names=names, base=base), world=engine.world)
+
+        def look_up() -> tuple[Refill, list[Holding]]:
+            found = {row.name: index.tensors.get(f"parameter/{row.name}") for row in engine.table.rows}
+            slots = {name: {"parameter": Slot(it.dtype, it.shape)} for name, it in found.items() if it is not None}
+            refill = Refill(engine, update=self._update, slots=slots)
+            return refill, [held for held in refill.needed() if held.slot != "buffer" or held.key in index.tensors]
+
+        refill, needed = together(look_up, world=engine.world)
+        fill(index, needed=needed, world=engine.world)
+        refill.finish()
+        self._update.mended()
+        engine.publish()
+        return unused(index, names=names, base=base)
+
+    def _search(self, root: Path, tried: set[Path]) -> Search:
+        """What the first rank finds, on every rank."""
+        world = self._engine.world
+        found = together(lambda: newest_valid(root, but=tried) if world.rank == 0 else None, world=world)
+        search = world.exchange(found)[0]
+        assert isinstance(search, Search)
+        return search
+
+    def close(self) -> None:
+        """Let go of the optimizer, and of a save that nobody has waited for."""
+        self._hook.remove()
+        if self._saving is not None:
+            self._saving.leave()
+
+    def _holdings(self) -> Iterator[Holding]:
+        yield from owned(self._engine, optimizer=self._optimizer)
+        yield from self._generators()
+
+    def _check_optimizer(self, index: Index) -> None:
+        own, saved = type(self._optimizer).__name__, index.extra.get("optimizer")
+        if saved not in (own, None):
+            raise ValueError(f"{index.folder} was saved with the optimizer {saved}, and this one is {own}; use {saved}")
+
+    def _groups(self) -> list[list[str]]:
+        """The names of the parameters in each group of the optimizer."""
+        rows = self._engine.table.rows
+        return [
+            [row.name for row in rows if row.trainable and row.options == options] for options in self._engine.slices()
+        ]
+
+    def _groups_of(self, index: Index) -> list[Mapping[str, Any]]:
+        """The hyperparameters of each group in a checkpoint. Raises ValueError where they cannot be one group's."""
+        return saved_groups(names=self._groups(), saved=index.extra.get("groups", []))
+
+    def _generators(self) -> list[Holding]:
+        """The states of this rank's random generators, as copies."""
+        world = self._engine.world
+        states: dict[str, Tensor] = {"random": torch.get_rng_state()}
+        if world.device.type == "cuda":
+            states["random.cuda"] = torch.cuda.get_rng_state(world.device)
+        return [Holding.whole(state, name=name, slot=f"rank/{world.rank}") for name, state in states.items()]
+
+    def _take_up(self, index: Index, refill: Refill, generators: list[Holding]) -> None:
+        refill.finish()
+        restore_groups(self._optimizer, values=self._groups_of(index))
+        random, *others = generators
+        torch.set_rng_state(random.tensor)
+        for state in others:
+            torch.cuda.set_rng_state(state.tensor, self._engine.world.device)
+
+
+def _slots(index: Index, engine: Engine) -> dict[str, dict[str, Slot]]:
+    """What there is to load, by the names that parameters have in this model, whatever they were tied to when saved."""
+    found: dict[str, dict[str, Slot]] = {}
+    for key, stored in index.tensors.items():
+        kind, _, rest = key.partition("/")
+        if kind in ("optimizer", "scalar", "number"):
+            key, _, rest = rest.partition("/")
+            found.setdefault(rest, {})[f"{kind}/{key}"] = Slot(stored.dtype, stored.shape)
+        elif kind == "parameter":
+            found.setdefault(rest, {})[kind] = Slot(stored.dtype, stored.shape)
+    first = {row.name: index.aliases.get(row.name, row.name) for row in engine.table.rows}
+    here = {name: found[other] for name, other in first.items() if other in found}
+    return here | {name: slots for name, slots in found.items() if name not in first.values()}

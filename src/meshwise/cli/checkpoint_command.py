@@ -1,0 +1,186 @@
+"""`meshwise checkpoint`: what there is, what is in it, whether it is whole, what has changed, and out of it.
+
+    list FOLDER              the checkpoints of a run, newest first
+    show CHECKPOINT          its tensors and what else was saved
+    check FOLDER             every byte against its checksum: of one checkpoint, or of all of a run
+    diff ONE OTHER           the tensors that are not bit for bit the same, whatever plans these were saved under
+    export CHECKPOINT INTO   a Hugging Face folder, checked by its logits on random tokens
+
+The status is 0 when all is well, 1 when something is damaged, different or not exported, 2 when there is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from rich.markup import escape
+from rich.table import Column, Table
+
+from meshwise.checkpoint.checkpoint_errors import DamageError
+from meshwise.checkpoint.checkpoint_folder import LATEST, checkpoints, is_checkpoint
+from meshwise.checkpoint.checkpoint_index import INDEX, Index, read_index
+from meshwise.checkpoint.damage_check import damages, differences
+from meshwise.checkpoint.hf_export import ExportError, export
+from meshwise.train.counted import counted
+from meshwise.train.job import Job, JobError
+from meshwise.train.job_config import from_text, from_toml
+from meshwise.train.named_objects import model_function
+from meshwise.train.output_stream import Screen, takes_no_more
+
+_MOST_TEXT = 400
+_MOST_NAMES = 3
+_PIPE_WIDTH = 200
+"""Columns of a table that nobody looks at in a terminal."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Do what the words ask. Raises JobError for a folder that is no checkpoint, and for one without a job."""
+    console = Screen(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    flags = _parser().parse_args(words)
+    for name in ("checkpoint", "one", "other"):
+        if name in flags:
+            _require(getattr(flags, name))
+    act: Callable[[argparse.Namespace, Screen], int] = flags.act
+    try:
+        return act(flags, console)
+    except (DamageError, ExportError, OSError) as error:
+        if isinstance(error, OSError) and takes_no_more():
+            raise
+        print(f"meshwise checkpoint: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="meshwise checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    verbs: Mapping[str, tuple[Callable[[argparse.Namespace, Screen], int], str]] = {
+        "list": (_list, "folder"),
+        "show": (_show, "checkpoint"),
+        "check": (_check, "folder"),
+        "diff": (_diff, "one other"),
+        "export": (_export, "checkpoint into"),
+    }
+    for name, (act, places) in verbs.items():
+        verb = commands.add_parser(name)
+        for place in places.split():
+            verb.add_argument(place, type=Path, metavar=place.upper())
+        if name == "export":
+            verb.add_argument("--job", type=Path, help="the job whose model it is; by default the one saved with it")
+        verb.set_defaults(act=act)
+    return parser
+
+
+def _list(flags: argparse.Namespace, console: Screen) -> int:
+    root = _root(flags.folder)
+    table = Table("checkpoint", "tensors", "MB", "saved under", "", box=None)
+    latest = (root / LATEST).read_text(encoding="utf-8").strip() if (root / LATEST).exists() else None
+    found = checkpoints(root)
+    for path, index in found:
+        mark = "latest" if path.name == latest else ""
+        if isinstance(index, Index):
+            plan = str(index.extra.get("plan", ""))
+            table.add_row(path.name, str(len(index.tensors)), f"{index.nbytes / 1e6:.1f}", plan, mark)
+        else:
+            table.add_row(path.name, "", "", "", f"[red]damaged: {escape(str(index.damages[0]))}[/]")
+    if found:
+        console.show(table)
+    else:
+        console.print(f"no checkpoint in {root}")
+    return 0 if all(isinstance(index, Index) for _, index in found) else 1
+
+
+def _show(flags: argparse.Namespace, console: Screen) -> int:
+    index = read_index(flags.checkpoint)
+    table = Table(Column("tensor", overflow="fold"), "dtype", "shape", "parts", box=None)
+    for name, stored in index.tensors.items():
+        dtype = str(stored.dtype).removeprefix("torch.")
+        table.add_row(name, dtype, "·".join(map(str, stored.shape)) or "one", str(len(stored.parts)))
+    console.show(table)
+    for alias, name in index.aliases.items():
+        console.print(f"{alias} is {name}", markup=False)
+    parameters = sum(math.prod(row.shape) for name, row in index.tensors.items() if name.startswith("parameter/"))
+    console.print(
+        f"{counted(parameters, of='parameter')}, {counted(len(index.tensors), of='tensor')}, "
+        f"{index.nbytes / 1e6:.1f} MB in {counted(len(index.files), of='file')}"
+    )
+    for key, value in index.extra.items():
+        text = json.dumps(value)
+        console.print(f"{key}: {text if len(text) <= _MOST_TEXT else f'{text[:_MOST_TEXT]}…'}", markup=False)
+    return 0
+
+
+def _check(flags: argparse.Namespace, console: Screen) -> int:
+    """One checkpoint, or all of a run."""
+    one = is_checkpoint(flags.folder)
+    folders = [flags.folder] if one else [path for path, _ in checkpoints(_root(flags.folder))]
+    if not folders:
+        raise JobError(f"no checkpoint in {flags.folder}, and so nothing to check; name a checkpoint or a run")
+    wrong = 0
+    for folder in folders:
+        found = list(damages(folder))
+        verdict = f"{counted(len(found), of='place')} damaged" if found else "whole"
+        console.print(f"{folder}: {verdict}", style="red" if found else "green", markup=False)
+        for damage in found:
+            console.print(f"  {damage}", markup=False)
+        wrong += bool(found)
+    return 1 if wrong else 0
+
+
+def _diff(flags: argparse.Namespace, console: Screen) -> int:
+    table = Table(Column("tensor", overflow="fold"), "", "largest difference", box=None)
+    for found in differences(read_index(flags.one), second=read_index(flags.other)):
+        table.add_row(found.name, found.what, f"{found.largest:.3g}" if found.elements else "")
+    if table.row_count:
+        console.show(table)
+    else:
+        console.print("bit for bit the same")
+    return 1 if table.row_count else 0
+
+
+def _export(flags: argparse.Namespace, console: Screen) -> int:
+    job = _job(flags)
+    try:
+        done = export(flags.checkpoint, into=flags.into, build=model_function(job))
+    except FileExistsError as error:
+        raise JobError(f"{error.filename} is there already, and stays as it is; name another folder") from error
+    except ValueError as error:
+        raise JobError(str(error)) from error
+    for path in done.files:
+        console.print(str(path), markup=False)
+    console.print(f"read back, its logits on random tokens are the same (largest difference {done.difference:.3g})")
+    return 0
+
+
+def _job(flags: argparse.Namespace) -> Job:
+    """The job whose model is exported. Raises JobError when none is known."""
+    if flags.job is not None:
+        return from_toml(flags.job, kind=Job)
+    text = read_index(flags.checkpoint).extra.get("user", {}).get("job")
+    if text is None:
+        raise JobError(
+            f"{flags.checkpoint} was saved without a job, so nothing says how to build its model; name one with --job"
+        )
+    return from_text(text, source=str(flags.checkpoint / INDEX), kind=Job)
+
+
+def _require(folder: Path) -> None:
+    """Refuse a folder that is no checkpoint, with the checkpoints that lie below it. Raises JobError."""
+    if is_checkpoint(folder):
+        return
+    inside = [str(path) for path, _ in checkpoints(_root(folder))]
+    names = f"; name one of its checkpoints: {', '.join(inside[:_MOST_NAMES])}" if inside else ""
+    raise JobError(f"{folder} is no checkpoint, there is no {INDEX} in it{names}")
+
+
+def _root(folder: Path) -> Path:
+    """The folder with the checkpoints: the one given, or that of the run given. Raises JobError when it is none."""
+    if not folder.is_dir():
+        raise JobError(f"{folder} is {'a file' if folder.exists() else 'not there'}; name a run or its checkpoints")
+    return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder

@@ -1,0 +1,273 @@
+"""`meshwise plan`: the quickest plans for a job on a cluster that need not be there, and why the others lost."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from meshwise.cli.drawing_output import Files, check, save
+from meshwise.cli.output_files import check_outputs
+from meshwise.cli.simulate_command import subject_of
+from meshwise.comm.launch.cores import cores
+from meshwise.model.deferred_init import shapes_of
+from meshwise.plan import Plan
+from meshwise.plan.plan_keys import in_words, read_size
+from meshwise.planner.plan_space import SEARCHED, Space, parse_fixed
+from meshwise.planner.search import Candidate, Effort, Survey, prediction_of, search
+from meshwise.planner.search_tables import best_table, lost_table, survey_record
+from meshwise.simulate.cluster import Cluster, ClusterError, parse_cluster
+from meshwise.simulate.rehearsal_subject import Subject
+from meshwise.simulate.simulation_tables import text
+from meshwise.simulate.value_requests import ASKS_ITS_BATCH
+from meshwise.train.counted import counted
+from meshwise.train.job import JobError, Studied
+from meshwise.train.job_config import read_job
+from meshwise.train.output_stream import screen
+from meshwise.train.prepare import prepare
+from meshwise.train.toml_rewrite import rewrite
+from meshwise.view.plan_account import predicted
+
+_DRAWN = 4
+"""Plans that are drawn beside one another at most."""
+
+_WIDTH = 160
+"""Of the tables where the output is not a terminal."""
+
+
+@dataclass(frozen=True)
+class PlanJob(Studied, Files):
+    """A training job, for which a plan is chosen: its own code is rehearsed under the plans that bounds leave over."""
+
+    on: str = ""
+    """The cluster: one that is shipped, or a file, after its nodes and ranks, as in "64x8 h100"."""
+    fix: str = ""
+    """Keys that are held, as in "tp=2 zero=1"; the others are searched."""
+    memory_limit: str = ""
+    """Bytes that a rank may use, as in "70G". Default: what the cluster's device has."""
+    top: int = 10
+    """How many of the best plans are wanted."""
+    rehearsals: int = 20
+    """Plans that are rehearsed at most; a number with a question mark behind it could still be beaten by one that was
+    not."""
+    workers: int | None = None
+    """Processes that rehearse at the same time. Default: the cores that this one may use."""
+    json: bool = False
+    """Print one JSON object in place of tables."""
+    write: bool = False
+    """Put the best plan, where it cuts the model, and what is predicted of it into the job's file."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("top", "rehearsals"):
+            if getattr(self, key) < 1:
+                raise JobError(f"{key} = {getattr(self, key)} has to be at least 1")
+        if self.workers is not None and self.workers < 1:
+            raise JobError(f"workers = {self.workers} has to be at least 1")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Choose a plan for the job that the arguments describe. Raises JobError where nothing fits."""
+    job = read_job(arguments, prog="meshwise plan", kind=PlanJob)
+    path = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else None
+    if job.write and path is None:
+        raise JobError("--write writes into the job's file: name one, as in meshwise plan job.toml --write")
+    check(job)
+    check_outputs([path] if job.write else [])
+    cluster = _cluster(job.on)
+    subject, space = _searched(job, cluster)
+    limit = _limit(job.memory_limit) if job.memory_limit else cluster.device.memory
+    effort = Effort(job.top, job.rehearsals, job.workers or cores())
+    began = time.monotonic()
+    surveys = search(subject, cluster=cluster, space=space, limit=limit, effort=effort)
+    survey = _shown(surveys, effort=effort, quiet=job.json)
+    if not survey.candidates:
+        held = f" with {job.fix}" if job.fix else ""
+        raise JobError(f"no plan for {counted(cluster.ranks, of='rank')}{held} divides this job; try other ranks")
+    best = survey.best()
+    if best and job.write and path is not None:  # before anything is told: who reads that may stop reading
+        _write(path, best[0], on=job.on)
+    asked = _Asked(job, cluster, space, limit, parameters=_parameters(subject))
+    if job.json:
+        print(json.dumps({**asked.record, **survey_record(survey, top=job.top)}, indent=2))
+    else:
+        _tell(survey, asked=asked, top=job.top, seconds=time.monotonic() - began)
+    if not best:
+        raise JobError(_closest(survey))
+    if job.write:
+        print(f'{path}: plan = "{best[0].plan}"')
+    if job.wanted:
+        shown = best[:_DRAWN]
+        predictions = [prediction_of(subject, candidate=one, cluster=cluster) for one in shown]
+        accounts = [predicted(each, title=str(one.plan)) for each, one in zip(predictions, shown, strict=True)]
+        with contextlib.redirect_stdout(sys.stderr if job.json else sys.stdout):
+            save(accounts, files=job, title=f"the best plans on {job.on}")
+    return 0
+
+
+def _searched(job: PlanJob, cluster: Cluster) -> tuple[Subject, Space]:
+    """What is trained, and the plans for it."""
+    fixed = parse_fixed(job.fix)
+    unknown = sorted(set(fixed) - set(SEARCHED))
+    if unknown:
+        told = f"--fix: {', '.join(unknown)} is not searched, so give it in the job's plan"
+        raise JobError(f"{told}; what is searched: {' '.join(SEARCHED)}")
+    kept: dict[str, Any] = {item.name: item.default for item in dataclasses.fields(Plan) if item.name in SEARCHED}
+    base = dataclasses.replace(job.plan, **kept)
+    prepared = prepare(dataclasses.replace(job, plan=base), ranks=1)
+    space = Space(
+        dataclasses.replace(prepared.job.plan, dp=None),
+        ranks=cluster.ranks,
+        node=cluster.ranks_per_node,
+        batch=job.train.batch,
+        pieces=cluster.ranks,
+        stages=len(job.model.cut_at) + 1 if job.model.cut_at else None,
+        fixed=fixed,
+    )
+    return subject_of(prepared), space
+
+
+def _shown(surveys: Iterator[Survey], *, effort: Effort, quiet: bool) -> Survey:
+    """The last survey; meanwhile, a line that tells how far the search is."""
+    console = Console(stderr=True)
+    columns = (
+        SpinnerColumn(),
+        BarColumn(bar_width=16),
+        TextColumn("{task.fields[told]}"),
+        TimeElapsedColumn(),
+    )
+    last = None
+    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
+        task = progress.add_task("plan", total=effort.rehearsals, told="")
+        for last in surveys:
+            best = last.best()
+            told = f"{len(last.candidates):,} plans, {last.rehearsals} rehearsed"
+            told += f", best {best[0].figures.seconds:.4g} s" if best else ""
+            progress.update(task, completed=last.rehearsals, told=told)
+    assert last is not None
+    return last
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a search was for: the heading of what it has found."""
+
+    job: PlanJob
+    cluster: Cluster
+    space: Space
+    limit: float
+    parameters: int
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        model = {"name": self.job.model.name, "parameters": self.parameters, "batch": self.job.train.batch}
+        return {"model": model, "on": self.job.on, "held": self.held}
+
+    @property
+    def held(self) -> dict[str, Any]:
+        """The keys of all plans, and what else the job's own plan says."""
+        usual, base = Plan(dp=1).to_toml(), self.space.base.to_toml()
+        kept = {key: value for key, value in base.items() if key not in SEARCHED and value != usual.get(key)}
+        return {**self.space.fixed, **kept}
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        of = counted(self.parameters, of="parameter")
+        yield f"model     {self.job.model.name}, {of}, {counted(self.job.train.batch, of='sample')} a step"
+        nodes, each = counted(self.cluster.nodes, of="node"), counted(self.cluster.ranks_per_node, of="rank")
+        device = f" on {self.cluster.device.name}" if self.cluster.device.name else ""
+        room = f", at most {text(self.limit)} a rank" if self.limit < math.inf else ""
+        yield f"cluster   {self.job.on}: {nodes} of {each}{device}{room}"
+        yield f"searched  {' '.join(key for key in SEARCHED if key not in self.space.fixed) or 'nothing'}"
+        if self.held:
+            yield f"held      {' '.join(f'{key}={in_words(value)}' for key, value in self.held.items())}"
+
+
+def _parameters(subject: Subject) -> int:
+    return sum(one.numel() for one in shapes_of(subject.model, seed=subject.options.seed).module.parameters())
+
+
+def _tell(survey: Survey, *, asked: _Asked, top: int, seconds: float) -> None:
+    console = screen(width=_WIDTH)
+    for line in asked.lines():
+        console.print(line, highlight=False, markup=False)
+    told = f"{counted(len(survey.candidates), of='plan')}, {survey.rehearsals} of them rehearsed, in {seconds:.0f} s"
+    console.print(told, highlight=False)
+    if any(one.figures.asked for one in survey.candidates.values()):
+        console.print(ASKS_ITS_BATCH, highlight=False)
+    if survey.best():
+        console.show(_table(best_table(survey, top=top)))
+    lost = lost_table(survey, top=top)
+    if len(lost) > 1:
+        console.show(_table(lost))
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in rows[0]:
+        last = title in ("plan", "nearest", "lost because")
+        table.add_column(title, justify="left" if last else "right", no_wrap=not last)
+    for row in rows[1:]:
+        table.add_row(*row)
+    return table
+
+
+def _closest(survey: Survey) -> str:
+    """What to say where nothing fits: the plan that needs least, and what it lacks."""
+    tried = [one for one in survey.candidates.values() if not one.refused]
+    if not tried:
+        reasons = sorted({one.refused for one in survey.candidates.values()})
+        return f"no plan works for this model: {reasons[0]}"
+    if any(map(survey.fits, tried)):
+        reasons = sorted({one.refused for one in survey.candidates.values() if one.refused})
+        return (
+            f"none of the {survey.rehearsals} plans that were rehearsed works for this model: {reasons[0]}\nOthers "
+            f"were not rehearsed and may: --rehearsals {2 * survey.rehearsals}"
+        )
+    one = min(tried, key=lambda one: (one.figures.memory, one.figures.seconds))
+    missing = one.figures.memory - survey.limit
+    needs = "needs" if one.rehearsed else "needs at least"
+    return (
+        f"no plan fits {text(survey.limit)} a rank. The closest, '{one.plan}', {needs} {text(one.figures.memory)}: "
+        f"{missing:,.0f} bytes ({text(missing)}) are missing. Take more ranks, or a smaller train.batch or data.context"
+    )
+
+
+def _write(path: Path, best: Candidate, *, on: str) -> None:
+    changes: dict[tuple[str, ...], Any] = {
+        ("plan",): str(best.plan),
+        ("model", "cut_at"): best.at or None,
+        ("predicted", "plan"): str(best.plan),
+        ("predicted", "on"): on,
+        ("predicted", "seconds"): best.figures.seconds,
+        ("predicted", "memory"): best.figures.memory,
+    }
+    rewrite(path, changes=changes)
+
+
+def _cluster(on: str) -> Cluster:
+    if not on:
+        raise JobError('say on which cluster: --on "64x8 h100"')
+    try:
+        return parse_cluster(on)
+    except ClusterError as error:
+        raise JobError(f"--on: {error}") from error
+
+
+def _limit(written: str) -> int:
+    size = read_size(written)
+    if size is None:
+        raise JobError(f"--memory-limit {written} is no number of bytes; write it as in 70G")
+    return size

@@ -1,0 +1,66 @@
+"""How many ranks a command runs on, and what joins them: as the flags and the environment say."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from meshwise.comm.api.launch_environment import launched
+from meshwise.comm.health.watchdog import asked_patience
+from meshwise.comm.launch.cores import cores
+from meshwise.comm.launch.joining import asked_comm
+from meshwise.comm.network.torch_world import Comm
+from meshwise.plan import AXES
+from meshwise.train.job import Job, JobError
+
+MOST_BY_DEFAULT = 4
+"""Local ranks that `dp=auto` fills when nobody says how many; more than a laptop's cores would only slow it down."""
+
+
+def chosen(comm: Comm | Literal["threads"]) -> Comm | None:
+    """What `--comm` asks of a run: None leaves it to the environment. Raises JobError when that asks for what there is
+    not.
+    """
+    if comm == "threads":
+        return None
+    said = None if comm == "auto" else comm
+    try:
+        if said is None:
+            asked_comm()
+        asked_patience()
+    except ValueError as error:
+        raise JobError(str(error)) from error
+    return said
+
+
+def asked(ranks: int | None) -> int | None:
+    """The local ranks that were asked for. Raises JobError for none."""
+    if ranks is not None and ranks < 1:
+        raise JobError(f"ranks = {ranks} has to be at least 1")
+    return ranks
+
+
+def launched_ranks() -> int | None:
+    """The ranks that a launcher says it has started; None when this process is none of them. Raises JobError when what
+    it says makes no sense.
+    """
+    try:
+        told = launched()
+    except ValueError as error:
+        raise JobError(str(error)) from error
+    return None if told is None else told.size
+
+
+def local_ranks(job: Job) -> int:
+    """The ranks of this job: torchrun's, or those asked for, or what the plan needs.
+
+    A plan with `dp=auto` gets a rank for each core, at most four, rounded down to what its other axes allow.
+    """
+    if launched := launched_ranks():
+        return launched
+    if job.ranks is not None:
+        return job.ranks
+    needed: int = math.prod(getattr(job.plan, axis) or 1 for axis in AXES)
+    if job.plan.dp is not None:
+        return needed
+    return needed * max(1, min(MOST_BY_DEFAULT, cores()) // needed)

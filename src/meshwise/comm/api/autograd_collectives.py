@@ -1,0 +1,378 @@
+"""Collectives that autograd can pass, each with its conjugate.
+
+c10d's collectives end the graph, and whoever wraps them has to know what the ranks do next: the sum over the ranks of a
+tensor that all of them then use alike has another gradient than one that each uses for something else. Here a tensor
+is one of four things, and each collective says which it takes and which it gives:
+
+    split     every rank holds its part along a dim
+    partial   every rank holds a summand
+    alike     every rank holds all of it and goes on alike: its gradient is alike too
+    whole     every rank holds all of it and goes on with something of its own: its gradient is partial
+
+    collective       from       to         backward
+    all_gather       split      whole      reduce_scatter
+    reduce_scatter   partial    split      all_gather
+    all_reduce       partial    alike      nothing to do
+    copy             alike      whole      all_reduce
+    replicate        split      alike      take
+    take             alike      split      replicate
+    all_to_all       split      split      all_to_all
+
+A call starts the collective; `.wait()` on what it returns is the tensor. What the program computes between the two
+runs beside the collective, and its backward runs beside the conjugate: autograd goes back through the same order.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import Node
+
+from meshwise.comm.api.world import Axes, Work, World
+from meshwise.layout.rectangles import even_split
+
+Finish: TypeAlias = Callable[[], Tensor]
+Sizes: TypeAlias = Sequence[int] | None
+
+
+class Arriving:
+    """The result of a collective under way."""
+
+    def __init__(self, passage: _Passage, *, token: Tensor) -> None:
+        self._passage = passage
+        self._token = token
+        self._result: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """The result, when it is there; the same tensor every time."""
+        if self._result is None:
+            self._result = _Arrive.apply(self._token, self._passage)
+        return self._result
+
+
+def all_gather(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> Arriving:
+    """The parts of all ranks along `axes`, one after the other along `dim`: (…, sizes[i], …) → (…, sum(sizes), …).
+
+    `sizes`: of each rank's part along `dim`, in group order; all like `x` by default. Backward: reduce_scatter.
+    Raises ValueError when `sizes` does not describe `x`.
+    """
+    return _start(x, _Gather(_Along.of_part(x, world, axes, dim=dim, sizes=sizes), alike=False))
+
+
+def replicate(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> Arriving:
+    """As `all_gather`, for a result that every rank uses alike. Backward: take."""
+    return _start(x, _Gather(_Along.of_part(x, world, axes, dim=dim, sizes=sizes), alike=True))
+
+
+def reduce_scatter(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> Arriving:
+    """This rank's part along `dim` of the sum of all ranks' `x`: (…, sum(sizes), …) → (…, sizes[i], …).
+
+    `sizes`: of each rank's part, in group order; even by default, the first ones larger by one when it does not
+    divide. Backward: all_gather. Raises ValueError when `sizes` does not describe `x`.
+    """
+    return _start(x, _ReduceScatter(_Along.of(x, world, axes, dim=dim, sizes=sizes)))
+
+
+def take(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> Arriving:
+    """This rank's part along `dim` of an `x` that is alike on all ranks; `sizes` as in `reduce_scatter`.
+
+    Backward: replicate. Raises ValueError when `sizes` does not describe `x`.
+    """
+    return _start(x, _Take(_Along.of(x, world, axes, dim=dim, sizes=sizes)))
+
+
+def all_reduce(x: Tensor, *, world: World, axes: Axes) -> Arriving:
+    """The sum of all ranks' `x`, of the same shape. Backward: the gradient as it is."""
+    return _start(x, _AllReduce(world, axes))
+
+
+def copy(x: Tensor, *, world: World, axes: Axes) -> Arriving:
+    """`x`, which is alike on all ranks, for each to use in its own way. Backward: all_reduce."""
+    return _start(x, _Copy(world, axes))
+
+
+def all_to_all(
+    x: Tensor,
+    *,
+    world: World,
+    axes: Axes,
+    split_dim: int,
+    cat_dim: int,
+    sizes: tuple[Sequence[int], Sequence[int]] | None = None,
+) -> Arriving:
+    """Cut `x` along `split_dim`, give each rank its part, and put what arrives together along `cat_dim`.
+
+    `sizes`: those of the parts cut along `split_dim`, and those of the arriving ones along `cat_dim`, in group order.
+    By default an even cut, and arriving parts that are as large along `cat_dim` as this rank's own.
+    (…, sum(split), …, cat[i], …) → (…, split[i], …, sum(cat), …) for two different dims; with one dim for both,
+    (…, sum(split), …) → (…, sum(cat), …).
+
+    Backward: all_to_all with the two exchanged. Raises ValueError when `sizes` does not describe `x`.
+    """
+    group = world.group(axes)
+    cut, arriving = (None, None) if sizes is None else sizes
+    split = _Along.of(x, world, axes, dim=split_dim, sizes=cut)
+    own = x.size(cat_dim) if cat_dim % x.dim() != split.dim else split.sizes[group.index]
+    cat = _Along(world, axes, cat_dim % x.dim(), (own,) * group.size if arriving is None else tuple(arriving))
+    if len(cat.sizes) != group.size or (split.dim == cat.dim and cat.sizes[group.index] != split.sizes[group.index]):
+        raise ValueError(f"sizes {cat.sizes} along dim {cat_dim} do not fit {split.sizes} along dim {split_dim}")
+    return _start(x, _AllToAll(split, cat))
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a collective of these gave, by the words at the top: over which axes it is which."""
+
+    whole: tuple[str, ...] = ()
+    alike: tuple[str, ...] = ()
+    split: tuple[str, ...] = ()
+
+
+def given_by(node: Node) -> Given | None:
+    """What a node of a graph stands for, where a collective gave that."""
+    passage = getattr(node, "passage", None)
+    if not isinstance(passage, _Passage):
+        return None
+    collective = passage.collective
+    if isinstance(collective, _Copy):
+        return Given(whole=_named(collective.axes))
+    if isinstance(collective, _AllReduce):
+        return Given(alike=_named(collective.axes))
+    if isinstance(collective, _Gather):
+        axes = _named(collective.along.axes)
+        return Given(alike=axes) if collective.alike else Given(whole=axes)
+    assert isinstance(collective, _ReduceScatter | _Take | _AllToAll)
+    return Given(split=_named((collective.split if isinstance(collective, _AllToAll) else collective.along).axes))
+
+
+def _named(axes: Axes) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+# ---- the maps ------------------------------------------------------------------------------------------------------
+
+
+class _Map(abc.ABC):
+    """A linear map over the tensors of a group of ranks."""
+
+    @abc.abstractmethod
+    def start(self, x: Tensor) -> Finish:
+        """Begin; the returned function completes it and gives this rank's result."""
+
+    @abc.abstractmethod
+    def conjugate(self) -> _Map:
+        """The map of the gradients, the other way."""
+
+
+@dataclass(frozen=True)
+class _Gather(_Map):
+    along: _Along
+    alike: bool
+
+    def start(self, x: Tensor) -> Finish:
+        along, dim = self.along, self.along.dim
+        if dim == 0:
+            whole = x.new_empty(_resized(x, 0, sum(along.sizes)))
+            parts = list(whole.split(along.sizes))
+        else:
+            parts = [x.new_empty(_resized(x, dim, size)) for size in along.sizes]
+        work = along.world.all_gather(x.contiguous(), into=parts, axes=along.axes)
+
+        def finish() -> Tensor:
+            work.wait()
+            return whole if dim == 0 else torch.cat(parts, dim)
+
+        return finish
+
+    def conjugate(self) -> _Map:
+        return _Take(self.along) if self.alike else _ReduceScatter(self.along)
+
+
+@dataclass(frozen=True)
+class _ReduceScatter(_Map):
+    along: _Along
+
+    def start(self, x: Tensor) -> Finish:
+        along = self.along
+        cut = x.split(along.sizes, along.dim)
+        parts = [part if part.is_contiguous() else _copied(part, along.world) for part in cut]
+        into = x.new_empty(parts[along.index].shape)
+        work = along.world.reduce_scatter(parts, into=into, axes=along.axes)
+        return _after(work, into)
+
+    def conjugate(self) -> _Map:
+        return _Gather(self.along, alike=False)
+
+
+@dataclass(frozen=True)
+class _Take(_Map):
+    along: _Along
+
+    def start(self, x: Tensor) -> Finish:
+        part = x.split(self.along.sizes, self.along.dim)[self.along.index].clone()
+        return lambda: part
+
+    def conjugate(self) -> _Map:
+        return _Gather(self.along, alike=True)
+
+
+@dataclass(frozen=True)
+class _AllReduce(_Map):
+    world: World
+    axes: Axes
+
+    def start(self, x: Tensor) -> Finish:
+        total = _copied(x, self.world)
+        # As a tensor of its own: autograd lets nobody write to a view that one of its functions returns.
+        return _after(self.world.all_reduce(total, axes=self.axes), total.data)
+
+    def conjugate(self) -> _Map:
+        return _Copy(self.world, self.axes)
+
+
+@dataclass(frozen=True)
+class _Copy(_Map):
+    world: World
+    axes: Axes
+
+    def start(self, x: Tensor) -> Finish:
+        return x.detach
+
+    def conjugate(self) -> _Map:
+        return _AllReduce(self.world, self.axes)
+
+
+@dataclass(frozen=True)
+class _AllToAll(_Map):
+    split: _Along
+    cat: _Along
+
+    def start(self, x: Tensor) -> Finish:
+        split, cat = self.split, self.cat
+        parts = [part.contiguous() for part in x.split(split.sizes, split.dim)]
+        mine = _resized(x, split.dim, split.sizes[split.index])
+        into = [x.new_empty(_resized(mine, cat.dim, size)) for size in cat.sizes]
+        work = split.world.all_to_all(parts, into=into, axes=split.axes)
+
+        def finish() -> Tensor:
+            work.wait()
+            return torch.cat(into, cat.dim)
+
+        return finish
+
+    def conjugate(self) -> _Map:
+        return _AllToAll(self.cat, self.split)
+
+
+@dataclass(frozen=True)
+class _Along:
+    """A dim of a tensor that is or will be cut into parts, one for each rank along some axes."""
+
+    world: World
+    axes: Axes
+    dim: int
+    sizes: tuple[int, ...]
+
+    @property
+    def index(self) -> int:
+        return self.world.group(self.axes).index
+
+    @classmethod
+    def of(cls, x: Tensor, world: World, axes: Axes, *, dim: int, sizes: Sizes) -> _Along:
+        """For `x` as the whole, cut evenly unless `sizes` says how."""
+        size, ranks = x.size(dim), world.group(axes).size
+        even = [stop - start for start, stop in even_split(size, ranks)]
+        along = cls(world, axes, dim % x.dim(), tuple(even if sizes is None else sizes))
+        if len(along.sizes) != ranks or sum(along.sizes) != size:
+            raise ValueError(f"sizes {along.sizes} do not cut dim {dim} of {tuple(x.shape)} into {ranks} parts")
+        return along
+
+    @classmethod
+    def of_part(cls, x: Tensor, world: World, axes: Axes, *, dim: int, sizes: Sizes) -> _Along:
+        """For `x` as this rank's part, the others like it unless `sizes` says how large."""
+        size, group = x.size(dim), world.group(axes)
+        along = cls(world, axes, dim % x.dim(), (size,) * group.size if sizes is None else tuple(sizes))
+        if len(along.sizes) != group.size or along.sizes[group.index] != size:
+            raise ValueError(
+                f"sizes {along.sizes} do not fit part {group.index} of {group.size}, which has {size} "
+                f"along dim {dim} of {tuple(x.shape)}"
+            )
+        return along
+
+
+def _resized(x: Tensor | Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    shape = list(x.shape if isinstance(x, Tensor) else x)
+    shape[dim] = size
+    return tuple(shape)
+
+
+def _copied(x: Tensor, world: World) -> Tensor:
+    """A contiguous copy, where the other ranks reach it soonest."""
+    if x.device != world.device:
+        return x.clone(memory_format=torch.contiguous_format)
+    return world.summand(x.shape, dtype=x.dtype).copy_(x)
+
+
+def _after(work: Work, result: Tensor) -> Finish:
+    def finish() -> Tensor:
+        work.wait()
+        return result
+
+    return finish
+
+
+# ---- through autograd ----------------------------------------------------------------------------------------------
+
+
+class _Passage:
+    """What the two ends of one collective share, in the forward and again in the backward."""
+
+    def __init__(self, collective: _Map) -> None:
+        self.collective = collective
+        self.finish: Finish | None = None
+
+    def arrive(self) -> Tensor:
+        assert self.finish is not None
+        finish, self.finish = self.finish, None
+        return finish()
+
+
+class _Depart(torch.autograd.Function):
+    """x → a token without elements, which ties the two ends together in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, passage: _Passage) -> Tensor:
+        ctx.passage = passage
+        passage.finish = passage.collective.start(x)
+        return x.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _token: Tensor) -> tuple[Tensor, None]:
+        return ctx.passage.arrive(), None
+
+
+class _Arrive(torch.autograd.Function):
+    """token → the result."""
+
+    @staticmethod
+    def forward(ctx: Any, _token: Tensor, passage: _Passage) -> Tensor:
+        ctx.passage = passage
+        return passage.arrive()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.passage.finish = ctx.passage.collective.conjugate().start(gradient)
+        return gradient.new_empty(0), None
+
+
+def _start(x: Tensor, collective: _Map) -> Arriving:
+    passage = _Passage(collective)
+    return Arriving(passage, token=_Depart.apply(x, passage))

@@ -1,0 +1,310 @@
+"""What one rank has called, and where it is now.
+
+Ranks hang because they disagree: another collective, another size, one call more or less. So every call gets a stamp,
+and each rank keeps its stamps in one journal that all views of its world share. Everything that explains a run reads
+the same journal: the agreement check before a call, the hang report, the recordings of a test or a simulation.
+
+Every call makes a handful of these values, and a small one takes little longer than that: so they are named tuples,
+which are made in a third of the time of frozen dataclasses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+from meshwise.comm.api.stopwatch import Stopwatch
+
+_NOT_CALLERS = (f"{Path(__file__).parent}/", f"{Path(torch.__file__).parent}/")
+_KEPT = 1024
+_MESSAGES = ("send", "recv")
+_SIZES_MAY_DIFFER = ("all_to_all", "gather", "scatter")
+
+
+class Stamp(NamedTuple):
+    """One collective as one rank called it. The ranks of a group agree when `agreed` is equal on all of them.
+
+    `bytes` is the payload of the whole collective as one rank sees it: the tensor of a broadcast, reduce, all-reduce,
+    send or recv; the gathered side of an all-gather; the whole side of a reduce-scatter or all-to-all; this rank's
+    part of a gather or scatter, whose other side only one rank has. `how` names the operation and the group index of
+    the root: `sum`, `max to 1`, `from 0`.
+    """
+
+    sequence: int
+    kind: str
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    site: str
+    how: str = ""
+
+    @property
+    def point_to_point(self) -> bool:
+        """Whether this is one end of a message rather than a collective."""
+        return self.kind in _MESSAGES
+
+    @property
+    def agreed(self) -> str:
+        """What every rank of the group has to call alike: the kind, the operation and root, the elements, the dtype.
+
+        The two ends of a message agree when the elements and the dtype do.
+        """
+        return _agreed(self.kind, self.how, self.shape, self.dtype)
+
+    @property
+    def tag(self) -> int:
+        """The same as a number."""
+        return _tag(self.agreed)
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.shape)) or "scalar"
+        how = f" {self.how}" if self.how else ""
+        payload = f" {shape} {self.dtype}" if self.dtype else ""
+        return f"#{self.sequence} {self.kind}[{'·'.join(self.axes)}]{how}{payload} at {self.site}"
+
+
+@lru_cache(maxsize=4096)
+def _agreed(kind: str, how: str, shape: tuple[int, ...], dtype: str) -> str:
+    elements = "" if kind in _SIZES_MAY_DIFFER else f" {math.prod(shape)} elements"
+    call = "message" if kind in _MESSAGES else f"{kind} {how}"
+    return f"{call}{elements} {dtype}"
+
+
+@lru_cache(maxsize=4096)
+def _tag(agreed: str) -> int:
+    return zlib.crc32(agreed.encode())
+
+
+class Line(NamedTuple):
+    """Ranks whose calls come in one order: those of a group, or the source and the target of messages."""
+
+    ranks: tuple[int, ...]
+    point_to_point: bool = False
+
+
+class Call(NamedTuple):
+    """A stamp with its place: call number `ordinal` of its line. Ranks meet in equal ordinals of one line."""
+
+    stamp: Stamp
+    line: Line
+    ordinal: int
+
+
+class Position(NamedTuple):
+    """Where a rank is: the collective it waits for and since when, or (waiting_since None) the last one it called.
+
+    `waiting_since` is a time of `time.monotonic`.
+    """
+
+    stamp: Stamp | None = None
+    waiting_since: float | None = None
+
+
+class RanksDisagree(RuntimeError):
+    """The collectives that the ranks called do not fit together, or one of them never comes."""
+
+
+class Journal:
+    """The calls of one rank: how many (in all, and on each line), the last ones, a digest per group, the position.
+
+    `thread` is the identifier of the thread that made the last call, `called_at` its time by `time.monotonic`.
+    `waited`: seconds that this rank has spent waiting so far. `process`: the one whose calls these are.
+    """
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self.calls = 0
+        self.counts: dict[Line, int] = {}
+        self.recent: deque[Call] = deque(maxlen=_KEPT)
+        self.position = Position()
+        self.thread = threading.get_ident()
+        self.called_at = time.monotonic()
+        self.waited = 0.0
+        self._waiter: int | None = None
+        self._doing = ""
+        self._stopwatch: Stopwatch | None = None
+        self.digests: dict[tuple[int, ...], int] = {}
+        self._before: dict[tuple[int, ...], int] = {}
+        self._recordings: list[list[Stamp]] = []
+
+    @property
+    def doing(self) -> str:
+        """What the rank is at between its calls, as the actions of a schedule are printed (`2F0`), or a word.
+
+        Whoever runs the step says it; after the step it is empty.
+        """
+        return self._doing
+
+    @doing.setter
+    def doing(self, what: str) -> None:
+        self._doing = what
+        if self._stopwatch is not None:
+            self._stopwatch.begins(what)
+
+    def write(self, stamp: Stamp, *, ranks: tuple[int, ...]) -> None:
+        """Keep a call that is about to be made among `ranks` (of a message: its source and target).
+
+        Raises RuntimeError in a copy of the process: what joins the rank to the others is the rank's own. And where
+        another thread of it waits: both would do what is there to do.
+        """
+        self._require_own(stamp)
+        line = Line(ranks, stamp.point_to_point)
+        ordinal = self.counts.get(line, 0)
+        self.calls += 1
+        self.counts[line] = ordinal + 1
+        self.recent.append(Call(stamp, line, ordinal))
+        self.position = Position(stamp)
+        self.thread = threading.get_ident()
+        self.called_at = time.monotonic()
+        if not stamp.point_to_point:
+            before = self.digests.get(ranks, 0)
+            self._before = {ranks: before}
+            self.digests[ranks] = zlib.crc32(stamp.agreed.encode(), before)
+        for recording in self._recordings:
+            recording.append(stamp)
+
+    def refused(self, ranks: tuple[int, ...]) -> None:
+        """The last call among `ranks` was refused on all of them: it does not count as one they made together."""
+        self.digests[ranks] = self._before[ranks]
+
+    def waiting(self, stamp: Stamp) -> _Waiting:
+        """Mark this rank as waiting for `stamp` inside the block; one may stand in another.
+
+        Raises RuntimeError in a copy of the process, and while another thread waits.
+        """
+        self._require_own(stamp)
+        return _Waiting(self, stamp)
+
+    def _require_own(self, stamp: Stamp) -> None:
+        if os.getpid() != self.process:
+            raise RuntimeError(
+                f"process {os.getpid()} is a copy of a rank, process {self.process}, which alone calls {stamp.kind}; "
+                "a copy ends with os._exit, or computes and leaves calls to the rank"
+            )
+        if self._waiter is not None and self._waiter != threading.get_ident():
+            raise RuntimeError(
+                f"a thread comes to {stamp} while another one of this rank waits in {self.position.stamp}; one thread "
+                "at a time calls the collectives of a rank and waits for them"
+            )
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[list[Stamp]]:
+        """Collect the stamps of the calls made inside the block."""
+        stamps: list[Stamp] = []
+        self._recordings.append(stamps)
+        try:
+            yield stamps
+        finally:
+            self._recordings = [kept for kept in self._recordings if kept is not stamps]
+
+    def went_on(self, events: Iterable[tuple[str, float, float]]) -> None:
+        """What went on beside what the rank was at, and when by `time.monotonic`; noted inside `timed`."""
+        if self._stopwatch is not None:
+            for what, start, stop in events:
+                self._stopwatch.went_on(what, start=start, stop=stop)
+
+    @contextlib.contextmanager
+    def timed(self, device: torch.device) -> Iterator[Stopwatch]:
+        """Note what the rank does inside the block, and what it waits for, and when.
+
+        Raises RuntimeError inside another such block.
+        """
+        if self._stopwatch is not None:
+            raise RuntimeError("the times of this rank are being noted already; end the block that does it first")
+        self._stopwatch = Stopwatch(device)
+        try:
+            yield self._stopwatch
+        finally:
+            self._stopwatch = None
+
+
+class _Waiting:
+    """A block in which a rank waits. A small call takes little longer than a context manager made of a generator."""
+
+    def __init__(self, journal: Journal, stamp: Stamp) -> None:
+        self._journal = journal
+        self._stamp = stamp
+
+    def __enter__(self) -> None:
+        journal = self._journal
+        self._outer, journal._waiter = journal._waiter, threading.get_ident()
+        self._before, self._watch = journal.position, journal._stopwatch
+        self._since = time.monotonic()
+        journal.position = Position(self._stamp, self._since)
+        self._moment = None if self._watch is None else self._watch.now()
+
+    def __exit__(self, *_: object) -> None:
+        journal = self._journal
+        journal._waiter = self._outer
+        journal.position = self._before
+        if self._before.waiting_since is None:
+            journal.waited += time.monotonic() - self._since
+            if self._watch is not None:
+                self._watch.waited(f"{self._stamp.kind} {'·'.join(self._stamp.axes)}", since=self._moment)
+
+
+def disagreement(stamps: Mapping[int, Stamp]) -> str | None:
+    """A table of what each rank called, largest agreeing party first; None when the ranks agree.
+
+    `stamps`: by rank, the call each made in the place where all should have made the same.
+    """
+    parties: dict[tuple[str, str], list[int]] = {}
+    for rank, stamp in sorted(stamps.items()):
+        parties.setdefault((stamp.agreed, stamp.site), []).append(rank)
+    if len({agreed for agreed, _ in parties}) < 2:
+        return None
+    lines = [
+        f"  {ranks_text(ranks):<14} {stamps[ranks[0]]}"
+        for ranks in sorted(parties.values(), key=lambda ranks: (-len(ranks), ranks))
+    ]
+    return "\n".join(lines)
+
+
+def parted(recent: Mapping[int, Sequence[Call]]) -> tuple[str, tuple[int, ...]] | None:
+    """Where the ranks part first, by their last calls: what is to be told, and who was there; None when they do not."""
+    places: dict[tuple[int, Line], dict[int, Stamp]] = {}
+    for rank, calls in recent.items():
+        for call in calls:
+            places.setdefault((call.ordinal, call.line), {})[rank] = call.stamp
+    for (_, line), stamps in sorted(places.items(), key=lambda item: item[0][0]):
+        if table := disagreement(stamps):
+            told = f"{ranks_text(line.ranks)} called different collectives where they have to call the same:\n{table}"
+            return told, tuple(stamps)
+    return None
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0,1,4`, and for many `ranks 0,1,2,3,4,5,6,7 and 56 more`."""
+    shown = ",".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def call_site() -> str:
+    """`folder/file:line function` of the nearest caller outside this folder and torch (which runs backwards)."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_CALLERS):
+        frame = frame.f_back
+    if frame is None:
+        return "interpreter exit"
+    return _site(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+@lru_cache(maxsize=4096)
+def _site(file: str, number: int, name: str) -> str:
+    tail = "/".join(file.rsplit(os.sep, 2)[-2:])
+    return f"{tail}:{number} {name}"

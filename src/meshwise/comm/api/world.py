@@ -1,0 +1,396 @@
+"""The World: what joins the ranks.
+
+A scheme never asks which machine it runs on. It asks a `World` for collectives along the named axes of a mesh. Those
+of real processes are chosen by `torch_world`; beside them stand `thread_world` (ranks as threads of one process) and
+`trace_world` (one rank of a world of any size that moves nothing and records everything).
+
+The public methods live here, once: they resolve the axes to a group, answer a group of one without communication,
+check the sizes, stamp the call and hand it to the implementation's hook of the same name with a leading underscore.
+So a stamp, a recording, a count and a hang report mean the same under every implementation.
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+import dataclasses
+import math
+import pickle
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Self, TypeAlias
+
+import torch
+from torch import Tensor
+
+from meshwise.base.mesh import Mesh
+from meshwise.comm.api.call_agreement import as_tensor, require_alike, require_same
+from meshwise.comm.api.flat_parts import Parts, apart, fit, flat, passed, put, split
+from meshwise.comm.api.flight_recorder import Journal, Position, Stamp, call_site
+from meshwise.comm.api.group import Group, line, rooted
+from meshwise.comm.api.ordered_sum import require_op
+from meshwise.comm.api.stopwatch import Stopwatch
+
+Axes: TypeAlias = str | Sequence[str]
+
+
+class Work:
+    """A collective under way. Its tensors belong to it until `wait` returns; `wait` may be called more than once."""
+
+    def __init__(self, world: World | None = None, *, stamp: Stamp | None = None) -> None:
+        self._world = world
+        self._stamp = stamp
+        self._done = world is None
+
+    @property
+    def ready(self) -> bool:
+        """Whether `wait` is known to return at once. Some worlds only know it of what was waited for."""
+        return self._done
+
+    def wait(self) -> None:
+        """Block until the result is in place (on CUDA: until the current stream would see it)."""
+        if self._done:
+            return
+        assert self._world is not None
+        assert self._stamp is not None
+        if self.ready:
+            self._finish()
+        else:
+            with self._world.journal.waiting(self._stamp):
+                self._finish()
+        self._done = True
+
+    def _finish(self) -> None:
+        """What an implementation does to complete the collective."""
+        raise NotImplementedError
+
+
+class World(abc.ABC):
+    """Collectives and send/recv along the axes of a mesh. Every tensor must be contiguous and on `device`.
+
+    All calls start the operation and return a `Work`; call `.wait()` at once for the blocking form. `axes` is one name
+    or several; the group is ordered row-major by the axes in mesh order. `source`, `target`, `to` are indices within
+    the group. A sequence of tensors in place of one tensor means parts, one per group index, of any sizes. One thread
+    of a rank at a time calls and waits.
+    """
+
+    medium: ClassVar[str] = ""
+    """What carries what ranks give each other, in words for a user."""
+
+    def __init__(self, *, rank: int, mesh: Mesh, device: torch.device, journal: Journal | None = None) -> None:
+        self.rank = rank
+        self.mesh = mesh
+        self.device = device
+        self.journal = journal or Journal()
+        self.check = False
+        self._groups: dict[tuple[str, ...], Group] = {}
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.mesh.size
+
+    @property
+    def position(self) -> Position:
+        """Where this rank is now, whichever view of the world it called."""
+        return self.journal.position
+
+    def over(self, mesh: Mesh) -> Self:
+        """The same ranks seen over another mesh of the same size; all but the mesh is shared.
+
+        Raises ValueError when the sizes differ.
+        """
+        if mesh.size != self.size:
+            raise ValueError(f"the mesh {mesh} has {mesh.size} ranks, the world {self.size}")
+        view = copy.copy(self)
+        view.mesh, view._groups = mesh, {}
+        return view
+
+    def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
+        """A tensor in one dim for what collectives move again and again: where the ranks reach it soonest.
+
+        Anything else may be given to a collective too. Contents are unspecified.
+        """
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def summand(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+        """A tensor for an activation, or the gradient of one, that the ranks add up: as `empty` makes it."""
+        return self.empty(math.prod(shape), dtype=dtype).view(tuple(shape))
+
+    def common(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:  # noqa: ARG002 - most have none
+        """A tensor in one dim that is the same memory for all ranks along `axes`; None where they cannot share any.
+
+        Every rank of the group calls it. An all-gather of its equal parts into the whole moves nothing and only waits
+        until every rank has written its own. Contents are unspecified.
+        """
+        return None
+
+    def come_by(self) -> None:  # noqa: B027 — most worlds carry out what was called by themselves
+        """Do this rank's part in calls that the other ranks have made by now, and return at once.
+
+        Worth a call now and then where much is computed between a collective and its `wait`: others wait for this part.
+        """
+
+    def close(self) -> None:  # noqa: B027 — most worlds hold nothing to release
+        """Release what joins the ranks. Only the world that `connect` returned needs it; safe to call twice."""
+
+    def group(self, axes: Axes) -> Group:
+        """This rank's group along `axes`, in mesh order whatever order they are given in.
+
+        Its own `axes` are those that have more than one rank.
+        """
+        wanted = (axes,) if isinstance(axes, str) else tuple(axes)
+        known = self._groups.get(wanted)
+        if known is None:
+            if missing := set(wanted).difference(self.mesh.names):
+                raise ValueError(f"no axis {sorted(missing)} in the mesh {self.mesh}")
+            key = tuple(name for name in self.mesh.names if name in wanted)
+            ranks = self.mesh.group(self.rank, axes=key)
+            shared = tuple(name for name in key if self.mesh.degree(name) > 1)
+            known = self._groups[wanted] = Group(shared or key, ranks, ranks.index(self.rank))
+        return known
+
+    def record(self) -> AbstractContextManager[list[Stamp]]:
+        """Collect the stamps of the collectives called inside the block, on any view of this world."""
+        return self.journal.record()
+
+    def timed(self) -> AbstractContextManager[Stopwatch]:
+        """Note what this rank does inside the block, on any view of this world, and what it waits for, and when."""
+        return self.journal.timed(self.device)
+
+    def digest(self, axes: Axes) -> int:
+        """A 32-bit digest of all collectives this rank's group along `axes` has called: equal on all its ranks."""
+        return self.journal.digests.get(self.group(axes).ranks, 0)
+
+    @property
+    def dissent(self) -> int:
+        """A number whose sum over all ranks is 0 when every group has called the same collectives on all its ranks."""
+        return sum(
+            digest * (len(ranks) - 1 if ranks[0] == self.rank else -1) for ranks, digest in self.journal.digests.items()
+        )
+
+    # ---- collectives -------------------------------------------------------------------------------------------
+
+    def broadcast(self, x: Tensor, *, axes: Axes, source: int = 0) -> Work:
+        """Overwrite `x` everywhere with the source's `x`."""
+        group = rooted(self.group(axes), root=source)
+        if group.size == 1:
+            return Work()
+        data = flat(x, given=group.index == source)
+        return self._broadcast(self._stamp("broadcast", group, x, how=f"from {source}"), group, data, source)
+
+    def reduce(self, x: Tensor, *, axes: Axes, target: int = 0, op: str = "sum") -> Work:
+        """Reduce into the target's `x`; the other ranks' `x` is unspecified afterwards. op: sum, max or min."""
+        require_op(op, dtype=x.dtype)
+        group = rooted(self.group(axes), root=target)
+        if group.size == 1:
+            return Work()
+        data = flat(x, given=group.index != target)
+        return self._reduce(self._stamp("reduce", group, x, how=f"{op} to {target}"), group, data, (target, op))
+
+    def all_reduce(self, x: Tensor, *, axes: Axes, op: str = "sum") -> Work:
+        """Reduce in place on every rank, bit-identical on all of them. op: sum, max or min."""
+        require_op(op, dtype=x.dtype)
+        group = self.group(axes)
+        if group.size == 1:
+            return Work()
+        data = flat(x)
+        return self._all_reduce(self._stamp("all_reduce", group, x, how=op), group, data, op)
+
+    def all_gather(self, x: Tensor, *, into: Parts, axes: Axes) -> Work:
+        """Every rank's `x`, one after the other. `into`: one tensor of size · x.numel() elements, or parts.
+
+        `x` may be the very slice of `into` where it belongs.
+        """
+        group = self.group(axes)
+        if group.size == 1:
+            return _copy(x, into)
+        data, parts = flat(x, given=True), split(into, group.size)
+        fit(x, part=parts[group.index])
+        apart([data], into=parts, own=(0, group.index), of=into)
+        return self._all_gather(self._stamp("all_gather", group, into), group, data, parts)
+
+    def reduce_scatter(self, x: Parts, *, into: Tensor, axes: Axes, op: str = "sum") -> Work:
+        """Reduce the parts of `x` and keep this rank's. `into` may be the very slice of `x` where it belongs."""
+        require_op(op, dtype=into.dtype)
+        group = self.group(axes)
+        if group.size == 1:
+            return _copy(x, into)
+        data, parts = flat(into), split(x, group.size, given=True)
+        fit(into, part=parts[group.index])
+        apart(parts, into=[data], own=(group.index, 0), of=x)
+        return self._reduce_scatter(self._stamp("reduce_scatter", group, x, how=op), group, parts, (data, op))
+
+    def all_to_all(self, x: Parts, *, into: Parts, axes: Axes) -> Work:
+        """Part j of this rank's `x` becomes part i of rank j's `into`, i being this rank's index."""
+        group = self.group(axes)
+        if group.size == 1:
+            return _copy(x, into)
+        parts, targets = split(x, group.size, given=True), split(into, group.size)
+        fit(parts[group.index], part=targets[group.index])
+        apart(parts, into=targets, own=(group.index, group.index))
+        return self._all_to_all(self._stamp("all_to_all", group, x), group, parts, targets)
+
+    def gather(self, x: Tensor, *, into: Parts | None, axes: Axes, target: int = 0) -> Work:
+        """Every rank's `x` on the target; `into` is None elsewhere."""
+        group = rooted(self.group(axes), root=target)
+        if group.size == 1:
+            return _copy(x, passed(into, who="the target of a gather", name="into"))
+        data, parts = flat(x, given=True), None
+        if group.index == target:
+            parts = split(passed(into, who="the target of a gather", name="into"), group.size)
+            fit(x, part=parts[target])
+            apart([data], into=parts, own=(0, target), of=into)
+        return self._gather(self._stamp("gather", group, x, how=f"to {target}"), group, data, (parts, target))
+
+    def scatter(self, x: Parts | None, *, into: Tensor, axes: Axes, source: int = 0) -> Work:
+        """The source's parts, one to each rank; `x` is None elsewhere."""
+        group = rooted(self.group(axes), root=source)
+        if group.size == 1:
+            return _copy(passed(x, who="the source of a scatter", name="x"), into)
+        data, parts = flat(into), None
+        if group.index == source:
+            parts = split(passed(x, who="the source of a scatter", name="x"), group.size, given=True)
+            fit(into, part=parts[source])
+            apart(parts, into=[data], own=(source, 0), of=x)
+        return self._scatter(self._stamp("scatter", group, into, how=f"from {source}"), group, (parts, source), data)
+
+    def send(self, x: Tensor, *, axis: str, to: int) -> Work:
+        """Send to group index `to` along one axis; messages between two ranks arrive in the order they were sent."""
+        group = self.group(axis)
+        ends, data = line(group, source=group.index, target=to), flat(x, given=True)
+        return self._send(self._stamp("send", ends, x, how=f"to {to}"), group, data, to)
+
+    def recv(self, x: Tensor, *, axis: str, source: int) -> Work:
+        """Receive into `x` from group index `source` along one axis."""
+        group = self.group(axis)
+        ends, data = line(group, source=source, target=group.index), flat(x)
+        return self._recv(self._stamp("recv", ends, x, how=f"from {source}"), group, data, source)
+
+    def barrier(self, *, axes: Axes | None = None) -> None:
+        """Return when every rank of the group (all ranks by default) has called it."""
+        group = self.group(self.mesh.names if axes is None else axes)
+        if group.size > 1:
+            stamp = self._stamp("barrier", group, ())
+            with self.journal.waiting(stamp):
+                self._barrier(stamp, group)
+
+    def exchange(self, value: Any, *, axes: Axes | None = None) -> list[Any]:
+        """Every rank's small Python value, in group order (all ranks by default). For reports, not for tensors."""
+        group = self.group(self.mesh.names if axes is None else axes)
+        if group.size == 1:
+            return [value]
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
+        lengths = torch.empty(group.size, dtype=torch.int64, device=self.device)
+        own = torch.tensor([data.numel()], dtype=torch.int64, device=self.device)
+        self.all_gather(own, into=lengths, axes=group.axes).wait()
+        parts = [data.new_empty(int(length)) for length in lengths.tolist()]
+        self.all_gather(data, into=parts, axes=group.axes).wait()
+        return [pickle.loads(bytes(part.tolist())) for part in parts]
+
+    def totals(self, x: Tensor, *, said: int = 0) -> tuple[list[float], float]:
+        """The sums over all ranks of a few fp64 numbers, on the host, and that of their `dissent`: one all-reduce.
+
+        The dissent is 0 when all ranks also say the same number, of 32 bits.
+        """
+        whole = self.dissent + said * (self.size - 1 if self.rank == 0 else -1)
+        dissent = torch.tensor([float(whole)], dtype=torch.float64, device=self.device)
+        numbers = torch.cat([x, dissent])
+        self.all_reduce(numbers, axes=self.mesh.names).wait()
+        *sums, dissents = numbers.tolist()
+        return sums, dissents
+
+    def send_value(self, value: Any, *, axis: str, to: int) -> list[Work]:
+        """Send a small Python value to group index `to` along one axis, in two messages: its length, and itself."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
+        length = torch.tensor([data.numel()], device=self.device)
+        return [self.send(part, axis=axis, to=to) for part in (length, data)]
+
+    def recv_value(self, *, axis: str, source: int) -> Any:
+        """The Python value that group index `source` along one axis sends next."""
+        length = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.recv(length, axis=axis, source=source).wait()
+        data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
+        self.recv(data, axis=axis, source=source).wait()
+        return pickle.loads(bytes(data.tolist()))
+
+    # ---- what an implementation writes: the tensors it gets are flat, contiguous and outside autograd ------------
+
+    @abc.abstractmethod
+    def _broadcast(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work: ...
+
+    @abc.abstractmethod
+    def _reduce(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[int, str]) -> Work: ...
+
+    @abc.abstractmethod
+    def _all_reduce(self, stamp: Stamp, group: Group, x: Tensor, op: str) -> Work: ...
+
+    @abc.abstractmethod
+    def _all_gather(self, stamp: Stamp, group: Group, x: Tensor, parts: list[Tensor]) -> Work: ...
+
+    @abc.abstractmethod
+    def _reduce_scatter(self, stamp: Stamp, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work: ...
+
+    @abc.abstractmethod
+    def _all_to_all(self, stamp: Stamp, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work: ...
+
+    @abc.abstractmethod
+    def _gather(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work: ...
+
+    @abc.abstractmethod
+    def _scatter(self, stamp: Stamp, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work: ...
+
+    @abc.abstractmethod
+    def _send(self, stamp: Stamp, group: Group, x: Tensor, to: int) -> Work: ...
+
+    @abc.abstractmethod
+    def _recv(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work: ...
+
+    @abc.abstractmethod
+    def _barrier(self, stamp: Stamp, group: Group) -> None: ...
+
+    def _meet_to_close(self) -> None:
+        """Return when every rank has called it.
+
+        A collective of its own, so that a rank which leaves while others still count on it shows up as a disagreement.
+        Raises RanksDisagree when the ranks of some group have called different collectives, and nobody has told so yet.
+        """
+        group = self.group(self.mesh.names)
+        stamp = self._stamp("close", group, ())
+        with self.journal.waiting(stamp):
+            self._barrier(stamp, group)
+        if group.size > 1 and self.totals(torch.zeros(0, dtype=torch.float64, device=self.device))[1]:
+            require_same(dict(enumerate(self.exchange((list(self.journal.recent), self.journal.counts)))))
+
+    # ---- stamps ------------------------------------------------------------------------------------------------
+
+    def _stamp(self, kind: str, group: Group, x: Parts, *, how: str = "") -> Stamp:
+        """Give the call its number and write it into the journal."""
+        first = x if isinstance(x, Tensor) else x[0] if x else None
+        if first is not None and first.is_meta and self.device.type != "meta":
+            raise ValueError(f"{kind} of a tensor without values; these ranks exchange what is on {self.device}")
+        shape = tuple(x.shape) if isinstance(x, Tensor) else (sum(part.numel() for part in x),)
+        dtype = "" if first is None else str(first.dtype).removeprefix("torch.")
+        size = 0 if first is None else math.prod(shape) * first.element_size()
+        stamp = Stamp(self.journal.calls, kind, group.axes, shape, dtype, size, call_site(), how)
+        self.journal.write(stamp, ranks=group.ranks)
+        if self.check and not stamp.point_to_point:
+            self._require_agreement(stamp, group)
+        return stamp
+
+    def _require_agreement(self, stamp: Stamp, group: Group) -> None:
+        """Raise RanksDisagree unless every rank of the group has called the same."""
+        own = as_tensor(stamp).to(self.device)
+        parts = list(own.new_empty(group.size, own.numel()))
+        question = Stamp(stamp.sequence, "check", stamp.axes, (), "", 0, stamp.site)
+        with self.journal.waiting(stamp):
+            self._all_gather(question, dataclasses.replace(group, purpose="check"), own, parts)._finish()
+        require_alike(dict(zip(group.ranks, parts, strict=True)), journal=self.journal)
+
+
+def _copy(x: Parts, into: Parts) -> Work:
+    """The collective of a group of one."""
+    [source], [target] = split(x, 1, given=True), split(into, 1)
+    fit(source, part=target)
+    put(source, into=target)
+    return Work()

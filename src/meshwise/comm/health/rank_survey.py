@@ -1,0 +1,168 @@
+"""Why the ranks stand still, from what each says about itself.
+
+A rank that waits is no proof of anything: another may compile, load data or write a checkpoint. So the answers of all
+ranks are put together and the reason is looked for in this order:
+
+    they disagree     calls with equal places (the same line, the same ordinal) that are not alike
+    one is lost       it does not answer: stopped, killed, or its machine is gone
+    one has finished  and the others wait for it
+    a circle          every rank that somebody waits for waits itself
+    one is slow       it answers and it is busy: no reason to end anything yet
+
+All but the last are certain: waiting longer cannot help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from meshwise.comm.api.flight_recorder import Call, Line, parted, ranks_text
+
+_MOST_LINES = 16
+_MOST_STACKS = 4
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank says about itself.
+
+    `waiting`: the call in which it is blocked, for `waited` seconds. On a GPU, where waiting does not block, None, and
+    `waited` is the time since its last call: any of its recent calls may be the one that does not end.
+    """
+
+    rank: int
+    process: str
+    waiting: Call | None
+    waited: float
+    recent: Sequence[Call]
+    counts: Mapping[Line, int]
+    stack: str
+    lost: str = ""
+
+    def pending(self) -> Sequence[Call]:
+        """The calls that this rank may be waiting in."""
+        if self.waiting is not None:
+            return [self.waiting]
+        return self.recent if self.waited else []
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A rank that did not answer, and what is known of it: its counts if it has finished, else its last stack."""
+
+    what: str
+    finished: bool = False
+    stack: str = ""
+    counts: Mapping[Line, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Why the ranks stand still: a headline, the ranks whose stacks tell more, and whether waiting cannot help."""
+
+    headline: str
+    ranks: tuple[int, ...]
+    certain: bool
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The answers of all ranks that gave one, and what is known of those that did not."""
+
+    size: int
+    answers: Mapping[int, Answer]
+    absent: Mapping[int, Absent]
+
+    def finding(self) -> Finding | None:
+        """The reason why somebody waits; None when nobody does."""
+        return self._disagreement() or self._lost() or self._finished() or self._circle() or self._slow()
+
+    def report(self, finding: Finding) -> str:
+        """The whole story: the finding, where each rank is, and the stacks that matter."""
+        ranks = list(range(self.size))
+        if self.size > _MOST_LINES:
+            waiting = {rank for rank, answer in self.answers.items() if answer.waiting}
+            ranks = sorted(ranks, key=lambda rank: rank in waiting)[:_MOST_LINES]
+        more = [f"  … and {self.size - len(ranks)} more ranks"] if len(ranks) < self.size else []
+        told = [self.answers[rank] for rank in finding.ranks if rank in self.answers and self.answers[rank].stack]
+        stacks = [f"  rank {answer.rank} is here:\n{answer.stack}" for answer in told]
+        last_seen = [absent.stack for absent in self.absent.values() if absent.stack]
+        told_stacks = [*last_seen, *stacks][:_MOST_STACKS]
+        return "\n".join([f"meshwise: {finding.headline}", *map(self._place, ranks), *more, *told_stacks])
+
+    def _disagreement(self) -> Finding | None:
+        apart = parted({rank: answer.recent for rank, answer in self.answers.items()})
+        return apart and Finding(*apart, certain=True)
+
+    def _lost(self) -> Finding | None:
+        silent = sorted(rank for rank, absent in self.absent.items() if not absent.finished)
+        told = sorted({answer.lost for answer in self.answers.values() if answer.lost})
+        missed = silent if told else sorted(set(silent).intersection(rank for _, rank in self._waits))
+        if missed:
+            return Finding(f"{ranks_text(missed)} {_verb(missed, 'does', 'do')} not answer", (), certain=True)
+        if told and not self.absent:
+            return Finding(f"ranks have lost each other though all are alive: {told[0]}", (), certain=False)
+        return None
+
+    def _finished(self) -> Finding | None:
+        gone = {rank for rank, absent in self.absent.items() if absent.finished}
+        waits = [(waiting, rank) for waiting, rank in self._waits if rank in gone]
+        if not waits and not any(answer.lost for answer in self.answers.values()):
+            return None
+        missed = sorted({rank for _, rank in waits} or gone)
+        others = tuple(sorted({waiting for waiting, _ in waits}))
+        headline = f"{ranks_text(missed)} {_verb(missed, 'has', 'have')} finished while others wait"
+        return Finding(headline, others, certain=True)
+
+    def _circle(self) -> Finding | None:
+        blocked = {rank for rank, answer in self.answers.items() if answer.waiting}
+        waits = [(waiting, rank) for waiting, rank in self._waits if waiting in blocked]
+        stuck = {waiting for waiting, _ in waits}
+        while free := {waiting for waiting, rank in waits if waiting in stuck and rank not in stuck}:
+            stuck -= free
+        if not stuck:
+            return None
+        return Finding("ranks wait for each other, and none of them can go on", tuple(sorted(stuck)), certain=True)
+
+    def _slow(self) -> Finding | None:
+        blocked = sorted(rank for rank, answer in self.answers.items() if answer.waiting)
+        missed = sorted({rank for _, rank in self._waits}.difference(blocked))
+        if missed:
+            longest = max(self.answers[waiting].waited for waiting, _ in self._waits)
+            return Finding(f"others have waited {longest:.0f} s for {ranks_text(missed)}", tuple(missed), certain=False)
+        if blocked:
+            headline = f"what {ranks_text(blocked)} {_verb(blocked, 'has', 'have')} called does not end"
+            return Finding(headline, tuple(blocked), certain=False)
+        return None
+
+    @cached_property
+    def _waits(self) -> list[tuple[int, int]]:
+        """(who waits, for whom) for every rank that has not come to the place where another waits."""
+        waits: dict[tuple[int, int], None] = {}
+        for rank, answer in sorted(self.answers.items()):
+            for call in answer.pending():
+                for other in call.line.ranks:
+                    told = self.answers.get(other) or self.absent[other]
+                    if other != rank and told.counts.get(call.line, 0) <= call.ordinal:
+                        waits[rank, other] = None
+        return list(waits)
+
+    def _place(self, rank: int) -> str:
+        if rank in self.absent:
+            return f"  rank {rank} {self.absent[rank].what}"
+        answer = self.answers[rank]
+        if answer.lost:
+            return f"  rank {rank} ({answer.process}): {answer.lost}"
+        missed = [other for waiting, other in self._waits if waiting == rank]
+        whom = f" for {ranks_text(missed)}" if missed else ""
+        if answer.waiting is None:
+            last = f"; its last call was {answer.recent[-1].stamp}" if answer.recent else ""
+            state = f"has called nothing for {answer.waited:.1f} s and may wait{whom}" if missed else "is busy"
+            return f"  rank {rank} ({answer.process}) {state}{last}"
+        return f"  rank {rank} ({answer.process}) has waited {answer.waited:.1f} s{whom} in {answer.waiting.stamp}"
+
+
+def _verb(ranks: Sequence[int], one: str, many: str) -> str:
+    return one if len(ranks) == 1 else many

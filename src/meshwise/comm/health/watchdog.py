@@ -1,0 +1,360 @@
+"""The watch: one report instead of a hang.
+
+Each rank has a thread that looks at the rank's journal and talks to the others through the job's store, a channel that
+works when collectives do not. It needs no help from the rank's main thread, which may be blocked for good in C++.
+
+    every beat       say that this rank is alive; see whether anyone asks or the end has been declared
+    a rank waits     it asks: every rank answers with its position, last calls and Python stack (see `survey`)
+    it is certain    that waiting is in vain: the lowest rank that answers prints the report and all ranks end
+    it is not        because a rank is only slow: one warning at half of `stall_seconds`, the end at `stall_seconds`
+    a rank raises    its traceback is the report and all ranks end
+    the store or the launcher is gone    the rank ends by itself
+
+What is certain and how soon, for `stall_seconds` = 300: ranks that disagree, left early or wait in a circle after 10 s
+of waiting, a rank that does not answer after another 30 s (at once when its connection broke). Ending is `os._exit(1)`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import NoReturn, Protocol
+
+from torch.distributed import distributed_c10d as c10d
+
+from meshwise.comm.api.flight_recorder import Call
+from meshwise.comm.api.process_life import LauncherProcess, has_ended
+from meshwise.comm.api.rank_lost import RankLostError
+from meshwise.comm.api.stacks import stack_of
+from meshwise.comm.api.world import World
+from meshwise.comm.health.rank_survey import Absent, Answer, Survey
+
+STALL_SECONDS = 300.0
+_VARIABLE = "MESHWISE_STALL_SECONDS"
+_CALLS_TOLD = 64
+_RANKS_PER_BEAT = 500
+_STORE_SECONDS = 20
+_FLUSH_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class _Pace:
+    """The times of a watch, in seconds: between beats, until a wait is surveyed, until a silent rank counts as lost."""
+
+    beat: float
+    suspect: float
+    silent: float
+    stall: float
+
+    @classmethod
+    def of(cls, stall: float, *, size: int) -> _Pace:
+        beat = max(min(1.0, stall / 20), size / _RANKS_PER_BEAT)
+        return cls(beat, max(3 * beat, min(10.0, stall / 5)), max(6 * beat, min(30.0, stall / 3)), stall)
+
+
+class Tell(Protocol):
+    """What to do with a report; `final` when it is the one the job ends with, not a warning."""
+
+    def __call__(self, report: str, *, final: bool) -> None:
+        """Take a report."""
+
+
+def tell_stderr(report: str, *, final: bool) -> None:  # noqa: ARG001 - both are for the terminal
+    """Print a report."""
+    sys.stderr.write(f"{report}\n")
+
+
+class Watch:
+    """Watches over one rank. Every rank of the job starts one, over the same store.
+
+    stall_seconds: how long a rank may wait in one collective while the others live; by default what the environment
+    variable MESHWISE_STALL_SECONDS says, else 300. tell: what to do with a report, on the one rank that tells it.
+    launcher: the process whose end is the end of this rank. Raises ValueError when stall_seconds is not positive.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        store: c10d.Store,
+        stall_seconds: float | None = None,
+        tell: Tell = tell_stderr,
+        launcher: LauncherProcess | None = None,
+    ) -> None:
+        stall = asked_patience() if stall_seconds is None else stall_seconds
+        if not stall > 0:
+            raise ValueError(f"stall_seconds is {stall}; it has to be positive")
+        self._pace = _Pace.of(stall, size=world.size)
+        self._store = c10d.PrefixStore("meshwise/watch", store.clone())  # type: ignore[attr-defined]
+        self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
+        self._world = world
+        self._tell = tell
+        self._launcher = launcher
+        self._process = f"process {os.getpid()} on {socket.gethostname()}"
+        self._main = threading.get_ident()
+        self._answered = 0
+        self._asked = 0.0
+        self._lost = ""
+        self._wake = threading.Event()
+        self._stopped = False
+        self._ending = threading.RLock()  # the main thread and this watch's may both come to end the rank
+        self._previous_hook = sys.excepthook
+        self._thread = threading.Thread(target=self._run, name="meshwise watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin. From now on an exception that nobody catches in the main thread ends all ranks."""
+        self._store.set(f"process/{self._world.rank}", self._process)
+        self._previous_hook, sys.excepthook = sys.excepthook, self._excepthook
+        os.register_at_fork(after_in_child=self._leave_to_the_rank)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """This rank has finished: it will call no collective any more. Safe to call twice."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._wake.set()
+        self._thread.join()
+        if sys.excepthook == self._excepthook:
+            sys.excepthook = self._previous_hook
+        with contextlib.suppress(RuntimeError):  # the store may be gone before the last rank has finished
+            counts = pickle.dumps(self._world.journal.counts)
+            self._store.set(f"finished/{self._world.rank}", counts)  # type: ignore[arg-type]
+            self._store.add("finished", 1)
+
+    def _leave_to_the_rank(self) -> None:
+        """In a copy of the process, which no one watches: what ends it ends no rank."""
+        self._stopped = True
+        if sys.excepthook == self._excepthook:
+            sys.excepthook = self._previous_hook
+
+    def failed(self, error: BaseException) -> NoReturn:
+        """This rank ends with `error`, and so do all others. Called in the main thread; does not return.
+
+        The report is the traceback, but for a RankLostError: then the others know better what happened, and are asked.
+        """
+        if isinstance(error, RankLostError):
+            self._lost = str(error)
+            self._wake.set()
+            time.sleep(2 * self._pace.silent)
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        world = self._world
+        self._declare(world.rank, f"meshwise: rank {world.rank} of {world.size} ({self._process}) failed:\n{trace}")
+
+    def _excepthook(self, kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            self._previous_hook(kind, error, at)
+        else:
+            self.failed(error)
+
+    # ---- the thread --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped:
+                self._beat()
+                if not self._stopped and (self._lost or self._suspects()):
+                    self._ask()
+                self._pause()
+        except RuntimeError as error:  # what the store raises when it does not answer
+            self._without_store(str(error).splitlines()[0])
+
+    def _pause(self) -> None:
+        self._wake.wait(self._pace.beat)
+        if not self._stopped:
+            self._wake.clear()
+
+    def _beat(self) -> None:
+        """Say that this rank is alive, answer who asks, and end when the end has been declared."""
+        self._require_launcher()
+        place = "\n".join(self._stacks())
+        self._store.set(f"alive/{self._world.rank}", pickle.dumps((time.time(), place)))  # type: ignore[arg-type]
+        if self._store.check(["end"]):
+            self._end()
+        number = self._store.add("asked", 0)
+        if number > self._answered:
+            self._answered = number
+            self._store.set(f"answer/{self._world.rank}", pickle.dumps((number, self._answer())))  # type: ignore[arg-type]
+            self._store.add(f"answers/{number}", 1)
+            self._asked = time.monotonic()
+
+    def _suspects(self) -> bool:
+        rested = time.monotonic() - self._asked
+        return self._waited() >= self._pace.suspect and rested >= self._pace.suspect
+
+    def _waited(self) -> float:
+        """How many seconds this rank has been waiting, or (on a GPU, where waiting does not block) may have been."""
+        journal = self._world.journal
+        since = journal.position.waiting_since
+        if since is None and self._world.device.type == "cuda" and journal.calls:
+            since = journal.called_at
+        return 0.0 if since is None else time.monotonic() - since
+
+    def _answer(self) -> Answer:
+        journal = self._world.journal
+        position, recent = journal.position, journal.recent.copy()
+        waited = self._waited()
+        if waited < self._pace.suspect / 2:
+            waited = 0.0  # it may well be over: two ranks do not answer at the same moment
+        waiting: Call | None = None
+        if waited and position.waiting_since is not None:
+            waiting = next((call for call in recent if call.stamp is position.stamp), None)
+        return Answer(
+            rank=self._world.rank,
+            process=self._process,
+            waiting=waiting,
+            waited=waited,
+            recent=list(recent)[-_CALLS_TOLD:],
+            counts=dict(journal.counts),
+            stack="\n".join(self._stacks()),
+            lost=self._lost,
+        )
+
+    def _stacks(self) -> list[str]:
+        """Where the main thread is, and the thread that made the last call."""
+        stacks = [stack_of(thread) for thread in dict.fromkeys((self._main, self._world.journal.thread))]
+        return [stack for stack in stacks if stack]
+
+    # ---- the rank that asks ------------------------------------------------------------------------------------
+
+    def _ask(self) -> None:
+        """Ask all ranks where they are; declare the end when the answers say that waiting is in vain."""
+        survey = self._survey(self._store.add("asked", 1))
+        finding = survey.finding() if survey else None
+        if survey is None or finding is None:
+            return
+        longest = max(answer.waited for answer in survey.answers.values())
+        report = survey.report(finding)
+        if finding.certain or longest >= self._pace.stall:
+            self._declare(min(survey.answers), report)
+        if longest >= self._pace.stall / 2 and self._store.add("warned", 1) == 1:
+            left = self._pace.stall - longest
+            self._tell(
+                f"{report}\n  the job goes on for {left:.0f} s more ({_VARIABLE}={self._pace.stall:g})", final=False
+            )
+
+    def _survey(self, number: int) -> Survey | None:
+        """Everyone's answer; None when this rank finishes meanwhile.
+
+        Ranks that do not answer get `silent` seconds; after a broken connection a few beats.
+        """
+        patience = min(self._pace.silent, 6 * self._pace.beat) if self._lost else self._pace.silent
+        ends = time.monotonic() + patience
+        while not self._stopped:
+            self._beat()
+            known = self._store.add(f"answers/{number}", 0) + self._store.add("finished", 0)
+            late = time.monotonic() >= ends
+            if known >= self._world.size or late:
+                survey = self._collect(number)
+                if late or all(absent.finished for absent in survey.absent.values()):
+                    return survey
+            self._pause()
+        return None
+
+    def _collect(self, number: int) -> Survey:
+        answers: dict[int, Answer] = {}
+        size = self._world.size
+        for rank in range(size):
+            if self._store.check([f"answer/{rank}"]):
+                answered, answer = pickle.loads(self._store.get(f"answer/{rank}"))
+                if answered >= number:
+                    answers[rank] = answer
+        return Survey(size, answers, {rank: self._absent(rank) for rank in range(size) if rank not in answers})
+
+    def _absent(self, rank: int) -> Absent:
+        if self._store.check([f"finished/{rank}"]):
+            counts = pickle.loads(self._store.get(f"finished/{rank}"))
+            return Absent("has finished", finished=True, counts=counts)
+        if not self._store.check([f"process/{rank}"]):
+            return Absent("never came")
+        process = self._store.get(f"process/{rank}").decode()
+        if not self._store.check([f"alive/{rank}"]):
+            return Absent(f"({process}) does not answer, and never did{_state(process)}")
+        seen, place = pickle.loads(self._store.get(f"alive/{rank}"))
+        age = f"{time.time() - seen:.1f} s"
+        return Absent(
+            f"({process}) does not answer; its last sign of life is {age} old{_state(process)}",
+            stack=f"  {age} ago rank {rank} was here:\n{place}" if place else "",
+        )
+
+    # ---- the end -----------------------------------------------------------------------------------------------
+
+    def _declare(self, teller: int, report: str) -> NoReturn:
+        """Let `teller` tell the report and all ranks end, unless the end has been declared."""
+        try:
+            if self._store.add("declared", 1) == 1:
+                self._store.set("end", pickle.dumps((teller, report)))  # type: ignore[arg-type]
+            self._end()
+        except RuntimeError:
+            self._leave(report)
+
+    def _end(self) -> NoReturn:
+        """End as declared: with the report on one rank, silently once it is told on the others."""
+        with self._ending:
+            teller, report = pickle.loads(self._store.get("end"))
+            if teller == self._world.rank:
+                self._tell(report, final=True)
+                self._store.set("told", "")
+            else:
+                with contextlib.suppress(RuntimeError):  # whoever should have told it died: then it stays untold here
+                    self._store.wait(["told"], timedelta(seconds=8 * self._pace.beat))
+            self._leave()
+
+    def _require_launcher(self) -> None:
+        if self._launcher is not None and self._launcher.is_gone():
+            self._leave(f"meshwise: rank {self._world.rank} ends: its launcher ({self._launcher}) is gone")
+
+    def _without_store(self, why: str) -> None:
+        """The store is gone. A rank that computes may still finish; one that waits in a collective never will."""
+        while not self._stopped:
+            self._require_launcher()
+            since = self._world.position.waiting_since
+            if self._lost or (since is not None and time.monotonic() - since >= self._pace.suspect):
+                stamp = self._world.position.stamp
+                self._leave(
+                    f"meshwise: rank {self._world.rank} ends: the job's store is gone ({why}), waiting in {stamp}"
+                )
+            self._pause()
+
+    def _leave(self, report: str | None = None) -> NoReturn:
+        """End this process, whatever its other threads do. Flushing must not hold it up: a pipe may be full."""
+        if report is not None:
+            self._tell(report, final=True)
+        flushing = threading.Thread(target=_flush, daemon=True)
+        flushing.start()
+        flushing.join(_FLUSH_SECONDS)
+        os._exit(1)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _state(process: str) -> str:
+    """What this machine knows of a process that is on it."""
+    _, pid, _, host = process.split(maxsplit=3)
+    if host != socket.gethostname():
+        return ""
+    try:
+        return "; the process has ended" if has_ended(int(pid)) else "; the process is stopped or stuck"
+    except PermissionError:
+        return ""
+
+
+def asked_patience() -> float:
+    """`stall_seconds` by the environment. Raises ValueError when it says no number above 0."""
+    text = os.environ.get(_VARIABLE, str(STALL_SECONDS))
+    with contextlib.suppress(ValueError):
+        if float(text) > 0:
+            return float(text)
+    raise ValueError(f"{_VARIABLE}={text}: it has to be a number of seconds above 0; {STALL_SECONDS:.0f} by default")

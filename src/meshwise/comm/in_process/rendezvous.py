@@ -1,0 +1,200 @@
+"""Where the threads of a run meet: who has called what, who waits for whom, and what can never come."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+from torch import Tensor
+
+from meshwise.comm.api.flight_recorder import RanksDisagree, Stamp, disagreement, ranks_text
+from meshwise.comm.api.ordered_sum import reduce_in_order
+from meshwise.comm.api.stacks import stack_of
+from meshwise.comm.in_process.turn_taking import Turn
+
+
+class Ended(BaseException):
+    """Unwinds a rank because the run has failed. Not an Exception, so that `except Exception` does not keep it."""
+
+
+class Meeting:
+    """One collective, or one send with its recv: what each of its ranks has called and left there."""
+
+    def __init__(self, ranks: tuple[int, ...], *, changed: threading.Condition) -> None:
+        """`changed`: notified when the last rank has called it, or none will."""
+        self.ranks = ranks
+        self.stamps: dict[int, Stamp] = {}
+        self.changed = changed
+        self._deposits: dict[int, list[Tensor]] = {}
+        self._reduced: Tensor | None = None
+        self._reducing = threading.Lock()
+
+    def arrive(self, rank: int, *, stamp: Stamp, deposit: list[Tensor]) -> None:
+        """Note a rank's call and keep what it leaves for the others."""
+        self.stamps[rank] = stamp
+        self._deposits[rank] = deposit
+
+    def complete(self) -> bool:
+        """Whether every rank has called it."""
+        return len(self.stamps) == len(self.ranks)
+
+    def missing(self) -> list[int]:
+        """The ranks that have not."""
+        return [rank for rank in self.ranks if rank not in self.stamps]
+
+    def reduced(self, op: str) -> Tensor:
+        """The reduction of what the ranks left; the first rank that asks computes it for all."""
+        with self._reducing:
+            if self._reduced is None:
+                self._reduced = torch.empty_like(self._deposits[self.ranks[0]][0])
+                self.reduce(op, into=self._reduced)
+            return self._reduced
+
+    def reduce(self, op: str, *, into: Tensor, part: int = 0) -> None:
+        """Reduce one part of what the ranks left into `into`, in the order of the ranks."""
+        parts = [self._fitting(index, part, into) for index in range(len(self.ranks))]
+        reduce_in_order(parts, into=into, scratch=torch.empty_like(into), op=op)
+
+    def place(self, target: Tensor, *, index: int, part: int = 0) -> None:
+        """Copy one part of what the rank with this group index left into `target`."""
+        target.copy_(self._fitting(index, part, target))
+
+    def place_all(self, targets: list[Tensor], *, part: int = 0) -> None:
+        """Copy one part of what every rank left into `targets`, in group order."""
+        for index, target in enumerate(targets):
+            self.place(target, index=index, part=part)
+
+    def _fitting(self, index: int, part: int, target: Tensor) -> Tensor:
+        source = self._deposits[self.ranks[index]][part]
+        if source.numel() != target.numel() or source.dtype != target.dtype:
+            raise RanksDisagree(
+                f"rank {self.ranks[index]} gives {source.numel()} elements of {source.dtype} where "
+                f"{target.numel()} of {target.dtype} are expected; its call is {self.stamps[self.ranks[index]]}"
+            )
+        return source
+
+
+class Hub:
+    """All meetings of a run, guarded by one lock. Who waits is woken by what it waits for, and by nothing else."""
+
+    def __init__(self, size: int, *, timeout: float | None) -> None:
+        self.size = size
+        self.timeout = timeout
+        self.turn = Turn()
+        self.threads: list[threading.Thread] = []
+        self.failure: BaseException | None = None
+        self._lock = threading.RLock()
+        self._ended = threading.Condition(self._lock)
+        self._meetings: dict[tuple[bool, tuple[int, ...], int], Meeting] = {}
+        self._calls: dict[tuple[int, bool, tuple[int, ...]], int] = {}
+        self._waiting: dict[int, Meeting] = {}
+        self._finished: set[int] = set()
+
+    def meet(self, rank: int, *, ranks: tuple[int, ...], stamp: Stamp, deposit: list[Tensor]) -> Meeting:
+        """The meeting that this rank's calls among `ranks` have come to, with its call noted.
+
+        For a message, `ranks` are its source and target; both count the messages of that line.
+        """
+        line = stamp.point_to_point
+        with self._lock:
+            self._end_if_failed()
+            ordinal = self._calls.get((rank, line, ranks), 0)
+            self._calls[rank, line, ranks] = ordinal + 1
+            meeting = self._meetings.get((line, ranks, ordinal))
+            if meeting is None:
+                meeting = Meeting(ranks, changed=threading.Condition(self._lock))
+                self._meetings[line, ranks, ordinal] = meeting
+            meeting.arrive(rank, stamp=stamp, deposit=deposit)
+            if table := disagreement(meeting.stamps):
+                self._fail(RanksDisagree(f"the ranks called different collectives:\n{table}"))
+                raise Ended
+            if meeting.complete():
+                del self._meetings[line, ranks, ordinal]
+                for other in ranks:
+                    if self._waiting.get(other) is meeting:
+                        del self._waiting[other]
+                meeting.changed.notify_all()
+            return meeting
+
+    def wait(self, meeting: Meeting, *, rank: int) -> None:
+        """Block until the meeting is complete."""
+        ends = None if self.timeout is None else time.monotonic() + self.timeout
+        with self._lock:
+            self._end_if_failed()
+            if meeting.complete():
+                return
+            self._waiting[rank] = meeting
+            self._look_for_the_impossible()
+            self.turn.give()
+            if not meeting.changed.wait_for(lambda: meeting.complete() or self.failure, _left(ends)):
+                self._fail(RanksDisagree(f"rank {rank} has waited for {self.timeout:g} s:\n{self._report()}"))
+            self._end_if_failed()
+        self.turn.take()
+
+    def finish(self, rank: int) -> None:
+        """Mark a rank as done; nobody can wait for it any more."""
+        with self._lock:
+            self._finished.add(rank)
+            self._ended.notify_all()
+            self._look_for_the_impossible()
+
+    def fail(self, error: BaseException, *, rank: int) -> None:
+        """End the run with this rank's error, unless it is ending with an earlier one."""
+        with self._lock:
+            if self.failure is None:
+                error.add_note(f"(raised on rank {rank} of {self.size})")
+            self._fail(error)
+
+    def abandon(self) -> None:
+        """Let every rank end at its next collective."""
+        with self._lock:
+            self._fail(Ended())
+
+    def join(self) -> None:
+        """Wait for the ranks' threads; after a failure for no longer than `timeout`."""
+        with self._ended:
+            self._ended.wait_for(lambda: self.failure or len(self._finished) == self.size)
+        ends = None if self.timeout is None else time.monotonic() + self.timeout
+        for thread in self.threads:
+            thread.join(_left(ends))
+
+    def _fail(self, error: BaseException) -> None:
+        if self.failure is None:
+            self.failure = error
+            self._ended.notify_all()
+            for meeting in self._waiting.values():
+                meeting.changed.notify_all()
+
+    def _end_if_failed(self) -> None:
+        if self.failure is not None:
+            raise Ended
+
+    def _look_for_the_impossible(self) -> None:
+        """Fail the run when somebody waits for what cannot come."""
+        for meeting in self._waiting.values() if self._finished else ():
+            if gone := self._finished.intersection(meeting.missing()):
+                finished = f"{ranks_text(sorted(gone))} {'have' if len(gone) > 1 else 'has'} finished"
+                self._fail(RanksDisagree(f"{finished} while others wait:\n{self._report()}"))
+                return
+        if self._waiting and len(self._waiting) + len(self._finished) == self.size:
+            self._fail(RanksDisagree(f"every rank waits for another, none can go on:\n{self._report()}"))
+
+    def _report(self) -> str:
+        """Where each rank is, with the Python stacks of those that have not finished."""
+        lines = []
+        for rank in range(self.size):
+            meeting = self._waiting.get(rank)
+            if rank in self._finished:
+                lines.append(f"  rank {rank} has finished")
+                continue
+            if meeting is None:
+                lines.append(f"  rank {rank} is running")
+            else:
+                lines.append(f"  rank {rank} waits for {ranks_text(meeting.missing())} in {meeting.stamps[rank]}")
+            lines.append(stack_of(self.threads[rank].ident))
+        return "\n".join(filter(None, lines))
+
+
+def _left(ends: float | None) -> float | None:
+    return None if ends is None else max(0.0, ends - time.monotonic())

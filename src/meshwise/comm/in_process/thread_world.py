@@ -1,0 +1,201 @@
+"""Ranks as threads of one process: the World of tests, notebooks and small machines.
+
+Processes make a test slow to start, hard to debug and able to hang. Here the ranks are threads that compute in turns
+(see `turn`) and meet:
+
+    rank 0   all_reduce(x) ──┐ leaves a copy of x                 wait() ── until all have arrived,
+    rank 1        all_reduce(x) ──┤                                       then takes its result from the copies
+    rank 2             all_reduce(x) ──┴─ a Meeting: the stamp and the copy of each rank
+
+Sums run once, in the order of the ranks, so that all ranks get the same bits. And since everybody's place is known,
+nothing has to time out: a call that disagrees with another rank's, a wait for a rank that has finished, a circle of
+ranks that wait for each other — each is reported when it happens.
+
+It is stricter than the real thing about what c10d leaves undefined. A tensor that a collective will fill holds 0xFF
+bytes (not-a-number) until `wait`; writing to a collective's tensors before `wait` is an error; the tensor of a
+`reduce` stays not-a-number on the ranks that are not the target; `send` waits for its `recv`.
+
+Only for CPU tensors: on a GPU the backward of all ranks would share one autograd thread, and the first collective in
+it would block them all. Grad mode, autocast and default device belong to a thread, so each rank starts with torch's
+defaults and changes only its own; what is global in torch (default dtype, number of threads) is not touched. Within
+a rank, one thread at a time may call collectives.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from meshwise.base.mesh import Mesh
+from meshwise.comm.api.flight_recorder import Journal, Stamp
+from meshwise.comm.api.grad_mode import as_called
+from meshwise.comm.api.group import Group, line
+from meshwise.comm.api.world import Work, World
+from meshwise.comm.in_process.rendezvous import Ended, Hub, Meeting
+
+Result = TypeVar("Result")
+_Take: TypeAlias = Callable[[Meeting], None]
+
+
+def run_threads(
+    size: int, main: Callable[..., Result], *, args: Sequence[Any] = (), timeout: float | None = 60
+) -> list[Result]:
+    """Run `main(world, *args)` on `size` ranks, each a thread, over the mesh `rank=size`; the results, by rank.
+
+    timeout: seconds a rank may wait in one collective while others compute; None waits for ever.
+
+    When a rank raises, the others are woken from their collectives and end, and that exception is raised here with
+    its own traceback and a note that names the rank. RanksDisagree is raised when the calls of the ranks do not fit
+    together. A rank that calls no collective cannot be ended: `timeout` seconds after a failure it is left running
+    as a daemon thread.
+    """
+    hub = Hub(size, timeout=timeout)
+    results: dict[int, Result] = {}
+
+    def rank_main(rank: int) -> None:
+        try:
+            with hub.turn:
+                results[rank] = main(ThreadWorld(hub, rank=rank, mesh=Mesh.of(rank=size)), *args)
+            hub.finish(rank)
+        except Ended:
+            pass
+        except BaseException as error:  # noqa: BLE001 — whatever ends one rank ends the run, and is raised below
+            hub.fail(error, rank=rank)
+
+    hub.threads = [
+        threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)
+    ]
+    try:
+        for thread in hub.threads:
+            thread.start()
+        hub.join()
+    except BaseException:  # Ctrl-C
+        hub.abandon()
+        raise
+    if hub.failure is not None:
+        raise hub.failure
+    return [results[rank] for rank in range(size)]
+
+
+class _Held:
+    """The tensors of one call until its `wait`: inputs keep their values, outputs hold no number."""
+
+    def __init__(self, *, inputs: Sequence[tuple[Tensor, Tensor]], outputs: Sequence[Tensor]) -> None:
+        """`inputs`: each with the copy of it. An input that is also an output counts as an output."""
+        self._outputs = [(x.view(torch.uint8), 1 if x.dtype == torch.bool else 0xFF) for x in outputs if x.numel()]
+        filled = {x.data_ptr() for x, _ in self._outputs}
+        self._inputs = [(x, copy) for x, copy in inputs if x.data_ptr() not in filled]
+        for x, filling in self._outputs:
+            x.fill_(filling)
+
+    def check(self, stamp: Stamp | None) -> None:
+        """Raise RuntimeError when the caller has written to one of the tensors."""
+        intact = all(bool(x.min() == filling) for x, filling in self._outputs)
+        if not intact or not all(_same_bits(x, copy) for x, copy in self._inputs):
+            raise RuntimeError(f"a tensor was written to before wait(); until then it belongs to {stamp}")
+
+
+def _same_bits(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(x, y) or torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+
+
+class _ThreadWork(Work):
+    """A rank's part in a meeting: `take` fetches the results once all have arrived."""
+
+    def __init__(self, world: ThreadWorld, stamp: Stamp, part: tuple[Meeting, _Held, Callable[[], None]]) -> None:
+        super().__init__(world, stamp=stamp)
+        self._hub = world.hub
+        self._rank = world.rank
+        self._part: tuple[Meeting, _Held, Callable[[], None]] | None = part
+
+    def _finish(self) -> None:
+        assert self._part is not None
+        meeting, held, take = self._part
+        held.check(self._stamp)
+        self._hub.wait(meeting, rank=self._rank)
+        take()
+        self._part = None
+
+
+class ThreadWorld(World):
+    """One rank of `run_threads`."""
+
+    medium = "threads"
+
+    def __init__(self, hub: Hub, *, rank: int, mesh: Mesh, journal: Journal | None = None) -> None:
+        super().__init__(rank=rank, mesh=mesh, device=torch.device("cpu"), journal=journal)
+        self.hub = hub
+
+    def _broadcast(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
+        if group.index == source:
+            return self._meet(stamp, group, give=[x], take=_nothing)
+        return self._meet(stamp, group, fill=[x], take=lambda met: met.place(x, index=source))
+
+    def _reduce(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
+        target, op = how
+
+        def take(met: Meeting) -> None:
+            if group.index == target:
+                met.reduce(op, into=x)
+
+        return self._meet(stamp, group, give=[x], fill=[x], take=take)
+
+    def _all_reduce(self, stamp: Stamp, group: Group, x: Tensor, op: str) -> Work:
+        def take(met: Meeting) -> None:
+            x.copy_(met.reduced(op))
+
+        return self._meet(stamp, group, give=[x], fill=[x], take=take)
+
+    def _all_gather(self, stamp: Stamp, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
+        fill = [part for part in parts if part.data_ptr() != x.data_ptr()]
+        return self._meet(stamp, group, give=[x], fill=fill, take=lambda met: met.place_all(parts))
+
+    def _reduce_scatter(self, stamp: Stamp, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
+        into, op = how
+        return self._meet(
+            stamp, group, give=parts, fill=[into], take=lambda met: met.reduce(op, into=into, part=group.index)
+        )
+
+    def _all_to_all(self, stamp: Stamp, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
+        return self._meet(stamp, group, give=parts, fill=into, take=lambda met: met.place_all(into, part=group.index))
+
+    def _gather(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
+        parts = how[0] or []
+        fill = [part for part in parts if part.data_ptr() != x.data_ptr()]
+        return self._meet(stamp, group, give=[x], fill=fill, take=lambda met: met.place_all(parts))
+
+    def _scatter(self, stamp: Stamp, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
+        parts, source = how
+
+        def take(met: Meeting) -> None:
+            met.place(into, index=source, part=group.index)
+
+        return self._meet(stamp, group, give=parts or [], fill=[into], take=take)
+
+    def _send(self, stamp: Stamp, group: Group, x: Tensor, to: int) -> Work:
+        return self._meet(stamp, line(group, source=group.index, target=to), give=[x], take=_nothing)
+
+    def _recv(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
+        ends = line(group, source=source, target=group.index)
+        return self._meet(stamp, ends, fill=[x], take=lambda met: met.place(x, index=0))
+
+    def _barrier(self, stamp: Stamp, group: Group) -> None:
+        self._meet(stamp, group, take=_nothing).wait()
+
+    def _meet(
+        self, stamp: Stamp, group: Group, *, take: _Take, give: Sequence[Tensor] = (), fill: Sequence[Tensor] = ()
+    ) -> Work:
+        """Leave copies of `give` and go on; at `wait`, `take` brings the results into `fill`."""
+        copies = [x.clone() for x in give]
+        held = _Held(inputs=list(zip(give, copies, strict=True)), outputs=fill)
+        meeting = self.hub.meet(self.rank, ranks=group.ranks, stamp=stamp, deposit=copies)
+        return _ThreadWork(self, stamp, (meeting, held, as_called(partial(take, meeting))))
+
+
+def _nothing(met: Meeting) -> None:
+    """What a rank takes that only gives."""

@@ -1,0 +1,131 @@
+"""One rank of a world of any size that moves nothing and records everything.
+
+What a plan costs in communication is a property of its calls, and a single rank knows its own: run the step of one
+rank here and read the stamps. Kinds, axes, bytes and order are those of the real thing, for 8 ranks or 65,536, on meta
+tensors without any memory.
+
+    with world.record() as stamps:
+        trainer.step(batch)
+
+On real tensors every other rank is taken to give zeros: a sum is this rank's own term, a gather fills only its own
+part, and what is received, broadcast or scattered by another rank is zero. `exchange` returns this rank's value for
+all of them.
+"""
+# ruff: noqa: ARG002 — it answers calls without looking at all they say
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.base.mesh import Mesh
+from meshwise.comm.api.flight_recorder import Journal, Stamp
+from meshwise.comm.api.group import Group
+from meshwise.comm.api.world import Axes, Work, World
+
+
+class _Waited(Work):
+    """A call that its world is told of when it is waited for."""
+
+    def _finish(self) -> None:
+        assert isinstance(self._world, TraceWorld)
+        assert self._stamp is not None
+        self._world.waited(self._stamp)
+
+
+class TraceWorld(World):
+    """Rank `rank` of `mesh`, alone. Its `device` is where buffers are made: meta unless told otherwise."""
+
+    def __init__(
+        self, *, rank: int, mesh: Mesh, device: torch.device | str = "meta", journal: Journal | None = None
+    ) -> None:
+        if not 0 <= rank < mesh.size:
+            raise ValueError(f"no rank {rank} in the mesh {mesh}; its ranks are 0 to {mesh.size - 1}")
+        super().__init__(rank=rank, mesh=mesh, device=torch.device(device), journal=journal)
+
+    def exchange(self, value: Any, *, axes: Axes | None = None) -> list[Any]:
+        """This rank's value, as if every rank of the group had the same. Records nothing."""
+        return [value] * self.group(self.mesh.names if axes is None else axes).size
+
+    def _require_agreement(self, stamp: Stamp, group: Group) -> None:
+        """Nobody else is there to disagree."""
+
+    def totals(self, x: Tensor, *, said: int = 0) -> tuple[list[float], float]:
+        """As of any world; on meta, where there are no values, every sum is taken to be 1."""
+        if not x.is_meta:
+            return super().totals(x)
+        self.all_reduce(x.new_empty(x.numel() + 1), axes=self.mesh.names).wait()
+        return [1.0] * x.numel(), 0.0
+
+    def waited(self, stamp: Stamp) -> None:
+        """This rank has come to wait for one of its calls, the first time. For whoever follows it."""
+
+    def _broadcast(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
+        if group.index != source:
+            x.zero_()
+        return _Waited(self, stamp=stamp)
+
+    def _reduce(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
+        return self._all_reduce(stamp, group, x, how[1])
+
+    def _all_reduce(self, stamp: Stamp, group: Group, x: Tensor, op: str) -> Work:
+        _with_zeros(x, op)
+        return _Waited(self, stamp=stamp)
+
+    def _all_gather(self, stamp: Stamp, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
+        _only(group.index, x, parts)
+        return _Waited(self, stamp=stamp)
+
+    def _reduce_scatter(self, stamp: Stamp, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
+        into, op = how
+        into.copy_(parts[group.index])
+        _with_zeros(into, op)
+        return _Waited(self, stamp=stamp)
+
+    def _all_to_all(self, stamp: Stamp, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
+        _only(group.index, parts[group.index], into)
+        return _Waited(self, stamp=stamp)
+
+    def _gather(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
+        _only(group.index, x, how[0] or [])
+        return _Waited(self, stamp=stamp)
+
+    def _scatter(self, stamp: Stamp, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
+        if how[0] is None:
+            into.zero_()
+        else:
+            into.copy_(how[0][group.index])
+        return _Waited(self, stamp=stamp)
+
+    def _send(self, stamp: Stamp, group: Group, x: Tensor, to: int) -> Work:
+        return _Waited(self, stamp=stamp)
+
+    def _recv(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
+        x.zero_()
+        return _Waited(self, stamp=stamp)
+
+    def _barrier(self, stamp: Stamp, group: Group) -> None:
+        return
+
+
+def _only(index: int, x: Tensor, parts: list[Tensor]) -> None:
+    """Fill `parts` with zeros but for this rank's own; on meta there is nothing to fill, for however many ranks."""
+    if x.is_meta:
+        return
+    for other, part in enumerate(parts):
+        if other == index:
+            part.copy_(x)
+        else:
+            part.zero_()
+
+
+def _with_zeros(x: Tensor, op: str) -> None:
+    """Reduce `x` with the zeros of the other ranks."""
+    if x.is_meta:
+        return
+    if op == "max":
+        x.copy_(torch.maximum(x, torch.zeros_like(x)))
+    elif op == "min":
+        x.copy_(torch.minimum(x, torch.zeros_like(x)))

@@ -1,0 +1,143 @@
+"""Joining ranks that were started, by torchrun or by `run`: one world for each device, watched and closed at exit."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import cast, get_args
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from meshwise.comm.api.flight_recorder import RanksDisagree
+from meshwise.comm.api.process_life import LauncherProcess
+from meshwise.comm.api.rank_lost import RankLostError
+from meshwise.comm.api.world import World
+from meshwise.comm.health.watchdog import Tell, Watch, tell_stderr
+from meshwise.comm.network.loopback import is_opened_by_launcher
+from meshwise.comm.network.torch_world import COMM_VARIABLE, Comm, default_device, meeting_place, torch_world
+
+_LEAVING_TIME = timedelta(seconds=5)
+
+
+def connect(
+    *, device: torch.device | str | None = None, stall_seconds: float | None = None, comm: Comm | None = None
+) -> World:
+    """The world of this process, over the mesh `rank=N` of all its ranks. Every rank of the job calls it.
+
+    `device`: where this rank's tensors are; by default the GPU with its local number, or the CPU. The same device gives
+    the same world again. It is watched (see `watch`, also for `stall_seconds`) and closed at exit at the latest; once
+    closed it stays closed. `comm`: how CPU ranks of one host are joined, `local` (shared memory), `gloo`, or `auto`; by
+    default what the environment variable MESHWISE_COMM says, else `auto`.
+
+    Raises ValueError when some ranks are on CPU and others on CUDA, when `local` is impossible or no GPU is there that
+    was asked for, or when the environment tells a part of what a rank has to know, and torch's DistError when ranks
+    stay away for ten minutes.
+    """
+    with joined_by(comm):
+        return joined(device, stall_seconds=stall_seconds, tell=tell_stderr)
+
+
+def joined(device: torch.device | str | None, *, stall_seconds: float | None = None, tell: Tell = tell_stderr) -> World:
+    """`connect`, with its own way to tell what the watch has found."""
+    wanted = default_device() if device is None else torch.device(device)
+    if wanted.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device={str(device)!r}, and torch finds no GPU here: leave the device out for CPUs")
+        wanted = torch.device("cuda", default_device().index if wanted.index is None else wanted.index)
+        torch.cuda.set_device(wanted)
+    worlds = _worlds()
+    if wanted not in worlds:
+        worlds[wanted] = _join(wanted, stall_seconds, tell)
+    return worlds[wanted]
+
+
+@functools.cache
+def _worlds() -> dict[torch.device, World]:
+    """The worlds this process has joined. A process is one rank, whoever in it asks."""
+    return {}
+
+
+def _join(device: torch.device, stall_seconds: float | None, tell: Tell) -> World:
+    store = meeting_place()
+    world = torch_world(device, store=store, comm=asked_comm())
+    watch = None
+    if store is not None:
+        launcher = LauncherProcess() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        own = c10d.PrefixStore(device.type, store)
+        watch = Watch(world, store=own, stall_seconds=stall_seconds, tell=tell, launcher=launcher)
+        watch.start()
+        if not is_opened_by_launcher():
+            atexit.register(_leave_store, own, rank=world.rank, size=world.size)
+        atexit.register(watch.stop)
+    # Runs before the watch stops: what is still under way is waited for, and watched.
+    atexit.register(_close, world, watch)
+    os.register_at_fork(after_in_child=_end_as_a_copy)
+    return world
+
+
+def leave_undone() -> None:
+    """This rank ends, and does no part any more in what the others do: whoever started them ends them, too."""
+    atexit.unregister(_close)
+
+
+def _end_as_a_copy() -> None:
+    """In a copy of the process: how it ends says nothing of the rank."""
+    for last in (_close, _leave_store):
+        atexit.unregister(last)
+
+
+def _close(world: World, watch: Watch | None) -> None:
+    """Close at exit. That another rank is lost has been said by then, or it does not matter any more. That the ranks
+    disagree has not, and what is raised at exit would end the process with status 0.
+    """
+    try:
+        with contextlib.suppress(RankLostError):
+            world.close()
+    except RanksDisagree as error:
+        assert watch is not None, "there are others"
+        watch.failed(error)
+
+
+def asked_comm() -> Comm:
+    """How ranks are joined, by the environment. Raises ValueError when that says nothing we know."""
+    named = os.environ.get(COMM_VARIABLE) or "auto"
+    return _known(named, told=f"{COMM_VARIABLE}={named}")
+
+
+def _known(named: str, *, told: str) -> Comm:
+    for comm in get_args(Comm):
+        if named == comm:
+            return cast(Comm, comm)
+    raise ValueError(f"{told}: ranks of one host are joined by {', '.join(get_args(Comm))}")
+
+
+@contextlib.contextmanager
+def joined_by(comm: Comm | None) -> Iterator[None]:
+    """Let the environment, which the processes started here inherit, say how ranks are joined. Raises ValueError when
+    it says nothing we know.
+    """
+    kept = os.environ.get(COMM_VARIABLE)
+    asked_comm() if comm is None else _known(comm, told=f"comm={comm!r}")
+    if comm is not None:
+        os.environ[COMM_VARIABLE] = comm
+    try:
+        yield
+    finally:
+        if kept is not None:
+            os.environ[COMM_VARIABLE] = kept
+        elif comm is not None:
+            del os.environ[COMM_VARIABLE]
+
+
+def _leave_store(store: c10d.Store, *, rank: int, size: int) -> None:
+    """Without a launcher's store rank 0's process holds it: it goes last, or the others' last words fail loudly."""
+    with contextlib.suppress(RuntimeError):
+        if store.add("left", 1) == size:
+            store.set("all left", "")
+        if rank == 0:
+            store.wait(["all left"], _LEAVING_TIME)

@@ -1,0 +1,188 @@
+"""Starting ranks.
+
+`connect` is for a program that torchrun (or srun torchrun) has started. `run` is for a script or a notebook: it starts
+the ranks of one machine itself, through the elastic launcher that torchrun uses, and under torchrun it only connects.
+So the same file works both ways.
+
+    run ── job_folder ── agent ── rank ──────────── joining ── main(world, …)
+     │     where they    torch's  one rank from      the world it
+     │     leave word    launcher start to end       has part in
+     └─ outcome: what they returned, or the error that came first, not one of those that it caused in other ranks
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import multiprocessing
+import os
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from meshwise.comm.api.launch_environment import launched
+from meshwise.comm.health.watchdog import asked_patience
+from meshwise.comm.launch.agent import launch
+from meshwise.comm.launch.cores import cores
+from meshwise.comm.launch.fork_server import Surroundings, end_quietly, starting, temporary
+from meshwise.comm.launch.job_folder import job_folder, last_start
+from meshwise.comm.launch.joining import connect, joined_by, leave_undone
+from meshwise.comm.launch.rank_outcome import first_error, results
+from meshwise.comm.launch.rank_process import SIGNALS, asked_threads, rank_main
+from meshwise.comm.network.torch_world import Comm
+
+ExceptHook: TypeAlias = Callable[[type[BaseException], BaseException, Any], object]
+
+_HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+_LOUD = ("torch.distributed.elastic", "torch.multiprocessing")
+
+
+def run(
+    size: int,
+    main: Callable[..., Any],
+    *,
+    args: Sequence[Any] = (),
+    device: str | None = None,
+    restarts: int = 0,
+    comm: Comm | None = None,
+) -> list[Any]:
+    """Call `main(world, *args)` on `size` ranks and return what it returned on each, by rank.
+
+    Starts `size` processes on this machine and ends them again; under torchrun, whose ranks already are processes, it
+    connects this one instead. `main`, `args` and the results travel by pickle: `main` is a function at the top of a
+    module or script, called under `if __name__ == "__main__":`; in a notebook any function will do. A rank gets
+    its part of the machine's cores as threads unless OMP_NUM_THREADS says otherwise.
+
+    restarts: how many times all ranks are ended and started again when one fails, and `main` called anew; what it
+    should not do twice it has to keep somewhere (see `Attempt` for which start it is). comm: as in `connect`.
+
+    Raises what `main` raised first on any rank, with a note of the rank and its traceback; RankLostError when a
+    rank ended without an exception; KeyboardInterrupt on Ctrl-C, after all ranks have ended; ValueError when the
+    environment tells a part of what torchrun does, or asks for what there is not; NoSemaphoresError where a container
+    has next to no shared memory.
+    """
+    if launched():
+        world = connect(device=device, comm=comm)
+        if world.size != size:
+            raise ValueError(f"run({size}, …) in a job of {world.size} ranks; start torchrun with {size} processes")
+        try:
+            result = main(world, *args)
+        except SystemExit as left:
+            if left.code:
+                leave_undone()
+            raise
+        return world.exchange(result)
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"cannot run on {size!r} ranks")
+    asked_patience()
+    method = _start_method(main)
+    ended: BaseException | signal.Signals
+    try:
+        with _as_launcher(size), joined_by(comm), job_folder() as folder:
+            passed = (folder, Surroundings(), main, tuple(args), device)
+            statuses = launch(rank_main, args=passed, size=size, restarts=restarts, method=method, folder=folder)
+            outcomes = last_start(folder)
+            if not statuses:
+                return results(outcomes, size=size)
+            ended = first_error(outcomes, size=size, statuses=statuses)
+    except SignalException as received:
+        ended = received.sigval
+    if isinstance(ended, BaseException):
+        raise ended
+    # The signal came to torch's handler. Now that all ranks have ended, it does what it does without one; of Ctrl-C
+    # that nobody catches, a traceback into the wait for the ranks would tell nothing.
+    if signal.getsignal(ended) == signal.SIG_DFL:
+        temporary()()  # what Python would do when it ends
+    sys.excepthook = functools.partial(_say_stopped, sys.excepthook)
+    signal.raise_signal(ended)
+    raise SystemExit(128 + ended)
+
+
+def torchrun_line(size: int, argv: Sequence[str], *, restarts: int = 0) -> str:
+    """The command that starts the same ranks with torchrun: `argv` is a script or `-m module`, and its arguments."""
+    again = [f"--max-restarts={restarts}"] if restarts else []
+    return shlex.join(["torchrun", "--standalone", f"--nproc-per-node={size}", *again, *argv])
+
+
+def _say_stopped(otherwise: ExceptHook, kind: type[BaseException], error: BaseException, at: Any) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        sys.stderr.write("stopped by Ctrl-C; all ranks have ended\n")
+        end_quietly()
+    else:
+        otherwise(kind, error, at)
+
+
+def _start_method(main: Callable[..., Any]) -> str:
+    """How torch's launcher should start the processes: as copies of this one when `main` only lives in a notebook."""
+    script = sys.modules["__main__"]
+    if sys.modules.get("__mp_main__", script) is not script:
+        # A forked process does not print why it exits.
+        sys.stderr.write(
+            'a rank came to run() while it imported the script: put the call under `if __name__ == "__main__":`\n'
+        )
+        sys.stderr.flush()
+        raise SystemExit(1)
+    if main.__module__ != "__main__" or Path(getattr(script, "__file__", "")).is_file():
+        if "<" in main.__qualname__:
+            raise ValueError(
+                f"{main.__qualname__} cannot travel to another process: define it at the top of a module or script"
+            )
+        return starting().get_start_method()
+    if "fork" not in multiprocessing.get_all_start_methods() or torch.cuda.is_initialized():
+        why = "CUDA is already in use here" if torch.cuda.is_initialized() else "this system cannot copy processes"
+        raise RuntimeError(f"{main.__qualname__} is defined in a notebook and {why}: move it to a module and import it")
+    return "fork"
+
+
+def _received(handled: Sequence[signal.Signals], number: int, _frame: FrameType | None) -> NoReturn:
+    """As torch's launcher would have it once it has started ranks: what is under way here is cleaned up, too. It is
+    not interrupted by another signal, of an impatient user say; it takes as long as the ranks are given to end.
+    """
+    for other in handled:
+        signal.signal(other, signal.SIG_IGN)
+    received = signal.Signals(number)
+    raise SignalException(f"got {received.name}", sigval=received)
+
+
+@contextlib.contextmanager
+def _as_launcher(size: int) -> Iterator[None]:
+    """Be what torch's launcher expects of a process, and what this one was again afterwards."""
+    kept_environment = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", _HANDLED)}
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    found = {number: signal.getsignal(number) for number in SIGNALS} if in_main_thread else {}
+    kept_handlers = {number: handler for number, handler in found.items() if handler is not None}
+    # What this process ignores, as `nohup` and a shell in the background have it, it goes on to ignore.
+    handled = [number for number, handler in kept_handlers.items() if handler != signal.SIG_IGN]
+    silenced = [
+        logger
+        for name, logger in logging.Logger.manager.loggerDict.items()
+        if name.startswith(_LOUD) and isinstance(logger, logging.Logger) and not logger.disabled
+    ]
+    if size > 1 and asked_threads() is None:
+        os.environ["OMP_NUM_THREADS"] = str(max(1, cores() // size))
+    os.environ[_HANDLED] = ""  # torch's handler would hear a second one
+    for logger in silenced:
+        logger.disabled = True
+    try:
+        for number in handled:
+            signal.signal(number, functools.partial(_received, handled))
+        yield
+    finally:
+        for number, handler in kept_handlers.items():
+            signal.signal(number, handler)
+        for logger in silenced:
+            logger.disabled = False
+        for name, value in kept_environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,170 @@
+"""What became of a rank, written where the process that started it will look.
+
+A rank's result or exception travels in a file, not through the exit status or a pipe: it is there even when the
+process dies right afterwards, and of several errors the first can be told from those it caused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import signal
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwise.comm.api.rank_lost import RankKilledError, RankLostError
+
+_STATUSES = "statuses"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a rank's main, or the exception that ended it, where it was raised (as text) and when."""
+
+    result: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, error: BaseException) -> Outcome:
+        """How `error` ended a rank just now."""
+        told, words = map("".join, (traceback.format_exception(error), traceback.format_exception_only(error)))
+        return cls(error=_picklable(error), trace=told.removesuffix(words), seconds=time.time())
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether the rank only failed because another one was lost."""
+        return isinstance(self.error, RankLostError)
+
+    @property
+    def left_well(self) -> bool:
+        """Whether the rank called `sys.exit` as one does at a good end."""
+        return isinstance(self.error, SystemExit) and not self.error.code
+
+    def save(self, folder: Path, *, rank: int) -> None:
+        """Write it into the folder that the launcher reads. Raises what pickle raises for a result it cannot take.
+
+        What the watch has told stays: the rank may hear of the loss of another, which it ended, before it ends itself.
+        """
+        if self.is_consequence and self.is_there(folder, rank=rank):
+            return
+        try:
+            data = pickle.dumps(self)
+        except Exception as error:
+            kind = type(self.result).__name__
+            error.add_note(f"it is of what main has returned, a {kind}, which is to travel by pickle")
+            raise
+        (folder / f"{rank}.writing").write_bytes(data)
+        (folder / f"{rank}.writing").rename(folder / str(rank))
+
+    @staticmethod
+    def is_there(folder: Path, *, rank: int) -> bool:
+        """Whether that rank has written one."""
+        return (folder / str(rank)).exists()
+
+    @classmethod
+    def load(cls, folder: Path, *, rank: int) -> Outcome | None:
+        """What that rank wrote, or None when it ended without a word."""
+        if not cls.is_there(folder, rank=rank):
+            return None
+        outcome = pickle.loads((folder / str(rank)).read_bytes())
+        assert isinstance(outcome, cls)
+        return outcome
+
+
+def results(folder: Path, *, size: int) -> list[Any]:
+    """What `main` returned on every rank. Raises `first_error` when some ranks left it by `sys.exit`."""
+    outcomes = [Outcome.load(folder, rank=rank) for rank in range(size)]
+    if any(outcome is not None and outcome.error is not None for outcome in outcomes):
+        raise first_error(folder, size=size, statuses={})
+    for rank, outcome in enumerate(outcomes):
+        assert outcome is not None, f"rank {rank} succeeded and left no result"
+    return [outcome.result for outcome in outcomes if outcome is not None]
+
+
+def save_statuses(folder: Path, *, statuses: Mapping[int, int]) -> None:
+    """Leave those of the ranks that failed, beside their outcomes."""
+    with contextlib.suppress(OSError):  # it only serves to say why others are started
+        (folder / _STATUSES).write_text(json.dumps(list(statuses.items())), encoding="utf-8")
+
+
+def load_statuses(folder: Path) -> Mapping[int, int]:
+    """Those that were left there; none where there are none."""
+    try:
+        return dict(json.loads((folder / _STATUSES).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+
+
+def first_error(folder: Path, *, size: int, statuses: Mapping[int, int]) -> BaseException:
+    """What to raise for ranks that have ended: the first exception that no other rank caused, or else how the lost
+    rank ended, or else that some have left by `sys.exit`. `statuses` are those of the processes that failed, by rank;
+    of one that a signal ended, less than 0.
+    """
+    outcomes = {rank: Outcome.load(folder, rank=rank) for rank in range(size)}
+    raised = {rank: outcome for rank, outcome in outcomes.items() if outcome is not None and outcome.error is not None}
+    silent = [rank for rank in statuses if rank not in raised]
+    if not silent and not raised:
+        return RankLostError("ranks ended without a word")
+    if not silent or any(not outcome.is_consequence and not outcome.left_well for outcome in raised.values()):
+        rank, first = min(raised.items(), key=lambda item: (item[1].left_well, item[1].is_consequence, item[1].seconds))
+        assert first.error is not None
+        if first.left_well and not all(outcome is not None and outcome.left_well for outcome in outcomes.values()):
+            error: BaseException = RankLostError(f"rank {rank} of {size} left by sys.exit, and others did not")
+            return _with_notes(error, {other: each for other, each in raised.items() if other != rank})
+        if first.trace:
+            first.error.add_note(f"raised on rank {rank} of {size}:\n{first.trace.rstrip()}")
+        return first.error
+    rank = silent[0]
+    status = statuses[rank]
+    kind = RankKilledError if status == -signal.SIGKILL else RankLostError
+    error = _with_notes(kind(_ended(silent, size=size, status=status)), raised)
+    if kind is RankKilledError:
+        error.add_note(
+            "the system does that when memory runs out; what a plan needs, and a change that fits, is told by "
+            "print(mw.needs(model, plan, loss=loss, batch=batch))"
+        )
+    return error
+
+
+def _ended(ranks: Sequence[int], *, size: int, status: int) -> str:
+    if not status:
+        *first, last = map(str, ranks)
+        who = f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
+        return f"{who} of {size} ended with exit status 0 and no result; something calls os._exit there, or C's exit"
+    how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"with exit status {status}"
+    return f"rank {ranks[0]} of {size} ended without an exception, {how}"
+
+
+def _with_notes(error: BaseException, others: Mapping[int, Outcome]) -> BaseException:
+    for rank, outcome in others.items():
+        error.add_note(f"rank {rank} then met: {outcome.error}")
+    return error
+
+
+def _picklable(error: BaseException) -> BaseException:
+    """The exception itself, or when it cannot travel between processes a RuntimeError of the same words."""
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - whatever its class does when it is pickled
+        copy = None
+    if isinstance(copy, type(error)) and str(copy) == str(error):
+        return error
+    told = RuntimeError(f"{type(error).__name__}: {error}")
+    for note in getattr(error, "__notes__", []):
+        told.add_note(note)
+    return told
+
+
+def status_of(error: BaseException) -> int:
+    """The exit status that an exception stands for, which is printed where it says what went wrong."""
+    if isinstance(error, SystemExit) and isinstance(error.code, int | None):
+        return error.code or 0
+    traceback.print_exception(error)
+    return 1

@@ -1,0 +1,160 @@
+"""One rank from start to end, in a process that `run` has started. What it leaves is an `Outcome`.
+
+A rank that blocks in a collective cannot answer Ctrl-C, nor the signal that its launcher is gone: it dies of both at
+once. A rank that worked cannot fail at interpreter exit, where threads of torch may abort the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import io
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwise.comm.api.flight_recorder import RanksDisagree
+from meshwise.comm.api.job_attempt import Attempt
+from meshwise.comm.api.process_life import LauncherProcess
+from meshwise.comm.health.watchdog import tell_stderr
+from meshwise.comm.launch.fork_server import ENDING, Surroundings
+from meshwise.comm.launch.job_folder import hold, start_folder
+from meshwise.comm.launch.job_semaphores import named_as_ever
+from meshwise.comm.launch.joining import joined
+from meshwise.comm.launch.rank_outcome import Outcome, first_error, load_statuses, status_of
+
+POLL_SECONDS = 0.1
+"""How often the launcher looks at its ranks."""
+
+SIGNALS = (signal.SIGINT, *ENDING)
+"""What a launcher passes on to its ranks."""
+
+CONSEQUENCE_SECONDS = 30 * POLL_SECONDS
+"""Longer than a launcher takes, on a machine with too much to do as well, to notice the rank that ended first: it ends
+the others then.
+"""
+
+
+def rank_main(
+    folder: Path, surroundings: Surroundings, main: Callable[..., Any], args: tuple[Any, ...], device: str | None
+) -> None:
+    """One rank from start to end; `folder` is that of the job."""
+    _die_of(SIGNALS)
+    surroundings.enter()
+    named_as_ever()
+    _keep_lines_whole()
+    if LauncherProcess().is_gone():
+        _leave(1)
+    atexit.register(_leave, 0)
+    rank = int(os.environ["RANK"])
+    attempt = Attempt.current()
+    assert attempt is not None, "torch's launcher names the start"
+    starts, folder = folder, start_folder(folder, number=attempt.number)
+
+    def tell(report: str, *, final: bool) -> None:
+        if final:
+            Outcome(error=RanksDisagree(report), seconds=time.time()).save(folder, rank=rank)
+        else:
+            tell_stderr(report, final=final)
+
+    own = os.getpid()
+    try:
+        hold(starts)
+        folder.mkdir(exist_ok=True)
+        if rank == 0 and attempt.number:
+            _tell_restart(starts, attempt)
+        torch.set_num_threads(asked_threads() or torch.get_num_threads())
+        world = joined(device, tell=tell)
+        outcome = _outcome(functools.partial(main, world, *args))
+        if os.getpid() != own:  # `main` has copied the process: how a copy ends says nothing of the rank
+            _leave(0)
+        world.close()
+        outcome.save(folder, rank=rank)
+    except BaseException as error:  # noqa: BLE001 - whatever ended this rank is for the launcher to tell
+        if os.getpid() != own:
+            _leave(status_of(error))
+        try:
+            outcome = Outcome.of(error)
+            try:
+                outcome.save(folder, rank=rank)
+            except OSError:  # a full disk, say: then it is told here, or nowhere
+                traceback.print_exc()
+            if outcome.is_consequence:
+                time.sleep(CONSEQUENCE_SECONDS)
+        finally:  # an exception that left here would end the process with status 0, and the launcher wait for a result
+            _leave(1)
+
+
+def _end_workers() -> None:
+    """Let what loads data end with this process: as multiprocessing does when it comes to its end."""
+    for child in multiprocessing.active_children():
+        own = vars(child)["_parent_pid"] == os.getpid()  # not that of the process which this one is a copy of
+        if own and child.daemon:
+            child.terminate()
+
+
+def _die_of(numbers: Collection[signal.Signals]) -> None:
+    """Let these signals end the process, of itself, but for those that whoever started it has it ignore."""
+    for number in numbers:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _keep_lines_whole() -> None:
+    """Have what is printed leave this process a line at a time. Ranks write to the same place, where pieces of lines
+    would mix: those that a full buffer cuts off, or every word with PYTHONUNBUFFERED. And what a rank has printed is
+    told when it is ended from outside.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
+def _outcome(main: Callable[[], Any]) -> Outcome:
+    """What it returned, or that it left by `sys.exit` as one does at a good end."""
+    own = os.getpid()
+    try:
+        return Outcome(main())
+    except SystemExit as left:
+        outcome = Outcome.of(left)
+        if outcome.left_well and os.getpid() == own:
+            return outcome
+        raise
+
+
+def asked_threads() -> int | None:
+    """The threads of a rank by OMP_NUM_THREADS, which may be a list with a number for each level; OpenMP passes over
+    what is none, with a word.
+    """
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if re.fullmatch("0*[1-9][0-9]{0,5}", first) else None
+
+
+def _tell_restart(folder: Path, attempt: Attempt) -> None:
+    """Say why the ranks are started again, from what those of the last start have left."""
+    previous = start_folder(folder, number=attempt.number - 1)
+    error = first_error(previous, size=int(os.environ["WORLD_SIZE"]), statuses=load_statuses(previous))
+    why = f"{type(error).__name__}: {error}"
+    tell_stderr(f"meshwise: restart {attempt.number} of {attempt.most}, because {why}", final=False)
+
+
+def _leave(status: int) -> None:
+    """End the process with this status, whatever threads still run in it; not with 0 where its output found no room."""
+    _end_workers()
+    try:
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # none of one that is closed
+            stream.flush()
+    except Exception:  # noqa: BLE001 - a full disk, or what `main` has put there
+        status = status or 1
+        traceback.print_exc()
+    finally:
+        os._exit(status)

@@ -1,0 +1,48 @@
+"""torch's own collectives over gloo: what ours are measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from meshwise.comm.api.world import World
+from meshwise.comm.network.loopback import LOOPBACK
+from meshwise.comm.network.torch_world import meeting_place
+
+Call: TypeAlias = Callable[[Tensor, Tensor], None]
+"""A collective on two tensors of the whole side's size, of which it uses what it needs, waited for."""
+
+
+def gloo_calls(world: World, *, size: int) -> Mapping[str, Call]:
+    """By collective, a call of torch's own among the first `size` ranks; nothing on the others.
+
+    Every rank of the world calls it; they are on one host. Raises RuntimeError where gloo cannot connect them.
+    """
+    store = meeting_place()
+    if store is None or world.rank >= size:
+        return {}
+    options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined] # not in torch's stubs
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    group: Any = c10d.ProcessGroupGloo(store, world.rank, size, options)  # torch's stubs know none of its collectives
+
+    def part(x: Tensor) -> Tensor:
+        return x.view(size, -1)[world.rank]
+
+    def all_reduce(x: Tensor, _: Tensor) -> None:
+        group.allreduce([x]).wait()
+
+    def all_gather(_: Tensor, y: Tensor) -> None:  # in place, which spares it a copy
+        group._allgather_base(y, part(y)).wait()
+
+    def reduce_scatter(x: Tensor, y: Tensor) -> None:
+        group._reduce_scatter_base(part(y), x).wait()
+
+    def broadcast(x: Tensor, _: Tensor) -> None:
+        group.broadcast(x, root=0).wait()
+
+    calls = {call.__name__: call for call in (all_reduce, all_gather, reduce_scatter, broadcast)}
+    return MappingProxyType(calls)

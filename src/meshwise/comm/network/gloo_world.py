@@ -1,0 +1,389 @@
+"""Collectives made of messages: the World of CPU ranks on several hosts, and of ranks that share a GPU.
+
+A collective here is a generator. Each `yield` hands over messages that are under way; when it is resumed they have
+arrived.
+
+    reduce-scatter   send part j to rank j, receive N-1 parts           yield    sum them in order
+    all-gather       send x to everyone, receive N-1 parts              yield
+    all-reduce       a reduce-scatter of slices                         yield    an all-gather of the sums    yield
+
+The first messages leave before the call returns. What goes on by itself from there is completed by whoever waits for
+it. What would stand still until then, because it has a second phase, is carried on by a thread: one for each group, in
+the order of the calls. Messages go straight between every two ranks, which suits a small number of them.
+
+Tensors on CUDA go through pinned copies. The calling thread only records an event behind the copy out; the carrier
+waits for it and exchanges, and `wait` puts the copy back on the current stream. Pinned memory comes from the caching
+host allocator, which does not hand it out again while a copy that reads it is under way.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from meshwise.base.mesh import Mesh
+from meshwise.comm.api.flat_parts import put
+from meshwise.comm.api.flight_recorder import Journal, Stamp
+from meshwise.comm.api.grad_mode import as_called
+from meshwise.comm.api.group import Group
+from meshwise.comm.api.ordered_sum import reduce_in_order, require_op
+from meshwise.comm.api.progress import Meanwhile
+from meshwise.comm.api.world import Work, World
+from meshwise.comm.network.mailbox import Mailbox, Messages
+from meshwise.comm.network.worker_thread import Carrier, Ticket
+from meshwise.comm.shared_memory.scratch_memory import Scratch
+
+Steps: TypeAlias = Iterator[Messages]
+Program: TypeAlias = Callable[[list[Tensor], list[Tensor]], Steps]
+
+# Up to here a second round of messages costs more than sending everything to everyone.
+_ONE_PHASE_BYTES = 256 << 10
+
+
+class Transport:
+    """What all views of one rank's world share: the mailbox, the carriers, and the works nobody has waited for.
+
+    `meanwhile`: what is due while this rank waits. With it, threads carry on all that is under way.
+    """
+
+    def __init__(self, mailbox: Mailbox, *, meanwhile: Meanwhile | None = None) -> None:
+        self.mailbox = mailbox
+        self.meanwhile = meanwhile
+        self.scratch = Scratch()
+        self.unfinished: set[Work] = set()
+        self._carriers: dict[str, Carrier] = {}
+
+    def carrier(self, lane: str) -> Carrier:
+        """The thread that carries on, in order, what was called on this lane."""
+        if lane not in self._carriers:
+            self._carriers[lane] = Carrier(f"meshwise {lane}")
+        return self._carriers[lane]
+
+    def close(self) -> None:
+        """Wait for everything under way, end the threads and close the connections."""
+        for work in list(self.unfinished):
+            work.wait()
+        for carrier in self._carriers.values():
+            carrier.close()
+        self._carriers.clear()
+        self.mailbox.close()
+
+
+@dataclass(frozen=True)
+class _Call:
+    stamp: Stamp
+    group: Group
+    lane: str = ""
+
+    @property
+    def label(self) -> str:
+        """What the tag of every message says besides size and dtype: equal on the ranks that agree."""
+        return f"{self.group.purpose} {self.group.ranks} {self.stamp.agreed}"
+
+    @property
+    def peers(self) -> list[tuple[int, int]]:
+        """(index, rank) of the others, beginning after this one, so that not everyone starts with the same rank."""
+        group = self.group
+        around = [(group.index + step) % group.size for step in range(1, group.size)]
+        return [(index, group.ranks[index]) for index in around]
+
+
+class GlooWorld(World):
+    """Ranks joined by a `Transport`; a world of one has none."""
+
+    medium = "gloo"
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        mesh: Mesh,
+        device: torch.device,
+        transport: Transport | None,
+        journal: Journal | None = None,
+    ) -> None:
+        super().__init__(rank=rank, mesh=mesh, device=device, journal=journal)
+        self._transport = transport
+
+    def close(self) -> None:
+        """When all ranks have called it: wait for what is under way, end the threads and close the connections."""
+        if self._transport is not None and not self._transport.mailbox.closed:
+            self._meet_to_close()
+            self._transport.close()
+
+    # ---- one phase ---------------------------------------------------------------------------------------------
+
+    def _broadcast(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
+        call = _Call(stamp, group)
+
+        def program(reads: list[Tensor], writes: list[Tensor]) -> Steps:
+            yield self._post(
+                call,
+                sends=[(rank, x) for x in reads for _, rank in call.peers],
+                receives=[(group.ranks[source], x) for x in writes],
+            )
+
+        here = group.index == source
+        return self._start(call, program, reads=[x] if here else [], writes=[] if here else [x])
+
+    def _all_gather(self, stamp: Stamp, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
+        call = _Call(stamp, group)
+
+        def program(reads: list[Tensor], writes: list[Tensor]) -> Steps:
+            [x] = reads
+            messages = self._post(
+                call,
+                sends=[(rank, x) for _, rank in call.peers],
+                receives=[(rank, writes[index]) for index, rank in reversed(call.peers)],
+            )
+            put(x, into=writes[group.index])
+            yield messages
+
+        return self._start(call, program, reads=[x], writes=parts)
+
+    def _all_to_all(self, stamp: Stamp, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
+        call = _Call(stamp, group)
+
+        def program(reads: list[Tensor], writes: list[Tensor]) -> Steps:
+            messages = self._post(
+                call,
+                sends=[(rank, reads[index]) for index, rank in call.peers],
+                receives=[(rank, writes[index]) for index, rank in reversed(call.peers)],
+            )
+            put(reads[group.index], into=writes[group.index])
+            yield messages
+
+        return self._start(call, program, reads=parts, writes=into)
+
+    def _gather(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
+        parts, target = how
+        call = _Call(stamp, group)
+
+        def program(reads: list[Tensor], writes: list[Tensor]) -> Steps:
+            [x] = reads
+            if group.index != target:
+                yield self._post(call, sends=[(group.ranks[target], x)])
+            else:
+                messages = self._post(call, receives=[(rank, writes[index]) for index, rank in call.peers])
+                put(x, into=writes[target])
+                yield messages
+
+        return self._start(call, program, reads=[x], writes=parts or [])
+
+    def _scatter(self, stamp: Stamp, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
+        parts, source = how
+        call = _Call(stamp, group)
+
+        def program(reads: list[Tensor], writes: list[Tensor]) -> Steps:
+            [into] = writes
+            if group.index != source:
+                yield self._post(call, receives=[(group.ranks[source], into)])
+            else:
+                messages = self._post(call, sends=[(rank, reads[index]) for index, rank in call.peers])
+                put(reads[source], into=into)
+                yield messages
+
+        return self._start(call, program, reads=parts or [], writes=[into])
+
+    def _reduce_scatter(self, stamp: Stamp, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
+        into, op = how
+        require_op(op)
+        call = _Call(stamp, group)
+
+        def program(reads: list[Tensor], writes: list[Tensor]) -> Steps:
+            yield from self._reduced(call, reads, writes[0], op)
+
+        return self._start(call, program, reads=parts, writes=[into])
+
+    def _send(self, stamp: Stamp, group: Group, x: Tensor, to: int) -> Work:
+        call = _Call(stamp, group, f"to {to}")
+
+        def program(reads: list[Tensor], _writes: list[Tensor]) -> Steps:
+            yield self._post(call, sends=[(group.ranks[to], reads[0])], label="message")
+
+        return self._start(call, program, reads=[x], writes=[])
+
+    def _recv(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
+        call = _Call(stamp, group, f"from {source}")
+
+        def program(_reads: list[Tensor], writes: list[Tensor]) -> Steps:
+            yield self._post(call, receives=[(group.ranks[source], writes[0])], label="message")
+
+        return self._start(call, program, reads=[], writes=[x])
+
+    def _barrier(self, stamp: Stamp, group: Group) -> None:
+        token = torch.zeros(group.size, dtype=torch.uint8)
+        parts = list(token.split(1))
+        self._all_gather(stamp, group, parts[group.index], parts)._finish()
+
+    # ---- two phases --------------------------------------------------------------------------------------------
+
+    def _all_reduce(self, stamp: Stamp, group: Group, x: Tensor, op: str) -> Work:
+        require_op(op)
+        call = _Call(stamp, group)
+        return self._start(
+            call,
+            lambda reads, writes: self._all_reduced(call, reads[0], writes[0], op),
+            reads=[x],
+            writes=[x],
+            carried=stamp.bytes > _ONE_PHASE_BYTES,
+        )
+
+    def _all_reduced(self, call: _Call, x: Tensor, into: Tensor, op: str) -> Steps:
+        group = call.group
+        if call.stamp.bytes <= _ONE_PHASE_BYTES:
+            yield from self._reduced(call, [x] * group.size, into, op)
+            return
+        slices = into.tensor_split(group.size)
+        own = slices[group.index]
+        yield from self._reduced(call, list(x.tensor_split(group.size)), own, op)
+        yield self._post(
+            call,
+            sends=[(rank, own) for _, rank in call.peers],
+            receives=[(rank, slices[index]) for index, rank in reversed(call.peers)],
+            label=f"{call.label} sums",
+        )
+
+    def _reduce(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
+        target, op = how
+        require_op(op)
+        call = _Call(stamp, group)
+
+        def program(reads: list[Tensor], writes: list[Tensor]) -> Steps:
+            slices = writes[0].tensor_split(group.size)
+            own = slices[group.index]
+            yield from self._reduced(call, list(reads[0].tensor_split(group.size)), own, op)
+            if group.index == target:
+                sums = [(rank, slices[index]) for index, rank in call.peers]
+                yield self._post(call, receives=sums, label=f"{call.label} sums")
+            else:
+                yield self._post(call, sends=[(group.ranks[target], own)], label=f"{call.label} sums")
+
+        return self._start(call, program, reads=[x], writes=[x], carried=True)
+
+    def _reduced(self, call: _Call, parts: list[Tensor], into: Tensor, op: str) -> Steps:
+        """The reduction of everyone's part for this rank."""
+        own = call.group.index
+        assert self._transport is not None
+        scratch = self._transport.scratch
+        outgoing = [(rank, parts[index]) for index, rank in call.peers]
+        received = {index: scratch.borrow(like=parts[own]) for index, _ in call.peers}
+        yield self._post(call, sends=outgoing, receives=[(rank, received[at]) for at, rank in reversed(call.peers)])
+        ordered = [received.get(index, parts[own]) for index in range(call.group.size)]
+        reduce_in_order(ordered, into=into, scratch=received[1 if own == 0 else 0], op=op)
+        for part in received.values():
+            scratch.give_back(part)
+
+    # ---- how they are carried out ------------------------------------------------------------------------------
+
+    def _start(
+        self,
+        call: _Call,
+        program: Program,
+        *,
+        reads: list[Tensor],
+        writes: list[Tensor],
+        carried: bool = False,
+    ) -> Work:
+        """Start `program` on CPU tensors that hold `reads` and will hold `writes`."""
+        assert self._transport is not None
+        transport = self._transport
+        lane = f"{call.group.purpose} {call.group.ranks} {call.lane}"
+        if self.device.type == "cuda":
+            return _Started(self, call.stamp, transport, _staged(program, reads, writes, transport.carrier(lane)))
+        steps = program(reads, writes)
+        rest = as_called(_once(partial(_complete, itertools.chain([next(steps)], steps))))
+        if not carried and transport.meanwhile is None:
+            return _Started(self, call.stamp, transport, rest)
+        ticket = transport.carrier(lane).carry(rest)
+        return _Started(self, call.stamp, transport, partial(ticket.wait, meanwhile=transport.meanwhile), ticket)
+
+    def _post(
+        self,
+        call: _Call,
+        *,
+        sends: Iterable[tuple[int, Tensor]] = (),
+        receives: Iterable[tuple[int, Tensor]] = (),
+        label: str = "",
+    ) -> Messages:
+        assert self._transport is not None
+        label = label or call.label
+        return self._transport.mailbox.post(sends=sends, receives=receives, label=label, about=call.stamp)
+
+
+class _Started(Work):
+    """A collective under way. The transport keeps it until somebody has waited, so its messages always get through."""
+
+    def __init__(
+        self,
+        world: World,
+        stamp: Stamp,
+        transport: Transport,
+        finish: Callable[[], None],
+        ticket: Ticket | None = None,
+    ) -> None:
+        super().__init__(world, stamp=stamp)
+        self._transport = transport
+        self._rest = finish
+        self._ticket = ticket
+        transport.unfinished.add(self)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the thread that carries it on is done."""
+        return super().ready or (self._ticket is not None and self._ticket.done)
+
+    def _finish(self) -> None:
+        self._transport.unfinished.discard(self)
+        self._rest()
+
+
+def _complete(steps: Steps) -> None:
+    for messages in steps:
+        messages.wait()
+
+
+def _once(job: Callable[[], None]) -> Callable[[], None]:
+    """`job`, which nobody can go on with where a signal has interrupted it: called again it raises the same again."""
+    raised: list[BaseException] = []
+
+    def do() -> None:
+        if raised:
+            raise raised[0]
+        try:
+            job()
+        except BaseException as error:
+            raised.append(error)
+            raise
+
+    return do
+
+
+def _staged(program: Program, reads: list[Tensor], writes: list[Tensor], carrier: Carrier) -> Callable[[], None]:
+    """Carry `program` out on pinned copies of CUDA tensors; what it returns puts the results back."""
+    copies = [torch.empty_like(x, device="cpu", pin_memory=True) for x in (*reads, *writes)]
+    for copy, x in zip(copies, reads, strict=False):
+        copy.copy_(x, non_blocking=True)
+    copied = torch.cuda.Event(blocking=True)
+    copied.record()
+
+    def carry() -> None:
+        copied.synchronize()
+        _complete(program(copies[: len(reads)], copies[len(reads) :]))
+
+    ticket = carrier.carry(as_called(carry))
+
+    def finish() -> None:
+        ticket.wait()
+        # Kernels queued before the call may still read what is about to be overwritten, on another stream.
+        torch.cuda.current_stream().wait_event(copied)
+        for x, copy in zip(writes, copies[len(reads) :], strict=True):
+            x.copy_(copy, non_blocking=True)
+
+    return as_called(finish)

@@ -1,0 +1,236 @@
+"""NCCL's collectives as a World: one GPU for each rank.
+
+Every group of ranks has a communicator of its own, made by its members when they first use it. NCCL runs on streams of
+its own: starting an operation orders it behind the current stream, waiting orders the current stream behind it, and
+neither blocks the host. Parts of equal size that lie one after the other use NCCL's own all-gather and reduce-scatter;
+anything else is one exchange of parts, which NCCL makes of grouped sends and receives of any sizes.
+
+Messages have a communicator for each direction between two ranks, and a thread that posts them: it takes both ends to
+make a communicator, so ranks that all send first would wait for each other in a circle.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from meshwise.base.mesh import Mesh
+from meshwise.comm.api.flight_recorder import Journal, Stamp
+from meshwise.comm.api.group import Group
+from meshwise.comm.api.ordered_sum import reduce_in_order, require_op
+from meshwise.comm.api.world import Work, World
+from meshwise.comm.network.worker_thread import Carrier
+
+Backend: TypeAlias = Callable[[c10d.Store, int, int], c10d.ProcessGroup]
+Post: TypeAlias = Callable[[c10d.ProcessGroup], c10d.Work]
+
+FOREVER = timedelta(days=30)
+_OPS: Mapping[str, c10d.ReduceOp] = {
+    "sum": c10d.ReduceOp(c10d.ReduceOp.SUM),
+    "max": c10d.ReduceOp(c10d.ReduceOp.MAX),
+    "min": c10d.ReduceOp(c10d.ReduceOp.MIN),
+}
+
+
+def nccl(store: c10d.Store, rank: int, size: int) -> c10d.ProcessGroup:
+    """A communicator among the ranks that meet under this store."""
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = FOREVER
+    backend = c10d.ProcessGroupNCCL(store, rank, size, options)
+    group = c10d.ProcessGroup(store, rank, size)
+    group._set_default_backend(c10d.ProcessGroup.BackendType.NCCL)
+    group._register_backend(torch.device("cuda"), c10d.ProcessGroup.BackendType.NCCL, backend)
+    return group
+
+
+class Communicators:
+    """The process groups of one rank, made when first used. Only their members take part in making one."""
+
+    def __init__(self, store: c10d.Store, *, backend: Backend) -> None:
+        self._store = store
+        self._backend = backend
+        self._made: dict[tuple[str, tuple[int, ...]], c10d.ProcessGroup] = {}
+        self._carriers: dict[tuple[int, int], Carrier] = {}
+        self.closed = False
+
+    def of(self, ranks: tuple[int, ...], *, rank: int, lane: str = "") -> c10d.ProcessGroup:
+        """The process group of `ranks`, among which `rank` is this one."""
+        assert not self.closed, "the world was closed"
+        if (lane, ranks) not in self._made:
+            # A connection of its own: one that waits for a key is locked, and two carriers that wait for each other's
+            # ranks through the same connection would wait forever.
+            own = self._store.clone()  # type: ignore[attr-defined]
+            store = c10d.PrefixStore(f"{lane}{'-'.join(map(str, ranks))}", own)
+            self._made[lane, ranks] = self._backend(store, ranks.index(rank), len(ranks))
+        return self._made[lane, ranks]
+
+    def carrier(self, ends: tuple[int, int]) -> Carrier:
+        """The thread that posts the messages from one rank to another."""
+        if ends not in self._carriers:
+            self._carriers[ends] = Carrier(f"meshwise messages from {ends[0]} to {ends[1]}")
+        return self._carriers[ends]
+
+    def close(self) -> None:
+        """Finish and release all of them."""
+        for carrier in self._carriers.values():
+            carrier.close()
+        self.closed = True
+        for group in self._made.values():
+            group.shutdown()
+        self._made.clear()
+
+
+class NcclWorld(World):
+    """Ranks joined by c10d process groups: NCCL's, or for its tests on CPU any backend with the same collectives."""
+
+    medium = "NCCL"
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        mesh: Mesh,
+        device: torch.device,
+        communicators: Communicators,
+        journal: Journal | None = None,
+    ) -> None:
+        super().__init__(rank=rank, mesh=mesh, device=device, journal=journal)
+        self._communicators = communicators
+
+    def close(self) -> None:
+        """When all ranks have called it: finish what is under way and release the communicators."""
+        if not self._communicators.closed:
+            self._meet_to_close()
+            self._communicators.close()
+
+    def _broadcast(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
+        options = c10d.BroadcastOptions()
+        options.rootRank = source
+        return _Started(self, stamp, self._together(group).broadcast([x], options).wait, [x])
+
+    def _reduce(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
+        target, op = how
+        require_op(op)
+        options = c10d.ReduceOptions()
+        options.rootRank, options.reduceOp = target, _OPS[op]
+        return _Started(self, stamp, self._together(group).reduce([x], options).wait, [x])
+
+    def _all_reduce(self, stamp: Stamp, group: Group, x: Tensor, op: str) -> Work:
+        require_op(op)
+        options = c10d.AllreduceOptions()
+        options.reduceOp = _OPS[op]
+        return _Started(self, stamp, self._together(group).allreduce([x], options).wait, [x])
+
+    def _all_gather(self, stamp: Stamp, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
+        whole = _joined(parts)
+        if whole is None:
+            return self._all_to_all(stamp, group, [x] * group.size, parts)
+        return _Started(self, stamp, self._together(group)._allgather_base(whole, x).wait, [x, whole])
+
+    def _reduce_scatter(self, stamp: Stamp, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
+        into, op = how
+        require_op(op)
+        whole = _joined(parts)
+        if whole is not None:
+            options = c10d.ReduceScatterOptions()
+            options.reduceOp = _OPS[op]
+            work = self._together(group)._reduce_scatter_base(into, whole, options)
+            return _Started(self, stamp, work.wait, [into, whole])
+        received = [torch.empty_like(parts[group.index]) for _ in parts]
+        work = self._together(group).alltoall(received, parts)
+
+        def finish() -> None:
+            work.wait()
+            reduce_in_order(received, into=into, scratch=received[0], op=op)
+
+        return _Started(self, stamp, finish, [*parts, *received, into])
+
+    def _all_to_all(self, stamp: Stamp, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
+        return _Started(self, stamp, self._together(group).alltoall(into, parts).wait, [*parts, *into])
+
+    def _gather(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
+        parts, target = how
+        nothing = x.new_empty(0)
+        sends = [x if index == target else nothing for index in range(group.size)]
+        return self._all_to_all(stamp, group, sends, parts or [nothing] * group.size)
+
+    def _scatter(self, stamp: Stamp, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
+        parts, source = how
+        nothing = into.new_empty(0)
+        receives = [into if index == source else nothing for index in range(group.size)]
+        return self._all_to_all(stamp, group, parts or [nothing] * group.size, receives)
+
+    def _send(self, stamp: Stamp, group: Group, x: Tensor, to: int) -> Work:
+        ends = (self.rank, group.ranks[to])
+        return self._message(stamp, ends, x, lambda between: between.send([x], 1, 0))
+
+    def _recv(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
+        ends = (group.ranks[source], self.rank)
+        return self._message(stamp, ends, x, lambda between: between.recv([x], 0, 0))
+
+    def _message(self, stamp: Stamp, ends: tuple[int, int], x: Tensor, post: Post) -> Work:
+        """Let the thread of this direction post a message behind what the current stream does now."""
+        behind = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
+        posted: list[c10d.Work] = []
+
+        def job() -> None:
+            between = self._communicators.of(ends, rank=self.rank, lane="from ")
+            if behind is None:
+                posted.append(post(between))
+                return
+            with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.Stream()) as stream:
+                assert stream is not None
+                stream.wait_event(behind)
+                posted.append(post(between))
+
+        ticket = self._communicators.carrier(ends).carry(job)
+
+        def finish() -> None:
+            ticket.wait()
+            posted[0].wait()
+
+        return _Started(self, stamp, finish, [x])
+
+    def _barrier(self, stamp: Stamp, group: Group) -> None:
+        token = torch.zeros(1, device=self.device)
+        self._all_reduce(stamp, group, token, "sum")._finish()
+        token.item()
+
+    def _together(self, group: Group) -> c10d.ProcessGroup:
+        """The process group of a collective."""
+        return self._communicators.of(group.ranks, rank=self.rank)
+
+
+class _Started(Work):
+    """An operation on a stream of NCCL's, with the tensors it reads and writes."""
+
+    def __init__(self, world: World, stamp: Stamp, finish: Callable[[], Any], tensors: list[Tensor]) -> None:
+        super().__init__(world, stamp=stamp)
+        self._complete = finish
+        self._tensors = tensors
+        self._stream = torch.cuda.current_stream() if world.device.type == "cuda" else None
+
+    def _finish(self) -> None:
+        self._complete()
+        if self._stream is not None and self._stream != torch.cuda.current_stream():
+            # Their memory belongs to the stream they were made on, which has not been ordered behind the operation.
+            for x in self._tensors:
+                x.record_stream(torch.cuda.current_stream())
+        self._tensors = []
+
+
+def _joined(parts: list[Tensor]) -> Tensor | None:
+    """The parts as one tensor, when they have one size and lie one after the other in memory."""
+    size = parts[0].numel()
+    for part, following in itertools.pairwise(parts):
+        if following.numel() != size or following.data_ptr() != part.data_ptr() + size * part.element_size():
+            return None
+    if parts[-1].untyped_storage().data_ptr() != parts[0].untyped_storage().data_ptr():
+        return None
+    return parts[0].as_strided((size * len(parts),), (1,))

@@ -1,0 +1,156 @@
+"""The world that torch.distributed joins: real processes, on one machine or many.
+
+    device           joined by
+    CPU              shared memory inside a host, messages over gloo between hosts; only gloo when told so
+    CUDA             NCCL; when two ranks have the same GPU, which NCCL refuses, messages over gloo with pinned copies
+    a world of one   nothing
+
+It leaves torch's default process group alone: a job can use meshwise and its own `init_process_group` side by side.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from meshwise.base.mesh import Mesh
+from meshwise.comm.api.hosts import hosts_of
+from meshwise.comm.api.job_attempt import fresh
+from meshwise.comm.api.launch_environment import launched
+from meshwise.comm.api.world import World
+from meshwise.comm.network.gloo_world import GlooWorld, Transport
+from meshwise.comm.network.hosts_world import HostsWorld
+from meshwise.comm.network.loopback import is_opened_by_launcher, store_of
+from meshwise.comm.network.mailbox import Mailbox
+from meshwise.comm.network.nccl_world import Communicators, NcclWorld, nccl
+from meshwise.comm.shared_memory.group_queue import Lanes
+from meshwise.comm.shared_memory.host_ranks import Room
+from meshwise.comm.shared_memory.local_world import LocalWorld
+from meshwise.comm.shared_memory.process_memory import Memory
+
+Comm: TypeAlias = Literal["auto", "local", "gloo"]
+COMM_VARIABLE = "MESHWISE_COMM"
+
+
+def meeting_place() -> c10d.Store | None:
+    """The store that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT name; None without them, or for a world of one.
+
+    Every rank calls it, and gets a part of the store that no earlier start of the job has used. The store listens on
+    the loopback interface alone when MASTER_ADDR leads there. Raises torch's DistError when it cannot be reached in ten
+    minutes.
+    """
+    rank, size = _numbers()
+    if size == 1:
+        return None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    opens = rank == 0 and not is_opened_by_launcher()
+    return fresh(store_of(host, port=port, opens=opens), rank=rank, size=size)
+
+
+def torch_world(
+    device: torch.device, *, store: c10d.Store | None = None, comm: Comm = "auto", host: str | None = None
+) -> World:
+    """The world of all ranks of this job, over the mesh `rank=N`. Every rank calls it, once for each device type.
+
+    `store`: where the ranks meet, by default the `meeting_place`. `comm`: how CPU ranks of one host are joined, `local`
+    (shared memory), `gloo`, or `auto`: shared memory where there is some. `host`: the name of this one, the same for
+    the ranks that share memory, by default what the system says.
+
+    Raises ValueError when some ranks are on CPU and others on CUDA, or when `local` is impossible, and torch's
+    DistError when ranks stay away for ten minutes.
+    """
+    rank, size = _numbers()
+    mesh = Mesh.of(rank=size)
+    found = store or meeting_place()
+    if found is None:
+        return GlooWorld(rank=rank, mesh=mesh, device=device, transport=None)
+    own = c10d.PrefixStore(f"meshwise/{device.type}", found)
+    devices = _devices(own, rank, size, device, comm)
+    if device.type == "cuda" and len(set(devices)) == size:
+        return NcclWorld(rank=rank, mesh=mesh, device=device, communicators=Communicators(own, backend=nccl))
+    rooms = hosts_of(own, rank=rank, size=size, name=host) if device.type == "cpu" and comm != "gloo" else None
+    room = None if rooms is None else _enter(own, rank, rooms, comm)
+    if rooms is not None and room is not None and len(set(rooms)) == 1:
+        return LocalWorld(rank=rank, mesh=mesh, lanes=Lanes(room))
+    mailbox = Mailbox(c10d.PrefixStore("gloo", own), rank=rank, size=size)
+    if rooms is not None and room is not None:
+        return HostsWorld.joined(room, mailbox=mailbox, mesh=mesh, hosts=rooms)
+    return GlooWorld(rank=rank, mesh=mesh, device=device, transport=Transport(mailbox))
+
+
+def _enter(store: c10d.Store, rank: int, hosts: Sequence[int], comm: Comm) -> Room | None:
+    """What this rank shares with those of its host; None on all ranks when one of them cannot share.
+
+    Raises ValueError when they were told to.
+    """
+    room, reason = None, ""
+    if max(Counter(hosts).values()) == 1:
+        reason = "no two ranks are on one host"
+    else:
+        here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+        memory = Memory(c10d.PrefixStore("memory", store), rank=rank, size=len(hosts))
+        try:
+            room = Room.enter(c10d.PrefixStore("room", store), rank=rank, ranks=here, memory=memory)
+        except OSError as error:
+            reason = str(error)
+        store.set(f"room/{rank}", reason)
+        reasons = [text.decode() for text in store.multi_get([f"room/{other}" for other in range(len(hosts))])]
+        reason = next(filter(None, reasons), "")
+        if reason and rank == 0 and comm == "auto":
+            mend = f"{_remedy(reason)}set {COMM_VARIABLE}=gloo to hear no more of it"
+            sys.stderr.write(
+                f"meshwise: the ranks of one host cannot share memory ({reason}), so they talk through gloo, which is "
+                f"several times slower; {mend}\n"
+            )
+    if reason and comm == "local":
+        raise ValueError(f"comm=local, and the ranks cannot share memory: {reason}; comm=gloo works everywhere")
+    return None if reason else room
+
+
+def _remedy(reason: str) -> str:
+    """What would let ranks share memory, before an "or"; nothing where nothing is known to."""
+    if os.strerror(errno.EFBIG) in reason:
+        return "let files be larger (`ulimit -f unlimited`), or "
+    if os.strerror(errno.ENOMEM) in reason and resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        return "let processes have more addresses (`ulimit -v unlimited`), or "
+    return "let them see each other's /proc (one user, one PID namespace), or " if sys.platform == "linux" else ""
+
+
+def default_device() -> torch.device:
+    """The GPU with this rank's local number (modulo the GPUs there are), or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def _numbers() -> tuple[int, int]:
+    """This process's rank and the size of its world."""
+    told = launched()
+    return (0, 1) if told is None else (told.rank, told.size)
+
+
+def _devices(store: c10d.Store, rank: int, size: int, device: torch.device, comm: Comm) -> list[str]:
+    """Every rank's device: a name of its GPU that no other GPU has, or `cpu` and how it wants to be joined.
+
+    Raises ValueError where ranks differ in what they have to have in common: they would wait for each other.
+    """
+    own = f"cuda {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else f"{device.type} {comm}"
+    store.set(f"device/{rank}", own)
+    devices = [text.decode() for text in store.multi_get([f"device/{other}" for other in range(size)])]
+    types = {text.split()[0]: other for other, text in enumerate(devices)}
+    if len(types) > 1:
+        named = " and ".join(f"rank {other} on {name}" for name, other in sorted(types.items()))
+        raise ValueError(f"the ranks of a world share one kind of device, but {named}; pass connect(device=…)")
+    comms = {text.split()[1]: other for other, text in enumerate(devices)}
+    if device.type == "cpu" and len(comms) > 1:
+        named = " and ".join(f"{name} on rank {other}" for name, other in sorted(comms.items()))
+        raise ValueError(f"the ranks of a world are joined in one way, but comm is {named}; set {COMM_VARIABLE} alike")
+    return devices

@@ -1,0 +1,74 @@
+"""A thread that carries work out in the order it was given.
+
+Daemon threads that still sit inside torch when the interpreter goes down end the process with "terminate called
+without an active exception", whatever its exit status should have been. So a carrier is joined before that, by `close`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from meshwise.comm.api.progress import Meanwhile, Outlook
+
+_NAP_SECONDS = 0.0005
+
+
+class Ticket:
+    """One job of a carrier."""
+
+    def __init__(self, job: Callable[[], None]) -> None:
+        self._job = job
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Do the job and keep its error for whoever waits."""
+        try:
+            self._job()
+        except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits
+            self._error = error
+        finally:
+            self._done.set()
+
+    @property
+    def done(self) -> bool:
+        """Whether the job is done."""
+        return self._done.is_set()
+
+    def wait(self, *, meanwhile: Meanwhile | None = None) -> None:
+        """Block until the job is done, doing what is due; raises what the job raised."""
+        while meanwhile is not None and not self.done:
+            outlook = meanwhile()
+            if outlook is Outlook.NOTHING:
+                break
+            if outlook is Outlook.LATER:
+                self._done.wait(_NAP_SECONDS)
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class Carrier:
+    """One thread, started with the first job."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[Ticket | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def carry(self, job: Callable[[], None]) -> Ticket:
+        """Do `job` after all earlier ones."""
+        ticket = Ticket(job)
+        self._jobs.put(ticket)
+        return ticket
+
+    def close(self) -> None:
+        """Return when all jobs are done and the thread has ended."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (ticket := self._jobs.get()) is not None:
+            ticket.run()

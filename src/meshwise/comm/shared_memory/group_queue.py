@@ -1,0 +1,397 @@
+"""Lanes: the calls of one group of ranks, in the order in which all of them make these.
+
+A rank that makes a call posts it: where its tensors lie, or if they are small what they hold. Nothing else happens by
+itself; no thread competes with the one that computes. What is left to do, reading from the others and adding up, a rank
+does when it waits for the call, or comes by (because it makes another call, or is sent by: `World.come_by`) and finds
+that the others are there:
+
+    rank 0   post #7 ········ compute ········ post #8: does its part of #7 │ compute ··· wait #8
+    rank 1       post #7 ········ compute ········ post #8: its part of #7 │ compute ··· wait #8
+
+The parts of a lane are done in the order of its calls; lanes do not wait for each other. A call is told by all calls of
+the lane up to it: not every rank of a broadcast needs every other, and one that called something else where nobody
+needed it is found at the next call that does.
+
+A board has room for some calls of a lane. One more is kept until everyone has done the oldest, and no call waits for
+that: what the others need in order to come so far, this rank may be about to call.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from ctypes import memmove
+from functools import partial
+
+from torch import Tensor
+
+from meshwise.comm.api.flight_recorder import RanksDisagree, Stamp
+from meshwise.comm.api.group import Group
+from meshwise.comm.api.progress import Meanwhile, Outlook
+from meshwise.comm.api.rank_lost import lost
+from meshwise.comm.api.world import Work, World
+from meshwise.comm.shared_memory.board import Board
+from meshwise.comm.shared_memory.host_ranks import Room
+from meshwise.comm.shared_memory.queue_state import IN_COMMON, IN_PAYLOAD, IN_PRIVATE, RING, Place, Side
+from meshwise.comm.shared_memory.remote_span import Far, Near, Span
+
+_PRIME, _WORD = 0x100000001B3, 0x7FFFFFFFFFFFFFFF  # that of the FNV hash, and what a word of a board holds
+
+
+class Call(Work):
+    """One rank's part in a collective.
+
+    gives   its tensors: the others read them, and in some collectives write them
+    brings  whether the call brings their contents; they are the caller's again once it is known to the others
+    needs   the indices of the ranks that must have posted before `act` can be called
+    users   the indices of the ranks that use this rank's tensors in their `act`
+    common  where it gives nothing because it has written to what the ranks hold together, the name of that; else 0
+    after   what is done when all of them have
+    """
+
+    gives: Sequence[Tensor] = ()
+    brings = True
+    needs: Sequence[int] = ()
+    users: Sequence[int] = ()
+    common = 0
+    act: Callable[[], None] | None = None
+    after: Callable[[], None] | None = None
+    number = -1
+    acted = False
+    adds = False  # it has begun to write to what it reads: done again, it would add up twice
+
+    def __init__(self, world: World, *, stamp: Stamp, lane: Lane) -> None:
+        super().__init__(world, stamp=stamp)
+        self.stamp = stamp
+        self.tag = stamp.tag
+        self.lane = lane
+        self.others = lane.others
+
+    @property
+    def ready(self) -> bool:
+        """Whether its results are in place and nobody uses its tensors any more."""
+        return self._done or self.lane.is_over(self)
+
+    def take(self, index: int, *, into: Tensor, which: int = 0) -> None:
+        """Copy what a rank gave to it."""
+        self.lane.take(self, index=index, into=into, which=which)
+
+    def spans(self, own: Tensor, *, which: int = 0) -> list[Span]:
+        """What every rank gave to it, of the size of what this rank gave."""
+        lane = self.lane
+        return [
+            Near(own) if index == lane.index else lane.span(self, index=index, like=own, which=which)
+            for index in range(len(lane.ranks))
+        ]
+
+    def end(self) -> None:
+        """It is over: do what comes last, and let go of the tensors."""
+        if self.after is not None:
+            self.after()
+        self.gives, self.act, self.after = (), None, None
+
+    def _finish(self) -> None:
+        self.lane.finish(self)
+
+
+class Lane:
+    """One rank's side of a lane."""
+
+    def __init__(
+        self, room: Room, *, key: int, ranks: tuple[int, ...], meanwhile: Callable[[int | None], Outlook]
+    ) -> None:
+        self.ranks = ranks
+        self.index = ranks.index(room.rank)
+        self.others = [(self.index + step) % len(ranks) for step in range(1, len(ranks))]
+        """The indices after this one and around, so that not everyone begins with the same rank."""
+        self.lacks: int | None = None
+        """The rank that has not made the call whose part comes next, when `advance` last looked."""
+        self._room = room
+        self._meanwhile = meanwhile
+        self._key = key
+        self._own = Side.make(room.board, key=key, ranks=len(ranks))
+        self._sides: list[Side | None] = [self._own if rank == room.rank else None for rank in ranks]
+        self._told = 0
+        """All calls so far as a number."""
+        self._posted = 0
+        self._done = 0
+        self._free = RING
+        """Calls up to this number overwrite nothing that somebody may still read."""
+        self._kept: deque[Call] = deque()
+        """Calls that are not known to the others yet."""
+        self._due: deque[Call] = deque()
+        self._held: deque[Call] = deque()
+        self._is_awaited = False
+        self._is_acting = False
+
+    # ---- what this rank does -----------------------------------------------------------------------------------
+
+    def post(self, call: Call) -> None:
+        """Make the call known to the others, as soon as there is room."""
+        call.number = self._posted + len(self._kept)
+        call.tag = self._told = (_PRIME * self._told + call.tag) & _WORD
+        self._kept.append(call)
+        self._publish()
+
+    def _publish(self) -> bool:
+        """Make the calls known for which there is room; whether there was one."""
+        before = self._posted
+        while self._kept and self._has_room(self._posted):
+            self._write(self._kept.popleft())
+        return self._posted > before
+
+    def _has_room(self, number: int) -> bool:
+        """Whether everyone has done the call that this one overwrites."""
+        if number >= self._free:
+            self._free = RING + min(self._done, *map(self._count_done, self.others))
+        return number < self._free
+
+    def _write(self, call: Call) -> None:
+        number = call.number
+        if call.brings:
+            places = [(IN_COMMON, call.common, 0)] if call.common else self._own.bring(number, gives=call.gives)
+        else:
+            places = [self._place(x) for x in call.gives]
+            self._held.append(call)
+        self._own.note(number, tag=call.tag, places=places)
+        self._posted = number + 1
+        self._due.append(call)
+        self._own.publish_posted(number + 1)
+
+    def advance(self) -> bool:
+        """Do this rank's part of every call whose turn it is; whether there was one."""
+        self.lacks = None
+        acted = self._publish()
+        while self._due:
+            call = self._due[0]
+            for index in call.needs:
+                if not self._is_there(index, call):
+                    self.lacks = self.ranks[index]
+                    return acted
+            self._act(call)
+            acted = True
+        return acted
+
+    def finish(self, call: Call) -> None:
+        """Block until the results of the call are in place and nobody uses its tensors any more."""
+        self._catch_up(call.number)
+        if not call.brings:
+            for index in call.users:
+                self._await_done(call, index, call.number)
+            call.end()
+
+    def tidy(self) -> None:
+        """Let go of the tensors of calls that everyone has done."""
+        while self._held and self.is_over(self._held[0]):
+            self._held.popleft().end()
+
+    def is_over(self, call: Call) -> bool:
+        """Whether its results are in place and nobody uses its tensors any more."""
+        if not call.acted:
+            return False
+        return not call.users or all(self._count_done(index) > call.number for index in call.users)
+
+    def close(self) -> None:
+        """Wait for every call under way."""
+        for call in (*self._held, *self._due, *self._kept):
+            self.finish(call)
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank has a part left to do."""
+        return bool(self._due or self._kept)
+
+    def _place(self, x: Tensor) -> Place:
+        """Where a tensor is: in shared memory, or at an address of this process."""
+        where = self._room.slabs.locate(x)
+        return (IN_PRIVATE, x.data_ptr(), x.nbytes) if where is None else (*where, x.nbytes)
+
+    def _catch_up(self, number: int) -> None:
+        """Do this rank's part of every call up to that number."""
+        while self._done <= number:
+            if not self._due:
+                self._make_room(self._kept[0])
+                continue
+            call = self._due[0]
+            for index in call.needs:
+                if not self._is_there(index, call):
+                    self._await(call, index, partial(self._is_over_or_there, index, call))
+            if not call.acted:
+                self._act(call)
+
+    def _make_room(self, call: Call) -> None:
+        """Wait until everyone has done what the call overwrites, and make it known."""
+        for index in self.others:
+            self._await_done(call, index, call.number - RING)
+        self._publish()
+
+    def _act(self, call: Call) -> None:
+        """Do this rank's part of the call that comes next. Raises RuntimeError when another thread is at it."""
+        if self._is_acting:
+            raise RuntimeError(f"two threads of rank {self._room.rank} are at {call.stamp}; a rank has one at a time")
+        self._is_acting = True
+        try:
+            if call.act is not None:
+                call.act()
+        except OSError as error:
+            if (gone := self._room.lost_by(self.ranks, error=error)) is not None:
+                raise lost(gone, about=call.stamp, error=error) from error
+            error.add_note(f"while rank {self._room.rank} did its part of {call.stamp}")
+            raise
+        finally:
+            self._is_acting = False
+        call.acted = True
+        self._due.popleft()
+        self._done += 1
+        self._own.publish_done(self._done)
+        if self._is_awaited:  # by a rank whose tensor this one used; a payload belongs to nobody
+            self._is_awaited = False
+            self._own.board.ring()
+        if call.brings:
+            call.end()
+        if self._kept:
+            self._publish()
+
+    # ---- what the others have done -----------------------------------------------------------------------------
+
+    def span(self, call: Call, *, index: int, like: Tensor, which: int = 0) -> Span:
+        """The tensor that a rank gave to this call, of the size and dtype of `like`.
+
+        Raises RanksDisagree when it has another size.
+        """
+        place, offset, size = self._given(call, index, like, which)
+        if place == IN_PAYLOAD:
+            return Near(self._board(index).view(offset, size, like.dtype))
+        return self._elsewhere(index, place, offset, like)
+
+    def take(self, call: Call, *, index: int, into: Tensor, which: int = 0) -> None:
+        """Copy the tensor that a rank gave to this call, of the size and dtype of `into`.
+
+        Raises RanksDisagree when it has another size, OSError when the other process's memory cannot be read.
+        """
+        place, offset, size = self._given(call, index, into, which)
+        if place == IN_PAYLOAD:
+            memmove(into.data_ptr(), self._board(index).address + offset, size)
+        else:
+            self._elsewhere(index, place, offset, into).copy_to(into)
+
+    def _given(self, call: Call, index: int, like: Tensor, which: int) -> Place:
+        """Where the tensor is."""
+        side = self._side(index)
+        assert side is not None, "the rank has called it"
+        found = side.given(call.number, which=which)
+        if found[0] == IN_COMMON:
+            raise self._apart(index, self._room.rank, call)
+        if found[2] != like.nbytes:
+            raise RanksDisagree(
+                f"rank {self.ranks[index]} gives {found[2]} bytes where rank {self._room.rank} takes {like.nbytes} "
+                f"in {call.stamp}"
+            )
+        return found
+
+    def require_common(self, call: Call) -> None:
+        """Raises RanksDisagree unless every rank has written to the memory that this one names, and all hold."""
+        for index in self.others:
+            side = self._side(index)
+            if side is None or side.given(call.number, which=0)[:2] != (IN_COMMON, call.common):
+                raise self._apart(self.index, self.ranks[index], call)
+
+    def _apart(self, index: int, other: int, call: Call) -> RanksDisagree:
+        return RanksDisagree(
+            f"rank {self.ranks[index]} passes memory that the ranks hold together, and rank {other} other memory, in "
+            f"{call.stamp}; all of them pass the same of what one call of World.common has returned, or none does"
+        )
+
+    def _elsewhere(self, index: int, place: int, offset: int, like: Tensor) -> Span:
+        """A tensor that the call did not bring: its owner waits until it has been used."""
+        rank = self.ranks[index]
+        self._is_awaited = True
+        if place == IN_PRIVATE:
+            assert self._room.memory is not None
+            return Far(self._room.memory, rank, offset, like.numel(), like.element_size())
+        return Near(self._room.peer(rank).slabs.at(place)[offset : offset + like.nbytes].view(like.dtype))
+
+    def _is_there(self, index: int, call: Call) -> bool:
+        """Whether that rank has made the same call. One that made another is waited for: the hang report tells."""
+        side = self._sides[index] or self._side(index)
+        return side is not None and side.has_posted(call.number, tag=call.tag)
+
+    def _is_over_or_there(self, index: int, call: Call) -> bool:
+        """The same, or this rank has come by and done its part, after which the record may be another call's."""
+        return call.acted or self._is_there(index, call)
+
+    def _count_done(self, index: int) -> int:
+        side = self._side(index)
+        return 0 if side is None else side.done
+
+    def _side(self, index: int) -> Side | None:
+        """That rank's side; None as long as it has not called anything in the lane."""
+        if self._sides[index] is None:
+            self._sides[index] = Side.find(self._board(index), key=self._key, ranks=len(self.ranks))
+        return self._sides[index]
+
+    def _board(self, index: int) -> Board:
+        return self._room.peer(self.ranks[index]).board
+
+    def _await_done(self, call: Call, index: int, number: int) -> None:
+        self._await(call, index, lambda: self._count_done(index) > number)
+
+    def _await(self, call: Call, index: int, condition: Callable[[], bool]) -> None:
+        if not condition():
+            rank, stamp, meanwhile = self.ranks[index], call.stamp, self._meanwhile
+            self._room.wait_for(
+                rank, condition=condition, among=self.ranks, about=stamp, meanwhile=lambda: meanwhile(rank)
+            )
+
+
+class Lanes:
+    """All lanes of one rank. `errands`: what else it does when it comes by."""
+
+    def __init__(self, room: Room, *, errands: Sequence[Meanwhile] = ()) -> None:
+        self.room = room
+        self.closed = False
+        self._process = os.getpid()
+        self._errands = errands
+        self._lanes: dict[tuple[tuple[int, ...], str], Lane] = {}
+
+    def of(self, group: Group) -> Lane:
+        """The lane of these ranks for their purpose."""
+        assert not self.closed, "the world was closed"
+        name = group.ranks, group.purpose
+        if name not in self._lanes:
+            self._lanes[name] = Lane(self.room, key=_key(*name), ranks=group.ranks, meanwhile=self.come_by)
+        return self._lanes[name]
+
+    def come_by(self, bell: int | None = None) -> Outlook:
+        """Do what has become due in any lane, and the errands. What that rank's bell will tell of is no outlook.
+
+        A copy of the process has nothing to do: its rank does it.
+        """
+        outlook = Outlook.NOTHING
+        if os.getpid() != self._process:
+            return outlook
+        for lane in self._lanes.values():
+            if lane.busy:
+                if lane.advance():
+                    outlook = Outlook.DID
+                elif lane.lacks != bell:
+                    outlook = max(outlook, Outlook.LATER)
+        for errand in self._errands:
+            outlook = max(outlook, errand())
+        return outlook
+
+    def close(self) -> None:
+        """Wait for every call under way; there will be no other."""
+        if not self.closed:
+            for lane in self._lanes.values():
+                lane.close()
+            self.closed = True
+            self.room.leave()
+
+
+def _key(ranks: tuple[int, ...], purpose: str) -> int:
+    """The name of a lane as a number."""
+    text = f"{purpose} {ranks}".encode()
+    return zlib.crc32(text) << 31 | zlib.crc32(text[::-1]) >> 1

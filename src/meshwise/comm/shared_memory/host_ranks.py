@@ -1,0 +1,147 @@
+"""The ranks of one host: how they find each other's memory, wait for each other, and notice who is gone."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch.distributed import distributed_c10d as c10d
+
+from meshwise.comm.api.flight_recorder import Stamp
+from meshwise.comm.api.process_life import ProcessLife
+from meshwise.comm.api.progress import Meanwhile, Outlook
+from meshwise.comm.api.rank_lost import lost
+from meshwise.comm.shared_memory.board import Board
+from meshwise.comm.shared_memory.process_memory import Memory
+from meshwise.comm.shared_memory.scratch_memory import Scratch
+from meshwise.comm.shared_memory.segment import Commons, Mappings, Slabs
+
+_PROOF_WORD = 1
+# How often to look, and how often to let others run and look again: another rank may wait for this very core.
+_LOOKS = 10
+_YIELDS = 30
+# How long to sleep before looking whether the others live (a launcher that sees one die soon ends the rest, and they
+# have something to say), and when other work may become due meanwhile.
+_SLEEP_SECONDS = 0.005
+_NAP_SECONDS = 0.001
+# How often to be woken in vain by a rank that is busy with others: it has to wake whoever sleeps on it at every call.
+# From then on a rank dozes for so long, which costs nobody else anything.
+_IN_VAIN = 16
+_DOZE_SECONDS = 0.0002
+# How long a process may take to end once its memory has gone, and what others meet then: no process, no file of it, or
+# another one in its place.
+_ENDING_SECONDS = 10.0
+_OF_AN_END = (errno.ESRCH, errno.ENOENT, None)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another rank of this host."""
+
+    rank: int
+    life: ProcessLife
+    board: Board
+    slabs: Mappings
+
+
+class Room:
+    """What a rank shares with the others of its host. `memory`: who can read whose private memory, if anyone may."""
+
+    def __init__(self, rank: int, *, board: Board, peers: Sequence[Peer], memory: Memory | None) -> None:
+        self.rank = rank
+        self.board = board
+        self.slabs = Slabs()
+        self.commons = Commons()
+        self.memory = memory
+        self.scratch = Scratch()
+        self._peers = {peer.rank: peer for peer in peers}
+
+    @classmethod
+    def enter(cls, store: c10d.Store, *, rank: int, ranks: Sequence[int], memory: Memory | None) -> Room:
+        """Map the boards of `ranks`, all of whom call this over the same store. Raises OSError."""
+        board, own = None, ""
+        try:
+            board = Board.make()
+            proof = secrets.randbits(62)
+            board.words[_PROOF_WORD] = proof
+            own = json.dumps([os.getpid(), board.place, proof])
+        except OSError as error:
+            own = json.dumps(str(error))
+        store.set(f"board/{rank}", own)
+        found = store.multi_get([f"board/{other}" for other in ranks])
+        peers = [_peer(other, text.decode()) for other, text in zip(ranks, found, strict=True) if other != rank]
+        if board is None:
+            raise OSError(f"rank {rank}: {json.loads(own)}")
+        return cls(rank, board=board, peers=peers, memory=memory)
+
+    def peer(self, rank: int) -> Peer:
+        """Another rank of the room."""
+        return self._peers[rank]
+
+    def wait_for(
+        self, rank: int, *, condition: Callable[[], bool], among: Sequence[int], about: Stamp, meanwhile: Meanwhile
+    ) -> None:
+        """Return when what another rank has to bring about is so.
+
+        Raises RankLostError when one of the ranks has ended and it is still not so.
+        """
+        for _ in range(_LOOKS):
+            if condition():
+                return
+        for _ in range(_YIELDS):
+            os.sched_yield()
+            if condition():
+                return
+        board, rung = self._peers[rank].board, 0
+        while True:
+            seen = board.bell
+            if condition():
+                return
+            outlook = meanwhile()
+            if outlook is not Outlook.DID:
+                if rung < _IN_VAIN:
+                    board.sleep(seen, seconds=_NAP_SECONDS if outlook is Outlook.LATER else _SLEEP_SECONDS)
+                else:
+                    time.sleep(_DOZE_SECONDS)
+            rung = 0 if board.bell == seen else rung + 1
+            if board.bell == seen:
+                gone = self.missing(among)
+                if gone is not None and not condition():
+                    raise lost(gone, about=about, error=OSError("its process has ended"))
+
+    def leave(self) -> None:
+        """Let go of what a process has only so many of. Nobody waits any more, and nobody comes in."""
+        self.board.hide()
+        self.slabs.keep_none()
+        for peer in self._peers.values():
+            peer.life.forget()
+
+    def missing(self, ranks: Sequence[int]) -> int | None:
+        """The first of these ranks whose process has ended, if any has."""
+        return next((rank for rank in ranks if rank != self.rank and self._peers[rank].life.ended), None)
+
+    def lost_by(self, ranks: Sequence[int], *, error: OSError) -> int | None:
+        """The same, where what one of them holds could not be had. The memory of a process goes before its end is told,
+        seconds before when it is much: where the error may be of that, it is waited for.
+        """
+        deadline = time.monotonic() + (_ENDING_SECONDS if error.errno in _OF_AN_END else 0)
+        while (gone := self.missing(ranks)) is None and time.monotonic() < deadline:
+            time.sleep(_SLEEP_SECONDS)
+        return gone
+
+
+def _peer(rank: int, text: str) -> Peer:
+    """Raises OSError when that rank has no board, or this one cannot map it."""
+    told = json.loads(text)
+    if isinstance(told, str):
+        raise OSError(f"rank {rank}: {told}")
+    process, place, proof = told
+    board = Board.open(process, place=place)
+    if board.words[_PROOF_WORD] != proof:
+        raise OSError(f"process {process} is another one here than for rank {rank}")
+    return Peer(rank, ProcessLife(process), board, Mappings(process))

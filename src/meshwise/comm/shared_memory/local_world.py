@@ -1,0 +1,265 @@
+"""Collectives in shared memory: the World of CPU ranks of one host.
+
+Every rank says where its tensors lie (see `lane`), and then each takes what it wants:
+
+    all-gather, broadcast, all-to-all, …   every rank copies the others' parts to where they belong
+    reduce-scatter                         every rank adds up its own part, straight from the others' tensors
+    all-reduce                             every rank adds up its slice, block by block, and writes each block of the
+                                           sum into everybody's tensor: nothing is read twice, nothing copied between
+    up to 64 KB                            the call brings the contents, and every rank has what it needs at once
+
+    tensors               how the others reach them
+    of `world.empty`      shared memory: they are mapped once, and from then on read and written where they lie
+    any others            process_vm_readv and its twin copy from one process to another; where the system forbids
+                          that, through shared memory that is borrowed for the call
+
+Sums have the order of the group, so they are the same bits however tensors lie and whoever adds them up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from meshwise.base.mesh import Mesh
+from meshwise.comm.api.flat_parts import put
+from meshwise.comm.api.flight_recorder import Journal, RanksDisagree, Stamp
+from meshwise.comm.api.grad_mode import as_called
+from meshwise.comm.api.group import Group, line
+from meshwise.comm.api.rank_lost import lost
+from meshwise.comm.api.world import Axes, Work, World
+from meshwise.comm.shared_memory.board import PAYLOAD_BYTES
+from meshwise.comm.shared_memory.group_queue import Call, Lanes
+from meshwise.comm.shared_memory.queue_state import travels_in_payload
+from meshwise.comm.shared_memory.remote_span import Span, reduce_spans
+
+# Where a tensor begins in borrowed memory: at a line of the cache, so at a multiple of any dtype's size.
+_ALIGNED = 64
+
+
+class LocalWorld(World):
+    """Ranks that share memory."""
+
+    medium = "shared memory"
+
+    def __init__(self, *, rank: int, mesh: Mesh, lanes: Lanes, journal: Journal | None = None) -> None:
+        super().__init__(rank=rank, mesh=mesh, device=torch.device("cpu"), journal=journal)
+        self._lanes = lanes
+
+    def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
+        """A tensor in memory that the other ranks can map; one whose contents travel in a call needs none."""
+        if numel * dtype.itemsize <= PAYLOAD_BYTES:
+            return super().empty(numel, dtype=dtype)
+        return self._lanes.room.slabs.empty(numel, dtype=dtype)
+
+    def common(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:
+        """A tensor in one dim that is the same memory for all ranks along `axes`; None for one rank alone.
+
+        Nobody owns it: once all have mapped it, it goes with the last of them.
+        """
+        group, room = self.group(axes), self._lanes.room
+        if group.size == 1:
+            return None
+        size = max(1, numel * dtype.itemsize)
+        segment = room.slabs.make(size) if group.index == 0 else None
+        told = torch.tensor([segment.place if segment else 0, numel, dtype.itemsize])
+        self.broadcast(told, axes=axes).wait()
+        place, *asked = told.tolist()
+        if asked != [numel, dtype.itemsize]:
+            raise RanksDisagree(
+                f"rank {self.rank} asks for {numel} elements of {dtype.itemsize} bytes where rank {group.ranks[0]} "
+                f"asks for {asked[0]} of {asked[1]}; World.common is called with the same size and dtype on all ranks"
+            )
+        try:
+            memory = segment.memory if segment else room.peer(group.ranks[0]).slabs.map(place)
+        except OSError as error:
+            if (gone := room.lost_by(group.ranks, error=error)) is not None:
+                raise lost(gone, about="World.common", error=error) from error
+            raise
+        self.barrier(axes=axes)
+        if segment:
+            segment.close()
+        held = room.commons.add(memory, ranks=group.ranks)
+        return held[: numel * dtype.itemsize].view(dtype)
+
+    def come_by(self) -> None:
+        """Do this rank's part in calls that the other ranks have made by now."""
+        self._lanes.come_by()
+
+    def close(self) -> None:
+        """When all ranks have called it: wait for what is under way."""
+        if not self._lanes.closed:
+            self._meet_to_close()
+            self._lanes.close()
+
+    def leave(self) -> None:
+        """Wait for what is under way. The ranks have agreed to close."""
+        self._lanes.close()
+
+    # ---- everyone takes what it wants --------------------------------------------------------------------------
+
+    def _broadcast(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
+        call = self._call(stamp, group)
+        if group.index == source:
+            return self._begin(call, gives=[x], users=call.others)
+        return self._begin(call, needs=[source], act=lambda: call.take(source, into=x))
+
+    def _all_gather(self, stamp: Stamp, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
+        call = self._call(stamp, group)
+        call.common = self._lanes.room.commons.name(parts, ranks=group.ranks)
+        if call.common:
+            put(x, into=parts[group.index])
+            return self._begin(call, needs=call.others, act=lambda: call.lane.require_common(call))
+
+        def act() -> None:
+            put(x, into=parts[group.index])
+            for index in call.others:
+                call.take(index, into=parts[index])
+
+        return self._begin(call, gives=[x], needs=call.others, users=call.others, act=act)
+
+    def _all_to_all(self, stamp: Stamp, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
+        call = self._call(stamp, group)
+
+        def act() -> None:
+            put(parts[group.index], into=into[group.index])
+            for index in call.others:
+                call.take(index, into=into[index], which=group.index)
+
+        return self._begin(call, gives=parts, needs=call.others, users=call.others, act=act)
+
+    def _gather(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
+        parts, target = how
+        call = self._call(stamp, group)
+        if parts is None:
+            return self._begin(call, gives=[x], users=[target])
+
+        def act() -> None:
+            put(x, into=parts[target])
+            for index in call.others:
+                call.take(index, into=parts[index])
+
+        return self._begin(call, needs=call.others, act=act)
+
+    def _scatter(self, stamp: Stamp, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
+        parts, source = how
+        call = self._call(stamp, group)
+        if parts is None:
+            return self._begin(
+                call,
+                needs=[source],
+                act=lambda: call.take(source, into=into, which=group.index),
+            )
+        put(parts[source], into=into)
+        return self._begin(call, gives=parts, users=call.others)
+
+    def _send(self, stamp: Stamp, group: Group, x: Tensor, to: int) -> Work:
+        ends = line(group, source=group.index, target=to)
+        call = self._call(stamp, ends)
+        return self._begin(call, gives=[x], users=[1])
+
+    def _recv(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
+        ends = line(group, source=source, target=group.index)
+        call = self._call(stamp, ends)
+        return self._begin(call, needs=[0], act=lambda: call.take(0, into=x))
+
+    def _barrier(self, stamp: Stamp, group: Group) -> None:
+        call = self._call(stamp, group)
+        self._begin(call, needs=call.others)._finish()
+
+    # ---- sums --------------------------------------------------------------------------------------------------
+
+    def _reduce_scatter(self, stamp: Stamp, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
+        into, op = how
+        call = self._call(stamp, group)
+
+        def act() -> None:
+            self._sum(call, call.spans(parts[group.index], which=group.index), into, op)
+
+        return self._begin(call, gives=parts, needs=call.others, users=call.others, act=act)
+
+    def _all_reduce(self, stamp: Stamp, group: Group, x: Tensor, op: str) -> Work:
+        call = self._call(stamp, group)
+        if travels_in_payload([x]):
+            return self._begin(call, gives=[x], needs=call.others, act=lambda: self._sum(call, call.spans(x), x, op))
+        return self._begin_sum(call, group, x, op, targets=range(group.size))
+
+    def _reduce(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
+        target, op = how
+        call = self._call(stamp, group)
+        if not travels_in_payload([x]):
+            return self._begin_sum(call, group, x, op, targets=[target])
+        if group.index == target:
+            return self._begin(call, gives=[x], needs=call.others, act=lambda: self._sum(call, call.spans(x), x, op))
+        return self._begin(call, gives=[x], users=[target])
+
+    def _begin_sum(self, call: Call, group: Group, x: Tensor, op: str, *, targets: Sequence[int]) -> Work:
+        """Every rank reduces its slice of everyone's `x`, and writes it into that of the targets."""
+        start = sum(piece.numel() for piece in x.tensor_split(group.size)[: group.index])
+        stop = start + x.tensor_split(group.size)[group.index].numel()
+        [held] = self._reachable([x], group.ranks)
+
+        def act() -> None:
+            spans = call.spans(held)
+            slices = [span.cut(start, stop=stop) for span in spans]
+            copies = [slices[index] for index in targets if index != group.index]
+            self._sum(call, slices, held[start:stop], op, copies=copies)
+
+        def after() -> None:
+            if held is not x and group.index in targets:
+                put(held, into=x)
+
+        return self._begin(call, gives=[held], needs=call.others, users=call.others, act=act, after=after)
+
+    def _sum(self, call: Call, spans: Sequence[Span], into: Tensor, op: str, copies: Sequence[Span] = ()) -> None:
+        if call.adds:
+            raise RuntimeError(
+                f"rank {self.rank} was interrupted while it added up in {call.stamp}, which leaves neither what was "
+                "given nor the sum; end the ranks, and start them again from a checkpoint"
+            )
+        call.adds = True
+        reduce_spans(spans, into=into, copies=copies, op=op, scratch=self._lanes.room.scratch)
+
+    # ---- how they are carried out ------------------------------------------------------------------------------
+
+    def _call(self, stamp: Stamp, group: Group) -> Call:
+        lane = self._lanes.of(group)
+        lane.tidy()
+        return Call(self, stamp=stamp, lane=lane)
+
+    def _begin(
+        self,
+        call: Call,
+        *,
+        gives: Sequence[Tensor] = (),
+        needs: Sequence[int] = (),
+        users: Sequence[int] = (),
+        act: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
+    ) -> Call:
+        """Post the call, and do what is due."""
+        call.needs = needs
+        call.act, call.after = (None if job is None else as_called(job) for job in (act, after))
+        if travels_in_payload(gives):
+            call.gives = gives
+        else:
+            call.gives, call.users, call.brings = self._reachable(gives, call.lane.ranks), users, False
+        call.lane.post(call)
+        self._lanes.come_by()
+        return call
+
+    def _reachable(self, tensors: Sequence[Tensor], ranks: Sequence[int]) -> Sequence[Tensor]:
+        """`tensors`, or copies in shared memory when some lie where a rank of the group cannot read and write them."""
+        room = self._lanes.room
+        if room.memory is not None and all(room.memory.read_by(rank) for rank in ranks if rank != self.rank):
+            return tensors
+        if all(room.slabs.locate(x) is not None for x in tensors):
+            return tensors
+        sizes = [-(-x.nbytes // _ALIGNED) * _ALIGNED for x in tensors]
+        memory = room.slabs.lend(sum(sizes), dtype=torch.uint8).split(sizes)
+        copies = [lent[: x.nbytes].view(x.dtype) for lent, x in zip(memory, tensors, strict=True)]
+        for copy, x in zip(copies, tensors, strict=True):
+            put(x, into=copy)
+        return copies

@@ -1,0 +1,134 @@
+"""A rank's side of a lane, where it stands on that rank's board: what the rank has called, and how far it is.
+
+    words   +0    calls posted
+            +8    calls done
+            +16…  a ring of records: the call's tag, then place, offset and bytes of each tensor that the rank gives
+            …     a ring of payloads, one for each record: what small tensors hold
+
+What a lane is, `lane` says. One rank writes here, all others read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import memmove
+from typing import TypeAlias
+
+from torch import Tensor
+
+from meshwise.comm.shared_memory.board import PAGE_WORDS, PAYLOAD_BYTES, Board
+
+RING = 32
+"""Calls of a lane that a board has room for; one that is further ahead is kept until there is room."""
+
+IN_PAYLOAD, IN_PRIVATE, IN_COMMON = 0, -1, -2
+"""Places that are no segment of the rank that gives: the payload of the call, the rank's own memory, and the memory
+that all ranks of the lane hold together, where nobody has to look for it.
+"""
+
+Place: TypeAlias = tuple[int, int, int]
+"""Where a tensor is: the place, the offset there (in a payload, from its begin; or its address) and its bytes."""
+
+_POSTED, _DONE, _RECORDS = 0, 8, 16
+_HEAD, _PART = 1, 3  # words
+_ALIGNMENT = 16
+
+
+def travels_in_payload(tensors: Sequence[Tensor]) -> bool:
+    """Whether they are so small that a call brings their contents; they are the caller's again once it is known."""
+    size = 0
+    for x in tensors:
+        size += _aligned(x.nbytes)
+    return size <= PAYLOAD_BYTES
+
+
+class Side:
+    """The side of one rank in a lane of so many."""
+
+    def __init__(self, board: Board, *, start: int, ranks: int) -> None:
+        self.board = board
+        self._posted, self._done, self._records = start + _POSTED, start + _DONE, start + _RECORDS
+        self._size = _record_words(ranks)
+        self._payloads = 8 * (start + _payload_words(ranks))
+
+    @classmethod
+    def make(cls, board: Board, *, key: int, ranks: int) -> Side:
+        """This rank's own, on its board."""
+        start = board.add_lane(key, words=_payload_words(ranks) + RING * PAGE_WORDS)
+        return cls(board, start=start, ranks=ranks)
+
+    @classmethod
+    def find(cls, board: Board, *, key: int, ranks: int) -> Side | None:
+        """Another rank's; None as long as it has not called anything in the lane."""
+        start = board.lane(key)
+        return None if start is None else cls(board, start=start, ranks=ranks)
+
+    # ---- read ----------------------------------------------------------------------------------------------------
+
+    @property
+    def posted(self) -> int:
+        """How many calls the rank has made."""
+        return self.board.read(self._posted)
+
+    @property
+    def done(self) -> int:
+        """How many it has done."""
+        return self.board.read(self._done)
+
+    def has_posted(self, number: int, *, tag: int) -> bool:
+        """Whether the rank has made the call of that number, and it was that."""
+        return self.posted > number and self.board.words[self._record(number)] == tag
+
+    def given(self, number: int, *, which: int) -> Place:
+        """Where a tensor of a call is: the place, the offset there (of a payload: on the board) and the bytes."""
+        at = self._record(number) + _HEAD + _PART * which
+        place, offset, size = self.board.words[at : at + _PART]
+        return (place, self._payload(number) + offset, size) if place == IN_PAYLOAD else (place, offset, size)
+
+    # ---- written by the rank itself --------------------------------------------------------------------------------
+
+    def note(self, number: int, *, tag: int, places: Sequence[Place]) -> None:
+        """Write down a call and where its tensors are."""
+        words, at = self.board.words, self._record(number)
+        words[at] = tag
+        for place, offset, size in places:
+            words[at + 1], words[at + 2], words[at + 3] = place, offset, size
+            at += _PART
+
+    def bring(self, number: int, *, gives: Sequence[Tensor]) -> list[Place]:
+        """Copy small tensors into the payload of a call; where they are."""
+        address, offset, places = self.board.address + self._payload(number), 0, []
+        for x in gives:
+            size = x.nbytes
+            memmove(address + offset, x.data_ptr(), size)
+            places.append((IN_PAYLOAD, offset, size))
+            offset += _aligned(size)
+        return places
+
+    def publish_posted(self, count: int) -> None:
+        """Let the others see so many calls, and wake who waits for one."""
+        self.board.publish(self._posted, value=count)
+        self.board.ring()
+
+    def publish_done(self, count: int) -> None:
+        """Let the others see that so many are done."""
+        self.board.publish(self._done, value=count)
+
+    def _record(self, number: int) -> int:
+        return self._records + number % RING * self._size
+
+    def _payload(self, number: int) -> int:
+        return self._payloads + number % RING * PAYLOAD_BYTES
+
+
+def _aligned(size: int) -> int:
+    return (size + _ALIGNMENT - 1) & -_ALIGNMENT
+
+
+def _record_words(ranks: int) -> int:
+    return _HEAD + _PART * ranks
+
+
+def _payload_words(ranks: int) -> int:
+    """Where the payloads begin: at a page's worth of words of its own."""
+    return -(-(_RECORDS + RING * _record_words(ranks)) // PAGE_WORDS) * PAGE_WORDS

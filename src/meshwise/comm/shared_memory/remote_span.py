@@ -1,0 +1,115 @@
+"""A part of another rank's tensor, and sums of such parts.
+
+It lies in memory that this process maps, and is read and written like any tensor; or the system copies it from and to
+the other process's own memory, a block at a time. A sum reads a block of every part, adds them while they are in the
+cache, writes the result to every rank that wants it, and goes on to the next block: so a whole all-reduce reads each
+tensor once and writes it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshwise.comm.api.ordered_sum import reduce_block
+from meshwise.comm.api.single_thread_kernels import Elements, copy, elements
+from meshwise.comm.shared_memory.process_memory import Memory
+from meshwise.comm.shared_memory.scratch_memory import Scratch
+
+# Bytes of all ranks' blocks, which stay in a core's own cache; the least of one, which pays for its calls; and what one
+# is a multiple of, as vectors are added sooner that begin where a line of the cache does.
+_CACHED_BYTES, _LEAST_BYTES, _ALIGNED_BYTES = 512 << 10, 64 << 10, 4 << 10
+
+
+class Near(NamedTuple):
+    """Elements in memory that this process maps."""
+
+    tensor: Tensor
+
+    def cut(self, start: int, *, stop: int) -> Near:
+        """The elements [start, stop)."""
+        return Near(self.tensor[start:stop])
+
+    def copy_to(self, into: Tensor) -> None:
+        """Copy all of it."""
+        copy(self.tensor, into=into)
+
+    def reader(self, step: int, *, block: Tensor, op: str) -> _Reader:  # noqa: ARG002 - nothing needs to be copied
+        """What gives the blocks of so many elements, each asked for by its number."""
+        whole = elements(self.tensor, op=op)
+        return lambda number: whole[number * step : (number + 1) * step]
+
+    def writer(self, step: int) -> _Writer:
+        """What overwrites them."""
+        blocks = self.tensor.split(step)
+        return lambda number, x: copy(x, into=blocks[number])
+
+
+@dataclass(frozen=True)
+class Far:
+    """Elements in another process's own memory."""
+
+    memory: Memory
+    rank: int
+    address: int
+    numel: int
+    itemsize: int
+
+    def cut(self, start: int, *, stop: int) -> Far:
+        """The elements [start, stop)."""
+        return replace(self, address=self.address + start * self.itemsize, numel=stop - start)
+
+    def copy_to(self, into: Tensor) -> None:
+        """Copy all of it. Raises OSError."""
+        self.memory.read(self.rank, address=self.address, into=into)
+
+    def reader(self, step: int, *, block: Tensor, op: str) -> _Reader:
+        """What gives the blocks of so many elements in `block`. Calling it raises OSError."""
+
+        def read(number: int) -> Elements:
+            into = block[: self.numel - number * step]
+            self.memory.read(self.rank, address=self.address + number * step * self.itemsize, into=into)
+            return elements(into, op=op)
+
+        return read
+
+    def writer(self, step: int) -> _Writer:
+        """What overwrites them. Calling it raises OSError."""
+        return lambda number, x: self.memory.write(self.rank, address=self.address + number * step * self.itemsize, x=x)
+
+
+Span: TypeAlias = Near | Far
+_Reader: TypeAlias = Callable[[int], Elements]
+_Writer: TypeAlias = Callable[[int, Tensor], object]
+
+
+def reduce_spans(spans: Sequence[Span], *, into: Tensor, copies: Sequence[Span], op: str, scratch: Scratch) -> None:
+    """Reduce two or more spans in their order into `into`, which may be one of them, and copy the result to `copies`.
+
+    Raises OSError when memory of another process cannot be read or written.
+    """
+    size = max(_LEAST_BYTES, _CACHED_BYTES // len(spans) // _ALIGNED_BYTES * _ALIGNED_BYTES)
+    step = size // into.element_size()
+    near = [span.tensor for span in spans if isinstance(span, Near)]
+    if into.numel() <= step and len(near) == len(spans) and not copies:
+        reduce_block(near, into=into, scratch=torch.empty_like(into) if len(near) > 2 else into, op=op)
+        return
+    parts = into.split(step)
+    total = scratch.borrow(like=parts[0])
+    borrowed = [scratch.borrow(like=total) if isinstance(span, Far) else total for span in spans]
+    readers = [span.reader(step, block=block, op=op) for span, block in zip(spans, borrowed, strict=True)]
+    writers = [span.writer(step) for span in copies]
+    sums = elements(total, op=op)
+    with np.errstate(all="ignore"):  # torch says nothing of an overflow, nor do sums that numpy makes here
+        for number, part in enumerate(parts):
+            shown = [read(number) for read in readers]
+            reduce_block(shown, into=elements(part, op=op), scratch=sums[: part.numel()], op=op)
+            for write in writers:
+                write(number, part)
+    for block in (total, *(block for block in borrowed if block is not total)):
+        scratch.give_back(block)

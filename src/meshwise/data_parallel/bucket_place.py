@@ -1,0 +1,95 @@
+"""Where the parameters of a unit lie in one flat buffer, and which slice of it each rank owns. Arithmetic only.
+
+    | a.weight      | b.weight | pad | b.bias | c.scale | pad |      pieces, sorted by optimizer options
+    |<---- run: decay -------------->|<-- run: no decay ----->|      a run: neighbours with the same optimizer options
+    |   rank 0    |   rank 1     |   rank 2    |    rank 3    |      shards: equal, so a gather is one collective
+
+A shard cuts pieces wherever it falls. Runs begin aligned, like shards, so that wherever one is cut, a kernel that takes
+several elements at a time has whole registers to the end, and gives every element the same bits. Sorting by options
+makes the elements of a rank that share a learning rate and a weight decay one contiguous slice, so an elementwise
+optimizer sees at most one tensor for each group and unit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwise.model.parameter_table import Row
+
+ALIGNMENT = 16
+"""Shards are a multiple of this many elements: 64 bytes in fp32, one cache line and one vector register."""
+
+Options = tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One parameter's elements on this rank: [start, stop) of the flat buffer, of this shape."""
+
+    row: Row
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """A contiguous slice whose elements share optimizer options."""
+
+    options: Options
+    start: int
+    stop: int
+
+    def within(self, start: int, *, stop: int) -> Run | None:
+        """The part of the run inside [start, stop), or None."""
+        low, high = max(self.start, start), min(self.stop, stop)
+        return Run(self.options, low, high) if low < high else None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Pieces in order, runs that cover [0, size) with padding at the end of each, and equal shards."""
+
+    pieces: tuple[Piece, ...]
+    runs: tuple[Run, ...]
+    size: int
+    parts: int
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], *, shapes: Mapping[str, tuple[int, ...]], parts: int) -> Place:
+        """Lay `rows`, of these shapes by name, one after the other, padded to `parts` equal aligned shards."""
+        pieces: list[Piece] = []
+        starts: dict[Options, int] = {}
+        stop = 0
+        for row in sorted(rows, key=lambda row: repr(row.options)):
+            if row.options not in starts:
+                starts[row.options] = stop = -(-stop // ALIGNMENT) * ALIGNMENT
+            pieces.append(Piece(row, shapes[row.name], stop, stop + math.prod(shapes[row.name])))
+            stop = pieces[-1].stop
+        unit = parts * ALIGNMENT
+        size = max(1, -(-stop // unit)) * unit
+        bounds = itertools.pairwise([*starts.values(), size])
+        runs = tuple(Run(options, low, high) for options, (low, high) in zip(starts, bounds, strict=True))
+        return cls(tuple(pieces), runs, size, parts)
+
+    @property
+    def padding(self) -> list[tuple[int, int]]:
+        """The slices that belong to no parameter."""
+        after = [piece.start for piece in self.pieces[1:]] + [self.size]
+        return [(piece.stop, start) for piece, start in zip(self.pieces, after, strict=True) if piece.stop < start]
+
+    def chunks(self, owned: tuple[int, int], *, most: int | None) -> Iterator[list[Run]]:
+        """What is owned, in parts of at most so many elements, each as its runs."""
+        start, stop = owned
+        for low in range(start, stop, most or stop - start):
+            high = min(stop, low + most) if most else stop
+            yield [part for run in self.runs if (part := run.within(low, stop=high))]
+
+    def shard(self, index: int) -> tuple[int, int]:
+        """[start, stop) of the part that `index` owns."""
+        width = self.size // self.parts
+        return index * width, (index + 1) * width

@@ -1,0 +1,39 @@
+"""Embeddings with `max_norm`, which write to their weight in their forward.
+
+The rows that are looked up are scaled down where they are read. Ranks with other rows of the batch look up others, and
+what is updated may be another tensor than what is read: then no copy of the weight has what another one has, or the
+next update undoes it. So that is for a weight of which there is one tensor alone.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from meshwise.comm.api.world import World
+from meshwise.data_parallel.shard_group import Keeping
+from meshwise.plan import Plan, PlanError
+
+
+def refuse_renormed(module: nn.Module, *, plan: Plan, world: World, keeping: Keeping) -> None:
+    """Raise PlanError for an embedding that rescales its weight as it runs, where that is not all there is of it."""
+    owners: dict[Tensor, int] = {}
+    for _, parameter in module.named_parameters(remove_duplicate=False):
+        owners[parameter] = owners.get(parameter, 0) + 1
+    for name, part in module.named_modules():
+        if not isinstance(part, nn.Embedding | nn.EmbeddingBag) or part.max_norm is None:
+            continue
+        stored = keeping.precision.parameters or part.weight.dtype
+        if world.group(plan.data_axes).size > 1:
+            wrong = "here other ranks look up others. Nearest that works: dp=1, in tp_mode=1d if at all"
+        elif keeping.precision.master_of(stored) != stored:
+            wrong = "here a master of another dtype is updated. Nearest that works: precision=fp32, of a model in fp32"
+        elif keeping.tiers.leaves("masters") or keeping.tiers.leaves("params"):
+            wrong = "here what is updated rests elsewhere. Nearest that works: offload=none"
+        elif plan.pp > 1 and owners[part.weight] > 1:
+            wrong = "here another stage may have a copy of it. Nearest that works: pp=1"
+        else:
+            continue
+        raise PlanError(
+            f"{name or type(part).__name__} has max_norm={part.max_norm:g}: its forward rescales those rows of its "
+            f"weight that it looks up, and under the plan '{plan}' that is not all there is of it: {wrong}"
+        )

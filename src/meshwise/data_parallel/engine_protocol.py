@@ -1,0 +1,72 @@
+"""What the rest of the house asks of whatever holds a model's parameters on a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from meshwise.comm.api.world import World
+from meshwise.data_parallel.bucket import Bucket
+from meshwise.data_parallel.bucket_place import Options
+from meshwise.data_parallel.live_unit import LiveUnit
+from meshwise.memory.tiers import Tiers
+from meshwise.model.parameter_table import ParameterTable
+
+
+class Engine(Protocol):
+    """What a rank stores of a model, and how it is brought together: a `DataParallel`, or one for each stage."""
+
+    world: World
+    table: ParameterTable
+    tiers: Tiers
+
+    @property
+    def module(self) -> nn.Module:
+        """What this rank runs of the model."""
+
+    @property
+    def units(self) -> Sequence[LiveUnit]:
+        """What is gathered and reduced together."""
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """The buckets that have gradients."""
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The module, or those of the stages."""
+
+    def slices(self) -> dict[Options, list[nn.Parameter]]:
+        """What an optimizer updates on this rank, by options: the same options in the same order on every rank."""
+
+    def check_parameters(self) -> None:
+        """Raise ValueError when a parameter of the model is not what it was when the plan was applied."""
+
+    def squared_norm(self) -> Tensor:
+        """This rank's share of the squared norm of the summed gradient, fp64."""
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the owned gradients."""
+
+    def publish(self) -> None:
+        """Bring what this rank holds of the masters to the ranks that use them."""
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor) in table order, on every rank; the tensor is valid until the next one is asked for."""
+
+    def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, full reduced gradient) of the trainable parameters in table order, on every rank."""
+
+    def full_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, value) of the buffers, on every rank."""
+
+    def saves(self, buffer: str) -> bool:
+        """Whether this rank is the one that saves a buffer."""
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of parameters and gradients on this rank, and of the parameters that were gathered at most."""
+
+    def close(self) -> None:
+        """Remove the hooks from the model."""

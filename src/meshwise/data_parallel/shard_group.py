@@ -1,0 +1,53 @@
+"""How parameters are kept over the ranks that share them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from meshwise.comm.api.world import World
+from meshwise.memory.tiers import Tiers
+from meshwise.precision.dtype_policy import Precision
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """How a plan has parameters kept."""
+
+    zero: int = 0
+    precision: Precision = dataclasses.field(default_factory=Precision)
+    tiers: Tiers = dataclasses.field(default_factory=Tiers)
+
+
+@dataclass(frozen=True)
+class Replication:
+    """How parameters are kept over the ranks that share them."""
+
+    world: World
+    axes: tuple[str, ...]
+    keeping: Keeping
+
+    @property
+    def zero(self) -> int:
+        """The ZeRO stage."""
+        return self.keeping.zero
+
+    @property
+    def precision(self) -> Precision:
+        """The dtypes."""
+        return self.keeping.precision
+
+    @property
+    def tiers(self) -> Tiers:
+        """Where tensors rest between their uses."""
+        return self.keeping.tiers
+
+    @property
+    def size(self) -> int:
+        """How many ranks share the parameters."""
+        return self.world.group(self.axes).size
+
+    @property
+    def index(self) -> int:
+        """Which of the equal shards is this rank's."""
+        return self.world.group(self.axes).index

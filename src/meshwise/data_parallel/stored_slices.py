@@ -1,0 +1,187 @@
+"""What a rank stores, as rectangles of logical tensors: the currency of checkpoints.
+
+A rank holds flat slices of flat buffers, cut by ZeRO wherever a shard ends, of tensors that other schemes have cut
+before. Nothing of that shows outside: a checkpoint only sees that this rank has rows 3 to 7 of `head.weight`.
+
+    bucket   | a.weight        | b.weight | b.bias | pad |
+    shard          |<-------------------->|                    of rank 1
+    holdings       | a.weight    | b.weight                    each up to three rectangles for a matrix
+
+Slots, by the words in front of the first slash:
+
+    parameter            the parameter, in fp32 where it is updated in fp32
+    optimizer/exp_avg    optimizer state of the same shape
+    scalar/step          optimizer state that is one tensor of one element for the whole parameter
+    number/step          the same as a Python number
+    buffer               a persistent buffer of the module
+
+A complex tensor is held as the real one that torch.view_as_real makes of it, with a last dim of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.data_parallel.bucket import Bucket
+from meshwise.data_parallel.bucket_place import Piece
+from meshwise.data_parallel.engine_protocol import Engine
+from meshwise.layout.rectangles import Rectangle, rectangles
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A rectangle of a logical tensor on this rank.
+
+    name     of the parameter or buffer
+    slot     which of its tensors, see above
+    shape    the full shape
+    tensor   the elements of the rectangle, with its sizes; writing to it writes what the rank stores
+    stable   whether nothing but an optimizer step changes it
+    """
+
+    name: str
+    slot: str
+    shape: tuple[int, ...]
+    rectangle: Rectangle
+    tensor: Tensor
+    stable: bool = True
+
+    @property
+    def key(self) -> str:
+        """The name of the logical tensor among those of all slots."""
+        return f"{self.slot}/{self.name}"
+
+    @classmethod
+    def whole(cls, tensor: Tensor, *, name: str, slot: str, stable: bool = True) -> Holding:
+        """All of a tensor."""
+        shape = tuple(tensor.shape)
+        return cls(name, slot, shape, Rectangle((0,) * len(shape), shape), tensor, stable).real()
+
+    def real(self) -> Holding:
+        """The same with real elements."""
+        if not self.tensor.is_complex():
+            return self
+        wide = Rectangle((*self.rectangle.offsets, 0), (*self.rectangle.sizes, 2))
+        return Holding(self.name, self.slot, (*self.shape, 2), wide, torch.view_as_real(self.tensor), self.stable)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements of a bucket that lie together: `values[0]` is element `start` of the bucket."""
+
+    bucket: Bucket
+    start: int
+    values: Tensor
+
+    @property
+    def stop(self) -> int:
+        """The element of the bucket after the last."""
+        return self.start + self.values.numel()
+
+    def holdings(self, piece: Piece, *, slot: str, within: tuple[int, int]) -> Iterator[Holding]:
+        """The elements of a parameter in this slice and in elements `within` of the bucket."""
+        low = max(self.start, within[0], piece.start)
+        high = min(self.stop, within[1], piece.stop)
+        if low >= high:
+            return
+        flat = self.values[low - self.start : high - self.start]
+        for local in rectangles(piece.shape, start=low - piece.start, stop=high - piece.start):
+            block, flat = flat[: local.numel].view(local.sizes), flat[local.numel :]
+            for rectangle, inside in self._sections(piece, local):
+                yield Holding(piece.row.name, slot, piece.row.shape, rectangle, block[inside.slices]).real()
+
+    def _sections(self, piece: Piece, local: Rectangle) -> Iterator[tuple[Rectangle, Rectangle]]:
+        """A rectangle of what the rank stores, as rectangles of the full tensor, each with its place in the first."""
+        world, row = self.bucket.replication.world, piece.row
+        beside = 0
+        for section in row.layout.pieces(row.shape, mesh=world.mesh, rank=world.rank):
+            origin = tuple(beside if dim == row.layout.side else 0 for dim in range(len(row.shape)))
+            if common := local.overlap(Rectangle(origin, section.sizes)):
+                inside = common.seen_from(origin)
+                offsets = tuple(map(int.__add__, inside.offsets, section.offsets))
+                yield Rectangle(offsets, common.sizes), common.seen_from(local.offsets)
+            beside += section.sizes[row.layout.side] if row.shape else 0
+
+
+def owned(engine: Engine, *, optimizer: torch.optim.Optimizer) -> Iterator[Holding]:
+    """What this rank saves: over all ranks, every element of every logical tensor exactly once.
+
+    Raises ValueError for optimizer state that is neither one number nor of the shape of its parameter.
+    """
+    for unit in engine.units:
+        for bucket in unit.buckets:
+            if bucket.counts:
+                for piece in bucket.place.pieces:
+                    yield from _owned(bucket, piece, optimizer)
+    # Stages may have copies of a buffer that each of them changes in the same way.
+    yield from {held.name: held for held in buffers(engine.modules) if engine.saves(held.name)}.values()
+
+
+def buffers(modules: Iterable[nn.Module]) -> Iterator[Holding]:
+    """The persistent buffers of modules, which every rank holds whole; a tied one once."""
+    seen: set[int] = set()
+    for path, owner in (named for module in modules for named in module.named_modules()):
+        for key, buffer in owner.named_buffers(recurse=False):
+            # Which buffers persist, torch tells by state_dict alone, which a model at rest under zero=3 refuses.
+            if key not in owner._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield Holding.whole(buffer, name=f"{path}.{key}" if path else key, slot="buffer", stable=False)
+
+
+def stored(bucket: Bucket) -> Slice:
+    """The parameters that this rank keeps between steps, as they are updated: what a load has to fill."""
+    if bucket.master is not None:
+        return Slice(bucket, bucket.owned[0], bucket.master)
+    return Slice(bucket, bucket.kept_from, bucket.kept)
+
+
+def updated(bucket: Bucket) -> Iterator[tuple[Slice, nn.Parameter]]:
+    """What an optimizer updates of a bucket."""
+    start = bucket.owned[0]
+    for _, parameter in bucket.slices:
+        yield Slice(bucket, start, parameter.detach()), parameter
+        start += parameter.numel()
+
+
+def _owned(bucket: Bucket, piece: Piece, optimizer: torch.optim.Optimizer) -> Iterator[Holding]:
+    """What this rank saves of one parameter."""
+    if not piece.row.numel and bucket.replication.index == 0:
+        empty = torch.empty(piece.row.shape, dtype=piece.row.dtype)
+        yield Holding.whole(empty, name=piece.row.name, slot="parameter")
+    yield from stored(bucket).holdings(piece, slot="parameter", within=bucket.shard)
+    for part, parameter in updated(bucket):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                flat = Slice(bucket, part.start, value)
+                yield from flat.holdings(piece, slot=f"optimizer/{key}", within=bucket.shard)
+            elif value is not None and _has_first(part, piece):
+                slot, number = _number(piece.row.name, key, value)
+                yield Holding.whole(number, name=piece.row.name, slot=slot)
+
+
+def _has_first(part: Slice, piece: Piece) -> bool:
+    """Whether the first element of the full parameter is this rank's to save: one rank's, whatever the plan."""
+    here = part.holdings(piece, slot="parameter", within=part.bucket.shard)
+    return any(not any(held.rectangle.offsets) for held in here)
+
+
+def _number(name: str, key: str, value: Any) -> tuple[str, Tensor]:
+    """A state of one element, with its slot. Raises ValueError for any other."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return f"scalar/{key}", value.detach().reshape(())
+    if isinstance(value, bool | int | float):
+        return f"number/{key}", torch.tensor(value, dtype=_NUMBERS[type(value)])
+    what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
+    raise ValueError(
+        f"the optimizer's {key!r} for {name} is of {what}; a checkpoint takes numbers and tensors of the shape of the "
+        "parameter"
+    )
+
+
+_NUMBERS: Mapping[type, torch.dtype] = MappingProxyType({bool: torch.bool, int: torch.int64, float: torch.float64})

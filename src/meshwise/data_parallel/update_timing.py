@@ -1,0 +1,156 @@
+"""When an update begins: when the step is known to be sound, or when gradients arrive.
+
+                    forward │ backward of c │ of b          │ of a          │ norm │
+    AtTheEnd                                                                       │ update a, b, c │
+    AsTheyArrive            │ count         │ reduce, update c │ reduce, update b │ reduce, update a │
+
+What an update needs beside the gradient of its unit is the count that the gradient is divided by. It is known when
+every rank has run its last forward, so one all-reduce of one number more lets units be updated while the backward goes
+on: where the update has a thread and memory of its own, on the CPU or a disk, it takes no time. What cannot be known by
+then is the norm, so nothing is clipped; and when the norm turns out not to be finite, other units are updated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from meshwise.comm.api.world import Work, World
+from meshwise.data_parallel.bucket import Bucket
+from meshwise.data_parallel.engine_protocol import Engine
+from meshwise.memory.chunk_visit import Chunk
+from meshwise.memory.chunked_update import Update
+
+
+class Updating(Protocol):
+    """Brings an update about."""
+
+    def begin(self) -> None:
+        """A step begins. Raises TierError when an update came to nothing half way."""
+
+    def counted(self, count: Tensor) -> None:
+        """The last forward of a step is over, and this is what the loss of this rank has counted; every rank calls it.
+
+        A scalar on the device, zero where another rank speaks for the same rows.
+        """
+
+    def apply(self, factor: float) -> None:
+        """Update by the gradients times `factor`, and bring it to the other ranks; the step is sound."""
+
+    def leave_out(self) -> bool:
+        """The step is not sound; whether something of it is updated all the same, on any rank."""
+
+
+class AtTheEnd:
+    """Nothing is updated before everything is known."""
+
+    def __init__(self, engine: Engine, *, update: Update) -> None:
+        self._engine = engine
+        self._update = update
+
+    def begin(self) -> None:
+        """Nothing is under way."""
+        self._update.check()
+
+    def counted(self, count: Tensor) -> None:
+        """It is counted once more with the norm."""
+
+    def apply(self, factor: float) -> None:
+        """Update everything; what a bucket has goes to the others while the next is updated."""
+        self._engine.scale_gradients(factor)
+        works: list[Work] = []
+        last = {bucket.chunks[-1]: bucket for bucket in self._engine.buckets}
+
+        def done(chunk: Chunk) -> None:
+            if chunk in last:
+                works.append(last[chunk].publish())
+
+        self._update.step(done)
+        for work in works:
+            work.wait()
+
+    def leave_out(self) -> bool:
+        """Nothing is."""
+        return False
+
+
+class AsTheyArrive:
+    """A bucket is updated as soon as its gradient is reduced, on a thread."""
+
+    def __init__(self, buckets: Sequence[Bucket], *, update: Update, world: World) -> None:
+        self._buckets = buckets
+        self._update = update
+        self._world = world
+        self._count: Tensor | None = None
+        self._counting = Work()
+        self._left: dict[Bucket, None] = {}
+        self._spoilt = False
+        for bucket in buckets:
+            bucket.told = self._reduced
+
+    def begin(self) -> None:
+        """Forget a step that ended half way, which knew its count."""
+        self._count = None
+        self._update.check()
+        if self._spoilt:
+            self._spoilt = False
+            for bucket in self._buckets:
+                bucket.clear_padding()
+
+    def counted(self, count: Tensor) -> None:
+        """Gradients that arrive from now on are those of the whole step."""
+        self._count = count.to(torch.float64, copy=True)
+        self._counting = self._world.all_reduce(self._count, axes=self._world.mesh.names)
+        self._left = dict.fromkeys(self._buckets)
+        self._update.begin()
+
+    def apply(self, factor: float) -> None:  # noqa: ARG002 - it is known since `counted`
+        """Wait for the rest, and bring everything to the others."""
+        for bucket in list(self._left):
+            self._reduced(bucket)
+        self._count = None
+        self._update.finish()
+        for work in [bucket.publish() for bucket in self._buckets]:
+            work.wait()
+
+    def leave_out(self) -> bool:
+        """Other ranks own other parts of a gradient: what of it is finite is updated there."""
+        self._count = None
+        broken = any(self._world.exchange(self._update.abandon()))
+        if broken:
+            self._update.broke()
+        return broken
+
+    def _reduced(self, bucket: Bucket) -> None:
+        """The gradient of a bucket is there."""
+        count = self._count
+        if count is None:
+            return
+        del self._left[bucket]
+        self._counting.wait()
+        bucket.square()  # before it is multiplied
+        there = bucket.replication.tiers.mark()
+
+        def ready() -> None:
+            there()
+            total = float(count)
+            factor = 1 / total if total > 0 else math.nan
+            self._spoilt |= math.isnan(factor)
+            for gradient in bucket.scaled(factor):
+                gradient.mul_(factor)
+
+        self._update.arrived(bucket.chunks, ready=ready)
+
+
+def updating(engine: Engine, *, optimizer: torch.optim.Optimizer, early: bool) -> tuple[Update, Updating]:
+    """The update of an engine; `early`: as gradients arrive, where the update is done beside the device."""
+    early = early and engine.tiers.offload.updates_on_cpu and engine.world.device.type != "meta"
+    chunks = [bucket.chunks for bucket in engine.buckets]
+    update = Update(optimizer, chunks=chunks, tiers=engine.tiers, early=early)
+    if early:
+        return update, AsTheyArrive(engine.buckets, update=update, world=engine.world)
+    return update, AtTheEnd(engine, update=update)

@@ -1,0 +1,125 @@
+"""The rows of a batch that one rank runs, cut into micro-batches.
+
+A rank may have no rows: the last batch of an epoch is short, or rows do not divide. Where the model's own collectives
+run inside the forward (ZeRO-3), such a rank must still call them, so it runs a spare row that counts nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwise.base import tensor_tree as tree
+from meshwise.comm.api.world import World
+from meshwise.layout.rectangles import even_split
+from meshwise.model.random_draws import Rows
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows to run (None: nothing to run), whether what comes out of them counts, and which samples they are."""
+
+    rows: Any
+    counts: bool
+    samples: Rows
+
+    def skipped(self) -> MicroBatch:
+        """Nothing to run in its place."""
+        return dataclasses.replace(self, rows=None, counts=False)
+
+
+@dataclass(frozen=True)
+class Deal:
+    """How a global batch is dealt out: the rows [start, stop) of each rank that has its own, and which is this one."""
+
+    shares: Sequence[tuple[int, int]]
+    index: int
+
+    @classmethod
+    def of(cls, size: int, *, ranks: int, index: int) -> Deal:
+        """`size` rows dealt evenly."""
+        return cls(even_split(size, ranks), index)
+
+    def cuts(self, parts: int) -> list[tuple[int, int]]:
+        """The rows [start, stop) of this rank's micro-batches, the first ones a row larger if need be."""
+        start, stop = self.shares[self.index]
+        return [(start + low, start + high) for low, high in even_split(stop - start, parts)]
+
+    def samples(self, number: int, *, parts: int) -> Rows:
+        """Which samples the micro-batch `number` of `parts` is; a spare row counts as one."""
+        start, stop = self.cuts(parts)[number]
+        return Rows(start, max(1, stop - start), further=functools.partial(self._further, number, parts))
+
+    def _further(self, number: int, parts: int, shares: int) -> Rows:
+        there = dataclasses.replace(self, index=(self.index + shares) % len(self.shares))
+        return there.samples(number, parts=parts)
+
+
+@dataclass(frozen=True)
+class Dealer:
+    """Deals batches out to the ranks of `world` along `axes`; `lockstep`: every micro-batch has to be run."""
+
+    world: World
+    axes: tuple[str, ...]
+    lockstep: bool
+
+    @property
+    def ranks(self) -> int:
+        """How many have rows of their own."""
+        return self.world.group(self.axes).size
+
+    def deal(self, size: int) -> Deal:
+        """A global batch of `size` rows."""
+        return Deal.of(size, ranks=self.ranks, index=self.world.group(self.axes).index)
+
+    def cut(self, batch: Any, *, local: bool, total: int | None, parts: int) -> list[MicroBatch]:
+        """This rank's micro-batches, `parts` of them. `local`: `batch` is its own part of `total` rows (None: all have
+        as many). Raises ValueError when it is not.
+        """
+        rows = tree.rows(batch)
+        if not local:
+            return micro_batches(batch, deal=self.deal(rows), parts=parts, lockstep=self.lockstep)
+        deal = self.deal(rows * self.ranks if total is None else total)
+        start, stop = deal.shares[deal.index]
+        if stop - start != rows:
+            raise ValueError(f"this rank's part has {rows} rows; of {total} in total, share() gives it {stop - start}")
+        spare = spare_row(batch, world=self.world) if self.lockstep and (total or 0) < self.ranks else None
+        return micro_batches(batch, deal=deal, parts=parts, lockstep=self.lockstep, offset=start, spare=spare)
+
+
+def spare_row(batch: Any, *, world: World) -> Any:
+    """For ranks whose own part has no rows, a row of a rank that has some; None where all have, or none. Every rank
+    calls it.
+    """
+    rows = world.exchange(tree.rows(batch))
+    if min(rows) or not max(rows):
+        return None
+    found = world.exchange(tree.take_rows(batch, start=0, stop=1) if tree.rows(batch) else None)
+    return next(row for row in found if row is not None)
+
+
+def micro_batches(
+    batch: Any, *, deal: Deal, parts: int, lockstep: bool, offset: int = 0, spare: Any = None
+) -> list[MicroBatch]:
+    """Cut this rank's rows of the global batch into exactly `parts` micro-batches.
+
+    `batch` holds the rows of the global batch from number `offset` on, this rank's among them.
+    `lockstep`: every micro-batch has to be run. One without rows is then the batch's first row, or, when that has
+    none, the `spare` one, or when nobody has any, the empty batch itself.
+    """
+    if not lockstep:
+        spare = None
+    elif tree.rows(batch):
+        spare = tree.take_rows(batch, start=0, stop=1)
+    elif spare is None:
+        spare = batch
+    samples = [deal.samples(number, parts=parts) for number in range(parts)]
+    return [
+        MicroBatch(tree.take_rows(batch, start=start - offset, stop=stop - offset), counts=True, samples=own)
+        if start < stop
+        else MicroBatch(spare, counts=False, samples=own)
+        for (start, stop), own in zip(deal.cuts(parts), samples, strict=True)
+    ]

@@ -1,0 +1,203 @@
+"""One sweep over the micro-batches of a rank: forward and backward of them all, or forward alone.
+
+What the trainer does around it (the exchange of the totals, the norm, the update) is the same for a model that a rank
+runs as a whole and for one of which it runs stages; this is where the two differ. Here is the whole model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from meshwise.base import tensor_tree as tree
+from meshwise.comm.api.world import World
+from meshwise.data_parallel.batch_statistics import Statistics
+from meshwise.data_parallel.data_parallel_engine import DataParallel, throw_away
+from meshwise.engine.batch_sharding import MicroBatch
+from meshwise.model.forward import Forward, Loss, call_loss
+from meshwise.model.parameter_table import Row
+from meshwise.model.random_draws import Draws
+from meshwise.pipeline.cut.model_cut import Cut
+from meshwise.pipeline.schedules.action import Schedule
+
+Sums: TypeAlias = tuple[Tensor, Tensor]
+"""The sum of a loss and its count: two fp64 scalars on the device."""
+
+Counted: TypeAlias = Callable[[Tensor], None]
+"""What is told the count of this rank when its last forward is over."""
+
+Seen: TypeAlias = Callable[[int, Row, Tensor], None]
+"""What is shown the gradient of one parameter: `(micro_batch, row, gradient)`."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is computed of rows: the output, and the loss of it."""
+
+    forward: Forward
+    loss: Loss
+
+
+class Sweep(Protocol):
+    """How this rank runs its micro-batches."""
+
+    lockstep: bool
+    """Whether every micro-batch has to be run, one without rows too: other ranks wait for what it calls."""
+
+    schedule: Schedule
+    """What each rank along `pp` does in a step, in order."""
+
+    cut: Cut | None
+    """The model's stages, where it has some."""
+
+    evaluated_in: int
+    """How many micro-batches the rows of an evaluation are cut into."""
+
+    def begin(self, step: int) -> None:
+        """A step begins: any number that no other step has."""
+
+    def finish(self) -> None:
+        """The step's forwards and backwards are over."""
+
+    def train(self, parts: Sequence[MicroBatch], *, scale: float, counted: Counted) -> Sums:
+        """Forward, backward of the loss times `scale`, and reduction; the loss and the count of this rank."""
+
+    def evaluate(self, parts: Sequence[MicroBatch]) -> Sums:
+        """Forward of every micro-batch; the loss and the count of this rank."""
+
+    def inspect(self, parts: Sequence[MicroBatch], *, seen: Seen) -> None:
+        """Forward and backward again, for the gradients to be looked at."""
+
+    def predict(self, batch: Any) -> Any:
+        """The output for a batch."""
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+
+
+class WholeSweep:
+    """This rank runs the whole model."""
+
+    cut: Cut | None = None
+    evaluated_in = 1
+
+    def __init__(
+        self,
+        engine: DataParallel,
+        *,
+        task: Task,
+        draws: Draws,
+        statistics: Statistics,
+        schedule: Schedule,
+        rows_meet: bool,
+    ) -> None:
+        """`schedule` has one row, of one stage. `rows_meet`: ranks share out the rows of one product."""
+        self.schedule = schedule
+        self._engine = engine
+        self._task = task
+        self._draws = draws
+        self._statistics = statistics
+        self._rows_meet = rows_meet
+        self.lockstep = rows_meet or statistics.joined or any(unit.at_rest for unit in engine.units)
+        self.begin, self.finish, self.close = draws.begin, draws.finish, draws.close
+
+    def train(self, parts: Sequence[MicroBatch], *, scale: float, counted: Counted) -> Sums:
+        """Forward, backward of the loss times `scale`, and reduction; the loss and the count of this rank."""
+        total, tokens = zeros(self._engine.world)
+        self._engine.begin_step()
+        journal = self._engine.world.journal
+        for index, part in enumerate(parts):
+            last = index + 1 == len(parts)
+            journal.doing = f"0F{index}"
+            if part.rows is None:
+                if last:
+                    counted(tokens)
+                self._engine.backward(None, last=last)
+                continue
+            with self._running(part):
+                loss, count = self._run(part.rows)
+            if part.counts:
+                total += loss.detach().double()
+                tokens += count
+            if last:
+                counted(tokens)
+            # Where the ranks share out the rows of one product, what a spare row gives would reach the others, and what
+            # the others' rows give reaches this rank.
+            keep = part.counts or self._rows_meet
+            journal.doing = f"0B{index}"
+            with self._running(part, again=True):
+                self._engine.backward(scaled(loss, by=scale if part.counts else 0.0), last=last, keep=keep)
+        return total, tokens
+
+    def evaluate(self, parts: Sequence[MicroBatch]) -> Sums:
+        """Forward of every micro-batch; the loss and the count of this rank."""
+        total, tokens = zeros(self._engine.world)
+        for part in parts:
+            if part.rows is not None:
+                with self._running(part):
+                    loss, count = self._run(part.rows)
+                if part.counts:
+                    total += loss.double()
+                    tokens += count
+        return total, tokens
+
+    def inspect(self, parts: Sequence[MicroBatch], *, seen: Seen) -> None:
+        """Forward and backward again, for the gradients to be looked at."""
+        for number, part in enumerate(parts):
+            if part.rows is not None:
+                with self._running(part):
+                    loss, _ = self._run(part.rows)
+                arrival = functools.partial(seen, number) if part.counts or self._rows_meet else throw_away
+                if loss.requires_grad:
+                    with self._running(part, again=True):
+                        self._engine.inspect(loss if part.counts else loss * 0, arrival=arrival)
+        self._engine.gatherer.rest()
+
+    def predict(self, batch: Any) -> Any:
+        """The output for a batch."""
+        with self._engine.gatherer.guard:
+            output = self._task.forward(self._engine.module, self._begin_forward(batch))
+        self._engine.gatherer.rest()
+        return output
+
+    @contextlib.contextmanager
+    def _running(self, part: MicroBatch, *, again: bool = False) -> Iterator[None]:
+        """Inside, the model runs a micro-batch: forward, or (`again`) backward."""
+        with (
+            self._draws.running(part.samples, again=again),
+            self._statistics.running(counts=part.counts, again=again),
+        ):
+            yield
+
+    def _run(self, rows: Any) -> Sums:
+        """Forward and loss of one micro-batch: (sum, count), scalars on the device."""
+        with self._engine.gatherer.guard:
+            rows = self._begin_forward(rows)
+            return call_loss(self._engine.module, rows, forward=self._task.forward, loss=self._task.loss)
+
+    def _begin_forward(self, rows: Any) -> Any:
+        """Begin a pass over the model; the rows, on the device."""
+        self._engine.gatherer.begin(backward=False)
+        return placed(rows, world=self._engine.world)
+
+
+def scaled(loss: Tensor, *, by: float) -> Tensor:
+    """The loss to go backward from."""
+    return loss if by == 1.0 else loss * by
+
+
+def placed(rows: Any, *, world: World) -> Any:
+    """A tree of tensors on the device."""
+    return tree.map_tensors(lambda tensor: tensor.to(world.device, non_blocking=True), rows)
+
+
+def zeros(world: World) -> Sums:
+    """Of no rows."""
+    loss, count = torch.zeros(2, dtype=torch.float64, device=world.device).unbind()
+    return loss, count

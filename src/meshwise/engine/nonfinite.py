@@ -1,0 +1,118 @@
+"""What happens when a loss or a gradient is not finite: who brought it, and whether training goes on.
+
+The gradient is known to be bad only after it was summed over the ranks, when one NaN is everywhere. Checking every
+gradient of every rank before the sum would cost a pass over memory in every step; so the culprit is looked for only
+when there is one, by running the step's forward and backward once more and looking at each gradient as it arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.base.batch_norm_classes import RunningNorm
+from meshwise.data_parallel.engine_protocol import Engine
+from meshwise.model.parameter_table import Row
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or the gradient of a step was not finite; the update was not applied."""
+
+
+@dataclass(frozen=True)
+class SkipPolicy:
+    """How many steps in a row may be skipped before NonFiniteError: 0 for `raise` and `end`, n for `skip:n`.
+
+    ends    whether such a step may leave parts of itself behind, as nobody trains on but from a checkpoint
+    """
+
+    most: int
+    ends: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> SkipPolicy:
+        """Read `raise`, `end` or `skip:<n>`. Raises ValueError."""
+        if text in ("raise", "end"):
+            return cls(0, ends=text == "end")
+        word, _, number = text.partition(":")
+        if word == "skip" and number.isdecimal() and int(number) > 0:
+            return cls(int(number))
+        raise ValueError(f"nonfinite={text!r}; write 'raise', 'end', or 'skip:3' to skip at most 3 such steps in a row")
+
+    def advice(self, *, updated: bool, counted: bool = True) -> str:
+        """What a user can do about it; `updated`: some units are; `counted`: whether the loss counted anything."""
+        if updated:
+            return (
+                "; with nonfinite='end' units whose gradient was finite are updated already, so load a checkpoint to "
+                "go on. With 'raise' nothing would be, and the update would begin later"
+            )
+        if self.most:
+            return f"; nonfinite='skip:{self.most}' allows no more such steps in a row"
+        if not counted:
+            return (
+                "; the update was not applied. Look at the batch: it may have no rows, or only labels that the loss "
+                "leaves out (padding, ignore_index)"
+            )
+        return (
+            "; the update was not applied. Lower the learning rate, clip, look at the batch, or use nonfinite='skip:3'"
+        )
+
+
+def culprits(engine: Engine, *, run: Callable[[Callable[[int, Row, Tensor], None]], None]) -> str:
+    """Name the first parameters, ranks and micro-batches whose own gradient is not finite, and the parameters that are
+    not themselves (a collective).
+
+    `run(arrival)` repeats this rank's forward and backward and calls `arrival(micro_batch, row, gradient)`.
+    """
+    own: list[tuple[int, str]] = []
+
+    def look(micro_batch: int, row: Row, gradient: Tensor) -> None:
+        if not bool(torch.isfinite(gradient).all()):
+            own.append((micro_batch, row.name))
+
+    run(look)
+    order = {row.name: number for number, row in enumerate(engine.table.rows)}
+    world = engine.world
+    own.sort(key=lambda found: (found[0], -order[found[1]]))
+    found = world.exchange((world.rank, len(own), own[:3]))
+    told = [
+        f"rank {rank}: {', '.join(f'{name} (micro-batch {micro})' for micro, name in first)}"
+        + (f" and {number - len(first)} more" if number > len(first) else "")
+        for rank, number, first in found
+        if number
+    ]
+    broken = [name for name, value in engine.full_parameters() if not bool(torch.isfinite(value).all())]
+    more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
+    themselves = f"; parameters that are not finite themselves: {', '.join(broken[:3])}{more}" if broken else ""
+    if not told:
+        return themselves + (
+            "; every rank's own gradients are finite when the step is run again, so their sum overflowed or the model "
+            "is not deterministic"
+        )
+    return f"; gradients that are not finite, nearest to the loss first: {'; '.join(told)}{themselves}"
+
+
+class Before:
+    """What a step changes ahead of its update, to be put back when the step is left out or raises: running statistics,
+    where one batch that is not finite would stay for ever, and the state of torch's generator.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._norms = [part for module in modules for part in module.modules() if isinstance(part, RunningNorm)]
+        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._random_state: Tensor | None = None
+
+    def keep(self) -> None:
+        """A step begins."""
+        self._kept = [(each, each.clone()) for norm in self._norms for each in norm.buffers(recurse=False)]
+        self._random_state = torch.get_rng_state()
+
+    def put_back(self) -> None:
+        """They are what they were then."""
+        assert self._random_state is not None
+        torch.set_rng_state(self._random_state)
+        for live, kept in self._kept:
+            live.copy_(kept)

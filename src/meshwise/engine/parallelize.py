@@ -1,0 +1,402 @@
+"""The one place where the parts meet, in one fixed order.
+
+plan -> world over the plan's mesh -> model (born or as it is) -> with pp, its stages, each of which goes on alone ->
+parameter table -> parts that tensor parallelism splits, and where that stores the rows -> units and their buckets ->
+buffers -> optimizer over the owned slices -> trainer
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwise.comm.api.world import World
+from meshwise.comm.in_process.thread_world import ThreadWorld
+from meshwise.comm.launch.joining import connect
+from meshwise.data_parallel.batch_statistics import Statistics, running_norms, take_over
+from meshwise.data_parallel.data_parallel_engine import DataParallel
+from meshwise.data_parallel.embedding_renorm import refuse_renormed
+from meshwise.data_parallel.engine_protocol import Engine
+from meshwise.data_parallel.shard_group import Keeping
+from meshwise.engine.cut_agreement import Example, agreed_schedule, cut_source, first_ranks, pairs_of, refuse_lost
+from meshwise.engine.live_stage import LiveStage
+from meshwise.engine.microbatch_runner import Sweep, Task, WholeSweep
+from meshwise.engine.nonfinite import SkipPolicy
+from meshwise.engine.staged_engine import StagedEngine
+from meshwise.engine.staged_runner import StagedSweep
+from meshwise.engine.step_result import Recipe
+from meshwise.engine.trainer import Trainer
+from meshwise.memory.activation_offload import activations
+from meshwise.memory.activation_policy import Around
+from meshwise.memory.memory_error import shortage_told
+from meshwise.memory.parked_storage import Saving
+from meshwise.memory.recomputed_blocks import Blocks
+from meshwise.memory.staging_buffers import Swap
+from meshwise.memory.tiers import Tiers
+from meshwise.model.blocks import Patterns
+from meshwise.model.deferred_init import Source, born
+from meshwise.model.forward import Forward, Loss, default_forward
+from meshwise.model.forward_replay import Recall
+from meshwise.model.parameter_table import ParameterOptions, check_trains, parameter_table
+from meshwise.model.random_draws import Draws
+from meshwise.optim.flat_optimizer import OptimizerClass, flat_optimizer
+from meshwise.pipeline.cut.model_cut import Cut, Where
+from meshwise.pipeline.run.build_stage import bare, make_stage
+from meshwise.pipeline.run.late_hooks import HooksSince
+from meshwise.pipeline.run.stage import Width
+from meshwise.pipeline.schedules.in_order import naive
+from meshwise.pipeline.schedules.validate import in_flight
+from meshwise.plan import Plan, PlanError
+from meshwise.precision.conversion import Doors, computing, convert, for_loss, place_buffer
+from meshwise.precision.dtype_policy import Precision, precision_of
+from meshwise.precision.loss_scale import Scale
+from meshwise.tensor.checks.shape_mismatch import misfits_told
+from meshwise.tensor.core.activation_slices import slices
+from meshwise.tensor.core.matmul import Streaming
+from meshwise.tensor.core.part import Part
+from meshwise.tensor.core.remote_parts import makers, parts_of_stage, stream_tokens, stream_width
+from meshwise.tensor.core.split_context import Context, Extents
+from meshwise.tensor.detect.rules import Rules, find_parts
+from meshwise.tensor.schemes.kv_replicas import mesh_with_twins, scheme_on
+from meshwise.tensor.tensor_parallel import tensor_parallel
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run may choose besides its plan. None of it depends on the number of ranks."""
+
+    clip_norm: float | None = None
+    """Scale the gradient down to this 2-norm when it is larger. None: never."""
+
+    seed: int = 0
+    """Seed of a model that is born here (one given as a function), and of what a model draws as it trains: dropout."""
+
+    nonfinite: str = "raise"
+    """When the loss or the gradient is not finite: `raise` and leave everything as it was, or `skip:n` to skip at most
+    n such steps in a row. `end` raises, and may leave units updated that only a load mends: so tiers on the CPU or a
+    disk update each unit as its gradient arrives, while the backward goes on, where nothing is clipped."""
+
+    forward: Forward | None = None
+    """`forward(model, batch) -> output`; by default `meshwise.model.forward.default_forward`."""
+
+    parameter_options: ParameterOptions | None = None
+    """`(name, parameter) -> optimizer options`; by default vectors (biases, norms) have no weight decay."""
+
+    tensor_rules: Rules | None = None
+    """With tp, the parts of modules whose names match a pattern: `{"blocks.*.up": "first"}`; see
+    `meshwise.tensor.detect.rules.Rules`. None: what the model declares and its structure says."""
+
+    parts: Mapping[str, Part] | None = None
+    """With tp, what `find_parts` has told of the same model under the same plan; it is not asked again."""
+
+    example: Any = None
+    """With pp, a batch like those to come, of any number of rows: the model is cut by running it once. Of a model that
+    is born here, the run is on the meta device, and `partition=time` counts operations."""
+
+    cut: Where = dataclasses.field(default_factory=Where)
+    """With pp, where the model may be cut: by hand, `Where(at=("blocks.3", "head"))`, or between the operations that
+    torch.fx traces, `Where(how="trace")`. By default between its pieces, and by a trace where those are too few."""
+
+    recomputed: Patterns = ()
+    """With `recompute` or `budget`, the modules that are recomputed as one, as patterns over their names:
+    `("encoder.layers.*", "decoder.layers.*")`. By default the model's blocks."""
+
+    precision: Precision | None = None
+    """A record of your own dtypes in place of the plan's `precision` and `wire`."""
+
+    loss_scale: Scale = dataclasses.field(default_factory=Scale)
+    """The first loss scale, where the precision has one (fp16)."""
+
+    saving: Saving = dataclasses.field(default_factory=Saving)
+    """With `offload=activations:…`, what is worth moving, and how far ahead it is brought back."""
+
+    swap: Swap = dataclasses.field(default_factory=Swap)
+    """With `offload=…:disk`, the folder of the file and the staging buffers: `Swap(folder=Path("/nvme"))`."""
+
+    streaming: Streaming = dataclasses.field(default_factory=Streaming)
+    """With tp, how operands that are gathered come together: `Streaming(keep=True)` keeps them for the backward,
+    `Streaming(panels=4)` never holds a whole one."""
+
+
+def parallelize(
+    model: nn.Module | Callable[[], nn.Module] | Source,
+    plan: Plan | str,
+    *,
+    loss: Loss,
+    optimizer: OptimizerClass = torch.optim.AdamW,
+    world: World | None = None,
+    options: Options | None = None,
+    **optimizer_arguments: Any,
+) -> Trainer:
+    """Put a plain model under a plan, on the ranks of `world` (by default the ones that torchrun started, or one).
+
+    `model` is a module, taken as it is (the first rank's values count), or a function that builds one: then no rank
+    holds more of the model than its plan says, and the same seed is the same model under every plan. A `Source` is a
+    model that was born already, or one without values for a rehearsal (`birth.shapes_of`).
+    `loss(output, batch)` returns (sum, count). The optimizer's own arguments follow by keyword: `lr=3e-4`.
+
+    Raises PlanError when the plan does not fit the world or the model, ValueError for a model, optimizer or option that
+    cannot work.
+    """
+    options = options or Options()
+    plan = Plan.of(plan)
+    world = world or connect()
+    plan = plan.resolve(world.size)
+    if options.clip_norm is not None and not options.clip_norm > 0:
+        raise ValueError(f"clip_norm={options.clip_norm}; give a norm above 0, or None to leave gradients as they are")
+    skip = SkipPolicy.parse(options.nonfinite)
+
+    source = model if isinstance(model, Source) else born(model, seed=options.seed)
+    check_trains(source.module)
+    precision = options.precision or precision_of(plan)
+    tiers = Tiers(plan.tiers, device=world.device, swap=options.swap)
+    tier = activations(plan.tiers.activations, device=world.device, swap=options.swap, how=options.saving)
+    around = Around(Blocks(plan, world=world, patterns=options.recomputed), tier)
+    forward = _computed(_told(options.forward or default_forward, plan=plan), precision, world.device)
+    task = Task(around.saved(forward), loss)
+    setting = Setting(plan, world, options, task, Keeping(plan.zero, precision, tiers), around)
+    with shortage_told(plan):
+        engine, sweep = (_in_stages if plan.pp > 1 else _whole)(source, setting=setting)
+    if not any(row.trainable for row in engine.table.rows):
+        raise ValueError("every parameter is frozen; set requires_grad=True on those that should train")
+    update = flat_optimizer(optimizer, groups=engine.slices(), **optimizer_arguments)
+    recipe = Recipe(options.clip_norm, skip, precision, options.loss_scale if precision.scaled else None)
+    return Trainer(engine, sweep=sweep, plan=plan, recipe=recipe, optimizer=update, around=around)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a model is put under."""
+
+    plan: Plan
+    world: World
+    options: Options
+    task: Task
+    keeping: Keeping
+    around: Around
+
+
+def _told(forward: Forward, *, plan: Plan) -> Forward:
+    """The forward, which says what to change where the model does not fit what tensor parallelism gives it."""
+
+    def run(model: nn.Module, batch: Any) -> Any:
+        with misfits_told(model, plan=plan):
+            return forward(model, batch)
+
+    return forward if plan.tp == 1 else run
+
+
+def _computed(forward: Forward, precision: Precision, device: torch.device) -> Forward:
+    """The forward in the dtype of the record, its output wide enough for a loss."""
+
+    def run(model: nn.Module, batch: Any) -> Any:
+        with computing(precision, device=device):
+            output = forward(model, batch)
+        return for_loss(output)
+
+    return forward if precision.computes is None else run
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What is the same for all that a rank has of one model: the parts that tp splits, the world along whose axes it
+    does, and whether ranks take the statistics of batch norms together. Of a stage, the pieces that are `absent`; of
+    what runs by itself, the `extents` of its activations.
+    """
+
+    setting: Setting
+    world: World
+    parts: Mapping[str, Part]
+    joined: bool
+    absent: frozenset[str] = frozenset()
+    extents: Extents = dataclasses.field(default_factory=Extents)
+
+    @classmethod
+    def by(cls, source: Source, setting: Setting) -> _Shared:
+        """Find out. What is found out about a model is found in the dtype that it was written in."""
+        plan, module = setting.plan, source.module
+        with _as_plan_error():
+            parts = setting.options.parts
+            if parts is None:
+                parts = find_parts(module, plan=plan, rules=setting.options.tensor_rules) if plan.tp > 1 else {}
+        setting.around.undo.callback(Doors(module, precision=setting.keeping.precision).close)
+        world = setting.world.over(mesh_with_twins(plan, parts=parts.values()))
+        refuse_renormed(module, plan=plan, world=world, keeping=setting.keeping)
+        return cls(setting, world, parts, _batch_norms_join(module, setting, world))
+
+
+@contextlib.contextmanager
+def _as_plan_error() -> Iterator[None]:
+    """A model that tensor parallelism cannot split, or not by these rules, is one that the plan does not fit."""
+    try:
+        yield
+    except PlanError:
+        raise
+    except ValueError as error:
+        raise PlanError(str(error)).with_traceback(error.__traceback__) from None
+
+
+def _live(
+    source: Source, shared: _Shared, *, recall: Recall, spare: Collection[str] | None = None
+) -> tuple[DataParallel, Draws, Statistics]:
+    """What runs and keeps a module on this rank. `spare`: of a stage, the parameters that one before it has as well."""
+    setting, world, module = shared.setting, shared.world, source.module
+    plan, options = setting.plan, setting.options
+    convert(module, precision=setting.keeping.precision)
+    table = parameter_table(module, options=options.parameter_options)
+    table = table if spare is None else table.of_stage(spare=set(spare))
+    scheme = scheme_on(world.mesh, plan=plan, blocks=False)
+    outside = Context(world, scheme, shared.extents, streaming=options.streaming, recall=recall)
+    if shared.parts:
+        with _as_plan_error():
+            split = tensor_parallel(module, plan=plan, parts=shared.parts, outside=outside)
+        table = table.placed(split)
+    engine = DataParallel(source, table=table, world=world, keeping=setting.keeping, by_module=spare is None)
+    draws = _draws(module, shared, outside)
+    recall.remember(draws)
+    return engine, draws, Statistics(module, world=world, axes=plan.data_axes, joined=shared.joined)
+
+
+def _whole(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
+    """The model as one, on every rank."""
+    shared, recall = _Shared.by(source, setting), Recall()
+    blocks = setting.around.blocks.names(source.module)
+    _place_buffers(source, shared.world, setting.keeping.precision)
+    engine, draws, statistics = _live(source, shared, recall=recall)
+    setting.around.blocks.install(source.module, names=blocks, recall=recall)
+    return engine, WholeSweep(
+        engine,
+        task=setting.task,
+        draws=draws,
+        statistics=statistics,
+        schedule=naive(1, microbatches=setting.plan.microbatches),
+        rows_meet=_rows_meet(setting.plan, shared.world),
+    )
+
+
+def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
+    """The stages of the model that this rank has, after the cut that the first rank makes of it."""
+    plan, options = setting.plan, setting.options
+    shared = _Shared.by(source, setting)
+    world, parts = shared.world, shared.parts
+    schedule = agreed_schedule(plan, world=world)
+    _agree(source, world)
+    _place_buffers(source, world, setting.keeping.precision)
+    example = Example(options.example, setting.task.forward, options.cut, setting.task.loss, pairs_of(parts))
+    cut = first_ranks(
+        lambda: cut_source(source, plan=plan, schedule=schedule, example=example, device=world.device), world=world
+    )
+    refuse_lost(parts, cut=cut)
+    blocks = _recomputed(source.module, setting, cut)
+    like = bare(source.module)
+    convert(like, precision=setting.keeping.precision)
+    stages: dict[int, LiveStage] = {}
+    for index in schedule.stages_of(world.group("pp").index):
+        stage, recall = make_stage(source.module, cut=cut, index=index, like=like), Recall()
+        recall.remember(stage.crossing)
+        extents = Extents()
+        stage.crossing.width = Width(
+            *stream_width(parts, plan=plan, world=world),
+            made=makers(parts, module=source.module),
+            tokens=stream_tokens(extents, plan=plan, world=world),
+            blocks=[name for name, part in parts.items() if part.role == "block"],
+        )
+        spare = [name for name, holders in cut.holders.items() if holders[0] < index]
+        here = parts_of_stage(parts, module=stage.module, model=source.module, last=index + 1 == cut.stages)
+        met = cut.met(index)
+        absent = frozenset(met.modules) - frozenset(met.modules[met.start : met.stop])
+        own = dataclasses.replace(shared, parts=here, absent=absent, extents=extents)
+        stages[index] = LiveStage(stage, *_live(source.part(stage.module), own, recall=recall, spare=spare))
+        kept = in_flight(schedule)[index]
+        halves = {name: f"{name} of stage {index}" for name in met.opened}
+        setting.around.blocks.install(stage.module, names=blocks, recall=recall, in_flight=kept, parts=halves)
+    if not source.deferred:
+        _let_go(source.module)
+    engines = {index: live.engine for index, live in stages.items()}
+    hooks = HooksSince(source, stages=[engine.module for engine in engines.values()], cut=cut)
+    whole = StagedEngine(engines, ranks=schedule.rank_of, world=world, hooks=hooks)
+    sweep = StagedSweep(
+        whole, stages=stages, task=setting.task, schedule=schedule, cut=cut, rows_meet=_rows_meet(plan, world)
+    )
+    return whole, sweep
+
+
+def _recomputed(module: nn.Module, setting: Setting, cut: Cut) -> list[str]:
+    """The modules that stages recompute: blocks. A trace calls none, so each of its stages is recomputed as one."""
+    plan, named = setting.plan, setting.options.recomputed
+    if cut.trace is None or named:
+        names = setting.around.blocks.names(module)
+        if lost := [name for name in names if cut.trace is not None and not cut.trace.knows(name)]:
+            raise PlanError(
+                f"the plan '{plan}' recomputes {', '.join(lost)}, and the model is cut between the operations of its "
+                "trace, which does not call that as a whole; name modules inside, or none for whole stages"
+            )
+        return names
+    if plan.budget:
+        raise PlanError(
+            f"the plan '{plan}' has a budget, and the model is cut between the operations of its trace, which has no "
+            "blocks to choose among; give recompute, for whole stages, or fewer stages, which are cut between blocks"
+        )
+    return [] if plan.recompute == "none" else [""]
+
+
+def _rows_meet(plan: Plan, world: World) -> bool:
+    """Whether ranks share out the rows of one product, so that none can do without the others."""
+    return world.group(plan.data_axes).size > world.group("dp").size
+
+
+def _agree(source: Source, world: World) -> None:
+    """The first rank's values count, of a model that every rank has."""
+    if not source.deferred:
+        for name, parameter in source.module.named_parameters():
+            value = source.agreed(name, world=world)
+            source.full(name).copy_(value)
+            parameter.detach().copy_(value)
+
+
+def _let_go(module: nn.Module) -> None:
+    """Free the parameters of the user's module, which the stages have copies of; NaN cannot pass for the model."""
+    for parameter in module.parameters():
+        value = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
+        nothing = torch.full((), value, dtype=parameter.dtype, device=parameter.device)
+        parameter.data = nothing.expand(parameter.shape)
+
+
+def _draws(module: nn.Module, shared: _Shared, outside: Context) -> Draws:
+    setting, parts = shared.setting, shared.parts
+    local = setting.plan.random == "local"
+    if local and parts and isinstance(shared.world, ThreadWorld):
+        raise ValueError("random=local draws from torch's own generator, which threads share; give random=global")
+    before, after = slices(module, plan=setting.plan, parts=parts, outside=outside, absent=shared.absent)
+    return Draws(module, seed=setting.options.seed, before=before, after=after, local=local)
+
+
+def _place_buffers(source: Source, world: World, precision: Precision) -> None:
+    """Buffers are whole everywhere, on the device, and the first rank's values count for a model taken as it is."""
+    source.buffers()
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for module in source.module.modules():
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if buffer not in made:
+                made[buffer] = place_buffer(buffer, precision=precision, device=world.device)
+                if not source.deferred:
+                    world.broadcast(made[buffer], axes=world.mesh.names).wait()
+            setattr(module, name, made[buffer])
+
+
+def _batch_norms_join(module: nn.Module, setting: Setting, world: World) -> bool:
+    """Whether ranks take the statistics of batch norms together. Raises PlanError where they cannot."""
+    norms = list(running_norms(module))
+    setting.around.undo.push(take_over(module))
+    if norms and _rows_meet(setting.plan, world):
+        raise PlanError(
+            f"{norms[0]} takes statistics over the batch, and tp_mode={setting.plan.tp_mode} splits the features that "
+            "they are of; use tp_mode=1d, or GroupNorm or LayerNorm"
+        )
+    return bool(norms) and world.group(setting.plan.data_axes).size > 1

@@ -1,0 +1,206 @@
+"""All stages of a model as one engine.
+
+What holds for a stage holds for the model: its table is the stages' one after the other, its norm the sum of theirs. A
+parameter that several stages hold is one: their gradients are summed on the first of them, which sends the sum back, so
+that every copy is updated alike; only the first one counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.comm.api.world import World
+from meshwise.data_parallel.bucket import Bucket
+from meshwise.data_parallel.bucket_place import Options
+from meshwise.data_parallel.data_parallel_engine import DataParallel
+from meshwise.data_parallel.live_unit import LiveUnit
+from meshwise.model.parameter_table import ParameterTable, Row
+from meshwise.pipeline.run.late_hooks import HooksSince
+
+
+class StagedEngine:
+    """All stages: an `Engine`."""
+
+    def __init__(
+        self, stages: Mapping[int, DataParallel], *, ranks: Sequence[int], world: World, hooks: HooksSince
+    ) -> None:
+        """`stages` are this rank's, `ranks` where each stage of all is, by index along `pp`. Every rank calls it."""
+        self._hooks = hooks
+        self.world = world
+        self.tiers = next(iter(stages.values())).tiers
+        self._stages = stages
+        self._ranks = ranks
+        own = {index: (engine.table, _buffers(engine.module)) for index, engine in stages.items()}
+        told = {index: told for ranks in world.exchange(own, axes="pp") for index, told in ranks.items()}
+        # In a rehearsal, stages that are like another one are not there to tell.
+        self._tables = {index: told[index][0] for index in sorted(told)}
+        first: dict[str, tuple[int, Tensor]] = {}
+        for index in self._tables:
+            for name, like in told[index][1].items():
+                first.setdefault(name, (index, like))
+        self._buffers = first
+        units = [
+            dataclasses.replace(unit, rows=tuple(row for row in unit.rows if not row.spare))
+            for table in self._tables.values()
+            for unit in table.units
+        ]
+        self.table = ParameterTable(tuple(unit for unit in units if unit.rows))
+
+    @property
+    def tied(self) -> frozenset[str]:
+        """The parameters that several stages hold."""
+        return frozenset(row.name for table in self._tables.values() for row in table.rows if row.spare)
+
+    @property
+    def module(self) -> nn.Module:
+        """The stage's module, or a list of them."""
+        return self.modules[0] if len(self._stages) == 1 else nn.ModuleList(self.modules)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Those of the stages."""
+        return [engine.module for engine in self._stages.values()]
+
+    @property
+    def units(self) -> list[LiveUnit]:
+        """Those of the stages."""
+        return [unit for engine in self._stages.values() for unit in engine.units]
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Those of the stages that have gradients."""
+        return [bucket for engine in self._stages.values() for bucket in engine.buckets]
+
+    def slices(self) -> dict[Options, list[nn.Parameter]]:
+        """What an optimizer updates on this rank, by options: the same options in the same order on every rank."""
+        groups: dict[Options, list[nn.Parameter]] = {row.options: [] for row in self.table.rows if row.trainable}
+        for engine in self._stages.values():
+            for options, parameters in engine.slices().items():
+                groups[options] += parameters
+        return groups
+
+    def check_parameters(self) -> None:
+        """Raise ValueError when a parameter of the model is not what it was when the plan was applied, or has hooks
+        that no stage knows of, or a module has.
+        """
+        self._hooks.refuse()
+        for engine in self._stages.values():
+            engine.check_parameters()
+
+    def squared_norm(self) -> Tensor:
+        """This rank's share of the squared norm of the summed gradient, fp64."""
+        return torch.stack([engine.squared_norm() for engine in self._stages.values()]).sum()
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the owned gradients."""
+        for engine in self._stages.values():
+            if engine.buckets:
+                engine.scale_gradients(factor)
+
+    def publish(self) -> None:
+        """Bring what this rank holds of the masters to the ranks that use them."""
+        for engine in self._stages.values():
+            engine.publish()
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor) in table order, on every rank; the tensor is valid until the next one is asked for."""
+        return self._from_holders(lambda engine: engine.full_parameters(), lambda row: row.dtype)
+
+    def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, full reduced gradient) of the trainable parameters in table order, on every rank."""
+        precision = next(iter(self._stages.values())).keeping.precision
+        dtype = lambda row: precision.master_of(row.dtype)  # noqa: E731
+        return self._from_holders(lambda engine: engine.full_gradients(), dtype, trainable=True)
+
+    def full_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, value) of the buffers, on every rank, from the first stage that has each."""
+        for name, (index, like) in self._buffers.items():
+            here = self._stages.get(index)
+            value = torch.empty_like(like, device=self.world.device) if here is None else here.module.get_buffer(name)
+            self.world.broadcast(value, axes="pp", source=self._ranks[index]).wait()
+            yield name, value
+
+    def saves(self, buffer: str) -> bool:
+        """Whether this rank is the one that saves a buffer."""
+        others = [axis for axis in self.world.mesh.names if axis != "pp"]
+        holder = self._ranks[self._buffers[buffer][0]]
+        return self.world.group("pp").index == holder and self.world.group(others).index == 0
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of parameters and gradients on this rank, and of the parameters that were gathered at most."""
+        total: Counter[str] = Counter()
+        for engine in self._stages.values():
+            total.update(engine.memory())
+        return dict(total)
+
+    def close(self) -> None:
+        """Remove the hooks from the model."""
+        for engine in self._stages.values():
+            engine.close()
+
+    def sum_ties(self) -> None:
+        """Sum the gradients of each parameter that several stages hold, on all of them."""
+        holders: dict[str, list[int]] = {}
+        for index, table in self._tables.items():
+            for row in table.rows:
+                if row.trainable:
+                    holders.setdefault(row.name, []).append(index)
+        for name, stages in holders.items():
+            if len(stages) > 1:
+                self._sum_tie(name, stages)
+
+    def _sum_tie(self, name: str, stages: Sequence[int]) -> None:
+        own = {index: engine.accumulated(name) for index, engine in self._stages.items() if index in stages}
+        here, first = self.world.group("pp").index, stages[0]
+        if first in own:
+            total = own[first]
+            for index in stages[1:]:
+                other = own.get(index)
+                if other is None:
+                    other = torch.empty_like(total)
+                    self.world.recv(other, axis="pp", source=self._ranks[index]).wait()
+                total.add_(other)
+            away = {self._ranks[index] for index in stages} - {here}
+            works = [self.world.send(total, axis="pp", to=rank) for rank in sorted(away)]
+        else:
+            total = torch.empty_like(next(iter(own.values()))) if own else torch.empty(0)
+            works = [self.world.send(mine.clone(), axis="pp", to=self._ranks[first]) for mine in own.values()]
+            if own:
+                self.world.recv(total, axis="pp", source=self._ranks[first]).wait()
+        for work in works:
+            work.wait()
+        for index in own.keys() - {first}:
+            own[index].copy_(total)
+
+    def _from_holders(
+        self,
+        values: Callable[[DataParallel], Iterator[tuple[str, Tensor]]],
+        dtype: Callable[[Row], torch.dtype],
+        *,
+        trainable: bool = False,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The values of every stage's engine, sent by its rank to the others along `pp`."""
+        for index, table in self._tables.items():
+            here = self._stages.get(index)
+            found = iter(()) if here is None else values(here)
+            for row in table.rows:
+                if row.trainable or not trainable:
+                    value = torch.empty(row.shape, dtype=dtype(row), device=self.world.device)
+                    if here is not None:
+                        name, value = next(found)
+                        assert name == row.name
+                    if not row.spare:
+                        value = value.contiguous()
+                        self.world.broadcast(value, axes="pp", source=self._ranks[index]).wait()
+                        yield row.name, value
+            for _ in found:
+                raise AssertionError("a stage has more parameters than its table")
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.detach().to("meta") for name, buffer in module.named_buffers()}

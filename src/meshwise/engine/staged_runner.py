@@ -1,0 +1,165 @@
+"""One sweep over the micro-batches of a rank that runs stages: by the interpreter, in the order of a schedule."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.base.tensor_tree import map_tensors
+from meshwise.engine.batch_sharding import MicroBatch
+from meshwise.engine.live_stage import Keeper, LiveStage
+from meshwise.engine.microbatch_runner import Counted, Seen, Sums, Task, placed, scaled, zeros
+from meshwise.engine.staged_engine import StagedEngine
+from meshwise.model.forward import call_loss
+from meshwise.pipeline.cut.model_cut import Cut
+from meshwise.pipeline.run.absent_outputs import Absent
+from meshwise.pipeline.run.packed_tree import bones, pack, unpack
+from meshwise.pipeline.run.runtime import Job, Runtime
+from meshwise.pipeline.run.stage import signature
+from meshwise.pipeline.schedules.action import Action, Kind, Schedule
+from meshwise.pipeline.schedules.passes import add_gathers, add_transfers, lower
+from meshwise.plan import PlanError
+
+
+class StagedSweep:
+    """This rank runs stages."""
+
+    def __init__(
+        self,
+        engine: StagedEngine,
+        *,
+        stages: Mapping[int, LiveStage],
+        task: Task,
+        schedule: Schedule,
+        cut: Cut,
+        rows_meet: bool,
+    ) -> None:
+        """`rows_meet`: ranks share out the rows of one product."""
+        self.lockstep = rows_meet or any(live.statistics.joined for live in stages.values())
+        self.cut: Cut | None = cut
+        self._copies = cut.writes
+        self._engine, self._stages, self._task = engine, stages, task
+        self._world = engine.world
+        self._zero = max(stage.engine.zero for stage in stages.values())
+        self.schedule, self._plain = lower(schedule, zero=self._zero), schedule
+        self.evaluated_in = schedule.microbatches
+        self._keepers = {index: Keeper(live, tied=engine.tied) for index, live in stages.items()}
+        runs = {index: live.stage for index, live in stages.items()}
+        self._runtime = Runtime(runs, keepers=self._keepers, world=self._world)
+
+    @cached_property
+    def _forwards(self) -> Schedule:
+        """What an evaluation runs: a training that never evaluates need not make it."""
+        forwards = add_transfers(_forwards(self._plain))
+        return add_gathers(forwards) if self._zero == 3 else forwards
+
+    def begin(self, step: int) -> None:
+        """A step begins: any number that no other step has."""
+        for live in self._stages.values():
+            live.draws.begin(step)
+
+    def finish(self) -> None:
+        """The step's forwards and backwards are over."""
+        for live in self._stages.values():
+            live.draws.finish()
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        for live in self._stages.values():
+            live.draws.close()
+
+    def train(self, parts: Sequence[MicroBatch], *, scale: float, counted: Counted) -> Sums:
+        """Forward, backward of the loss times `scale`, and reduction; the loss and the count of this rank."""
+        sums = zeros(self._world)
+        for keeper in self._keepers.values():
+            keeper.begin(parts)
+        self._runtime.run(self.schedule, jobs=self._jobs(parts, sums, scale))
+        self._world.journal.doing = "settle"
+        counted(sums[1])
+        self._engine.sum_ties()
+        for keeper in self._keepers.values():
+            keeper.settle()
+        return sums
+
+    def evaluate(self, parts: Sequence[MicroBatch]) -> Sums:
+        """Forward of every micro-batch; the loss and the count of this rank."""
+        sums = zeros(self._world)
+        for keeper in self._keepers.values():
+            keeper.begin_forwards(parts)
+        self._runtime.run(self._forwards, jobs=self._jobs(parts, sums))
+        return sums
+
+    def inspect(self, parts: Sequence[MicroBatch], *, seen: Seen) -> None:
+        """Forward and backward again, for the gradients to be looked at."""
+        for keeper in self._keepers.values():
+            keeper.begin(parts, seen=seen)
+        self._runtime.run(self.schedule, jobs=self._jobs(parts, zeros(self._world)))
+
+    def predict(self, batch: Any) -> Any:
+        """The output for a batch, which the last stage sends to the others. Raises PlanError where it has not received
+        all of that.
+        """
+        absent = Absent(live.stage.crossing.void for live in self._stages.values())
+
+        def call(model: nn.Module) -> Any:
+            with absent:
+                return self._task.forward(model, self._given(batch))
+
+        for keeper in self._keepers.values():
+            keeper.begin_forwards(())
+        returned = self._runtime.run(self._forwards, jobs={0: Job(call, (signature(batch), False))})
+        parcel = pack({"output": returned[0]}) if returned else None
+        if names := "".join(self._world.exchange(absent.names(returned[0]) if returned else "", axes="pp")):
+            raise PlanError(
+                f"predict would return {names}: other stages compute that, the loss does not use it, and so the last "
+                "stage has not received it. Let the model not return it (of transformers: output_hidden_states=False, "
+                "output_attentions=False), or the loss use it; or load a checkpoint under a plan without pp and "
+                "predict there"
+            )
+        told = self._world.exchange(parcel and parcel.skeleton, axes="pp")
+        source = next(index for index, skeleton in enumerate(told) if skeleton is not None)
+        arrived = [torch.empty(bone.shape, dtype=bone.dtype, device=self._world.device) for bone in bones(told[source])]
+        if parcel is not None:
+            arrived = [tensor.contiguous() for tensor in parcel.tensors]
+        for tensor in arrived:
+            self._world.broadcast(tensor, axes="pp", source=source).wait()
+        return unpack(told[source], arrived=arrived)["output"]
+
+    def _jobs(self, parts: Sequence[MicroBatch], sums: Sums, scale: float = 1.0) -> dict[int, Job]:
+        grads = torch.is_grad_enabled()
+        return {
+            index: Job(functools.partial(self._run, part, sums, scale), (signature(part.rows), grads))
+            for index, part in enumerate(parts)
+            if part.rows is not None
+        }
+
+    def _given(self, batch: Any) -> Any:
+        """A batch as a stage may have it."""
+        rows = placed(batch, world=self._world)
+        return map_tensors(torch.clone, rows) if self._copies else rows
+
+    def _run(self, part: MicroBatch, sums: Sums, scale: float, model: nn.Module) -> Tensor:
+        """Forward and loss of one micro-batch; only on the last stage it comes to an end, and counts."""
+        rows = self._given(part.rows)
+        loss, count = call_loss(model, rows, forward=self._task.forward, loss=self._task.loss)
+        if not part.counts:
+            return scaled(loss, by=0.0)
+        sums[0].add_(loss.detach().double())
+        sums[1].add_(count)
+        return scaled(loss, by=scale)
+
+
+def _forwards(schedule: Schedule) -> Schedule:
+    """Every micro-batch through every stage, one after the other."""
+    return Schedule(
+        tuple(
+            tuple(Action(stage, Kind.F, index) for index, stage in itertools.product(range(schedule.microbatches), own))
+            for own in map(schedule.stages_of, range(schedule.ranks))
+        )
+    )

@@ -1,0 +1,178 @@
+"""One step: forward and backward of this rank's micro-batches, an exchange with the other ranks, and an update or none.
+
+Four numbers are exchanged, once: the sum of the loss, its count, the squared norm of the gradient, and a digest of the
+collectives called. With them every rank divides, clips, updates and refuses alike, and gradients of ranks that
+disagreed are never applied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.base import tensor_tree as tree
+from meshwise.comm.api.flight_recorder import RanksDisagree
+from meshwise.comm.in_process.thread_world import ThreadWorld
+from meshwise.data_parallel.engine_protocol import Engine
+from meshwise.data_parallel.update_timing import Updating
+from meshwise.engine.batch_sharding import Dealer, MicroBatch
+from meshwise.engine.microbatch_runner import Sweep, zeros
+from meshwise.engine.nonfinite import Before, NonFiniteError, culprits
+from meshwise.engine.rank_mismatch import Given, batch_digest, dissent_text
+from meshwise.engine.step_result import Recipe, StepResult, Totals, check_count
+from meshwise.memory.activation_policy import Around
+from meshwise.memory.malloc_settings import shaping
+from meshwise.plan import Plan
+from meshwise.precision.loss_scale import Scale, likely_count
+
+
+class Stepping:
+    """The steps of one training, and what each leaves to the next.
+
+    applied     whether the last step was neither skipped nor raised
+    clipped     what its gradient was multiplied by to be no longer than the recipe says
+    """
+
+    def __init__(
+        self, engine: Engine, *, sweep: Sweep, plan: Plan, recipe: Recipe, updating: Updating, around: Around
+    ) -> None:
+        """`around` is what surrounds the model."""
+        self.applied = True
+        self.clipped = 1.0
+        self.dealer = Dealer(engine.world, plan.data_axes, sweep.lockstep)
+        self._world = engine.world
+        self._engine = engine
+        self._sweep = sweep
+        self._plan = plan
+        self._recipe = recipe
+        self._updating = updating
+        self._around = around
+        self._steps = 0
+        self._skips = 0
+        self._compared = False
+        self._scale = recipe.scale
+        self._before = Before(engine.modules)
+        # Ranks that are threads share a process, of which a training is only a part.
+        self._takes_shape = not isinstance(self._world, ThreadWorld)
+
+    def step(self, batch: Any, *, local: bool, total: int | None, only: Collection[int] | None) -> StepResult:
+        """One step, as `Trainer.step` says."""
+        started, began = time.perf_counter(), time.monotonic()
+        self._world.journal.doing = "begin"
+        self._engine.check_parameters()
+        self._updating.begin()
+        parts = self.dealer.cut(batch, local=local, total=total, parts=self._plan.microbatches)
+        if only is not None:
+            parts = [part if index in only else part.skipped() for index, part in enumerate(parts)]
+        self._sweep.begin(self._steps)
+        self._take_measure(batch, local=local)
+        self._before.keep()
+        scale, self.applied = self._scale, False
+        with shaping(self._world) if self._takes_shape else contextlib.nullcontext():
+            try:
+                totals, problem = self._attempt(batch, parts, local=local)
+            finally:
+                if not self.applied:
+                    self._before.put_back()
+            self._around.finish()
+        self._takes_shape &= not self.applied  # a step that was skipped has not made the optimizer's state
+        self._world.journal.doing = ""
+        seconds = time.perf_counter() - started
+        moved = (piece for piece in self._engine.tiers.moved if piece.started >= began)
+        self._world.journal.went_on((piece.kind, piece.started, piece.ended) for piece in moved)
+        told = 1.0 if scale is None else scale.value
+        return StepResult(totals.mean, totals.norm, int(totals.count), seconds, not self.applied, problem, told)
+
+    def _attempt(self, batch: Any, parts: Sequence[MicroBatch], *, local: bool) -> tuple[Totals, str | None]:
+        """Forward, backward and update; the sums over the ranks, and why the update was left out."""
+        given = 0 if local else batch_digest(batch, contents=not self._compared)
+        with self._world.record() as called:
+            sums = self._sweep.train(parts, scale=self._factor, counted=self._counted)
+            self._sweep.finish()
+            self._world.journal.doing = "exchange"
+            totals = self._exchange(sums, Given(given, tree.rows(batch), tuple(called)))
+        check_count(totals.count)
+        self._compared = True
+        self._world.journal.doing = "update"
+        if totals.problem is not None:
+            self._before.put_back()
+            return totals, self._left_out(totals.problem, totals, parts)
+        self._apply(totals)
+        self.applied = True
+        self._skips, self._steps = 0, self._steps + 1
+        return totals, None
+
+    def _left_out(self, problem: str, totals: Totals, parts: Sequence[MicroBatch]) -> str:
+        """Why a step's update is left out. Raises NonFiniteError when it must not be."""
+        scale = self._scale
+        if scale is not None and totals.overflowed and not scale.exhausted:
+            self._scale = scale.overflowed().expecting(totals.count)
+            return f"the gradient overflowed at a loss scale of {scale.value:g}; it is {self._scale.value:g} now"
+        updated = self._updating.leave_out()
+        if totals.count:
+            problem += culprits(self._engine, run=lambda seen: self._sweep.inspect(parts, seen=seen))
+        self._skips += 1
+        if self._skips > self._recipe.nonfinite.most:
+            raise NonFiniteError(problem + self._recipe.nonfinite.advice(updated=updated, counted=bool(totals.count)))
+        return problem
+
+    def _apply(self, totals: Totals) -> None:
+        totals.warn_of_nothing(self._world.rank)
+        clip = self._recipe.clip_norm
+        self.clipped = 1.0 if clip is None else min(1.0, clip / (totals.norm + 1e-6))
+        factor = self.clipped / totals.count / self._factor
+        if self._scale is not None:
+            self._scale = self._scale.updated().expecting(totals.count)
+        self._updating.apply(factor)
+
+    @property
+    def _factor(self) -> float:
+        """What the loss is multiplied by before the backward."""
+        return 1.0 if self._scale is None else self._scale.factor
+
+    def _take_measure(self, batch: Any, *, local: bool) -> None:
+        """Before the first step of all: about how much its batch counts. A local part may be another on each rank."""
+        if self._scale is not None and not self._scale.count:
+            parts = self.dealer.ranks if local else 1
+            self._scale = self._scale.expecting(parts * max(self._world.exchange(likely_count(batch))))
+
+    # ---- sums over the ranks -----------------------------------------------------------------------------------
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether what this rank counts is not what another one counts."""
+        others = [axis for axis in self._world.mesh.names if axis not in ("pp", *self._plan.data_axes)]
+        return self._world.group(others).index == 0
+
+    def _counted(self, count: Tensor) -> None:
+        self._updating.counted(count if self._speaks else torch.zeros_like(count))
+
+    def _exchange(self, sums: tuple[Tensor, Tensor], had: Given) -> Totals:
+        """Sum loss, count and squared norm over the ranks, and make sure that they had the same batch and calls.
+
+        Ranks with the same rows of the batch have the same loss; the first of them speaks for all. Of a pipeline, only
+        the last stage has one.
+        """
+        world, numbers = self._world, [*(sums if self._speaks else zeros(self._world)), self._engine.squared_norm()]
+        (loss, count, squared), dissent = world.totals(torch.stack(numbers), said=had.batch)
+        if dissent:
+            raise RanksDisagree(dissent_text(world.mesh, found=dict(world.exchange((world.rank, had)))))
+        return Totals(loss, count, squared / self._factor**2)
+
+    # ---- from one run to the next ------------------------------------------------------------------------------
+
+    def kept(self) -> dict[str, Any]:
+        """What a run that goes on from here has to know, as JSON values."""
+        scale = self._scale and self._scale.state()
+        return {"steps": self._steps, "skips": self._skips, "scale": scale}
+
+    def take_up(self, kept: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self._steps, self._skips = int(kept["steps"]), int(kept["skips"])
+        if self._scale is not None and kept.get("scale") is not None:
+            self._scale = Scale.restored(kept["scale"])

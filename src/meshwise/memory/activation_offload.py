@@ -1,0 +1,140 @@
+"""What a forward saves for its backward, on the CPU or on disk in between.
+
+Most of what a forward saves is asked for much later, in the reverse order. So it can leave the device while the forward
+goes on, and come back before the backward asks:
+
+    forward    save a │ save b │ save c │ …        backward    … │ needs c │ needs b │ needs a
+    out           └a out──┘└b out──┘                back          b back ──┘└ a back ──┘
+
+    cpu     from a GPU to pinned memory of the host and back, on a stream of their own (torch's `save_on_cpu` copies on
+            the stream that computes, which waits for every copy). A rank that computes on the CPU has them there.
+    disk    through a few aligned buffers into the file of the tier, by its threads; pinned ones when there is a GPU
+
+What moves is a whole storage, once for all tensors in it (queries, keys and values are three views of one product), and
+comes back as the same bytes under the same strides. Parameters, buffers and small tensors stay. Under recomputation
+what is saved are the blocks' inputs, and those move.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from meshwise.memory.parked_storage import Mover, Parked, Saving, alive
+from meshwise.memory.rehearsed_movers import RehearsedMover
+from meshwise.memory.staging_buffers import Swap
+from meshwise.memory.storage_movers import ToCPU, ToDisk
+from meshwise.memory.swap_file import SwapFile
+
+_VIEWS = 8
+"""A storage that is more than so many times as large as what is saved of it stays where it is."""
+
+
+class Activations:
+    """The tier of one rank's activations."""
+
+    def __init__(self, tier: str, *, mover: Mover, how: Saving) -> None:
+        self.tier = tier
+        self.mover = mover
+        self._how = how
+
+    def close(self) -> None:
+        """Give the memory and the file back."""
+        self.mover.close()
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were away at one time."""
+        return self.mover.peak
+
+    @contextlib.contextmanager
+    def saving(self, model: nn.Module) -> Iterator[None]:
+        """Inside runs a forward of the model, whose own tensors stay."""
+        line = _Line(self.mover, model, self._how)
+        with saved_tensors_hooks(line.pack, line.unpack):
+            yield
+
+
+@dataclass(frozen=True)
+class _View:
+    """A saved tensor whose storage is away."""
+
+    parked: Parked
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Line:
+    """What one forward has saved, in order."""
+
+    def __init__(self, mover: Mover, model: nn.Module, how: Saving) -> None:
+        self._mover, self._model, self._how = mover, model, how
+        self._own = {buffer.untyped_storage()._cdata for buffer in model.buffers()}
+        self._known: dict[tuple[int, int], tuple[weakref.ref[Any], weakref.ref[Parked]]] = {}
+        self._last: weakref.ref[Parked] | None = None
+
+    def pack(self, tensor: Tensor) -> Tensor | _View:
+        """Autograd saves a tensor."""
+        if not self._moves(tensor):
+            return tensor.detach()
+        storage = tensor.untyped_storage()
+        key = storage._cdata, tensor._version
+        held, known = self._known.get(key, (None, None))
+        parked = known() if held is not None and known is not None and held() is not None else None
+        if parked is None:
+            values = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            parked = self._mover.park(values, before=alive(self._last))
+            self._known[key] = weakref.ref(storage), weakref.ref(parked)
+            self._last = weakref.ref(parked)
+        return _View(parked, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def unpack(self, saved: Tensor | _View) -> Tensor:
+        """Autograd wants it back."""
+        if isinstance(saved, Tensor):
+            return saved
+        values = saved.parked.fetch(ahead=self._how.ahead)
+        whole = values[: values.numel() // saved.dtype.itemsize * saved.dtype.itemsize].view(saved.dtype)
+        return whole.as_strided(saved.shape, saved.stride, whole.storage_offset() + saved.offset)
+
+    def _moves(self, tensor: Tensor) -> bool:
+        if tensor.layout != torch.strided or type(tensor) not in (Tensor, nn.Parameter):
+            return False
+        if tensor.device.type != self._mover.device.type:
+            return False
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
+        return self._how.least <= size <= _VIEWS * tensor.nbytes and not self._is_the_models(storage._cdata)
+
+    def _is_the_models(self, storage: int) -> bool:
+        """Whether it holds parameters (which are somewhere else before they are gathered) or buffers."""
+        if storage in self._own:
+            return True
+        found = {parameter.untyped_storage()._cdata for parameter in self._model.parameters()}
+        self._own |= found
+        return storage in found
+
+
+def activations(tier: str, *, device: torch.device, swap: Swap, how: Saving) -> Activations | None:
+    """The tier that a plan names; None where activations stay: those of a CPU are on the CPU already.
+
+    Raises TierError for a disk that cannot be written to.
+    """
+    if tier == "device" or (tier == "cpu" and device.type != "cuda"):
+        return None
+    mover: Mover
+    if device.type == "meta":
+        mover = RehearsedMover(how)
+    elif tier == "cpu":
+        mover = ToCPU(device)
+    else:
+        mover = ToDisk(SwapFile(swap.folder), device=device, how=how)
+    return Activations(tier, mover=mover, how=how)

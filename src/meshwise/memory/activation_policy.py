@@ -1,0 +1,49 @@
+"""What surrounds a model while it trains, beside what stores and runs it."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from meshwise.memory.activation_offload import Activations
+from meshwise.memory.recomputed_blocks import Blocks
+from meshwise.model.forward import Forward
+
+
+@dataclass(frozen=True)
+class Around:
+    """The blocks that are recomputed, the tier of activations, and what is taken off when training is over."""
+
+    blocks: Blocks
+    activations: Activations | None = None
+    undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def saved(self, forward: Forward) -> Forward:
+        """The forward, with what it saves for its backward in its tier."""
+        tier = self.activations
+        if tier is None:
+            return forward
+
+        def run(model: nn.Module, batch: Any) -> Any:
+            with tier.saving(model):
+                return forward(model, batch)
+
+        return run
+
+    def memory(self) -> dict[str, int]:
+        """The most bytes of activations that were in another tier at one time."""
+        return {} if self.activations is None else {f"{self.activations.tier}/activations": self.activations.peak}
+
+    def finish(self) -> None:
+        """A step is over; every rank calls it."""
+        self.blocks.finish()
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        self.blocks.close()
+        if self.activations is not None:
+            self.activations.close()
+        self.undo.close()

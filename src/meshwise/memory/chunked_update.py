@@ -1,0 +1,266 @@
+"""The update of what rests elsewhere, some chunks at a time: the next are read while these are updated.
+
+An elementwise optimizer updates any part of its parameters alone: torch's skip those without a gradient. So one
+optimizer holds the state of everything, as it does with nothing offloaded, and is run once for each round:
+
+    round 0    read │ update │ write
+    round 1         │ read   │ update │ write
+    round 2                  │ read   │ update │ write          three staging buffers: one in each column
+
+A round is as many chunks as fit a staging buffer. With nothing elsewhere there is one round, of everything.
+
+Rounds are gone through when the gradients of all are there (`step`), or, `early`, those of a bucket as soon as its own
+are, on a thread of their own, while the backward of the others goes on (`begin`, `arrived`, `finish`). What is early is
+updated before it is known whether the step may be applied; `abandon` says whether it was.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from queue import Empty, SimpleQueue
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.memory.chunk_visit import Chunk, Resting, Visit
+from meshwise.memory.swap_file import TierError, Transfer
+from meshwise.memory.tiers import Tiers
+
+Round: TypeAlias = Sequence[Resting]
+"""Chunks that are updated at once."""
+
+
+class Update:
+    """One optimizer step over everything that this rank updates, through the tiers."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        chunks: Sequence[Sequence[Chunk]],
+        tiers: Tiers,
+        early: bool = False,
+    ) -> None:
+        """`chunks` are those of each bucket. Reserves where the optimizer's state rests.
+
+        Raises TierError when there is no room for it.
+        """
+        self.optimizer = optimizer
+        self._tiers = tiers
+        self._rests: dict[nn.Parameter, dict[str, Tensor]] = {}
+        together = chunks if early else [list(itertools.chain(*chunks))]
+        self._rounds = {own[0]: list(self._in_rounds(map(self._resting, own))) for own in together if own}
+        self._broken = False
+        self._coming = _Coming()
+        self._under_way: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="update") if early else None
+        tiers.reserve(max((_bytes(round_) for rounds in self._rounds.values() for round_ in rounds), default=0))
+
+    def step(self, done: Callable[[Chunk], None]) -> None:
+        """Update every chunk by its gradient, and tell when it is done: in order, on every rank alike.
+
+        Raises TierError when a tier fails; what is updated is then part old, part new, and stays so until a load.
+        """
+        self.check()
+        self._tiers.settle()
+        coming = _Coming()
+        for rounds in self._rounds.values():
+            coming.put(rounds)
+        coming.end()
+        self._broken = True
+        self._go_through(coming, done)
+        self._broken = False
+
+    # ---- early -------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The gradients of a step are about to arrive."""
+        self.check()
+        assert self._thread is not None
+        self._coming = _Coming()
+        self._under_way = self._thread.submit(self._beside, self._coming)
+
+    def arrived(self, chunks: Sequence[Chunk], *, ready: Callable[[], object]) -> None:
+        """Update those of one bucket when `ready`, called on the thread, returns."""
+        self._coming.put(self._rounds[chunks[0]], ready=ready)
+
+    def finish(self) -> None:
+        """Return when all that have arrived are updated, which they may remain. Raises TierError like `step`."""
+        assert self._under_way is not None
+        self._coming.end()
+        running, self._under_way = self._under_way, None
+        running.result()
+        self._tiers.settle()
+        self._broken = False
+
+    def abandon(self) -> bool:
+        """No more of this step; whether what is updated is part old, part new."""
+        if self._under_way is not None:
+            self._coming.end()
+            running, self._under_way = self._under_way, None
+            running.exception()
+        return self._broken
+
+    def _beside(self, coming: _Coming) -> None:
+        try:
+            with self._tiers.beside():
+                self._go_through(coming, lambda _: None)
+        except BaseException:
+            self._broken = True
+            raise
+
+    # ---- what is part old, part new ----------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise TierError when an update came to nothing half way."""
+        if self.abandon():
+            raise TierError(
+                "an update ended half way, so parameters and optimizer state are part old and part new; load a "
+                "checkpoint to go on"
+            )
+
+    def broke(self) -> None:
+        """Other ranks have updated something that this one has not."""
+        self._broken = True
+
+    def mended(self) -> None:
+        """Everything has been loaded anew."""
+        self._broken = False
+
+    def close(self) -> None:
+        """End the thread."""
+        self.abandon()
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def zero_state(self, parameter: nn.Parameter, *, key: str, dtype: torch.dtype) -> Tensor:
+        """A tensor of zeros for the optimizer's state of a slice, where that rests."""
+        rest = self._rests.get(parameter, {}).get(key)
+        if rest is not None and rest.dtype == dtype:
+            return rest.zero_()
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+
+    # ---- rounds ------------------------------------------------------------------------------------------------
+
+    def _go_through(self, coming: _Coming, done: Callable[[Chunk], None]) -> None:
+        """Update round by round, and read the next while this one is updated.
+
+        The first that is not finite, where nobody has looked yet, is the last.
+        """
+        options = [{key: value for key, value in group.items() if key != "params"} for group in self._groups]
+        writes: list[Transfer] = []
+        sound = True
+        with ExitStack() as open_visits:
+            ahead: deque[Visit] = deque()
+            while True:
+                while len(ahead) < 2 and (round_ := coming.next(wait=not ahead)) is not None:
+                    visit = Visit(round_, optimizer=self.optimizer, tiers=self._tiers)
+                    ahead.append(open_visits.enter_context(visit))
+                if not ahead:
+                    break
+                visit = ahead.popleft()
+                visit.bring()
+                sound = sound and (self._thread is None or visit.finite)
+                if sound:
+                    self._broken = True
+                    for group, values in zip(self._groups, options, strict=True):
+                        group.update(values)  # an optimizer that counts its steps there has to count one
+                    began = time.monotonic()
+                    self.optimizer.step()
+                    self._tiers.updated(visit.bytes, since=began)
+                    writes.append(visit.write())
+                visit.leave()
+                for resting in visit.round:
+                    done(resting.chunk)
+        for written in writes:
+            written.wait()
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    def _resting(self, chunk: Chunk) -> Resting:
+        """What of a chunk rests on disk; room for the optimizer's state is reserved here."""
+        gradient = chunk.gradient() if self._tiers.offload.gradients == "disk" else None
+        rests = {"master": chunk.master, "narrow": chunk.narrow, "gradient": gradient}
+        found = {name: rest for name, rest in rests.items() if rest is not None and self._tiers.on_disk(rest)}
+        if self._tiers.offload.optimizer == "disk":
+            for key, dtype in self._kept(chunk).items():
+                found[key] = self._tiers.empty("optimizer", numel=chunk.master.numel(), dtype=dtype)
+        resting = Resting(chunk, found)
+        for parameter, span in resting.spans:
+            self._rests[parameter] = {key: rest[span] for key, rest in found.items() if key not in rests}
+            begun = self.optimizer.state.get(parameter, {})  # Adagrad's is made with the optimizer
+            begun.update((key, rest.copy_(begun[key])) for key, rest in self._rests[parameter].items() if key in begun)
+        return resting
+
+    def _kept(self, chunk: Chunk) -> Mapping[str, torch.dtype]:
+        """The tensors that the optimizer keeps of a chunk: found out by a step of a small one with its options."""
+        kept: dict[str, torch.dtype] = {}
+        for parameter in chunk.slices:
+            group = next(group for group in self._groups if any(parameter is member for member in group["params"]))
+            small = nn.Parameter(torch.zeros(16, dtype=parameter.dtype))
+            small.grad = torch.zeros_like(small)
+            trial = object.__new__(type(self.optimizer))
+            vars(trial).update(vars(self.optimizer), state=defaultdict(dict))
+            trial.param_groups = [{**group, "params": [small]}]
+            trial.step()
+            state = trial.state[small].items()
+            kept |= {
+                key: value.dtype for key, value in state if isinstance(value, Tensor) and value.shape == small.shape
+            }
+        return kept
+
+    def _in_rounds(self, resting: Iterable[Resting]) -> Iterator[Round]:
+        """As many chunks together as a staging buffer holds; all of them when nothing moves."""
+        most, round_ = self._tiers.swap.buffer, list[Resting]()
+        for one in resting:
+            longer = [*round_, one]
+            masters = sum(each.chunk.master.nbytes for each in longer)
+            if round_ and self._tiers.most is not None and max(_bytes(longer), masters) > most:
+                yield round_
+                longer = [one]
+            round_ = longer
+        yield round_
+
+
+class _Coming:
+    """Rounds in the order in which they are to be updated, put there by another thread perhaps."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[Sequence[Round], Callable[[], object]] | None] = SimpleQueue()
+        self._here: deque[Round] = deque()
+        self._over = False
+
+    def put(self, rounds: Sequence[Round], *, ready: Callable[[], object] = lambda: None) -> None:
+        """These come next, when `ready` returns."""
+        self._queue.put((rounds, ready))
+
+    def end(self) -> None:
+        """There are no more."""
+        self._queue.put(None)
+
+    def next(self, *, wait: bool) -> Round | None:
+        """The next one; None when there is none any more, or, if not to `wait`, yet."""
+        while not self._here and not self._over:
+            try:
+                told = self._queue.get(block=wait)
+            except Empty:
+                return None
+            if told is None:
+                self._over = True
+                break
+            rounds, ready = told
+            ready()
+            self._here.extend(rounds)
+        return self._here.popleft() if self._here else None
+
+
+def _bytes(round_: Round) -> int:
+    return sum(resting.bytes for resting in round_)

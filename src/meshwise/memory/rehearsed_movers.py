@@ -1,0 +1,134 @@
+"""Where tensors without values rest in a rehearsal of a plan: a file that holds none, and nowhere."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from meshwise.memory.parked_storage import Mover, Parked, Saving
+from meshwise.memory.swap_file import BLOCK, Moved, Transfer
+
+
+class _Slow(Future[None]):
+    """A write that ends when somebody waits for it, and not before."""
+
+    def result(self, timeout: float | None = None) -> None:  # noqa: ARG002
+        """End it."""
+        with suppress(InvalidStateError):  # it has ended
+            self.set_result(None)
+
+
+class RehearsedFile:
+    """Takes what a `SwapFile` takes, as tensors on the meta device, and moves nothing.
+
+    The disk is taken to be slow: what is written stays in its buffer until that is wanted, so that as many buffers are
+    made as a step may come to need.
+    """
+
+    direct = True
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.moved: deque[Moved] = deque(maxlen=0)
+        self.tensors: list[Tensor] = []
+        self._writes: deque[_Slow] = deque()
+
+    def allocate(self, numel: int, *, dtype: torch.dtype) -> Tensor:
+        """A tensor in one dim."""
+        self.tensors.append(torch.empty(numel, dtype=dtype, device="meta"))
+        self.size += numel * dtype.itemsize
+        return self.tensors[-1]
+
+    def locate(self, tensor: Tensor) -> int | None:
+        """0 for a tensor that was allocated here, or a view of one; None for others."""
+        storage = tensor.untyped_storage()._cdata
+        return 0 if any(own.untyped_storage()._cdata == storage for own in self.tensors) else None
+
+    def place(self, tensor: Tensor) -> int:
+        """The same for one that was."""
+        offset = self.locate(tensor)
+        assert offset is not None
+        return offset
+
+    def read(self, _offset: int, *, into: Tensor) -> Transfer:  # noqa: ARG002
+        """There is nothing to read."""
+        return Transfer([])
+
+    def write(self, _offset: int, *, values: Tensor) -> Transfer:  # noqa: ARG002
+        """There is nothing to write, but it takes its time."""
+        self._writes.append(_Slow())
+        return Transfer([self._writes[-1]])
+
+    def hurry(self) -> bool:
+        """End the write that was begun first; False when none is under way."""
+        while self._writes:
+            write = self._writes.popleft()
+            if not write.done():
+                write.result()
+                return True
+        return False
+
+    def later(self, call: Callable[[], object]) -> None:
+        """Now."""
+        call()
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+class RehearsedMover(Mover):
+    """Counts what would be away. The disk is taken to be slow: what is on its way fills the buffers that there are."""
+
+    def __init__(self, how: Saving) -> None:
+        self.device = torch.device("meta")
+        self.told: Callable[[Tensor], None] = lambda _: None
+        """Is shown each buffer when it is made."""
+        self._most = how.staged
+        self._buffers: list[Tensor] = []
+        self._used = 0
+
+    @property
+    def staged(self) -> int:
+        """Bytes of buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def park(self, values: Tensor, *, before: Parked | None) -> Parked:
+        """Count a storage, in whole blocks."""
+        size = -(-values.numel() // BLOCK) * BLOCK
+        self._used += size
+        self.peak = max(self.peak, self._used)
+        if self.staged < self.peak and (not self._buffers or self.staged + size <= self._most):
+            self._buffers.append(torch.empty(size, dtype=torch.uint8, device=self.device))
+            self.told(self._buffers[-1])
+        return _Nowhere(self, size, before)
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+    def leave(self, size: int) -> None:
+        """A storage is there again, or not wanted any more."""
+        self._used -= size
+
+
+class _Nowhere(Parked):
+    def __init__(self, tier: RehearsedMover, size: int, before: Parked | None) -> None:
+        super().__init__(size, before=before)
+        self._tier = tier
+        self._back: Tensor | None = None
+
+    def start(self) -> None:
+        if self._back is None:
+            self._back = torch.empty(self.size, dtype=torch.uint8, device=self._tier.device)
+
+    def get(self) -> Tensor:
+        self.start()
+        assert self._back is not None
+        return self._back
+
+    def __del__(self) -> None:
+        self._tier.leave(self.size)

@@ -1,0 +1,60 @@
+"""Which operations are not computed again under `recompute=selective`.
+
+Most of what a block saves for its backward is cheap to compute: the scores, softmax and dropout of attention, norms,
+activations. Most of its time goes into products with weights, whose outputs are small beside the rest (Korthikanti et
+al., "Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198, section 4). So the outputs of
+the operations named here are kept, and everything between them is computed again:
+
+    kept        mm  addmm  linear  convolution            products with weights; of split layers, after their reduction
+                scaled_dot_product_…                      fused attention: its output and a number a query, no scores
+    repeated    bmm  softmax  dropout  gelu  norm  …      attention written out has its scores from bmm: large and cheap
+
+With half a transformer block of width h as in GPT-3 that keeps 9 h numbers a token (3 h of queries, keys and values, h
+of attention, 4 h and h of the MLP) besides the block's input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from meshwise.base.tensor_tree import tensors
+from meshwise.memory.recompute_cost import Clock
+from meshwise.model.dispatch_modes import TorchDispatchMode
+from meshwise.model.forward_replay import Recall
+
+_NAMES = """
+    mm addmm linear convolution
+    _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
+    _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
+"""
+KEPT = frozenset(f"aten::{name}" for name in _NAMES.split())
+
+
+class Kept(TorchDispatchMode):
+    """Inside, what the operations of `KEPT` give is kept, or taken from what was kept: `recall` knows which.
+
+    What runs inside an autograd function of ours is the function's affair, which asks `recall` itself.
+    """
+
+    def __init__(self, recall: Recall, *, clock: Clock | None = None) -> None:
+        """`clock` is told how long those operations take."""
+        super().__init__()
+        self._recall = recall
+        self._clock = clock or contextlib.nullcontext()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = func._schema
+        if schema.name in KEPT and torch.is_grad_enabled():
+            with self._clock:
+                return self._recall.once(lambda: func(*args, **kwargs))
+        if schema.is_mutable:
+            given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+            for argument in schema.arguments:
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    for tensor in tensors(given.get(argument.name)):
+                        self._recall.protect(tensor)
+        return func(*args, **kwargs)

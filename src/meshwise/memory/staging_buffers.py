@@ -1,0 +1,86 @@
+"""A fixed number of buffers through which everything passes that is read from disk or written there.
+
+Read-ahead without a bound would hold the whole model in memory, which is what the disk was to spare. Here nothing is
+read before a buffer is free for it, and a buffer is free again when what it held is written.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshwise.memory.swap_file import BLOCK, aligned
+
+
+@dataclass(frozen=True)
+class Swap:
+    """How state rests on disk.
+
+    folder     where the file is made; by default where the system keeps temporary files
+    buffers    how many staging buffers there are for the update: one is read ahead, one updated, one written
+    buffer     bytes of each; larger where what is updated at once does not fit
+    """
+
+    folder: Path | None = None
+    buffers: int = 3
+    buffer: int = 64 * 2**20
+
+    def __post_init__(self) -> None:
+        if self.buffers < 2 or self.buffer < BLOCK:
+            raise ValueError(
+                f"{self.buffers} staging buffers of {self.buffer} bytes; give at least 2, of at least {BLOCK} bytes"
+            )
+
+
+class Staging:
+    """`count` buffers of `size` bytes each, made when they are first needed."""
+
+    def __init__(
+        self,
+        *,
+        count: int,
+        size: int,
+        on: torch.device,
+        told: Callable[[Tensor], None] | None = None,
+        hurry: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`on`: the device that computes; for a GPU they are pinned. `told` is shown each when it is made.
+
+        `hurry` is called where none is free: True where it has ended a write itself, which nothing else would.
+        """
+        self.size = -(-size // BLOCK) * BLOCK
+        self._device = on
+        self._left = count
+        self._told = told
+        self._hurry = hurry
+        self._free: list[Tensor] = []
+        self._returned = threading.Condition()
+        self.bytes = 0
+
+    def take(self, *, wait: bool = True) -> Tensor | None:
+        """A buffer; None when none is free and `wait` is False."""
+        with self._returned:
+            while not self._free:
+                if self._left:
+                    self._left -= 1
+                    self.bytes += self.size
+                    buffer = aligned(self.size, on=self._device)
+                    if self._told is not None:
+                        self._told(buffer)
+                    return buffer
+                if not wait:
+                    return None
+                if not self._hurry():
+                    self._returned.wait()
+            return self._free.pop()
+
+    def give(self, buffer: Tensor) -> None:
+        """Take a buffer back."""
+        with self._returned:
+            self._free.append(buffer)
+            self._returned.notify()

@@ -1,0 +1,250 @@
+"""Building a model without its memory, and remembering how its tensors came to be.
+
+A model larger than one device cannot be built first and cut afterwards. Building it on torch's meta device costs no
+memory but forgets every value, and asks each module for a second initialisation (`reset_parameters`), which buffers do
+not have and users forget. So here the user's own constructor runs once, on meta tensors, and every tensor operation it
+makes is written down (factories, in-place initialisation, arithmetic, copies), to be replayed for one tensor at a time.
+
+What is written down is about storages, not tensors: a view only says which storage it looks at, and where, so the
+operations that make views need no record. Two modes watch the constructor, both of the calling thread alone:
+
+- `_Recorder` sees every operation below autograd. Real tensors that the constructor brings along (`torch.tensor`,
+  numpy, a checkpoint) are constants; a meta tensor stands for each.
+- `_Pretence` answers for meta tensors as if they were on the CPU, because initialisers and models skip their work on
+  meta tensors, and gives out real values where the constructor asks for them (`.tolist()`, `print`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from meshwise.base.tensor_tree import map_tensors, tensors
+from meshwise.model.construction_replay import CPU, Operation, Record, storage
+from meshwise.model.dispatch_modes import TorchDispatchMode, unseen
+
+META = torch.device("meta")
+
+_OVERWRITING = frozenset(
+    f"aten::{name}_"
+    for name in (
+        *("zero", "fill", "copy", "normal", "uniform", "bernoulli"),
+        *("random", "exponential", "geometric", "cauchy", "log_normal"),
+    )
+)
+
+
+@contextlib.contextmanager
+def recording(*, seed: int) -> Iterator[Record]:
+    """Make the calling thread's tensors meta tensors, and record what it does to them, inside the block."""
+    record = Record(seed=seed)
+    with _Recorder(record), _Pretence(record):
+        yield record
+
+
+class _Traits:
+    """What the schema of an operation says about it."""
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        self.names = [argument.name for argument in schema.arguments]
+        self.written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+        self.reads_values = torch.Tag.data_dependent_output in func.tags
+        self.random = torch.Tag.nondeterministic_seeded in func.tags
+        self.overwrites = schema.name in _OVERWRITING
+        name = schema.name.removeprefix("aten::")
+        self.shapes_only = "device" in self.names and (name.startswith("new_") or name.endswith("_like"))
+        self.uninitialised = name.removeprefix("new_").startswith("empty")
+        self.run = _with_generator(func) if self.random else func
+
+
+def _with_generator(func: Any) -> Any:
+    """The overload of a random operation that takes a generator. Raises ValueError where torch has none."""
+    taken = {argument.name: str(argument.type) for argument in func._schema.arguments}
+    if "generator" in taken:
+        return func
+    packet = func.overloadpacket
+    for overload in (getattr(packet, name) for name in packet.overloads()):
+        offered = {argument.name: str(argument.type) for argument in overload._schema.arguments}
+        if offered.pop("generator", None) and offered == taken:
+            return overload
+    raise ValueError(
+        f"the model's constructor draws random numbers with {func}, which takes no generator, so ranks could not agree "
+        "on them; draw them with torch.rand, torch.randn or an initialiser of torch.nn.init"
+    )
+
+
+class _Recorder(TorchDispatchMode):
+    """Runs every operation on meta tensors and records it."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self._record = record
+        self._traits: dict[Any, _Traits] = {}
+        self._shadows: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in self._traits:
+            self._traits[func] = _Traits(func)
+        traits = self._traits[func]
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            args, kwargs = map_tensors(self._on_meta, (tuple(args), dict(kwargs or {})))
+            kwargs |= dict.fromkeys(kwargs.keys() & {"generator", "pin_memory"})
+            if traits.reads_values:
+                return func(*_values(self._record, args), **_values(self._record, kwargs))
+            return self._run(func, args, kwargs)
+
+    def _on_meta(self, t: Tensor) -> Tensor:
+        """The meta tensor that stands for `t`: itself, or for a real tensor the same view of a constant."""
+        if t.is_meta and not self._record.knows(t):
+            raise ValueError(
+                f"the model's constructor uses a meta tensor of shape {tuple(t.shape)}, whose values are unknown; "
+                "build the whole model inside the function, and leave the meta device to meshwise"
+            )
+        if t.is_meta:
+            return t
+        memory = t.untyped_storage()
+        if memory._cdata not in self._shadows:
+            shadow = torch.empty(memory.nbytes(), dtype=torch.uint8, device=META)
+            self._record.learn_constant(shadow, real=torch.empty(0, dtype=torch.uint8, device=t.device).set_(memory))
+            self._shadows[memory._cdata] = shadow
+        view = torch.empty(0, dtype=t.dtype, device=META)
+        source = self._shadows[memory._cdata].untyped_storage()
+        return view.set_(source, t.storage_offset(), t.size(), t.stride())
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        traits = self._traits[func]
+        given = list(tensors((args, kwargs)))
+        shapes_only = traits.shapes_only and len(given) == 1
+        on_cpu = dict(kwargs)
+        if "device" in traits.names and (not given or traits.shapes_only or kwargs.get("device") is not None):
+            kwargs["device"], on_cpu["device"] = META, CPU
+        args_then, kwargs_then = map_tensors(Tensor.detach, (args, on_cpu))  # the operation may move the view itself
+        try:
+            # What fills a tensor with zeros, a number or draws changes no shape; torch takes a millisecond to see that.
+            result = args[0] if traits.overwrites and len(given) == 1 else func(*args, **kwargs)
+        except NotImplementedError:  # the shape of the result depends on values, or torch has no meta kernel for it
+            result = self._shells(func, args_then, kwargs_then)
+        outputs = list(tensors(result))
+        created = [None if self._record.knows(t) else t.detach() for t in outputs]
+        written = [
+            t
+            for name, value in (*zip(traits.names, args_then, strict=False), *kwargs_then.items())
+            if name in traits.written
+            for t in tensors(value)
+        ]
+        if not written and all(t is None for t in created):
+            return result
+        if "dtype" in traits.names and not given and kwargs_then.get("dtype") is None:
+            kwargs_then["dtype"] = outputs[0].dtype  # torch's default dtype may be another one at replay
+        used = [] if shapes_only else [storage(t) for t in tensors((args_then, kwargs_then))]
+        anew = traits.overwrites and _fills(written[0]) and used.count(storage(written[0])) == 1
+        self._record.add(
+            Operation(
+                run=traits.run,
+                args=args_then,
+                kwargs=kwargs_then,
+                outputs=tuple(created),
+                writes=tuple({self._record.learn(t) for t in (*written, *created) if t is not None}),
+                reads=tuple(set(used) - ({storage(written[0])} if anew else set())),
+                random=traits.random,
+                uninitialised=traits.uninitialised,
+                shapes_only=shapes_only,
+            )
+        )
+        return result
+
+    def _shells(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Meta tensors of the shapes that the operation gives with real values."""
+        traits = self._traits[func]
+        kwargs = _values(self._record, kwargs) | ({"generator": torch.Generator()} if traits.random else {})
+        result = traits.run(*_values(self._record, args), **kwargs)
+        return map_tensors(lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=META), result)
+
+
+def _values(record: Record, tree: Any) -> Any:
+    """The same tree with real tensors in place of meta tensors."""
+    with unseen():
+        found = iter(record.values(list(tensors(tree))))
+        return map_tensors(lambda _: next(found), tree)
+
+
+def _fills(t: Tensor) -> bool:
+    """Whether a tensor looks at all of its storage, each element once."""
+    return t.is_contiguous() and t.numel() * t.element_size() == t.untyped_storage().nbytes()
+
+
+def _index(index: Any) -> Any:
+    """An index with its lists and arrays as tensors, which would lose their values on the meta device."""
+    if isinstance(index, tuple):
+        return tuple(_index(item) for item in index)
+    if isinstance(index, np.ndarray | range) or (isinstance(index, list) and all(isinstance(i, int) for i in index)):
+        return torch.tensor(index if isinstance(index, list) else np.asarray(index))
+    return index
+
+
+class _Pretence(TorchFunctionMode):
+    """Answers for meta tensors as if they were real tensors on the CPU."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self._record = record
+        self._answers: dict[Callable[..., Any], Any] = {
+            Tensor.device.__get__: CPU,
+            Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
+            Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
+        }
+        self._readers = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self._answers and self._record.knows(args[0]):
+            return self._skips_to_record(sys._getframe(1)) or self._answers[func]
+        if func in self._readers and self._record.knows(args[0]):
+            real = _values(self._record, args[0].detach())
+            with unseen():
+                return func(real, *args[1:], **kwargs)
+        if func is Tensor.new_tensor and self._record.knows(args[0]):
+            data, kwargs = args[1], {"dtype": args[0].dtype, **kwargs, "device": CPU}
+            return torch.tensor(data, **kwargs)  # on the meta device the data would be lost
+        if func in {Tensor.__getitem__, Tensor.__setitem__}:
+            args = (args[0], _index(args[1]), *args[2:])
+        if func is Tensor.__deepcopy__ and self._record.knows(args[0]):
+            memo = args[1]
+            return memo.setdefault(id(args[0]), args[0].detach().clone().requires_grad_(args[0].requires_grad))
+        return func(*args, **kwargs)
+
+    def _skips_to_record(self, asker: FrameType) -> bool:
+        """Whether the asker is torch's truncated normal, which is then recorded as one operation.
+
+        It draws until no element lies outside, so it looks at its own random numbers. Answered with real values, each
+        such parameter would be computed during the construction, before the name that its random numbers hang on is
+        known. torch offers no way to step in between, but it asks first whether the tensor is a meta tensor, and
+        leaves it alone when told so. (A version that does not ask falls back to real values.)
+        """
+        if asker.f_code is not nn.init._no_grad_trunc_normal_.__code__:
+            return False
+        names = ("tensor", "mean", "std", "a", "b")
+        tensor, *bounds = (asker.f_locals[name] for name in names)
+        with torch._C.DisableTorchFunction(), unseen():
+            view = tensor.detach()
+        self._record.add(
+            Operation(
+                run=nn.init.trunc_normal_,
+                args=(view, *bounds),
+                kwargs={},
+                outputs=(None,),
+                writes=(storage(view),),
+                reads=() if _fills(view) else (storage(view),),
+                random=True,
+            )
+        )
+        return True

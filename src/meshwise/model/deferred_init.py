@@ -1,0 +1,217 @@
+"""Models born sharded: any one parameter's full values at a time, and never the whole model.
+
+`born` takes a model that exists, or a function that builds one. The function's model stays on meta tensors, and its
+parameters are computed one by one (`Source.full`), for each rank to keep its part of. The same seed gives the same
+values, bit for bit, under every plan and on every rank, in whatever order they are asked for. They are not the values
+that the function alone would have drawn from torch's global generator, which is left untouched; a generator that the
+function passes to torch itself is replaced as well. Random numbers of numpy or of Python are the function's own affair.
+
+Memory that the constructor never writes is an error that names the tensor, not garbage.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.base.tensor_tree import map_tensors, tensors
+from meshwise.comm.api.world import World
+from meshwise.model.construction_record import recording
+from meshwise.model.construction_replay import Record
+from meshwise.model.module_copy import copied
+from meshwise.model.parameter_hooks import carry_hooks
+from meshwise.model.parameter_table import Row, check_readable
+
+
+class Source:
+    """Where the values of a model's tensors come from."""
+
+    def __init__(self, module: nn.Module, *, record: Record | None, shapes_only: bool = False) -> None:
+        """`shapes_only`: nobody will ask for values, and where some are asked for there are tensors without."""
+        self.module = module
+        self.deferred = record is not None or shapes_only
+        """Whether the parameters of `module` are still to be made of the values: they are on the meta device."""
+        self._record = record
+        self._shapes_only = shapes_only
+        self._staging: Tensor | None = None
+        self._tensors: dict[str, Tensor] = {}
+        for name, tensor in _named_tensors(module):
+            if tensor.is_meta and not shapes_only and not (record and record.knows(tensor)):
+                raise ValueError(
+                    f"{name} is on the meta device and nothing tells its values; pass the function that builds "
+                    f"{type(module).__name__} instead of the module, or give the module its values first"
+                )
+            self._tensors[name] = tensor.detach()
+            if record and tensor.is_meta:
+                record.settle([tensor], name=name)
+
+    def full(self, name: str) -> Tensor:
+        """The full values of a parameter or buffer, under any of its names.
+
+        Computed, on the CPU, when the model is deferred; the existing data, not a copy, otherwise. Raises ValueError
+        for an unknown name and for elements that the constructor never initialises.
+        """
+        if name not in self._tensors:
+            raise ValueError(f"{type(self.module).__name__} has no parameter or buffer {name!r}")
+        wanted = self._tensors[name]
+        if self._shapes_only:
+            return wanted.to("meta")
+        if self._record is None or not wanted.is_meta:
+            return wanted
+        values = self._record.values([wanted])[0]
+        if unwritten := self._record.unwritten(wanted, values=values):
+            raise self._uninitialised(name, unwritten, values.numel())
+        return values.clone() if values.untyped_storage().nbytes() > values.nbytes else values
+
+    def refuse_blank(self) -> None:
+        """Raise ValueError as `full` does for a tensor of which no element is initialised; values are not computed."""
+        for name, tensor in self._tensors.items():
+            if tensor.is_meta and tensor.numel() and self._record and self._record.is_blank(tensor):
+                raise self._uninitialised(name, tensor.numel(), tensor.numel())
+
+    def _uninitialised(self, name: str, count: int, numel: int) -> ValueError:
+        return ValueError(
+            f"{name}: {count} of {numel} elements are never initialised; write all of them in the constructor of "
+            f"{type(self.module).__name__}, for example with an initialiser of torch.nn.init"
+        )
+
+    def agreed(self, name: str, *, world: World) -> Tensor:
+        """The full values, of a model that every rank has those of the first rank; every rank asks for the same.
+
+        They are the caller's until the next are asked for: one piece of memory takes them all, because a copy of every
+        parameter, freed among those still in use, would leave the process with holes of the size of the model's blocks.
+        """
+        value = self.full(name)
+        if self.deferred or world.size == 1:
+            return value
+        if self._staging is None:
+            largest = max(tensor.nbytes for tensor in self._tensors.values())
+            self._staging = torch.empty(largest, dtype=torch.uint8, device=world.device)
+        staged = self._staging[: value.nbytes].view(value.dtype).view(value.shape)
+        staged.copy_(value)
+        world.broadcast(staged, axes=world.mesh.names).wait()
+        return staged
+
+    def part(self, module: nn.Module) -> Source:
+        """The same values for a module with some of the parameters, under the same names, which are to be made anew."""
+        part = copy.copy(self)
+        part.module, part.deferred = module, True
+        return part
+
+    def buffers(self) -> None:
+        """Compute the buffers, and tensors held as plain attributes, and put them into the module, on the CPU.
+
+        Raises ValueError as `full` does.
+        """
+        made: dict[int, Tensor] = {}
+        for path, owner in self.module.named_modules():
+            held = {**_plain_attributes(owner), **dict(owner.named_buffers(recurse=False, remove_duplicate=False))}
+            for key, tree in held.items():
+                names = {id(tensor): name for name, tensor in _entries(_join(path, key), tree) if tensor.is_meta}
+                for identity, name in names.items():
+                    made.setdefault(identity, self.full(name))
+                if names:
+                    setattr(owner, key, map_tensors(lambda t: made.get(id(t), t), tree))
+
+
+def born(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> Source:
+    """A model with its values as it is, or the model that a function builds, without them.
+
+    The function is called once, with its tensor operations recorded and carried out on meta tensors. Raises ValueError
+    for a module on the meta device, for a function that does not return a module, and for one that draws random
+    numbers in a way that cannot be repeated.
+    """
+    if isinstance(model, nn.Module):
+        check_readable(model)
+        return Source(model, record=None)
+    with recording(seed=seed) as record:
+        module = model()
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"the model function returned {type(module).__name__}; it must return the nn.Module")  # noqa: TRY004
+    check_readable(module)
+    for name, _ in _unregistered(module):
+        raise ValueError(
+            f"{name} holds modules that torch does not register there, so that nobody gives their parameters values, "
+            "nor trains them; put them into an nn.ModuleList or nn.ModuleDict"
+        )
+    return Source(module, record=record)
+
+
+def shapes_of(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> Source:
+    """A model, or the one that a function builds, on the meta device, whose values nobody will ask for.
+
+    A module is left as it is. Raises ValueError as `born` does, and for a tensor that nothing was ever written to: that
+    some elements of one were not, only their values tell.
+    """
+    if isinstance(model, nn.Module):
+        check_readable(model)
+        every = [model, *(part for _, part in _unregistered(model))]
+        held = (tensor for part in every for _, tensor in _named_tensors(part))
+        bare = copied(model, tensors={tensor: without_values(tensor) for tensor in held})
+        return Source(bare, record=None, shapes_only=True)
+    source = born(model, seed=seed)
+    source.refuse_blank()
+    return Source(source.module, record=None, shapes_only=True)
+
+
+def without_values(tensor: Tensor) -> Tensor:
+    """The tensor on the meta device; a parameter stays one."""
+    bare = tensor.detach().to("meta")
+    return nn.Parameter(bare, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+
+
+def install(module: nn.Module, *, row: Row, tensor: Tensor) -> nn.Parameter:
+    """Put `tensor` in place of a parameter under all its names, and return the new parameter, which shares its memory.
+
+    Needed where `.data` cannot be assigned: a meta parameter cannot get memory on another device. Whether it is
+    trained, its hooks, and attributes that the model hung on it, are kept. The shape is that of what this rank stores.
+    """
+    old = module.get_parameter(row.name)
+    new = nn.Parameter(tensor, requires_grad=old.requires_grad)
+    vars(new).update(vars(old))
+    carry_hooks(old, to=new)
+    for name in (row.name, *row.aliases):
+        path, _, key = name.rpartition(".")
+        setattr(module.get_submodule(path), key, new)
+    return new
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, then buffers, then tensors held as plain attributes, each under all its names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+    for path, owner in module.named_modules():
+        for key, tree in _plain_attributes(owner).items():
+            yield from _entries(_join(path, key), tree)
+
+
+def _unregistered(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules in lists and dictionaries of the model's modules, with parameters that are not the model's."""
+    known, every = {id(parameter) for parameter in module.parameters()}, vars(nn.Module())
+    for path, owner in module.named_modules():
+        for key, value in vars(owner).items():
+            entries = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+            for part in entries if key not in every else ():
+                if isinstance(part, nn.Module) and any(id(parameter) not in known for parameter in part.parameters()):
+                    yield _join(path, key), part
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, object]:
+    """Attributes of a module that hold tensors but are neither parameters nor buffers."""
+    every = vars(nn.Module())
+    own = {key: value for key, value in vars(module).items() if key not in every}
+    return {key: value for key, value in own.items() if any(True for _ in _entries(key, value))}
+
+
+def _entries(name: str, tree: object) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of an attribute, parameters aside, with their names: `name`, or `name[i]` in a container."""
+    for index, tensor in enumerate(tensors(tree)):
+        if not isinstance(tensor, nn.Parameter):
+            yield name if tensor is tree else f"{name}[{index}]", tensor
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

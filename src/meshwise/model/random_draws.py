@@ -1,0 +1,369 @@
+"""What a model draws as it trains (dropout, noise), made a function of where it is drawn and not of who draws it.
+
+torch draws from a sequence: what an element gets depends on everything drawn before, so a split model has other masks
+than a whole one, and nothing can be compared. Here a draw is a function of
+
+    seed · step · number of the sample in the global batch · place in the model · index of the element
+
+and of nothing else, so that it is the same under every plan, however often a forward is repeated, and after a resume:
+there is no state but the number of the step. A rank computes the slice of the draw that its tensor is. It knows
+
+    which samples    `Rows`, from the trainer: those of the micro-batch at hand. They lie along dim 0 of a drawn tensor,
+                     alone or as its slower index (samples · heads, samples · tokens); along dim 1 where a module says
+                     `batch_first=False` or only dim 1 has their number. A tensor with neither is drawn once for all.
+    which place      the module that draws, the how manieth time it is called inside the module that calls it (and that
+                     one, and so on), and the how manieth draw of that call. Hooks keep this stack.
+    which part       `Region`, from the part that splits layers: from one module on, a rank's activations are a slice.
+
+A forward that is repeated in the backward (activation checkpointing) begins in the middle of the model, with no caller
+on the stack; a module is then where it was in the forward. One that was called from two places cannot be told apart,
+and draws of a repeated function that is no module cannot either: both are errors that say so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from meshwise.model.random_bits import Part
+from meshwise.model.random_interception import Interception
+
+DRAWING = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
+    *(nn.MultiheadAttention, nn.RReLU, nn.RNNBase, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d),
+)
+"""Modules of torch that draw. Others of torch without modules inside are not watched."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The samples of a micro-batch: `count` of them, from number `first` of the global batch on.
+
+    further   those of the same micro-batch on the rank whose share of the global batch is n shares further on
+    """
+
+    first: int
+    count: int
+    further: Callable[[int], Rows] | None = field(default=None, repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A slice of one dim of a tensor of the whole model: `size` elements from `start` on.
+
+    `dim` counts from the end (-1: features). A tensor that counts the dim in other units, heads and not features, say,
+    is cut at the same place. A dim of size 1 where `size` is not is the same for all (stochastic depth), heads aside.
+    """
+
+    dim: int
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Region:
+    """Which slices of the whole model's activations this rank has, from one point of the forward to the next.
+
+    hidden   the cuts of tensors (samples, tokens, features)
+    scores   the cuts of tensors (samples, heads, queries, keys), as attention drops them; of any with 4 or more dims
+    shares   the samples are those of the rank that many shares of the global batch further on
+
+        1d, between the linear layers of a pair     Region(hidden=(Cut(-1, f, n),), scores=(Cut(-3, f, n),))
+        sequence parallel, outside of pairs         Region(hidden=(Cut(-2, t, n),))
+        2d                                          Region(hidden=(Cut(-1, f, n),), scores=(Cut(-3, f, n),))
+    """
+
+    hidden: tuple[Cut, ...] = ()
+    scores: tuple[Cut, ...] = ()
+    shares: int = 0
+
+
+Place: TypeAlias = tuple["_Frame", Region]
+"""A point of a forward; see `Draws.here`."""
+
+Points: TypeAlias = Mapping[str, Callable[[], Region]]
+"""Modules by name, and the region that begins there, asked for each time."""
+
+
+class Visit(NamedTuple):
+    """Where a module was called: the repeated calls that led to it, the region, and where its samples lie."""
+
+    path: tuple[tuple[str, int], ...]
+    region: Region
+    samples_first: bool
+
+
+_OUTSIDE = Visit((), Region(), samples_first=True)
+_NO_SAMPLE = -1
+
+
+@dataclass
+class _Frame:
+    """A call of a module that is under way. `visit` is None when it cannot be told which call it repeats."""
+
+    name: str
+    visit: Visit | None
+    calls: dict[str, int] = field(default_factory=dict)
+    draws: int = 0
+
+    def copied(self) -> _Frame:
+        """The same call, to go on from here once more."""
+        return replace(self, calls=dict(self.calls))
+
+
+class Draws:
+    """The draws of one model on one rank.
+
+    `before` and `after` name modules: when one begins, or has run, the activations lie in that region until the next of
+    these points. `local` leaves the drawing to torch's own kernels and generator, seeded anew for each draw by the
+    place and the part: a GPU fuses them, but the masks depend on the plan then.
+
+        draws.begin(step)
+        with draws.running(rows): forward           # once for each micro-batch
+        with draws.running(rows, again=True): backward    # where a forward may be repeated
+        draws.finish()
+
+    A model that drew nothing in a step is left alone from then on, until torch's generator says that it draws.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        seed: int,
+        before: Points | None = None,
+        after: Points | None = None,
+        local: bool = False,
+    ) -> None:
+        self.local = local
+        self.unknown: set[str] = set()
+        self._module = module
+        self._seed = seed
+        self._before, self._after = before or {}, after or {}
+        self._step = 0
+        self._rows = Rows(0, 1)
+        self._region = Region()
+        self._stack = [_Frame("", _OUTSIDE)]
+        self._again = False
+        self._visits: dict[str, set[Visit]] = {}
+        self._modes = Interception(self)
+        self._handles: list[RemovableHandle] = []
+        self._active = self._ran = self._drew = False
+        self._random_state: list[Tensor] = []
+        self._watch()
+
+    # ---- what the trainer does ---------------------------------------------------------------------------------
+
+    def begin(self, step: int) -> None:
+        """A step begins: any number that no other step has, the same under every plan."""
+        self._step = step
+        self._visits = {}
+        self._ran = self._drew = False
+        if not self._handles:
+            self._random_state = _random_state()
+
+    def finish(self) -> None:
+        """The step's forwards and backwards are over."""
+        if self._handles:
+            if self._ran and not self._drew:
+                self.close()
+        elif not all(map(torch.equal, self._random_state, _random_state())):
+            self._watch()
+            warnings.warn(
+                f"the model drew random numbers in step {self._step}, as it had not before: they came from torch's own "
+                "generator and depend on the plan; those of later steps do not",
+                stacklevel=3,
+            )
+
+    @contextlib.contextmanager
+    def running(self, rows: Rows, *, again: bool = False) -> Iterator[None]:
+        """Inside, what the model draws is for these samples. `again`: what runs repeats parts of their forward."""
+        if not self._handles:
+            yield
+            return
+        self._rows, self._again, self._region = rows, again, Region()
+        self._stack = [_Frame("", None if again else _OUTSIDE)]
+        self._active = self._ran = True
+        kept = _random_state() if self.local else []
+        try:
+            with self._modes:
+                yield
+        finally:
+            self._active = False
+            for take_up, state in zip((torch.set_rng_state, torch.cuda.set_rng_state), kept, strict=False):
+                take_up(state)
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    @property
+    def drew(self) -> bool:
+        """Whether the model drew anything since the step began."""
+        return self._drew
+
+    def here(self) -> Place:
+        """The point of the forward that the model is at."""
+        return self._stack[-1].copied(), self._region
+
+    @contextlib.contextmanager
+    def at(self, place: Place) -> Iterator[None]:
+        """Inside, the model draws again what it drew from `place` on, for the samples at hand."""
+        left = self._stack, self._region
+        self._stack, self._region = [self._stack[0], place[0].copied()], place[1]
+        try:
+            yield
+        finally:
+            self._stack, self._region = left
+
+    # ---- what a draw asks --------------------------------------------------------------------------------------
+
+    def key(self) -> int:
+        """A signed 64-bit integer for the next draw: of the seed, the step, the place and the draw's number there.
+
+        Raises ValueError in a repeated forward that cannot be told from another.
+        """
+        self._drew = True
+        frame = self._stack[-1]
+        if frame.visit is None:
+            repeated = self._stack[1].name if len(self._stack) > 1 else ""
+            raise ValueError(_cannot_tell(repeated, len(self._visits.get(repeated, ()))))
+        frame.draws += 1
+        return _hash(self._seed, self._step, frame.name, frame.visit.path, frame.draws)
+
+    def part(self, shape: Sequence[int], *, scores: bool) -> tuple[Part, bool]:
+        """Which part of the whole draw a tensor of `shape` is, and whether its first two dims stand the other way.
+
+        `scores`: it is known to be of attention scores, whose dim 0 is samples or samples · heads. Dims of size 1 are
+        left out of the part, other than that of the samples, which comes first; it has at least two.
+        """
+        region, visit = self._region, self._stack[-1].visit or _OUTSIDE
+        rows = self._rows.further(region.shares) if self._rows.further and region.shares else self._rows
+        cuts, first, count = region.hidden, rows.first, rows.count
+        if not visit.samples_first and len(shape) == 3 and (across := [cut for cut in cuts if cut.dim == -2]):
+            cuts = tuple(cut for cut in cuts if cut.dim != -2)  # (tokens, samples, features): the samples are cut
+            first, count = first + across[0].start, across[0].size
+        turned = (
+            not scores and len(shape) > 1 and shape[1] == count and not (visit.samples_first and shape[0] % count == 0)
+        )
+        dims = [shape[1], shape[0], *shape[2:]] if turned else list(shape)
+        if dims and count and dims[0] % count == 0:
+            dims = dims if dims[0] == count else [count, dims[0] // count, *dims[1:]]
+            starts = [first]
+        else:
+            dims, starts = [1, *dims], [_NO_SAMPLE]
+        starts += [0] * (len(dims) - 1)
+        kept = {dim for dim, size in enumerate(dims) if dim == 0 or size != 1}
+        scores = scores or len(dims) > 3
+        for cut in region.scores if scores else cuts:
+            dim = len(dims) + cut.dim
+            if dim > 0 and (scores or dim in kept or cut.size == 1):
+                kept.add(dim)
+                starts[dim] = cut.start * dims[dim] // max(1, cut.size)
+        column = [] if len(kept) > 1 else [(1, 0)]
+        sizes = [(dims[dim], starts[dim]) for dim in sorted(kept)] + column
+        return Part(tuple(size for size, _ in sizes), tuple(start for _, start in sizes)), turned
+
+    def reseed(self, device: torch.device) -> None:
+        """Seed torch's generator of a device for the next draw of a `local` stream: ranks with one part draw alike."""
+        seed = _hash(self.key(), self._rows, self._region) % 2**63
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            torch.cuda.default_generators[index].manual_seed(seed)
+        else:
+            torch.default_generator.manual_seed(seed)
+
+    def no_answer(self, operation: str) -> None:
+        """An operation drew from torch's own generator: say so, once."""
+        self._drew = True
+        what = f"{operation} in {self._stack[-1].name or 'the model'}"
+        if what not in self.unknown:
+            self.unknown.add(what)
+            warnings.warn(
+                f"{what} draws from torch's own generator, and what it draws depends on the plan; draw with dropout, "
+                "torch.rand, torch.randn or torch.bernoulli, or take random=local",
+                stacklevel=2,
+            )
+
+    # ---- the stack of calls ------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        for name, module in self._module.named_modules():
+            if name in self._before or name in self._after or not _silent(module):
+                entering = functools.partial(self._enter, name, samples_first=_samples_first(module))
+                self._handles.append(module.register_forward_pre_hook(entering))
+                # Always: activation checkpointing ends the forward it repeats by an exception.
+                leaving = functools.partial(self._leave, name)
+                self._handles.append(module.register_forward_hook(leaving, always_call=True))
+
+    def _enter(self, name: str, _module: nn.Module, _arguments: Any, *, samples_first: bool | None) -> None:
+        if not self._active:
+            return
+        caller = self._stack[-1]
+        number = caller.calls.get(name, 0)
+        caller.calls[name] = number + 1
+        if name in self._before:
+            self._region = self._before[name]()
+        if self._again and len(self._stack) == 1:
+            seen = self._visits.get(name, set())
+            visit = next(iter(seen)) if len(seen) == 1 else None
+        elif caller.visit is None:
+            visit = None
+        else:
+            first = caller.visit.samples_first if samples_first is None else samples_first
+            path = (*caller.visit.path, (name, number)) if number else caller.visit.path
+            visit = Visit(path, self._region, first)
+        if visit is not None:
+            self._region = visit.region
+            self._visits.setdefault(name, set()).add(visit)
+        self._stack.append(_Frame(name, visit))
+
+    def _leave(self, name: str, _module: nn.Module, _arguments: Any, _output: Any) -> None:
+        if self._active and self._stack[-1].name == name and len(self._stack) > 1:
+            self._stack.pop()
+            if name in self._after:
+                self._region = self._after[name]()
+
+
+def _silent(module: nn.Module) -> bool:
+    """Whether a module is torch's own, with none inside, and draws nothing."""
+    own = type(module).__module__.startswith("torch.nn.")
+    return own and not isinstance(module, DRAWING) and next(module.children(), None) is None
+
+
+def _samples_first(module: nn.Module) -> bool | None:
+    """What a module, or one right inside it, says in `batch_first`; None when neither does."""
+    if isinstance(module, nn.RNNBase):
+        return False  # between its layers samples lie along dim 1, whatever it takes and gives
+    said = [getattr(part, "batch_first", None) for part in (module, *module.children())]
+    return None if not any(isinstance(value, bool) for value in said) else False not in said
+
+
+def _random_state() -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+
+
+def _hash(*parts: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _cannot_tell(name: str, places: int) -> str:
+    if not name:
+        what = "a function that is no module draws random numbers in a forward that is repeated"
+    else:
+        what = f"{name} draws random numbers in a forward that is repeated, and was called in {places} places of it"
+    return (
+        f"{what}, so that nothing tells which draw to repeat; checkpoint the whole module that calls it "
+        "(torch.utils.checkpoint), or do not repeat it"
+    )

@@ -1,0 +1,249 @@
+"""Every random operation of a running model, taken out of torch's hands.
+
+Two modes, because neither alone will do. `Interception` sees the functions that Python code calls, at a microsecond
+each, but not what they call inside; `_Below` sees every operation below autograd, at five. So the first lets everything
+pass but the functions that may draw, and runs those inside the second, which replaces the draws themselves. That way
+there is one answer to `bernoulli_`, whether dropout of any kind asks, attention, or a model's own stochastic depth.
+
+Two functions are rewritten on the way. Attention with dropout goes through torch's plain implementation, since the
+fused kernels draw inside; and `F.dropout`, the common case, keeps its mask as booleans.
+
+A draw with a generator of its own (`generator=`) is the caller's affair and left alone.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from meshwise.model.dispatch_modes import TorchDispatchMode
+from meshwise.model.random_bits import Kind, Part, draw, exponential, kept, normal, uniform
+
+_NAMES = """
+    dropout dropout_ dropout1d dropout2d dropout3d feature_dropout feature_dropout_ native_dropout
+    alpha_dropout alpha_dropout_ feature_alpha_dropout feature_alpha_dropout_
+    scaled_dot_product_attention multi_head_attention_forward lstm gru rnn_tanh rnn_relu
+    bernoulli bernoulli_ rand rand_like randn randn_like uniform_ normal normal_ exponential_ gumbel_softmax
+    cauchy_ geometric_ log_normal_ random_ randint randint_like randperm multinomial poisson binomial
+    rrelu rrelu_ fractional_max_pool2d fractional_max_pool3d trunc_normal_ kaiming_uniform_ kaiming_normal_
+    _standard_gamma _sample_dirichlet
+"""
+MAY_DRAW = frozenset(_NAMES.split())
+"""Names of the functions and methods that may draw."""
+
+_BACKWARDS = (Tensor.backward, torch.autograd.backward)
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+class Source(Protocol):
+    """Who knows where in the model, and for which samples, it is being drawn; see `draws.Draws`."""
+
+    local: bool
+
+    def key(self) -> int:
+        """A key for the next draw."""
+
+    def part(self, shape: Sequence[int], *, scores: bool) -> tuple[Part, bool]:
+        """Which part of the whole draw a tensor is, and whether its first two dims stand the other way round."""
+
+    def reseed(self, device: torch.device) -> None:
+        """Seed torch's generator for the next draw."""
+
+    def no_answer(self, operation: str) -> None:
+        """An operation drew from torch's own generator."""
+
+
+class Throughout(TorchFunctionMode, abc.ABC):
+    """A mode that answers in a backward too, where parts of a forward may be repeated."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _BACKWARDS:
+            return self._backward(*args, **(kwargs or {}))
+        return self._answer(func, args, kwargs or {})
+
+    @abc.abstractmethod
+    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a function of torch gives."""
+
+    def _backward(
+        self, tensors: Any, *, gradient: Any = None, grad_tensors: Any = None, inputs: Any = None, **options: Any
+    ) -> None:
+        # A mode is off while it answers, but a forward that is repeated in the backward draws again. Given edges of the
+        # graph, which are no tensors, torch does not ask the mode a second time.
+        outputs = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        given = [gradient] * len(outputs) if grad_tensors is None else list(grad_tensors)
+        wanted = [inputs] if isinstance(inputs, Tensor) else inputs
+        with self:
+            torch.autograd.backward(
+                [_edge(output) for output in outputs],
+                [torch.ones_like(o) if g is None else g for o, g in zip(outputs, given, strict=True)],
+                inputs=None if wanted is None else [_edge(one) for one in wanted],
+                **options,
+            )
+
+
+class Interception(Throughout):
+    """Answers for the functions that draw."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self._source = source
+        self._below = _Below(source)
+
+    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `func` gives, with our draws in place of torch's."""
+        name = getattr(func, "__name__", "")
+        if name not in MAY_DRAW or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        if self._source.local:
+            given = kwargs.get("device") or next((a.device for a in args if isinstance(a, Tensor)), None)
+            self._source.reseed(torch.device(given or torch.get_default_device()))
+            return func(*args, **kwargs)
+        if func is functional.dropout:
+            return self._dropout(*args, **kwargs)
+        self._below.scores = False
+        if name == "scaled_dot_product_attention":
+            return self._attention(func, args, kwargs)
+        if name == "multi_head_attention_forward":
+            return self._multi_head_attention(func, args, kwargs)
+        with self._below:
+            return func(*args, **kwargs)
+
+    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002, FBT001, FBT002 (F.dropout's own)
+        if not training or not 0.0 < p < 1.0 or not input.numel():
+            return functional.dropout(input, p, training, inplace)
+        self._below.scores = False
+        with torch._C.DisableTorchFunction():
+            keep = self._below.draw(input.shape, kept(1.0 - p), input.device)
+        kept_input = input.masked_fill_(keep.logical_not(), 0.0) if inplace else torch.where(keep, input, 0.0)
+        return kept_input.mul_(1.0 / (1.0 - p))
+
+    def _attention(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = dict(zip(_ATTENTION, args, strict=False)) | kwargs
+        dropping = given.get("dropout_p")
+        return self._unfused(func, args, kwargs, given["query"]) if dropping else func(*args, **kwargs)
+
+    def _multi_head_attention(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = inspect.signature(func).bind(*args, **kwargs)
+        given.apply_defaults()
+        dropping = given.arguments["training"] and given.arguments["dropout_p"]
+        return self._unfused(func, args, kwargs, given.arguments["query"]) if dropping else func(*args, **kwargs)
+
+    def _unfused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], query: Tensor) -> Any:
+        """Torch's attention, by its plain implementation. It has no fused kernel that drops on the CPU, where ranks may
+        be threads, which share the choice among kernels.
+        """
+        self._below.scores = True
+        plain = sdpa_kernel(SDPBackend.MATH) if query.is_cuda else contextlib.nullcontext()
+        with plain, self._below:
+            return func(*args, **kwargs)
+
+
+def _halves(tensor: Tensor) -> Tensor:
+    """A tensor, or its parts if it is complex, to be written to."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _edge(end: Tensor | GradientEdge) -> GradientEdge:
+    return get_gradient_edge(end) if isinstance(end, Tensor) else end
+
+
+class _Below(TorchDispatchMode):
+    """Answers for the operations that draw, below autograd. `scores`: what is drawn now drops attention scores."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self._source = source
+        self.scores = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        schema = func._schema
+        given = {argument.name: argument.default_value for argument in schema.arguments}
+        given |= dict(zip(given, args, strict=False)) | kwargs
+        with torch._C.DisableTorchFunction():
+            answer = self._answer(schema.name.removeprefix("aten::"), given)
+        if answer is None:
+            self._source.no_answer(str(func))
+            return func(*args, **kwargs)
+        into: Tensor | None = given.get("out")
+        return answer if into is None else into.resize_(answer.shape).copy_(answer)
+
+    def draw(self, shape: Sequence[int], kind: Kind, device: torch.device) -> Tensor:
+        """A draw for a tensor of this shape."""
+        part, turned = self._source.part(shape, scores=self.scores)
+        drawn = draw(part, key=self._source.key(), kind=kind, device=device)
+        return drawn.view(shape[1], shape[0], *shape[2:]).transpose(0, 1) if turned else drawn.view(shape)
+
+    def _fill(self, target: Tensor, kind: Callable[[torch.dtype], Kind]) -> Tensor:
+        """The tensor, filled with a draw of a kind; a complex one part by part."""
+        if target.is_complex():
+            for half in _halves(target).unbind(-1):
+                self._fill(half, kind)
+            return target
+        return self._filled(target, kind(target.dtype))
+
+    def _normal(self, target: Tensor) -> Tensor:
+        """The tensor, filled with a standard normal draw: a complex one's parts have half of the variance each."""
+        filled = self._fill(target, normal)
+        return filled.mul_(math.sqrt(0.5)) if target.is_complex() else filled
+
+    def _filled(self, target: Tensor, kind: Kind) -> Tensor:
+        part, turned = self._source.part(target.shape, scores=self.scores)
+        if turned or not target.is_contiguous():
+            return target.copy_(self.draw(target.shape, kind, target.device))
+        return draw(part, key=self._source.key(), kind=kind, device=target.device, into=target)
+
+    def _answer(self, name: str, given: Mapping[str, Any]) -> Any:
+        """What an operation on these arguments returns; None when it is not one of those that are replaced."""
+        match name, given:
+            case "native_dropout", {"input": Tensor() as input, "p": p, "train": train}:
+                p = p if train is None or train else 0.0
+                keep = self.draw(input.shape, kept(1.0 - p), input.device)
+                return input * keep * (1.0 / (1.0 - p) if p < 1.0 else 1.0), keep
+            case "bernoulli_", {"self": Tensor() as target, "p": Tensor() as p}:
+                return target.copy_(self._bernoulli(p.expand_as(target)))
+            case "bernoulli_", {"self": Tensor() as target, "p": p}:
+                return self._filled(target, kept(p, dtype=target.dtype))
+            case "bernoulli", {"self": Tensor() as like, "p": p}:
+                return self.draw(like.shape, kept(p, dtype=like.dtype), like.device)
+            case "bernoulli", {"self": Tensor() as p}:
+                return self._bernoulli(p).to(p.dtype)
+            case "uniform_", {"self": Tensor() as target, "from": low, "to": high}:
+                _halves(self._fill(target, uniform)).mul_(high - low).add_(low)
+                return target
+            case "normal_", {"self": Tensor() as target, "mean": mean, "std": std}:
+                _halves(self._normal(target)).mul_(std).add_(mean)
+                return target
+            case "exponential_", {"self": Tensor() as target, "lambd": rate}:
+                return self._fill(target, exponential).div_(rate)
+            case "rand" | "randn", {"size": size, "dtype": dtype, "device": device}:
+                target = torch.empty(size, dtype=dtype, device=device)
+                return self._fill(target, uniform) if name == "rand" else self._normal(target)
+            case "rand_like" | "randn_like", {"self": Tensor() as like, "dtype": dtype, "device": device}:
+                target = torch.empty_like(like, dtype=dtype, device=device)
+                return self._fill(target, uniform) if name == "rand_like" else self._normal(target)
+            case "normal", {"mean": mean, "std": std} if isinstance(mean, Tensor) or isinstance(std, Tensor):
+                target = torch.empty_like(mean + std)
+                return self._normal(target).mul_(std).add_(mean)
+        return None
+
+    def _bernoulli(self, probability: Tensor) -> Tensor:
+        wide = torch.promote_types(probability.dtype, torch.float32)
+        return self.draw(probability.shape, uniform(wide), probability.device) < probability

@@ -1,0 +1,373 @@
+"""What tensors were made of as a model runs: of which pieces' outputs, and of what pieces did beside returning them.
+
+Autograd's graph does not tell: it ends at `detach`, under `no_grad`, and at integers and booleans. So every operation
+below autograd is watched, and what it makes was made of what it was given. Memory is followed, so views are too, and
+changes in place. A number that is read from a tensor, or a shape that its values decide, may decide all that follows.
+
+    h = embedding(tokens)          h        needs embedding
+    wide = h.argmax(-1) > 3        wide     needs embedding
+    y = block(h, wide, losses)     y        needs block
+                                   losses   have an effect of block: it put there what it does not return
+                                   h        has one as well, if block changes it in place
+
+Numbers and other plain values are not followed through Python. So one that a piece puts into a list or a mapping that
+it was given is an effect on all that follows, one that it keeps in an attribute an effect on who reads that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from meshwise.base.tensor_tree import map_tensors, tensors
+from meshwise.model.dispatch_modes import TorchDispatchMode
+from meshwise.pipeline.cut.partition import CutError
+from meshwise.pipeline.run.packed_tree import passes_entrance
+
+
+@dataclass(frozen=True)
+class Past:
+    """What something was made of."""
+
+    needs: frozenset[str] = frozenset()
+    """Keys of the pieces whose outputs are in it."""
+
+    effects: frozenset[str] = frozenset()
+    """Keys of the pieces that have put something into it which they did not return."""
+
+    parameters: frozenset[str] = frozenset()
+    """Parameters of pieces that something between the pieces has put into it."""
+
+    def __or__(self, other: Past) -> Past:
+        return Past(self.needs | other.needs, self.effects | other.effects, self.parameters | other.parameters)
+
+
+_NOTHING = Past()
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class _Hand:
+    """A piece that puts something somewhere."""
+
+    past: Past
+    put: Callable[[Any], Any]
+    """What stands for a value, where it is put."""
+
+
+class ThroughPieces(CutError):
+    """A model asks for a gradient that has to go through its pieces."""
+
+
+class StaysWhole(Exception):
+    """A block that cannot be opened, as it asks for a gradient through its modules; or not at this part."""
+
+    def __init__(self, name: str, *, part: str = "") -> None:
+        super().__init__(name)
+        self.name, self.part = name, part
+
+    def left(self, parts: Sequence[str]) -> tuple[str, ...]:
+        """Those that it can be opened at."""
+        return tuple(part for part in parts if self.part and part != self.part)
+
+
+class Provenance(TorchDispatchMode):
+    """Knows the past of every tensor that was made while it was entered; of all others, that they have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changed: set[str] = set()
+        """Keys of the pieces whose outputs were changed in place."""
+
+        self.differentiates = False
+        """Whether the model has asked for a gradient between its pieces."""
+
+        self._pasts: WeakKeyDictionary[torch.UntypedStorage, Past] = WeakKeyDictionary()
+        self._outputs: WeakKeyDictionary[torch.UntypedStorage, str] = WeakKeyDictionary()
+        self._names: WeakKeyDictionary[torch.UntypedStorage, str] = WeakKeyDictionary()
+        self._read = self._used = _NOTHING
+        self._piece: str | None = None
+        self._kept: WeakKeyDictionary[nn.Module, dict[str, Past]] = WeakKeyDictionary()
+        self._reads = _Reads(self)
+
+    def __enter__(self) -> Provenance:
+        self._reads.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._reads.__exit__(*error)
+
+    def of(self, values: Any) -> Past:
+        """That of a tree of tensors, and of the numbers that the model has read so far."""
+        return self._of(values) | self._read
+
+    def name(self, parameters: Mapping[str, Tensor]) -> None:
+        """These belong to pieces: what reads them between the pieces is to be told."""
+        self._names.update({parameter.untyped_storage(): name for name, parameter in parameters.items()})
+
+    def is_of_pieces(self, tensor: Tensor) -> bool:
+        """Whether something that pieces have computed is in it."""
+        return self._of(tensor) != _NOTHING
+
+    def output(self, tensor: Tensor, *, key: str, made: bool) -> Tensor:
+        """What a piece returns, in memory of its own: one that was not `made` for it may be what it was given."""
+        own = tensor.detach() if made else tensor.detach().clone()
+        self._pasts[own.untyped_storage()] = Past(frozenset((key,)))
+        self._outputs[own.untyped_storage()] = key
+        return own
+
+    @contextlib.contextmanager
+    def inside(self, key: str, *, module: nn.Module) -> Iterator[None]:
+        """Inside, a piece runs."""
+        before, self._piece = (self._piece, self._used), key
+        self._used = _NOTHING
+        had = [(one, dict(vars(one))) for one in module.modules()]
+        try:
+            yield
+        finally:
+            for one, was in had:
+                self._keeps(one, was=was, now=vars(one), key=key)
+            self._piece, self._used = before
+
+    def reads(self, past: Past) -> None:
+        """Python reads something with this past."""
+        if self._piece is None:
+            self._read |= past
+        else:
+            self._used |= past
+
+    def differentiated(self, outputs: Any, *, inputs: Any) -> None:
+        """The model asks for the gradient of some tensors by others. Raises ThroughPieces where it has to go through
+        pieces, which another stage may run: what comes before them is not in the graph there.
+        """
+        if self._piece is not None:
+            return
+        self.differentiates = True
+        if passes_entrance(tensors(outputs), inputs=tensors(inputs)):
+            raise ThroughPieces(
+                "the model asks torch.autograd.grad for a gradient through its pieces, of which a stage runs only "
+                "some; ask for it inside of one piece, or by the outputs of the last pieces that it is taken of"
+            )
+
+    def _keeps(self, module: nn.Module, *, was: Mapping[str, Any], now: Mapping[str, Any], key: str) -> None:
+        """Who reads an attribute that a piece has put a plain value into is noticed from now on."""
+        names = [name for name, value in now.items() if _is_plain_change(was.get(name), value)]
+        if names and module not in self._kept:
+            self._kept[module] = {}
+            _tell(module, self._kept[module], self)
+        for name in names:
+            self._kept[module][name] = Past(effects=frozenset((key,)))
+
+    @contextlib.contextmanager
+    def given(self, values: Any, *, held: Any, key: str, put: Callable[[Any], Any] = _as_it_is) -> Iterator[None]:
+        """Inside, a piece is given `held` in place of `values`; what it changes and puts there is then here too."""
+        before = map_tensors(_as_it_is, held)
+        yield
+        if held is not values:
+            self._back(values, before, held, _Hand(Past(effects=frozenset((key,))), put))
+
+    @contextlib.contextmanager
+    def in_place_of(self, module: nn.Module, *, held: nn.Module, key: str, put: Callable[[Any], Any]) -> Iterator[None]:
+        """Inside, a copy of a piece runs in its place; what that keeps in attributes is then here too."""
+        before = [dict(vars(one)) for one in held.modules()]
+        yield
+        hand = _Hand(Past(effects=frozenset((key,))), put)
+        for one, other, was in zip(module.modules(), held.modules(), before, strict=True):
+            kept = {name: value for name, value in vars(other).items() if value is not was.get(name)}
+            vars(one).update((name, self._copy(value, hand)) for name, value in kept.items())
+            self._keeps(one, was=was, now=kept, key=key)
+
+    @property
+    def own(self) -> Past:
+        """What the piece that runs puts somewhere has been made of."""
+        return _NOTHING if self._piece is None else Past(effects=frozenset((self._piece,)))
+
+    @property
+    def used(self) -> Past:
+        """What the piece that runs has used so far, however it came by it."""
+        return Past(self._used.needs, self._used.effects - {self._piece})
+
+    def changes(self, tensor: Tensor, *, past: Past) -> None:
+        """A tensor is changed in place, by something with this past."""
+        memory = tensor.untyped_storage()
+        self._pasts[memory] = self._pasts.get(memory, _NOTHING) | past
+        if memory in self._outputs:
+            self.changed.add(self._outputs[memory])
+
+    def _back(self, old: Any, was: Any, now: Any, hand: _Hand) -> Any:
+        """What stands for `now`, in whose place `old` was given, when it was like `was`."""
+        if isinstance(old, list) and isinstance(now, list):
+            pairs = itertools.zip_longest(old, was, now[: len(old)])
+            old[:] = [self._back(*three, hand) for three in pairs][: len(now)]
+            old += [self._new(one, hand) for one in now[len(old) :]]
+        elif isinstance(old, MutableMapping) and isinstance(now, Mapping):
+            for key in now:
+                old[key] = self._back(old[key], was[key], now[key], hand) if key in old else self._new(now[key], hand)
+        elif isinstance(old, tuple) and isinstance(now, tuple) and len(old) == len(now):
+            for three in zip(old, was, now, strict=True):
+                self._back(*three, hand)
+        elif now is not was:
+            return self._new(now, hand, was=was)
+        elif isinstance(old, Tensor) and hand.past.effects <= self._of(now).effects:
+            self.changes(old, past=hand.past)
+        return old
+
+    def _new(self, values: Any, hand: _Hand, *, was: Any = _NOTHING) -> Any:
+        """What stands for values that a piece has put where others may find them."""
+        if _is_plain_change(was, values):
+            self._read |= hand.past
+        return self._copy(values, hand)
+
+    def _copy(self, values: Any, hand: _Hand) -> Any:
+        def made(tensor: Tensor) -> Tensor:
+            own = tensor.detach().clone()
+            self._pasts[own.untyped_storage()] = hand.past
+            return own
+
+        return map_tensors(made, hand.put(values))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        decided = self._of(_deciding(func, args, kwargs))
+        placed, named = _in_one_place((args, kwargs))
+        result = _zeros_elsewhere(func, placed, named) if self._piece is None else None
+        result = func(*placed, **named) if result is None else result
+        past = self._of((args, kwargs))
+        if self._piece is not None:
+            self._used |= past
+            past = Past(effects=frozenset((self._piece,)))
+        elif not func.is_view and func.overloadpacket not in _SHAPED:
+            memories = (tensor.untyped_storage() for tensor in tensors((args, kwargs)))
+            past |= Past(parameters=frozenset(self._names[one] for one in memories if one in self._names))
+        given = {tensor.untyped_storage() for tensor in tensors((args, kwargs))}
+        for tensor in _written(func, args, kwargs):
+            self.changes(tensor, past=past)
+        made = list(tensors(result))
+        for tensor in made:
+            if tensor.untyped_storage() not in given:
+                self._pasts[tensor.untyped_storage()] = past
+        if self._piece is None:
+            self._read |= decided if made else past
+        return result
+
+    def _of(self, values: Any) -> Past:
+        found = _NOTHING
+        for tensor in tensors(values):
+            found |= self._pasts.get(tensor.untyped_storage(), _NOTHING)
+        return found
+
+
+def _in_one_place(given: Any) -> Any:
+    """What an operation is given; on the meta device when some of it is. A piece that runs there may make tensors of
+    its own, a mask or positions, and name no device for them.
+    """
+    if not any(tensor.is_meta for tensor in tensors(given)):
+        return given
+    return map_tensors(lambda tensor: tensor if tensor.is_meta or not tensor.dim() else tensor.to("meta"), given)
+
+
+def _zeros_elsewhere(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """What is brought from the meta device to where the example is, as rotary frequencies are; None for all else.
+
+    What pieces return there is zeros as well.
+    """
+    device = kwargs.get("device")
+    if func is not torch.ops.aten._to_copy.default or not args[0].is_meta or device is None or device.type == "meta":
+        return None
+    return torch.zeros_like(args[0], dtype=kwargs.get("dtype"), device=device)
+
+
+class _Reads(TorchFunctionMode):
+    """Notices what Python reads out of tensors past torch's operations."""
+
+    def __init__(self, provenance: Provenance) -> None:
+        super().__init__()
+        self._provenance = provenance
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _OUT:
+            self._provenance.reads(self._provenance._of(args))
+        if func is torch.autograd.grad:
+            given = dict(zip(("outputs", "inputs"), args, strict=False)) | (kwargs or {})
+            self._provenance.differentiated(given["outputs"], inputs=given["inputs"])
+        return func(*args, **(kwargs or {}))
+
+
+_SHAPED = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in (
+        *("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"),
+        *("empty_like", "full_like", "ones_like", "zeros_like", "rand_like", "randint_like", "randn_like"),
+    )
+)
+"""What reads no values of the tensor that it is given."""
+
+_OUT = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__))
+"""What gives the values of a tensor to Python."""
+
+
+def _deciding(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Of what an operation is given, what decides by its values how much it makes; nothing for most operations."""
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return []
+    given = list(tensors((args, kwargs)))
+    masks = [tensor for tensor in given if tensor.dtype in (torch.bool, torch.uint8)]
+    return masks if func.overloadpacket is torch.ops.aten.index else given
+
+
+def _is_plain_change(was: Any, now: Any) -> bool:
+    """Whether something without tensors is in another's place."""
+    if now is was or next(tensors(now), None) is not None:
+        return False
+    return not (isinstance(now, _PLAIN) and isinstance(was, _PLAIN) and now == was)
+
+
+_PLAIN = (int, float, str, bytes)
+
+
+class _Quiet(nn.Module):
+    """Before another base: of a class that is made of both, that one is not told."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        pass
+
+
+def _tell(module: nn.Module, kept: dict[str, Past], provenance: Provenance) -> None:
+    """From now on it is noticed when one of these attributes of a module is read, and who writes it."""
+    kind = type(module)
+
+    def get(self: nn.Module, name: str) -> Any:
+        if name in kept:
+            provenance.reads(kept[name])
+        return kind.__getattribute__(self, name)
+
+    def put(self: nn.Module, name: str, value: Any) -> None:
+        if name in kept:
+            kept[name] = provenance.own
+        kind.__setattr__(self, name, value)
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    watching = {"__getattribute__": get, "__setattr__": put}
+    module.__class__ = type(kind.__name__, (_Quiet, kind), names | watching)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """What of its arguments an operation writes to."""
+    arguments = func._schema.arguments
+    named = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+    for argument in arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors(named.get(argument.name))

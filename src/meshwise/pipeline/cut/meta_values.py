@@ -1,0 +1,41 @@
+"""Models and calls whose tensors have no values."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwise.base.tensor_tree import map_tensors, tensors
+from meshwise.model.meta_kernels import MetaKernels
+from meshwise.model.shape_constants import Constants
+
+
+def is_bare(model: nn.Module) -> bool:
+    """Whether its parameters have no values."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def on_meta(values: Any) -> Any:
+    """A tree of values with its tensors on the meta device."""
+    return map_tensors(lambda tensor: tensor.to("meta"), values)
+
+
+def as_zeros(values: Any, *, device: torch.device) -> Any:
+    """A tree of values with zeros in place of its tensors."""
+    return map_tensors(lambda tensor: torch.zeros_like(tensor, device=device), values)
+
+
+def device_of(inputs: Any) -> torch.device:
+    """Where the first tensor of a call's arguments is; the CPU when there is none."""
+    return next((tensor.device for tensor in tensors(inputs)), torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def sizes_known() -> Iterator[Constants]:
+    """Inside, pieces run without values, but for what follows from sizes alone."""
+    with MetaKernels(), Constants() as constants, constants.forward():
+        yield constants

@@ -1,0 +1,384 @@
+"""The cut of a model into stages, as a value: which stage runs what, what crosses, what is tied, and why it is so.
+
+A cut is made from one example on one rank and is the same for all of them: numbers and names that can be sent, printed
+and compared. `build.py` makes a stage from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal
+
+from torch import nn
+
+from meshwise.model.blocks import Patterns, partition
+from meshwise.pipeline.cut.balance import Aim, Balanced, balance, balance_trace, by_hand, loads_of
+from meshwise.pipeline.cut.fx_trace import Trace, probe_trace, trace_model
+from meshwise.pipeline.cut.meta_values import is_bare
+from meshwise.pipeline.cut.module_hooks import refuse_global, refuse_hooks
+from meshwise.pipeline.cut.partition import CutError
+from meshwise.pipeline.cut.probe import Call, probe
+from meshwise.pipeline.cut.probe_result import Seen
+from meshwise.pipeline.run.remote_parameter import REMEDY
+from meshwise.pipeline.schedules.action import Schedule
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where a model may be cut. `Options(cut=Where(at=("blocks.3", "head")))` cuts it by hand."""
+
+    at: tuple[str, ...] = ()
+    """By hand: the piece, the module or the call of attention inside of a block, or the operation of a trace, at which
+    each stage but the first begins."""
+
+    pieces: Patterns = ()
+    """Patterns over module names that override what the pieces are (see `meshwise.model.blocks`)."""
+
+    how: Literal["auto", "blocks", "trace"] = "auto"
+    """Between the model's pieces, which run the model's own forward, or between the operations that torch.fx traces.
+    `auto` opens blocks where boundaries inside of them make a difference, and traces when there are not enough
+    pieces."""
+
+    made: Cut | None = field(default=None, compare=False, repr=False)
+    """A cut that was made of the same model in the same way, and is not made again."""
+
+    def __post_init__(self) -> None:
+        if self.how not in ("auto", "blocks", "trace"):
+            raise CutError(f"how={self.how!r}: a model is cut by its 'blocks', by its 'trace', or by what fits, 'auto'")
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Modules between which no stage can begin: those that open a pair of tensor parallelism, those that close one."""
+
+    first: frozenset[str] = frozenset()
+    second: frozenset[str] = frozenset()
+
+    def are_whole(self, module: str) -> bool:
+        """Whether there is no pair that the module has one side of."""
+        first, second = (
+            any(f"{name}.".startswith(f"{module}.") for name in side) for side in (self.first, self.second)
+        )
+        return first == second
+
+
+@dataclass(frozen=True)
+class Wish:
+    """How a model is to be cut."""
+
+    by: Literal["time", "params", "memory"] = "time"
+    """What makes two stages equal: seconds of forward and backward (of a model without values, operations), parameters,
+    or bytes of parameters, their states and activations."""
+
+    where: Where = Where()
+    """Where it may be cut."""
+
+    schedule: Schedule | None = None
+    """What the stages will run. `memory` then counts the activations that each stage holds at a time, and `time` makes
+    the step short, which is more than small stages: some come earlier than others, and some share a rank."""
+
+    pairs: Pairs = Pairs()
+    """What tensor parallelism splits."""
+
+
+@dataclass(frozen=True)
+class Met:
+    """What a stage meets as the model runs, in order."""
+
+    keys: tuple[str, ...]
+    """As those of the cut, in which only `opened` are opened."""
+
+    modules: tuple[str, ...]
+    """The module of each."""
+
+    start: int
+    """The first that is the stage's own."""
+
+    stop: int
+    """The first after them that is not."""
+
+    opened: tuple[str, ...]
+    """The blocks that the stage has a part of."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model in stages. Prints as a table."""
+
+    keys: tuple[str, ...]
+    """What runs, in order: pieces of the model, a second call of one as `name:2`; of a trace, its operations. Of an
+    opened block the modules inside, and then, under its own name, what it does last."""
+
+    modules: tuple[str, ...]
+    """The module of each, empty for an operation without one."""
+
+    bounds: tuple[int, ...]
+    """Stage k runs `keys[bounds[k]:bounds[k + 1]]`."""
+
+    crossing: tuple[tuple[str, ...], ...]
+    """What stage k sends to stage k + 1: keys of outputs."""
+
+    changed: frozenset[str]
+    """Keys of outputs that the model changes in place between its pieces: what is sent is a copy, made before."""
+
+    alike: frozenset[str]
+    """Keys of outputs that are as large as what their piece is given."""
+
+    holders: Mapping[str, tuple[int, ...]]
+    """The stages that hold each parameter, under its first name."""
+
+    parameters: tuple[int, ...]
+    """How many elements of parameters each stage holds, with those that others hold as well."""
+
+    loads: tuple[float, ...]
+    """What was balanced, per stage."""
+
+    by: str
+    """What that is."""
+
+    opened: tuple[str, ...] = ()
+    """The blocks that a boundary is inside of."""
+
+    own: frozenset[str] = frozenset()
+    """Buffers outside of the pieces that the model changes before its first piece: each stage has its own."""
+
+    differentiates: bool = False
+    """Whether the model asks for a gradient between its pieces: then what stands for an output has one."""
+
+    writes: bool = False
+    """Whether the model changes its batch in place: then each stage is given a copy."""
+
+    trace: Trace | None = field(default=None, compare=False)
+    """The operations that the keys are, of a model that is cut between them."""
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return len(self.bounds) - 1
+
+    @property
+    def ties(self) -> dict[str, tuple[int, ...]]:
+        """Parameters that several stages hold: each is one logical parameter, whose gradients have to be summed."""
+        return {name: stages for name, stages in self.holders.items() if len(stages) > 1}
+
+    def met(self, stage: int) -> Met:
+        """What a stage meets: blocks that it has no boundary in are whole."""
+        start, stop = self.bounds[stage : stage + 2]
+        kept, opened = list(range(len(self.keys))), []
+        for name in self.opened:
+            last = self.keys.index(name)
+            first = next(place for place in range(last) if self.keys[place].startswith(f"{name}."))
+            if any(first < bound <= last for bound in (start, stop)):
+                opened.append(name)
+            else:
+                kept = [place for place in kept if not first <= place < last]
+        return Met(
+            keys=tuple(self.keys[place] for place in kept),
+            modules=tuple(self.modules[place] for place in kept),
+            start=sum(place < start for place in kept),
+            stop=sum(place < stop for place in kept),
+            opened=tuple(opened),
+        )
+
+    def coarser(self, at: Sequence[str], *, model: nn.Module) -> Cut:
+        """The same model cut at these only of the places that it is cut at: by the keys that stages begin with.
+
+        Raises ValueError for another key.
+        """
+        begins = [self.keys[bound] for bound in self.bounds[:-1]]
+        firsts = [0, *(begins.index(key) for key in at)]
+        stage_of = [bisect_right(firsts, stage) - 1 for stage in range(self.stages)]
+        holders = {name: tuple(sorted({stage_of[stage] for stage in on})) for name, on in self.holders.items()}
+        return dataclasses.replace(
+            self,
+            bounds=tuple(self.bounds[first] for first in (*firsts, self.stages)),
+            crossing=tuple(self.crossing[first - 1] for first in firsts[1:]),
+            holders=holders,
+            parameters=_parameters(model, holders, len(firsts)),
+            loads=tuple(sum(self.loads[start:stop]) for start, stop in pairwise((*firsts, self.stages))),
+        )
+
+    @property
+    def imbalance(self) -> float:
+        """The largest stage's load, as a multiple of the mean."""
+        return max(self.loads) * self.stages / (sum(self.loads) or 1.0)
+
+    def __str__(self) -> str:
+        total = sum(self.loads) or 1.0
+        rows = [("stage", "runs", "parameters", self.by, "part", "then sends")]
+        for stage, (start, stop) in enumerate(pairwise(self.bounds)):
+            first, last = self.keys[start], self.keys[stop - 1]
+            rows.append(
+                (
+                    str(stage),
+                    first if stop - start == 1 else f"{first} … {last} ({stop - start})",
+                    f"{self.parameters[stage]:,}",
+                    _amount(self.loads[stage], self.by),
+                    f"{100 * self.loads[stage] / total:.1f} %",
+                    ", ".join(self.crossing[stage]) if stage + 1 < self.stages else "",
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines.append(f"by {self.by}, the largest stage is {self.imbalance:.2f} times the mean")
+        lines += [f"{name} is opened: a stage begins inside" for name in self.opened]
+        lines += [f"{name} is on stages {', '.join(map(str, on))}: one parameter" for name, on in self.ties.items()]
+        return "\n".join(lines)
+
+
+def cut_model(model: nn.Module, *, stages: int, call: Call, wish: Wish = Wish()) -> Cut:
+    """Cut a model into stages, as even as can be.
+
+    `call(model)` runs an example micro-batch, on the device of the model's parameters, and returns the result or the
+    loss; the model, torch's generators and the gradients are left as they were.
+
+    Raises CutError when fewer stages fit than are asked for, saying how many; when `at` names no place to cut, or
+    places out of order; for a schedule of another number of stages; and for a model that cannot be traced.
+    """
+    if wish.by not in ("time", "params", "memory"):
+        raise CutError(f"balance by 'time', 'params' or 'memory', not {wish.by!r}")
+    if wish.schedule is not None and wish.schedule.stages != stages:
+        raise CutError(f"the schedule has {wish.schedule.stages} stages, the cut {stages}")
+    where, timed = wish.where, wish.by == "time"
+    if stages > 1:
+        refuse_global()
+    if where.made is not None and where.made.stages == stages:
+        return where.made
+    if where.how == "trace":
+        return _cut_trace(model, call, stages, wish)
+    opening = where.how == "auto" and not where.pieces and not (where.at and _are_pieces(where.at, model))
+    seen = probe(model, call=call, pieces=where.pieces, timed=timed, opens=opening)
+    opens = [
+        step.key
+        for step in seen.steps
+        if step.inside and all(wish.pairs.are_whole(part.module) for part in step.inside)
+    ]
+    fit = sum(bool(step.parameters) for step in seen.opened(opens).steps)
+    if where.how == "blocks" or fit >= stages:
+        if where.at:
+            return _cut(model, by_hand(seen, at=where.at, stages=stages, opens=opens), wish)
+        return _cut(model, balance(model, seen=seen, aim=_aim(wish, stages), opens=opens), wish)
+    try:
+        return _cut_trace(model, call, stages, wish)
+    except CutError as error:
+        raise CutError(
+            f"{stages} stages do not fit: {type(model).__name__} has {fit} pieces, so at most "
+            f"pp·virtual_stages={fit}; and as a trace: {error}"
+        ) from None
+
+
+def cut_pieces(model: nn.Module, *, call: Call, pieces: Patterns = ()) -> Cut:
+    """Cut a model before each piece with parameters but the first. Raises CutError as `cut_model` does."""
+    seen = probe(model, call=call, pieces=pieces)
+    begins = [place for place, step in enumerate(seen.steps) if step.parameters]
+    return _cut(model, Balanced(seen, (0, *begins[1:], len(seen.steps))), Wish(by="params"))
+
+
+def _are_pieces(names: Sequence[str], model: nn.Module) -> bool:
+    """Whether these are calls of whole pieces, so that none lies inside of one."""
+    pieces = {piece.module for unit in partition(model) for piece in unit}
+    return all(name.partition(":")[0] in pieces for name in names)
+
+
+def _cut_trace(model: nn.Module, call: Call, stages: int, wish: Wish) -> Cut:
+    trace = trace_model(model, call=call)
+    seen = probe_trace(model, trace=trace, call=call, timed=wish.by == "time")
+    if wish.where.at:
+        return _cut(model, by_hand(seen, at=wish.where.at, stages=stages), wish, trace=trace)
+    return _cut(model, balance_trace(model, seen=seen, aim=_aim(wish, stages)), wish, trace=trace)
+
+
+def _aim(wish: Wish, stages: int) -> Aim:
+    return Aim(wish.by, stages, wish.schedule)
+
+
+def _cut(model: nn.Module, balanced: Balanced, wish: Wish, *, trace: Trace | None = None) -> Cut:
+    seen, bounds = balanced.seen, balanced.bounds
+    if len(bounds) > 2:
+        refuse_hooks(model, pieces={step.module for step in seen.steps}, traced=trace is not None)
+    _refuse_effects(seen, bounds)
+    keys, stages = tuple(step.key for step in seen.steps), len(bounds) - 1
+    holders = _holders(model, seen, bounds)
+    _refuse_readers(seen, bounds, holders)
+    loads = loads_of(model, seen=seen, aim=_aim(wish, stages))
+    return Cut(
+        keys=keys,
+        modules=tuple(step.module for step in seen.steps),
+        bounds=bounds,
+        crossing=tuple(seen.crossing(bound) for bound in bounds[1:-1]),
+        changed=seen.changed.intersection(keys),
+        alike=frozenset(step.key for step in seen.steps if step.alike),
+        holders=holders,
+        parameters=_parameters(model, holders, stages),
+        loads=tuple(sum(loads[k][start:stop]) for k, (start, stop) in enumerate(pairwise(bounds))),
+        by="operations" if wish.by == "time" and is_bare(model) else wish.by,
+        opened=balanced.opened,
+        own=seen.early,
+        differentiates=seen.differentiates,
+        trace=trace,
+    )
+
+
+def _refuse_effects(seen: Seen, bounds: Sequence[int]) -> None:
+    """Raise CutError for what only some stages would change, and for a bound over which something is needed that no
+    output is: stages send outputs.
+    """
+    if seen.late and len(bounds) > 2:
+        raise CutError(
+            f"the model changes its buffer {min(seen.late)} after {seen.steps[0].key} has run, outside of its pieces: "
+            "some stages would and others not. Put the buffer, and what changes it, into the forward of a module of "
+            "its own, or change it before"
+        )
+    for bound in bounds[1:-1]:
+        if found := seen.effect(bound):
+            piece, user = found
+            raise CutError(
+                f"a stage cannot begin at {seen.steps[bound].key}: {user} needs what {piece} does beside returning its "
+                "output (it changes a tensor that it was given, or puts something into a list, a mapping or an "
+                "attribute); "
+                f"let {piece} return that, or say where stages begin, none between the two: Options(cut=Where(at=…)). "
+                "A model of transformers does so with output_attentions and output_router_logits: leave them out"
+            )
+
+
+def _refuse_readers(seen: Seen, bounds: Sequence[int], holders: Mapping[str, Sequence[int]]) -> None:
+    """Raise CutError where what lies between pieces computes with a parameter that its stage does not hold."""
+    users = [(step.key, bisect_right(bounds, place) - 1, step.past) for place, step in enumerate(seen.steps)]
+    for user, stage, past in (*users, ("the result", len(bounds) - 2, seen.result)):
+        for name in sorted(past.parameters):
+            if stage not in holders[name]:
+                raise CutError(
+                    f"{user}, on stage {stage}, needs what the model computes with {name} outside of that module, and "
+                    f"the parameter is on stage {holders[name][0]}. {REMEDY}"
+                )
+
+
+def _holders(model: nn.Module, seen: Seen, bounds: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """The stages that use each parameter; one that nothing uses is on the last."""
+    last = len(bounds) - 2
+    stages: dict[str, set[int]] = {name: set(range(last + 1)) for name in seen.everywhere}
+    for stage, (start, stop) in enumerate(pairwise(bounds)):
+        for step in seen.steps[start:stop]:
+            for name in step.parameters:
+                stages.setdefault(name, set()).add(stage)
+    return {name: tuple(sorted(stages.get(name, {last}))) for name, _ in model.named_parameters()}
+
+
+def _parameters(model: nn.Module, holders: Mapping[str, Sequence[int]], stages: int) -> tuple[int, ...]:
+    found = [0] * stages
+    for name, on in holders.items():
+        for stage in on:
+            found[stage] += model.get_parameter(name).numel()
+    return tuple(found)
+
+
+def _amount(load: float, by: str) -> str:
+    if by == "time":
+        return f"{1000 * load:.3g} ms"
+    if by == "operations":
+        return f"{load / 1e9:,.3g} GFLOP"
+    return f"{load / 2**20:,.1f} MiB" if by == "memory" else f"{load:,.0f}"

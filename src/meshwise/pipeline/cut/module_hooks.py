@@ -1,0 +1,111 @@
+"""Hooks on the modules of a model that is cut into stages.
+
+Torch calls a module's forward between two marks in the graph: a gradient that passes both is shown to backward hooks. A
+stage sends what a piece's forward returns, which lies between the marks:
+
+    stage 1     mark ── forward ──┬── mark      never passed: the gradient arrives between them
+                                  └── sent ──►  received ── mark      stage 2
+
+So backward hooks of pieces are taken off the modules of a stage, and the piece itself, where it computes, puts the
+marks around what it sends. Modules that a stage has a part of have no such place, and hooks there are refused.
+
+Forward hooks run on every stage, on what was received as on what was computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as torchs
+from torch.utils.hooks import BackwardHook
+
+from meshwise.pipeline.cut.partition import CutError
+
+GLOBAL = (
+    "there are backward hooks for all modules (torch.nn.modules.module.register_module_full_backward_hook), which a "
+    "pipeline cannot call as one process does: stages run parts of modules. Register them on the modules that are meant"
+)
+
+
+class BackwardHooks:
+    """Those of a piece in a stage, which torch no longer knows of."""
+
+    def __init__(self, module: nn.Module, *, computes: bool) -> None:
+        """Take them off a module. `computes`: somewhere in this stage; elsewhere they are another stage's to call."""
+        self._module = module
+        self._before = list(module._backward_pre_hooks.values())
+        module._backward_pre_hooks.clear()
+        self._after: list[Callable[..., Any]] = []
+        if module._is_full_backward_hook or not computes:  # one that is not hangs on the node that made the output
+            self._after = list(module._backward_hooks.values())
+            module._backward_hooks.clear()
+
+    def around(self, forward: Callable[..., Any], *, args: Any, kwargs: Any) -> Any:
+        """What the forward returns, with its gradients shown to the hooks as `nn.Module.__call__` does."""
+        if not (self._after or self._before):
+            return forward(*args, **kwargs)
+        marks = BackwardHook(self._module, self._after, self._before)
+        args = marks.setup_input_hook(args)
+        return marks.setup_output_hook(forward(*args, **kwargs))
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether gradients are shown to hooks on this module."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def refuse_global() -> None:
+    """Raise CutError for backward hooks on all modules that there are."""
+    if are_global():
+        raise CutError(GLOBAL)
+
+
+def refuse_hooks(model: nn.Module, *, pieces: Collection[str], traced: bool) -> None:
+    """Raise CutError for hooks that stages of these pieces would not call as one process does."""
+    shared = around(pieces).difference(pieces)
+    for name, module in model.named_modules():
+        if not has_backward_hooks(module):
+            continue
+        if name in pieces and module._forward_hooks and not traced:
+            raise CutError(
+                f"{name} has backward hooks and forward hooks; a stage sends what its forward returns, so that the "
+                "forward hooks would run after the backward hooks have their place. Put what one of the two does into "
+                "a module inside it, or take one off"
+            )
+        if name in shared:
+            raise CutError(
+                f"{name} has backward hooks, and several stages may run a part of it, none of which sees the gradients "
+                f"of all: put them on modules inside it, as {next(p for p in pieces if p.startswith(f'{name}.'))}"
+            )
+
+
+def refuse_untraced(module: nn.Module, *, name: str) -> None:
+    """Raise CutError for hooks of a module that a trace has the operations of, and does not call."""
+    if has_backward_hooks(module):
+        raise CutError(
+            f"{name or type(module).__name__} has backward hooks, and a trace does not call that as a whole; put them "
+            "on modules inside it that torch.fx does not look into, as nn.Linear, or cut between pieces "
+            "(fewer stages, and how='auto')"
+        )
+    if not name and any(map(_is_users, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
+        raise CutError(
+            f"{type(module).__name__} has forward hooks, and a trace begins inside of it; put what they do into its "
+            "forward"
+        )
+
+
+def are_global() -> bool:
+    """Whether gradients are shown to hooks on all modules that there are."""
+    return bool(torchs._global_backward_hooks or torchs._global_backward_pre_hooks)
+
+
+def around(pieces: Collection[str]) -> set[str]:
+    """The modules that pieces lie inside of, the model itself aside: where that ends, all gradients are."""
+    parts = (piece.split(".") for piece in pieces)
+    return {".".join(path[:end]) for path in parts for end in range(1, len(path))}
+
+
+def _is_users(hook: Callable[..., Any]) -> bool:
+    return not getattr(hook, "__module__", "").startswith(f"{__package__.partition('.')[0]}.")

@@ -1,0 +1,397 @@
+"""One run of a whole model on an example, watched: which pieces run in which order, what each needs of the others, and
+what each costs.
+
+Whatever reaches a later piece, through sums, residual connections and anything else that the model does between its
+pieces, is followed back to the outputs that it was made of (`provenance.py`); these would have to cross a cut. Whoever
+follows it takes time, so time is measured in runs of its own.
+
+Of a model on the meta device the pieces run there, and operations are counted in place of time. What lies between
+them runs where the example is, on zeros: models look at values there, of masks and positions, as they will in a stage.
+
+Blocks that can be opened (`opening.py`) run in the same way in runs of their own, for what the modules in them need and
+cost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from meshwise.base.tensor_tree import map_tensors, tensors
+from meshwise.memory.malloc_settings import kept
+from meshwise.model.blocks import Patterns, Piece, partition
+from meshwise.model.deferred_init import without_values
+from meshwise.model.meta_kernels import MetaKernels
+from meshwise.model.module_copy import copied
+from meshwise.model.shape_constants import Constants
+from meshwise.pipeline.cut.block_entry import CALL, Handed, inside, is_repeated, module_at
+from meshwise.pipeline.cut.dataflow import Past, Provenance, StaysWhole, ThroughPieces
+from meshwise.pipeline.cut.meta_values import as_zeros, device_of, is_bare, on_meta
+from meshwise.pipeline.cut.outside_buffers import Outside
+from meshwise.pipeline.cut.partition import CutError
+from meshwise.pipeline.cut.probe_result import Seen, Step, Took, typical
+from meshwise.pipeline.cut.profile_module import (
+    Tail,
+    alone,
+    as_it_is,
+    cut_off,
+    is_alike,
+    kind_of,
+    noting,
+    reading,
+    size,
+)
+from meshwise.pipeline.run.packed_tree import Entrance
+from meshwise.pipeline.run.split_backward import is_reentrant
+
+Call = Callable[[nn.Module], Any]
+
+ROUNDS = 3
+"""Runs that time is measured in; the median of a piece, and of those like it, counts. Operations are counted once."""
+
+
+def probe(model: nn.Module, *, call: Call, pieces: Patterns = (), timed: bool = False, opens: bool = False) -> Seen:
+    """Run `call(model)` on a copy that shares the model's parameters and nothing else.
+
+    `pieces` are patterns over module names that override how the model is divided (see `meshwise.model.blocks`).
+    With `opens`, blocks that can be opened have steps inside.
+
+    Raises CutError for patterns that name nothing, and a piece that is called in a reentrant checkpoint of torch.
+    """
+    try:
+        found = [piece for unit in partition(model, units=pieces) for piece in unit]
+    except ValueError as error:
+        raise CutError(str(error)) from None
+    seen = _seen(model, call, found, timed=timed)
+    if counting := sorted({owner for owner in map(_owner, seen.early | seen.late) if _counts(model, owner)}):
+        found += [Piece(owner, ()) for owner in counting]
+        again = _seen(model, call, found, timed=timed)
+        ran = {step.module for step in again.steps}  # those that are not called are changed as any other
+        early, late = ({name for name in names if _owner(name) not in ran} for names in (seen.early, seen.late))
+        seen = dataclasses.replace(again, early=again.early | early, late=again.late | late)
+    parts = {piece.module: inside(model.get_submodule(piece.module)) for piece in found if opens and piece.block}
+    opened = None
+    while opened is None:
+        if not any(parts.values()):
+            return seen
+        try:
+            opened = _seen(model, call, found, timed=timed, parts=parts)
+        except StaysWhole as whole:
+            kind = type(model.get_submodule(whole.name))
+            alike = {name for name in parts if type(model.get_submodule(name)) is kind}
+            parts |= {name: whole.left(parts[name]) for name in alike}
+    steps = (
+        dataclasses.replace(whole, inside=step.inside) for whole, step in zip(seen.steps, opened.steps, strict=True)
+    )
+    differentiates = seen.differentiates or opened.differentiates
+    changed = seen.changed | opened.changed
+    return dataclasses.replace(seen, steps=tuple(steps), changed=changed, differentiates=differentiates)
+
+
+def _owner(buffer: str) -> str:
+    return buffer.rpartition(".")[0]
+
+
+def _counts(model: nn.Module, name: str) -> bool:
+    """Whether this is a module without parameters, as some norms over the batch are: it belongs to one stage."""
+    return bool(name) and next(model.get_submodule(name).parameters(), None) is None
+
+
+@dataclass(frozen=True)
+class _Modes:
+    """Who sees the operations of a run: what pieces without values know, and what everything is made of."""
+
+    known: Constants = field(default_factory=Constants)
+    followed: Provenance = field(default_factory=Provenance)
+
+
+_Parts: TypeAlias = Mapping[str, Sequence[str]]
+"""Of blocks, the modules in them that are watched in their place."""
+
+
+def _seen(
+    model: nn.Module, call: Call, found: Sequence[Piece], *, timed: bool, parts: _Parts = MappingProxyType({})
+) -> Seen:
+    """What runs show, with these parts of blocks watched in place of the blocks."""
+    modes = _Modes()
+    with contextlib.ExitStack() as stack:
+        for mode in (MetaKernels(), modes.known, modes.followed) if is_bare(model) else (modes.followed,):
+            stack.enter_context(mode)
+        seen = _run(model, call, found, modes, timed=timed and is_bare(model), parts=parts)
+    if not timed or is_bare(model):
+        return seen
+    with kept():
+        runs = [_run(model, call, found, _Modes(), timed=True, parts=parts) for _ in range(ROUNDS)]
+    costs = typical(runs, model=model)
+    return dataclasses.replace(seen, steps=_with_costs(seen.steps, costs.steps), tail=costs.tail)
+
+
+def _with_costs(steps: Sequence[Step], costs: Sequence[Step]) -> tuple[Step, ...]:
+    """The same steps with what they took in another run."""
+    return tuple(
+        dataclasses.replace(step, took=cost.took, inside=_with_costs(step.inside, cost.inside) if step.inside else ())
+        for step, cost in zip(steps, costs, strict=True)
+    )
+
+
+def _run(model: nn.Module, call: Call, found: Sequence[Piece], modes: _Modes, *, timed: bool, parts: _Parts) -> Seen:
+    """One run."""
+    everywhere = tuple(name for piece in found if piece.spans for name in piece.parameters)
+    bare = is_bare(model)
+    watched = copied(model, tensors={parameter: parameter for parameter in model.parameters()})
+    shadow = copied(model, tensors={t: without_values(t) for t in _tensors(model)}) if bare else watched
+    if bare:
+        watched.register_forward_pre_hook(partial(_give_zeros, names=everywhere), with_kwargs=True)
+    pieces = {piece.module: watched.get_submodule(piece.module) for piece in found if not piece.spans}
+    owned = [name for piece in found if not piece.spans for name in piece.parameters]
+    modes.followed.name({name: watched.get_parameter(name) for name in owned})
+    outside = Outside(watched, pieces=pieces)
+    watch = _Watch({piece.module: piece.parameters for piece in found}, modes, outside, timed=timed)
+    for name, module in pieces.items():
+        own = shadow.get_submodule(name) if bare else None
+        module.forward = _Watched(name, module, watch, parts=parts.get(name, ()), shadow=own)
+    try:
+        with torch.random.fork_rng(), torch.enable_grad():
+            result = call(watched)
+        tail = watch.since.to(result) if timed and not bare else 0.0
+        return dataclasses.replace(watch.seen(result, everywhere), tail=tail)
+    finally:
+        for module in pieces.values():  # which would hold this run's tensors until the next collection of garbage
+            del module.forward
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _give_zeros(model: nn.Module, args: Any, kwargs: Any, *, names: Sequence[str]) -> None:
+    """Parameters without values, which the model uses outside of its pieces, as zeros where the example is."""
+    device = device_of((args, kwargs))
+    for name in names:
+        path, _, key = name.rpartition(".")
+        old = model.get_parameter(name)
+        zeros = torch.zeros_like(old, device=device)
+        setattr(model.get_submodule(path), key, nn.Parameter(zeros, requires_grad=old.requires_grad))
+
+
+class _Watch:
+    """What has been seen so far."""
+
+    def __init__(
+        self, parameters: Mapping[str, tuple[str, ...]], modes: _Modes, outside: Outside, *, timed: bool
+    ) -> None:
+        self.timed, self.outside = timed, outside
+        self.steps: list[Step] = []
+        self.counted: dict[Hashable, Took] = {}
+        """Of modules without values, by their kind: those that are alike do the same, and to count takes its time."""
+        self.parameters = parameters
+        self.followed, self.known = modes.followed, modes.known
+        self.since = Tail(())
+        self._calls: Counter[str] = Counter()
+        self._hidden: list[str] = []
+
+    def key(self, name: str) -> str:
+        """That of one more call of a piece."""
+        self._calls[name] += 1
+        key = name if self._calls[name] == 1 else f"{name}:{self._calls[name]}"
+        if not torch.is_grad_enabled():
+            self._hidden.append(key)
+        return key
+
+    def past(self, values: Any) -> Past:
+        """What values between the pieces were made of. Raises CutError where a checkpoint hides it from autograd."""
+        if self._hidden and is_reentrant(tensors(values)):
+            raise CutError(
+                f"{self._hidden[-1]} is called in a reentrant checkpoint of torch, which no gradient of what a stage "
+                "receives would leave; use checkpoint(..., use_reentrant=False), or recompute=full in the plan"
+            )
+        return self.followed.of(values)
+
+    def output(self, values: Any, *, key: str, made: bool = False) -> Any:
+        """The output of a step, cut off from what it was made of. `made`: in memory that nothing else has."""
+        return map_tensors(lambda tensor: self._output(tensor, key, made=made), values)
+
+    def _output(self, tensor: Tensor, key: str, *, made: bool) -> Tensor:
+        own = self.followed.output(tensor, key=key, made=made)
+        if not own.dtype.is_floating_point:
+            return own
+        entered: Tensor = Entrance.apply(own.requires_grad_())
+        return entered
+
+    def seen(self, result: Any, everywhere: tuple[str, ...]) -> Seen:
+        """All of it. Only a block that is called once, and whose output is all that leaves it, can be opened."""
+        past = self.past(result)
+        pasts = {step.key: [step.past, *(part.past for part in step.inside)] for step in self.steps}
+
+        def opens(step: Step) -> bool:
+            others = [past, *(one for key, several in pasts.items() if key != step.key for one in several)]
+            used = {key for one in others for key in one.needs | one.effects}
+            return self._calls[step.module] == 1 and used.isdisjoint(part.key for part in step.inside[:-1])
+
+        steps = (step if opens(step) else dataclasses.replace(step, inside=()) for step in self.steps)
+        changed, outside = frozenset(self.followed.changed), self.outside
+        seen = Seen(tuple(steps), past, everywhere, changed, early=outside.early, late=outside.late)
+        return dataclasses.replace(seen, differentiates=self.followed.differentiates)
+
+
+class _Watched:
+    """Stands where a piece's forward was."""
+
+    def __init__(
+        self, name: str, module: nn.Module, watch: _Watch, *, parts: Sequence[str], shadow: nn.Module | None
+    ) -> None:
+        """`shadow` runs in place of a module without values, on the meta device."""
+        self._name, self._module, self._watch, self._parts = name, module, watch, parts
+        self._shadow = shadow
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the piece on its own, and note what it took."""
+        watch, given = self._watch, (args, kwargs)
+        watch.outside.begin()
+        past, device = watch.past(given), device_of(given)
+        key = watch.key(self._name)
+        if self._shadow is None:
+            output, step = self._step(key, self._module, given)
+        else:
+            put, inputs = partial(as_zeros, device=device), on_meta(given)
+            stand_ins = zip(tensors(given), tensors(inputs), strict=True)  # of what has been computed zeros stand here
+            watch.known.forget(b for a, b in stand_ins if b.is_floating_point() or watch.followed.is_of_pieces(a))
+            _share_hooks(self._module, other=self._shadow)
+            with (
+                watch.followed.given(given, held=inputs, key=key, put=put),
+                watch.followed.in_place_of(self._module, held=self._shadow, key=key, put=put),
+                watch.known.forward(),
+            ):
+                output, step = self._without_values(key, self._shadow, inputs)
+            output = put(output)
+        watch.steps.append(dataclasses.replace(step, past=past | step.past))
+        output = watch.output(output, key=key, made=self._shadow is not None)
+        watch.since = Tail(output)
+        return output
+
+    def _without_values(self, key: str, shadow: nn.Module, inputs: tuple[Any, Any]) -> tuple[Any, Step]:
+        try:
+            return self._step(key, shadow, inputs)
+        except RuntimeError as error:
+            raise CutError(
+                f"{key} cannot run without values: {error}\nA model that is given as a function is cut on the meta "
+                f"device. Give the module itself, or let {key} ask for no values (of a mixture of transformers, "
+                "experts_implementation='batched_mm' asks for none)"
+            ) from error
+
+    def _step(self, key: str, module: nn.Module, inputs: tuple[Any, Any]) -> tuple[Any, Step]:
+        watch, parameters = self._watch, self._watch.parameters[self._name]
+        if self._parts and not is_repeated():
+            block = _Inside(self._name, module, watch, parts=self._parts)
+            output = block.run(*inputs)
+            return output, Step(key, self._name, parameters, Past(), size(output), Took(0.0, 0.0), inside=block.steps)
+        output, took, used = _own_forward(module, key, watch, inputs=inputs)
+        return output, Step(key, self._name, parameters, used, size(output), took, is_alike(output, inputs=inputs))
+
+
+def _share_hooks(module: nn.Module, *, other: nn.Module) -> None:
+    """A copy has the hooks of a module, with those that were put on since it was made: some models do as they run."""
+    for one, copy in zip(module.modules(), other.modules(), strict=True):
+        vars(copy).update((name, held) for name, held in vars(one).items() if "hooks" in name)
+
+
+_WITH_BACKWARD = 3.0
+"""Forward and backward of operations with two operands, in forwards."""
+
+
+class _Inside:
+    """A run of a block in which the modules in it are watched as the pieces of the model are."""
+
+    def __init__(self, name: str, module: nn.Module, watch: _Watch, *, parts: Sequence[str]) -> None:
+        self.steps: tuple[Step, ...] = ()
+        self._name, self._module, self._watch, self._parts = name, module, watch, parts
+        names = {id(p): own for own, p in zip(watch.parameters[name], module.parameters(), strict=True)}
+        self._held = {part: tuple(names[id(p)] for p in module_at(module, name=part).parameters()) for part in parts}
+        self._calls, self._within = 0, False
+        self._found: list[Step] = []
+        self._repeated = False
+        self._kept: dict[int, int] = {}
+        self._read: Callable[[], float] = float
+        self._since = 0.0
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """The block's output; afterwards `steps` are those inside, none when the modules do not run once each or, under
+        torch's checkpoint, will again.
+        """
+        inputs, parts = (args, kwargs), {name: module_at(self._module, name=name) for name in self._parts}
+        keep = noting(self._kept, parameters=self._module.parameters())
+        for name, part in parts.items():
+            part.forward = partial(self._part, name, part)
+        calls = Handed(partial(self._attend, parts[CALL])) if CALL in parts else contextlib.nullcontext()
+        try:
+            with reading(inputs, timed=self._watch.timed) as self._read, saved_tensors_hooks(keep, as_it_is), calls:
+                self._since = self._read()
+                output = type(self._module).forward(self._module, *args, **kwargs)
+                between, kept = self._between()
+        except ThroughPieces:
+            raise StaysWhole(self._name) from None
+        finally:
+            for part in parts.values():
+                del part.forward
+        found, own = [step.module for step in self._found], f"{self._name}.{CALL}"
+        if own in found and self._calls > 1:
+            raise StaysWhole(self._name, part=CALL)
+        due = (f"{self._name}.{name}" for name in parts if name != CALL or own in found)
+        if not self._repeated and sorted(found) == sorted(due):
+            took = Took(kept, _WITH_BACKWARD * between, between)
+            past, alike = self._watch.followed.of(output), is_alike(output, inputs=inputs)
+            self.steps = (*self._found, Step(self._name, self._name, (), past, size(output), took, alike))
+        return output
+
+    def _attend(self, attention: nn.Module, query: Tensor, **given: Any) -> Any:
+        """Stands where attention is called, by the block or by a module in it."""
+        self._calls += 1
+        apart = not self._within and not is_repeated()
+        return attention.forward(query, **given) if apart else type(attention).forward(attention, query, **given)
+
+    def _part(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Stands where the module's forward was."""
+        self._repeated |= is_repeated()
+        between, kept = self._between()
+        inputs, watch, full = (args, kwargs), self._watch, f"{self._name}.{name}"
+        past = watch.followed.of(inputs)
+        self._within = True
+        output, took, used = _own_forward(module, full, watch, inputs=inputs)
+        self._within = False
+        took = Took(took.activations + kept, took.work + _WITH_BACKWARD * between, between)
+        step = Step(full, full, self._held[name], past | used, size(output), took, is_alike(output, inputs=inputs))
+        self._found.append(step)
+        output = watch.output(output, key=full)
+        self._since = self._read()
+        return output
+
+    def _between(self) -> tuple[float, int]:
+        """What the block itself did, and kept, since the last module."""
+        kept = sum(self._kept.values())
+        self._kept.clear()
+        return self._read() - self._since, kept
+
+
+def _own_forward(module: nn.Module, key: str, watch: _Watch, *, inputs: tuple[Any, Any]) -> tuple[Any, Took, Past]:
+    """What its class computes, whatever stands in place of its `forward`, what that took and what it has used."""
+    run, parameters, held = partial(type(module).forward, module), list(module.parameters()), cut_off(inputs)
+    counts = watch.timed and any(tensor.is_meta for tensor in (*parameters, *tensors(held)))
+    kind = kind_of(module, inputs=held)
+    known = watch.counted.get(kind) if counts else None
+    with watch.followed.inside(key, module=module), watch.followed.given(inputs, held=held, key=key):
+        output, took = alone(run, inputs=held, parameters=parameters, timed=watch.timed and known is None)
+        if known is not None and known.activations != took.activations:
+            output, took = alone(run, inputs=held, parameters=parameters, timed=True)
+        elif counts:
+            took = watch.counted[kind] = known or took
+        return output, took, watch.followed.used

@@ -1,0 +1,165 @@
+"""A part of a model, run on its own: what its forward and its backward take, in time or operations, and in bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from meshwise.base.tensor_tree import map_tensors, tensors
+from meshwise.pipeline.cut.probe_result import Took
+from meshwise.pipeline.run.packed_tree import Entrance
+
+
+def alone(
+    run: Callable[..., Any], *, inputs: tuple[Any, Any], parameters: Sequence[Tensor], timed: bool
+) -> tuple[Any, Took]:
+    """Run a part of a model; its backward too, when it is timed."""
+    args, kwargs = inputs
+    kept: dict[int, int] = {}
+    keep = noting(kept, parameters=parameters)
+
+    with reading((parameters, inputs), timed=timed) as read:
+        begin = read()
+        with saved_tensors_hooks(keep, as_it_is):
+            output = run(*args, **kwargs)
+        results = [tensor for tensor in tensors(output) if tensor.requires_grad]
+        if timed and results:
+            with _gradients_kept(parameters):
+                torch.autograd.backward(results, [torch.ones_like(one) for one in results])
+        work = read() - begin
+    return output, Took(sum(kept.values()), work)
+
+
+def cut_off(inputs: Any) -> Any:
+    """A tree of tensors without what they came from: the same memory."""
+
+    def own(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        entered: Tensor = Entrance.apply(tensor.detach().requires_grad_())
+        return entered
+
+    return map_tensors(own, inputs)
+
+
+class Tail:
+    """What is computed from the output of the last step on: forward, and backward to that output."""
+
+    def __init__(self, output: Any) -> None:
+        self._from = [tensor for tensor in tensors(output) if tensor.requires_grad]
+        self._cuda = any(tensor.is_cuda for tensor in self._from)
+        self._begin = now(cuda=self._cuda)
+
+    def to(self, result: Any) -> float:
+        """The seconds up to here, and of the backward from this result."""
+        ends = [tensor for tensor in tensors(result) if tensor.requires_grad]
+        if ends and self._from:
+            torch.autograd.grad(ends, self._from, [torch.ones_like(end) for end in ends], allow_unused=True)
+        return now(cuda=self._cuda) - self._begin
+
+
+@contextlib.contextmanager
+def reading(values: Any, *, timed: bool) -> Iterator[Callable[[], float]]:
+    """Inside, what tells how much was done so far: seconds, or of values on the meta device operations."""
+    held = list(tensors(values))
+    if not timed:
+        yield float
+    elif any(tensor.is_meta for tensor in held):
+        counted = FlopCounterMode(display=False)
+        counted.mod_tracker = _Nowhere()  # type: ignore[assignment]
+        with counted:
+            yield lambda: float(counted.get_total_flops())
+    else:
+        cuda = any(tensor.is_cuda for tensor in held)
+        yield lambda: now(cuda=cuda)
+
+
+class _Nowhere(contextlib.AbstractContextManager[None]):
+    """In place of what tells torch's counter which module runs: that hooks the inputs of modules, and fails where a
+    model asks for the gradient by one of them.
+    """
+
+    parents = frozenset({"Global"})
+
+    def __exit__(self, *_: object) -> None:
+        """It has no hooks to take off."""
+
+
+@contextlib.contextmanager
+def _gradients_kept(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Afterwards the parameters have the gradients that they had before."""
+    before = [parameter.grad for parameter in parameters]
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+
+def now(*, cuda: bool) -> float:
+    """Seconds by some clock, when a GPU, if there is one, has done what it was given.
+
+    Where torch computes with this thread alone, of its processor: a machine that does other work as well makes stages
+    that are as even as on a machine that does not.
+    """
+    if cuda:
+        torch.cuda.synchronize()
+    return time.thread_time() if not cuda and torch.get_num_threads() == 1 else time.perf_counter()
+
+
+def noting(kept: dict[int, int], *, parameters: Iterable[Tensor]) -> Callable[[Tensor], Tensor]:
+    """A hook on saved tensors that notes the bytes of what is kept, parameters aside.
+
+    The graph holds it, so it leads to nothing that leads to the graph.
+    """
+    stored = {parameter.untyped_storage()._cdata for parameter in parameters}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in stored:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor.detach()  # an operation that kept its own result as it is would be kept by it
+
+    return keep
+
+
+def as_it_is(tensor: Tensor) -> Tensor:
+    """A saved tensor unpacked."""
+    return tensor
+
+
+def is_alike(output: Any, *, inputs: Any) -> bool:
+    """Whether a value is one tensor, of the shape and dtype of the first of others."""
+    first = next(tensors(inputs), None)
+    if first is None or not isinstance(output, Tensor):
+        return False
+    return (output.shape, output.dtype) == (first.shape, first.dtype)
+
+
+def size(value: Any) -> int:
+    """Bytes of a value's tensors, each counted once."""
+    return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors(value)}.values())
+
+
+def kind_of(module: nn.Module, *, inputs: Any) -> Hashable:
+    """What the operations of a module follow from: its parts, their parameters, and what it is given."""
+    return *map(_make, module.modules()), _kinds(module.parameters()), _kinds(tensors(inputs))
+
+
+def _make(module: nn.Module) -> Hashable:
+    """Its class, and the numbers and words that its forward may go by."""
+    return type(module), *(
+        (name, value) for name, value in vars(module).items() if isinstance(value, int | float | str)
+    )
+
+
+def _kinds(values: Iterable[Tensor]) -> Hashable:
+    """What operations on tensors follow from."""
+    return tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in values)

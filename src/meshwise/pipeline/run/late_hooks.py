@@ -1,0 +1,59 @@
+"""Hooks that are put on a model when it is in stages already."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from meshwise.model.deferred_init import Source
+from meshwise.model.parameter_hooks import hooks_on
+from meshwise.pipeline.cut.model_cut import Cut
+from meshwise.pipeline.cut.module_hooks import GLOBAL, are_global, around, has_backward_hooks
+from meshwise.plan import PlanError
+
+_KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class HooksSince:
+    """Whether hooks were put on or taken off since a model was cut, where its stages know nothing of it.
+
+    The stages have copies of the modules that were given. A parameter's hooks are carried along, those that are taken
+    off later too, so that only the first ones can be missed. Nobody has a model that was born here.
+    """
+
+    def __init__(self, source: Source, *, stages: Collection[nn.Module], cut: Cut) -> None:
+        cut_through = around(cut.modules).union(cut.modules) - {""} if cut.trace is None else set()
+        given = () if source.deferred else tuple(source.module.named_modules())
+        self._given = [(name, held, tuple(held)) for name, module in given for held in _held(module)]
+        parameters = () if source.deferred else tuple(source.module.named_parameters())
+        self._parameters = [(name, parameter) for name, parameter in parameters if not hooks_on(parameter)]
+        self._bare = [
+            (name, module)
+            for stage in stages
+            for name, module in stage.named_modules()
+            if name in cut_through and not has_backward_hooks(module)
+        ]
+
+    def refuse(self) -> None:
+        """Raise PlanError where there were."""
+        changed = (name for name, held, keys in self._given if len(held) != len(keys) or tuple(held) != keys)
+        hooked = (name for name, parameter in self._parameters if hooks_on(parameter))
+        for name in (*changed, *hooked):
+            raise PlanError(
+                f"hooks of {name or 'the model'} were registered or removed after it was cut into stages, which have "
+                "copies of it and know nothing of that; do it before parallelize, or on trainer.model"
+            )
+        for name, module in self._bare:
+            if has_backward_hooks(module):
+                raise PlanError(
+                    f"a backward hook was registered on {name} of a stage, which may send what is inside of it; "
+                    "register it before parallelize, on the model that is given to it"
+                )
+        if are_global():
+            raise PlanError(GLOBAL)
+
+
+def _held(module: nn.Module) -> Iterator[Mapping[int, Any]]:
+    yield from (vars(module)[kind] for kind in _KINDS)

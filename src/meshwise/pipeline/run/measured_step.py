@@ -1,0 +1,219 @@
+"""A step as it was: when every rank did what, how long it did nothing, and where that went.
+
+What a rank loses of a step, the time in which it does not compute, is taken apart:
+
+    ideal        what the schedule alone costs: every stage as long as the mean, and nothing else takes any time
+    imbalance    what it costs more that stages differ, when every computation takes its stage's mean
+    receives     what it waited longer than that, for messages and for the last rank: transfers, and computations that
+                 were now longer and now shorter
+    collectives  waits inside computations (layers that are split, units that are gathered), and for reductions, less
+                 what the rank would have idled by the clock: for a rank that is slower it waits in them as well
+    other        the rest: what the interpreter does between actions
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TypeAlias
+
+from meshwise.base.timeline import Event, Stream, Timeline, within
+from meshwise.comm.api.stopwatch import Span, Stopwatch
+from meshwise.comm.api.world import World
+from meshwise.comm.health.clock_offset import clock_offset
+from meshwise.pipeline.schedules.action import COMPUTE, Action, Kind, Schedule, ScheduleError
+from meshwise.pipeline.schedules.schedule_clock import Cost, clock, event_of
+
+_Means: TypeAlias = Mapping[Kind, float]
+"""How long each kind of computation takes, of those that there are."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """What one rank does not compute, in seconds, and where it went."""
+
+    ideal: float
+    imbalance: float
+    receives: float
+    collectives: float
+    other: float
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.ideal + self.imbalance + self.receives + self.collectives + self.other
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One step, measured. Prints as a table."""
+
+    schedule: Schedule
+    """What was run, as `passes.lower` made it."""
+
+    step: Timeline
+    """All of it: the row of the schedule, and what is before and after."""
+
+    @cached_property
+    def run(self) -> Timeline:
+        """The rows of the schedule alone, from the first action to the last of any rank."""
+        events = [event for rank in range(self.step.ranks) for event in self._inside(rank)]
+        return Timeline(_from_zero(events), self.step.pipelines)
+
+    def _inside(self, rank: int) -> list[Event]:
+        """The events of one rank's row."""
+        own = [event for event in self.step.events if event.rank == rank]
+        start = next(event.stop for event in own if event.kind == "begin")
+        stop = next(event.start for event in own if event.kind == "exchange")
+        return [event for event in own if start <= event.start and event.stop <= stop]
+
+    @cached_property
+    def predicted(self) -> Timeline:
+        """The same computations by the clock, each as long as it takes its stage on the mean, and nothing else."""
+        return self._clocked(self._means)
+
+    @cached_property
+    def ideal(self) -> Timeline:
+        """The same by the clock, with all stages equal."""
+        taken: dict[Kind, list[float]] = {}
+        for means in (means for stages in self._means for means in stages):
+            for kind, mean in means.items():
+                taken.setdefault(kind, []).append(mean)
+        equal = {kind: statistics.fmean(means) for kind, means in taken.items()}
+        return self._clocked([[equal] * len(stages) for stages in self._means])
+
+    @cached_property
+    def lost(self) -> tuple[Lost, ...]:
+        """Per rank, what it does not compute from the first action of any rank to the last."""
+        return tuple(map(self._lost, range(self.run.ranks)))
+
+    def _lost(self, rank: int) -> Lost:
+        run = self.run
+        own = [event for event in run.events if event.rank == rank and event.stream is not Stream.LINK]
+        computing, waits = run.computing[rank], run.waiting[rank]
+        receives = sum(event.seconds for event in waits if event.stage is not None)
+        around = run.seconds - (max(event.stop for event in own) - min(event.start for event in own))
+        collectives = within(computing, inner=waits) + sum(e.seconds for e in own if e.stream is Stream.COLLECTIVE)
+        ideal, predicted = (line.seconds - line.busy[rank] for line in (self.ideal, self.predicted))
+        other = run.seconds - run.busy[rank] - receives - around - collectives
+        idle = receives + around
+        hidden = min(collectives, max(0.0, predicted - idle))
+        return Lost(ideal, predicted - ideal, idle + hidden - predicted, collectives - hidden, other)
+
+    @cached_property
+    def _means(self) -> list[list[_Means]]:
+        """How long each kind of computation takes on the mean, of each pipeline's stages."""
+        taken: dict[tuple[int, int, Kind], list[float]] = {}
+        for rank, (row, waits) in enumerate(zip(self.run.computing, self.run.waiting, strict=True)):
+            for event in row:
+                assert event.stage is not None
+                seconds = event.seconds - within((event,), inner=waits)
+                taken.setdefault((rank, event.stage, Kind(event.kind)), []).append(seconds)
+        return [
+            [
+                {kind: statistics.fmean(times) for (rank, of, kind), times in taken.items() if (rank, of) == place}
+                for place in ((ranks[row], stage) for stage, row in enumerate(self.schedule.rank_of))
+            ]
+            for ranks in self.run.pipelines
+        ]
+
+    def _clocked(self, means: Sequence[Sequence[_Means]]) -> Timeline:
+        """All pipelines by the clock, for the micro-batches that there were."""
+        present = {event.microbatch for row in self.run.computing for event in row}
+        rows = [tuple(one for one in row if one.microbatch in present) for row in self.schedule.rows]
+        events: list[Event] = []
+        for ranks, own in zip(self.run.pipelines, means, strict=True):
+            timeline = clock(Schedule(tuple(rows)), costs=[_cost(stage) for stage in own])
+            events += (dataclasses.replace(event, rank=ranks[event.rank]) for event in timeline.events)
+        return Timeline(tuple(events), self.run.pipelines)
+
+    def __str__(self) -> str:
+        run = self.run
+        head = ("rank", "stages", "computes", "lost", *(field.name for field in dataclasses.fields(Lost)))
+        rows = [head]
+        for rank, lost in enumerate(self.lost):
+            parts = (lost.seconds, *dataclasses.astuple(lost))
+            rows.append(
+                (
+                    str(rank),
+                    " ".join(map(str, run.stages[rank])),
+                    f"{run.busy[rank]:.4g} s",
+                    *(f"{100 * part / run.seconds:.1f} %" for part in parts),
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        mean, ideal = (100 * statistics.fmean(line.bubbles) for line in (run, self.ideal))
+        lines += [
+            f"step {self.step.seconds:.4g} s, the schedule's part of it {run.seconds:.4g} s",
+            f"by the clock with each stage's mean {self.predicted.seconds:.4g} s, all equal {self.ideal.seconds:.4g} s",
+            f"bubble {mean:.1f} % on the mean, ideal {ideal:.1f} %",
+        ]
+        return "\n".join(lines)
+
+    def write(self, path: Path) -> None:
+        """Keep it in a file (JSON). Raises OSError."""
+        events = [dataclasses.astuple(event) for event in self.step.events]
+        told = {"schedule": str(self.schedule), "pipelines": self.step.pipelines, "events": events}
+        path.write_text(json.dumps(told), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Measured:
+        """What `write` has kept. Raises OSError, and ValueError, naming the file, for one that holds something else."""
+        try:
+            told = json.loads(path.read_text(encoding="utf-8"))
+            events = [Event(rank, Stream(stream), *rest) for rank, stream, *rest in told["events"]]
+            pipelines = tuple(map(tuple, told["pipelines"]))
+            return cls(Schedule.parse(told["schedule"]), Timeline(tuple(events), pipelines))
+        except (LookupError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not a timeline of a run: {error}") from None
+
+
+def measured(watch: Stopwatch, *, world: World, schedule: Schedule) -> list[Measured]:
+    """The steps that were noted on all ranks of `world`, whose rows are those of `schedule`. Every rank calls it."""
+    every = world.exchange(watch.read(offset=clock_offset(world)))
+    pipelines = world.mesh.groups(["pp"])
+    steps = zip(*(_steps(rank, spans) for rank, spans in enumerate(every)), strict=True)
+    made = []
+    for ranks in steps:
+        events = [event for own in ranks for event in own]
+        made.append(Measured(schedule, Timeline(_from_zero(events), pipelines)))
+    return made
+
+
+def _steps(rank: int, spans: Sequence[Span]) -> Iterator[list[Event]]:
+    """The events of a rank, step by step, each from its begin to its update."""
+    others = [span for span in spans if span.waits or span.beside]
+    step: list[Event] = []
+    for span in (span for span in spans if not (span.waits or span.beside)):
+        if span.what == "begin" or step:
+            step.append(_event(rank, span))
+        if span.what == "update" and step:
+            own = (other for other in others if step[0].start <= other.start and other.stop <= span.stop)
+            streams = [(Stream.WAIT if other.waits else Stream.TIERS, other) for other in own]
+            yield step + [Event(rank, stream, other.what, other.start, other.stop) for stream, other in streams]
+            step = []
+
+
+def _from_zero(events: Sequence[Event]) -> tuple[Event, ...]:
+    """The same, the first of them at 0."""
+    start = min(event.start for event in events)
+    return tuple(dataclasses.replace(one, start=one.start - start, stop=one.stop - start) for one in events)
+
+
+def _event(rank: int, span: Span) -> Event:
+    try:
+        return event_of(Action.parse(span.what), rank=rank, start=span.start, stop=span.stop)
+    except ScheduleError:
+        return Event(rank, Stream.COLLECTIVE, span.what, span.start, span.stop)
+
+
+def _cost(means: _Means) -> Cost:
+    """The cost of a stage; what it does not do is not asked for."""
+    absent = dict.fromkeys(COMPUTE, 0.0) | dict(means)
+    return Cost(absent[Kind.F], absent[Kind.I], absent[Kind.W], backward=absent[Kind.B])

@@ -1,0 +1,107 @@
+"""What crosses from one stage to the next: any tree of values, as tensors to send and a skeleton to agree on.
+
+Both sides need the skeleton (where each tensor belongs, its shape and dtype, whether a gradient comes back for it) once
+per edge, and again when it changes; then only tensors travel. A tensor that occurs twice travels once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.base.tensor_tree import map_tensors, tensors
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Values taken apart."""
+
+    skeleton: Mapping[str, Any]
+    """The values with meta tensors in place of tensors, `requires_grad` as it was. Pickles."""
+
+    tensors: tuple[Tensor, ...]
+    """The tensors, each once, in the order of the skeleton."""
+
+
+def pack(values: Mapping[str, Any]) -> Parcel:
+    """Take values apart. The tensors are those of the values, still part of their graph."""
+    seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def bone(tensor: Tensor) -> Tensor:
+        if id(tensor) not in seen:
+            shape = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+            seen[id(tensor)] = (tensor, shape)
+        return seen[id(tensor)][1]
+
+    skeleton = map_tensors(bone, dict(values))
+    return Parcel(skeleton, tuple(tensor for tensor, _ in seen.values()))
+
+
+def bones(skeleton: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """The meta tensors of a skeleton, each once: what to expect, and `requires_grad` where a gradient goes back."""
+    return tuple({id(tensor): tensor for tensor in tensors(dict(skeleton))}.values())
+
+
+def unpack(skeleton: Mapping[str, Any], *, arrived: Sequence[Tensor]) -> dict[str, Any]:
+    """The values again, with the tensors that arrived in the order of `bones(skeleton)`."""
+    places = {id(bone): tensor for bone, tensor in zip(bones(skeleton), arrived, strict=True)}
+    unpacked: dict[str, Any] = map_tensors(lambda bone: places[id(bone)], dict(skeleton))
+    return unpacked
+
+
+class Entrance(torch.autograd.Function):
+    """The identity, whose result is no leaf and no view: a model may change in place what it was given.
+
+    What comes back to it is the leaf's gradient, itself: torch would copy one that somebody else holds, as whoever sent
+    it does where the stage passes it on as it is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        """The same memory."""
+        ctx.leaf = leaf
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        """Torch has nothing left to add to the leaf."""
+        leaf = ctx.leaf
+        leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+
+
+def passes_entrance(outputs: Iterable[Tensor], *, inputs: Iterable[Tensor]) -> bool:
+    """Whether the graph of `outputs`, as far as it may lead to `inputs`, goes back to an `Entrance` that is none of
+    them: one that is older than an input does not lead there.
+    """
+    nodes = [torch.autograd.graph.get_gradient_edge(one).node for one in inputs if one.requires_grad]
+    made = min((node._sequence_nr() for node in nodes), default=0) if all(node.next_functions for node in nodes) else -1
+    seen, stack = set(nodes), [one.grad_fn for one in outputs]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, Entrance._backward_cls) and not 0 <= node._sequence_nr() < made:
+            return True
+        stack += [following for following, _ in node.next_functions]
+    return False
+
+
+def enter(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values as a stage may use them: leaves that want a gradient go through an `Entrance`, one for each tensor."""
+    made: dict[int, Tensor] = {}
+
+    def inside(tensor: Tensor) -> Tensor:
+        if not (tensor.requires_grad and tensor.is_leaf):
+            return tensor
+        if id(tensor) not in made:
+            entered: Tensor = Entrance.apply(tensor)
+            made[id(tensor)] = entered
+        return made[id(tensor)]
+
+    entered: dict[str, Any] = map_tensors(inside, dict(values))
+    return entered

@@ -1,0 +1,78 @@
+"""What a stage has in place of another stage's parameter: its shape and dtype can be asked for, and nothing computed.
+
+A plain tensor without values would not do: torch multiplies by such a matrix on the CPU, without an error, and makes of
+it whatever lies in memory. TorchScript, and `torch.tensor` of a tensor, ask no subclass and do so still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.base.tensor_tree import map_tensors, tensors
+from meshwise.pipeline.run.stage import StageError
+
+REMEDY = (
+    "Give it a second name in the module that reads it, as in self.shared = other.weight in its __init__, and read "
+    "that: then each stage has it; or cut by hand so that both are on one stage: Options(cut=Where(at=…)), "
+    "model.cut_at of a job"
+)
+"""What to do where a stage needs a parameter that another one holds."""
+
+_CASTS = frozenset((Tensor.to, Tensor.type_as))
+_LIKE = frozenset((*_CASTS, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as, Tensor.is_same_size))
+"""What asks its second tensor for a shape, or for a dtype: the device that it would have here is the first one's."""
+
+_SHAPED = frozenset(
+    (
+        *(Tensor.new_empty, Tensor.new_full, Tensor.new_ones, Tensor.new_zeros),
+        *(torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like, torch.rand_like, torch.randn_like),
+    )
+)
+"""What makes another tensor, of which nothing is elsewhere where its device is told."""
+
+
+class Elsewhere(Tensor):
+    """A parameter or a buffer that another stage holds. To compute with it raises StageError."""
+
+    known_as: str
+    """Its name in the model."""
+
+    @staticmethod
+    def named(name: str, *, like: Tensor) -> Elsewhere:
+        """That of this name; `like`: without values."""
+        one = like.detach().as_subclass(Elsewhere)
+        one.known_as = name
+        return one
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Answer what asks for its shape; views of it, and what is made of nothing else, are elsewhere, too."""
+        known = kwargs or {}
+        given = list(tensors((args, known)))
+        where = next(tensor.__dict__["known_as"] for tensor in given if isinstance(tensor, Elsewhere))
+        asked = func in _LIKE and not isinstance(args[0], Elsewhere)
+        if not asked and any(not isinstance(tensor, Elsewhere) for tensor in given):
+            raise StageError(
+                f"a stage computes with {where}, which another stage holds and the example did not show it to need. "
+                f"{REMEDY}"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            if asked and func in _CASTS:
+                return args[0].to(next(tensor.dtype for tensor in given if isinstance(tensor, Elsewhere)))
+            found = func(*args, **known)
+            if asked or (func in _SHAPED and "device" in known):
+                return found
+            return map_tensors(lambda tensor: Elsewhere.named(where, like=tensor), found)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Elsewhere:
+        return self

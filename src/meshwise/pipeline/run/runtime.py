@@ -1,0 +1,321 @@
+"""The interpreter: walks this rank's row of a lowered table.
+
+It knows no schedule. What is computed when, and between which ranks what travels in which order, the table has said,
+and `validate` has checked that nobody waits for ever. What is left to do here:
+
+    2RECV_F0   posted before its turn, as soon as its shapes are known; waited for at its turn
+    2F0        the stage's forward; what leaves for a stage on the same rank is handed over
+    2SEND_F0   begun and not waited for, before the row is through
+    2B0 2I0 2W0     whole, or in two parts (`backward.py`)
+    2GATHER 2FREE 2REDUCE     asked of whoever keeps the stage's parameters
+
+Shapes are agreed once for each edge and each shape of a micro-batch: the first message of its kind is preceded by the
+skeleton of what crosses, later ones are tensors alone. A micro-batch without rows is passed over on every rank.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.base.tensor_tree import tensors
+from meshwise.comm.api.world import Work, World
+from meshwise.pipeline.run.packed_tree import bones, pack, unpack
+from meshwise.pipeline.run.split_backward import WeightBackward, backward_input
+from meshwise.pipeline.run.stage import Stage, StageError, signature
+from meshwise.pipeline.schedules.action import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
+from meshwise.pipeline.schedules.passes import counterpart
+
+
+@dataclass(frozen=True)
+class Job:
+    """One micro-batch: what calls the model on it, and what its shapes depend on, the same on every rank.
+
+    On the last stage `call` returns the loss to go backward from.
+    """
+
+    call: Callable[[nn.Module], Any]
+    shapes: Hashable
+
+
+class Keeper(Protocol):
+    """Who keeps the parameters of a stage."""
+
+    def running(self, index: int, *, again: bool) -> AbstractContextManager[None]:
+        """Inside, the stage runs micro-batch `index`: forward, or (`again`) backward."""
+
+    def gather(self) -> None:
+        """Start to make the parameters whole."""
+
+    def ready(self) -> None:
+        """Return when they are."""
+
+    def free(self) -> None:
+        """Put them to rest."""
+
+    def reduce(self) -> None:
+        """Sum the gradients over the ranks that have other rows: the stage's last has arrived."""
+
+
+@dataclass
+class _Flight:
+    """A micro-batch in one stage, between its forward and the end of its backward."""
+
+    received: dict[str, Any] = field(default_factory=dict)
+    leaves: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] | None = None
+    gradients: list[Tensor] = field(default_factory=list)
+    weights: WeightBackward | None = None
+
+
+Place = tuple[int, int]
+"""A stage and a micro-batch."""
+
+Header = Sequence[tuple[int, Any]]
+"""What crosses, each with its number among what the stage sends: stages that are alike have the same."""
+
+
+class Runtime:
+    """This rank's stages over the axis `pp`."""
+
+    def __init__(self, stages: Mapping[int, Stage], *, keepers: Mapping[int, Keeper], world: World) -> None:
+        self._stages, self._keepers, self._world = stages, keepers, world
+        self._rank = world.group("pp").index
+        self._agreed: dict[tuple[int, Hashable], Mapping[str, Any]] = {}
+
+    def run(self, schedule: Schedule, *, jobs: Mapping[int, Job]) -> dict[int, Any]:
+        """Do this rank's row for the micro-batches that there are; what the last stage returned, where that is here.
+
+        Raises StageError when what crosses differs between micro-batches of the same shapes, and what a stage raises.
+        """
+        return _Walk(self, schedule, jobs).run()
+
+
+class _Walk:
+    """One step."""
+
+    def __init__(self, runtime: Runtime, schedule: Schedule, jobs: Mapping[int, Job]) -> None:
+        self._stages, self._keepers = runtime._stages, runtime._keepers
+        self._world, self._rank, self._agreed = runtime._world, runtime._rank, runtime._agreed
+        self._ranks, self._jobs = schedule.rank_of, jobs
+        self._rows = [[one for one in row if one.microbatch is None or one.microbatch in jobs] for row in schedule.rows]
+        self._flights: dict[Place, _Flight] = defaultdict(_Flight)
+        self._leaving: dict[tuple[Kind, Place], tuple[Header | None, Sequence[Tensor]]] = {}
+        self._returned: dict[int, Any] = {}
+        self._coming = deque(action for action in self._rows[self._rank] if action.kind in RECEIVES)
+        self._posted: tuple[Sequence[Tensor], Sequence[Work]] | None = None
+        self._sending: dict[int, deque[list[Work]]] = defaultdict(deque)
+        self._waited: dict[int, int] = defaultdict(int)
+        self._arrived = self._acknowledged()
+
+    def run(self) -> dict[int, Any]:
+        """Do this rank's row."""
+        for action in self._rows[self._rank]:
+            self._world.journal.doing = str(action)
+            try:
+                self._post()
+                self._do(action)
+            except Exception as error:
+                error.add_note(f"in {action}: {_place_text(action)}, on rank {self._rank} of the pipeline")
+                raise
+        for rank, sending in self._sending.items():
+            self._release(rank, self._waited[rank] + len(sending))
+        assert not self._flights, f"left in flight: {sorted(self._flights)}"
+        return self._returned
+
+    def _do(self, action: Action) -> None:
+        keeper, kind = self._keepers[action.stage], action.kind
+        if kind in COMPUTE:
+            keeper.ready()
+            self._compute(kind, _place(action))
+        elif kind in SENDS:
+            self._send(action)
+        elif kind in RECEIVES:
+            self._receive(action)
+        elif kind is Kind.GATHER:
+            keeper.gather()
+        elif kind is Kind.FREE:
+            keeper.free()
+        else:
+            keeper.reduce()
+
+    # ---- computing ---------------------------------------------------------------------------------------------
+
+    def _compute(self, kind: Kind, place: Place) -> None:
+        with self._keepers[place[0]].running(place[1], again=kind is not Kind.F):
+            if kind is Kind.F:
+                self._forward(place)
+            elif kind is Kind.W:
+                weights = self._flights[place].weights
+                assert weights is not None
+                weights.run()
+            else:
+                self._backward(place, whole=kind is Kind.B)
+        if kind in (Kind.B, Kind.W) or not torch.is_grad_enabled():
+            del self._flights[place]
+
+    def _forward(self, place: Place) -> None:
+        index, flight, stage = place[1], self._flights[place], self._stages[place[0]]
+        result = stage.run(self._jobs[index].call, received=flight.received)
+        flight.received = {}
+        if stage.index + 1 == stage.count:
+            training = torch.is_grad_enabled()
+            self._returned[index] = result.detach() if training else result  # the loss itself holds on to its graph
+            flight.outputs = [result] if training and result.requires_grad else []
+            flight.gradients = [torch.ones_like(output) for output in flight.outputs]
+            return
+        parcel = pack(result)
+        flight.outputs = [tensor for tensor in parcel.tensors if tensor.requires_grad]
+        detached = [tensor.detach() for tensor in parcel.tensors]
+        if self._ranks[stage.index + 1] == self._rank:
+            self._enter((stage.index + 1, index), parcel.skeleton, detached)
+        else:
+            self._leaving[Kind.SEND_F, place] = self._header(stage.index, index, parcel.skeleton), detached
+
+    def _backward(self, place: Place, *, whole: bool) -> None:
+        stage, index = place
+        flight = self._flights[place]
+        assert flight.outputs is not None
+        flight.weights = WeightBackward()
+        if flight.outputs and whole:
+            torch.autograd.backward(flight.outputs, flight.gradients)
+        elif flight.outputs:
+            flight.weights = backward_input(
+                flight.outputs,
+                gradients=flight.gradients,
+                received=flight.leaves,
+                parameters=self._stages[stage].module.parameters(),
+            )
+        flight.outputs, flight.gradients = [], []
+        if stage > 0:
+            back = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in flight.leaves]
+            flight.leaves = []
+            if self._ranks[stage - 1] == self._rank:
+                self._flights[stage - 1, index].gradients = back
+            else:
+                self._leaving[Kind.SEND_B, place] = None, back
+
+    def _enter(self, place: Place, skeleton: Mapping[str, Any], arrived: Sequence[Tensor]) -> None:
+        """Give a stage what it receives."""
+        flight = self._flights[place]
+        for tensor, bone in zip(arrived, bones(skeleton), strict=True):
+            tensor.requires_grad_(bone.requires_grad)
+        flight.received = unpack(skeleton, arrived=arrived)
+        flight.leaves = [tensor for tensor in arrived if tensor.requires_grad]
+
+    # ---- what is sent ------------------------------------------------------------------------------------------
+
+    def _header(self, stage: int, index: int, skeleton: Mapping[str, Any]) -> Header | None:
+        """What goes before a message of new shapes, for the next stage to know what is going to arrive."""
+        key = (stage, self._jobs[index].shapes)
+        if key not in self._agreed:
+            self._agreed[key] = skeleton
+            return [(self._stages[stage].sends.index(name), value) for name, value in skeleton.items()]
+        agreed = self._agreed[key]
+        now, before = _described(skeleton), _described(agreed)
+        for name in agreed:
+            if now[name] != before[name]:
+                raise StageError(
+                    f"stage {stage} sends as {name}, for micro-batch {index}, {_words(skeleton[name])}, and for "
+                    f"another one of the same shapes {_words(agreed[name])}; between micro-batches of the same shapes "
+                    "only the values of tensors may differ: shapes, dtypes, whether there is a gradient, and values "
+                    "that are no tensors have to be the same (a number that differs can be returned as a tensor)"
+                )
+        return None
+
+    def _send(self, action: Action) -> None:
+        rank, (header, parts) = self._other_end(action), self._leaving.pop((action.kind, _place(action)))
+        sends = [] if header is None else self._world.send_value(header, axis="pp", to=rank)
+        sends += [self._world.send(part.contiguous(), axis="pp", to=rank) for part in parts if part.numel()]
+        self._sending[rank].append(sends)
+
+    def _acknowledged(self) -> dict[Action, int]:
+        """How many of this rank's messages the other end of each receive has received before it sends."""
+        found: dict[Action, int] = {}
+        for row in self._rows:
+            count = 0
+            for action in row:
+                if action.kind in RECEIVES | SENDS and self._other_end(action) == self._rank:
+                    count += action.kind in RECEIVES
+                    if action.kind in SENDS:
+                        found[counterpart(action)] = count
+        return found
+
+    def _release(self, rank: int, count: int) -> None:
+        """End the first `count` messages to a rank, which has received them: their memory is free."""
+        while self._waited[rank] < count:
+            for work in self._sending[rank].popleft():
+                work.wait()
+            self._waited[rank] += 1
+
+    def _other_end(self, action: Action) -> int:
+        return self._ranks[counterpart(action).stage]
+
+    # ---- what is received --------------------------------------------------------------------------------------
+
+    def _post(self) -> None:
+        """Post the next receive, when its shapes are known."""
+        if self._posted is not None or not self._coming:
+            return
+        action = self._coming[0]
+        expected = self._expected(action)
+        if expected is not None:
+            self._coming.popleft()
+            made = [torch.empty(bone.shape, dtype=bone.dtype, device=self._world.device) for bone in expected]
+            source = self._other_end(action)
+            self._posted = (made, [self._world.recv(part, axis="pp", source=source) for part in made if part.numel()])
+
+    def _expected(self, action: Action) -> Sequence[Tensor] | None:
+        """Tensors like those that will arrive; None while it is not known."""
+        stage, index = _place(action)
+        if action.kind is Kind.RECV_B:
+            flight = self._flights.get((stage, index))
+            return None if flight is None else flight.outputs
+        agreed = self._agreed.get((stage - 1, self._jobs[index].shapes))
+        return None if agreed is None else bones(agreed)
+
+    def _receive(self, action: Action) -> None:
+        stage, index = place = _place(action)
+        if self._posted is None:
+            told = self._world.recv_value(axis="pp", source=self._other_end(action))
+            names = self._stages[stage].receives
+            self._agreed[stage - 1, self._jobs[index].shapes] = {names[number]: value for number, value in told}
+            self._post()
+        assert self._posted is not None
+        (arrived, works), self._posted = self._posted, None
+        for work in works:
+            work.wait()
+        self._release(self._other_end(action), self._arrived[action])
+        if action.kind is Kind.RECV_B:
+            self._flights[place].gradients = list(arrived)
+        else:
+            self._enter(place, self._agreed[stage - 1, self._jobs[index].shapes], arrived)
+
+
+def _place(action: Action) -> Place:
+    assert action.microbatch is not None
+    return action.stage, action.microbatch
+
+
+def _place_text(action: Action) -> str:
+    return f"stage {action.stage}" + ("" if action.microbatch is None else f", micro-batch {action.microbatch}")
+
+
+def _described(skeleton: Mapping[str, Any]) -> dict[str, Any]:
+    """What has to be the same of each value; which tensors are one, too, for that travels once."""
+    number = {id(bone): place for place, bone in enumerate(bones(skeleton))}
+    return {
+        name: (signature(value, other=pickle.dumps), [(number[id(one)], one.requires_grad) for one in tensors(value)])
+        for name, value in skeleton.items()
+    }
+
+
+def _words(value: Any) -> str:
+    return " ".join(repr(value).split()).replace("..., device='meta', ", "")

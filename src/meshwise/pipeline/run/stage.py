@@ -1,0 +1,385 @@
+"""A stage: a part of a model that runs the model's own forward.
+
+Rewriting a model into a list of layers breaks everything that is not a list of layers: keyword arguments, masks, rotary
+tables, an encoder beside a decoder. So a stage *is* the model, with the same class, names and forward, in which the
+pieces (embedding, blocks, norm, head) that are other stages' have no parameters and do not compute:
+
+    the model        embedding   block 0   block 1   block 2   block 3   norm   head
+    stage 1 of 3     (nan)       (nan)     received  computes  computes  leaves
+                                           │                         │
+                                           output of block 1 ──►     └──► output of block 3
+
+- what lies between pieces, masks and rotary tables and residual sums, runs on every stage, from the same batch;
+- a piece of an earlier stage returns its own output, received, where a later piece needs it, and otherwise NaN of the
+  right shape and dtype, so that a value that should have been received can never pass unseen;
+- the first piece of a later stage leaves the forward.
+
+A stage may begin inside of a block (`opening.py`). The modules in that block are then pieces, and the block's own
+forward runs on both sides; for other stages it is one piece like any other.
+
+Which outputs cross, and that pieces run in one order, the cut has seen on an example (`cut.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.base.tensor_tree import map_tensors, tensors
+from meshwise.model.dispatch_modes import unseen
+from meshwise.model.forward import Left
+from meshwise.pipeline.cut.block_entry import Handed, laid_out
+from meshwise.pipeline.cut.meta_values import sizes_known
+from meshwise.pipeline.cut.module_hooks import BackwardHooks
+from meshwise.pipeline.run.packed_tree import Entrance, enter
+
+
+class StageError(RuntimeError):
+    """A stage met something else than the cut has seen."""
+
+
+Place: TypeAlias = tuple[bool, int, dict[str, Any]]
+"""A point of a run: whether there is one, which piece comes next, what has been received."""
+
+
+@dataclass(frozen=True)
+class Width:
+    """The features of what runs from piece to piece: how many a rank has, and how many there are. `made`: the pieces
+    that make it of something else, as an embedding does, and the dim of what they return that has the features.
+    `tokens`: the same of its tokens, in the forward under way; between `blocks` and in them a rank may have a part.
+    """
+
+    own: int = 0
+    whole: int = 0
+    made: Mapping[str, int] = field(default_factory=dict)
+    tokens: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    blocks: Collection[str] = ()
+
+    def ask(self, shadow: nn.Module, *, name: str, args: Any, kwargs: Any) -> Any:
+        """What the piece called `name` returns, of which this is one without values, which knows of no ranks: it is
+        given all features and tokens, and gives the part of one rank where it would be given that first, or makes it.
+        """
+        own, whole = self.tokens()
+        if own == whole or not any(name == block or name.startswith(f"{block}.") for block in self.blocks):
+            return self._ask(shadow, name=name, args=args, kwargs=kwargs)
+        # Masks and rotary tables that it is handed beside the stream have all tokens.
+        stream = _first((args, kwargs.get("hidden_states")))
+        if stream is None or stream.dim() < 2 or stream.size(-2) != own or not stream.is_floating_point():
+            return self._ask(shadow, name=name, args=args, kwargs=kwargs)
+        wide = stream.new_empty(*stream.shape[:-2], whole, stream.size(-1))
+        args, kwargs = map_tensors(lambda x: wide if x is stream else x, (args, kwargs))
+        returned = self._ask(shadow, name=name, args=args, kwargs=kwargs)
+        out = _first(returned)
+        if out is None or out.dim() < 2 or out.size(-2) != whole:
+            return returned
+        return map_tensors(lambda x: x.narrow(-2, 0, own) if x is out else x, returned)
+
+    def _ask(self, shadow: nn.Module, *, name: str, args: Any, kwargs: Any) -> Any:
+        if name in self.made and self.own != self.whole:
+            dim = self.made[name]
+            return map_tensors(lambda x: self._part(x, dim=dim), shadow(*args, **kwargs))
+        first = next(tensors((args, kwargs)), None)
+        if first is None or not first.is_floating_point() or self.own == self.whole:
+            return shadow(*args, **kwargs)
+
+        def change(x: Tensor, size: int, to: int) -> Tensor:
+            alike = x.dtype == first.dtype and x.dim() == first.dim() and x.size(-1) == size
+            return x.new_empty(*x.shape[:-1], to) if alike else x
+
+        args, kwargs = map_tensors(lambda x: change(x, self.own, self.whole), (args, kwargs))
+        returned = shadow(*args, **kwargs)
+        if first.size(-1) != self.own:
+            return returned
+        return map_tensors(lambda x: change(x, self.whole, self.own), returned)
+
+    def _part(self, x: Tensor, *, dim: int) -> Tensor:
+        split = x.dim() >= -dim and x.size(dim) == self.whole and x.is_floating_point()
+        return x.narrow(dim, 0, self.own) if split else x
+
+
+def _first(tree: Any) -> Tensor | None:
+    return next(tensors(tree), None)
+
+
+class Crossing:
+    """What one run of a stage has received and computed so far. Lives as long as the stage, open during a run."""
+
+    def __init__(self, sends: Sequence[str], *, changed: Collection[str], alike: Collection[str]) -> None:
+        self.sends, self.changed, self.alike = sends, changed, alike
+        self.void = Void()
+        self.width = Width()
+        self.open = self.repeats = self.differentiates = False
+        self.received: dict[str, Any] = {}
+        self.sent: dict[str, Any] = {}
+        self.position = 0
+
+    def start(self, received: Mapping[str, Any]) -> None:
+        """Begin a run."""
+        self.open, self.position = True, 0
+        self.received = enter(received)
+        self.sent = {}
+        for key, value in self.received.items():
+            self.keep(key, value=value)
+
+    def keep(self, key: str, *, value: Any) -> None:
+        """Send this value at the end, if it is needed: as it is now, whatever the model does to it."""
+        if key in self.sends and not self.repeats:
+            self.sent[key] = map_tensors(Tensor.clone, value) if key in self.changed else value
+
+    def received_of(self, key: str) -> Any:
+        """What an earlier stage has sent; as it came, whatever the model does to it."""
+        value = self.received[key]
+        return map_tensors(Tensor.clone, value) if key in self.changed else value
+
+    def device_for(self, given: Tensor) -> torch.device:
+        """Where what is made of this would be. A model that brings it to a piece's own parameters finds none here."""
+        here = (tensor.device for tensor in tensors(self.received))
+        return next(here, given.device) if given.is_meta else given.device
+
+    def leave(self) -> None:
+        """End the model's forward. One that is repeated ends by itself."""
+        if not self.repeats:
+            raise Left
+
+    def here(self) -> Place:
+        """The point of the forward that the model is at (see `meshwise.model.forward_replay.Remembered`)."""
+        return self.open, self.position, self.received
+
+    @contextlib.contextmanager
+    def at(self, place: Place) -> Iterator[None]:
+        """Inside, a block that was run from this point on is run again."""
+        left, repeated = self.here(), self.repeats
+        (self.open, self.position, self.received), self.repeats = place, True
+        try:
+            yield
+        finally:
+            (self.open, self.position, self.received), self.repeats = left, repeated
+
+    def stop(self) -> dict[str, Any]:
+        """End a run, and forget all of it but what is sent."""
+        sent = self.sent
+        self.open, self.received, self.sent = False, {}, {}
+        return sent
+
+
+class Stage:
+    """Stage `index` of `count`.
+
+    `module` holds this stage's parameters under the names that they have in the whole model. A parameter that several
+    stages hold (a tie) is a parameter in each: their gradients have to be summed.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, index: int, count: int, crossing: Crossing, receives: Sequence[str]
+    ) -> None:
+        self.module = module
+        self.index = index
+        self.count = count
+        self.receives = tuple(receives)
+        self.crossing = crossing
+
+    @property
+    def sends(self) -> tuple[str, ...]:
+        """The keys of what `run` returns, all that the next stage receives; of the last stage, nothing."""
+        return tuple(self.crossing.sends)
+
+    def run(self, call: Callable[[nn.Module], Any], *, received: Mapping[str, Any]) -> Any:
+        """One forward. `call` calls the model on a micro-batch, as in `lambda model: loss(model(tokens), targets)`.
+
+        The last stage returns what `call` returns, any other what it sends: a value, a tree of tensors, for every key
+        in `sends`. `received` is what the stage before returned; a tensor in it that requires a gradient should be
+        a leaf, and has it in `.grad` after the backward.
+
+        Raises StageError when pieces run in another order than the cut has seen.
+        """
+        if set(received) != set(self.receives):
+            raise StageError(f"stage {self.index} receives {sorted(self.receives)}, but was given {sorted(received)}")
+        self.crossing.start(received)
+        try:
+            returned = call(self.module)
+        except Left:
+            return self._checked(self.crossing.stop())
+        finally:
+            self.crossing.open = False
+        self.crossing.stop()
+        if self.index + 1 < self.count:
+            raise StageError(f"the model's forward ended on stage {self.index}, before it reached the next stage")
+        return returned
+
+    def _checked(self, sent: dict[str, Any]) -> dict[str, Any]:
+        if missing := [key for key in self.sends if key not in sent]:
+            raise StageError(
+                f"stage {self.index} left the model without {', '.join(missing)}, which the next one needs"
+            )
+        return sent
+
+
+class Piece:
+    """The forward of one piece in one stage: computes, returns what was received, or returns NaN, call by call."""
+
+    def __init__(self, module: nn.Module, *, shadow: nn.Module | None, route: Route, crossing: Crossing) -> None:
+        self._module, self._shadow, self._route, self._crossing = module, shadow, route, crossing
+        self._hooks = BackwardHooks(module, computes=route.computes(module))
+        self._shapes: dict[Any, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Stands where the module's `forward` was."""
+        crossing, route = self._crossing, self._route
+        if not crossing.open:  # recomputed in the backward by torch's checkpoint, or called by the user
+            return self._own(args, kwargs)
+        key = route.key(crossing.position, module=self._module)
+        if crossing.position >= route.stop:
+            crossing.leave()
+        own = route.start <= crossing.position < route.stop
+        crossing.position += 1
+        if own:
+            output = self._own(args, kwargs)
+            crossing.keep(key, value=output)
+            return output
+        if key in crossing.received:
+            return crossing.received_of(key)
+        return self._nothing(key, args, kwargs)
+
+    def _own(self, args: Any, kwargs: Any) -> Any:
+        return self._hooks.around(partial(type(self._module).forward, self._module), args=args, kwargs=kwargs)
+
+    def _nothing(self, key: str, args: Any, kwargs: Any) -> Any:
+        """NaN in the shapes that the piece would return."""
+        crossing = self._crossing
+        first = next(tensors((args, kwargs)), torch.empty(()))
+        shapes = first if key in crossing.alike else self._shapes_for(key, args, kwargs)
+        fresh = key in crossing.changed
+        device = crossing.device_for(first)
+        nothing = map_tensors(lambda like: crossing.void.like(like, device=device, fresh=fresh), shapes)
+        if not (crossing.differentiates and torch.is_grad_enabled()):
+            return nothing
+        return map_tensors(lambda x: Entrance.apply(x.requires_grad_()) if x.is_floating_point() else x, nothing)
+
+    def _shapes_for(self, key: str, args: Any, kwargs: Any) -> Any:
+        """What the piece would return, on the meta device; computed once per shapes of its inputs."""
+        asked = (self._module.training, self._crossing.width.tokens(), signature((args, kwargs)))
+        if asked not in self._shapes:
+            assert self._shadow is not None
+            self._shadow.train(self._module.training)
+            args, kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
+            try:
+                # A norm over the batch of all ranks would ask the others.
+                with torch.no_grad(), torch._C.DisableTorchFunction(), unseen(), sizes_known():
+                    self._shapes[asked] = self._crossing.width.ask(
+                        self._shadow, name=key.partition(":")[0], args=args, kwargs=kwargs
+                    )
+            except Exception as error:
+                raise StageError(
+                    f"the shape of the output of {key} cannot be told without its values: {error}"
+                ) from error
+        return self._shapes[asked]
+
+
+class Opened:
+    """The forward of a block that a stage has a part of: the modules inside are pieces, the block itself the last.
+
+    `attention`: the piece that stands for the block's call of attention, where it is one.
+    """
+
+    def __init__(self, module: nn.Module, *, route: Route, crossing: Crossing, attention: nn.Module | None) -> None:
+        self._module, self._route, self._crossing = module, route, crossing
+        self._calls = contextlib.nullcontext() if attention is None else Handed(partial(self._attend, attention))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Stands where the module's `forward` was."""
+        with self._calls:
+            output = type(self._module).forward(self._module, *args, **kwargs)
+        crossing = self._crossing
+        key = self._route.key(crossing.position, module=self._module)
+        if crossing.position >= self._route.stop:
+            crossing.leave()
+        crossing.position += 1
+        crossing.keep(key, value=output)
+        return output
+
+    def _attend(self, attention: nn.Module, query: Tensor, *, dropout_p: float = 0.0, **given: Any) -> Any:
+        """Stands where the block calls attention."""
+        own = self._route.start <= self._crossing.position < self._route.stop
+        output = attention.forward(query, dropout_p=dropout_p, **given)
+        if own:
+            return output
+        if dropout_p:
+            torch.rand(1)  # what attention drops is a draw of the block, which others of its draws come after
+        return laid_out(output, like=query)
+
+
+class Void:
+    """NaN (of integers 0) in any shape, all in the same memory: a stage of a deep model returns it many times.
+
+    `told`, where there is one, is told of every tensor of it that is handed out.
+    """
+
+    def __init__(self) -> None:
+        self.told: Callable[[Tensor], None] | None = None
+        self._flat: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def like(self, tensor: Tensor, *, device: torch.device, fresh: bool) -> Tensor:
+        """NaN in the shape and dtype of a tensor; `fresh`, in memory of its own, that may be written to."""
+        made = self._like(tensor, device=device, fresh=fresh)
+        if self.told is not None:
+            self.told(made)
+        return made
+
+    def _like(self, tensor: Tensor, *, device: torch.device, fresh: bool) -> Tensor:
+        place = (tensor.dtype, device)
+        flat = self._flat.get(place)
+        if fresh or flat is None or flat.numel() < tensor.numel() or flat._version:
+            value = math.nan if tensor.dtype.is_floating_point or tensor.dtype.is_complex else 0
+            with torch.inference_mode(mode=False):  # what is made there has no version, and cannot be used elsewhere
+                flat = torch.full((tensor.numel(),), value, dtype=tensor.dtype, device=device)
+            if fresh:
+                return flat.view(tensor.shape)
+            self._flat[place] = flat
+        return flat[: tensor.numel()].view(tensor.shape)
+
+
+class Route:
+    """The order of all pieces' calls, and the part of it that is one stage's."""
+
+    def __init__(self, keys: Sequence[str], *, modules: Sequence[nn.Module], start: int, stop: int) -> None:
+        self._keys, self._modules = keys, modules
+        self.start, self.stop = start, stop
+
+    def computes(self, module: nn.Module) -> bool:
+        """Whether a call of this module is the stage's."""
+        return any(one is module for one in self._modules[self.start : self.stop])
+
+    def key(self, position: int, *, module: nn.Module) -> str:
+        """The call at this position, which has to be this module's."""
+        if position >= len(self._keys) or self._modules[position] is not module:
+            due = self._keys[position] if position < len(self._keys) else "the end"
+            name = next(key for key, one in zip(self._keys, self._modules, strict=True) if one is module)
+            raise StageError(
+                f"{name} runs where {due} was due; a pipeline needs a model whose pieces always run in the same order"
+            )
+        return self._keys[position]
+
+
+def signature(tree: Any, *, other: Callable[[Any], Hashable] = lambda value: type(value).__qualname__) -> Any:
+    """What the shapes of outputs may depend on, of the inputs: shapes, dtypes and plain values; hashable.
+
+    `other`: what stands for a value that is none of these.
+    """
+    if isinstance(tree, Tensor):
+        return (tuple(tree.shape), tree.dtype)
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return tuple((field.name, signature(getattr(tree, field.name), other=other)) for field in fields(tree))
+    if isinstance(tree, Mapping):
+        return tuple((key, signature(value, other=other)) for key, value in tree.items())
+    if isinstance(tree, tuple | list):
+        return tuple(signature(value, other=other) for value in tree)
+    if isinstance(tree, float) and math.isnan(tree):  # which is no other's equal, nor its own
+        return repr(tree)
+    return tree if isinstance(tree, int | float | str | None) else other(tree)

@@ -1,0 +1,202 @@
+"""What a schedule needs besides its computations: passes from one table to another.
+
+| split_backward | every B becomes I W |
+| send_first     | so do those of a rank that has no forward left: what others wait for leaves before W |
+| merge_backward | every I directly followed by its W becomes B, which costs less than the two |
+| add_transfers  | sends and receives |
+| add_reductions | each stage's gradients are reduced once, when its last micro-batch is done |
+| add_gathers    | ZeRO-3: parameters become whole before a stage is used, and are freed after |
+| lower          | all of these that a run needs |
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from itertools import pairwise
+
+from meshwise.pipeline.schedules.action import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule, ScheduleError
+
+_OTHER_END: Mapping[Kind, tuple[int, Kind]] = {
+    Kind.SEND_F: (1, Kind.RECV_F),
+    Kind.RECV_F: (-1, Kind.SEND_F),
+    Kind.SEND_B: (-1, Kind.RECV_B),
+    Kind.RECV_B: (1, Kind.SEND_B),
+}
+"""How many stages away the other end of a transfer is, and what it does there."""
+
+
+@lru_cache(maxsize=8)
+def lower(schedule: Schedule, *, zero: int, whole: int | None = None) -> Schedule:
+    """A table of computations with all that a run under ZeRO stage `zero` needs; `whole` as in `add_gathers`."""
+    reduced = add_reductions(schedule)
+    return merge_backward(add_transfers(add_gathers(reduced, whole=whole) if zero == 3 else reduced))
+
+
+def split_backward(schedule: Schedule) -> Schedule:
+    """Every B in two parts, side by side."""
+    return Schedule(tuple(tuple(part for action in row for part in _parts(action)) for row in schedule.rows))
+
+
+def send_first(schedule: Schedule) -> Schedule:
+    """The backwards after a rank's last forward in two parts, side by side.
+
+    From then on every rank waits for gradients alone. In one piece each stage on their way back to the first computes
+    those of its weights as well before it lets go of that of its input: (p - 1) w of the (p - 1) (f + i + w) for which
+    a rank of 1F1B stands still, where w is at most f. Nothing is held for longer, as W follows at once.
+    """
+    rows = []
+    for row in schedule.rows:
+        last = max((place for place, action in enumerate(row) if action.kind is Kind.F), default=-1) + 1
+        rows.append((*row[:last], *(part for action in row[last:] for part in _parts(action))))
+    return Schedule(tuple(rows))
+
+
+def _parts(action: Action) -> tuple[Action, ...]:
+    if action.kind is not Kind.B:
+        return (action,)
+    return tuple(Action(action.stage, kind, action.microbatch) for kind in (Kind.I, Kind.W))
+
+
+def merge_backward(schedule: Schedule) -> Schedule:
+    """An I directly followed by its own W becomes B.
+
+    In a table with transfers these are the ones whose gradient no other rank waits for, and nothing is delayed.
+    """
+    return Schedule(tuple(tuple(_merged(row)) for row in schedule.rows))
+
+
+def _merged(row: tuple[Action, ...]) -> Iterator[Action]:
+    skip = False
+    for action, following in pairwise((*row, None)):
+        assert action is not None
+        merges = action.kind is Kind.I and following == Action(action.stage, Kind.W, action.microbatch)
+        if not skip:
+            yield Action(action.stage, Kind.B, action.microbatch) if merges else action
+        skip = merges
+
+
+@lru_cache(maxsize=8)
+def add_transfers(schedule: Schedule) -> Schedule:
+    """Send what another rank waits for as soon as it is there; receive just before it, or what follows it, is needed.
+
+    Messages between two ranks stay in one order, since a transport may match them by nothing else: where a rank needs
+    a later message first, it receives the earlier ones with it. A table that has transfers already is returned as is.
+    """
+    if any(action.kind in SENDS | RECEIVES for action in schedule.actions()):
+        return schedule
+    channels: dict[tuple[int, int], deque[Action]] = defaultdict(deque)
+    for rank, row in enumerate(schedule.rows):
+        for message in (sent(action, schedule=schedule) for action in row):
+            if message is not None:
+                channels[rank, other_end(message, schedule=schedule)].append(counterpart(message))
+    waiting = {message for channel in channels.values() for message in channel}
+    rows = []
+    for rank, row in enumerate(schedule.rows):
+        lowered: list[Action] = []
+        for action in row:
+            receive = received(action, schedule=schedule)
+            if receive is not None:
+                channel = channels[other_end(receive, schedule=schedule), rank]
+                while receive in waiting:
+                    lowered.append(channel.popleft())
+                    waiting.remove(lowered[-1])
+            lowered.append(action)
+            send = sent(action, schedule=schedule)
+            lowered += [send] if send is not None else []
+        rows.append(tuple(lowered))
+    return Schedule(tuple(rows))
+
+
+def sent(action: Action, *, schedule: Schedule) -> Action | None:
+    """The send that an action of computing gives rise to: none inside a rank, and none at the ends of the model."""
+    stage, kind, microbatch = action.stage, action.kind, action.microbatch
+    if kind is Kind.F and _crosses(schedule, stage, stage + 1):
+        return Action(stage, Kind.SEND_F, microbatch)
+    if kind in (Kind.B, Kind.I) and _crosses(schedule, stage - 1, stage):
+        return Action(stage, Kind.SEND_B, microbatch)
+    return None
+
+
+def received(action: Action, *, schedule: Schedule) -> Action | None:
+    """The receive that an action of computing waits for."""
+    stage, kind, microbatch = action.stage, action.kind, action.microbatch
+    if kind is Kind.F and _crosses(schedule, stage - 1, stage):
+        return Action(stage, Kind.RECV_F, microbatch)
+    if kind in (Kind.B, Kind.I) and _crosses(schedule, stage, stage + 1):
+        return Action(stage, Kind.RECV_B, microbatch)
+    return None
+
+
+def counterpart(action: Action) -> Action:
+    """The receive of a send, and the send of a receive."""
+    step, kind = _OTHER_END[action.kind]
+    return Action(action.stage + step, kind, action.microbatch)
+
+
+def other_end(transfer: Action, *, schedule: Schedule) -> int:
+    """The rank that a send goes to, or a receive comes from."""
+    return schedule.rank_of[transfer.stage + _OTHER_END[transfer.kind][0]]
+
+
+def _crosses(schedule: Schedule, stage: int, following: int) -> bool:
+    """Whether two neighbouring stages exist and are on different ranks."""
+    return stage >= 0 and following < schedule.stages and schedule.rank_of[stage] != schedule.rank_of[following]
+
+
+def add_reductions(schedule: Schedule) -> Schedule:
+    """REDUCE after the last action of each stage that adds to its gradients."""
+    rows = []
+    for row in schedule.rows:
+        last = {action.stage: place for place, action in enumerate(row) if action.kind in (Kind.B, Kind.W)}
+        rows.append(
+            tuple(
+                added
+                for place, action in enumerate(row)
+                for added in (action, Action(action.stage, Kind.REDUCE))
+                if added is action or last.get(action.stage) == place
+            )
+        )
+    return Schedule(tuple(rows))
+
+
+def add_gathers(schedule: Schedule, *, whole: int | None = None) -> Schedule:
+    """GATHER each stage one computation before it is used, and FREE it when it makes room or is done.
+
+    `whole` is how many of its stages a rank may hold gathered at a time, by default all of them, so that each is
+    gathered once. With fewer, the stage whose next use is furthest away makes room, which gathers as rarely as can be
+    (Belady, 1966); a gather that has to wait for the room comes directly before its use.
+
+    Raises ScheduleError for fewer than one.
+    """
+    if whole is not None and whole < 1:
+        raise ScheduleError(f"whole={whole}: a stage that computes is whole; allow at least 1")
+    return Schedule(tuple(_gathered(row, whole) for row in schedule.rows))
+
+
+def _gathered(row: tuple[Action, ...], whole: int | None) -> tuple[Action, ...]:
+    computed = [action.stage for action in row if action.kind in COMPUTE]
+    most = len(set(computed)) if whole is None else whole
+    before: dict[int, list[Action]] = defaultdict(list)
+    held: set[int] = set()
+    for place, stage in enumerate(computed):
+        gathered_at = place - 1 if place and len(held) < most else place
+        for done in [one for one in held if one not in computed[place:]]:
+            held.remove(done)
+            before[place].append(Action(done, Kind.FREE))
+        if stage not in held:
+            if len(held) == most:
+                furthest = max(held, key=computed[place:].index)
+                held.remove(furthest)
+                before[place].append(Action(furthest, Kind.FREE))
+            before[gathered_at].append(Action(stage, Kind.GATHER))
+            held.add(stage)
+    lowered: list[Action] = []
+    place = 0
+    for action in row:
+        if action.kind in COMPUTE:
+            lowered += before[place]
+            place += 1
+        lowered.append(action)
+    return (*lowered, *(Action(stage, Kind.FREE) for stage in sorted(held)))

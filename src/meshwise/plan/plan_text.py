@@ -1,0 +1,42 @@
+"""A plan's text, word by word.
+
+Between `dp=2 zero=1` and `DP=2, zero = 1` there is no doubt about what is meant, so both are read; a plan prints as the
+first, and what is in doubt is refused. A path with spaces is written in double quotes: `schedule="my tables/one.txt"`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterable
+
+from meshwise.plan.plan_keys import PlanError
+
+_UNQUOTED = r'(?=(?:[^"]*"[^"]*")*[^"]*$)'
+_BETWEEN = re.compile(rf"(?:[,;]?(?:\s+|$)|[,;](?=[-\w]+=)){_UNQUOTED}")
+_EQUALS = re.compile(rf"\s*=\s*{_UNQUOTED}")
+
+
+def read_words(text: str) -> dict[str, int | str]:
+    """The keys of `key=value` words in any order, with their values, of which numbers are numbers. Raises PlanError."""
+    values: dict[str, int | str] = {}
+    if text.count('"') % 2:
+        raise PlanError(f'a quote in the plan {text!r} is not closed; write " before and after what has spaces')
+    for word in filter(None, _BETWEEN.split(_EQUALS.sub("=", text))):
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise PlanError(f"{word!r} in the plan {text!r} is not key=value; write it as in 'dp=2 zero=1'")
+        key = name.lower().replace("-", "_")
+        if key in values:
+            raise PlanError(f"{key} is given twice in the plan {text!r}; keep one of them")
+        values[key] = int(value) if re.fullmatch(r"-?[0-9]{1,18}", value) else re.sub(r'^"([^"]*)"$', r"\1", value)
+    return values
+
+
+def check_keys(given: Iterable[str], *, known: Collection[str]) -> None:
+    """Raise PlanError for a key that there is not, with the nearest that there is."""
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]}?" if near else f"the keys are {' '.join(known)}"
+            raise PlanError(f"unknown plan key {key!r}; {hint}")

@@ -1,0 +1,389 @@
+"""What each piece of a model costs, computed in one way: the traces from which bounds are made without a rehearsal.
+
+A trace of a stage depends on how its pieces are computed (tp, recompute, precision) and on the rows of a micro-batch.
+It does not depend on dp, on the schedule, on how many micro-batches there are or on where the model is cut. So a model
+is rehearsed once for each way, as a pipeline with one piece a stage, of which those that are alike are run once, and
+the costs of any stages are sums of what was found.
+
+What is told of a piece is never above what a stage takes for it: operations are not kept waiting by their host,
+copies for messages are left out, and what is counted for many rows is scaled to fewer as if nothing were lost. Nor is
+its output counted among what it keeps: where the next piece is on the same stage, nobody may keep that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeGuard
+
+from torch import nn
+
+from meshwise.base import tensor_tree as tree
+from meshwise.engine.cut_agreement import finest_cut
+from meshwise.model.deferred_init import Source
+from meshwise.model.forward import default_forward
+from meshwise.model.shape_constants import Constants
+from meshwise.pipeline.cut.model_cut import Cut, Where
+from meshwise.pipeline.cut.partition import CutError
+from meshwise.pipeline.schedules.action import Action, Kind
+from meshwise.plan import Plan
+from meshwise.planner.plan_space import rows_shared, splits_backward
+from meshwise.simulate.cluster import Cluster
+from meshwise.simulate.cluster_prices import Prices
+from meshwise.simulate.memory_use import memory_of
+from meshwise.simulate.meta_batch import StandIn, of_rows
+from meshwise.simulate.rehearsal import rehearse
+from meshwise.simulate.rehearsal_subject import Subject
+from meshwise.simulate.tape import Call, Category, Entry, Memory, Operation, Segment, Wait
+from meshwise.simulate.value_requests import in_rehearsal
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a piece does for a micro-batch, forward or backward."""
+
+    seconds: float = 0.0
+    """Of its operations, and of waits for collectives."""
+
+    waits: float = 0.0
+    """The part of them that is waits."""
+
+    kernels: int = 0
+    """Operations: a host has to start each."""
+
+    keeps: int = 0
+    """Bytes of activations that there are more when it ends."""
+
+    top: int = 0
+    """Bytes of activations that there are more at most meanwhile."""
+
+    def scaled(self, by: float, *, least: float = 0.0) -> Work:
+        """Of `by` times as much data, at most 1; each operation takes `least` seconds however small."""
+        fixed = self.kernels * least
+        keeps, top = (int(size * by) for size in (self.keeps, self.top))
+        seconds = fixed + (self.seconds - fixed) * by
+        return Work(seconds, self.waits * by, self.kernels, keeps, top)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of the model that no cut divides."""
+
+    forward: Work
+
+    backward: Work
+    """Of one in two parts, the first: with respect to the piece's input."""
+
+    weight: Work
+    """Its second part, if it has one."""
+
+    states: Mapping[Category, int]
+    """Bytes that a rank holds of it between steps, where nothing is shared out over dp."""
+
+    update: float
+    """Seconds of updating all of it."""
+
+    sends: int
+    """Bytes of a micro-batch's output."""
+
+    def scaled(self, *, rows: float, split: float, least: float) -> Piece:
+        """With this part of a micro-batch's rows, and split over more ranks."""
+        works = (self.forward, self.backward, self.weight)
+        forward, backward, weight = (work.scaled(rows * split, least=least) for work in works)
+        states = {category: int(size * split) for category, size in self.states.items()}
+        return Piece(forward, backward, weight, states, self.update * split, int(self.sends * rows * split))
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model's pieces are computed: all that a trace of them depends on. Hashable."""
+
+    plan: Plan
+    """With the other keys as they come: one piece a stage, one micro-batch, no replicas."""
+
+    rows: int
+    """Of a micro-batch, over all ranks of tp."""
+
+    @classmethod
+    def of(cls, plan: Plan, *, batch: int, pieces: int) -> Way:
+        """That of a plan."""
+        mine = -(-batch // (rows_shared(plan) * plan.microbatches))
+        alone: dict[str, Any] = {
+            "dp": 1,
+            "pp": pieces,
+            "zero": 0,
+            "microbatches": 1,
+            "virtual_stages": 1,
+            "partition": "params",
+        }
+        activations = plan.tiers.activations
+        tiers = "none" if activations == "device" else f"activations:{activations}"
+        schedule = "zb-h1" if splits_backward(plan) else "naive"
+        way = dataclasses.replace(plan, **alone, schedule=schedule, offload=tiers, wire="auto")
+        return cls(way, mine * rows_shared(way))
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """How far a model can be cut, and a smaller one that has a piece like each of its own."""
+
+    whole: nn.Module
+    """The model."""
+
+    finest: Cut
+    """Of that, with one piece a stage."""
+
+    model: nn.Module
+    """The smaller one: of many blocks that are alike it has three."""
+
+    cut: Cut
+    """Of the smaller one."""
+
+    like: tuple[int, ...]
+    """For each piece, the stage of that cut that is like it."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What each begins with, as `model.cut_at` names it."""
+        return _names(self.finest)
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.finest.stages
+
+    @classmethod
+    def of(cls, subject: Subject, *, source: Source) -> Pieces | None:
+        """Of a model that has more than one piece with parameters; None where it is cut by its trace."""
+        if subject.options.cut.how == "trace":
+            return None
+        whole = _cut(subject, source.module)
+        if whole is None:
+            return None
+        names = _names(whole)
+        try:
+            thin, renamed = thinned(source.module)
+            cut = _cut(subject, thin)
+            if cut is not None:
+                like = tuple(_names(cut).index(renamed(name)) for name in names)
+                if _sizes(whole) == [_sizes(cut)[index] for index in like]:
+                    return cls(source.module, whole, thin, cut, like)
+        except Exception:  # noqa: BLE001, S110 -- a model that does not run with fewer blocks is taken as it is
+            pass
+        return cls(source.module, whole, source.module, whole, tuple(range(len(names))))
+
+    def stages(self, at: Sequence[str]) -> tuple[range, ...]:
+        """The pieces of each stage, where every stage but the first begins at one of these names."""
+        names = self.names
+        bounds = [0, *(names.index(name) for name in at), self.count]
+        return tuple(range(start, stop) for start, stop in pairwise(bounds))
+
+    def where(self, at: Sequence[str], *, where: Where) -> Where:
+        """Where the model is cut when every stage but the first begins at one of these names, with the cut, so that
+        nobody makes it again.
+        """
+        made = self.finest.coarser(at, model=self.whole) if at and set(at) <= set(self.names) else None
+        return dataclasses.replace(where, at=tuple(at), made=made)
+
+
+def thinned(model: nn.Module) -> tuple[nn.Module, Callable[[str], str]]:
+    """A copy with three of each run of children that are alike, and what a child's name becomes there."""
+    thin = copy.deepcopy(model)
+    places: dict[str, list[int]] = {}
+    for name, container in model.named_modules():
+        if isinstance(container, nn.ModuleList | nn.Sequential):
+            kinds = [_shape(child) for child in container]
+            runs = [len(list(run)) for _, run in itertools.groupby(kinds)]
+            before = itertools.accumulate((min(run, _KEPT) for run in runs), initial=0)
+            places[name] = [
+                start + (min(number, 1) if number < run - 1 else min(run, _KEPT) - 1)
+                for start, run in zip(before, runs, strict=False)
+                for number in range(run)
+            ]
+    for name, place in sorted(places.items(), reverse=True):  # what is inside first
+        container = thin.get_submodule(name)
+        kept = {new: container[old] for old, new in reversed(list(enumerate(place)))}  # type: ignore[index]
+        children = [kept[new] for new in sorted(kept)]
+        made = type(container)(children) if isinstance(container, nn.ModuleList) else type(container)(*children)
+        parent, _, own = name.rpartition(".")
+        setattr(thin.get_submodule(parent), own, made)
+
+    def renamed(name: str) -> str:
+        words = name.split(".")
+        for length in range(1, len(words)):
+            place = places.get(".".join(name.split(".")[:length]))
+            if place is not None and words[length].isdigit():
+                words[length] = str(place[int(words[length])])
+        return ".".join(words)
+
+    return thin, renamed
+
+
+_KEPT = 3
+"""Of children that are alike: the first, which others may treat in their own way, the last, and one that stands for all
+between."""
+
+
+def _shape(module: nn.Module) -> Hashable:
+    classes = tuple((name, type(one).__qualname__) for name, one in module.named_modules())
+    return classes, tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters())
+
+
+def _cut(subject: Subject, model: nn.Module) -> Cut | None:
+    """With one piece a stage; None where there are not two, or no stage can begin at each."""
+    rows = min(2, tree.rows(subject.batch))  # of which what is as large as one row is not
+    micro = StandIn.of(subject.batch, rows=rows)
+    with contextlib.suppress(CutError), Constants(micro.values) as constants:
+        run = in_rehearsal(subject.options.forward or default_forward, constants=constants)
+        return finest_cut(model, micro=micro.batch, run=run, pieces=subject.options.cut.pieces)
+    return None
+
+
+def _names(cut: Cut) -> tuple[str, ...]:
+    return tuple(cut.keys[start] for start in cut.bounds[:-1])
+
+
+def _sizes(cut: Cut) -> list[int]:
+    return list(cut.parameters)
+
+
+@dataclass(frozen=True)
+class Sounding:
+    """All pieces of a model, computed in one way."""
+
+    way: Way
+    pieces: tuple[Piece, ...]
+    least: float
+    """Seconds that any operation takes."""
+
+    def scaled(self, way: Way) -> Sounding:
+        """At most what another way takes: one with fewer rows, over more ranks of tp or with more recomputed."""
+        rows, split = way.rows / self.way.rows, self.way.plan.tp / way.plan.tp
+        kept = 1.0 if way.plan.recompute == self.way.plan.recompute else 0.0
+        pieces = [piece.scaled(rows=rows, split=split, least=self.least) for piece in self.pieces]
+        if not kept:
+            pieces = [
+                dataclasses.replace(piece, forward=_forgets(piece.forward), backward=_forgets(piece.backward))
+                for piece in pieces
+            ]
+        return Sounding(way, tuple(pieces), self.least)
+
+
+def _forgets(work: Work) -> Work:
+    return dataclasses.replace(work, keeps=0, top=0)
+
+
+def sound(subject: Subject, *, pieces: Pieces, way: Way, cluster: Cluster) -> Sounding:
+    """Rehearse all pieces in one way. Raises what a rehearsal raises."""
+    prices = Prices(cluster)
+    plan = dataclasses.replace(way.plan, pp=pieces.cut.stages)
+    batch = of_rows(subject.batch, rows=way.rows)
+    where = dataclasses.replace(subject.options.cut, at=_names(pieces.cut)[1:], made=pieces.cut)
+    options = dataclasses.replace(subject.options, cut=where, example=batch)
+    alone = dataclasses.replace(subject, model=pieces.model, batch=batch, options=options)
+    rehearsal = rehearse(alone, plan=plan, ranks=plan.mesh().size, device=cluster.device.kind)  # type: ignore[arg-type]
+    memory = memory_of(rehearsal)
+    tied = {stage for stages in pieces.cut.ties.values() for stage in sorted(stages)[1:]}
+    steps = [rehearsal.step(index) for index in range(plan.pp)]
+    many, alike = Counter(pieces.like), Counter(id(tape) for tape in rehearsal.tapes)
+    found: list[Piece] = []
+    known: dict[int, Piece] = {}
+    for index, (tape, step) in enumerate(zip(rehearsal.tapes, steps, strict=True)):
+        key = id(tape)
+        if key not in known:
+            told = _Told(prices, glue=_glue(steps, index), alone=alike[key] == many[index] == 1)
+            piece = told.piece(step, rest=memory[index].rest)
+            known[key] = dataclasses.replace(piece, states={}, update=0.0) if index in tied else piece
+        found.append(known[key])
+    return Sounding(way, tuple(found[index] for index in pieces.like), cluster.device.kernel)
+
+
+def _glue(steps: Sequence[Sequence[Segment]], index: int) -> int:
+    """How many operations a forward begins with as the last one does; the last one as the one before it."""
+    other = len(steps) - 1 if index != len(steps) - 1 else index - 1
+    pairs = zip(_forward(steps[index]), _forward(steps[other]), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0].name == pair[1].name, pairs))
+
+
+def _forward(step: Sequence[Segment]) -> list[Operation]:
+    return [entry for segment in step if _kind(segment) is Kind.F for entry in segment.entries if _is(entry)]
+
+
+def _is(entry: Entry) -> TypeGuard[Operation]:
+    return isinstance(entry, Operation)
+
+
+def _kind(segment: Segment) -> Kind | None:
+    return Action.parse(segment.label).kind if segment.label[:1].isdigit() else None
+
+
+@dataclass(frozen=True)
+class _Told:
+    """Reads the step of a piece.
+
+    glue     so many operations at the begin of a forward are the model's own between its pieces, which every stage does
+             once, however many pieces it has
+    alone    no other piece is like this one. Its neighbours may decide how it is split, so nothing it moves is counted
+    """
+
+    prices: Prices
+    glue: int
+    alone: bool
+
+    def piece(self, step: Iterable[Segment], *, rest: Mapping[Category, int]) -> Piece:
+        """What it costs; `rest`: what the rank holds between steps."""
+        forward = backward = weight = Work()
+        update, sends = 0.0, 0
+        for segment in step:
+            kind = _kind(segment)
+            if kind is Kind.F:
+                forward = self.work(_after(segment.entries, self.glue))
+            elif kind in (Kind.B, Kind.I):
+                backward = self.work(segment.entries)
+            elif kind is Kind.W:
+                weight = self.work(segment.entries)
+            elif kind is Kind.SEND_F:
+                sends += sum(call.stamp.bytes for call in segment.calls() if call.stamp.kind == "send")
+            elif segment.label == "update":
+                update += sum(self.prices.seconds(entry) for entry in segment.entries if _is(entry))
+        forward = dataclasses.replace(forward, keeps=max(0, forward.keeps - sends))
+        return Piece(forward, backward, weight, rest, update, sends)
+
+    def work(self, entries: Iterable[Entry]) -> Work:
+        """What an action costs with its host ahead of it."""
+        cluster = self.prices.cluster
+        each = cluster.device.launch if cluster.device.kind == "cpu" else 0.0
+        now = waits = 0.0
+        kernels = level = top = 0
+        free: dict[tuple[str, ...], float] = defaultdict(float)
+        ends: dict[int, float] = {}
+        for entry in entries:
+            if isinstance(entry, Operation):
+                now += self.prices.seconds(entry) + each
+                kernels += 1
+            elif isinstance(entry, Call) and not (self.alone or entry.stamp.point_to_point):
+                axes = entry.stamp.axes
+                ends[entry.stamp.sequence] = free[axes] = max(now, free[axes]) + self.prices.collective(entry)
+                if not cluster.overlap:
+                    now, waits = free[axes], waits + free[axes] - now
+            elif isinstance(entry, Wait):
+                late = max(0.0, ends.get(entry.sequence, 0.0) - now)
+                now, waits = now + late, waits + late
+            elif isinstance(entry, Memory) and entry.category is Category.ACTIVATIONS and not entry.host:
+                level += entry.bytes
+                top = max(top, level)
+        return Work(now, waits, kernels, level, top)
+
+
+def _after(entries: Iterable[Entry], count: int) -> Iterator[Entry]:
+    """What follows so many operations."""
+    for entry in entries:
+        if count <= 0:
+            yield entry
+        count -= _is(entry)

@@ -1,0 +1,354 @@
+"""What a plan takes at least, from the costs of its pieces: seconds to work out where a rehearsal takes seconds to run.
+
+    time      A rank starts when the first micro-batch has come through the stages before it, computes all of its own,
+              and after its last backward that of the stages before it is left. So no order of actions takes less than
+
+                  max over ranks r:  Σ forwards before r  +  m · Σ (forward + backward) of r  +  Σ backwards before r
+
+              less what r computes for its weights after it has sent for the last time. In zero-bubble schedules ranks
+              end with weights, and the last term falls away. A schedule's own table, timed with the same costs, says
+              more. To either comes the update of a rank's share.
+
+    memory    What rests on a rank, and the activations that its table holds at a time.
+
+Both are true bounds as long as the rehearsal's clock keeps the order of each rank's actions and lets nothing compute
+faster than its operations do; tests/planner holds them against rehearsals.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+
+import torch
+
+from meshwise.base.timeline import Stream
+from meshwise.comm.api.flight_recorder import Stamp
+from meshwise.pipeline.schedules import SCHEDULES
+from meshwise.pipeline.schedules.action import Action, Kind, Schedule
+from meshwise.pipeline.schedules.schedule_clock import Cost, clock
+from meshwise.plan import Plan
+from meshwise.planner.layer_profile import Piece, Sounding, Work
+from meshwise.planner.plan_space import splits_backward
+from meshwise.precision.dtype_policy import precision_of
+from meshwise.simulate.cluster import Cluster
+from meshwise.simulate.cluster_prices import Prices
+from meshwise.simulate.rehearsal import schedule_of
+from meshwise.simulate.tape import Call, Category
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a plan takes, or takes at least, and where a step's time goes."""
+
+    seconds: float = 0.0
+    """Of a step."""
+
+    memory: int = 0
+    """Bytes on the fullest rank, with what libraries take."""
+
+    bubble: float = 0.0
+    """Seconds of the step in which a rank has nothing to compute because of the pipeline, on average."""
+
+    exposed: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the step in which a rank only waits for collectives, by their axes."""
+
+    asked: bool = False
+    """Whether the rehearsal's model, or loss, asked its batch for values: with others it may take something else."""
+
+    @property
+    def compute(self) -> float:
+        """Seconds of the step that are left."""
+        return self.seconds - self.bubble - sum(self.exposed.values())
+
+    def parts(self) -> dict[str, float]:
+        """Where the seconds go."""
+        return {"compute": self.compute, "bubble": self.bubble} | {
+            f"waits for {axes}": seconds for axes, seconds in self.exposed.items()
+        }
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """The sum of a stage's pieces."""
+
+    pieces: Sequence[Piece]
+    launch: float
+
+    @cached_property
+    def forward(self) -> float:
+        """Seconds, at least."""
+        return self._seconds([piece.forward for piece in self.pieces])
+
+    @cached_property
+    def backward(self) -> float:
+        """Seconds, at least."""
+        return self._seconds([piece.backward for piece in self.pieces])
+
+    @cached_property
+    def weight(self) -> float:
+        """Seconds of the second part of a backward, at least."""
+        return self._seconds([piece.weight for piece in self.pieces])
+
+    @property
+    def parts(self) -> tuple[float, float]:
+        """Seconds of what a backward has to do before it can send, and of the rest. Of one in one piece half each: what
+        a matrix's input takes, its weights take, and all else is done for the input.
+        """
+        return (self.backward, self.weight) if self.weight else (self.backward / 2, self.backward / 2)
+
+    @property
+    def whole(self) -> float:
+        """Seconds for a micro-batch, at least."""
+        return self.forward + self.backward + self.weight
+
+    @property
+    def busy(self) -> float:
+        """The same where nothing has to be started."""
+        return sum(work.seconds for piece in self.pieces for work in (piece.forward, piece.backward, piece.weight))
+
+    @property
+    def waits(self) -> float:
+        """Seconds of them that it only waits."""
+        return sum(work.waits for piece in self.pieces for work in (piece.forward, piece.backward, piece.weight))
+
+    @cached_property
+    def keeps(self) -> int:
+        """Bytes from a forward to its backward."""
+        return sum(piece.forward.keeps for piece in self.pieces)
+
+    @property
+    def top_forward(self) -> int:
+        """Bytes, at most in a forward."""
+        return _top([piece.forward for piece in self.pieces])
+
+    @property
+    def top_backward(self) -> int:
+        """Bytes, at most in a backward, above what there was."""
+        return _top([piece.backward for piece in reversed(self.pieces)])
+
+    def _seconds(self, works: Sequence[Work]) -> float:
+        return max(sum(work.seconds for work in works), self.launch * sum(work.kernels for work in works))
+
+
+def _top(works: Sequence[Work]) -> int:
+    before = itertools.accumulate((work.keeps for work in works), initial=0)
+    return max((kept + work.top for kept, work in zip(before, works, strict=False)), default=0)
+
+
+@cache
+def _rank_of(schedule: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
+    """The rank of each stage."""
+    if pp == 1:
+        return (0,)
+    recipe = SCHEDULES[schedule]
+    return recipe.build(pp, recipe.least(pp), virtual_stages).rank_of
+
+
+def bound(plan: Plan, *, sounding: Sounding, cut: Sequence[range], cluster: Cluster, exact: bool = False) -> Figures:
+    """What a plan takes at least, with these pieces in its stages.
+
+    `exact`: the sounding is of its own way, and its schedule's own table is gone through, which takes a while.
+    """
+    launch = 0.0 if cluster.device.kind == "cpu" else cluster.device.launch
+    stages = [_Stage([sounding.pieces[index] for index in own], launch) for own in cut]
+    holder = _rank_of(plan.schedule, plan.pp, plan.virtual_stages)
+    ranks = [[s for s, rank in enumerate(holder) if rank == r] for r in range(plan.pp)]
+    shard = _Shard(plan, cluster)
+    update = [shard.update([stages[s] for s in own]) + shard.gather([stages[s] for s in own]) for own in ranks]
+    rests = [shard.rests([stages[s] for s in own]) for own in ranks]
+    schedule = schedule_of(plan) if exact else None
+    if schedule is None:
+        computed = along = _least(plan, ranks, stages, shard)
+    else:
+        computed, along = _clocked(schedule, stages, shard)
+    seconds = along + max(update) + cluster.device.step
+    busy = plan.microbatches * sum(stage.whole for stage in stages) / plan.pp
+    waits = plan.microbatches * sum(stage.waits for stage in stages) / plan.pp
+    exposed = {"·".join(plan.tensor_axes): waits} if waits else {}
+    bubble = max(0.0, computed - busy) if plan.pp > 1 else 0.0
+    reduced = along - (computed if plan.pp > 1 else busy)
+    if reduced > 0:
+        exposed["dp"] = reduced
+    if schedule is None:
+        held: list[float] = [max(stages[s].keeps for s in own) for own in ranks]
+    else:
+        held = [max(_levels(row, stages, shard), default=0) for row in schedule.rows]
+    memory = max(rest + kept for rest, kept in zip(rests, held, strict=True)) + cluster.device.own
+    return Figures(seconds, int(memory), bubble, exposed)
+
+
+def _least(plan: Plan, ranks: Sequence[Sequence[int]], stages: Sequence[_Stage], shard: _Shard) -> float:
+    """The formula above."""
+    count = plan.microbatches
+    if plan.pp == 1:
+        return shard.alone(stages[0], along=count * stages[0].whole)
+    before = [0.0, *itertools.accumulate(stage.forward for stage in stages)]
+    after = [0.0, *itertools.accumulate(0.0 if splits_backward(plan) else stage.parts[0] for stage in stages)]
+    return max(
+        before[own[0]] + count * sum(stages[s].whole for s in own) + max(0.0, after[own[0]] - stages[own[0]].parts[1])
+        for own in ranks
+    )
+
+
+def _clocked(schedule: Schedule, stages: Sequence[_Stage], shard: _Shard) -> tuple[float, float]:
+    """When the last computation of the schedule's table is over, and when the last reduction is."""
+    costs = [
+        Cost(
+            forward=stage.forward,
+            input=stage.parts[0],
+            weight=stage.parts[1],
+            link=shard.link(stage, number, schedule.rank_of),
+            gather=shard.whole(stage),
+            reduce=shard.reduce(stage) if schedule.ranks > 1 else 0.0,
+        )
+        for number, stage in enumerate(stages)
+    ]
+    timeline = clock(schedule, costs=costs)
+    computed = max(event.stop for event in timeline.events if event.stream is Stream.COMPUTE)
+    return computed, timeline.seconds if schedule.ranks > 1 else shard.alone(stages[0], along=timeline.seconds)
+
+
+def _levels(row: Sequence[Action], stages: Sequence[_Stage], shard: _Shard) -> Iterator[float]:
+    """What a rank has beside what rests on it, as it does its row: activations, and stages that are whole, with their
+    gradients. What a backward in two parts leaves for its weights is not counted.
+    """
+    sizes = [(stage.keeps, stage.top_forward, stage.top_backward) for stage in stages]
+    gathers, reduces = {Kind.GATHER: 1, Kind.FREE: -1}, {action.stage for action in row if action.kind is Kind.REDUCE}
+    whole: set[int] = set()
+    level = 0.0
+    for action in row:
+        keeps, top_forward, top_backward = sizes[action.stage]
+        if action.kind in gathers:
+            level += gathers[action.kind] * shard.gathered(stages[action.stage])
+        elif action.kind is Kind.F:
+            yield level + top_forward
+            level += keeps
+        elif action.kind in (Kind.B, Kind.I):
+            yield level + top_backward
+            level -= keeps
+        if action.kind in (Kind.B, Kind.W) and action.stage in reduces - whole:
+            whole.add(action.stage)
+            level += shard.accumulated(stages[action.stage])
+            yield level
+        elif action.kind is Kind.REDUCE:
+            level -= shard.accumulated(stages[action.stage])
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """What dp makes of a stage: what of it rests on a rank, and what is moved."""
+
+    plan: Plan
+    cluster: Cluster
+
+    def rests(self, stages: Sequence[_Stage]) -> float:
+        """Bytes between steps on the device."""
+        zero, tiers, shares = self.plan.zero, self.plan.tiers, self.plan.dp or 1
+        host = self.cluster.device.kind == "cpu"
+        away = lambda tier: tier == "disk" or (tier == "cpu" and not host)  # noqa: E731
+        total = 0.0
+        for piece in (piece for stage in stages for piece in stage.pieces):
+            held = {category: float(size) for category, size in piece.states.items()}
+            parameters = held.get(Category.PARAMETERS, 0.0)
+            used = parameters * self._used
+            if not away(tiers.params):
+                total += used / (shares if zero == 3 or (zero and self.cluster.shared) else 1)
+            if not away(tiers.masters):
+                total += (parameters - used) / (shares if zero else 1)
+            if not away(tiers.gradients):
+                total += held.get(Category.GRADIENTS, 0.0) / (shares if zero >= 2 else 1)
+            if not away(tiers.optimizer):
+                total += held.get(Category.OPTIMIZER, 0.0) / (shares if zero else 1)
+        return total
+
+    def gathered(self, stage: _Stage) -> float:
+        """Bytes of a stage's parameters on the device while they are whole, beside those that rest there."""
+        used = sum(piece.states.get(Category.PARAMETERS, 0) for piece in stage.pieces) * self._used
+        resting = 0.0 if self.plan.tiers.params == "disk" else used / (self.plan.dp or 1)
+        return used - resting if self.plan.zero == 3 and not self.cluster.shared else 0.0
+
+    def accumulated(self, stage: _Stage) -> float:
+        """Bytes of a stage's gradients until they are reduced, beside those that rest there."""
+        whole = sum(piece.states.get(Category.GRADIENTS, 0) for piece in stage.pieces)
+        return whole * (1 - 1 / (self.plan.dp or 1)) if self.plan.zero >= 2 else 0.0
+
+    def update(self, stages: Sequence[_Stage]) -> float:
+        """Seconds of updating a rank's share, on the device, after the last gradient."""
+        if self.plan.tiers.updates_on_cpu:
+            return 0.0
+        whole = sum(piece.update for stage in stages for piece in stage.pieces)
+        return whole / (self.plan.dp or 1) if self.plan.zero else whole
+
+    def gather(self, stages: Sequence[_Stage]) -> float:
+        """Seconds of bringing together what each rank has updated, where that is not left to the next step."""
+        if self.plan.zero not in (1, 2) or self.cluster.shared:
+            return 0.0
+        return sum(self._collective("all_gather", stage, 1.0) for stage in stages)
+
+    def whole(self, stage: _Stage) -> float:
+        """Seconds of bringing a stage's parameters together at once, where ranks have parts of them."""
+        return self._collective("all_gather", stage, 1.0) if self.plan.zero == 3 and not self.cluster.shared else 0.0
+
+    def reduce(self, stage: _Stage) -> float:
+        """Seconds of reducing a stage's gradients at once."""
+        return self._collective("reduce_scatter" if self.plan.zero else "all_reduce", stage, self._wire)
+
+    def alone(self, stage: _Stage, *, along: float) -> float:
+        """Seconds of a rank without a pipeline until its gradients are reduced; `along`: those that it computes.
+
+        The reduction can begin with the last backward where a rank can do both at once. Else all of it comes on top,
+        and only the host goes on meanwhile. Parameters that ranks have parts of are brought together for each forward
+        and each backward, for which the last piece may still be whole, and gradients reduced after each.
+        """
+        count, rest = self.plan.microbatches, dataclasses.replace(stage, pieces=stage.pieces[:-1])
+        moved = self.reduce(stage)
+        if self.plan.zero == 3:
+            moved = count * (self.whole(stage) + self.whole(rest) + moved)
+        if not self.cluster.overlap:
+            return max(along, count * stage.busy + moved)
+        return max(along, moved, along - stage.backward + self.reduce(stage))
+
+    def _collective(self, kind: str, stage: _Stage, width: float) -> float:
+        """Seconds of moving a stage's parameters along dp; `width`: in so many times the bytes they are used in."""
+        if (self.plan.dp or 1) == 1:
+            return 0.0
+        size = sum(piece.states.get(Category.PARAMETERS, 0) for piece in stage.pieces) * self._used * width
+        return self._prices.collective(Call(Stamp(0, kind, ("dp",), (), "", int(size), ""), self._replicas))
+
+    def link(self, stage: _Stage, number: int, rank_of: Sequence[int]) -> float:
+        """Seconds of a message to the next stage."""
+        if number + 1 >= len(rank_of) or rank_of[number] == rank_of[number + 1]:
+            return 0.0
+        apart = self.plan.mesh().size // self.plan.pp
+        ranks = (rank_of[number] * apart, rank_of[number + 1] * apart)
+        stamp = Stamp(0, "send", ("pp",), (), "", stage.pieces[-1].sends, "")
+        return self._prices.collective(Call(stamp, ranks))
+
+    @cached_property
+    def _prices(self) -> Prices:
+        return Prices(self.cluster)
+
+    @cached_property
+    def _replicas(self) -> tuple[int, ...]:
+        return self.plan.mesh().group(0, axes=["dp"])
+
+    @cached_property
+    def _used(self) -> float:
+        """The part of the parameters' bytes that is not masters."""
+        record = precision_of(self.plan)
+        if record.parameters is None:
+            return 1.0
+        width, master = record.parameters.itemsize, record.master_of(record.parameters).itemsize
+        return width / (width + master)
+
+    @property
+    def _wire(self) -> float:
+        """Bytes that are reduced, as a multiple of those of the parameters that are used; at least."""
+        record = precision_of(self.plan)
+        if record.reduction is None:
+            return 1.0
+        return record.reduction.itemsize / (record.parameters or torch.float64).itemsize

@@ -1,0 +1,240 @@
+"""Which plans a search tries: whole families of them, cut down where one choice is never better than another.
+
+| key | tried |
+|---|---|
+| `tp` | divisors of the ranks, within a node; `1d` with and without sequence parallelism, and as each grid it forms |
+| `pp`, `virtual_stages` | as many stages as the model has pieces for |
+| `dp` | what is left of the ranks |
+| `microbatches` | as many as leave each micro-batch 1, 2, 4 or 8 rows; without a pipeline also one |
+| `schedule` | 1f1b, interleaved, and those that split backwards, each table once; others are no quicker, nor leaner |
+| where it is cut | as even in predicted time as can be; in memory where that does not fit |
+| `zero` 0, 1 and 3 | each: 0 updates more on every rank, 1 gathers at the end, 3 oftener, but beside what it computes |
+| `zero` 2, `recompute`, `offload` | where the same plan that keeps more does not fit: none of them saves time |
+
+A plan that the compatibility table refuses, or that has no such schedule, is none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from meshwise.pipeline.schedules import SCHEDULES, planned_schedule
+from meshwise.plan import Plan, PlanError
+from meshwise.plan.plan_keys import keys_of
+from meshwise.plan.plan_text import read_words
+
+SEARCHED = (
+    "dp", "tp", "pp", "zero", "microbatches", "tp_mode", "tp_depth", "sequence_parallel", "schedule",
+    "virtual_stages", "partition", "recompute", "offload",
+)  # fmt: skip
+"""Keys of a plan that a search chooses; the others stay as the job has them."""
+
+NEVER_BETTER = ("naive", "gpipe", "looped")
+"""Schedules that are tried only when they are asked for."""
+
+PIPELINED = ("schedule", "virtual_stages")
+"""Keys that only a pipeline has; a value that is held for one says nothing of plans without."""
+
+ROWS = (1, 2, 4, 8)
+"""Of a micro-batch. Rows that are short, as pictures are, want more: all that a rank has."""
+
+_FEW = 2
+"""Micro-batches with which two schedules may come to the same."""
+
+VIRTUAL_STAGES = (2, 3, 4)
+"""Of the schedules that leave them free."""
+
+LEANER: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "zero": (0, 1, 2, 3),
+        "partition": ("time", "memory"),
+        "recompute": ("none", "selective", "full"),
+    }
+)
+"""Keys by which a plan keeps less than another one that is as it is otherwise, and, but for zero=3, takes no less
+time."""
+
+TIERS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {"offload": ("none", "optimizer:cpu", "optimizer:cpu,params:cpu", "optimizer:disk,gradients:disk,params:disk")}
+)
+"""The same, where nothing fits the devices: a tier is no quicker than they are."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """The plans for a number of ranks, in nodes of so many."""
+
+    base: Plan
+    """The job's: what it says of the keys that are not searched holds."""
+
+    ranks: int
+    node: int
+    """Ranks of a node: what tp may fill."""
+
+    batch: int
+    """Rows of a global batch."""
+
+    pieces: int
+    """Into how many stages the model can be cut at most."""
+
+    stages: int | None = None
+    """How many there have to be, where the job says where it is cut."""
+
+    begins: Callable[[int], tuple[str, ...]] | None = None
+    """What each stage but the first begins with, by how many there are, where a rule says so; a rule that names fewer
+    cannot make as many. None: as even as can be."""
+
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that are held at a value."""
+
+    lean: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: LEANER)
+    """What may be kept less of."""
+
+    tiers: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: TIERS)
+    """What may be kept elsewhere."""
+
+    @property
+    def most_rows(self) -> int:
+        """Of a micro-batch."""
+        return min(max(ROWS), self.batch)
+
+    def plans(self) -> Iterator[Plan]:
+        """All plans that keep as much as they can."""
+        for tensor, pp in itertools.product(self._tensor(), _divisors(self.ranks)):
+            dp, rest = divmod(self.ranks, tensor["tp"] * pp)
+            if rest or dp > self.batch or pp > self.pieces or not self._holds({"pp": pp, "dp": dp}):
+                continue
+            for schedule in self._schedules(pp):
+                yield from self._with({"dp": dp, "pp": pp, **tensor, **schedule})
+
+    def leaner(self, plan: Plan, *, tiers: bool) -> Iterator[Plan]:
+        """The plans that keep one thing less than this one; `tiers`: those that move state elsewhere, too."""
+        for key, values in {**self.lean, **(self.tiers if tiers else {})}.items():
+            now = getattr(plan, key)
+            useless = (key == "zero" and plan.dp == 1) or (key == "partition" and (plan.pp == 1 or self.stages))
+            if key in self.fixed or now not in values or useless:
+                continue
+            for value in values[values.index(now) + 1 :][:1]:
+                yield from self._made({**_values(plan), key: value})
+
+    def _with(self, chosen: Mapping[str, Any]) -> Iterator[Plan]:
+        """The plans of these degrees and this schedule."""
+        piped = chosen["pp"] > 1
+        cuts = ("time",) if piped and self.stages is None else (self.base.partition,)
+        zeros = (0, 1, 3) if chosen["dp"] > 1 else (0,)
+        tried = {"partition": cuts, "zero": zeros, "recompute": ("none",), "offload": ("none",)}
+        values = [(self.fixed[key],) if key in self.fixed else each for key, each in tried.items()]
+        for microbatches in self._microbatches(chosen):
+            if self._repeats(chosen, microbatches=microbatches):
+                continue
+            for free in itertools.product(*values):
+                changes = {**chosen, "microbatches": microbatches, **dict(zip(tried, free, strict=True))}
+                yield from self._made({**_values(self.base), **changes})
+
+    def _repeats(self, chosen: Mapping[str, Any], *, microbatches: int) -> bool:
+        """Whether a schedule that is tried as well does the very same with so few micro-batches."""
+        name, pp, virtual = chosen["schedule"], chosen["pp"], chosen["virtual_stages"]
+        if pp == 1 or microbatches > _FEW or "schedule" in self.fixed:
+            return False
+        before = itertools.takewhile(lambda other: other != name, (n for n in SCHEDULES if n not in NEVER_BETTER))
+        return any(
+            _table(other, pp, microbatches, virtual) == _table(name, pp, microbatches, virtual) for other in before
+        )
+
+    def _microbatches(self, chosen: Mapping[str, Any]) -> list[int]:
+        """How many micro-batches there may be."""
+        mine = -(-self.batch // rows_shared(Plan(**{key: chosen[key] for key in ("dp", "tp", "tp_mode", "tp_depth")})))
+        counts = {-(-mine // rows) for rows in ROWS if rows <= mine} | ({1} if chosen["pp"] == 1 else set())
+        wanted = [self.fixed["microbatches"]] if "microbatches" in self.fixed else sorted(counts)
+        recipe, virtual = SCHEDULES.get(chosen["schedule"]), chosen["virtual_stages"]
+        if chosen["pp"] == 1 or recipe is None:
+            return wanted
+        nearest = lambda count: recipe.nearest(chosen["pp"], microbatches=count, virtual_stages=virtual)  # noqa: E731
+        return [count for count in wanted if nearest(count) == (count, virtual)]
+
+    def _made(self, values: Mapping[str, Any]) -> Iterator[Plan]:
+        try:
+            yield Plan(**values)
+        except PlanError:
+            return
+
+    def _tensor(self) -> Iterator[dict[str, Any]]:
+        """What can be made of tp."""
+        for tp in _divisors(self.ranks):
+            if tp > self.node and "tp" not in self.fixed:
+                continue
+            for mode, depth, split in itertools.product(keys_of(Plan)["tp_mode"].words, _divisors(tp), (0, 1)):
+                chosen = {"tp": tp, "tp_mode": mode, "tp_depth": depth, "sequence_parallel": split}
+                trivial = tp == 1 and (mode != "1d" or split)
+                flat = mode == "2.5d" and (depth == 1 or depth == tp)
+                if self._holds(chosen) and not trivial and not flat and any(True for _ in self._made(chosen)):
+                    yield chosen
+
+    def _schedules(self, pp: int) -> Iterator[dict[str, Any]]:
+        """The schedules for so many ranks along pp, with the numbers of stages that they can have."""
+        wanted = self.fixed.get("schedule")
+        if pp == 1:
+            yield {"schedule": Plan.schedule, "virtual_stages": 1}
+            return
+        for name, recipe in SCHEDULES.items():
+            if name != wanted and (wanted or name in NEVER_BETTER):
+                continue
+            least, most = recipe.virtual
+            counts = (least,) if most == least else self._virtual()
+            for count in counts:
+                if self._holds({"virtual_stages": count}) and self._cuts(pp * count):
+                    yield {"schedule": name, "virtual_stages": count}
+
+    def _cuts(self, stages: int) -> bool:
+        """Whether the model can be cut into so many stages."""
+        ruled = self.begins is None or len(self.begins(stages)) == stages - 1
+        return stages <= self.pieces and self.stages in (None, stages) and ruled
+
+    def _virtual(self) -> tuple[int, ...]:
+        held = self.fixed.get("virtual_stages")
+        return VIRTUAL_STAGES if held is None else (held,)
+
+    def _holds(self, values: Mapping[str, Any]) -> bool:
+        """Whether these are no other values than those that are held."""
+        return all(self.fixed.get(key, value) in (value, None) for key, value in values.items())
+
+
+@functools.cache
+def _table(name: str, pp: int, microbatches: int, virtual: int) -> str:
+    """What every rank does in a step; the name where there is no such schedule."""
+    if SCHEDULES[name].nearest(pp, microbatches=microbatches, virtual_stages=virtual) != (microbatches, virtual):
+        return name
+    return str(planned_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual))
+
+
+def splits_backward(plan: Plan) -> bool:
+    """Whether its schedule has backwards in two parts."""
+    return plan.pp > 1 and plan.schedule.startswith(("zb-", "dual"))
+
+
+def rows_shared(plan: Plan) -> int:
+    """Among how many ranks a batch's rows are shared out."""
+    return math.prod(plan.mesh().degree(axis) for axis in plan.data_axes)
+
+
+def parse_fixed(text: str) -> dict[str, Any]:
+    """The keys and values of `tp=2 zero=1`. Raises PlanError as a plan would."""
+    words = read_words(text)
+    piped = {"pp": 2} if words.keys() & set(PIPELINED) else {}
+    plan = Plan.from_toml(piped | words)
+    return {key: getattr(plan, key) for key in words}
+
+
+def _values(plan: Plan) -> dict[str, Any]:
+    return {item.name: getattr(plan, item.name) for item in dataclasses.fields(plan)}
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -1,0 +1,129 @@
+"""What a search has found, as tables of text: titles, then rows; and as a value that JSON can say."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshwise.planner.search import Candidate, Rung, Survey
+from meshwise.simulate.simulation_tables import Table, text
+
+FULL = "out of memory"
+REFUSED = "refused"
+UNTRIED = "not rehearsed: its bounds leave it a chance"
+
+
+def best_table(survey: Survey, *, top: int) -> Table:
+    """The best plans, and where the time of each goes."""
+    rows: Table = [("", "step", "", "memory", "bubble", "waits", "plan")]
+    best = survey.best()[:top]
+    for number, one in enumerate(best):
+        figures, quickest = one.figures, best[0].figures.seconds
+        waits = sum(figures.exposed.values()) / figures.seconds
+        more = f"+{100 * (figures.seconds / quickest - 1):.1f} %" if number else ""
+        part = f"{100 * figures.bubble / figures.seconds:.1f} %"
+        cells = (f"{figures.seconds:.4g} s", more, text(figures.memory), part, f"{100 * waits:.1f} %", str(one.plan))
+        rows.append((f"{number + 1}{'' if number < survey.proven else '?'}", *cells))
+    return rows
+
+
+def lost_table(survey: Survey, *, top: int) -> Table:
+    """Why the others lost: how many for each reason, by how much at least, and the one that came nearest."""
+    rows: Table = [("plans", "lost because", "by at least", "", "nearest")]
+    for reason, candidates in sorted(_reasons(survey, top).items(), key=lambda item: -len(item[1])):
+        nearest = min(candidates, key=lambda one: _excess(one, survey, reason))
+        least, most = (_excess(one, survey, reason) for one in (nearest, _furthest(candidates, survey, reason)))
+        amount = [text(size) if reason == FULL else f"{100 * size:.1f} %" for size in (least, most)]
+        if reason.startswith((REFUSED, UNTRIED)):
+            amount = ["", ""]
+        to = f"to {amount[1]}" if amount[1] and amount[1] != amount[0] else ""
+        rows.append((str(len(candidates)), reason, amount[0], to, str(nearest.plan)))
+    return rows
+
+
+def survey_record(survey: Survey, *, top: int) -> dict[str, Any]:
+    """All of that for JSON."""
+    return {
+        "considered": len(survey.candidates),
+        "rehearsed": survey.rehearsals,
+        "proven": survey.proven,
+        "limit": _number(survey.limit),
+        "best": [_record(one) for one in survey.best()[:top]],
+        "lost": [
+            {
+                "plans": len(candidates),
+                "reason": reason,
+                "by": _number(min(_excess(one, survey, reason) for one in candidates)),
+                "nearest": _record(min(candidates, key=lambda one: _excess(one, survey, reason))),
+            }
+            for reason, candidates in _reasons(survey, top).items()
+        ],
+    }
+
+
+def _number(value: float) -> float | None:
+    """JSON has no infinity, which is how much memory there is where nobody has said."""
+    return value if math.isfinite(value) else None
+
+
+def _record(one: Candidate) -> dict[str, Any]:
+    figures = one.figures
+    return {
+        "plan": str(one.plan),
+        "cut_at": list(one.at),
+        "rehearsed": one.rehearsed,
+        "seconds": figures.seconds,
+        "memory": figures.memory,
+        "bubble": figures.bubble,
+        "exposed": dict(figures.exposed),
+    }
+
+
+def _reasons(survey: Survey, top: int) -> Mapping[str, list[Candidate]]:
+    """The plans that lost, by the reason."""
+    best = survey.best()[:top]
+    last = best[-1].figures.seconds if best else 0.0
+    found: dict[str, list[Candidate]] = defaultdict(list)
+    refused: dict[str, list[Candidate]] = defaultdict(list)
+    for one in survey.lost(top=top):
+        if one.refused:
+            refused[re.sub(r"\d+", "", _unplanned(one))].append(one)
+        elif not survey.fits(one):
+            found[FULL].append(one)
+        elif one.rung is not Rung.REHEARSED and one.figures.seconds < last:
+            found[UNTRIED].append(one)
+        else:
+            found[f"slower: {_where(one, best[0])}" if best else UNTRIED].append(one)
+    for alike in refused.values():
+        nearest = min(alike, key=lambda one: _excess(one, survey, REFUSED))
+        found[f"{REFUSED}: {_unplanned(nearest)}"] = alike
+    return found
+
+
+def _where(one: Candidate, best: Candidate) -> str:
+    """The part of a step that a plan takes most more of than the best."""
+    parts, least = one.figures.parts(), best.figures.parts()
+    return max(parts, key=lambda part: parts[part] - least.get(part, 0.0))
+
+
+def _excess(one: Candidate, survey: Survey, reason: str) -> float:
+    """Bytes too many, or time that is lost as a part of the best plan's."""
+    best = survey.best()
+    if reason == FULL or not best:
+        return one.figures.memory - survey.limit
+    return one.figures.seconds / best[0].figures.seconds - 1
+
+
+def _furthest(candidates: Sequence[Candidate], survey: Survey, reason: str) -> Candidate:
+    return max(candidates, key=lambda one: _excess(one, survey, reason))
+
+
+def _unplanned(one: Candidate) -> str:
+    """A refusal in one line, without the plan, so that those with the same reason are told once."""
+    message = re.sub(r"the plan '[^']*' cannot work(?: for this model)?: ", "", one.refused)
+    message = re.sub(r"'(?:\w+=[^' ]+ ?)+'", "the plan", message)  # with a cut of its own it is another than `one.plan`
+    told = " ".join(word for line in message.splitlines()[:2] for word in line.split())
+    return told.split(". ")[0].split("; ")[0]

@@ -1,0 +1,96 @@
+"""The loss scale of fp16: as large as it can be without the gradient overflowing.
+
+fp16 holds nothing below 6e-8, and gradients are often smaller; multiplied by the scale in the loss and divided by it
+again in fp32, they survive (Micikevicius et al., arXiv 1710.03740, section 3.2). How large the scale may be only shows
+when a gradient overflows: then the update is left out, on every rank, and the scale goes down.
+
+    step       1       2       3       4 … 2003    2004 …
+    scale      8192    4096    1024    128         256
+    gradient   inf     inf     inf     finite      finite
+
+An overflow halves the scale, the second in a row quarters it, the third divides it by 8; it doubles again after
+`patience` updates. It begins where the gradient of a mean loss seldom overflows: a step that is lost costs more than
+bits that are won.
+
+The loss here is a sum over the whole batch, and would overflow at a scale that is right for its mean. The mean is not
+known before the last forward, and the division by the true count comes once, at the end. So the sum is multiplied by
+`factor`, the scale over a count that is near enough: that of the step before, and before the first the elements of the
+smallest tensor of a batch, which are labels. Both are powers of two, so that neither rounds anything, and the gradient
+is divided by the same factor: what the count is taken for changes no number that is not lost or infinite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from meshwise.base.tensor_tree import tensors
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A loss scale between two steps.
+
+    value      what the mean loss is multiplied by
+    updates    since the scale last changed
+    overflows  in a row, up to now
+    count      what a batch is taken to count, a power of two; 0 before the first
+    """
+
+    value: float = 2.0**13
+    updates: int = 0
+    overflows: int = 0
+    patience: int = 2000
+    count: float = 0.0
+
+    LEAST = 2.0**-14
+    """An overflow below it is not the scale's fault: some gradient is not finite whatever it is multiplied by."""
+
+    MOST = 2.0**24
+
+    def __post_init__(self) -> None:
+        if not 0 < self.value < math.inf or math.frexp(self.value)[0] != 0.5 or self.patience < 1:
+            raise ValueError(
+                f"a loss scale of {self.value:g} that doubles after {self.patience} updates; give a power of two, as "
+                "1024.0, which rounds no gradient, and a patience of at least 1"
+            )
+
+    @property
+    def factor(self) -> float:
+        """What the sum of the losses is multiplied by."""
+        return self.value / (self.count or 1.0)
+
+    def expecting(self, count: float) -> Scale:
+        """For batches that count about so much; as it was when that is nothing."""
+        return replace(self, count=2.0 ** round(math.log2(count))) if 0 < count < math.inf else self
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether a smaller scale cannot help."""
+        return self.overflowed().value < self.LEAST
+
+    def overflowed(self) -> Scale:
+        """After a step whose gradient was not finite."""
+        return replace(self, value=self.value / 2 ** (self.overflows + 1), updates=0, overflows=self.overflows + 1)
+
+    def updated(self) -> Scale:
+        """After a step that was applied."""
+        if self.updates + 1 < self.patience or self.value >= self.MOST:
+            return replace(self, updates=self.updates + 1, overflows=0)
+        return replace(self, value=self.value * 2, updates=0, overflows=0)
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps, as JSON."""
+        return asdict(self)
+
+    @classmethod
+    def restored(cls, state: Mapping[str, float] | None) -> Scale:
+        """The scale that a checkpoint kept; a first one where it kept none."""
+        return cls() if state is None else cls(**state)  # type: ignore[arg-type] # as `state` has made them
+
+
+def likely_count(batch: Any) -> int:
+    """The elements of its smallest tensor."""
+    return min((tensor.numel() for tensor in tensors(batch) if tensor.dim()), default=0)

@@ -1,0 +1,59 @@
+"""Which ranks of a pipeline do the same, so that one of them is rehearsed for all.
+
+Two stages are alike when they run modules of the same classes with parameters of the same shapes, receive and send as
+many values, and hold nothing that another stage holds too. The first and the last stage are like no other; and where
+the stream is cut at the first of a list of blocks and put together behind the last, nor are the stages that have these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from torch import nn
+
+from meshwise.pipeline.cut.block_entry import module_at
+from meshwise.pipeline.cut.model_cut import Cut
+from meshwise.pipeline.schedules.action import Schedule
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def alike(model: nn.Module, *, cut: Cut | None, schedule: Schedule, ends: bool) -> tuple[int, ...]:
+    """For each rank along pp, the first one that is like it. Without a cut between modules, every rank is its own.
+
+    `ends`: the first and the last of a list of blocks do more than the others.
+    """
+    if cut is None or cut.trace is not None:
+        return tuple(range(schedule.ranks))
+    kinds = [_kind(model, cut, stage, ends=ends) for stage in range(cut.stages)]
+    first: dict[Hashable, int] = {}
+    return tuple(
+        first.setdefault(tuple(kinds[stage] for stage in schedule.stages_of(rank)), rank)
+        for rank in range(schedule.ranks)
+    )
+
+
+def _kind(model: nn.Module, cut: Cut, stage: int, *, ends: bool) -> Hashable:
+    tied = any(stage in stages for stages in cut.ties.values())
+    if stage in (0, cut.stages - 1) or tied:
+        return stage
+    start, stop = cut.bounds[stage : stage + 2]
+    return (
+        len(cut.crossing[stage - 1]),
+        len(cut.crossing[stage]),
+        tuple(_shapes(module_at(model, name=name)) for name in cut.modules[start:stop]),
+        tuple(_end(model, name) for name in cut.modules[start:stop]) if ends else (),
+    )
+
+
+def _end(model: nn.Module, name: str) -> Hashable:
+    """Whether a module is the first and whether it is the last of a list."""
+    around, _, own = name.rpartition(".")
+    names = list(model.get_submodule(around)._modules)
+    return (own == names[0], own == names[-1]) if isinstance(model.get_submodule(around), _LISTS) else ()
+
+
+def _shapes(module: nn.Module) -> Hashable:
+    classes = tuple((name, type(one).__qualname__) for name, one in module.named_modules())
+    shapes = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters())
+    return classes, shapes

@@ -1,0 +1,193 @@
+"""The answer to an error of memory: what was predicted, what there was, and the cheapest plan that fits.
+
+A process that runs out of memory is told how many bytes the last allocation wanted, which says nothing about what
+filled the rest. Here the plan is rehearsed, and beside it, from the cheapest change to the dearest, the plans that
+keep less, until one fits the room there is.
+
+A process that takes more than its machine or its control group has is not told anything: the system kills it. That is
+answered alike by the process that started it, where the plan needs more than there is.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwise.base import tensor_tree as tree
+from meshwise.engine.parallelize import Options
+from meshwise.model.forward import Loss
+from meshwise.optim.flat_optimizer import OptimizerClass
+from meshwise.plan import Plan, PlanError
+from meshwise.simulate.available_memory import room_left
+from meshwise.simulate.memory_use import fullest, memory_of
+from meshwise.simulate.rehearsal import rehearse
+from meshwise.simulate.rehearsal_subject import Device, Subject
+from meshwise.simulate.simulation_tables import by_category, text
+from meshwise.simulate.value_requests import is_of_values
+
+CHANGES = (
+    "",
+    "microbatches=*2",
+    "microbatches=*4",
+    "recompute=selective",
+    "recompute=full",
+    "offload=optimizer:cpu",
+    "recompute=full offload=optimizer:cpu",
+    "offload=optimizer:disk",
+    "offload=optimizer:disk,gradients:disk",
+    "recompute=full offload=optimizer:disk,gradients:disk",
+    "zero=3 offload=optimizer:disk,gradients:disk,params:disk",
+    "zero=3 recompute=full offload=optimizer:disk,gradients:disk,params:disk",
+)
+"""What makes a plan need less memory, by what it costs in time: smaller micro-batches, then repeated computation, then
+copies over a link, then a disk. Each under the lowest zero that fits: that costs less than any of them."""
+
+
+class ShortageError(MemoryError):
+    """A rank has no memory left. `held`: what it had by then, in bytes, as `Trainer.memory` tells it."""
+
+    def __init__(self, message: str, *, held: Mapping[str, int]) -> None:
+        super().__init__(message)
+        self.held = held
+
+    def __reduce__(self) -> tuple[partial[ShortageError], tuple[Any, ...]]:
+        """Made anew with what was held: an exception is else made from its message alone."""
+        return partial(ShortageError, held=self.held), self.args
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """What a plan needs of a rank, what the rank had, and a plan that needs less. All sizes are in bytes.
+
+    held    when there was no memory left; empty where nothing has run
+    fitting the cheapest plan that fits: this one, where it does itself
+    untold  why nothing is predicted of this model, where that is so
+    """
+
+    plan: Plan
+    predicted: Mapping[str, int]
+    held: Mapping[str, int]
+    room: int
+    fitting: Plan | None = None
+    fitting_needs: int = 0
+    untold: str = ""
+
+    def __str__(self) -> str:
+        told = lambda sizes, kind: text(sizes[kind]) if kind in sizes else ""  # noqa: E731
+        kinds = dict.fromkeys([*self.predicted, *self.held])
+        rows = [("", "predicted", "when it failed" if self.held else "")]
+        rows += [(kind, told(self.predicted, kind), told(self.held, kind)) for kind in kinds]
+        rows += [("in all", text(sum(self.predicted.values())), "")] if self.predicted else []
+        rows += [("room", text(self.room), "")]
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        lines = [f"  {row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}".rstrip() for row in rows]
+        advice = (
+            "no change of the plan makes this model fit here: more ranks, a smaller batch or, with a disk, smaller "
+            "staging buffers (swap.megabytes of a job, Swap(buffer=…) in Options) may"
+        )
+        if self.untold:
+            advice = f"what plans need of this model cannot be told without values: {self.untold}"
+        if self.fitting == self.plan:
+            advice = "it fits"
+        elif self.fitting is not None:
+            advice = f"the cheapest change that fits: '{self.fitting}' ({text(self.fitting_needs)})"
+        return "\n".join([f"the plan '{self.plan}' on a rank:", *lines, advice])
+
+
+class Needs:
+    """What plans need of a rank at most, in bytes by category; each is rehearsed once."""
+
+    def __init__(self, subject: Subject, *, ranks: int, shared: bool = False) -> None:
+        """`shared`: the ranks are processes of one host; on its CPUs they share memory."""
+        self.device: Device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.rows = tree.rows(subject.batch)
+        self._subject, self._ranks, self._shared = subject, ranks, shared and self.device == "cpu"
+        self._known: dict[Plan, Mapping[str, int]] = {}
+
+    def of(self, plan: Plan) -> Mapping[str, int]:
+        """Raises what a rehearsal raises."""
+        if plan not in self._known:
+            found = rehearse(self._subject, plan=plan, ranks=self._ranks, device=self.device, shared=self._shared)
+            self._known[plan] = by_category([fullest(memory_of(found))])
+        return self._known[plan]
+
+    def total(self, plan: Plan) -> float:
+        """In all; infinitely much for a plan under which this model cannot be trained."""
+        try:
+            return sum(self.of(plan).values())
+        except (ValueError, RuntimeError):
+            return math.inf
+
+
+def shortage(needs: Needs, *, plan: Plan, room: int, held: Mapping[str, int]) -> Shortage:
+    """Rehearse `plan`, which has run out of memory, and what is cheapest of those that fit `room` bytes of a rank."""
+    try:
+        predicted = needs.of(plan)
+    except (ValueError, RuntimeError) as error:
+        return Shortage(plan, {}, held, room, untold=str(error))
+    for change in CHANGES:
+        candidates = list(_changed(plan, change, needs=needs))
+        # The last one keeps least, or hardly more: where it does not fit, the others are not rehearsed.
+        if candidates and needs.total(candidates[-1]) <= room:
+            candidate = next(one for one in candidates if needs.total(one) <= room)
+            return Shortage(plan, predicted, held, room, candidate, int(needs.total(candidate)))
+    return Shortage(plan, predicted, held, room)
+
+
+def needs(
+    model: nn.Module | Callable[[], nn.Module],
+    plan: Plan | str,
+    *,
+    loss: Loss,
+    batch: Any,
+    optimizer: OptimizerClass = torch.optim.AdamW,
+    options: Options | None = None,
+    **optimizer_arguments: Any,
+) -> Shortage:
+    """What a plan needs of each rank of this host and, where that is not there, the cheapest change that fits.
+
+    To be printed. It is given what `parallelize` is, before that changes the model, and a global batch like those to
+    come; nothing is allocated. Raises PlanError when the plan does not fit the model, ValueError for `dp=auto`.
+    """
+    plan = Plan.of(plan)
+    ranks = plan.mesh().size
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    subject = Subject(model, loss, batch, optimizer, optimizer_arguments, options or Options())
+    found = Needs(subject, ranks=ranks, shared=here == ranks)
+    room = room_left(torch.device(found.device), ranks=here)
+    try:
+        predicted = found.of(plan)
+    except RuntimeError as error:
+        if not is_of_values(error):
+            raise
+        return Shortage(plan, {}, {}, room, untold=str(error))
+    if sum(predicted.values()) <= room:
+        return Shortage(plan, predicted, {}, room, plan, sum(predicted.values()))
+    return shortage(found, plan=plan, room=room, held={})
+
+
+def _changed(plan: Plan, change: str, *, needs: Needs) -> Iterator[Plan]:
+    """The plan with a change, under every zero that shares out as much or more, in that order."""
+    if needs.device == "cpu" and "optimizer:cpu" in change:
+        return  # there is no other memory to go to
+    words = dict(word.split("=", 1) for word in change.split())
+    for zero in range(plan.zero, 4 if plan.dp != 1 or "zero" in words else plan.zero + 1):
+        if words.get("zero", str(zero)) != str(zero):
+            continue
+        changes: dict[str, str | int] = {**words, "zero": zero}
+        if times := words.get("microbatches"):
+            changes["microbatches"] = plan.microbatches * int(times.removeprefix("*"))
+        try:
+            candidate = Plan.from_toml({**plan.to_toml(), **changes})
+        except PlanError:
+            continue
+        parts = candidate.microbatches * math.prod(candidate.mesh().degree(axis) for axis in candidate.data_axes)
+        if candidate != plan and (not times or parts <= needs.rows):
+            yield candidate

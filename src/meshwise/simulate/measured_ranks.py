@@ -1,0 +1,121 @@
+"""What a rank really takes: its time, and its memory as the device or the operating system tells of it."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch.nn import functional
+
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import parallelize
+from meshwise.plan import Plan
+from meshwise.simulate.rehearsal_subject import Subject
+
+STEPS = 3
+"""After so many, everything that a run keeps is there."""
+
+_STATUS = Path("/proc/self/status")
+_ROLLUP = Path("/proc/self/smaps_rollup")
+_RESET = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"
+
+MALLOC = MappingProxyType(
+    {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+)
+"""Environment in which glibc gives freed tensors back to the system at once, so that what the system counts is what
+is alive. Ranks whose memory is measured on a CPU are started in it."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One rank of a plan that was run."""
+
+    index: int
+    """Along pp."""
+
+    peak: int
+    """Bytes at most in the steps after the first, more than before the plan was applied: on a GPU as torch allocated
+    them, on a CPU resident in memory that is the process's own, with its part of what it shares."""
+
+    seconds: tuple[float, ...]
+    """Of each step."""
+
+    @property
+    def step(self) -> float:
+        """The median of the steps after the first."""
+        return statistics.median(self.seconds[1:])
+
+
+def measure(world: World, *, subject: Subject, plan: Plan, steps: int = STEPS) -> list[Measured]:
+    """Run a plan for a few steps on the ranks that there are. Every rank calls it and gets what all have measured.
+
+    On a CPU the ranks live in the environment `MALLOC`. Raises OSError where the system does not tell a process's peak.
+    """
+    _wake(world.device)
+    before = _held(world.device)
+    trainer = parallelize(
+        subject.model,
+        plan,
+        loss=subject.loss,
+        optimizer=subject.optimizer,
+        world=world,
+        options=subject.options,
+        **subject.arguments,
+    )
+    seconds = [trainer.step(subject.batch).seconds]
+    _forget_peak(world.device)
+    seconds += [trainer.step(subject.batch).seconds for _ in range(steps - 1)]
+    own = Measured(trainer.world.group("pp").index, _peak(world.device) - before, tuple(seconds))
+    trainer.close()
+    return list(world.exchange(own))
+
+
+def _held(device: torch.device) -> int:
+    """Bytes that this rank has now."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return _told(_STATUS, "RssAnon") + _told(_ROLLUP, "Pss_Shmem")
+
+
+def _forget_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        _RESET.write_text(_RESET_PEAK)
+
+
+def _peak(device: torch.device) -> int:
+    """Bytes that this rank had at most since the peak was forgotten.
+
+    The system knows the peak of all that is resident. What of it is shared hardly changes from step to step, and is
+    counted in as many parts as there are processes that share it.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    resident = _told(_STATUS, "VmHWM") - _told(_STATUS, "RssFile") - _told(_STATUS, "RssShmem")
+    return resident + _told(_ROLLUP, "Pss_Shmem")
+
+
+def _told(path: Path, name: str) -> int:
+    """Bytes, from the kernel's own account of this process."""
+    found = re.search(rf"^{name}:\s+(\d+) kB", path.read_text(), re.MULTILINE)
+    if found is None:
+        raise OSError(f"{path} does not tell {name}")
+    return int(found[1]) * 1024
+
+
+def _wake(device: torch.device) -> None:
+    """Let libraries take what they take when they are used for the first time: of a CPU's, buffers that large products
+    of matrices are packed in.
+    """
+    torch.ones(4096, 384, device=device) @ torch.ones(384, 8192, device=device)
+    x = torch.ones(64, 64, device=device, requires_grad=True)
+    y = functional.layer_norm(functional.gelu(x @ x), (64,)).view(1, 1, 64, 64)
+    functional.scaled_dot_product_attention(y, y, y, is_causal=True).sum().backward()
+    optimizer = torch.optim.AdamW([x], fused=True)
+    optimizer.step()

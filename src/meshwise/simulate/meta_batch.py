@@ -1,0 +1,58 @@
+"""A batch without values in place of the user's, and the values that its integers have there.
+
+    the user's             stands for it in a rehearsal       has values
+    input_ids   [6, 10]    [8, 10] on meta                    the rows 0 1 2 3 4 5 0 1
+    mask        [6, 10]    [8, 10] on meta                    the same rows
+    images      [6, 3, 9]  [8, 3, 9] on meta                  none
+
+Which branch a model takes, and how large what it picks is, it asks of masks, positions and lengths. Other numbers
+decide what comes out, and hardly ever what is done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.base import tensor_tree as tree
+
+LARGEST = 2**24
+"""Elements of a tensor that keeps its values."""
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """A batch without values, and those of some of its tensors."""
+
+    batch: Any
+    values: tuple[tuple[Tensor, Tensor], ...]
+
+    @classmethod
+    def of(cls, batch: Any, *, rows: int) -> StandIn:
+        """For a batch, with so many rows: its own, over and over."""
+        values: list[tuple[Tensor, Tensor]] = []
+
+        def stand_in(tensor: Tensor) -> Tensor:
+            shape = (rows, *tensor.shape[1:])
+            bare = torch.empty(shape, dtype=tensor.dtype, device="meta")
+            if _tells(tensor) and bare.numel() <= LARGEST:
+                values.append((bare, tensor.cpu()[torch.arange(rows) % len(tensor)].contiguous()))
+            return bare
+
+        return cls(tree.map_tensors(stand_in, batch), tuple(values))
+
+
+def of_rows(batch: Any, *, rows: int) -> Any:
+    """The same for who makes a rehearsal of it: in place of those without values are those that have them."""
+    made = StandIn.of(batch, rows=rows)
+    values = {id(bare): held for bare, held in made.values}
+    return tree.map_tensors(lambda bare: values.get(id(bare), bare), made.batch)
+
+
+def _tells(tensor: Tensor) -> bool:
+    """Whether it has values that a model may ask for."""
+    counts = not (tensor.is_floating_point() or tensor.is_complex())
+    return counts and type(tensor) is Tensor and not (tensor.is_meta or tensor.is_sparse) and len(tensor) > 0

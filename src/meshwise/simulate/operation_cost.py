@@ -1,0 +1,196 @@
+"""What one operation costs, whatever computes it: floating-point operations, and bytes read and written.
+
+Flops are torch's own formulas (2·m·k·n for a product, whatever is done with it); bytes are those of the tensors an
+operation reads and writes, each once. A view costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from meshwise.base.tensor_tree import tensors
+from meshwise.simulate.tape import Operation, Product
+
+aten = torch.ops.aten
+
+LOOK_UPS = frozenset(
+    {
+        "aten::embedding",
+        "aten::index",
+        "aten::index_select",
+        "aten::gather",
+        "aten::slice_backward",
+        "aten::take",
+        "aten::nll_loss_forward",
+        "aten::nll_loss2d_forward",
+    }
+)
+"""Operations that read only a part of a tensor: as much as they return."""
+
+PLACED = frozenset({"aten::nll_loss_backward", "aten::nll_loss2d_backward"})
+"""Operations that write a tensor of zeros with a few other values, and read those alone."""
+
+NOTHING = frozenset(
+    {
+        "aten::empty",
+        "aten::empty_like",
+        "aten::empty_strided",
+        "aten::new_empty",
+        "aten::new_empty_strided",
+        "aten::detach",
+        "aten::detach_",
+        "aten::set_",
+        "aten::_unsafe_view",  # a view, though its schema does not say so
+        "aten::_local_scalar_dense",
+        "aten::lift_fresh",
+        "profiler::_record_function_enter_new",
+        "profiler::_record_function_exit",
+    }
+)
+"""Operations that move nothing."""
+
+
+@cache
+def moves_nothing(func: OpOverload) -> bool:
+    """Whether an operation neither computes nor moves anything: it makes a view, or memory without values."""
+    name = func._schema.name
+    if name in NOTHING:
+        return True
+    returns = func._schema.returns
+    return bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+
+
+@cache
+def makes_anew(func: OpOverload) -> bool:
+    """Whether all that an operation does is to return new tensors."""
+    schema = func._schema
+    return (
+        func is not aten._unsafe_view.default
+        and bool(schema.returns)
+        and all(one.alias_info is None for one in (*schema.returns, *schema.arguments))
+    )
+
+
+def operation(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> Operation:
+    """The cost of one call."""
+    inputs = [*tensors(args), *tensors(kwargs)]
+    outputs = list(tensors(output))
+    flops = _flops(func, args, kwargs, output)
+    written = sum(map(_nbytes, _written(func, args, kwargs, outputs)))
+    name = func._schema.name
+    read = written if name in LOOK_UPS else 0 if name in PLACED else sum(map(_nbytes, inputs))
+    dtype = next((str(t.dtype).removeprefix("torch.") for t in (*outputs, *inputs)), "")
+    product = _product(func, args, inputs, outputs) if flops else None
+    part = 1.0
+    if product is not None and _is_causal(func, args, kwargs):
+        part = causal_part(product.n, cpu=name.endswith(("_for_cpu", "_for_cpu_backward")))
+    return Operation(name.removeprefix("aten::"), dtype, flops, read + written, product, part)
+
+
+def causal_part(keys: int, *, cpu: bool) -> float:
+    """The part of attention's products that is computed where queries see so many keys, but none after their own.
+
+    A GPU's kernels are said to compute half, by how the rates are counted that are published of them, though they take
+    tiles whole, so that short sequences need more. torch's for CPUs takes 512 keys at a time (`kvSplitSize` in
+    ATen/native/cpu/FlashAttentionKernel.cpp), of which it leaves out none.
+    """
+    return min(1.0, (keys + 512) / (2 * keys)) if cpu else 0.5
+
+
+def _is_causal(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    where = _causal(func)
+    return where is not None and bool(args[where] if where < len(args) else kwargs.get("is_causal", False))
+
+
+@cache
+def _causal(func: OpOverload) -> int | None:
+    """Which argument tells an operation whether its attention is causal, if one does."""
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index("is_causal") if "is_causal" in names else None
+
+
+def _flops(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> int:
+    packet = func._overloadpacket
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
+        return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
+    if packet is aten._grouped_mm:
+        a, b = args[:2]
+        return int(2 * a.numel() * b.shape[-1] // (a.shape[0] if a.dim() > b.dim() else 1))
+    formula = flop_registry.get(packet)
+    return int(formula(*args, **kwargs, out_val=output)) if formula else 0
+
+
+def _written(
+    func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: list[Tensor]
+) -> Iterator[Tensor]:
+    """New tensors, and arguments that are changed in place."""
+    changed = False
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            changed = True
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            yield from tensors(value)
+    if not changed:
+        yield from outputs
+
+
+def held(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that a tensor's memory is in: two of a sparse one."""
+    return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """What there is to read of a tensor: an expanded one is read once."""
+    if tensor.is_sparse:
+        return sum(map(_nbytes, held(tensor)))
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _product(
+    func: OpOverload, args: Sequence[Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+) -> Product | None:
+    """The sizes of a product of two matrices, or of as many as a batch has."""
+    packet = func._overloadpacket
+    if packet is aten.convolution:
+        return _windows(args[0], args[1], outputs[0], transposed=args[6], groups=args[8])
+    if packet is aten.convolution_backward:
+        return _windows(args[1], args[2], args[0], transposed=args[7], groups=args[9])
+    if packet in (aten.addmm, aten.baddbmm):
+        inputs = inputs[1:]
+    if packet in (aten.mm, aten.addmm):
+        (m, k), n = inputs[0].shape, inputs[1].shape[1]
+        return Product(1, m, k, n)
+    if packet in (aten.bmm, aten.baddbmm):
+        (batch, m, k), n = inputs[0].shape, inputs[1].shape[2]
+        return Product(batch, m, k, n)
+    if packet is aten._grouped_mm:
+        return _grouped(inputs[0], inputs[1], outputs[0])
+    if "attention" in packet.__name__:
+        batch, heads, length, width = inputs[0].shape
+        return Product(batch * heads, length, width, length)
+    return None
+
+
+def _grouped(a: Tensor, b: Tensor, output: Tensor) -> Product:
+    """Products whose groups share out the rows, the columns or the terms of one: of each there are as many in all."""
+    batch = output.shape[0] if output.dim() == 3 else 1
+    terms = a.shape[-1] // (batch if a.dim() == b.dim() == 2 else 1)
+    return Product(batch, a.shape[-2], max(1, terms), b.shape[-1])
+
+
+def _windows(x: Tensor, weight: Tensor, y: Tensor, *, transposed: bool, groups: int) -> Product:
+    """A convolution as the product that it is, for each group, of all windows and the weight."""
+    places = x if transposed else y
+    channels, window = weight.shape[0] // groups, math.prod(weight.shape[1:])
+    k, n = (channels, window) if transposed else (window, channels)
+    return Product(groups, places.numel() // places.shape[1], k, n)

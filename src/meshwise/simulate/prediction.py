@@ -1,0 +1,300 @@
+"""When everything in a step happens: the tapes of all ranks, played together on a cluster.
+
+Each rank computes on one stream, a GPU no sooner than its host has started an operation; the collectives along each set
+of axes run on streams of their own, one after the other, and a rank stops only where its tape says that it waits for
+one. What a stage takes for a micro-batch is played so, and the pipeline's own clock puts the stages together, with
+their messages, gathers and reductions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+from meshwise.base.timeline import Stream, Timeline
+from meshwise.pipeline.schedules.action import COMPUTE, Action, Kind
+from meshwise.pipeline.schedules.schedule_clock import Cost, clock
+from meshwise.simulate.cluster import Cluster
+from meshwise.simulate.cluster_prices import Prices, traffic
+from meshwise.simulate.memory_use import RankMemory, fullest, memory_of
+from meshwise.simulate.offload_traffic import with_host
+from meshwise.simulate.rehearsal import Rehearsal
+from meshwise.simulate.segment_times import moments
+from meshwise.simulate.tape import Call, Operation, Segment, Wait
+
+
+@dataclass(frozen=True)
+class Played:
+    """A part of a tape, played."""
+
+    seconds: float
+    """From its begin to its end."""
+
+    computing: float
+    """Seconds of that in operations."""
+
+    exposed: Mapping[str, float]
+    """Seconds of that in which the rank waited, by the axes it waited for."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a plan would take on a cluster."""
+
+    rehearsal: Rehearsal
+    cluster: Cluster
+    seconds: float
+    """Of a step."""
+
+    bubble: float
+    """The part of the step in which a rank has nothing to compute because of the pipeline, on average."""
+
+    exposed: Mapping[str, float]
+    """Seconds of the step in which a rank only waits for collectives, by their axes, on average."""
+
+    traffic: Mapping[str, float]
+    """Bytes that a rank sends in a step over the links `inside` a node and `between` nodes: of each, the most."""
+
+    timeline: Timeline | None
+    """Of a pipeline."""
+
+    @cached_property
+    def memory(self) -> tuple[RankMemory, ...]:
+        """Of each rank along pp."""
+        return memory_of(self.rehearsal)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank's peak, and what libraries take, is within the device's memory."""
+        device = self.cluster.device
+        return fullest(self.memory).peak.bytes + device.own <= device.memory
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole world: what the loss counts."""
+        return self.rehearsal.tokens / self.seconds
+
+    @property
+    def model_flops(self) -> float:
+        """Of a step, over all ranks: three times the forward's matrix products, or what is computed where that is less,
+        as where weights are frozen; what is recomputed does not count, but by fused attention within itself.
+        """
+        return min(3.0 * sum(forward_flops(self.rehearsal)), float(sum(_once(self.rehearsal)))) * self._replicas
+
+    @property
+    def flops(self) -> float:
+        """Of a step, over all ranks: every matrix product that is computed."""
+        return float(sum(each_flops(self.rehearsal))) * self._replicas
+
+    @property
+    def utilisation(self) -> float:
+        """Model flops over what the devices could compute in the same time."""
+        ranks = self.rehearsal.plan.mesh().size
+        return self.model_flops / (self.seconds * ranks * self._peak)
+
+    @property
+    def _replicas(self) -> int:
+        return self.rehearsal.plan.mesh().size // len(self.rehearsal.tapes)
+
+    @property
+    def _peak(self) -> float:
+        counted: Counter[str] = Counter()
+        for segment in self.rehearsal.step(0):
+            for entry in segment.entries:
+                if isinstance(entry, Operation):
+                    counted[entry.dtype] += entry.flops
+        return self.cluster.device.peak_of(counted.most_common(1)[0][0])
+
+
+def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
+    """Play a rehearsal on a cluster."""
+    prices, step = Prices(cluster), cluster.device.step
+    places = _places(rehearsal, cluster)
+    ranks = {place: _Rank(rehearsal, index, prices) for place, index in _first(places).items()}
+    each = [rank.sent() for rank in ranks.values()]
+    sent = {link: max(one[link] for one in each) for link in each[0]}
+    if rehearsal.plan.pp == 1:
+        played = ranks[places[0]].play(rehearsal.step(0))
+        took, waits = _with_host(rehearsal, cluster, played.seconds + step, played.exposed)
+        return Prediction(rehearsal, cluster, took, 0.0, waits, sent, None)
+    costs: dict[int, Cost] = {}
+    for index, place in enumerate(places):
+        costs |= dict(zip(rehearsal.schedule.stages_of(index), ranks[place].costs().values(), strict=True))
+    timeline = clock(rehearsal.schedule, costs=[costs[stage] for stage in range(rehearsal.schedule.stages)])
+    computed = max(event.stop for event in timeline.events if event.stream is Stream.COMPUTE)
+    along = max(event.stop for event in timeline.events)
+    around = max(rank.around().seconds for rank in ranks.values())
+    spent = along + around + step
+    exposed: dict[str, float] = defaultdict(float)
+    idle = 0.0
+    for place, count in Counter(places).items():
+        part = count / len(places)
+        idle += part * (computed - ranks[place].busy() + around - ranks[place].around().seconds)
+        for axes, seconds in ranks[place].waits().items():
+            exposed[axes] += part * seconds
+    exposed["·".join(rehearsal.plan.data_axes)] += along - computed  # a wait, where nothing computes any more
+    took, waits = _with_host(rehearsal, cluster, spent, exposed)
+    return Prediction(rehearsal, cluster, took, max(0.0, idle) / took, waits, sent, timeline)
+
+
+def _with_host(
+    rehearsal: Rehearsal, cluster: Cluster, took: float, exposed: Mapping[str, float]
+) -> tuple[float, Mapping[str, float]]:
+    """A step's seconds and waits, with those for what rests elsewhere."""
+    on_host = rehearsal.device == "cuda" and rehearsal.plan.tiers.updates_on_cpu
+    whole = max(with_host(tape, took=took, cluster=cluster, on_host=on_host) for tape in rehearsal.tapes)
+    return (whole, {**exposed, "host": whole - took}) if whole > took else (took, exposed)
+
+
+def forward_flops(rehearsal: Rehearsal) -> list[int]:
+    """Of the matrix products of all micro-batches' forwards, for each rank along pp."""
+    return each_flops(rehearsal, kinds=frozenset({Kind.F}))
+
+
+def _once(rehearsal: Rehearsal) -> list[int]:
+    """Of the matrix products of all micro-batches, but for those that are recomputed, for each rank along pp."""
+    found = {tape.index: _first_flops(rehearsal.step(tape.index)) for tape in rehearsal.tapes}
+    return [found[tape.index] for tape in rehearsal.tapes]
+
+
+def _first_flops(parts: Sequence[Segment]) -> int:
+    """Of what these compute for the first time; micro-batches that are alike share their entries."""
+    actions = [part for part in parts if _is_action(part)]
+    alike = Counter(id(part.entries) for part in actions)
+    each = {id(part.entries): part for part in actions}
+    return sum(alike[key] * _own_flops(part) for key, part in each.items())
+
+
+def _own_flops(part: Segment) -> int:
+    """Without what a backward repeats of a forward; a forward that differentiates within itself repeats nothing."""
+    forward = kind_of(part.label) is Kind.F
+    return sum(one.flops for one in part.entries if isinstance(one, Operation) and (forward or not one.again))
+
+
+def each_flops(rehearsal: Rehearsal, *, kinds: Collection[Kind | None] = (None, *Kind)) -> list[int]:
+    """Of the matrix products of a step, for each rank along pp, in actions of these kinds; None: outside of any."""
+    found = {
+        tape.index: sum(part.flops for part in rehearsal.step(tape.index) if kind_of(part.label) in kinds)
+        for tape in rehearsal.tapes
+    }
+    return [found[tape.index] for tape in rehearsal.tapes]
+
+
+_Place = tuple[int, int]
+"""The rank that was rehearsed for a rank along pp, and which rank of its node it is: all of which prices depend on."""
+
+
+def _places(rehearsal: Rehearsal, cluster: Cluster) -> list[_Place]:
+    """Of each rank along pp."""
+    each = rehearsal.plan.mesh().size // len(rehearsal.tapes)
+    return [(tape.index, index * each % cluster.ranks_per_node) for index, tape in enumerate(rehearsal.tapes)]
+
+
+def _first(places: Sequence[_Place]) -> dict[_Place, int]:
+    """The first rank along pp of each place."""
+    return {place: index for index, place in reversed(list(enumerate(places)))}
+
+
+class _Rank:
+    """One rank along pp, and its prices."""
+
+    def __init__(self, rehearsal: Rehearsal, index: int, prices: Prices) -> None:
+        each = rehearsal.plan.mesh().size // len(rehearsal.tapes)
+        self.prices = dataclasses.replace(prices, shift=(index - rehearsal.tapes[index].index) * each)
+        parts = rehearsal.step(index)
+        counted = Counter(id(part.entries) for part in parts)
+        once = {id(part.entries): part for part in parts}
+        self._around = [part for part in parts if kind_of(part.label) is None]
+        self._actions = [
+            (Action.parse(part.label), part, counted[key]) for key, part in once.items() if _is_action(part)
+        ]
+        self._played = {id(part.entries): self.play([part]) for _, part, _ in self._actions}
+
+    def play(self, segments: Iterable[Segment]) -> Played:
+        """Play segments one after the other; messages between stages are left to the pipeline's clock."""
+        now = computing = 0.0
+        axes: dict[int, str] = {}
+        exposed: dict[str, float] = defaultdict(float)
+        for _, entry, start, stop in moments(segments, prices=self.prices):
+            if isinstance(entry, Call):
+                axes[entry.stamp.sequence] = "·".join(entry.stamp.axes)
+                continue
+            now = stop
+            if isinstance(entry, Operation):
+                computing += stop - start
+            elif isinstance(entry, Wait) and stop > start:
+                exposed[axes[entry.sequence]] += stop - start
+        return Played(now, computing, exposed)
+
+    def costs(self) -> dict[int, Cost]:
+        """What each of its stages costs, ascending."""
+        found: dict[int, dict[Kind, list[tuple[float, int]]]] = defaultdict(lambda: defaultdict(list))
+        for action, part, times in self._actions:
+            took = self._seconds(part) if action.kind in COMPUTE else sum(map(self.prices.collective, part.calls()))
+            found[action.stage][action.kind].append((took, times))
+        return {
+            stage: Cost(
+                forward=_mean(times[Kind.F]),
+                input=_mean(times[Kind.I]),
+                weight=_mean(times[Kind.W]),
+                backward=_mean(times[Kind.B]) if times[Kind.B] else None,
+                link=_mean(times[Kind.SEND_F]) or _mean(times[Kind.RECV_B]),
+                gather=_mean(times[Kind.GATHER]),
+                reduce=_mean(times[Kind.REDUCE]),
+            )
+            for stage, times in sorted(found.items())
+        }
+
+    def around(self) -> Played:
+        """What comes before and after the schedule."""
+        return self.play(self._around)
+
+    def busy(self) -> float:
+        """Seconds in which it computes its micro-batches."""
+        return sum(self._seconds(part) * times for action, part, times in self._actions if action.kind in COMPUTE)
+
+    def waits(self) -> Mapping[str, float]:
+        """Seconds in which it waits for collectives, by their axes, but for what goes on beside its micro-batches."""
+        found = Counter(self.around().exposed)
+        for action, part, times in self._actions:
+            if action.kind in COMPUTE:
+                found.update({axes: took * times for axes, took in self._played[id(part.entries)].exposed.items()})
+        return found
+
+    def sent(self) -> dict[str, float]:
+        """Bytes that it sends, by the links that they go over. A ring over several nodes leaves each once, through an
+        adapter of one of its ranks there; the others of these pass on inside what they send.
+        """
+        found = {"inside": 0.0, "between": 0.0}
+        for part, times in (
+            *((part, 1) for part in self._around),
+            *((part, times) for _, part, times in self._actions),
+        ):
+            for call in part.calls():
+                if call.stamp.kind != "recv":
+                    size = times * call.stamp.bytes * traffic(call.stamp.kind, count=len(call.ranks))
+                    leaving = 1 / self.prices.here(call.ranks) if self.prices.crosses(call.ranks) else 0.0
+                    found["between"] += size * leaving
+                    found["inside"] += size * (1 - leaving)
+        return found
+
+    def _seconds(self, part: Segment) -> float:
+        return self._played[id(part.entries)].seconds
+
+
+@cache
+def kind_of(label: str) -> Kind | None:
+    """Of the action that a segment with this label is, if it is one."""
+    return Action.parse(label).kind if label[:1].isdigit() else None
+
+
+def _is_action(part: Segment) -> bool:
+    return kind_of(part.label) is not None
+
+
+def _mean(times: list[tuple[float, int]]) -> float:
+    count = sum(many for _, many in times)
+    return sum(took * many for took, many in times) / count if count else 0.0

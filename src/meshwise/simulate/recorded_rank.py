@@ -1,0 +1,170 @@
+"""One rank of each kind, played: the project's own code, with a recorder under it, gives its tape."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from meshwise.base import tensor_tree as tree
+from meshwise.comm.api.flight_recorder import Journal
+from meshwise.engine.parallelize import parallelize
+from meshwise.engine.trainer import Trainer
+from meshwise.memory.rehearsed_movers import RehearsedMover
+from meshwise.model.deferred_init import Source
+from meshwise.model.forward import default_forward
+from meshwise.model.shape_constants import Constants
+from meshwise.pipeline.schedules.validate import in_flight
+from meshwise.plan import Plan
+from meshwise.plan.offload import Offload
+from meshwise.simulate.offload_traffic import at_update, beside
+from meshwise.simulate.recorder import Kernels, Memo, Operations, Recorder, as_if_on
+from meshwise.simulate.rehearsal_subject import Device, Subject
+from meshwise.simulate.rehearsal_world import RehearsalWorld, Stages
+from meshwise.simulate.tape import Category, Segment, Tape
+from meshwise.simulate.value_requests import in_rehearsal, told_of_values
+
+
+@dataclass(frozen=True)
+class Part:
+    """What every rehearsed rank is given."""
+
+    subject: Subject
+    plan: Plan
+    only: frozenset[int]
+    source: Source
+    device: Device
+    stages: Stages
+    shared: bool
+    values: tuple[tuple[Tensor, Tensor], ...]
+    """Of tensors of the batch."""
+    memo: Memo = field(default_factory=Memo)
+
+    def tapes(self) -> tuple[Tape, ...]:
+        """Of every rank along pp, that of the one which is rehearsed for it."""
+        like = self.stages.alike
+        ranks_run = sorted(set(like))
+        with ThreadPoolExecutor(len(ranks_run)) as threads:
+            futures = {index: threads.submit(self._tape_of, index) for index in ranks_run}
+        failures = [failure for failure in (future.exception() for future in futures.values()) if failure is not None]
+        for failure in sorted(failures, key=lambda one: isinstance(one, threading.BrokenBarrierError)):
+            with told_of_values():
+                raise failure
+        return tuple(futures[index].result() for index in like)
+
+    def _tape_of(self, index: int) -> Tape:
+        """Be the first rank of those with this index along pp."""
+        with self.stages.running():
+            return self._tape(index)
+
+    def _tape(self, index: int) -> Tape:
+        mesh = self.plan.mesh()
+        rank = index * (mesh.size // self.plan.pp)
+        recorder = Recorder(Journal())
+        world = RehearsalWorld(rank=rank, mesh=mesh, recorder=recorder, stages=self.stages, shared=self.shared)
+        constants, options = Constants(self.values), self.subject.options
+        forward = in_rehearsal(options.forward or default_forward, constants=constants)
+        with Kernels(self.device, local=self.plan.random == "local"):
+            with constants:
+                trainer = parallelize(
+                    self.source,
+                    _played(self.plan, self.device),
+                    loss=in_rehearsal(self.subject.loss, constants=constants),
+                    optimizer=as_if_on(self.device, optimizer=self.subject.optimizer),
+                    world=world,
+                    options=dataclasses.replace(options, forward=forward),
+                    **self.subject.arguments,
+                )
+            recorder.segments()
+            for tensor in tree.tensors(self.subject.batch):
+                recorder.elsewhere(tensor)  # it is the caller's
+            _watch(trainer, recorder, on_gpu=self.device == "cuda")
+            build = recorder.segments()
+            with Operations(recorder, memo=self.memo), constants:
+                trainer.step(self.subject.batch, only=frozenset({max(self.only)}))
+                first = self._run(recorder)
+                saved = 0 if trainer.activations is None else trainer.activations.peak
+                trainer.step(self.subject.batch, only=self.only)
+                steady = self._run(recorder)
+        tiers, on_gpu, sizes = self.plan.tiers, self.device == "cuda", {**trainer.tiers.away, "activations": saved}
+        return Tape(
+            index,
+            build[0],
+            first,
+            steady,
+            self._away(trainer, saved=saved),
+            beside(tiers, sizes=sizes, microbatches=self.plan.microbatches, on_gpu=on_gpu),
+            at_update(tiers, sizes=sizes, updated=_updated(trainer), on_gpu=on_gpu),
+            constants.asked,
+        )
+
+    def _away(self, trainer: Trainer, *, saved: int) -> Mapping[str, int]:
+        """What rests elsewhere, by the tier that the plan says; `saved` are the activations of one micro-batch."""
+        away: Counter[str] = Counter()
+        for what, size in trainer.tiers.away.items():
+            away[getattr(self.plan.tiers, what)] += size
+        if saved:
+            kept, stages = in_flight(trainer.schedule), trainer.schedule.stages_of(trainer.world.group("pp").index)
+            away[self.plan.tiers.activations] += saved * math.ceil(max(kept[stage] for stage in stages))
+        if self.device == "cuda":  # pinned
+            away["cpu"] += trainer.tiers.staged if self.plan.tiers.uses_disk else 0
+            away["cpu"] += _staged(trainer) if self.plan.tiers.activations == "disk" else 0
+        return +away
+
+    def _run(self, recorder: Recorder) -> tuple[Segment, ...]:
+        """What has been recorded, without what passing over a micro-batch took."""
+        passed = {f"0F{index}" for index in range(self.plan.microbatches) if index not in self.only}
+        return tuple(segment for segment in recorder.segments() if self.plan.pp > 1 or segment.label not in passed)
+
+
+def _updated(trainer: Trainer) -> Mapping[str, int]:
+    """Bytes of the parameters that a rank updates, and of their gradients as they update."""
+    updated: Counter[str] = Counter()
+    for bucket in (bucket for unit in trainer.units for bucket in unit.buckets):
+        count = bucket.owned[1] - bucket.owned[0]
+        updated["params"] += count * bucket.dtype.itemsize
+        updated["gradients"] += count * bucket.replication.precision.master_of(bucket.dtype).itemsize
+    return updated
+
+
+def _staged(trainer: Trainer) -> int:
+    """Bytes of the buffers that activations pass through."""
+    tier = trainer.activations
+    return tier.mover.staged if tier is not None and isinstance(tier.mover, RehearsedMover) else 0
+
+
+def _played(plan: Plan, device: Device) -> Plan:
+    """The plan as it is played: what leaves a GPU for the host's memory goes where that for the disk goes."""
+    tiers = {what: "disk" if tier == "cpu" else tier for what, tier in dataclasses.asdict(plan.tiers).items()}
+    return plan if device == "cpu" else dataclasses.replace(plan, offload=str(Offload(**tiers)))
+
+
+def _watch(trainer: Trainer, recorder: Recorder, *, on_gpu: bool) -> None:
+    """Count what there is before the first step, and follow what grows and shrinks in a step."""
+    for tensor in trainer.tiers.resting:
+        recorder.elsewhere(tensor)
+    staged = functools.partial(recorder.watch, category=Category.STAGING)
+    trainer.tiers.told = recorder.elsewhere if on_gpu else staged  # a GPU's are in the host's memory
+    if trainer.activations is not None and isinstance(trainer.activations.mover, RehearsedMover):
+        trainer.activations.mover.told = trainer.tiers.told
+    for bucket in (bucket for unit in trainer.units for bucket in unit.buckets):
+        for name, value in vars(bucket).items():
+            if isinstance(value, Tensor) and not trainer.tiers.on_disk(value):
+                gathered = bucket.at_rest and value is bucket.whole
+                gradient = name in ("gradient", "reduced")
+                usual = Category.GRADIENTS if gradient else Category.PARAMETERS
+                note = recorder.watch if value is bucket.whole else recorder.allocated
+                note(value, category=Category.GATHERED if gathered else usual)
+    for module in trainer.modules:
+        for buffer in module.buffers():
+            recorder.allocated(buffer, category=Category.PARAMETERS)
+    for state in trainer.optimizer.state.values():
+        for value in tree.tensors(state):
+            recorder.allocated(value, category=Category.OPTIMIZER)

@@ -1,0 +1,158 @@
+"""The trace world of a rehearsal: it shows a recorder what is called, and joins the stages of a pipeline.
+
+One rank of each kind of stage is rehearsed, each on a thread of its own, since what a stage receives is decided by the
+code of the one before. Between them small values travel as in a real run; tensors, which have no values, do not. What
+would come from a stage that is not rehearsed comes from the one that is like it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.base.mesh import Mesh
+from meshwise.comm.api.flat_parts import Parts
+from meshwise.comm.api.flight_recorder import Stamp
+from meshwise.comm.api.group import Group
+from meshwise.comm.api.world import Axes, Work
+from meshwise.comm.in_process.trace_world import TraceWorld
+from meshwise.comm.shared_memory.board import PAYLOAD_BYTES
+from meshwise.simulate.recorder import Recorder
+from meshwise.simulate.tape import Call, Category, Wait
+
+
+class Stages:
+    """What the stages' threads tell each other.
+
+    One of them runs at a time, until it waits for another: threads that compete for the interpreter would pass it on at
+    every operation.
+    """
+
+    def __init__(self, alike: Sequence[int]) -> None:
+        """`alike`: for each stage's rank, the one that is rehearsed for it."""
+        self.alike = tuple(alike)
+        self._turn = threading.Lock()
+        self._sent = threading.Condition(self._turn)
+        self._barrier = threading.Barrier(len(set(alike)))
+        self._told: dict[int, Any] = {}
+        self._letters: dict[tuple[int, int], list[Any]] = defaultdict(list)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, a stage runs; when it fails, so do those that wait for it, by threading.BrokenBarrierError."""
+        with self._turn:
+            try:
+                yield
+            except BaseException:
+                self._barrier.abort()
+                self._sent.notify_all()
+                raise
+
+    def exchange(self, index: int, *, value: Any) -> list[Any]:
+        """The value of every stage's rank."""
+        self._told[index] = value
+        with self._waiting():
+            self._barrier.wait()
+        told = [self._told[rank] for rank in self.alike]
+        with self._waiting():
+            self._barrier.wait()
+        return told
+
+    def send(self, value: Any, *, source: int, target: int) -> None:
+        """Leave a value for another stage's rank."""
+        self._letters[source, target - source].append(value)
+        self._sent.notify_all()
+
+    def receive(self, number: int, *, source: int, target: int) -> Any:
+        """The value with this number of those that were left for a stage's rank."""
+        letters = self._letters[self.alike[source], target - source]
+        while len(letters) <= number and not self._barrier.broken:
+            self._sent.wait()
+        if len(letters) <= number:
+            raise threading.BrokenBarrierError
+        return letters[number]
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self._turn.release()
+        try:
+            yield
+        finally:
+            self._turn.acquire()
+
+
+class RehearsalWorld(TraceWorld):
+    """Rank `rank` of a mesh, with what it calls recorded."""
+
+    def __init__(self, *, rank: int, mesh: Mesh, recorder: Recorder, stages: Stages, shared: bool = False) -> None:
+        """`shared`: all ranks are of one host, and share its memory."""
+        super().__init__(rank=rank, mesh=mesh, device="meta", journal=recorder.journal)
+        self._recorder = recorder
+        self._stages = stages
+        self._shared = shared
+        self._received: Counter[int] = Counter()
+
+    def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
+        """As of any world. What a step makes for the collectives are its gradients."""
+        return self._made(numel, dtype=dtype, category=Category.GRADIENTS if self.journal.doing else None)
+
+    def summand(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+        """As of any world: it is no gradient of a parameter."""
+        return self._made(math.prod(shape), dtype=dtype, category=None).view(tuple(shape))
+
+    def _made(self, numel: int, *, dtype: torch.dtype, category: Category | None) -> Tensor:
+        """Memory that the ranks share where they can; `category`: what it is for, if not for what the rank is at."""
+        if self._shared and self.journal.doing and numel * dtype.itemsize > PAYLOAD_BYTES:
+            return self._recorder.borrowed(numel, dtype=dtype, category=category)
+        tensor = super().empty(numel, dtype=dtype)
+        if category is not None:
+            self._recorder.allocated(tensor, category=category)
+        return tensor
+
+    def common(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:
+        """One piece of memory for all ranks along `axes`, where the ranks share memory."""
+        ranks = self.group(axes).size
+        if not self._shared or ranks == 1:
+            return None
+        tensor = super().empty(numel, dtype=dtype)
+        self._recorder.common(tensor, ranks=ranks)
+        return tensor
+
+    def exchange(self, value: Any, *, axes: Axes | None = None) -> list[Any]:
+        """Every rank's value, a rank that is not rehearsed having that of the one of its stage that is."""
+        group = self.group(self.mesh.names if axes is None else axes)
+        if len(self._stages.alike) == 1 or "pp" not in group.axes:
+            return [value] * group.size
+        told = self._stages.exchange(self.group("pp").index, value=value)
+        each = group.size // len(told)  # pp is the outermost axis
+        return [one for one in told for _ in range(each)]
+
+    def send_value(self, value: Any, *, axis: str, to: int) -> list[Work]:
+        """Send a small Python value to another stage."""
+        self._stages.send(value, source=self.group(axis).index, target=to)
+        return []
+
+    def recv_value(self, *, axis: str, source: int) -> Any:
+        """The Python value that another stage sends next."""
+        self._received[source] += 1
+        return self._stages.receive(self._received[source] - 1, source=source, target=self.group(axis).index)
+
+    def waited(self, stamp: Stamp) -> None:
+        """This rank waits for a call."""
+        self._recorder.look()
+        self._recorder.note(Wait(stamp.sequence))
+
+    def _stamp(self, kind: str, group: Group, x: Parts, *, how: str = "") -> Stamp:
+        stamp = super()._stamp(kind, group, x, how=how)
+        if kind == "all_gather" and all(map(self._recorder.is_common, [x] if isinstance(x, Tensor) else x)):
+            stamp = stamp._replace(bytes=0)  # everybody sees what is written
+        self._recorder.look()
+        self._recorder.note(Call(stamp, group.ranks))
+        return stamp

@@ -1,0 +1,67 @@
+"""When everything on a tape happens, on a rank that does its segments one after the other."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import NamedTuple
+
+from meshwise.pipeline.schedules.action import COMPUTE, Action
+from meshwise.simulate.cluster_prices import Prices
+from meshwise.simulate.tape import Call, Entry, Operation, Segment, Wait
+
+
+class Moment(NamedTuple):
+    """When an entry happens: an operation while it computes, a collective while it runs, a wait while it lasts."""
+
+    segment: Segment
+    entry: Entry
+    start: float
+    stop: float
+
+
+@cache
+def computes(label: str) -> bool:
+    """Whether a segment with this label is a forward or a backward."""
+    return label[:1].isdigit() and Action.parse(label).kind in COMPUTE
+
+
+def moments(segments: Iterable[Segment], *, prices: Prices) -> Iterator[Moment]:
+    """Every entry, from 0 on, without messages between stages.
+
+    The collectives along each set of axes run on a stream of their own, one after the other; the rank goes on beside
+    them until it waits for one. Where the cluster's ranks cannot do both, a wait follows each call.
+    """
+    cluster = prices.cluster
+    launch, action, beside = cluster.device.launch, cluster.device.action, cluster.device.kind != "cpu"
+    now = host = 0.0
+    free: dict[tuple[str, ...], float] = defaultdict(float)
+    ends: dict[int, float] = {}
+    for segment in segments:
+        if computes(segment.label):
+            host = (host if beside else now) + action
+            now = now if beside else host
+        for entry in segment.entries:
+            if isinstance(entry, Operation):
+                host = (host if beside else now) + launch
+                start = max(now, host)
+                now = start + prices.seconds(entry)
+                yield Moment(segment, entry, start, now)
+            elif isinstance(entry, Call):
+                if entry.stamp.point_to_point:
+                    continue
+                start = max(now, free[entry.stamp.axes])
+                end = free[entry.stamp.axes] = ends[entry.stamp.sequence] = start + prices.collective(entry)
+                yield Moment(segment, entry, start, end)
+                if not cluster.overlap:
+                    yield Moment(segment, Wait(entry.stamp.sequence), now, end)
+                    now = end
+            elif isinstance(entry, Wait):
+                end = max(now, ends.get(entry.sequence, 0.0))
+                yield Moment(segment, entry, now, end)
+                now = end
+            else:
+                start = now
+                now += prices.allocation(entry)
+                yield Moment(segment, entry, start, now)

@@ -1,0 +1,71 @@
+"""What a rehearsal has found, as tables of text: titles, then rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from meshwise.simulate.measured_ranks import Measured
+from meshwise.simulate.memory_use import RankMemory
+from meshwise.simulate.prediction import Prediction
+from meshwise.simulate.tape import Category
+
+Table = list[tuple[str, ...]]
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def memory_table(ranks: Sequence[RankMemory], *, measured: Sequence[Measured] = ()) -> Table:
+    """The peak of each rank along pp, by category; what was measured beside it."""
+    held = [category for category in Category if any(rank.peak.device.get(category) for rank in ranks)]
+    hosts = any(moment.host for rank in ranks for moment in rank.steady)
+    tiers = [tier for tier in ("cpu", "disk") if any(rank.away.get(tier) for rank in ranks)]
+    host = ["on the host"] if hosts or "cpu" in tiers else []
+    titles = ("pp", *held, "peak", "during", *host, *(["on disk"] if "disk" in tiers else []))
+    rows: Table = [(*titles, "measured", "error") if measured else titles]
+    for rank in ranks:
+        peak = rank.peak
+        cells = [str(rank.index), *(text(peak.device.get(category, 0)) for category in held), text(peak.bytes)]
+        cells.append(peak.label)
+        if host:
+            most = max(sum(moment.host.values()) for moment in (*rank.first, *rank.steady))
+            cells.append(text(most + rank.away.get("cpu", 0)))
+        if "disk" in tiers:
+            cells.append(text(rank.away.get("disk", 0)))
+        if measured:
+            most = max(one.peak for one in measured if one.index == rank.index)
+            cells += [text(most), f"{100 * (peak.bytes / most - 1):+.1f} %"]
+        rows.append(tuple(cells))
+    return rows
+
+
+def time_table(prediction: Prediction) -> Table:
+    """A step's time, what is made of it, and where it goes."""
+    waits = sorted(prediction.exposed.items(), key=lambda item: -item[1])
+    return [
+        ("", ""),
+        ("step", f"{prediction.seconds:.4g} s"),
+        ("tokens/s", f"{prediction.tokens_per_second:,.0f}"),
+        ("utilisation", f"{100 * prediction.utilisation:.1f} % of the peak, without what is recomputed"),
+        ("bubble", f"{100 * prediction.bubble:.1f} % of the step"),
+        *(
+            (f"waits for {axes}", f"{100 * took / prediction.seconds:.1f} % of the step")
+            for axes, took in waits
+            if took
+        ),
+        *((f"sent {where}", text(size)) for where, size in prediction.traffic.items() if size),
+        ("fits", "yes" if prediction.fits else "no: see --memory"),
+    ]
+
+
+def by_category(ranks: Sequence[RankMemory]) -> Mapping[str, int]:
+    """The peak of the rank that needs most, in bytes."""
+    peak = max((rank.peak for rank in ranks), key=lambda moment: moment.bytes)
+    return {str(category): size for category, size in peak.device.items()}
+
+
+def text(size: float) -> str:
+    """`4.0 KiB` for 4096."""
+    power = 0
+    while abs(size) >= 1024 and power < len(_UNITS) - 1:
+        size, power = size / 1024, power + 1
+    return f"{size:.0f} {_UNITS[power]}" if power == 0 else f"{size:.1f} {_UNITS[power]}"

@@ -1,0 +1,265 @@
+"""A step from its begin to its end: what each rank is at, and how much memory it holds, moment by moment.
+
+The pipeline's clock tells when the actions of a schedule begin and end. Here come what lies within them, what is before
+and after the schedule, and the memory of the tape at its time:
+
+    │ begin │ 0F0 │ 0F1 │      │   0B0   │   0B1   │ exchange │ update │
+              ▔▔     ▔▔           ▔  ▔      ▔  ▔                ▔▔▔▔▔     what it waits for within
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from meshwise.base.timeline import Event, Stream, Timeline
+from meshwise.pipeline.schedules.action import COMPUTE, RECEIVES, Action
+from meshwise.pipeline.schedules.schedule_clock import event_of
+from meshwise.simulate.cluster_prices import Prices
+from meshwise.simulate.prediction import Prediction, kind_of
+from meshwise.simulate.segment_times import Moment, moments
+from meshwise.simulate.tape import Call, Category, Memory, Segment, Wait
+
+_MOST_EVENTS = 20_000
+"""Collectives and waits within actions that a timeline shows. Where there would be more, what an action waits for along
+the same axes is one wait, at its end."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """The memory of a rank at one moment."""
+
+    seconds: float
+    during: str
+    """What the rank is at: an action, or a word, as its timeline has it."""
+
+    device: Mapping[Category, int]
+    """Bytes where it computes."""
+
+    @property
+    def bytes(self) -> int:
+        """In all."""
+        return sum(self.device.values())
+
+
+@dataclass(frozen=True)
+class History:
+    """The memory of one rank along pp over a step."""
+
+    index: int
+    seconds: float
+    """Of the step."""
+
+    levels: tuple[Level, ...]
+    """For each of as many parts of the step, all as long, the moment when there is most; seconds tell its begin."""
+
+    @property
+    def peak(self) -> Level:
+        """When there is most."""
+        return max(self.levels, key=lambda level: level.bytes)
+
+    def holds(self, category: Category) -> bool:
+        """Whether there is ever anything of a category."""
+        return any(level.device.get(category) for level in self.levels)
+
+
+@dataclass(frozen=True)
+class _Played:
+    """A segment, played after those before it."""
+
+    label: str
+    start: float
+    stop: float
+    moments: tuple[Moment, ...]
+    inside: tuple[tuple[Stream, str, float, float], ...]
+    """Its collectives, and those that the rank waits for: which, from when to when."""
+
+    @cached_property
+    def waits(self) -> Mapping[str, float]:
+        """How long the rank waits for the collectives along some axes."""
+        total: dict[str, float] = defaultdict(float)
+        for stream, call, start, stop in self.inside:
+            if stream is Stream.WAIT:
+                total[call.split()[-1]] += stop - start
+        return total
+
+
+def _play(segments: Iterable[Segment], *, prices: Prices) -> Iterator[_Played]:
+    """Segments of a rank that nothing else comes between."""
+    calls: dict[int, str] = {}
+    now = 0.0
+    for _, each in itertools.groupby(moments(segments, prices=prices), key=lambda moment: id(moment.segment)):
+        start, own = now, tuple(each)
+        inside = []
+        for _, entry, begin, end in own:
+            if isinstance(entry, Call):
+                calls[entry.stamp.sequence] = f"{entry.stamp.kind} {'·'.join(entry.stamp.axes)}"
+                inside.append((Stream.COLLECTIVE, calls[entry.stamp.sequence], begin, end))
+                continue
+            now = end
+            if isinstance(entry, Wait) and end > begin:
+                inside.append((Stream.WAIT, calls[entry.sequence], begin, end))
+        yield _Played(own[0].segment.label, start, now, own, tuple(inside))
+
+
+@dataclass(frozen=True)
+class _Act:
+    """What a rank does for a while. The clock gives every action the mean of its kind, not the time of its own."""
+
+    label: str
+    start: float
+    stop: float
+    played: _Played | None = None
+
+    def at(self, moment: float) -> float:
+        """When a moment of what is played is."""
+        assert self.played is not None
+        own = self.played.stop - self.played.start
+        return self.start + (moment - self.played.start) * ((self.stop - self.start) / own if own else 1.0)
+
+    def inside(self, *, rank: int) -> Iterator[Event]:
+        """Its collectives and waits."""
+        for stream, kind, start, stop in self.played.inside if self.played else ():
+            yield Event(rank, stream, kind, self.at(start), self.at(stop))
+
+    def waits(self, *, rank: int) -> Iterator[Event]:
+        """What it waits for in all, at its end."""
+        stop = self.stop
+        for axes, seconds in self.played.waits.items() if self.played else ():
+            start = stop - (self.at(seconds) - self.at(0.0))
+            yield Event(rank, Stream.WAIT, axes, start, stop)
+            stop = start
+
+
+class Replay:
+    """A prediction, taken through its step."""
+
+    def __init__(self, prediction: Prediction) -> None:
+        self.prediction = prediction
+        self._rehearsal = prediction.rehearsal
+        self._prices: dict[tuple[int, int], Prices] = {}
+        self._alone: dict[tuple[int, int], _Played | None] = {}
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """What each rank along pp is at, from the step's begin to its end, without its messages' own waits."""
+        ranks = range(len(self._rehearsal.tapes))
+        events = [event for index in ranks for event in self._outline(index)]
+        acts = [(index, act) for index in ranks for act in self._acts[index] if act.stop > act.start]
+        every = sum(len(act.played.inside) for _, act in acts if act.played) <= _MOST_EVENTS
+        for index, act in acts:
+            events += act.inside(rank=index) if every else act.waits(rank=index)
+        return Timeline(tuple(events), (tuple(ranks),))
+
+    def history(self, index: int, *, columns: int = 360) -> History:
+        """The memory of the rank with this index along pp, in so many parts of the step."""
+        seconds, apart = self.prediction.seconds, self._rehearsal.device != "cpu"
+        held = Counter(self.prediction.memory[index].rest)
+        levels = [Level(0.0, "begin", dict(held))]
+        most = total = sum(held.values())
+        for act, time, entry in self._changes(index):
+            if entry.host and apart:
+                continue
+            while (start := len(levels) * seconds / columns) <= time and len(levels) < columns:
+                levels.append(Level(start, act.label if start >= act.start else f"before {act.label}", dict(held)))
+                most = total
+            held[entry.category] += entry.bytes
+            total += entry.bytes
+            if total > most:
+                levels[-1] = Level(levels[-1].seconds, act.label, dict(held))
+                most = total
+        end = self._acts[index][-1].label
+        rest = (Level(step * seconds / columns, end, dict(held)) for step in range(len(levels), columns))
+        return History(index, seconds, (*levels, *rest))
+
+    def _changes(self, index: int) -> Iterator[tuple[_Act, float, Memory]]:
+        """Of memory, in order."""
+        for act in self._acts[index]:
+            for _, entry, time, _ in act.played.moments if act.played else ():
+                if isinstance(entry, Memory):
+                    yield act, act.at(time), entry
+
+    @cached_property
+    def _acts(self) -> list[list[_Act]]:
+        """Of each rank along pp, in order."""
+        row = self.prediction.timeline
+        if row is None:
+            parts = _play(self._rehearsal.step(0), prices=self._prices_of(0))
+            return [[_Act("begin", 0.0, self._free), *_acts(parts, start=self._free)]]
+        return [list(self._scheduled(index, row)) for index in range(row.ranks)]
+
+    def _outline(self, index: int) -> Iterator[Event]:
+        """The acts of a rank, and what the pipeline's clock has beside them."""
+        row = self.prediction.timeline
+        for act in (act for act in self._acts[index] if act.stop > act.start):
+            if kind_of(act.label) is None:
+                yield Event(index, Stream.COLLECTIVE, act.label, act.start, act.stop)
+            elif row is None:
+                yield event_of(Action.parse(act.label), rank=index, start=act.start, stop=act.stop)
+        if row is not None:
+            for event in (event for event in row.events if event.rank == index):
+                yield replace(event, start=event.start + self._free, stop=event.stop + self._free)
+            computed = max(event.stop for events in row.computing for event in events)
+            axes = "·".join(self._rehearsal.plan.data_axes)
+            if computed < row.seconds:  # everybody waits for the last reductions
+                yield Event(index, Stream.WAIT, axes, self._free + computed, self._free + row.seconds)
+        if self._host:
+            yield Event(index, Stream.WAIT, "host", self.prediction.seconds - self._host, self.prediction.seconds)
+
+    def _scheduled(self, index: int, row: Timeline) -> Iterator[_Act]:
+        """Segments that the pipeline's clock has placed, and those before and after."""
+        clocked = {str(event): event for event in row.events if event.rank == index}
+        parts = self._rehearsal.step(index)
+        before = [part for part in parts if part.label == "begin"]
+        yield _Act("begin", 0.0, self._free, self._played(before[0], index) if before else None)
+        now = self._free
+        for part in (part for part in parts if kind_of(part.label) is not None):
+            kind, event, start = kind_of(part.label), clocked[part.label], now
+            if kind in COMPUTE:
+                start = self._free + event.start
+            if kind in COMPUTE | RECEIVES:
+                now = self._free + event.stop
+            yield _Act(part.label, start, now, self._played(part, index))
+        yield from _acts(self._after(index), start=self._free + row.seconds)
+
+    @cached_property
+    def _free(self) -> float:
+        """Seconds before the first action."""
+        seconds, row = self.prediction.seconds - self._host, self.prediction.timeline
+        if row is None:
+            return self.prediction.cluster.device.step
+        return seconds - row.seconds - max(part.stop for index in range(row.ranks) for part in self._after(index))
+
+    @property
+    def _host(self) -> float:
+        """Seconds in which every rank waits for what rests elsewhere, drawn at the end."""
+        return self.prediction.exposed.get("host", 0.0)
+
+    def _after(self, index: int) -> Iterator[_Played]:
+        """What follows the actions."""
+        parts = self._rehearsal.step(index)
+        after = (part for part in parts if kind_of(part.label) is None and part.label != "begin")
+        return _play(after, prices=self._prices_of(index))
+
+    def _played(self, segment: Segment, index: int) -> _Played | None:
+        """One segment alone; None for one in which nothing happens."""
+        prices = self._prices_of(index)
+        key = id(segment.entries), id(prices)
+        if key not in self._alone:
+            self._alone[key] = next(_play([segment], prices=prices), None)
+        return self._alone[key]
+
+    def _prices_of(self, index: int) -> Prices:
+        """Those of a rank: they depend on which rank was rehearsed for it, and where in a node it is."""
+        tape, cluster = self._rehearsal.tapes[index].index, self.prediction.cluster
+        each = self._rehearsal.plan.mesh().size // len(self._rehearsal.tapes)
+        key = tape, index * each % cluster.ranks_per_node
+        return self._prices.setdefault(key, Prices(cluster, shift=(index - tape) * each))
+
+
+def _acts(parts: Iterable[_Played], *, start: float) -> Iterator[_Act]:
+    """One after the other."""
+    return (_Act(part.label, start + part.start, start + part.stop, part) for part in parts)

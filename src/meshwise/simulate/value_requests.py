@@ -1,0 +1,58 @@
+"""What the tensors of a rehearsal do not have, and what is said where some code asks for it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from meshwise.model.shape_constants import Constants
+
+ASKED = "a rehearsal's tensors have no values, and the model seems to ask for some"
+
+ASKS_ITS_BATCH = "The model asks its batch for values, and is rehearsed with those of the job's first batch."
+
+_NO_VALUES = (
+    f"{ASKED}. Those of the batch's integers are known, where it is given with values and they are not too many, and "
+    "no others. Mixtures of transformers ask for those of their experts, which experts_implementation='batched_mm' "
+    "does not."
+)
+
+
+def is_of_values(error: Exception) -> bool:
+    """Whether it says that a value was asked for which a tensor of a rehearsal does not have."""
+    return re.search(r"(\b|register_)meta\b", str(error), re.IGNORECASE) is not None
+
+
+@contextlib.contextmanager
+def told_of_values() -> Iterator[None]:
+    """What torch says of a value that is asked for and is not there, with what that means here.
+
+    Raises RuntimeError, also where torch says so in a TypeError, as it does to numpy.
+    """
+    try:
+        yield
+    except (RuntimeError, TypeError) as error:
+        if not is_of_values(error):
+            raise
+        if isinstance(error, TypeError):
+            told = RuntimeError(str(error))
+            told.add_note(_NO_VALUES)
+            raise told from error
+        error.add_note(_NO_VALUES)
+        raise
+
+
+def in_rehearsal(call: Callable[..., Any], *, constants: Constants) -> Callable[..., Any]:
+    """The same, in which a tensor that the user's code makes on no device in particular is where all others are, and
+    what follows from sizes alone is known.
+    """
+
+    def run(*given: Any) -> Any:
+        with torch.device("meta"), constants.forward():
+            return call(*given)
+
+    return run

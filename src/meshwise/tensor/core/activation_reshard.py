@@ -1,0 +1,291 @@
+"""Where activations change how they are cut, other than in a matmul.
+
+With sequence parallelism the stream is cut along the tokens from the first repeated block to the last. Embeddings,
+position numbers, rotary tables and masks are made outside of it and see whole sequences.
+
+Under 3D the rows of the batch are those of (i, j) in the stream and of (i, l) within a pair. What a model hands to its
+attention besides the stream, and has a batch dim, has to follow. Where that has a gradient, under every scheme, each
+rank has what its own heads make of it, and those are summed.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from meshwise.base.tensor_tree import map_tensors, tensors
+from meshwise.comm.api import autograd_collectives as gradient
+from meshwise.layout.layout import Layout
+from meshwise.layout.rectangles import even_split
+from meshwise.tensor.core.scheme import Axes
+from meshwise.tensor.core.split_context import Context
+from meshwise.tensor.detect.known_names import BY_HEAD, MASKS
+
+Change: TypeAlias = Callable[[Tensor], Tensor]
+Convolution: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
+_STREAM = "hidden_states"
+_POSITIONS = ("position_embeddings", "position_ids", "cos", "sin")
+
+
+def watch_rows(module: nn.Module, *, context: Context) -> None:
+    """Whenever the whole model runs, agree on how many rows of the batch each rank has (only where rows move)."""
+    axes = context.scheme.first.x.axes
+    if context.scheme.first.x.dim != "rows" or context.degree(axes) == 1:
+        return
+
+    def before(_module: nn.Module, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
+        rows = next(tensor.size(0) for tensor in tensors((args, dict(given))) if tensor.dim())
+        context.extents.rows = tuple(context.world.exchange(rows, axes=axes))
+
+    module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+
+
+def enter_tokens(block: nn.Module, *, context: Context) -> None:
+    """Cut the stream along the tokens when it enters this block."""
+    axes, world = context.scheme.tokens, context.world
+
+    def take(x: Tensor) -> Tensor:
+        bounds = even_split(x.size(-2), world.group(axes).size)
+        context.extents.tokens = tuple(stop - start for start, stop in bounds)
+        return gradient.take(x, world=world, axes=axes, dim=-2, sizes=context.extents.tokens).wait()
+
+    _change_input(block, take)
+
+
+def leave_tokens(block: nn.Module, *, context: Context) -> None:
+    """Put the tokens of the stream together when it leaves this block."""
+
+    def replicate(x: Tensor) -> Tensor:
+        scheme, sizes = context.scheme, context.extents.tokens
+        return gradient.replicate(x, world=context.world, axes=scheme.tokens, dim=-2, sizes=sizes).wait()
+
+    _change_output(block, replicate)
+
+
+def enter_features(block: nn.Module, *, context: Context, features: int) -> None:
+    """Cut the stream along its features when it enters this block."""
+    _change_input(block, functools.partial(context.features_apart, sizes=context.stream_sizes(features)))
+
+
+def leave_features(module: nn.Module, *, context: Context, features: int) -> None:
+    """Put the features of the stream together when it leaves this module."""
+    _change_output(module, functools.partial(context.features_together, sizes=context.stream_sizes(features)))
+
+
+def gather_stream(module: nn.Module, *, context: Context, features: int, readers: int) -> None:
+    """Gather the stream of `features` at the entry of a module, for so many linears inside that open a pair."""
+    move = context.scheme.first.x
+    sizes = context.sizes(Layout((move.axes,)), size=features, axes=move.axes)
+
+    def gather(x: Tensor) -> Tensor:
+        return context.arrive(x, moved=context.moved(move, features=sizes), readers=readers).value
+
+    if context.degree(move.axes) > 1:
+        _change_input(module, gather)
+
+
+def require_even_rows(module: nn.Module, *, name: str, context: Context) -> None:
+    """Refuse to run a module that reads the number of rows off its input where the rows inside of it are others."""
+
+    def before(_module: nn.Module, _args: Any) -> None:
+        rows = context.extents.rows
+        if rows is not None and len(set(rows)) > 1:
+            raise ValueError(
+                f"{name} takes the number of rows from its input, and under tp_mode=3d other ranks' rows come out of "
+                f"its matrices: ranks have {rows} of them. Use batches (and microbatches) that divide evenly, or "
+                "another tp_mode"
+            )
+
+    module.register_forward_pre_hook(before)
+
+
+def changes(module: nn.Module) -> bool:
+    """Whether something here changes what this module is given."""
+    return any(getattr(hook, "__module__", "") == __name__ for hook in module._forward_pre_hooks.values())
+
+
+def show_narrow(module: nn.Module, *, readers: Sequence[nn.Module], features: int) -> None:
+    """Let a module's forward see only so many features of its input, and its children `readers` all of them."""
+    whole: list[Tensor] = []
+
+    def narrow(x: Tensor) -> Tensor:
+        whole[:] = [x]
+        return x[..., :features]
+
+    def read(_reader: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (whole[0], *args[1:])
+
+    def forget(_module: nn.Module, _args: Any, _output: Any) -> None:
+        whole.clear()
+
+    _change_input(module, narrow)
+    for reader in readers:
+        reader.register_forward_pre_hook(read)
+    module.register_forward_hook(forget, always_call=True)
+
+
+def gather_features(module: nn.Module, *, context: Context, features: int) -> None:
+    """Give a module that is computed whole all features of the stream."""
+    _change_input(module, functools.partial(context.features_together, sizes=context.stream_sizes(features)))
+
+
+def share_channels(convolution: Convolution, *, context: Context, axes: Axes) -> None:
+    """Let every rank along `axes` use all channels of the same input in its own way: its gradients are summed. An input
+    that is the stream has a part of them.
+    """
+    channels, dim = convolution.in_channels, -1 - len(convolution.kernel_size)
+    sizes = context.sizes(Layout((axes,)), size=channels, axes=axes)
+
+    def share(x: Tensor) -> Tensor:
+        if x.size(dim) != channels:
+            return gradient.all_gather(x, world=context.world, axes=axes, dim=dim, sizes=sizes).wait()
+        return _copied(x, context=context, axes=axes)
+
+    _change_input(convolution, share)
+
+
+def share_input(module: nn.Module, *, context: Context, axes: Axes) -> None:
+    """Let every rank along `axes` use the same input in its own way: its gradients are summed."""
+    _change_input(module, functools.partial(_copied, context=context, axes=axes))
+
+
+def _copied(x: Tensor, *, context: Context, axes: Axes) -> Tensor:
+    return gradient.copy(x, world=context.world, axes=axes).wait() if x.requires_grad else x
+
+
+def to_inner_rows(x: Tensor, *, context: Context) -> Tensor:
+    """A tensor with the stream's rows in dim 0, such as an attention mask, with the rows that a pair has inside.
+
+    The tensor itself where both are the same, and where dim 0 is something else; rows may be the slower index of it.
+    What every rank has alike comes out as it was.
+    """
+    there, back = context.scheme.first.x, context.scheme.first.y
+    if there.dim != "rows" or context.degree(there.axes) == 1 or not x.dim():
+        return x
+    world, group = context.world, context.world.group(there.axes)
+    rows = context.extents.rows or (x.size(0),) * group.size
+    held = (x.size(0),) * group.size
+    if min(rows) < max(rows):  # what is one size on all ranks may be a multiple of the rows on some
+        held = tuple(world.exchange(x.size(0), axes=there.axes))
+    each = max(held) // max(1, *rows)
+    if not each or held != tuple(each * count for count in rows):
+        return x
+    whole = gradient.all_gather(x, world=world, axes=there.axes, sizes=held).wait()
+    inner: Tensor = whole.split(held)[world.group(back.axes).index]
+    return inner
+
+
+def to_stream_rows(x: Tensor, *, context: Context) -> Tensor:
+    """The way back, for what all ranks with the same rows of a pair have alike."""
+    there, back, rows = context.scheme.first.x, context.scheme.first.y, context.extents.rows
+    if there.dim != "rows" or context.degree(there.axes) == 1:
+        return x
+    whole = gradient.replicate(x, world=context.world, axes=back.axes, dim=0, sizes=rows).wait()
+    return gradient.take(whole, world=context.world, axes=there.axes, dim=0, sizes=rows).wait()
+
+
+def used_apart(x: Tensor, *, context: Context) -> Tensor:
+    """A tensor from outside of a pair, for each rank to use for its own heads, or features: its gradient is the sum,
+    unless what it was made of has its gradients summed in the end.
+    """
+    axes = context.scheme.apart
+    if not x.requires_grad or context.degree(axes) == 1:
+        return x
+    axes = context.origins.unsummed(x, axes=axes)
+    return gradient.copy(x, world=context.world, axes=axes).wait() if context.degree(axes) > 1 else x
+
+
+def hand_over(module: nn.Module, *, context: Context, widths: Collection[int]) -> None:
+    """Bring what a module around a pair is handed besides the stream to the rows, and the use, that it has inside.
+
+    `widths`: of what the first matrices read, who bring it together themselves. That has as many dims as the stream.
+    """
+    dims = [0]
+
+    def look(_module: nn.Module, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
+        dims[0] = next((x.dim() for x in tensors((args[:1], given.get(_STREAM)))), 0)
+
+    def change(name: str, x: Tensor) -> Tensor:
+        known = name in _POSITIONS or any(word in name for word in MASKS)
+        if not known and x.is_floating_point() and x.dim() == (dims[0] or x.dim()) > 1 and x.size(-1) in widths:
+            return x
+        return to_inner_rows(used_apart(x, context=context), context=context)
+
+    module.register_forward_pre_hook(look, with_kwargs=True)
+    _change_arguments(module, lambda name: None if name in BY_HEAD else functools.partial(change, name))
+
+
+def take_heads(attention: nn.Module, *, context: Context, names: Sequence[str], heads: Layout, size: int) -> None:
+    """Of what an attention is handed for each of `size` heads, under these names, keep that of its own heads. A mask
+    may be the same for all.
+    """
+    own = heads.local((size,), mesh=context.world.mesh, rank=context.world.rank).slices[0]
+
+    def take(x: Tensor) -> Tensor:
+        """(heads, …), (rows · heads, …) or (rows, heads, …); what has the heads of a rank already is left."""
+        apart = x if x.dim() == 4 else x.unflatten(0, (-1, size)) if x.size(0) % size == 0 else x[None]
+        if apart.size(1) != size:
+            return x
+        kept = to_inner_rows(used_apart(apart, context=context), context=context)[:, own]
+        return kept if x.dim() == 4 else kept.flatten(0, 1)
+
+    def take_of_mask(x: Tensor) -> Tensor:
+        """(1 or rows, heads, …); `hand_over` moves its rows."""
+        return x[:, own] if x.dim() == 4 and x.size(1) == size else x
+
+    changes = {name: take if name in BY_HEAD else take_of_mask for name in names}
+    _change_arguments(attention, changes.get)
+
+
+def _change_arguments(module: nn.Module, change: Callable[[str], Change | None]) -> None:
+    """Change the tensors in arguments of a module's forward, by their names, however they are handed over."""
+    order = list(inspect.signature(module.forward).parameters)
+
+    def changed(name: str, argument: Any) -> Any:
+        how = change(name)
+        return argument if how is None or argument is None else map_tensors(how, argument)
+
+    def before(
+        _module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        placed = [changed(name, argument) for name, argument in zip(order, args, strict=False)]
+        return (*placed, *args[len(placed) :]), {name: changed(name, argument) for name, argument in given.items()}
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def _change_output(block: nn.Module, change: Change) -> None:
+    """Change the stream that a block returns, alone or first of a tuple."""
+
+    def after(_module: nn.Module, _args: Any, output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return change(output)
+        if isinstance(output, tuple) and isinstance(output[0], Tensor):
+            return (change(output[0]), *output[1:])
+        raise ValueError(
+            f"a block returned {type(output).__name__}; under tensor parallelism it returns the stream, or a tuple "
+            "that begins with it"
+        )
+
+    block.register_forward_hook(after)
+
+
+def _change_input(module: nn.Module, change: Change) -> None:
+    """Change the stream on its way into a module: its first tensor by position, or `hidden_states`."""
+
+    def before(
+        hooked: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args and isinstance(args[0], Tensor):
+            return (change(args[0]), *args[1:]), given
+        if isinstance(given.get(_STREAM), Tensor):
+            return args, {**given, _STREAM: change(given[_STREAM])}
+        raise ValueError(
+            f"{type(hooked).__name__} was called without the stream: it comes as the first argument, or as {_STREAM}"
+        )
+
+    module.register_forward_pre_hook(before, with_kwargs=True)

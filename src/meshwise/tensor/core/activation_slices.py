@@ -1,0 +1,117 @@
+"""Which slice of the whole model's activations a rank has, from one point of the forward to the next.
+
+Dropout draws the same masks under every plan, so it has to know which part of a mask a rank's tensor needs. Layouts
+know that: a linear that opens a pair leaves the inner features, or heads, of its own output layout; one that closes it,
+the stream. Under 3D a pair has other rows of the batch inside, and with sequence parallelism the stream has a part of
+the tokens between the first block and the last.
+
+    embedding ─ stream ─ block 0 ─ stream, tokens ─ first ─ inner ─ second ─ stream, tokens … last block ─ stream
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+from torch import nn
+
+from meshwise.layout.layout import Layout
+from meshwise.model.random_draws import Cut, Points, Region
+from meshwise.plan import Plan
+from meshwise.tensor.core.linear import Projection, ShardedLinear
+from meshwise.tensor.core.part import Part
+from meshwise.tensor.core.sharded_multihead import ShardedMultiheadAttention
+from meshwise.tensor.core.split_context import Context
+from meshwise.tensor.schemes.kv_replicas import scheme_on
+
+_TO_STREAM = ("second", "single", "embedding", "positions", "patches")
+
+
+def slices(
+    module: nn.Module,
+    *,
+    plan: Plan,
+    parts: Mapping[str, Part],
+    outside: Context,
+    absent: Collection[str] = (),
+) -> tuple[Points, Points]:
+    """The regions that begin before, and after, modules of a model that `tensor_parallel` has split into `parts`, with
+    the same `outside`. Of a stage of a pipeline, `parts` are those of the whole model: what others compute is cut here
+    as it is there. `absent`: the pieces of others, which do not run what is inside of them: they are at an end where
+    what was last inside would be.
+    """
+    projections = dict(_projections(module, parts))
+    width = _width(parts, projections)
+    if not width:
+        return {}, {}
+    inside = dataclasses.replace(outside, scheme=scheme_on(outside.world.mesh, plan=plan, blocks=True))
+    blocks = [name for name, part in parts.items() if part.role == "block"]
+    before: dict[str, Callable[[], Region]] = {}
+    after: dict[str, Callable[[], Region]] = {}
+    for name, part in parts.items():
+        within = any(name.startswith(f"{block}.") for block in blocks)
+        if part.role == "head":
+            after[name] = Region  # who draws on logits draws on all of them
+        elif part.role in _TO_STREAM:
+            stream = functools.partial(_stream, inside if within else outside, width)
+            after[name] = Region if part.whole_features else stream
+        elif part.role == "whole" and not within:
+            before[name] = Region
+        elif part.shared:
+            continue  # keys and values of twins: the queries say which heads the rank has
+        elif name in projections and part.role == "first":
+            after[name] = functools.partial(_inner, projections[name])
+        elif name in projections:
+            before[name] = functools.partial(_inner, projections[name])
+        if not within and (name in before or name in after):
+            words = name.split(".")
+            around = {".".join(words[:depth]) for depth in range(1, len(words))}
+            after |= dict.fromkeys(around.intersection(absent), after.get(name, Region))
+    for stack in {block.rpartition(".")[0]: None for block in blocks}:
+        names = [block for block in blocks if block.rpartition(".")[0] == stack]
+        before[names[0]] = functools.partial(_stream, inside, width)
+        whole = parts[names[-1]].whole_features
+        after[names[-1]] = Region if whole else functools.partial(_stream, outside, width)
+    return before, after
+
+
+def _width(parts: Mapping[str, Part], projections: Mapping[str, Projection]) -> int:
+    """How many features the stream has; 0 where nothing tells."""
+    told = max((part.stream for part in parts.values()), default=0)
+    closing = (own for own in projections.values() if own.part.role in ("second", "single"))
+    return told or next((sum(own.out_sizes) for own in closing), 0)
+
+
+def _projections(module: nn.Module, parts: Mapping[str, Part]) -> Iterator[tuple[str, Projection]]:
+    """The linears, and of a module that holds its matrices itself the one that opens its pair, by its own name."""
+    for name, held in module.named_modules():
+        if isinstance(held, ShardedLinear) and name in parts:
+            yield name, held.sharding
+        elif isinstance(held, ShardedMultiheadAttention):
+            yield name, next(own for own in held.sharding.projections.values() if own.part.role == "first")
+
+
+def _inner(projection: Projection) -> Region:
+    """Behind a linear that opens a pair: the first of its sections, and the heads that are the same features."""
+    context = projection.context
+    world, data, inner = context.world, context.scheme.rows, context.scheme.inner_rows
+    shares = world.group(inner).index - world.group(data).index if data != inner else 0
+    if context.degree(projection.product.features) == 1:
+        return Region(shares=shares)
+    part = projection.bias_layout.pieces((sum(projection.out_sizes),), mesh=world.mesh, rank=world.rank)[0]
+    start, size = part.offsets[0], part.sizes[0]
+    return Region(hidden=(Cut(-1, start, size),), scores=(Cut(-3, start, size),), shares=shares)
+
+
+def _stream(context: Context, width: int) -> Region:
+    """On the stream of so many features."""
+    world, features, axes = context.world, context.scheme.stream, context.scheme.tokens
+    cuts = []
+    if context.degree(features) > 1:
+        part = Layout((features,)).local((width,), mesh=world.mesh, rank=world.rank)
+        cuts.append(Cut(-1, part.offsets[0], part.sizes[0]))
+    if context.degree(axes) > 1 and context.extents.tokens is not None and sum(context.extents.tokens) > 1:
+        index = world.group(axes).index
+        cuts.append(Cut(-2, sum(context.extents.tokens[:index]), context.extents.tokens[index]))
+    return Region(hidden=tuple(cuts))

@@ -1,0 +1,114 @@
+"""What a model returns from inside of its blocks is whole, as its logits are.
+
+The stream between two blocks is a part under most schemes, and an attention has the scores of its rank's heads. A model
+that returns such a tensor (hidden states, attentions) beside its result would hand out the part. So during a forward it
+is noted which tensors are parts, and of what, and those that are in the output are brought together, once, at the end.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from meshwise.base.tensor_tree import map_tensors, tensors
+from meshwise.comm.api import autograd_collectives as gradient
+from meshwise.layout.layout import Cut, Layout
+from meshwise.tensor.core.activation_reshard import to_stream_rows
+from meshwise.tensor.core.part import Part
+from meshwise.tensor.core.split_context import Context
+
+Change: TypeAlias = Callable[[Tensor], Tensor]
+
+
+class Leaving:
+    """The parts of one model's forward under way."""
+
+    def __init__(self) -> None:
+        self._running = False
+        self._parts: dict[int, tuple[weakref.ref[Tensor], Change]] = {}
+
+    def follow(self, model: nn.Module) -> None:
+        """Bring together what this model returns, after hooks that are there."""
+        model.register_forward_pre_hook(self._begin, prepend=True)
+        model.register_forward_hook(self._end)
+
+    def watch_stream(self, module: nn.Module, *, context: Context, features: int, given: bool) -> None:
+        """What this module returns, alone or first of a tuple, is a part, before hooks that are there change it; and
+        so is what it is `given`, after hooks that are there changed that.
+        """
+
+        def whole() -> Change:
+            return functools.partial(_whole_stream, context=context, features=features, tokens=context.extents.tokens)
+
+        def before(_module: nn.Module, args: tuple[Any, ...], by_name: dict[str, Any]) -> None:
+            self._note(list(itertools.islice(tensors((args, by_name)), 1)), whole())
+
+        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            self._note([output[0] if isinstance(output, tuple) else output], whole())
+
+        module.register_forward_hook(after, prepend=True)
+        if given:
+            module.register_forward_pre_hook(before, with_kwargs=True)
+
+    def watch_heads(self, attention: nn.Module, *, context: Context, part: Part) -> None:
+        """What this attention returns besides the stream, (rows, heads, …), is of this rank's heads."""
+        inner = context.scheme.inner
+        sizes = context.sizes(Layout((inner,), cuts=(Cut(grain=part.grain),)), size=part.heads, axes=inner)
+        own = sizes[context.world.group(inner).index]
+        whole = functools.partial(_all_heads, context=context, sizes=sizes)
+
+        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            if isinstance(output, tuple):
+                self._note([x for x in tensors(output[1:]) if x.dim() == 4 and x.size(1) == own], whole)
+
+        if len(sizes) > 1:
+            attention.register_forward_hook(after)
+
+    def brings_together(self, x: Tensor) -> bool:
+        """Whether it is a part that the end of this forward brings together."""
+        held, _ = self._parts.get(id(x), (None, None))
+        return held is not None and held() is x
+
+    def _note(self, found: list[Any], whole: Change) -> None:
+        if self._running:
+            self._parts |= {id(x): (weakref.ref(x), whole) for x in found if isinstance(x, Tensor)}
+
+    def _begin(self, _model: nn.Module, _args: Any) -> None:
+        self._running = True
+        self._parts.clear()
+
+    def _end(self, _model: nn.Module, _args: Any, output: Any) -> Any:
+        self._running = False
+        parts = {key: whole for key, (held, whole) in self._parts.items() if held() is not None}
+        self._parts.clear()
+        if not any(id(x) in parts for x in tensors(output)):
+            return output
+        made: dict[int, Tensor] = {}
+
+        def leave(x: Tensor) -> Tensor:
+            if id(x) not in parts:
+                return x
+            if id(x) not in made:
+                made[id(x)] = parts[id(x)](x)
+            return made[id(x)]
+
+        return map_tensors(leave, output)
+
+
+def _whole_stream(x: Tensor, *, context: Context, features: int, tokens: tuple[int, ...] | None) -> Tensor:
+    """All tokens and all features of the stream of which this is a part."""
+    axes = context.scheme.tokens
+    if context.degree(axes) > 1 and tokens is not None:
+        x = gradient.replicate(x, world=context.world, axes=axes, dim=-2, sizes=tokens).wait()
+    return context.features_together(x, sizes=context.stream_sizes(features))
+
+
+def _all_heads(x: Tensor, *, context: Context, sizes: tuple[int, ...]) -> Tensor:
+    """(inner rows, own heads, …) to (rows of the stream, all heads, …)."""
+    x = gradient.replicate(x, world=context.world, axes=context.scheme.inner, dim=1, sizes=sizes).wait()
+    return to_stream_rows(x, context=context)

@@ -1,0 +1,140 @@
+"""Linear layers under a scheme: where their parameters are stored, and their product on this rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from meshwise.comm.api import autograd_collectives as gradient
+from meshwise.layout.layout import ANYWHERE, Layout
+from meshwise.model.parameter_table import Placement
+from meshwise.tensor.core.matmul import Moved, Operand, Operation, matmul
+from meshwise.tensor.core.part import Part
+from meshwise.tensor.core.scheme import NOTHING, Product, Scheme
+from meshwise.tensor.core.split_context import Context
+from meshwise.tensor.core.split_logits import SplitLogits
+from meshwise.tensor.core.vocab_parallel_loss import Vocabulary
+
+DATA = ("dp",)
+"""The axis whose ranks hold other rows of the batch under every scheme."""
+
+
+class Projection:
+    """One linear of a model, bound to this rank: call it with what the rank has of input, weight and bias.
+
+    `shape`: of the full weight, as it is stored: (out, in), or (in, out) when the part is transposed.
+    """
+
+    def __init__(self, context: Context, *, part: Part, shape: Sequence[int]) -> None:
+        product = _product(context.scheme, part)
+        within = 0 if part.transposed else 1
+        out_cut = part.cut if part.role == "first" else ANYWHERE
+        in_cut = part.cut if part.role == "second" else ANYWHERE
+        self.context = context
+        self.product = product
+        self.part = part
+        self._shares = part.readers > 1 and not part.gathered and context.streaming.panels == 1
+        stored = ((product.within, in_cut), (product.out, out_cut))
+        axes, cuts = zip(*(stored if part.transposed else reversed(stored)), strict=True)
+        self.layout = Layout(axes, cuts=cuts)
+        self.bias_layout = Layout((product.features,), cuts=(out_cut,))
+        self.out_sizes = context.sizes(self.bias_layout, size=shape[1 - within], axes=product.features)
+        self._x = context.sizes(Layout((product.x.axes,), cuts=(in_cut,)), size=shape[within], axes=product.x.axes)
+        self._stream = context.stream_sizes(shape[within])
+        self._within = within
+        self._w, self._features = self._weight_moves(tuple(shape))
+
+    @property
+    def weight_placement(self) -> Placement:
+        """Where the weight is stored. Gradients are summed over the axes of other rows that no move has summed them
+        over.
+        """
+        done = (*self.product.w.axes, *self.product.y.axes)
+        return Placement(self.layout, (*DATA, *(axis for axis in self.product.rows if axis not in done)))
+
+    @property
+    def bias_placement(self) -> Placement:
+        """Where the bias is stored."""
+        return Placement(self.bias_layout, (*DATA, *self.product.rows))
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """(…, local in) to (…, local out), rows and tokens moved as the scheme says."""
+        context, product = self.context, self.product
+        if self.part.role != "second" and not self.part.gathered:
+            x = context.features_apart(x, sizes=self._stream)
+        apart = context.apart(x, product=product)
+        if apart is not x:
+            return self(apart, weight, bias).flatten(0, 1)
+        operation = Operation(
+            world=context.world,
+            x=Moved() if self._shares else context.moved(product.x, features=self._x),
+            w=self._w,
+            y=context.moved(product.y),
+            features=self._features,
+            within=self._within,
+            streaming=context.streaming,
+            recall=context.recall,
+        )
+        y = matmul(self._operand(x), weight=weight, bias=bias, operation=operation)
+        if self.part.role == "single" and not context.scheme.stream:
+            y = gradient.replicate(y, world=context.world, axes=product.features, dim=-1, sizes=self.out_sizes).wait()
+        return y
+
+    def logits(self, x: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The same for a head: logits that are left split over the vocabulary; see `SplitLogits`."""
+        local, axes = self(x, weight, bias), self.product.features
+        if self.context.degree(axes) == 1:
+            return local
+        logits = SplitLogits(local, vocabulary=Vocabulary(self.context.world, axes, self.out_sizes))
+        return logits.whole() if self.part.whole_features else logits
+
+    def _operand(self, x: Tensor) -> Operand:
+        """What is multiplied when the module is given `x`: with others that read it, what arrived for all of them."""
+        context = self.context
+        arrived = context.arrival.take(x) if self._shares or self.part.gathered else None
+        if arrived is not None or not self._shares:
+            return arrived or Operand(x)
+        return context.arrive(x, moved=context.moved(self.product.x, features=self._x), readers=self.part.readers - 1)
+
+    def _weight_moves(self, shape: tuple[int, ...]) -> tuple[Moved, int]:
+        """How the weight is gathered, and how many input features are multiplied then."""
+        move, world = self.product.w, self.context.world
+        own = self.layout.local_shape(shape, mesh=world.mesh, rank=world.rank)
+        if self.context.degree(move.axes) == 1:
+            return Moved(), own[self._within]
+        dim = self._within if move.dim == "in" else 1 - self._within
+        ranks = world.group(move.axes).ranks
+        sizes = tuple(self.layout.local_shape(shape, mesh=world.mesh, rank=rank)[dim] for rank in ranks)
+        return Moved(move.axes, dim, sizes), sum(sizes) if dim == self._within else own[self._within]
+
+
+class ShardedLinear(nn.Module):
+    """A linear that holds its part of weight and bias; a base in front of the module's own class."""
+
+    sharding: Projection
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
+        """As the class it stands in front of, on what this rank has."""
+        return self.sharding(input, self.weight, self.bias)
+
+
+class ShardedHead(ShardedLinear):
+    """A linear whose output is logits, left split over the vocabulary."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
+        """As the class it stands in front of; see `SplitLogits`."""
+        return self.sharding.logits(input, weight=self.weight, bias=self.bias)
+
+
+def _product(scheme: Scheme, part: Part) -> Product:
+    if part.role in ("single", "head"):
+        return scheme.head
+    product: Product = {"first": scheme.first, "second": scheme.second}[part.role]
+    if part.shared:
+        out = tuple(axis for axis in product.out if axis not in scheme.twins)
+        product = dataclasses.replace(product, out=out, rows=(*product.rows, *scheme.twins))
+    return dataclasses.replace(product, x=NOTHING) if part.gathered else product

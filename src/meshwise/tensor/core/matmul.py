@@ -1,0 +1,339 @@
+"""One sharded matmul, which every scheme is a use of.
+
+    Y = X · W        gather X, gather W, multiply, reduce Y
+
+        dY ── gather what Y scattered ─┬─ dX = dY · Wᵀ ── reduce what X gathered      starts first: under way
+                                       └─ dW = Xᵀ · dY ── reduce what W gathered      while dW is computed
+
+Operands may stream by panels of the inner dim K (SUMMA): the panels of X and W that belong together are gathered while
+the ones before are multiplied, so that no rank ever holds a whole gathered operand. Layouts say where operands lie and
+not in which order they stream, so this is one argument, and the result is the same.
+
+        X  ┌──┬──┬──┐     W ├────┤ panel 0          Y += X[:, panel] · W[panel, :]        gather panel p+1
+           │ 0│ 1│ 2│       ├────┤ panel 1
+           └──┴──┴──┘       ├────┤ panel 2
+
+What ranks add up is written where they reach it soonest (`World.summand`).
+
+Several products may read one X: q, k and v do. Then it is gathered for all of them, once, and, since a rank keeps its
+own part only, once more in the backward for all gradients of their weights (`Gathering`); the gradients of X are added
+up before they travel. So they move what one product with all their columns would move.
+
+A backward in two parts gathers for each what it multiplies: W for dX, X for dW. What Y scattered is gathered for both:
+in between, for as many micro-batches as wait for their dW, a rank keeps its own part of dY, as it does of X before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from meshwise.comm.api import autograd_collectives as gradient
+from meshwise.comm.api.world import World
+from meshwise.layout.rectangles import even_split
+from meshwise.model.dispatch_modes import asked_for
+from meshwise.model.forward_replay import Recall, same_memory
+
+Finish: TypeAlias = Callable[[], Tensor]
+Panel: TypeAlias = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """How operands come together.
+
+    keep     what was gathered in the forward stays for the backward: no gather there, and the memory of whole operands
+    panels   into how many panels of K the operands are cut
+    """
+
+    keep: bool = False
+    panels: int = 1
+
+    def __post_init__(self) -> None:
+        if self.panels < 1:
+            raise ValueError(f"panels={self.panels}; operands come together in at least one panel")
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A collective on one operand: over `axes` (none: not at all), of parts along `dim`.
+
+    dim None: the operand is the same on all ranks, and its counterpart in the other direction is their sum. `sizes`:
+    of the parts, in group order; None when they are alike.
+    """
+
+    axes: tuple[str, ...] = ()
+    dim: int | None = None
+    sizes: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Operation:
+    """The collectives of one product on this rank.
+
+    `features`: K, as it is multiplied. `within`: the dim of the stored weight that is K: 1 as torch stores it, (out,
+    in), or 0.
+    """
+
+    world: World
+    x: Moved
+    w: Moved
+    y: Moved
+    features: int
+    within: int = 1
+    streaming: Streaming = dataclasses.field(default_factory=Streaming)
+    recall: Recall = dataclasses.field(default_factory=Recall)
+
+    @property
+    def panels(self) -> list[Panel]:
+        """The (start, stop) of every panel of K."""
+        return even_split(self.features, max(1, min(self.streaming.panels, self.features)))
+
+    def x_panel(self, panel: Panel) -> _Slice:
+        """What this rank has of a panel of X."""
+        return _Slice.along(self.world, self.x, panel, dim=-1)
+
+    def w_panel(self, panel: Panel) -> _Slice:
+        """What this rank has of a panel of W."""
+        return _Slice.along(self.world, self.w, panel, dim=self.within)
+
+    @property
+    def adds_bias(self) -> bool:
+        """Whether this rank's Y has the bias in it: one summand of a sum has."""
+        return not self.y.axes or self.world.group(self.y.axes).index == 0
+
+
+class Gathering:
+    """An X that several products read, brought together once for all their backwards."""
+
+    def __init__(self, world: World, *, moved: Moved) -> None:
+        self._world = world
+        self._moved = moved
+        self._readers = 0
+        self._left = 0
+        self._arriving: Finish | None = None
+
+    def join(self) -> None:
+        """A product will want it in its backward."""
+        self._readers += 1
+
+    def again(self, stored: Tensor) -> Finish:
+        """For one of the products: the first starts to gather what is `stored`, the last lets go of the result."""
+        if self._arriving is None:
+            self._arriving = _gather(_there(stored), self._moved, world=self._world)
+            self._left = self._readers
+        arriving = self._arriving
+        self._left -= 1
+        if not self._left:
+            self._arriving = None
+        return arriving
+
+
+@dataclass(frozen=True)
+class Operand:
+    """X as a product reads it.
+
+    value       what is multiplied, or the part that the product gathers by itself
+    stored      with `gathering`: this rank's part of `value`, which is kept instead of it
+    """
+
+    value: Tensor
+    stored: Tensor | None = None
+    gathering: Gathering | None = None
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """A part of what this rank stores of an operand, along K, and how it meets those of the other ranks."""
+
+    start: int
+    size: int
+    moved: Moved
+
+    @classmethod
+    def along(cls, world: World, moved: Moved, panel: Panel, *, dim: int) -> _Slice:
+        """Of a panel along `dim` of an operand that is gathered as `moved` says, maybe along that dim."""
+        start, stop = panel
+        if not moved.axes or moved.dim != dim:
+            return cls(start, stop - start, moved)
+        assert moved.sizes is not None
+        bounds = itertools.pairwise([0, *itertools.accumulate(moved.sizes)])
+        shares = [(max(low, start), max(low, start, min(high, stop)), low) for low, high in bounds]
+        low, high, first = shares[world.group(moved.axes).index]
+        sizes = tuple(end - begin for begin, end, _ in shares)
+        return cls(low - first if high > low else 0, high - low, Moved(moved.axes, moved.dim, sizes))
+
+    def of(self, stored: Tensor, *, dim: int) -> Tensor:
+        """Cut it out."""
+        return stored if self.size == stored.size(dim) else stored.narrow(dim, self.start, self.size)
+
+
+def matmul(x: Operand, *, weight: Tensor, bias: Tensor | None = None, operation: Operation) -> Tensor:
+    """X·W plus the bias, this rank's part of it: (…, its K) and its part of (out, in) to (…, its out).
+
+    The gradients are those of what this rank stores; that of the bias is the sum over its own rows of Y. Under
+    autocast, operands are converted before they travel. Raises ValueError for parts that do not fit `operation`.
+    """
+    value, weight, bias = travelling(x.value), travelling(weight), None if bias is None else travelling(bias)
+    kept = x if x.stored is None or x.stored.dtype == value.dtype else Operand(value)
+    result: Tensor = _Multiply.apply(value, weight, bias, operation, kept)
+    return result
+
+
+def travelling(x: Tensor) -> Tensor:
+    """The operand in the dtype that it is multiplied in: that of autocast, where it is on."""
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return x.to(torch.get_autocast_dtype(device))
+    return x
+
+
+class _Multiply(torch.autograd.Function):
+    """The picture at the top of the file."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, operation: Operation, operand: Operand
+    ) -> Tensor:
+        added = bias if operation.adds_bias else None
+        kept: list[Tensor] = []
+
+        def multiply() -> Tensor:
+            y: Tensor | None = None
+            for x_coming, w_coming in _operands(_there(x), weight, operation):
+                x_part, w_part = x_coming(), w_coming()
+                if y is None:
+                    y = _product(x_part, w_part, bias=added, summed=operation.y, world=operation.world)
+                else:
+                    y.view(-1, y.size(-1)).addmm_(x_part.flatten(0, -2), w_part.t())
+                kept.extend([x_part, w_part] if operation.streaming.keep else [])
+            assert y is not None
+            return _reduce(y, operation.y, world=operation.world)()
+
+        # No view, so that the model may write to it: an activation in place.
+        y = same_memory(multiply() if operation.streaming.keep else operation.recall.once(multiply))
+        ctx.operation = operation
+        ctx.gathering = operand.gathering if ctx.needs_input_grad[1] else None
+        if ctx.gathering is not None:
+            ctx.gathering.join()
+        ctx.save_for_backward(x if operand.stored is None else operand.stored, weight, *kept)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        operation: Operation = ctx.operation
+        x, weight, *kept = (_there(tensor) for tensor in ctx.saved_tensors)
+        for_x, for_w, for_bias = asked_for(ctx)[:3]
+        arriving = _gather(_there(dy), operation.y if for_x or for_w else Moved(), world=operation.world)
+        whole = x if ctx.gathering is None or not for_w else ctx.gathering.again(x())
+        wanted = whole if for_w else None, weight() if for_x else None
+        operands = zip(kept[::2], kept[1::2], strict=True) if kept else _operands(*wanted, operation)
+        own, d_bias = dy, None
+        if for_bias and operation.y.dim is not None:  # while dy arrives
+            d_bias = own.flatten(0, -2).sum(0)
+        dy = arriving()
+        dxs: list[Finish] = []
+        dws: list[Finish] = []
+        for panel, (x_coming, w_coming) in zip(operation.panels, operands, strict=True):
+            if for_x:
+                moved = operation.x_panel(panel).moved
+                dx = _product(dy, w_coming().t().conj(), summed=moved, world=operation.world)
+                dxs.append(_reduce(dx, moved, world=operation.world))
+            if for_bias and d_bias is None:
+                d_bias = own.flatten(0, -2).sum(0)
+            operation.world.come_by()  # by now the others have given their dx: their part of the sum is not waited for
+            if for_w:
+                dw = _outer(x_coming().conj(), dy, within=operation.within)
+                dws.append(_reduce(dw, operation.w_panel(panel).moved, world=operation.world))
+        return _together(dxs, dim=-1), _together(dws, dim=operation.within), d_bias, None, None
+
+
+def _operands(x: Finish | None, weight: Tensor | None, operation: Operation) -> Iterator[tuple[Finish, Finish]]:
+    """X and W, (out, in), as they come, panel by panel; the next panel is on its way while one is used. What is None
+    nobody asks for.
+    """
+    world, within = operation.world, operation.within
+
+    def start(panel: Panel) -> tuple[Finish, Finish]:
+        x_part = w_part = _nothing
+        if x is not None:
+            x_panel = operation.x_panel(panel)
+            x_part = _gather(lambda: x_panel.of(x(), dim=-1), x_panel.moved, world=world)
+        if weight is not None:
+            w_panel = operation.w_panel(panel)
+            w_part = _gather(lambda: w_panel.of(weight, dim=within), w_panel.moved, world=world)
+        return x_part, w_part if within == 1 else lambda: w_part().t()
+
+    coming = start(operation.panels[0])
+    for following in [*operation.panels[1:], None]:
+        here, coming = coming, start(following) if following is not None else coming
+        yield here
+
+
+def _nothing() -> Tensor:
+    """Where nothing comes."""
+    raise AssertionError("an operand that nobody asked for")
+
+
+def _there(x: Tensor) -> Finish:
+    """What has nowhere to come from."""
+    return lambda: x
+
+
+def _gather(part: Finish, moved: Moved, *, world: World) -> Finish:
+    """Start to bring the parts of an operand together."""
+    if not moved.axes or moved.dim is None:
+        return part
+    return gradient.all_gather(part(), world=world, axes=moved.axes, dim=moved.dim, sizes=moved.sizes).wait
+
+
+def _product(x: Tensor, w: Tensor, *, bias: Tensor | None = None, summed: Moved, world: World) -> Tensor:
+    """X·W plus the bias, for W (out, in); where the ranks `summed` adds up reach it, if they all get the whole sum."""
+    if not summed.axes or summed.dim is not None:
+        return functional.linear(x, w, bias)
+    y = world.summand((*x.shape[:-1], w.size(0)), dtype=x.dtype)
+    rows, into = x.flatten(0, -2), y.flatten(0, -2)
+    if bias is None:
+        torch.mm(rows, w.t(), out=into)
+    else:
+        torch.addmm(bias, rows, w.t(), out=into)
+    return y
+
+
+def _reduce(summand: Tensor, moved: Moved, *, world: World) -> Finish:
+    """Start to add up a tensor that nobody else uses; a rank gets the part that it would give to a gather."""
+    if not moved.axes:
+        return lambda: summand
+    if moved.dim is not None:
+        return gradient.reduce_scatter(summand, world=world, axes=moved.axes, dim=moved.dim, sizes=moved.sizes).wait
+    total = summand.contiguous()
+    work = world.all_reduce(total, axes=moved.axes)
+
+    def finish() -> Tensor:
+        work.wait()
+        return total
+
+    return finish
+
+
+def _outer(x: Tensor, dy: Tensor, *, within: int) -> Tensor:
+    """Xᵀ · dY, as the weight is stored."""
+    one, other = (dy, x) if within == 1 else (x, dy)
+    return one.flatten(0, -2).t() @ other.flatten(0, -2)
+
+
+def _together(parts: list[Finish], *, dim: int) -> Tensor | None:
+    """The gradient that arrived in panels; None of none."""
+    arrived = [finish() for finish in parts]
+    if len(arrived) < 2:
+        return arrived[0] if arrived else None
+    return torch.cat(arrived, dim)

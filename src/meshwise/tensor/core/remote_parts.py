@@ -1,0 +1,77 @@
+"""What a stage of a pipeline knows of parts whose parameters other stages have.
+
+A stage runs the whole model's forward, in which the pieces of others return what was received, or nothing. How those
+cut the stream stays: what an embedding returns is a part on every stage, and what was to be done with it there is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from torch import nn
+
+from meshwise.comm.api.world import World
+from meshwise.layout.layout import Layout
+from meshwise.plan import Plan
+from meshwise.tensor.core.part import Part
+from meshwise.tensor.core.split_context import Extents
+from meshwise.tensor.detect.matrix_modules import CONVOLUTIONS
+from meshwise.tensor.schemes.kv_replicas import scheme_on
+
+
+def stream_width(parts: Mapping[str, Part], *, plan: Plan, world: World) -> tuple[int, int]:
+    """How many features of the stream this rank has between blocks, and how many there are; 0 without blocks."""
+    whole = max((part.stream for part in parts.values()), default=0)
+    if not whole:
+        return 0, 0
+    layout = Layout((scheme_on(world.mesh, plan=plan, blocks=True).stream,))
+    return layout.local_shape((whole,), mesh=world.mesh, rank=world.rank)[0], whole
+
+
+def stream_tokens(extents: Extents, *, plan: Plan, world: World) -> Callable[[], tuple[int, int]]:
+    """What tells how many tokens of the stream this rank has between blocks in the forward under way, and how many
+    there are; 0 where nothing splits them.
+    """
+    axes = scheme_on(world.mesh, plan=plan, blocks=True).tokens
+
+    def told() -> tuple[int, int]:
+        sizes = extents.tokens
+        return (0, 0) if sizes is None else (sizes[world.group(axes).index], sum(sizes))
+
+    return told
+
+
+def makers(parts: Mapping[str, Part], *, module: nn.Module) -> Mapping[str, int]:
+    """The modules of a model that make the stream of something else, and those around them; each with the dim of what
+    it returns that has the features a rank has of it.
+    """
+    found: dict[str, int] = {}
+    for name, part in parts.items():
+        if part.role in ("embedding", "positions", "patches") and not part.whole_features:
+            maker = module.get_submodule(name)
+            words = name.split(".")
+            found |= {".".join(words[:depth]): -1 for depth in range(1, len(words))}
+            found[name] = -1 - len(maker.kernel_size) if isinstance(maker, CONVOLUTIONS) else -1
+    return found
+
+
+def parts_of_stage(parts: Mapping[str, Part], *, module: nn.Module, model: nn.Module, last: bool) -> dict[str, Part]:
+    """The parts of a model as a stage has them: those whose parameters other stages have are marked. Logits are split
+    on the `last` stage only, for a loss: others send them.
+    """
+    held, had = _around_parameters(module), _around_parameters(model)
+    # Modules without parameters are on every stage that calls them, which all stages do but those of a trace.
+    called, every = (dict(one.named_modules(remove_duplicate=False)) for one in (module, model))
+    found = {}
+    for name, part in parts.items():
+        elsewhere = name not in held if name in had else name in every and name not in called
+        changed = dataclasses.replace(part, elsewhere=True) if elsewhere else part
+        found[name] = dataclasses.replace(changed, whole_features=True) if part.role == "head" and not last else changed
+    return found
+
+
+def _around_parameters(module: nn.Module) -> set[str]:
+    """The names of a module's parameters, and of the modules around them."""
+    names = [name.split(".") for name, _ in module.named_parameters(remove_duplicate=False)]
+    return {".".join(words[:depth]) for words in names for depth in range(len(words) + 1)}

@@ -1,0 +1,51 @@
+"""A batch norm between the matrices of a pair, where ranks share the features out.
+
+Its statistics are of each feature by itself, so a rank takes those of its own. What it keeps of them is a buffer, which
+every rank has whole: the part of its features is written where it lies, and the parts of the others are gathered after
+every forward that may have written, 2 numbers a feature.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from meshwise.comm.api.world import World
+from meshwise.tensor.core.scheme import Axes
+
+
+@dataclass(frozen=True)
+class SplitStatistics:
+    """What a batch norm keeps, bound to this rank: the axes that split the features, and how many each rank has."""
+
+    world: World
+    axes: Axes
+    sizes: tuple[int, ...]
+
+    @contextlib.contextmanager
+    def narrowed(self, norm: nn.Module) -> Iterator[None]:
+        """Inside, a norm keeps what it keeps of this rank's features only; afterwards it has that of all."""
+        whole = {name: kept for name, kept in norm._buffers.items() if kept is not None and kept.dim()}
+        parts = {name: kept.split(self.sizes)[self.world.group(self.axes).index] for name, kept in whole.items()}
+        norm._buffers.update(parts)
+        try:
+            yield
+        finally:
+            norm._buffers.update(whole)
+        for name, kept in whole.items() if norm.training else ():
+            self.world.all_gather(parts[name].clone(), into=list(kept.split(self.sizes)), axes=self.axes).wait()
+
+
+class ShardedBatchNorm(nn.Module):
+    """A batch norm of this rank's features; a base in front of the module's own class."""
+
+    sharding: SplitStatistics
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
+        """As the class it stands in front of, on what this rank has."""
+        with self.sharding.narrowed(self):
+            output: Tensor = super().forward(input)
+        return output

@@ -1,0 +1,114 @@
+"""An embedding whose vocabulary, and under some schemes features, are split.
+
+A rank looks up the numbers that fall into its part of the vocabulary, has zeros for the others, and the parts are
+added up: the product with one-hot rows, without the product.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meshwise.comm.api import autograd_collectives as gradient
+from meshwise.layout.layout import Layout
+from meshwise.model.dispatch_modes import in_backward
+from meshwise.model.parameter_table import Placement
+from meshwise.tensor.core.linear import DATA, Projection
+from meshwise.tensor.core.matmul import Moved
+from meshwise.tensor.core.part import Part
+from meshwise.tensor.core.scheme import Move
+from meshwise.tensor.core.split_context import Context
+from meshwise.tensor.core.table_weight import TableWeight
+
+
+class SplitTable:
+    """An embedding bound to this rank: call it with the numbers and what the rank has of the table.
+
+    `shape`: of the full table, (vocabulary, features). While the model is `running`, its forward may multiply with it.
+    """
+
+    def __init__(self, context: Context, *, shape: tuple[int, int], padding_idx: int | None) -> None:
+        lookup, world = context.scheme.embedding, context.world
+        self.context = context
+        self.shape = shape
+        self.size = shape[0]
+        self.running = False
+        self.layout = Layout((lookup.vocabulary, lookup.features))
+        own = self.layout.local(shape, mesh=world.mesh, rank=world.rank)
+        self._first, self._count = own.offsets[0], own.sizes[0]
+        held = padding_idx is not None and self._first <= padding_idx < self._first + self._count
+        self._padding = padding_idx - self._first if held and padding_idx is not None else None
+        self._w = Moved()
+        if context.degree(lookup.w.axes) > 1:
+            features = Layout((lookup.w.axes,))
+            self._w = Moved(lookup.w.axes, 1, context.sizes(features, size=shape[1], axes=lookup.w.axes))
+        self._y = context.sizes(Layout((lookup.y.axes,)), size=shape[1], axes=lookup.y.axes)
+
+    @property
+    def placement(self) -> Placement:
+        """Where the table is stored."""
+        scheme = self.context.scheme
+        return Placement(self.layout, (*DATA, *(axis for axis in scheme.rows if axis not in scheme.embedding.w.axes)))
+
+    def follow(self, model: nn.Module) -> None:
+        """Know when this model is running."""
+        model.register_forward_pre_hook(lambda *_: setattr(self, "running", True), prepend=True)
+        model.register_forward_hook(lambda *_: setattr(self, "running", False), always_call=True)
+
+    def as_matrix(self, table: Tensor) -> Tensor:
+        """The table for a forward that multiplies with it."""
+        return TableWeight(table, size=self.shape, head=lambda x, part: self._head.logits(x, weight=part))
+
+    @functools.cached_property
+    def _head(self) -> Projection:
+        return Projection(self.context, part=Part("head"), shape=self.shape)
+
+    def __call__(self, numbers: Tensor, table: Tensor) -> Tensor:
+        """(…) integers, this rank's rows, to (…, local features). Raises IndexError for one outside the vocabulary."""
+        world, w = self.context.world, self._w
+        if w.axes:
+            arriving = gradient.all_gather(table, world=world, axes=w.axes, dim=1, sizes=w.sizes)
+        own = self._own(numbers)
+        whole = arriving.wait() if w.axes else table
+        parts = functional.embedding(own.clamp_min(0), whole, padding_idx=self._padding)
+        return self._added(parts.masked_fill((own < 0)[..., None], 0), self.context.scheme.embedding.y)
+
+    def _own(self, numbers: Tensor) -> Tensor:
+        """The numbers as rows of this rank's part, -1 for those of other ranks."""
+        inside = (numbers >= 0) & (numbers < self.size)
+        if numbers.device.type == "cuda":
+            torch._assert_async(inside.all())
+        elif not numbers.is_meta and not bool(inside.all()):
+            wrong = numbers[~inside][0]
+            raise IndexError(f"number {int(wrong)} is not in a vocabulary of {self.size}")
+        own = numbers - self._first
+        return own.masked_fill((own < 0) | (own >= self._count), -1)
+
+    def _added(self, parts: Tensor, move: Move) -> Tensor:
+        world = self.context.world
+        if self.context.degree(move.axes) == 1:
+            return parts
+        if move.dim == "alike":
+            return gradient.all_reduce(parts, world=world, axes=move.axes).wait()
+        moved = self.context.moved(move, features=self._y)
+        assert moved.dim is not None
+        return gradient.reduce_scatter(parts, world=world, axes=moved.axes, dim=moved.dim, sizes=moved.sizes).wait()
+
+
+class ShardedEmbedding(nn.Embedding):
+    """An embedding that holds its part of the table; a base in front of the module's own class."""
+
+    sharding: SplitTable
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The parameter; while the model runs, or runs again in a backward, as a forward may use it."""
+        held: Tensor = self._parameters["weight"]  # type: ignore[assignment]
+        return self.sharding.as_matrix(held) if self.sharding.running or in_backward() else held
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
+        """As the class it stands in front of, on what this rank has."""
+        return self.sharding(input, self._parameters["weight"])  # type: ignore[arg-type]

@@ -1,0 +1,123 @@
+"""LayerNorm and RMSNorm over features that are split.
+
+A norm needs the mean and the variance over all features of a token; a rank has some. Squares summed up lose the
+variance where the mean is large, so every rank gives the mean and the squared deviations of its own features, and those
+are combined exactly (Chan, Golub and LeVeque, 1979): 2 numbers a token, and 2 in the backward; 1 and 1 for RMSNorm.
+
+    x̂ = (x - mean) / σ       dx = (g - mean(g) - x̂ · mean(g · x̂)) / σ,  g = dy · weight       RMSNorm: no means
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from meshwise.comm.api.world import World
+from meshwise.model.dispatch_modes import asked_for
+from meshwise.tensor.core.part import Norm
+from meshwise.tensor.core.scheme import Axes
+
+
+@dataclass(frozen=True)
+class SplitNorm:
+    """A norm bound to this rank: the axes that split the features, and how many each rank along them has."""
+
+    world: World
+    axes: Axes
+    sizes: tuple[int, ...]
+    norm: Norm
+
+    def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """(…, local features) to the same. Raises ValueError for complex numbers, of which no formula is known."""
+        if x.is_complex():
+            raise ValueError(
+                "a norm is known by what it makes of real numbers, and these are complex; choose tp_mode=1d, where "
+                "every rank has all features and the norm is the model's own"
+            )
+        wide = x.to(self.norm.statistics or (x.dtype if x.element_size() >= 4 else torch.float32))
+        if wide.dtype == x.dtype or self.norm.centred:
+            result: Tensor = _Normalise.apply(wide, weight, bias, self)
+            return result.to(x.dtype)
+        # Those that widen explicitly round what is normalised before they scale it.
+        normalised: Tensor = _Normalise.apply(wide, None, None, self)
+        return normalised.to(x.dtype) if weight is None else weight * normalised.to(x.dtype)
+
+    def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean (0 when not centred) and the mean squared deviation from it of each token, (…, 1)."""
+        total = sum(self.sizes)
+        own = torch.stack((x.mean(-1), x.var(-1, correction=0))) if self.norm.centred else x.square().sum(-1)[None]
+        if not self.norm.centred:
+            self.world.all_reduce(own, axes=self.axes).wait()
+            return x.new_zeros(()), (own[0] / total)[..., None]
+        own = own.nan_to_num_() if x.size(-1) == 0 else own
+        parts = own.new_empty(len(self.sizes), *own.shape)
+        self.world.all_gather(own, into=parts, axes=self.axes).wait()
+        counts = torch.tensor(self.sizes, dtype=x.dtype, device=x.device).view(-1, *[1] * (own.dim() - 1))
+        means, variances = parts.unbind(1)
+        mean = (counts * means).sum(0) / total
+        variance = (counts * (variances + (means - mean).square())).sum(0) / total
+        return mean[..., None], variance[..., None]
+
+    def epsilon(self, x: Tensor) -> float:
+        """What is added to the variance."""
+        return torch.finfo(x.dtype).eps if self.norm.epsilon is None else self.norm.epsilon
+
+
+class ShardedNorm(nn.Module):
+    """A norm that holds its part of weight and bias; a base in front of the module's own class."""
+
+    sharding: SplitNorm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As the class it stands in front of, on what this rank has."""
+        norm = self.sharding.norm
+        stored = self._parameters.get(norm.gain)
+        gain = stored + norm.offset if stored is not None and norm.offset else stored
+        return self.sharding(x, gain, self._parameters.get(norm.bias))
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, split: SplitNorm) -> Tensor:
+        mean, variance = split.moments(x)
+        scale = (variance + split.epsilon(x)).rsqrt()
+        normalised = x * scale if not split.norm.centred else (x - mean) * scale
+        ctx.split = split
+        ctx.has_bias = bias is not None
+        ctx.save_for_backward(normalised, scale, weight)
+        y = normalised if weight is None else normalised * weight
+        return y if bias is None else y + bias
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        normalised, scale, weight = ctx.saved_tensors
+        for_x, for_weight, for_bias = asked_for(ctx)[:3]
+        g = dy if weight is None or not for_x else dy * weight
+        dx = _start_dx(g, normalised=normalised, scale=scale, split=ctx.split) if for_x else None
+        over = tuple(range(dy.dim() - 1))  # while the means arrive
+        d_weight = (dy * normalised).sum(over).to(weight.dtype) if for_weight else None
+        d_bias = dy.sum(over) if for_bias else None
+        return dx and dx(), d_weight, d_bias, None
+
+
+def _start_dx(g: Tensor, *, normalised: Tensor, scale: Tensor, split: SplitNorm) -> Callable[[], Tensor]:
+    """The formula at the top of the file: starts the means."""
+    sums = [(g * normalised).sum(-1)] + ([g.sum(-1)] if split.norm.centred else [])
+    means = torch.stack(sums)
+    reducing = split.world.all_reduce(means, axes=split.axes)
+
+    def finish() -> Tensor:
+        reducing.wait()
+        over_all = means[..., None] / sum(split.sizes)
+        dx = torch.addcmul(g, normalised, over_all[0], value=-1)
+        if split.norm.centred:
+            dx -= over_all[1]
+        return dx * scale
+
+    return finish

@@ -1,0 +1,155 @@
+"""What all parts of one split model share."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from meshwise.comm.api import autograd_collectives as gradient
+from meshwise.comm.api.world import World
+from meshwise.layout.layout import Layout
+from meshwise.model.forward_replay import Recall
+from meshwise.tensor.core.matmul import Gathering, Moved, Operand, Streaming, travelling
+from meshwise.tensor.core.scheme import DIMS, Axes, Move, Product, Scheme
+from meshwise.tensor.core.tensor_origins import Origins
+
+
+@dataclass
+class Extents:
+    """How the activations of the forward under way are cut, where a rank's own part does not say how large the others
+    are; None is alike.
+
+    rows     of the batch, of each rank along the axis that gathers them
+    tokens   of the sequence, of each rank along the axes that split them
+    """
+
+    rows: tuple[int, ...] | None = None
+    tokens: tuple[int, ...] | None = None
+
+    def here(self) -> Extents:
+        """Those of the forward under way, for `at`."""
+        return dataclasses.replace(self)
+
+    @contextlib.contextmanager
+    def at(self, place: Extents) -> Iterator[None]:
+        """Inside, a part of that forward is repeated."""
+        left = self.here()
+        self.rows, self.tokens = place.rows, place.tokens
+        try:
+            yield
+        finally:
+            self.rows, self.tokens = left.rows, left.tokens
+
+
+@dataclass
+class Arrival:
+    """What was brought together last, for the matrices that are still to read it.
+
+    Which tensor a matrix reads shows when it is called. The first that reads one brings it together, or the module
+    around them does so at its entry; who gets the same tensor then, or what it became, has it there.
+    """
+
+    part: Tensor | None = None
+    version: int = 0
+    operand: Operand | None = None
+    readers: int = 0
+
+    def put(self, part: Tensor, *, operand: Operand, readers: int) -> None:
+        """What `part` became, for so many matrices."""
+        if readers and not part.is_inference():  # whose changes nobody counts
+            self.part, self.version, self.operand, self.readers = part, part._version, operand, readers
+
+    def take(self, x: Tensor) -> Operand | None:
+        """What `x` became, or what has become `x`, for one of the matrices; None when `x` is something else."""
+        operand = self.operand
+        if operand is None or not (x is operand.value or (x is self.part and x._version == self.version)):
+            return None
+        self.readers -= 1
+        if not self.readers:
+            self.part = self.operand = None
+        return operand
+
+
+@dataclass(frozen=True)
+class Context:
+    """The world, the scheme, the extents and the arrival of the forward under way, how operands stream, and whose
+    gradients are summed in the end.
+    """
+
+    world: World
+    scheme: Scheme
+    extents: Extents = dataclasses.field(default_factory=Extents)
+    arrival: Arrival = dataclasses.field(default_factory=Arrival)
+    streaming: Streaming = dataclasses.field(default_factory=Streaming)
+    recall: Recall = dataclasses.field(default_factory=Recall)
+    origins: Origins = dataclasses.field(default_factory=Origins)
+
+    def degree(self, axes: tuple[str, ...]) -> int:
+        """How many ranks lie along `axes`."""
+        return self.world.group(axes).size if axes else 1
+
+    def sizes(self, layout: Layout, *, size: int, axes: Axes) -> tuple[int, ...]:
+        """How much of a dim of `size`, laid out by `layout`, each rank along `axes` has."""
+        mesh, ranks = self.world.mesh, self.world.group(axes).ranks if axes else (self.world.rank,)
+        return tuple(layout.local_shape((size,), mesh=mesh, rank=rank)[0] for rank in ranks)
+
+    def own(self, layout: Layout, *, size: int) -> int:
+        """How much of a dim of `size`, laid out by `layout`, this rank has."""
+        return layout.local_shape((size,), mesh=self.world.mesh, rank=self.world.rank)[0]
+
+    def moved(self, move: Move, *, features: tuple[int, ...] | None = None) -> Moved:
+        """A scheme's move of an activation, with the sizes it has now; `features`: those of the parts of that dim."""
+        if self.degree(move.axes) == 1:
+            return Moved()
+        if move.dim == "alike":
+            return Moved(move.axes)
+        sizes = {"rows": self.extents.rows, "tokens": self.extents.tokens, "features": features}[move.dim]
+        return Moved(move.axes, DIMS[move.dim], sizes)
+
+    def apart(self, x: Tensor, *, product: Product) -> Tensor:
+        """The X of a product whose rows or tokens move, with a dim for each, of a model that flattens them into one."""
+        if x.dim() != 2:
+            return x
+        if product.x.dim == "rows" and (rows := self.extents.rows) is not None:
+            own = rows[self.world.group(product.x.axes).index]
+            return x if x.size(0) == own else x.unflatten(0, (own, -1))
+        if "tokens" in (product.x.dim, product.y.dim) and (tokens := self.extents.tokens) is not None:
+            own = tokens[self.world.group(product.x.axes).index] if product.x.dim == "tokens" else sum(tokens)
+            return x if x.size(0) == own else x.unflatten(0, (-1, own))
+        return x
+
+    def features_apart(self, x: Tensor, *, sizes: tuple[int, ...]) -> Tensor:
+        """This rank's part of the stream's features, where `x` has all of them; `sizes`: of the parts."""
+        if len(sizes) == 1 or x.size(-1) != sum(sizes):
+            return x
+        return gradient.take(x, world=self.world, axes=self.scheme.stream, dim=-1, sizes=sizes).wait()
+
+    def features_together(self, x: Tensor, *, sizes: tuple[int, ...]) -> Tensor:
+        """All features of the stream, with which every rank goes on alike, where `x` is a part of them."""
+        if len(sizes) == 1 or x.size(-1) == sum(sizes):
+            return x
+        return gradient.replicate(x, world=self.world, axes=self.scheme.stream, dim=-1, sizes=sizes).wait()
+
+    def stream_sizes(self, features: int) -> tuple[int, ...]:
+        """How many of the stream's features each rank along the axes that split them has."""
+        return self.sizes(Layout((self.scheme.stream,)), size=features, axes=self.scheme.stream)
+
+    def arrive(self, x: Tensor, *, moved: Moved, readers: int) -> Operand:
+        """`x` brought together, for so many matrices to read it, of which this call is not one."""
+        if not moved.axes:
+            return Operand(x)
+        sent, gathering = travelling(x), None
+        if moved.dim is None:
+            whole = gradient.copy(sent, world=self.world, axes=moved.axes).wait()
+        else:
+            whole = gradient.all_gather(
+                sent, world=self.world, axes=moved.axes, dim=moved.dim, sizes=moved.sizes
+            ).wait()
+            gathering = None if self.streaming.keep else Gathering(self.world, moved=moved)
+        operand = Operand(whole, None if gathering is None else sent.detach(), gathering)
+        self.arrival.put(x, operand=operand, readers=readers)
+        return operand

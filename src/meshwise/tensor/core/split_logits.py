@@ -1,0 +1,197 @@
+"""Logits that are split over the vocabulary and look whole.
+
+A user's loss is written for whole logits, the largest tensor of a language model. `SplitLogits` has their shape and
+holds this rank's part. What does not touch the vocabulary (a view of the leading dims, a slice, a conversion) keeps it
+split, and the cross-entropy is computed where the parts lie. Any other function gets whole logits, gathered once:
+correct, and as large as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import EllipsisType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from meshwise.comm.api import autograd_collectives as gradient
+from meshwise.tensor.core.global_shape_tensor import OF_THE_PART, LooksWhole
+from meshwise.tensor.core.vocab_parallel_loss import LossOptions, Vocabulary, cross_entropy
+
+
+class SplitLogits(LooksWhole):
+    """This rank's part of logits, as a tensor of their full shape.
+
+    `local` is the part, with the vocabulary along `dim_of_vocabulary`; autograd goes through it. `altered`: somebody
+    wrote into the logits; they are whole from then on. `derived`: made from others, whose memory they may share.
+    """
+
+    vocabulary: Vocabulary
+    dim_of_vocabulary: int
+    altered: bool
+    derived: bool
+    too_late = "{} got logits that are split over the vocabulary; give it a gathered copy: logits + 0"
+    _whole: Tensor | None
+
+    @staticmethod
+    def __new__(cls, local: Tensor, *, vocabulary: Vocabulary, dim: int = -1) -> SplitLogits:
+        """`local`: its `dim` is as large as this rank's part of `vocabulary`."""
+        shape = list(local.shape)
+        shape[dim] = vocabulary.size
+        self = cls.over(local, shape=shape)
+        self.vocabulary = vocabulary
+        self.dim_of_vocabulary = dim % local.dim()
+        self.altered = False
+        self.derived = False
+        self._whole = None
+        return self
+
+    def whole(self) -> Tensor:
+        """The whole logits as an ordinary tensor, the same on every rank that shares the vocabulary (a collective)."""
+        if self._whole is None:
+            words, dim = self.vocabulary, self.dim_of_vocabulary
+            parts = gradient.replicate(self.local, world=words.world, axes=words.axes, dim=dim, sizes=words.sizes)
+            self._whole = parts.wait()
+        return self._whole
+
+    def write(self, func: Any) -> None:
+        """Be whole from now on: `func` changes them. Raises RuntimeError where others would have to change as well."""
+        if self.derived:
+            raise RuntimeError(
+                f"{func.__name__} would write into logits that are split over the vocabulary and seen through a view "
+                "or a conversion; write into what the head returned, or into a gathered copy: logits + 0"
+            )
+        self.altered = True
+
+    def like(self, local: Tensor, *, dim: int | None = None) -> SplitLogits:
+        """Other logits, split alike."""
+        other = SplitLogits(local, vocabulary=self.vocabulary, dim=self.dim_of_vocabulary if dim is None else dim)
+        other.derived = True
+        return other
+
+    @classmethod
+    def answer(cls, func: Any, *, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        """Stay split where that can be, else use whole logits."""
+        first = args[0] if args else given.get("input")
+        if isinstance(first, SplitLogits):
+            if func in OF_THE_PART:
+                return func(first.local, *args[1:], **given)
+            handler = None if first.altered else _STAYS_SPLIT.get(func)
+            result = handler(first, func, args[1:], given) if handler else None
+            if result is not None:
+                return result
+            if _writes(func):
+                first.write(func)
+        args, given = pytree.tree_map_only(SplitLogits, SplitLogits.whole, (args, given))
+        return func(*args, **given)
+
+
+def _writes(func: Any) -> bool:
+    """Whether a function changes its first argument."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name in ("__setitem__", *_IN_PLACE)
+    return name.endswith("_")
+
+
+# ---- what stays split: (logits, function, other arguments, named ones) to a result, None where it cannot stay --------
+
+
+def _element_by_element(x: SplitLogits, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> SplitLogits | None:
+    if any(isinstance(value, Tensor) for value in (*args, *given.values())):
+        return None
+    return x.like(func(x.local, *args, **given))
+
+
+def _reshaped(x: SplitLogits, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> SplitLogits | None:
+    """To a shape whose last dim is the vocabulary as before."""
+    shape = given.get("shape", args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
+    if isinstance(shape, torch.dtype) or x.dim_of_vocabulary != x.dim() - 1 or len(given) > ("shape" in given):
+        return None
+    *leading, last = torch.empty(x.shape, device="meta").reshape(tuple(shape)).shape
+    if last != x.vocabulary.size:
+        return None
+    return x.like(func(x.local, (*leading, x.local.size(-1))), dim=-1)
+
+
+def _flattened(x: SplitLogits, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> SplitLogits | None:
+    start, end = (*args, *([0, -1][len(args) :]))[:2]
+    start, end = given.get("start_dim", start) % x.dim(), given.get("end_dim", end) % x.dim()
+    if start <= x.dim_of_vocabulary <= end and start != end:
+        return None
+    moved = end - start if x.dim_of_vocabulary > end else 0
+    return x.like(func(x.local, start, end), dim=x.dim_of_vocabulary - moved)
+
+
+def _transposed(x: SplitLogits, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> SplitLogits | None:
+    one, other = (given.get(name, dim) % x.dim() for name, dim in zip(("dim0", "dim1"), (*args, 0, 0), strict=False))
+    exchanged = {one: other, other: one}
+    return x.like(func(x.local, one, other), dim=exchanged.get(x.dim_of_vocabulary, x.dim_of_vocabulary))
+
+
+def _permuted(x: SplitLogits, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> SplitLogits | None:
+    dims = given.get("dims", args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
+    return x.like(func(x.local, tuple(dims)), dim=[dim % x.dim() for dim in dims].index(x.dim_of_vocabulary))
+
+
+def _indexed(x: SplitLogits, func: Any, args: tuple[Any, ...], _given: dict[str, Any]) -> SplitLogits | None:
+    """An index of the dims before the vocabulary, which is the last."""
+    index = args[0] if isinstance(args[0], tuple) else args
+    if x.dim_of_vocabulary != x.dim() - 1 or not all(
+        isinstance(i, int | slice | Tensor | EllipsisType | None) for i in index
+    ):
+        return None
+    takes = [i.dim() if isinstance(i, Tensor) and i.dtype == torch.bool else int(i is not None) for i in index]
+    dims = sum(0 if i is Ellipsis else count for i, count in zip(index, takes, strict=True))
+    reaches = any(i is Ellipsis for i in index) or dims == x.dim()
+    if reaches and index[-1] is not Ellipsis and index[-1] != slice(None):
+        return None
+    return x.like(func(x.local, index), dim=-1)
+
+
+def _largest(x: SplitLogits, _func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Tensor | None:
+    """The argmax over the vocabulary: the first of the largest, as one process finds it."""
+    dim = given.get("dim", args[0] if args else None)
+    if dim is None or dim % x.dim() != x.dim_of_vocabulary or len(args) > 1 or "keepdim" in given:
+        return None
+    local, words = x.local.detach().movedim(dim, -1), x.vocabulary
+    value, index = local.max(-1) if local.size(-1) else (local.new_full(local.shape[:-1], -torch.inf), torch.zeros(()))
+    own = torch.stack((value.double(), (index + words.first).double().expand_as(value)))
+    parts = own.new_empty(len(words.sizes), *own.shape)
+    words.world.all_gather(own, into=parts, axes=words.axes).wait()
+    return parts[:, 1].gather(0, parts[:, 0].argmax(0, keepdim=True))[0].long()
+
+
+def _cross_entropy(x: SplitLogits, _func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Tensor | None:
+    names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    given = {**dict(zip(names, args, strict=False)), **given}
+    target = given.pop("target")
+    legacy = [given.pop(name, None) for name in ("size_average", "reduce")]
+    if x.dim_of_vocabulary != min(1, x.dim() - 1) or target.is_floating_point() or legacy != [None, None]:
+        return None
+    local = x.local.movedim(x.dim_of_vocabulary, -1)
+    return cross_entropy(local, target=target, vocabulary=x.vocabulary, options=LossOptions(**given))
+
+
+_IN_PLACE = tuple(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"))
+_STAYS_SPLIT: Mapping[Any, Callable[[SplitLogits, Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+    **dict.fromkeys(
+        (getattr(Tensor, name) for name in ("float", "double", "half", "bfloat16", "to", "contiguous", "clone")),
+        _element_by_element,
+    ),
+    **dict.fromkeys(
+        (getattr(Tensor, name) for name in ("detach", "mul", "div", "__mul__", "__truediv__", "__rmul__", "tanh")),
+        _element_by_element,
+    ),
+    **dict.fromkeys((torch.mul, torch.div, torch.tanh, torch.clone), _element_by_element),
+    **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _reshaped),
+    **dict.fromkeys((Tensor.flatten, torch.flatten), _flattened),
+    **dict.fromkeys((Tensor.transpose, torch.transpose, Tensor.swapaxes), _transposed),
+    **dict.fromkeys((Tensor.permute, torch.permute), _permuted),
+    **dict.fromkeys((Tensor.argmax, torch.argmax), _largest),
+    Tensor.__getitem__: _indexed,
+    functional.cross_entropy: _cross_entropy,
+}

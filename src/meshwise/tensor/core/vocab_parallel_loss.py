@@ -1,0 +1,186 @@
+"""Cross-entropy of logits that are split over the vocabulary.
+
+Of each token a rank has some of the logits. What the loss needs of all of them are two numbers a token, three with
+label smoothing, so those travel (one all-gather) and the logits stay:
+
+    each rank:  log Σ exp(its logits),  the target's logit if it has it,  Σ w · its logits
+
+    loss = w[target] · (log Σ exp(all logits) - target's logit), and with label smoothing ε over V classes
+           (1 - ε) · loss + ε/V · Σ_v w_v (log Σ exp(all logits) - logit_v)
+
+The gradient of a rank's logits needs nobody else: softmax minus one-hot, where this rank has the target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from meshwise.comm.api.world import World
+
+# Elements worked on at a time.
+_BLOCK = 256 << 10
+_GPU_BLOCK = 1 << 25
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """How the classes are split: this rank's are `first` and on; `sizes` are those of each rank along `axes`."""
+
+    world: World
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """How many classes there are in all."""
+        return sum(self.sizes)
+
+    @property
+    def first(self) -> int:
+        """The first class of this rank."""
+        return sum(self.sizes[: self.world.group(self.axes).index])
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """What `torch.nn.functional.cross_entropy` takes."""
+
+    weight: Tensor | None = None
+    ignore_index: int = -100
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+
+
+@dataclass(frozen=True)
+class _How:
+    """`counts`: 1 for a target that counts, else 0. `weights`: of this rank's classes; `total`: the sum of all."""
+
+    vocabulary: Vocabulary
+    smoothing: float
+    counts: Tensor
+    weights: Tensor
+    total: Tensor
+
+
+def cross_entropy(local: Tensor, *, target: Tensor, vocabulary: Vocabulary, options: LossOptions) -> Tensor:
+    """The cross-entropy in nats of (N, …, local classes) logits, classes last, for (N, …) integer targets.
+
+    Alike on all ranks that share the classes, as torch computes it: of shape (N, …) for reduction `none`, else a
+    scalar. Raises ValueError for a shape, a reduction or a weight that does not fit, IndexError for a target that is no
+    class.
+    """
+    if local.shape[:-1] != target.shape:
+        raise ValueError(
+            f"logits of shape {(*local.shape[:-1], vocabulary.size)}, classes last, need targets of shape "
+            f"{tuple(local.shape[:-1])}, not {tuple(target.shape)}"
+        )
+    if options.reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"reduction={options.reduction!r}; there are none, mean, sum")
+    if not 0.0 <= options.label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing={options.label_smoothing} must be in [0, 1]")
+    weight = options.weight
+    if weight is not None and weight.shape != (vocabulary.size,):
+        raise ValueError(f"weight of shape {tuple(weight.shape)} for {vocabulary.size} classes")
+    counted = target != options.ignore_index
+    _require_classes(target, counted, vocabulary.size)
+    classes = target.masked_fill(~counted, 0)
+    weights = local.new_ones(vocabulary.size, dtype=_wide(local.dtype)) if weight is None else weight
+    counts = counted.to(weights.dtype)
+    scale = counts if weight is None else weights[classes] * counts
+    own = slice(vocabulary.first, vocabulary.first + local.size(-1))
+    how = _How(vocabulary, options.label_smoothing, counts, weights[own], weights.sum())
+    losses: Tensor = _CrossEntropy.apply(local, classes, scale, how)
+    if options.reduction == "none":
+        return losses.to(local.dtype)
+    total = losses.sum()
+    return (total if options.reduction == "sum" else total / scale.sum()).to(local.dtype)
+
+
+def _require_classes(target: Tensor, counts: Tensor, size: int) -> None:
+    if target.is_meta:
+        return
+    valid = ((target >= 0) & (target < size)) | ~counts
+    if target.device.type == "cuda":
+        torch._assert_async(valid.all())
+    elif not bool(valid.all()):
+        raise IndexError(f"target {int(target[~valid][0])} is out of bounds for {size} classes")
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """(…, local classes) logits, (…) classes and their scales (0: ignored) to (…) losses."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, classes: Tensor, scale: Tensor, how: _How) -> Tensor:
+        vocabulary, smoothing = how.vocabulary, how.smoothing
+        own = classes - vocabulary.first
+        here = (own >= 0) & (own < local.size(-1))
+        own = own.masked_fill(~here, 0)
+        numbers = [_log_sum(local), _at(local, own).to(scale.dtype).masked_fill(~here, 0)]
+        if smoothing:
+            numbers.append((local.to(scale.dtype) * how.weights).sum(-1))
+        parts = scale.new_empty(len(vocabulary.sizes), len(numbers), *classes.shape)
+        vocabulary.world.all_gather(torch.stack(numbers), into=parts, axes=vocabulary.axes).wait()
+        log_sum = parts[:, 0].logsumexp(0)
+        losses = (1 - smoothing) * scale * (log_sum - parts[:, 1].sum(0))
+        if smoothing:
+            even = how.counts * (how.total * log_sum - parts[:, 2].sum(0))
+            losses += smoothing / vocabulary.size * even
+        ctx.how = how
+        ctx.save_for_backward(local, own, here, scale, log_sum)
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        local, own, here, scale, log_sum = ctx.saved_tensors
+        how: _How = ctx.how
+        hit = gradient * scale * (1 - how.smoothing)
+        even = gradient * how.counts * (how.smoothing / how.vocabulary.size)
+        result = _softmax_times(local, log_sum, factor=hit + how.total * even)
+        if result.size(-1):
+            result.scatter_add_(-1, own[..., None], -(hit * here)[..., None].to(result.dtype))
+        if how.smoothing:
+            result -= (even[..., None] * how.weights).to(result.dtype)
+        return result, None, None, None
+
+
+def _log_sum(local: Tensor) -> Tensor:
+    """The log Σ exp over the last dim, at least float32, a few rows at a time: nothing as large as `local` is made."""
+    rows = local.reshape(-1, local.size(-1))
+    result = rows.new_empty(rows.size(0), dtype=_wide(local.dtype))
+    for part in _blocks(rows):
+        result[part] = rows[part].to(result.dtype).logsumexp(-1)
+    return result.view(local.shape[:-1])
+
+
+def _softmax_times(local: Tensor, log_sum: Tensor, *, factor: Tensor) -> Tensor:
+    """The product factor · exp(local - log_sum), where factor and log_sum are per row."""
+    rows = local.reshape(-1, local.size(-1))
+    result = torch.empty_like(rows)
+    log_sums, factors = log_sum.reshape(-1, 1), factor.reshape(-1, 1)
+    for part in _blocks(rows):
+        torch.mul((rows[part] - log_sums[part]).exp_(), factors[part], out=result[part])
+    return result.view(local.shape)
+
+
+def _blocks(rows: Tensor) -> list[slice]:
+    """Slices of rows small enough to stay in a CPU's cache between one operation and the next; a GPU needs larger ones
+    to be filled.
+    """
+    step = max(1, (_BLOCK if rows.is_cpu else _GPU_BLOCK) // max(1, rows.size(1)))
+    return [slice(start, start + step) for start in range(0, rows.size(0), step)]
+
+
+def _at(local: Tensor, own: Tensor) -> Tensor:
+    if local.size(-1) == 0:
+        return local.new_zeros(own.shape)
+    return local.gather(-1, own[..., None])[..., 0]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype.itemsize >= 4 else torch.float32

@@ -1,0 +1,288 @@
+"""The heads of an attention: how many there are, how wide, and where the module keeps count of them.
+
+Ranks share out whole heads. So for every matrix of an attention it has to be known how many features stay together,
+for a fused one in which order q, k and v lie, and which numbers the forward uses that are counts of heads: after the
+split, a forward that says `q.view(batch, -1, self.num_heads, self.head_width)` means the heads of its rank.
+
+    queries      heads x width, cut so that the queries of one key head stay together
+    keys, values key_heads x width
+    output       as the queries
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from meshwise.model.parameter_reads import dotted_names, source_of
+from meshwise.tensor.detect.known_names import (
+    CONFIGURATIONS,
+    FEATURES,
+    GROUPS,
+    HEAD_WIDTHS,
+    HEADS,
+    INTERLEAVED,
+    KEY_HEADS,
+    full_name,
+)
+from meshwise.tensor.detect.matrix_modules import Matrix
+
+_KEEPS_ORDER = frozenset({"clamp", "contiguous", "float", "to", "type_as"})
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of one attention."""
+
+    count: int
+    key_count: int
+    width: int
+
+    @property
+    def features(self) -> int:
+        """Features of all heads: what the output matrix reads."""
+        return self.count * self.width
+
+    @property
+    def keys(self) -> int:
+        """Features of all key heads: what the matrices of keys and of values write."""
+        return self.key_count * self.width
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.count // self.key_count
+
+    def twins(self, degree: int) -> int:
+        """How many of `degree` ranks have to hold the same key head; 0 when they cannot share the heads out."""
+        if self.key_count >= degree:
+            return 1
+        ranks, left = divmod(degree, self.key_count)
+        return 0 if left or self.group % ranks else ranks
+
+
+def counts_heads(module: nn.Module) -> bool:
+    """Whether the module itself keeps a count of heads."""
+    return any(_is_count(vars(module).get(name)) for name in HEADS if name != "h" or _h_counts(vars(module)))
+
+
+def _h_counts(own: Mapping[str, Any]) -> bool:
+    """Whether `h` is a number of heads, and no height or hidden size: beside how wide one is, and no other name."""
+    return any(name in own for name in HEAD_WIDTHS) and not any(name in own for name in HEADS if name != "h")
+
+
+def find_heads(
+    homes: Sequence[nn.Module], *, around: Sequence[nn.Module], firsts: Sequence[int], features: int
+) -> Heads | None:
+    """The heads of a branch whose first matrices write `firsts` features and whose second reads `features`, told by
+    the first that counts them of `homes`, the modules that hold the matrices, and of the modules `around` those; None
+    when the sizes are not those of an attention with these heads.
+    """
+    for module in (*homes, *around):
+        own, read = vars(module), _numbers(module)
+        sources = {"": own, **{name: _fields(own.get(name)) for name in CONFIGURATIONS}}
+        for holder, source in sources.items():
+            sure = module in homes and (not holder or any(f"{holder}.{name}" in read for name in HEADS))
+            count = _count(source, HEADS)
+            if not count or features % count:
+                continue
+            width = next((found for each in (source, *sources.values()) if (found := _count(each, HEAD_WIDTHS))), 0)
+            keys = next((found for each in (source, *sources.values()) if (found := _key_count(each))), count)
+            width = width or features // count
+            for key_count in dict.fromkeys((keys, count, *_equal_pair(firsts, width=width))):
+                if count % key_count == 0:
+                    heads = Heads(count, key_count, width)
+                    if heads.features == features and _fits(heads, firsts, sure=sure):
+                        return heads
+    return None
+
+
+def order_of_fused(owner: nn.Module, *, child: str, sizes: Sequence[int], width: int) -> str | None:
+    """How the features of a fused matrix lie: "sections" (all of q, then all of k, all of v), "interleaved" (head by
+    head), or None when the module does not tell.
+
+    A module tells by being of a known class, by keeping the sizes of the sections (in features or in heads) as a
+    tuple, or by what it does to the output: `self.qkv(x).split(...)`, `.chunk(3, ...)`, `.view(..., 3, heads, width)`,
+    `[..., :size]`.
+    """
+    for kind in type(owner).__mro__:
+        if INTERLEAVED.get(full_name(kind)) == child:
+            return "interleaved"
+    kept = [tuple(value) for value in vars(owner).values() if isinstance(value, tuple | list)]
+    if tuple(sizes) in kept or tuple(size // width for size in sizes) in kept:
+        return "sections"
+    return "sections" if child in set(_split_at_once(type(owner))) else None
+
+
+def sections_of(matrix: Matrix, *, heads: Heads) -> tuple[int, ...]:
+    """The sizes of what an attention's first matrix writes, when they lie one after the other."""
+    keys = heads.keys
+    fused = {heads.features + 2 * keys: (heads.features, keys, keys), heads.features: (heads.features,), keys: (keys,)}
+    return fused.get(matrix.outputs, (keys,) * (matrix.outputs // keys))
+
+
+def by_rule(
+    matrix: Matrix, *, sections: tuple[int, ...], given: Mapping[str, int], default: int
+) -> tuple[tuple[int, ...], int]:
+    """The cut that a rule's numbers ask for. Raises ValueError when they do not fit the matrix."""
+    number, grain = given.get("sections", 1), given.get("grain", default)
+    sizes = sections if len(sections) == number else (matrix.outputs // number,) * number
+    if sum(sizes) != matrix.outputs or any(size % grain for size in sizes):
+        raise ValueError(
+            f"{matrix}: a rule cuts it into sections={number} with grain={grain}, which does not divide it"
+        )
+    return (sizes if number > 1 else ()), grain
+
+
+def counted(module: nn.Module, *, heads: Heads, group: int) -> tuple[tuple[str, int], ...]:
+    """The attributes of a module that count query heads or their features, each with how many of those stay together,
+    when `group` query heads do. `config.num_heads` is one of the configuration that it reads when it runs.
+    """
+    found = []
+    for name, value in _numbers(module).items():
+        numbers = value if isinstance(value, tuple) else (value,)
+        grains = [_grain(name.rpartition(".")[2], number, heads, group) for number in numbers]
+        if grains and all(grains):
+            found.append((name, min(grains)))
+    return tuple(found)
+
+
+def counts_of_keys(module: nn.Module, *, heads: Heads) -> tuple[str, ...]:
+    """The attributes of a module that count key heads."""
+    found = _numbers(module).items()
+    return tuple(name for name, value in found if name.rpartition(".")[2] in KEY_HEADS and value == heads.key_count)
+
+
+def counts_of_groups(module: nn.Module, *, heads: Heads) -> tuple[str, ...]:
+    """The attributes of a module that count the query heads of one key head."""
+    found = _numbers(module).items()
+    return tuple(name for name, value in found if name.rpartition(".")[2] in GROUPS and value == heads.group)
+
+
+def set_count(module: nn.Module, *, attribute: str, count: Any) -> None:
+    """Let a module count something else. Of a configuration, which others read as well, the module gets a copy."""
+    holder, _, name = attribute.rpartition(".")
+    owner: Any = module
+    if holder:
+        owner = copy.copy(getattr(module, holder))
+        setattr(module, holder, owner)
+    setattr(owner, name, count)
+
+
+def _numbers(module: nn.Module) -> dict[str, Any]:
+    """What a module keeps, and what its forward reads from its configuration, as `config.name`."""
+    own = vars(module)
+    read = [path for path in dotted_names(type(module)) if len(path) == 2 and path[0] in CONFIGURATIONS]
+    if not _h_counts(own):
+        own = {name: value for name, value in own.items() if name != "h"}
+    return {**own, **{f"{holder}.{name}": _fields(own.get(holder)).get(name) for holder, name in sorted(read)}}
+
+
+def _grain(name: str, number: Any, heads: Heads, group: int) -> int:
+    """How many of the things that a number counts stay together; 0 when it counts something else."""
+    if type(number) is not int:
+        return 0
+    if name in HEADS and number == heads.count:
+        return group
+    if name in HEADS and number == heads.key_count:
+        return 1
+    return group * heads.width if name in FEATURES and number == heads.features else 0
+
+
+def _fields(configuration: Any) -> Mapping[str, Any]:
+    """What a configuration holds by name, whether it is a mapping or an object."""
+    if isinstance(configuration, Mapping):
+        return configuration
+    return vars(configuration) if isinstance(getattr(configuration, "__dict__", None), dict) else {}
+
+
+def _is_count(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return bool(value) and all(_is_count(entry) for entry in value)
+    return type(value) is int and value > 0
+
+
+def _count(source: Mapping[str, Any], names: Sequence[str]) -> int:
+    """The first count under one of the names; of a tuple, such as (heads, key_heads, key_heads), its first."""
+    for name in names:
+        value = source.get(name)
+        if isinstance(value, tuple | int) and _is_count(value):
+            return int(value[0] if isinstance(value, tuple) else value)
+    return 0
+
+
+def _key_count(source: Mapping[str, Any]) -> int:
+    for name in HEADS:
+        value = source.get(name)
+        if isinstance(value, tuple) and _is_count(value):
+            return int(value[-1])
+    return _count(source, KEY_HEADS)
+
+
+def _equal_pair(firsts: Sequence[int], *, width: int) -> list[int]:
+    """The key heads of three matrices two of which are equal and smaller: k and v."""
+    smaller = sorted(firsts)[:2]
+    return [smaller[0] // width] if len(firsts) == 3 and smaller[0] == smaller[1] >= width else []
+
+
+def _fits(heads: Heads, firsts: Sequence[int], *, sure: bool) -> bool:
+    """Whether matrices of these sizes are the q, k and v of these heads. Two matrices of an MLP (a gate and what it
+    gates) may add up to the same; so less than three matrices must come to the usual three, or heads be `sure`.
+    """
+    adds_up = sum(firsts) == heads.features + 2 * heads.keys
+    return adds_up and (sure or len(firsts) >= 3 or sum(firsts) == 3 * heads.features)
+
+
+def _split_at_once(kind: type[nn.Module]) -> Iterator[str]:
+    """Names of children whose output is taken apart: in the same expression, or under the name it is given."""
+    try:
+        tree = source_of(inspect.unwrap(kind.forward))
+    except (OSError, SyntaxError, TypeError):
+        return
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.Call | ast.Subscript)]
+    given: dict[str, str | None] = {}
+    for node in sorted(nodes, key=_when):
+        if isinstance(node, ast.Assign):
+            child = _comes_from(node.value, given)
+            names = [n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+            given |= {name: child if isinstance(node.targets[0], ast.Name) else None for name in names}
+        elif (source := _taken_apart(node)) and (child := _comes_from(source, given)):
+            yield child
+
+
+def _when(node: ast.Assign | ast.Call | ast.Subscript) -> tuple[int, int, bool]:
+    """When it has been carried out, in a forward without branches: an assignment after what it assigns."""
+    return node.end_lineno or 0, node.end_col_offset or 0, isinstance(node, ast.Assign)
+
+
+def _comes_from(node: ast.expr, given: Mapping[str, str | None]) -> str | None:
+    """NAME of an expression `self.NAME(...)`, of a name it was given, or of the same numbers in another form."""
+    if isinstance(node, ast.Name):
+        return given.get(node.id)
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return None
+    if isinstance(node.func.value, ast.Name) and node.func.value.id == "self":
+        return node.func.attr
+    return _comes_from(node.func.value, given) if node.func.attr in _KEEPS_ORDER else None
+
+
+def _taken_apart(node: ast.Call | ast.Subscript) -> ast.expr | None:
+    """What is taken apart, sections before heads: by `.split(…)`, `.chunk(…)`, a view by `…, 3, heads, width`, or
+    `[..., start:stop]`.
+    """
+    if isinstance(node, ast.Subscript):
+        index = node.slice.elts if isinstance(node.slice, ast.Tuple) else []
+        of_features = len(index) == 2 and isinstance(index[0], ast.Constant) and index[0].value is Ellipsis
+        return node.value if of_features and isinstance(index[1], ast.Slice) and index[1].step is None else None
+    if not isinstance(node.func, ast.Attribute):
+        return None
+    last = node.args[-3:]
+    three = len(last) == 3 and isinstance(last[0], ast.Constant) and last[0].value == 3
+    apart = node.func.attr in ("split", "chunk") or (node.func.attr in ("view", "reshape") and three)
+    return node.func.value if apart else None

@@ -1,0 +1,181 @@
+"""Which matrices of a block form a pair.
+
+A transformer block adds branches to a stream of features of one width:
+
+    stream (width) ──┬── first ──┬── (heads, activation: between the two nothing mixes features) ── second ──┬── +
+                     └── first ──┘                                                                           │
+    stream ──────────────────────────────────────────────────────────────────────────────────────────────────┘
+
+The first matrices of a branch read the stream, its second writes it, and between them every feature (or every head) is
+by itself: that is what lets ranks share the features out and talk only at the end. Sizes tell most matrices: one that
+reads the width and writes another size is a first, the reverse is a second. A square one can be either (the queries
+and the output of an attention usually are), and then the order of registration tells: a branch is closed by
+
+    a second that sizes tell                        expansion 8x32, projection 32x8
+    a square after a first that sizes tell          qkv 8x24, output 8x8
+    the fourth of four squares, in attention        q, k, v, output
+    the second of two squares, elsewhere            an MLP whose hidden size is the width
+
+at the end of the module that holds them (q, k and v may live in one module and the output in the next), or where
+another branch begins. A gate may be registered behind the second, if that is all that its module holds. What someone
+declares, the user or the model, goes before all that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from meshwise.tensor.detect.attention_heads import counts_heads
+from meshwise.tensor.detect.matrix_modules import Matrix, as_matrix, matrices
+
+_SQUARES_OF_ATTENTION = 4
+_SQUARES_OF_MLP = 2
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Matrices that read the stream, and the one that writes it."""
+
+    firsts: tuple[Matrix, ...]
+    second: Matrix
+
+    @property
+    def names(self) -> list[str]:
+        """Of its matrices."""
+        return [matrix.name for matrix in (*self.firsts, self.second)]
+
+    @property
+    def looks_like_attention(self) -> bool:
+        """Whether the sizes are those of attention, and of little else."""
+        writes = [matrix.outputs for matrix in self.firsts]
+        return len(writes) >= 3 or (len(writes) == 1 and writes[0] == 3 * self.second.inputs)
+
+    def agrees(self, stated: Mapping[str, str]) -> bool:
+        """Whether no matrix is said to be what it is not in this branch."""
+        roles = dict.fromkeys((matrix.name for matrix in self.firsts), "first") | {self.second.name: "second"}
+        return all(stated.get(name, role) == role for name, role in roles.items())
+
+
+def stream_width(blocks: Iterable[nn.Module], *, outside: Collection[int]) -> int | None:
+    """The size that most matrices of the blocks read or write, among those that are both read and written; None when
+    there is none. Of several, as in blocks of one MLP each, one that parameters `outside` of them have in their last
+    dim, and of those the one that is read first.
+    """
+    uses: Counter[int] = Counter()
+    read: list[int] = []
+    written = set()
+    for block in blocks:
+        for matrix in matrices(block, name=""):
+            uses.update({matrix.inputs, matrix.outputs})
+            read.append(matrix.inputs)
+            written.add(matrix.outputs)
+        for module in block.modules():
+            if isinstance(module, nn.MultiheadAttention):
+                uses[module.embed_dim] += 2
+                read.append(module.embed_dim)
+                written.add(module.embed_dim)
+    return max((size for size in read if size in written), key=lambda size: (uses[size], size in outside), default=None)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a block is read."""
+
+    width: int
+
+    declared: Mapping[str, str]
+    """By name: "first", "second", or any other word for a matrix that is in no branch; "attention" for a module."""
+
+    names: Collection[str]
+    """The first names of the model's modules. What has been read under one is not read again under another."""
+
+    def branches(self, block: nn.Module, *, name: str) -> tuple[list[Branch], list[Matrix]]:
+        """The branches of a block called `name`, and the matrices that belong to none."""
+        found: list[Branch] = []
+        left = self._walk(block, name, found)
+        return found, [item.matrix for item in left]
+
+    def _walk(self, module: nn.Module, name: str, found: list[Branch]) -> list[_Item]:
+        """Find the branches that end inside a module, and return the matrices of the one that does not."""
+        left: list[_Item] = []
+        before = len(found)
+        own_heads = counts_heads(module) or self.declared.get(name) == "attention"
+        for child_name, child in module.named_children():
+            below = f"{name}.{child_name}" if name else child_name
+            if below not in self.names or isinstance(child, nn.MultiheadAttention):
+                continue  # known by another name, or a branch by itself
+            if self.declared.get(below) == "whole":
+                continue
+            matrix = as_matrix(child, name=below)
+            if matrix is None:
+                items = self._walk(child, below, found)
+            else:
+                role = self._role(matrix)
+                items = [_Item(matrix, role, own_heads)] if role in ("first", "second", "") else []
+            for item in items:
+                if item.role == "first" and _ends(left):
+                    found.append(_branch(left))
+                    left = []
+                left.append(item)
+                if item.role == "second" and len(left) > 1:
+                    found.append(_branch(left))
+                    left = []
+        if _ends(left):
+            found.append(_branch(left))
+            left = []
+        elif len(left) > 1 and [item.role for item in left] == ["second"] + ["first"] * (len(left) - 1):
+            found.append(_branch([*left[1:], left[0]]))  # the whole module has them in the other order
+            left = []
+        elif late := _late(left, branches=found[before:], holder=name):
+            found[-1], left = late, []
+        return left
+
+    def _role(self, matrix: Matrix) -> str:
+        if matrix.name in self.declared:
+            return self.declared[matrix.name]
+        if matrix.inputs == matrix.outputs == self.width:
+            return ""
+        return "second" if matrix.outputs == self.width else "first"
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A matrix, its role as far as it is known, and whether the module that holds it counts heads."""
+
+    matrix: Matrix
+    role: str
+    in_attention: bool
+
+
+def _ends(items: Sequence[_Item]) -> bool:
+    """Whether the last of these matrices can only be a second."""
+    if not items or items[-1].role or any(item.role == "second" for item in items):
+        return False
+    if any(item.role == "first" for item in items):
+        return True
+    attention = any(item.in_attention for item in items)
+    return len(items) == (_SQUARES_OF_ATTENTION if attention else _SQUARES_OF_MLP)
+
+
+def _late(items: Sequence[_Item], *, branches: Sequence[Branch], holder: str) -> Branch | None:
+    """The only branch of a module, with matrices that it registers behind its second, and that write what that reads:
+    w1, w2, w3 of a gated MLP, where w2 closes it.
+    """
+    if len(branches) != 1 or not items:
+        return None
+    hidden = branches[0].second.inputs
+    held = [*(item.matrix for item in items), *branches[0].firsts, branches[0].second]
+    if hidden == branches[0].second.outputs or any(matrix.name.rpartition(".")[0] != holder for matrix in held):
+        return None
+    if any(item.role != "first" or item.matrix.outputs != hidden for item in items):
+        return None
+    return Branch((*branches[0].firsts, *(item.matrix for item in items)), branches[0].second)
+
+
+def _branch(items: Sequence[_Item]) -> Branch:
+    *firsts, second = (item.matrix for item in items)
+    return Branch(tuple(firsts), second)

@@ -1,0 +1,365 @@
+"""The parts of a pair: its matrices, the heads between them, and what else lies there.
+
+    attention   q, k, v (or one fused matrix) ── heads ── output        whole heads to a rank
+    mlp         up (and gate, or both in one) ── hidden ── down         any features to a rank
+
+Between the two, what a module holds has one number for each head, or treats every head alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import signature
+
+from torch import nn
+
+from meshwise.base.batch_norm_classes import BatchNorm
+from meshwise.tensor.core.part import Part
+from meshwise.tensor.core.sharded_multihead import ShardedMultiheadAttention
+from meshwise.tensor.detect.attention_heads import (
+    Heads,
+    by_rule,
+    counted,
+    counts_heads,
+    counts_of_groups,
+    counts_of_keys,
+    find_heads,
+    order_of_fused,
+    sections_of,
+)
+from meshwise.tensor.detect.between_matrices import between
+from meshwise.tensor.detect.block_branch import Branch
+from meshwise.tensor.detect.input_use import only_read_by, sizes_unused, splits_by_width
+from meshwise.tensor.detect.known_names import BY_HEAD, HEADS, MASKS
+from meshwise.tensor.detect.matrix_modules import Matrix
+from meshwise.tensor.detect.pair_sharing import Sharing
+from meshwise.tensor.detect.split_trial import Trial
+
+_GATED = 2
+"""How many hidden features of an MLP one matrix writes at most, in multiples of what the next reads: gate and value."""
+
+_SQUARES = 4
+"""Matrices of an attention whose heads are as wide together as the stream."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention that was found, by the name of the module that holds its first matrices."""
+
+    name: str
+    heads: Heads
+
+    alike: bool
+    """Whether one rule cuts q, k and v, so that no two ranks can hold the same key head."""
+
+    even: bool
+    """Whether every rank has to get as many key heads: q and k are cut by one rule that knows no groups."""
+
+    enters_whole: bool
+    """Whether its forward sees its input as its first matrices read it, so that sizes it takes from there are right."""
+
+
+class Pairs:
+    """The parts of all pairs of a model.
+
+    modules    the model's, by name
+    options    the numbers that rules give, by name of a module
+    sharing    how the plan shares heads out
+    reasons    filled with why a module gets no part, by its name
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        *,
+        options: Mapping[str, Mapping[str, int]],
+        reasons: dict[str, str],
+        sharing: Sharing,
+    ) -> None:
+        self.attentions: list[Attention] = []
+        self._tried: dict[Hashable, bool | None] = {}
+        self._modules = modules
+        self._options = options
+        self._reasons = reasons
+        self._sharing = sharing
+
+    def parts(self, branches: Iterable[Branch], *, block: str) -> dict[str, Part]:
+        """The parts of a block's branches. Of two attentions, the second reads what comes from outside of the blocks:
+        an encoder's output.
+        """
+        found: dict[str, Part] = {}
+        before = 0
+        for branch in branches:
+            heads = self._heads(branch, block=block)
+            if heads is not None:
+                found |= self._attention(branch, heads, cross=before > 0)
+                before += 1
+            elif branch.looks_like_attention and not self._goes_by_feature(branch):
+                self._reasons |= dict.fromkeys(branch.names, self._why_no_heads(branch, block=block))
+            else:
+                found |= self._mlp(branch)
+        return found
+
+    def of_squares(self, left: Sequence[Matrix], *, stated: Mapping[str, str]) -> list[Branch]:
+        """Of matrices whose sizes and order do not tell, the pairs that their module is seen to make of all it holds:
+        every feature goes by itself from the others to one of them. Of four that are seen to be an attention's, the
+        reason tells the rule.
+        """
+        found: list[Branch] = []
+        for home in dict.fromkeys(matrix.home for matrix in left):
+            own = [matrix for matrix in left if matrix.home == home]
+            could = [Branch(tuple(matrix for matrix in own if matrix != second), second) for second in own]
+            could = [
+                branch
+                for branch in could
+                if {m.outputs for m in branch.firsts} == {branch.second.inputs} and branch.agrees(stated)
+            ]
+            found += [branch for branch in could if self._goes_by_feature(branch)][:1]
+            if len(could) == _SQUARES and not (found and found[-1] in could) and (heads := self._seen_heads(could[-1])):
+                self._reasons |= dict.fromkeys(could[-1].names, _rule_for_heads(home, heads))
+        return found
+
+    def _goes_by_feature(self, branch: Branch) -> bool:
+        """Whether the module is seen to treat every feature between the matrices by itself."""
+        return bool(self._verdict(branch, self._mlp_parts(branch), ranks=branch.second.inputs))
+
+    def _why_no_heads(self, branch: Branch, *, block: str) -> str:
+        """Why what looks like attention has no heads, with a rule that its forward is seen to allow."""
+        home = branch.firsts[0].home
+        around = next((name for name in reversed(_above(home)) if len(name) > len(block)), home)
+        whole = f"rule for {around}: 'whole'" if around != block else ""
+        if len(branch.firsts) > 3 and counts_heads(self._modules[home]):
+            return f"attention, it seems, with more matrices than q, k and v; {whole or 'no part has them'}"
+        why = f"attention, it seems, but {home} counts no heads that fit"
+        if heads := self._seen_heads(branch):
+            return _rule_for_heads(home, heads)
+        return (
+            f"{why}, and how many there are does not show: state them by 'attention heads=…'{whole and f', or {whole}'}"
+        )
+
+    def _seen_heads(self, branch: Branch) -> Heads | None:
+        """The most heads with which a module is seen to compute each of them by itself."""
+        features, reasons = branch.second.inputs, dict(self._reasons)
+        seen = None
+        for count in range(features, 1, -1):
+            keys = branch.firsts[-1].outputs * count // features if len(branch.firsts) == 3 else count
+            if seen is None and features % count == 0 and keys > 1 and count % keys == 0:
+                heads = Heads(count, keys, features // count)
+                if self._verdict(branch, self._attention_parts(branch, heads, cross=False)[0], ranks=keys):
+                    seen = heads
+        self._reasons.clear()
+        self._reasons |= reasons
+        return seen
+
+    def _heads(self, branch: Branch, *, block: str) -> Heads | None:
+        homes = list(dict.fromkeys(matrix.home for matrix in (*branch.firsts, branch.second)))
+        around = [name for name in _above(homes[0]) if name == block or name.startswith(f"{block}.") or not block]
+        features = branch.second.inputs
+        for name in (*homes, *around):
+            given = self._options.get(name, {})
+            if "heads" in given:
+                count, keys = given["heads"], given.get("kv_heads", given["heads"])
+                if features % count or count % keys:
+                    raise ValueError(
+                        f"{name}: heads={count} kv_heads={keys}, but {branch.second} reads {features} features; heads "
+                        "has to divide them, and kv_heads the heads"
+                    )
+                heads = Heads(count, keys, features // count)
+                for matrix in branch.firsts:
+                    if matrix.outputs < heads.keys:
+                        raise ValueError(
+                            f"{name}: heads={count} kv_heads={keys} are {heads.keys} features of keys, but {matrix} "
+                            f"writes {matrix.outputs}; give the kv_heads that it has"
+                        )
+                return heads
+        modules = [self._modules[name] for name in homes]
+        firsts = [matrix.outputs for matrix in branch.firsts]
+        return find_heads(modules, around=[self._modules[n] for n in around], firsts=firsts, features=features)
+
+    def _attention(self, branch: Branch, heads: Heads, *, cross: bool) -> dict[str, Part]:
+        found, attention = self._attention_parts(branch, heads, cross=cross)
+        stated = any("heads" in self._options.get(name, {}) for name in (attention.name, *_above(attention.name)))
+        if heads.key_count > 1 and not stated and self._fails(branch, found, ranks=heads.key_count, what="heads"):
+            return {}
+        self.attentions.append(attention)
+        return found
+
+    def _attention_parts(self, branch: Branch, heads: Heads, *, cross: bool) -> tuple[dict[str, Part], Attention]:
+        home = branch.firsts[0].home
+        owner = self._modules[home]
+        alike = len(branch.firsts) < 3 or any(isinstance(vars(owner).get(name), tuple) for name in HEADS)
+        twins = 1 if alike or not self._sharing.rows_stay else heads.twins(self._sharing.ranks) or 1
+        group = 1 if alike else heads.group // twins
+        grain = group * heads.width
+        # One matrix gathers for itself, and need not keep what it gathered, unless its module reads sizes of the input.
+        alone = len(branch.firsts) == 1 and sizes_unused(owner)
+        outside = [matrix for matrix in branch.firsts if cross and "q" not in matrix.child.lower()]
+        gathers = not alone and self._share_input(branch, outside)
+        narrows = gathers and heads.features == branch.firsts[0].inputs and splits_by_width(owner)
+        whole = gathers or sizes_unused(owner)
+        found = {
+            home: Part(
+                "attention",
+                counts=counted(owner, heads=heads, group=group),
+                key_counts=counts_of_keys(owner, heads=heads),
+                group_counts=counts_of_groups(owner, heads=heads),
+                twins=twins,
+                even_rows=not self._sharing.rows_stay and not sizes_unused(owner),
+                readers=len(branch.firsts) - len(outside) if gathers else 1,
+                gathers=gathers,
+                narrows=grain if narrows else 0,
+                by_head=tuple(
+                    n for n in signature(owner.forward).parameters if n in BY_HEAD or any(word in n for word in MASKS)
+                ),
+                heads=heads.count,
+                grain=group,
+            ),
+            branch.second.name: Part("second", grain=grain, transposed=branch.second.flipped),
+        }
+        for matrix in branch.firsts:
+            keys = len(branch.firsts) >= 3 and heads.group > 1 and matrix.outputs == heads.keys
+            cut = self._cut(matrix, sections_of(matrix, heads=heads), grain=heads.width if keys else grain, heads=heads)
+            if cut is not None:
+                found[matrix.name] = Part(
+                    "first",
+                    sections=cut[0],
+                    grain=cut[1],
+                    transposed=matrix.flipped,
+                    whole_tokens=matrix in outside,
+                    readers=len(outside) if matrix in outside else len(branch.firsts) - len(outside),
+                    gathered=gathers and matrix not in outside,
+                    shared=keys and twins > 1,
+                )
+        inner, unclear = between(owner, name=home, heads=heads, grain=grain, shared=twins > 1)
+        self._reasons |= unclear
+        found |= inner
+        return found, Attention(home, heads, even=alike and heads.group > 1, alike=alike, enters_whole=whole)
+
+    def _mlp(self, branch: Branch) -> dict[str, Part]:
+        found = self._mlp_parts(branch)
+        return {} if self._fails(branch, found, ranks=2, what="features") else found
+
+    def _mlp_parts(self, branch: Branch) -> dict[str, Part]:
+        hidden = branch.second.inputs
+        found = {branch.second.name: Part("second", transposed=branch.second.flipped)}
+        if hidden != branch.second.outputs:
+            inside = self._modules[branch.second.home].named_modules(prefix=branch.second.home)
+            norms = [name for name, inner in inside if isinstance(inner, BatchNorm) and inner.num_features == hidden]
+            found |= dict.fromkeys(norms, Part("inner"))
+        gathers = len(branch.firsts) > 1 and self._share_input(branch)
+        if gathers:
+            found[branch.firsts[0].home] = Part("pair", gathers=True, readers=len(branch.firsts))
+        for matrix in branch.firsts:
+            if matrix.outputs % hidden or matrix.outputs > _GATED * hidden:
+                self._reasons[matrix.name] = f"{matrix} does not fit {branch.second}"
+            elif cut := self._cut(matrix, (hidden,) * (matrix.outputs // hidden), grain=1, heads=None):
+                found[matrix.name] = Part(
+                    "first",
+                    sections=cut[0],
+                    transposed=matrix.flipped,
+                    readers=len(branch.firsts),
+                    gathered=gathers,
+                )
+        return found
+
+    def _fails(self, branch: Branch, found: Mapping[str, Part], *, ranks: int, what: str) -> bool:
+        """Whether the module that holds the first matrices is seen not to let ranks share out what lies between."""
+        if self._verdict(branch, found, ranks=ranks) is not False:
+            return False
+        home = branch.firsts[0].home
+        reason = f"{home} mixes or counts the {what} between them and {branch.second}, so ranks cannot share them"
+        self._reasons |= dict.fromkeys(branch.names, f"{reason}; rule for {home}: 'whole'")
+        return True
+
+    def _verdict(self, branch: Branch, found: Mapping[str, Part], *, ranks: int) -> bool | None:
+        """Whether the module that holds the first matrices is seen to let ranks share out what lies between, or not to;
+        None where it cannot be tried.
+        """
+        homes = {matrix.home for matrix in branch.firsts}
+        if len(homes) > 1 or any(matrix.name not in found for matrix in branch.firsts):
+            return None
+        home = homes.pop()
+        closes = branch.second.home == home
+        if not closes and found.get(home, Part("pair")).role != "attention":
+            return None
+        below = f"{home}." if home else ""
+        parts = {name.removeprefix(below): part for name, part in found.items() if name.startswith(below)}
+        trial = Trial(
+            self._modules[home],
+            firsts={matrix.child: matrix.outputs for matrix in branch.firsts},
+            second=branch.second.child if closes else None,
+            read=found[branch.second.name].cut,
+            sizes=(branch.second.inputs, branch.second.outputs),
+            parts={**parts, "": found.get(home, Part("pair"))},
+        )
+        tried = (trial.key, ranks)
+        if tried not in self._tried:
+            self._tried[tried] = trial.verdict(ranks=ranks)
+        return self._tried[tried]
+
+    def _share_input(self, branch: Branch, outside: Sequence[Matrix] = ()) -> bool:
+        """Whether the first matrices, but those that read what comes from `outside`, read one and the same tensor, the
+        input of the module that holds them.
+        """
+        homes = {matrix.home for matrix in branch.firsts}
+        inside = [matrix.child for matrix in branch.firsts if matrix not in outside]
+        return (
+            self._sharing.rows_stay
+            and len(homes) == 1
+            and only_read_by(self._modules[homes.pop()], children=inside, others=[m.child for m in outside])
+        )
+
+    def _cut(
+        self, matrix: Matrix, sections: tuple[int, ...], *, grain: int, heads: Heads | None
+    ) -> tuple[tuple[int, ...], int] | None:
+        """The sections and the grain of a first matrix; None, with the reason noted, when its order is not known."""
+        given = self._options.get(matrix.name, {})
+        if "sections" in given or "grain" in given:
+            return by_rule(matrix, sections=sections, given=given, default=grain)
+        if len(sections) == 1:
+            return (), grain
+        width = heads.width if heads else 1
+        order = order_of_fused(self._modules[matrix.home], child=matrix.child, sizes=sections, width=width)
+        if order == "sections":
+            return sections, width
+        if order == "interleaved" and heads:
+            return (), matrix.outputs // heads.key_count
+        self._reasons[matrix.name] = (
+            f"{matrix} looks fused of {len(sections)}, in an order that its module does not tell; "
+            f"rule: 'first sections={len(sections)}' when they lie one after the other"
+            + (f", 'first grain={matrix.outputs // heads.key_count}' when those of a head do" if heads else "")
+        )
+        return None
+
+    def torch_attention(self, module: nn.MultiheadAttention, *, name: str) -> dict[str, Part]:
+        """The parts of torch's own attention, whose matrices are parameters that it holds itself."""
+        width = module.head_dim
+        self.attentions.append(
+            Attention(name, Heads(module.num_heads, module.num_heads, width), even=False, alike=True, enters_whole=True)
+        )
+        fused, below = (module.embed_dim,) * 3, f"{name}." if name else ""
+        found = {
+            "in_proj_weight": Part("first", sections=fused, grain=width),
+            "in_proj_bias": Part("inner", sections=fused, grain=width),
+            **{f"{which}_proj_weight": Part("first", grain=width) for which in "qkv"},
+            **{f"bias_{which}": Part("inner", grain=width) for which in "kv"},
+        }
+        held = dict(module.named_parameters(recurse=False))
+        return {
+            name: Part("attention", counts=(("num_heads", 1),), becomes=ShardedMultiheadAttention),
+            **{f"{below}{key}": part for key, part in found.items() if key in held},
+            f"{below}out_proj": Part("second", grain=width),
+        }
+
+
+def _rule_for_heads(home: str, heads: Heads) -> str:
+    keys = f" kv_heads={heads.key_count}" if heads.group > 1 else ""
+    counts = f"{home} counts no heads that fit, and computes as with {heads.count}"
+    return f"attention, it seems, but {counts}; rule for {home}: 'attention heads={heads.count}{keys}'"
+
+
+def _above(name: str) -> list[str]:
+    """The names of the modules that hold a module, innermost first."""
+    words = name.split(".")
+    return [".".join(words[:depth]) for depth in range(len(words) - 1, -1, -1)]

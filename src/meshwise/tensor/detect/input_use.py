@@ -1,0 +1,177 @@
+"""Whether a module's input goes to some of its children and nowhere else.
+
+Three linears that read one tensor may gather it once, at the entry of the module around them, if that tensor goes to
+nothing but them: what else reads it (a norm, a residual) needs the part that the rank has. The source of the forward
+tells. Where it does not, every linear gathers for itself, which costs traffic and nothing else, unless the forward asks
+its input for sizes that those of the gathered one should be.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Collection, Mapping
+from functools import lru_cache
+
+from torch import nn
+
+from meshwise.model.parameter_reads import source_of
+
+_RESHAPING = frozenset({"view", "reshape", "split", "unflatten"})
+_LAST = ("-1", "2")
+_OF_ITS_SHAPE = frozenset({"shape", "size", "dim", "ndim", "dtype", "device"})
+
+
+def only_read_by(module: nn.Module, *, children: Collection[str], others: Collection[str] = ()) -> bool:
+    """Whether the first argument of a module's forward is read by each of the children called by these names, and
+    besides only asked for its sizes.
+
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        q, k, v = (linear(x) for linear in (self.q, self.k, self.v))
+        source = x if memory is None else memory            k, v = self.k(source), self.v(source)
+
+    `others`: children that read it under such a second name, if at all, and in the calls at hand something else.
+    """
+    definition = _forward(module)
+    if definition is None:
+        return False
+    itself, given = (argument.arg for argument in definition.args.args[:2])
+    also, harmless = _second_names(definition, given)
+    harmless |= _asked_for_sizes(definition)
+    looped = _looped_over(definition, itself)
+    readers: dict[str, set[str]] = {given: set(), also: set()}
+    for node in _nodes(definition):
+        if isinstance(node, ast.Call) and len(node.args) == 1 and isinstance(node.args[0], ast.Name):
+            called, name = _children_called(node.func, itself, looped), node.args[0].id
+            if called and name in readers and called <= {*children, *others}:
+                readers[name] |= called
+                harmless.add(id(node.args[0]))
+    read = readers[given] if others else readers[given] | readers[also]
+    loads = [node for node in _nodes(definition) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    return read == set(children) and all(id(node) in harmless for node in loads if node.id in readers)
+
+
+def sizes_unused(module: nn.Module) -> bool:
+    """Whether a module's forward is known not to ask its first argument for its sizes. A method of its own that it
+    hands that on to may.
+    """
+    definition = _forward(module)
+    if definition is None:
+        return False
+    given, asked = definition.args.args[1].arg, _asked_for_sizes(definition)
+    for call in [node for node in _nodes(definition) if isinstance(node, ast.Call)]:
+        called = _children_called(call.func, definition.args.args[0].arg, {})
+        if any(inspect.isfunction(getattr(type(module), name, None)) for name in called):
+            asked |= {id(argument) for argument in (*call.args, *(word.value for word in call.keywords))}
+    return not any(id(node) in asked for node in _nodes(definition) if _is_named(node, given))
+
+
+def splits_by_width(module: nn.Module) -> bool:
+    """Whether a module's forward takes the number of features from its first argument, and uses it only to view or
+    split what its matrices return, or divides it by a number of heads, as many do.
+
+        B, T, C = x.size()        q, k, v = self.qkv(x).split(C, dim=2)        q.view(B, T, self.heads, C // self.heads)
+    """
+    definition = _forward(module)
+    if definition is None:
+        return False
+    given = definition.args.args[1].arg
+    names = {
+        node.targets[0].elts[-1].id
+        for node in _nodes(definition)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Tuple)
+        and isinstance(node.targets[0].elts[-1], ast.Name)
+        and _is_sizes_of(node.value, given)
+    }
+    harmless: set[int] = set()
+    for node in _nodes(definition):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _RESHAPING:
+            harmless |= {id(argument) for argument in node.args}
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
+            harmless.add(id(node.left))
+    uses = [n for n in _nodes(definition) if isinstance(n, ast.Name) and n.id in names and isinstance(n.ctx, ast.Load)]
+    return bool(uses) and all(id(node) in harmless for node in uses)
+
+
+def asks_for_last_size(module: nn.Module) -> bool:
+    """Whether a module's forward takes the last of three sizes from any tensor: the number of features of a stream.
+
+    d = x.shape[-1]        d = x.size(2)        B, T, C = x.shape
+    """
+    definition = _forward(module)
+    if definition is None:
+        return False
+    read = {node.id for node in _nodes(definition) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    return any(_is_last_size(node, read=read) for node in _nodes(definition))
+
+
+def _is_last_size(node: ast.AST, *, read: set[str]) -> bool:
+    match node:
+        case ast.Subscript(value=ast.Attribute(attr="shape"), slice=place):
+            return ast.unparse(place) in _LAST
+        case ast.Call(func=ast.Attribute(attr="size"), args=[place]):
+            return ast.unparse(place) in _LAST
+        case ast.Assign(targets=[ast.Tuple(elts=[_, _, ast.Name(id=name)])], value=sizes):
+            return name in read and ast.unparse(sizes).endswith((".shape", ".size()"))
+    return False
+
+
+def _is_sizes_of(node: ast.expr, name: str) -> bool:
+    """Whether an expression is `name.shape` or `name.size()`."""
+    if isinstance(node, ast.Call) and not node.args:
+        node = node.func
+    return isinstance(node, ast.Attribute) and node.attr in ("shape", "size") and _is_named(node.value, name)
+
+
+def _second_names(definition: ast.FunctionDef, given: str) -> tuple[str, set[int]]:
+    """The name of what is `given` or something else, as the forward decides; and where it says so."""
+    for node in _nodes(definition):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.IfExp) and isinstance(node.targets[0], ast.Name):
+            either = [branch for branch in (node.value.body, node.value.orelse) if _is_named(branch, given)]
+            if either:
+                return node.targets[0].id, set(map(id, either))
+    return "", set()
+
+
+def _looped_over(definition: ast.FunctionDef, itself: str) -> dict[str, set[str]]:
+    """Names that stand for one child after the other: `linear`, in `for linear in (self.q, self.k, self.v)`."""
+    loops = [node for node in _nodes(definition) if isinstance(node, ast.For | ast.comprehension)]
+    return {
+        node.target.id: {entry.attr for entry in node.iter.elts if isinstance(entry, ast.Attribute)}
+        for node in loops
+        if isinstance(node.target, ast.Name)
+        and isinstance(node.iter, ast.Tuple | ast.List)
+        and all(isinstance(entry, ast.Attribute) and _is_named(entry.value, itself) for entry in node.iter.elts)
+    }
+
+
+def _children_called(called: ast.expr, itself: str, looped: Mapping[str, set[str]]) -> set[str]:
+    """Which children a call calls."""
+    if isinstance(called, ast.Name):
+        return looped.get(called.id, set())
+    return {called.attr} if isinstance(called, ast.Attribute) and _is_named(called.value, itself) else set()
+
+
+def _forward(module: nn.Module) -> ast.FunctionDef | None:
+    """The source of a module's forward, when it is there and takes an argument."""
+    try:
+        definition = source_of(inspect.unwrap(type(module).forward)).body[0]
+    except (OSError, SyntaxError, TypeError):
+        return None
+    return definition if isinstance(definition, ast.FunctionDef) and len(definition.args.args) > 1 else None
+
+
+@lru_cache(256)
+def _nodes(definition: ast.FunctionDef) -> tuple[ast.AST, ...]:
+    """All of a definition. A model has many modules of one class."""
+    return tuple(ast.walk(definition))
+
+
+def _asked_for_sizes(definition: ast.FunctionDef) -> set[int]:
+    attributes = [node for node in _nodes(definition) if isinstance(node, ast.Attribute)]
+    return {id(node.value) for node in attributes if node.attr in _OF_ITS_SHAPE}
+
+
+def _is_named(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name

@@ -1,0 +1,274 @@
+"""The parts of a model as its structure tells them.
+
+GPT
+├── embedding            an embedding as wide as the stream, the first of them: the vocabulary's
+├── positions            another: positions
+├── blocks               a list of modules with pairs
+│   └── 0                block: its branches are read by `branch`, its heads by `heads`
+│       ├── norm         agrees with a norm's formula, over the stream: norm
+│       └── …
+├── norm                 the same, outside of the blocks
+└── head                 as many outputs as the vocabulary has numbers: head; another linear: single or whole
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from meshwise.base.batch_norm_classes import BatchNorm
+from meshwise.tensor.core.part import Part
+from meshwise.tensor.core.sharded_multihead import UnnestedEncoder
+from meshwise.tensor.detect.attention_heads import by_rule
+from meshwise.tensor.detect.block_branch import Reading, stream_width
+from meshwise.tensor.detect.column_row_pairs import Attention, Pairs
+from meshwise.tensor.detect.input_use import asks_for_last_size
+from meshwise.tensor.detect.matrix_modules import CONVOLUTIONS, as_matrix, computes_as, looks_up, matrices
+from meshwise.tensor.detect.norm_modules import as_norm, goes_feature_by_feature
+from meshwise.tensor.detect.pair_sharing import Sharing
+
+_KNOWN = ("torch", "transformers", "meshwise")
+"""Packages whose modules take what they make for each feature from parameters."""
+
+
+class Structure:
+    """A model, read for its parts.
+
+    stated    the roles that someone else gave, by name of a module or parameter
+    options   the numbers that were given with them
+    sharing   how the plan shares heads out
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        stated: Mapping[str, str],
+        options: Mapping[str, Mapping[str, int]],
+        sharing: Sharing,
+    ) -> None:
+        self.modules = dict(module.named_modules())
+        self.blocks = dict(_blocks(module, name=""))
+        self._stated = stated
+        self._options = options
+        self._reasons: dict[str, str] = {}
+        self._pairs = Pairs(self.modules, options=options, reasons=self._reasons, sharing=sharing)
+        self._regions = self.blocks or {"": module}
+        outside = [p for name, p in module.named_parameters() if p.dim() and not self._in_block(name)]
+        self.width = stream_width(self._regions.values(), outside={parameter.size(-1) for parameter in outside})
+        self._vocabulary = self._find_vocabulary()
+        self._parts: dict[str, Part] = {}
+        for name, block in self._regions.items():
+            self._read_block(block, name)
+        for name, inner in self.modules.items():
+            if name not in self._reasons and not self._is_kept_whole(name):
+                self._read_module(inner, name)
+        for name, role in stated.items():
+            self._state(name, role)
+
+    @property
+    def parts(self) -> Mapping[str, Part]:
+        """The part of every module, and parameter held by a module itself, that has one."""
+        return self._parts
+
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """The attentions that were found, with their heads."""
+        return tuple(self._pairs.attentions)
+
+    @property
+    def counts_features(self) -> bool:
+        """Whether outside of the blocks something is made for all features of the stream: there is a buffer that wide,
+        or a forward of the user's asks how many there are.
+        """
+        outside = [module for name, module in self.modules.items() if not self._in_block(name)]
+        own = [module for module in outside if type(module).__module__.partition(".")[0] not in _KNOWN]
+        tables = [buffer for module in own for buffer in module.buffers(recurse=False) if buffer.is_floating_point()]
+        wide = any(table.dim() > 1 and table.size(-1) == self.width for table in tables)
+        return wide or any(map(asks_for_last_size, own))
+
+    def reason(self, name: str) -> str:
+        """Why a parameter has no part, in brackets, where that is known."""
+        return next((f"  ({self._reasons[holder]})" for holder in _holders(name) if holder in self._reasons), "")
+
+    def writes_stream(self, name: str) -> bool:
+        """Whether it is a matrix in a block that makes something as wide as the stream."""
+        matrix = as_matrix(self.modules[name], name=name) if name in self.modules else None
+        return matrix is not None and matrix.outputs == self.width and self._in_block(name)
+
+    def _read_block(self, block: nn.Module, name: str) -> None:
+        if self.width is None:
+            return
+        branches, left = Reading(self.width, self._stated, self.modules.keys()).branches(block, name=name)
+        seen = self._pairs.of_squares(left, stated=self._stated)
+        branches += seen
+        left = [matrix for matrix in left if not any(matrix in (*each.firsts, each.second) for each in seen)]
+        if name:
+            for matrix in left:
+                self._reasons.setdefault(matrix.name, f"{matrix} forms no pair with a second")
+            self._parts[name] = Part("block", stream=self.width)
+        for inner, module in block.named_modules(prefix=name):
+            if computes_as(module, kind=nn.MultiheadAttention) and not self._is_kept_whole(inner):
+                assert isinstance(module, nn.MultiheadAttention)
+                self._parts |= self._pairs.torch_attention(module, name=inner)
+        self._parts |= self._pairs.parts(branches, block=name)
+
+    def _read_module(self, module: nn.Module, name: str) -> None:
+        """Give a part to a module that is in no pair, when what it is and where it is tell."""
+        around = self._parts[name].role if name in self._parts else ""
+        if around not in ("", "block", "pair", "attention"):
+            return
+        held = dict(module.named_parameters(recurse=False))
+        norm = None if around else as_norm(module)
+        if computes_as(module, kind=nn.TransformerEncoder):
+            self._parts[name] = Part("pair", becomes=UnnestedEncoder)
+        elif norm is not None and norm[0] == self.width:
+            self._parts[name] = Part("norm", norm=norm[1])
+        elif isinstance(module, BatchNorm) and not around and self._has_all_features(module, name):
+            self._parts[name] = Part("whole")
+        elif held and not around and not self._in_block(name) and (role := self._role_outside(module, name)):
+            matrix = as_matrix(module, name=name)
+            self._parts[name] = Part(role, transposed=matrix is not None and matrix.flipped)
+        elif not any(True for _ in module.children()) and not goes_feature_by_feature(module):
+            self._reasons[name] = _why_unknown(module)
+        elif around or type(module).__module__.partition(".")[0] != "torch":
+            for key, parameter in held.items():
+                self._read_parameter(f"{name}.{key}" if name else key, parameter, in_attention=around == "attention")
+
+    def _read_parameter(self, name: str, parameter: nn.Parameter, *, in_attention: bool) -> None:
+        """Give a part to a parameter that a module of the user's holds itself: a vector as wide as the stream, or,
+        outside of the blocks, a table of them. What could be a matrix is left to the rules.
+        """
+        if name in self._parts or parameter.shape[-1:] != (self.width,):
+            return
+        table = not self._in_block(name) and parameter.shape[0] != self.width
+        if not (table or parameter.numel() == self.width):
+            return
+        if in_attention:
+            self._reasons[name] = "as wide as the stream and as all heads: rule 'vector', or 'inner grain=number'"
+        else:
+            self._parts[name] = Part("vector")
+
+    def _role_outside(self, module: nn.Module, name: str) -> str | None:
+        """The part of a module outside of the blocks, as far as torch's own layers go."""
+        if matrix := as_matrix(module, name=name):
+            if self._vocabulary is not None and matrix.inputs == self.width:
+                tied = getattr(module, "weight", None) is self._vocabulary.weight
+                if tied and not looks_up(self._vocabulary):
+                    return "whole"  # as its table is
+                if tied or self.width != matrix.outputs == self._vocabulary.num_embeddings:
+                    return "head"
+            if matrix.outputs != self.width or matrix.flipped:
+                return "whole"
+            return "single" if matrix.inputs == self.width else "patches"
+        if isinstance(module, nn.Embedding):
+            if module.embedding_dim != self.width:
+                return "whole"
+            shared = self._vocabulary is not None and module.weight is self._vocabulary.weight
+            shared = shared and looks_up(module)
+            return "embedding" if shared else "positions"
+        if isinstance(module, CONVOLUTIONS):
+            return "patches" if module.out_channels == self.width else "whole"
+        return "whole" if as_norm(module) else None
+
+    def _find_vocabulary(self) -> nn.Embedding | None:
+        """Of the embeddings as wide as the stream, the one that shares its matrix with a linear outside of the blocks,
+        or, being the largest, its size; or else the first.
+        """
+        found = [
+            module
+            for name, module in self.modules.items()
+            if isinstance(module, nn.Embedding) and module.embedding_dim == self.width and not self._in_block(name)
+        ]
+        outside = [module for name, module in self.modules.items() if not self._in_block(name)]
+        linears = [module for module in outside if isinstance(module, nn.Linear)]
+        sizes = {linear.out_features for linear in linears} - {self.width}
+        tied = [e for e in found if any(linear.weight is e.weight for linear in linears)]
+        largest = max((e.num_embeddings for e in found), default=0)
+        sized = [e for e in found if e.num_embeddings in sizes and e.num_embeddings == largest]
+        return next(iter([*tied, *sized, *found]), None)
+
+    def _state(self, name: str, role: str) -> None:
+        """What was stated goes before what was found."""
+        module = self.modules.get(name)
+        matrix = as_matrix(module, name=name) if module is not None else None
+        if _replaces_own_forward(module, role):
+            plain = matrix is not None or (isinstance(module, nn.Embedding) and looks_up(module))
+            raise ValueError(
+                f"{name!r} is to be {role!r}, but {type(module).__name__} computes something "
+                f"{'else' if plain else 'of its own'}, which that part would replace; parts that keep it "
+                "are positions, vector, inner, each_head and whole"
+            )
+        given = self._options.get(name, {})
+        if role == "attention":
+            if name not in self._parts or self._parts[name].role != "attention":
+                raise ValueError(f"{name!r} is to be attention, but no pair of matrices was found in it")
+        elif role in ("first", "second"):
+            if name in self._parts or name in self._reasons:
+                return  # in a pair, with its heads; or in none, and then that is said
+            cut = (
+                by_rule(matrix, sections=(matrix.outputs,), given=given, default=1)
+                if matrix and role == "first"
+                else ()
+            )
+            sections, grain = cut or ((), given.get("grain", 1))
+            self._parts[name] = Part(role, sections=sections, grain=grain, transposed=bool(matrix and matrix.flipped))
+        elif role == "norm":
+            norm = as_norm(module) if module is not None else None
+            if norm is None:
+                raise ValueError(f"{name!r} is to be a norm, but it computes neither LayerNorm nor RMSNorm")
+            self._parts[name] = Part("norm", norm=norm[1])
+        else:
+            self._parts[name] = Part(role, grain=given.get("grain", 1), transposed=bool(matrix and matrix.flipped))
+
+    def _has_all_features(self, norm: BatchNorm, name: str) -> bool:
+        """Whether a batch norm is given the stream, or something outside of the blocks."""
+        return norm.num_features == self.width or not self._in_block(name)
+
+    def _in_block(self, name: str) -> bool:
+        return any(holder in self.blocks for holder in _holders(name))
+
+    def _is_kept_whole(self, name: str) -> bool:
+        return any(self._stated.get(holder) == "whole" for holder in _holders(name))
+
+
+def _why_unknown(module: nn.Module) -> str:
+    """Why a module that holds parameters and no other modules gets no part."""
+    name = type(module).__name__
+    for kind in (nn.Linear, nn.Embedding):
+        if isinstance(module, kind):
+            own = "" if computes_as(module, kind=kind) else ", with a forward of its own"
+            return f"{name} in a block, beside its pairs{own}"
+    return f"{name} is neither a known norm nor goes feature by feature"
+
+
+def _replaces_own_forward(module: nn.Module | None, role: str) -> bool:
+    """Whether the part would replace what a class computes that derives from one of torch's."""
+    if module is None or role not in ("first", "second", "single", "head", "embedding"):
+        return False
+    return not looks_up(module) if role == "embedding" else as_matrix(module, name="") is None
+
+
+def _holders(name: str) -> list[str]:
+    """A name, and those of all modules around it, innermost first."""
+    words = name.split(".")
+    return [".".join(words[:depth]) for depth in range(len(words), 0, -1)]
+
+
+def _blocks(module: nn.Module, *, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """The entries of lists that hold pairs, the outermost ones."""
+    for child_name, child in module.named_children():
+        below = f"{name}.{child_name}" if name else child_name
+        entry = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        container = isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        if entry and not container and _holds_pair(child):
+            yield below, child
+        else:
+            yield from _blocks(child, name=below)
+
+
+def _holds_pair(module: nn.Module) -> bool:
+    if isinstance(module, nn.MultiheadAttention) or any(isinstance(m, nn.MultiheadAttention) for m in module.modules()):
+        return True
+    return sum(1 for _ in matrices(module, name="")) >= 2

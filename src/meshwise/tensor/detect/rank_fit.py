@@ -1,0 +1,173 @@
+"""Whether a model's parts fit the ranks of a plan, and which plans are near that do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from meshwise.base.batch_norm_classes import BatchNorm
+from meshwise.plan import Plan, PlanError
+from meshwise.tensor.core.part import Part
+from meshwise.tensor.detect.column_row_pairs import Attention
+from meshwise.tensor.detect.known_names import of_all_blocks
+from meshwise.tensor.detect.matrix_modules import CONVOLUTIONS
+from meshwise.tensor.detect.pair_sharing import Sharing
+
+
+def refuse_misfits(attentions: Sequence[Attention], *, plan: Plan, sharing: Sharing) -> None:
+    """Raise PlanError when an attention has no head for some of the ranks that split them, cannot share them out, or
+    would take the number of its tokens from a part of them.
+    """
+    ranks = sharing.ranks
+    for attention in attentions:
+        if plan.sequence_parallel and not attention.enters_whole:
+            raise PlanError(
+                f"{attention.name} asks its input x for sizes, of which '{plan}' gives it a part of the tokens, and "
+                "it does not show that only its first matrices read x, which would have all tokens brought together "
+                "for it. Let them be called as self.q(x), self.k(x), self.v(x), or as linear(x) for linear in (self.q, "
+                "self.k, self.v), and nothing else read x. Nearest that works as it is: sequence_parallel=0"
+            )
+        if not _fits(attention, ranks=ranks, sharing=sharing):
+            heads = attention.heads
+            why = "they cannot be shared out evenly" if heads.key_count >= ranks else "they are fewer"
+            rules = _whole(
+                [other for other in attentions if not _fits(other, ranks=ranks, sharing=sharing)], attentions
+            )
+            whole = f"; or keep it whole on every rank, by the rules {rules}"
+            raise PlanError(
+                f"{attention.name} has {heads.count} heads over {heads.key_count} key heads, and '{plan}' shares them "
+                f"out over {ranks} ranks: {why}. {_nearest(attentions, plan=plan, sharing=sharing)}"
+                f"{whole if plan.tp_mode == '1d' and not plan.sequence_parallel else ''}"
+            )
+    twins = {twins for attention in attentions if (twins := attention.heads.twins(ranks)) > 1}
+    if len(twins) > 1:
+        counts = sorted({attention.heads.key_count for attention in attentions})
+        raise PlanError(
+            f"attentions with {' and '.join(map(str, counts))} key heads cannot share them over the same {ranks} ranks "
+            f"of '{plan}'. {_nearest(attentions, plan=plan, sharing=sharing)}"
+        )
+
+
+def refuse_compiled(module: nn.Module) -> None:
+    """Raise PlanError for a model some of which is compiled: a graph knows nothing of what ranks wait for."""
+    for name, inner in module.named_modules():
+        if "_orig_mod" in inner._modules or vars(inner).get("_compiled_call_impl") is not None:
+            raise PlanError(
+                f"{name or 'the model'} is compiled, and tp changes what its modules compute; leave torch.compile out, "
+                "or take tp=1"
+            )
+
+
+def refuse_modes(parts: Mapping[str, Part], *, modules: Mapping[str, nn.Module], plan: Plan, width: int | None) -> None:
+    """Raise PlanError for a part that a scheme does not have, other than 1d where the stream is whole."""
+    inside = tuple(f"{name}." for name, part in parts.items() if part.role == "block")
+    for name, held in modules.items():
+        if plan.sequence_parallel and isinstance(held, nn.TransformerDecoderLayer) and not _is_whole(name, parts):
+            rule = f'keep it whole on every rank, as in {{"{of_all_blocks(name)}": "whole"}}, or take '
+            others = any(not isinstance(modules[block[:-1]], nn.TransformerDecoderLayer) for block in inside)
+            raise PlanError(
+                f"{name} ({type(held).__name__}) reads an encoder's output, which has all tokens, by the matrix that "
+                f"reads the stream, of which '{plan}' gives a rank a part. Nearest that works: "
+                f"{rule if others else ''}sequence_parallel=0"
+            )
+        if plan.tp_mode != "1d" and isinstance(held, nn.Transformer):
+            raise PlanError(
+                f"{name or 'the model'} ({type(held).__name__}) asks for all features of its input, and "
+                f"tp_mode={plan.tp_mode} splits them. Nearest that works: tp_mode=1d"
+            )
+    if plan.sequence_parallel:
+        for name, part in parts.items():
+            if part.role == "whole" and name.startswith(inside) and name in modules and _may_mix_tokens(modules[name]):
+                raise PlanError(
+                    f"{name} ({type(modules[name]).__name__}) is kept whole inside a block, where '{plan}' gives a "
+                    "rank a part of the tokens, and whether it mixes them does not show. Nearest that works: "
+                    "sequence_parallel=0"
+                )
+    if plan.tp_mode == "1d":
+        return
+    whole = any(part.whole_features for part in parts.values())
+    for name, part in parts.items():
+        if whole and not name.startswith(inside):
+            continue  # what is there has all features
+        module = modules.get(name)
+        if module is not None and (reason := _only_1d(module, part, width, rows_move=plan.tp_mode == "3d")):
+            raise PlanError(
+                f"{name}: {reason}, which tp_mode={plan.tp_mode} has no part for. Nearest that works: tp_mode=1d"
+            )
+    ends = ("head", "block")
+    if width and not any(p.role in ends or _reads_all(modules.get(name), p, width) for name, p in parts.items()):
+        raise PlanError(
+            f"the model takes and returns a stream of {width} features, of which tp_mode={plan.tp_mode} gives a rank a "
+            "part, and has no repeated blocks, in a ModuleList, where that would begin and end. Nearest that works: "
+            "tp_mode=1d"
+        )
+
+
+def _is_whole(name: str, parts: Mapping[str, Part]) -> bool:
+    """Whether a module, or one around it, is kept whole."""
+    words = name.split(".")
+    around = (parts.get(".".join(words[:depth])) for depth in range(len(words) + 1))
+    return any(part is not None and part.role == "whole" for part in around)
+
+
+def _only_1d(module: nn.Module, part: Part, width: int | None, *, rows_move: bool) -> str:
+    if part.role == "whole":
+        looks_up = isinstance(module, nn.Embedding)  # by numbers, of which there may be as many as features
+        sizes = [parameter.shape[-1:] if looks_up else parameter.shape for parameter in module.parameters()]
+        reads_stream = any(width in each for each in sizes) or _reads_side_by_side(module, width)
+        if reads_stream and not _reads_all(module, part, width):
+            does = "makes" if looks_up else "reads"
+            return f"{type(module).__name__} is kept whole, and what it {does} is the stream, split by features"
+    if part.role == "patches" and isinstance(module, CONVOLUTIONS) and module.groups > 1:
+        return f"{type(module).__name__} has groups of channels, and they become features, which are split"
+    if isinstance(module, nn.MultiheadAttention):
+        if module.in_proj_weight is None:
+            return "its keys and values have another width than the stream"
+        if rows_move and not module.batch_first:
+            return "batch_first=False puts the rows of the batch into dim 1"
+    return ""
+
+
+def _reads_side_by_side(module: nn.Module, width: int | None) -> bool:
+    """Whether a module may be given the features of several tokens, such as the first and the mean of all."""
+    return isinstance(module, nn.Linear) and width is not None and module.in_features in range(2 * width, 2**62, width)
+
+
+def _may_mix_tokens(module: nn.Module) -> bool:
+    """Whether what a module makes of a token may depend on others."""
+    return isinstance(module, BatchNorm) or any(True for _ in module.children())
+
+
+def _reads_all(module: nn.Module | None, part: Part, width: int | None) -> bool:
+    """Whether a module is kept whole and is given all features of the stream."""
+    return part.role == "whole" and isinstance(module, nn.Linear) and module.in_features == width
+
+
+def _fits(attention: Attention, *, ranks: int, sharing: Sharing) -> bool:
+    """Whether so many ranks can share out the heads, each getting whole groups of queries with their key."""
+    keys = attention.heads.key_count
+    if keys >= ranks:
+        return keys % ranks == 0 or not attention.even
+    return sharing.rows_stay and not attention.alike and attention.heads.twins(ranks) > 0
+
+
+def _whole(unfit: Sequence[Attention], attentions: Sequence[Attention]) -> str:
+    """Rules that keep attentions whole, and the blocks' other ones as they are."""
+    names = [attention.name for attention in unfit]
+    patterns = {of_all_blocks(name) for name in names}
+    alike = all(attention.name in names for attention in attentions if of_all_blocks(attention.name) in patterns)
+    return ", ".join(f"'{name}': 'whole'" for name in (sorted(patterns) if alike else names))
+
+
+def _nearest(attentions: Sequence[Attention], *, plan: Plan, sharing: Sharing) -> str:
+    most = max(attention.heads.count for attention in attentions)
+    works = [n for n in range(1, most + 1) if all(_fits(each, ranks=n, sharing=sharing) for each in attentions)]
+    near = sorted(sorted(works, key=lambda n: abs(math.log(n / sharing.ranks)))[:2])
+    return f"Nearest that works: {' or '.join(f'tp={_ranks(plan, n)}' for n in near)}"
+
+
+def _ranks(plan: Plan, side: int) -> int:
+    power = {"1d": 1, "2d": 2, "2.5d": 2, "3d": 3}[plan.tp_mode]
+    return int(side**power) * (plan.tp_depth if plan.tp_mode == "2.5d" else 1)

@@ -1,0 +1,276 @@
+"""Which module of a plain model plays which part.
+
+A model is not written for tensor parallelism and never learns of it. So from outside it has to be found which linears
+form a pair, where heads are counted, which embedding is the vocabulary's. Three sources say so, the first that speaks
+about a module counts:
+
+    1. rules        {"blocks.*.up": "first", "blocks.*.down": "second"}        what the user states
+    2. declared     the plan that a transformers model carries for its matrices
+    3. structure    sizes, names of counts, the order of registration (`families`)
+
+Whatever the source, nothing is passed over: a rule that matches nothing and a parameter that got no part are errors
+that list what comes near.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+import itertools
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import nn
+
+from meshwise.plan import Plan
+from meshwise.tensor.core.part import Part
+from meshwise.tensor.detect.known_names import DECLARED, branch_around, of_all_blocks
+from meshwise.tensor.detect.model_structure import Structure
+from meshwise.tensor.detect.outside_blocks import whole_outside
+from meshwise.tensor.detect.pair_sharing import Sharing
+from meshwise.tensor.detect.rank_fit import refuse_compiled, refuse_misfits, refuse_modes
+
+Rules: TypeAlias = Mapping[str, str]
+"""A part for every module, or parameter, whose name a pattern matches; `*` stands for one word of a dotted name.
+
+    {"blocks.*.attention": "attention heads=8 kv_heads=2",     how many heads, when the module does not say
+     "blocks.*.attention.qkv": "first sections=3",             a fused matrix: all of q, all of k, all of v
+     "blocks.*.mlp.up": "first",
+     "blocks.*.mlp.down": "second",
+     "classifier": "whole"}
+"""
+
+_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "attention": ("heads", "kv_heads"),
+    "first": ("sections", "grain"),
+    "second": ("grain",),
+    "inner": ("grain",),
+}
+"""The options that a rule may give with a part."""
+
+_BY_HAND = ("first", "second", "single", "head", "embedding", "positions", "patches", "vector", "inner", "each_head")
+_ALLOWED = (*_BY_HAND, "norm", "attention", "whole")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule's right side, such as `first sections=3`."""
+
+    role: str
+    options: Mapping[str, int]
+
+    @classmethod
+    def parse(cls, text: str, *, pattern: str) -> Rule:
+        """Raises ValueError for a word that is no part, and for an option that the part does not take."""
+        if not isinstance(text, str):
+            raise ValueError(  # noqa: TRY004 - what a user states is a value
+                f"rule {pattern!r}: {text!r} is no text; a rule is a part with options, such as 'first sections=3', "
+                "and what shall be found by itself has none"
+            )
+        role, *words = text.split() or [""]
+        if role not in _ALLOWED:
+            near = difflib.get_close_matches(role, _ALLOWED, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"rule {pattern!r}: {role!r} is not a part; {hint}the parts are {' '.join(_ALLOWED)}")
+        options = {}
+        for word in words:
+            match = re.fullmatch(r"(\w+)=([1-9]\d*)", word)
+            taken = _OPTIONS.get(role, ())
+            if match is None or match[1] not in taken:
+                takes = f"takes {' and '.join(f'{name}=number' for name in taken)}" if taken else "takes no options"
+                raise ValueError(f"rule {pattern!r}: {word!r} in {text!r}; the part {role!r} {takes}")
+            options[match[1]] = int(match[2])
+        return cls(role, options)
+
+
+def find_parts(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -> Mapping[str, Part]:
+    """Return the part that each module, or parameter held by a module itself, plays under a plan; see `part.Part`.
+
+    The module is only looked at; it may be on the meta device. Raises ValueError for a rule that matches nothing or
+    contradicts the sizes, and for parameters that no source gives a part; PlanError, with the nearest degrees that
+    work, when the plan asks for more ranks than there are heads, or for a scheme that a part does not have.
+    """
+    refuse_compiled(module)
+    found = _read(module, plan=plan, rules=rules or {})
+    if found.left:
+        raise ValueError(_no_part(module, found, plan=plan, rules=rules or {}))
+    return _fitting(found, plan=plan)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the sources tell: the parts, the modules kept whole by a rule, and the parameters without a part."""
+
+    structure: Structure
+    parts: Mapping[str, Part]
+    whole: Collection[str]
+    left: Sequence[str]
+
+
+def _read(module: nn.Module, *, plan: Plan, rules: Rules) -> _Found:
+    given = _matched(module, rules)
+    stated = {name: rule.role for name, rule in given.items()}
+    declared = _declared(module, stated=stated)
+    structure = Structure(
+        module,
+        stated={**declared, **stated},
+        options={name: rule.options for name, rule in given.items()},
+        sharing=Sharing.of(plan),
+    )
+    whole = {name for name, role in stated.items() if role == "whole"}
+    parts = {
+        name: part for name, part in structure.parts.items() if name in stated or not _lies_in(name, holders=whole)
+    }
+    for name, rule in given.items():
+        if rule.role in ("first", "second") and name in parts and parts[name].role != rule.role:
+            raise ValueError(
+                f"{name!r} is to be {rule.role!r}, but no pair of matrices was found in which it is that; without the "
+                f"rule it is {parts[name].role!r}"
+            )
+    placed = {id(p) for name, p in module.named_parameters(remove_duplicate=False) if _places(parts, name)}
+    left = [name for name, p in module.named_parameters() if id(p) not in placed]
+    return _Found(structure, parts, whole, left)
+
+
+def _fitting(found: _Found, *, plan: Plan) -> Mapping[str, Part]:
+    """The parts as a plan has them. Raises PlanError where it has none."""
+    structure, whole = found.structure, found.whole
+    split = [each for each in structure.attentions if each.name not in whole and not _lies_in(each.name, holders=whole)]
+    refuse_misfits(split, plan=plan, sharing=Sharing.of(plan))
+    parts = whole_outside(found.parts, plan=plan, counts=structure.counts_features)
+    refuse_modes(parts, modules=structure.modules, plan=plan, width=structure.width)
+    return parts
+
+
+def _lies_in(name: str, *, holders: Collection[str]) -> bool:
+    """Whether one of the modules around it is among `holders`."""
+    words = name.split(".")
+    return any(".".join(words[:depth]) in holders for depth in range(len(words)))
+
+
+def _matched(module: nn.Module, rules: Rules) -> dict[str, Rule]:
+    """The rule of every module or parameter that one matches; of several, the last."""
+    modules = [name for name, _ in module.named_modules(remove_duplicate=False)]
+    parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    matched: dict[str, Rule] = {}
+    for pattern, text in rules.items():
+        rule = Rule.parse(text, pattern=pattern)
+        names = [name for name in (*modules, *parameters) if matches(name, pattern=pattern)]
+        if not names:
+            raise ValueError(f"rule {pattern!r} matches no module and no parameter; {_near(pattern, modules[1:])}")
+        matched |= dict.fromkeys(names, rule)
+    return matched
+
+
+def matches(name: str, *, pattern: str) -> bool:
+    """Whether a dotted name has as many words as the pattern, each matching."""
+    words, wanted = name.split("."), pattern.split(".")
+    return len(words) == len(wanted) and all(map(fnmatch.fnmatchcase, words, wanted))
+
+
+def _near(pattern: str, names: Sequence[str]) -> str:
+    general = list(dict.fromkeys(of_all_blocks(name) for name in names))
+    near = difflib.get_close_matches(of_all_blocks(pattern), general, n=3, cutoff=0.5)
+    return f"near names: {' '.join(near)}" if near else f"there are {' '.join(general[:8])} and more"
+
+
+def _declared(module: nn.Module, *, stated: Collection[str]) -> dict[str, str]:
+    """The parts of the matrices that a transformers model declares, by name. Raises ValueError for a word among them
+    that has no part here, unless a rule is `stated` for the module or one around it.
+    """
+    found: dict[str, str] = {}
+    names = [name for name, _ in module.named_modules(remove_duplicate=False)]
+    for owner_name, owner in module.named_modules():
+        plan = getattr(owner, "_tp_plan", None)
+        if not isinstance(plan, Mapping):
+            continue
+        for pattern, word in plan.items():
+            below = f"{owner_name}.{pattern}" if owner_name else pattern
+            matched = [
+                name
+                for name in names
+                if matches(name, pattern=below) and name not in stated and not _lies_in(name, holders=stated)
+            ]
+            if matched and word not in DECLARED:
+                around = below.rpartition(".")[0]
+                raise ValueError(
+                    f"{type(owner).__name__} declares {below!r} as {word!r} for tensor parallelism, which has no part "
+                    f'here. A rule that works keeps the module around it whole on every rank: {{"{around}": "whole"}}'
+                )
+            if role := DECLARED.get(word):
+                found |= dict.fromkeys(matched, role)
+    return found
+
+
+def _no_part(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules) -> str:
+    """Of which parameters nothing tells the part, and why; with rules to copy that were tried, or none."""
+    structure = found.structure
+    general = _first_of_each(found.left)
+    lines = [f"  {name}  {tuple(module.get_parameter(name).shape)}{structure.reason(name)}" for name in general[:12]]
+    more = [f"  and {len(general) - 12} more"] if len(general) > 12 else []
+    told = dict(_example(module, name, reason=structure.reason(name)) for name in found.left)
+    kept = dict(_example(module, name, reason="") for name in found.left)
+    branches = {of_all_blocks(branch_around(name)): "whole" for name in found.left}
+    plainer = dataclasses.replace(plan, tp_mode="1d", tp_depth=1, sequence_parallel=0)
+    for examples, under in itertools.product((told, kept, branches), dict.fromkeys((plan, plainer))):
+        whole = {name for name, role in examples.items() if role == "whole"}
+        examples = {name: role for name, role in examples.items() if not _lies_in(name, holders=whole)}
+        if _work(module, plan=under, rules={**rules, **examples}):
+            shown = ", ".join(f'"{name}": "{role}"' for name, role in examples.items())
+            instead = "" if under == plan else f", and take tp_mode=1d{' sequence_parallel=0' * plan.sequence_parallel}"
+            where = "Options(tensor_rules=…), model.tensor_rules of a job"
+            advice = f"State them in the rules ({where}), as in {{{shown}}}{instead}"
+            break
+    else:
+        advice = f"No rules are known that work under '{plan}': state them"
+    return "\n".join(
+        ["tensor parallelism found no part for these parameters:", *lines, *more, f"{advice}; the parts are"]
+    ) + " ".join(["", *_ALLOWED])
+
+
+def _work(module: nn.Module, *, plan: Plan, rules: Rules) -> bool:
+    """Whether every parameter has a part by these rules, and the plan has all the parts; a matrix that is kept whole
+    in a block writes all features, which only 1d has there.
+    """
+    try:
+        found = _read(module, plan=plan, rules=rules)
+        if found.left or (plan.tp_mode != "1d" and any(map(found.structure.writes_stream, found.whole))):
+            return False
+        return bool(_fitting(found, plan=plan))
+    except ValueError:
+        return False
+
+
+def _example(module: nn.Module, parameter: str, *, reason: str) -> tuple[str, str]:
+    """A rule to copy, a name and a part, for a parameter without one: what its reason tells, or its module can have. It
+    is for all blocks where it names modules of one class.
+    """
+    name = parameter.rpartition(".")[0]
+    told = re.search(r"rule(?: for (\S+))?: '([^']+)'", reason)
+    if told and told[1]:
+        name = told[1]
+    elif not isinstance(module.get_submodule(name), nn.MultiheadAttention) and (  # which computes with all it holds
+        not name or next(module.get_submodule(name).children(), None) is not None
+    ):
+        return of_all_blocks(parameter), "whole"
+    pattern, kind = of_all_blocks(name), type(module.get_submodule(name))
+    alike = all(type(m) is kind for n, m in module.named_modules() if matches(n, pattern=pattern))
+    return pattern if alike else name, told[2] if told else "whole"
+
+
+def _places(parts: Mapping[str, Part], name: str) -> bool:
+    """Whether a parameter has a part, by itself or through the module that holds it."""
+    words = name.split(".")
+    around = [parts.get(".".join(words[:depth])) for depth in range(len(words))]
+    if any(part is not None and part.role == "whole" for part in around):
+        return True
+    holder = around[-1]
+    return name in parts or (holder is not None and holder.role not in ("attention", "pair", "block"))
+
+
+def _first_of_each(names: Iterable[str]) -> list[str]:
+    """One name of those that differ in numbers only."""
+    return list({of_all_blocks(name): name for name in reversed(list(names))}.values())[::-1]

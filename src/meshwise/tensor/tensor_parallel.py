@@ -1,0 +1,387 @@
+"""Puts a plain model under tensor parallelism, from outside.
+
+A module that plays a part gets a class of its own: that part's behaviour in front of the class it has. So
+`isinstance`, names, hooks and `state_dict` stay what they are, and the user's forward runs unchanged over local rows
+and local features. Parameters are not touched: the placements that come back say what each rank stores, and the engine
+installs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwise.base.batch_norm_classes import BatchNorm
+from meshwise.layout.layout import ANYWHERE, Cut, Layout
+from meshwise.model.parameter_table import Placement
+from meshwise.plan import Plan
+from meshwise.tensor.checks.first_forward import FirstForward
+from meshwise.tensor.checks.own_head_check import watch_heads
+from meshwise.tensor.checks.sharded_activation_check import watch
+from meshwise.tensor.core import activation_reshard as region
+from meshwise.tensor.core.gathered_outputs import Leaving
+from meshwise.tensor.core.linear import DATA, Projection, ShardedHead, ShardedLinear
+from meshwise.tensor.core.part import Part
+from meshwise.tensor.core.sharded_batch_norm import ShardedBatchNorm, SplitStatistics
+from meshwise.tensor.core.sharded_embedding import ShardedEmbedding, SplitTable
+from meshwise.tensor.core.sharded_multihead import Sharding
+from meshwise.tensor.core.sharded_norm import ShardedNorm, SplitNorm
+from meshwise.tensor.core.split_context import Context
+from meshwise.tensor.detect.attention_heads import set_count
+from meshwise.tensor.detect.matrix_modules import CONVOLUTIONS, computes_as
+from meshwise.tensor.schemes.kv_replicas import scheme_on
+
+_TO_STREAM = ("norm", "single", "embedding")
+"""Parts that return the stream, wherever they stand."""
+
+
+def tensor_parallel(
+    module: nn.Module, *, plan: Plan, parts: Mapping[str, Part], outside: Context
+) -> Mapping[str, Placement]:
+    """Make a model compute on what each rank stores, and say where each parameter is stored, by its first name.
+
+    `parts`: by name of a module, or of a parameter that a module holds itself. `outside`: what they share outside of
+    the blocks, on a world that lies over the plan's mesh. The model's parameters still have their full shapes (the meta
+    device will do) and are left to the caller to install.
+
+    Raises ValueError, with near names, for a part of a module that does not exist and a parameter without a part, and
+    for what cannot be split: an embedding with `max_norm`, a tied parameter whose two parts are stored differently.
+    """
+    outside.recall.remember(outside.extents)
+    inside = dataclasses.replace(outside, scheme=scheme_on(outside.world.mesh, plan=plan, blocks=True))
+    split = _Split(module, parts, outside=outside, inside=inside)
+    for name, part in parts.items():
+        split.apply(name, part)
+    split.add_hooks(whole=plan.pp == 1)
+    return split.placements()
+
+
+class _Split:
+    """A model on its way: its contexts inside and outside of the blocks, and the placements so far."""
+
+    def __init__(self, module: nn.Module, parts: Mapping[str, Part], *, outside: Context, inside: Context) -> None:
+        self._root = module
+        self._parts = parts
+        self._modules = dict(module.named_modules(remove_duplicate=False))
+        self._parameters = dict(module.named_parameters(remove_duplicate=False))
+        self._played: dict[nn.Module, str] = {}
+        self._first_names: dict[nn.Parameter, str] = {}
+        for name, parameter in self._parameters.items():
+            self._first_names.setdefault(parameter, name)
+        self._outside = outside
+        self._inside = inside
+        self._blocks = [name for name, part in parts.items() if part.role == "block"]
+        self._placed: dict[str, Placement] = {}
+        self._kept_whole: dict[str, Placement] = {}
+        self._roles: Mapping[str, Callable[[str, Part], None]] = {
+            **dict.fromkeys(("first", "second", "single", "head"), self._linear),
+            "embedding": self._embedding,
+            **dict.fromkeys(("positions", "patches", "vector", "inner"), self._by_features),
+            "norm": self._norm,
+            **dict.fromkeys(("whole", "each_head"), self._whole),
+            **dict.fromkeys(("attention", "pair"), self._around),
+            "block": lambda _name, _part: None,  # what blocks are for is in `add_hooks`
+        }
+
+    def apply(self, name: str, part: Part) -> None:
+        """Let one module, or parameter, play its part. What another stage has returns the stream as it does there."""
+        if part.elsewhere:
+            if name in self._modules:
+                self._put_together(self._modules[name], part)
+            return
+        if name not in self._modules and name not in self._parameters:
+            near = difflib.get_close_matches(name, [*self._modules, *self._parameters], n=3, cutoff=0.4)
+            raise ValueError(f"a part for {name!r}, which names no module and no parameter; near names: {near}")
+        module = self._modules.get(name)
+        if module is not None and self._played.setdefault(module, name) != name:
+            return  # it plays its part already, under another name
+        self._roles[part.role](name, part)
+
+    def placements(self) -> Mapping[str, Placement]:
+        """Every parameter's. Raises ValueError when one has none."""
+        placed = {**self._kept_whole, **self._placed}
+        found: dict[str, Placement] = {}
+        by: dict[str, str] = {}
+        for name, placement in placed.items():
+            first = self._first_names[self._parameters[name]]
+            if found.setdefault(first, placement) != placement:
+                holder, other = (key.rpartition(".")[0] for key in (by[first], name))
+                rules = f"as by the rules {{'{holder}': 'whole', '{other}': 'whole'}}"
+                raise ValueError(
+                    f"{by[first]} and {name} are one parameter, but their parts store it as '{found[first].layout}' "
+                    f"and as '{placement.layout}'; give them parts that agree, "
+                    f"{'or take tp_mode=1d' if self._outside.scheme.stream else rules}"
+                )
+            by.setdefault(first, name)
+        missing = [name for name in self._first_names.values() if name not in found]
+        if missing:
+            raise ValueError(
+                f"no part says where these parameters are stored: {', '.join(missing[:8])}; parts were given to "
+                f"{', '.join(list(self._parts)[:8])} …"
+            )
+        return {name: found[name] for name in self._first_names.values()}
+
+    # ---- the parts -----------------------------------------------------------------------------------------------
+
+    def _linear(self, name: str, part: Part) -> None:
+        context = self._context(name, part)
+        if name in self._parameters:
+            projection = Projection(context, part=part, shape=self._parameters[name].shape)
+            self._placed[name] = projection.weight_placement
+            return
+        module = self._modules[name]
+        weight = _matrix(module, name)
+        projection = Projection(context, part=part, shape=weight.shape)
+        _become(module, ShardedHead if part.role == "head" else ShardedLinear, sharding=projection)
+        self._placed[f"{name}.weight"] = projection.weight_placement
+        if f"{name}.bias" in self._parameters:
+            self._placed[f"{name}.bias"] = projection.bias_placement
+        self._put_together(module, part)
+
+    def _embedding(self, name: str, part: Part) -> None:
+        module = self._modules[name]
+        _require_plain_embedding(module, name)
+        rows, features = _matrix(module, name).shape
+        table = SplitTable(self._outside, shape=(rows, features), padding_idx=getattr(module, "padding_idx", None))
+        _become(module, ShardedEmbedding, sharding=table, inside=not computes_as(module, kind=nn.Embedding))
+        table.follow(self._root)
+        self._placed[f"{name}.weight"] = table.placement
+        self._put_together(module, part)
+
+    def _put_together(self, module: nn.Module, part: Part) -> None:
+        """Where the stream has all features outside of the blocks, put together what this makes of it."""
+        if part.whole_features and part.role in ("embedding", "single", "second"):
+            region.leave_features(module, context=self._outside, features=self._width())
+
+    def _by_features(self, name: str, part: Part) -> None:
+        """Parameters one of whose dims counts the stream's features, or what lies within a pair."""
+        context = self._context(name, part)
+        scheme, inner = context.scheme, part.role == "inner"
+        axes, rows = (scheme.inner, scheme.inner_rows) if inner else (scheme.stream, (*scheme.rows, *scheme.tokens))
+        if part.shared:
+            axes, rows = tuple(axis for axis in axes if axis not in scheme.twins), (*rows, *scheme.twins)
+        module = self._modules.get(name)
+        if isinstance(module, nn.Embedding):
+            _require_plain_embedding(module, name)
+        if isinstance(module, CONVOLUTIONS) and part.role == "patches" and context.degree(axes) > 1:
+            region.share_channels(module, context=context, axes=axes)
+        elif part.role == "patches" and module is not None and context.degree(axes) > 1:
+            region.share_input(module, context=context, axes=axes)
+        if inner and isinstance(module, BatchNorm):
+            sizes = context.sizes(Layout((axes,), cuts=(part.cut,)), size=module.num_features, axes=axes)
+            _become(module, ShardedBatchNorm, sharding=SplitStatistics(context.world, axes, sizes))
+        held = {name: self._parameters[name]} if module is None else dict(module.named_parameters(prefix=name))
+        for key, parameter in held.items():
+            dim = _dim_of_features(part, parameter)
+            splits = tuple(axes if other == dim else () for other in range(parameter.dim()))
+            cuts = tuple(part.cut if inner and other == dim else ANYWHERE for other in range(parameter.dim()))
+            self._placed[key] = Placement(Layout(splits, cuts=cuts), (*DATA, *rows))
+
+    def _norm(self, name: str, part: Part) -> None:
+        context, module = self._context(name, part), self._modules[name]
+        self._by_features(name, dataclasses.replace(part, role="inner" if part.inner else "vector"))
+        axes = context.scheme.inner if part.inner else context.scheme.stream
+        axes = tuple(axis for axis in axes if not part.shared or axis not in context.scheme.twins)
+        if context.degree(axes) == 1:
+            return
+        assert part.norm is not None
+        layout = Layout((axes,), cuts=(part.cut if part.inner else ANYWHERE,))
+        sizes = context.sizes(layout, size=_features_of_norm(module, name), axes=axes)
+        _become(module, ShardedNorm, sharding=SplitNorm(context.world, axes, sizes, part.norm))
+
+    def _whole(self, name: str, part: Part) -> None:
+        """Every rank has all of it. Heads differ from rank to rank, whole features do not."""
+        scheme = self._context(name, part).scheme
+        rows = (*scheme.inner_rows, *scheme.inner) if part.role == "each_head" else (*scheme.rows, *scheme.tokens)
+        module = self._modules.get(name)
+        held = {name: self._parameters[name]} if module is None else dict(module.named_parameters(prefix=name))
+        for key, parameter in held.items():
+            placement = Placement(Layout.replicated(parameter.dim()), (*DATA, *rows))
+            self._kept_whole[key] = placement
+        if part.role == "whole" and isinstance(module, nn.Linear) and module.in_features == self._width():
+            region.gather_features(module, context=self._outside, features=module.in_features)
+
+    def _around(self, name: str, part: Part) -> None:
+        """A module around a pair: it counts what this rank has."""
+        context, module = self._context(name, part), self._modules[name]
+        inner = context.scheme.inner
+        for attribute, grain in part.counts:
+            count = operator.attrgetter(attribute)(module)
+            layout = Layout((inner,), cuts=(Cut(grain=grain),))
+            counts = [context.own(layout, size=size) for size in (count if isinstance(count, tuple) else (count,))]
+            set_count(module, attribute=attribute, count=tuple(counts) if isinstance(count, tuple) else counts[0])
+        keys = tuple(axis for axis in inner if axis not in context.scheme.twins)
+        for attributes, axes in ((part.key_counts, keys), (part.group_counts, context.scheme.twins)):
+            for attribute in attributes:
+                size = operator.attrgetter(attribute)(module)
+                set_count(module, attribute=attribute, count=context.own(Layout((axes,)), size=size))
+        if part.becomes is None:
+            # of all heads, before those of others are left out
+            region.hand_over(module, context=context, widths=self._read_by_first(name))
+        if part.by_head and context.degree(inner) > 1:
+            heads = Layout((inner,), cuts=(Cut(grain=part.grain),))
+            region.take_heads(module, context=context, names=part.by_head, heads=heads, size=part.heads)
+        if part.gathers:
+            region.gather_stream(module, context=context, features=self._width(), readers=part.readers)
+        if part.even_rows:
+            region.require_even_rows(module, name=name, context=context)
+        if part.narrows:
+            own = context.own(Layout((context.scheme.inner,), cuts=(Cut(grain=part.narrows),)), size=self._width())
+            inside = [self._modules[key] for key, other in self._parts.items() if other.gathered]
+            region.show_narrow(module, readers=[m for m in module.children() if m in inside], features=own)
+        if part.becomes is None:
+            return
+        held = {key: self._parts.get(f"{name}.{key}") for key, _ in module.named_parameters(recurse=False)}
+        projections = {
+            key: Projection(context, part=own, shape=self._parameters[f"{name}.{key}"].shape)
+            for key, own in held.items()
+            if own is not None and own.role in ("first", "second")
+        }
+        _become(module, part.becomes, sharding=Sharding(context, projections))
+
+    def _read_by_first(self, name: str) -> set[int]:
+        """How many features the inputs of the first matrices in a module have, all of them and on this rank."""
+        widths = set()
+        for key, part in self._parts.items():
+            if part.role == "first" and (key.startswith(f"{name}.") or not name):
+                shape = (self._parameters[key] if key in self._parameters else _matrix(self._modules[key], key)).shape
+                features = shape[0 if part.transposed else 1]
+                widths |= {features, self._inside.own(Layout((self._inside.scheme.stream,)), size=features)}
+        return widths
+
+    # ---- all together --------------------------------------------------------------------------------------------
+
+    def add_hooks(self, *, whole: bool) -> None:
+        """Where the stream is cut along the tokens or the features, and where rows are agreed upon. `whole`: one rank
+        calls all blocks.
+        """
+        region.watch_rows(self._root, context=self._outside)
+        placed = {**self._kept_whole, **self._placed}
+        self._outside.origins.follow(self._root, placed=placed)
+        cut: list[dict[str, nn.Module]] = []
+        stacks: dict[str, list[str]] = {}
+        for name in self._blocks:
+            stacks.setdefault(name.rpartition(".")[0], []).append(name)
+        entries = {names[0]: self._outside for names in stacks.values()}
+        watch_heads(self._root, parts=self._parts, context_of=self._context, entries=entries)
+        for names in stacks.values():
+            first, last = self._modules[names[0]], self._modules[names[-1]]
+            if self._inside.degree(self._inside.scheme.tokens) > 1:
+                region.enter_tokens(first, context=self._inside)
+                region.leave_tokens(last, context=self._inside)
+            if self._parts[names[0]].whole_features:
+                region.enter_features(first, context=self._outside, features=self._width())
+                region.leave_features(last, context=self._outside, features=self._width())
+            if whole and (self._inside.degree(self._inside.scheme.tokens) > 1 or self._parts[names[0]].whole_features):
+                cut.append({name: self._modules[name] for name in names})
+        FirstForward(self._root, split=self._matrices(), stacks=cut)
+        leaving = Leaving()
+        if self._inside.degree((*self._inside.scheme.stream, *self._inside.scheme.tokens)) > 1:
+            parts = {name: (part, self._context(name, part).scheme) for name, part in self._parts.items()}
+            watch(
+                self._root,
+                parts=parts,
+                inside=self._inside,
+                width=self._width(),
+                placed=placed,
+                leaving=leaving,
+            )
+        leaving.follow(self._root)
+        self._watch_what_leaves(leaving, whole=whole)
+
+    def _watch_what_leaves(self, leaving: Leaving, *, whole: bool) -> None:
+        """Streams that are parts, and what attentions have for their own heads."""
+        for name, part in self._parts.items():
+            if part.elsewhere and name not in self._modules:
+                continue  # a trace knows nothing of it
+            block = part.role == "block"
+            context = self._inside if block else self._context(name, part)
+            split = context.degree((*context.scheme.tokens, *context.scheme.stream)) > 1
+            if part.returns_scores:
+                # A stage of a pipeline gets what other stages' blocks returned where it would call them.
+                around = [other for other in self._blocks if name.startswith(f"{other}.") and not whole]
+                for watched in {name, *around}:
+                    leaving.watch_heads(self._modules[watched], context=context, part=part)
+            elif split and (block or (part.role in _TO_STREAM and not part.inner and not part.whole_features)):
+                leaving.watch_stream(self._modules[name], context=context, features=self._width(), given=block)
+
+    def _matrices(self) -> dict[Tensor, str]:
+        """The parameters that the modules which play their parts compute with in their own way."""
+        roles = ("first", "second", "single", "head", "embedding")
+        playing = [name for name, part in self._parts.items() if part.role in roles]
+        names = [name if name in self._parameters else f"{name}.weight" for name in playing]
+        return {self._parameters[name]: name for name in names if name in self._placed}
+
+    def _context(self, name: str, part: Part) -> Context:
+        within = any(name == block or name.startswith(f"{block}.") for block in self._blocks)
+        return self._inside if within and not part.whole_tokens else self._outside
+
+    def _width(self) -> int:
+        """How many features the stream has. A stage of a pipeline may have no matrix, but it knows the blocks."""
+        for name, part in self._parts.items():
+            if part.stream:
+                return part.stream
+            if part.elsewhere:
+                continue
+            if part.role in ("first", "single", "head") and name in self._modules:
+                return _matrix(self._modules[name], name).shape[0 if part.transposed else 1]
+            if part.role == "first":
+                return self._parameters[name].shape[1]
+        raise ValueError(
+            "no matrix opens a pair, so there is nothing to split, and nothing tells how many features the stream has; "
+            "use tp=1, or rules (Options(tensor_rules=…), model.tensor_rules of a job) that name the matrices of a "
+            "pair, 'first' and 'second'"
+        )
+
+
+def _dim_of_features(part: Part, parameter: Tensor) -> int:
+    """Which dim of a parameter counts features, or what lies within a pair."""
+    if part.role == "patches":
+        return 0
+    if part.role != "inner":
+        return parameter.dim() - 1
+    if part.dim is not None:
+        return parameter.dim() + part.dim
+    return max((dim for dim, size in enumerate(parameter.shape) if size != 1), default=parameter.dim() - 1)
+
+
+def _become(module: nn.Module, front: type[nn.Module], *, sharding: Any, inside: bool = False) -> None:
+    """Put a class in front of the module's own; `inside`: behind it, where its forward goes on to that of its base."""
+    own = type(module)
+    body = {
+        "sharding": sharding,
+        "__module__": own.__module__,
+        "__qualname__": own.__qualname__,
+        "__doc__": own.__doc__,
+    }
+    module.__class__ = type(own.__name__, (own, front) if inside else (front, own), body)
+
+
+def _matrix(module: nn.Module, name: str) -> Tensor:
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 2:
+        raise ValueError(
+            f"{name} ({type(module).__name__}) has no matrix named weight, so it cannot play a matrix's part"
+        )
+    return weight
+
+
+def _features_of_norm(module: nn.Module, name: str) -> int:
+    shape = getattr(module, "normalized_shape", None)
+    if isinstance(shape, tuple) and len(shape) == 1:
+        return int(shape[0])
+    sizes = {tuple(parameter.shape) for parameter in module.parameters(recurse=False)}
+    if len(sizes) != 1 or len(size := sizes.pop()) != 1:
+        raise ValueError(f"{name} ({type(module).__name__}) does not normalise one dim, the features")
+    return size[0]
+
+
+def _require_plain_embedding(module: nn.Module, name: str) -> None:
+    for option in ("max_norm", "sparse", "scale_grad_by_freq"):
+        if getattr(module, option, None):
+            raise ValueError(f"{name}: an embedding with {option} cannot be split; leave {option} out, or use tp=1")

@@ -1,0 +1,138 @@
+"""The oracle: the same training on one process, in plain torch.
+
+Not the engine on one rank, which would share the engine's mistakes, but the loop that one would write by hand:
+
+    output = model(batch)
+    total, count = loss(output, batch)          # over the whole global batch
+    (total / count).backward()
+    norm = clip_grad_norm_(parameters, …)       # torch's own
+    optimizer.step()                            # torch's own, over the whole tensors
+
+Three things are the engine's by contract and are repeated here: a parameter that the loss did not reach has the
+gradient zero (torch's optimizers would skip it, and with it its weight decay), a parameter narrower than its master is
+updated there and rounded, and dropout is the same function of seed, step, sample and place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.base.tensor_tree import map_tensors, rows
+from meshwise.engine.parallelize import Options
+from meshwise.model.deferred_init import born, install
+from meshwise.model.forward import Loss, call_loss, default_forward
+from meshwise.model.module_copy import duplicate
+from meshwise.model.parameter_table import matrices_decay, parameter_table
+from meshwise.model.random_draws import Draws, Rows
+from meshwise.precision.conversion import Doors, computing, convert, for_loss
+from meshwise.precision.dtype_policy import Precision
+
+
+class Single:
+    """One process that trains a whole model, on the CPU or on `device`. Other arguments as those of `parallelize`.
+
+    A model given as a function has the parameters that it has under every plan with the same seed; a module is copied.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        *,
+        loss: Loss,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+        options: Options | None = None,
+        device: torch.device | None = None,
+        **optimizer_arguments: Any,
+    ) -> None:
+        self._options = options or Options()
+        self._loss = loss
+        self._device = torch.device("cpu") if device is None else device
+        self.model = whole(model, seed=self._options.seed).to(self._device)
+        rule = self._options.parameter_options or matrices_decay
+        self._precision = self._options.precision or Precision()
+        unrounded = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        convert(self.model, precision=self._precision)
+        Doors(self.model, precision=self._precision)
+        self._trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._updated = {name: self._master(p, unrounded[name]) for name, p in self._trained.items()}
+        groups = [{"params": [p], **rule(name, self._trained[name])} for name, p in self._updated.items()]
+        self._optimizer = optimizer(groups, **optimizer_arguments)
+        self.draws = Draws(self.model, seed=self._options.seed)
+        self._steps = 0
+
+    def backward(self, batch: Any) -> tuple[float, float]:
+        """Forward and backward of a global batch: the loss divided by its count, and the count.
+
+        Raises ValueError when `loss` does not return (sum, count), or counts nothing.
+        """
+        self.model.zero_grad()
+        total, counted = self._run(batch)
+        with self.draws.running(_all_of(batch), again=True):
+            (total / counted).backward()
+        self._steps += 1
+        for name, parameter in self._trained.items():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            self._updated[name].grad = gradient.to(self._updated[name].dtype)
+        return float(total.detach()) / counted, counted
+
+    def evaluate(self, batch: Any) -> float:
+        """The loss of a global batch, without training. Raises as `backward` does."""
+        with torch.no_grad():
+            total, counted = self._run(batch)
+        return float(total) / counted
+
+    def _run(self, batch: Any) -> tuple[Tensor, float]:
+        batch = map_tensors(lambda tensor: tensor.to(self._device), batch)
+        forward = self._options.forward or default_forward
+        self.draws.begin(self._steps)
+        with self.draws.running(_all_of(batch)):
+            with computing(self._precision, device=self._device):
+                output = forward(self.model, batch)
+            output = output if self._precision.computes is None else for_loss(output)
+            total, count = call_loss(self.model, batch, forward=lambda _model, _batch: output, loss=self._loss)
+        if not float(count):
+            raise ValueError("the loss counted nothing in this batch: it returned a count of 0")
+        return total, float(count)
+
+    def _master(self, parameter: nn.Parameter, unrounded: Tensor) -> nn.Parameter:
+        """The parameter itself, or what is updated in its place."""
+        dtype = self._precision.master_of(parameter.dtype)
+        return parameter if parameter.dtype == dtype else nn.Parameter(unrounded.to(dtype))
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, gradient) of the trained parameters: before `update` as computed, after it clipped."""
+        for name, parameter in self._updated.items():
+            assert parameter.grad is not None
+            yield name, parameter.grad
+
+    def update(self) -> float:
+        """Clip and step: the norm of the gradient before clipping."""
+        clip = self._options.clip_norm
+        norm = nn.utils.clip_grad_norm_(self._updated.values(), float("inf") if clip is None else clip)
+        self._optimizer.step()
+        with torch.no_grad():
+            for name, parameter in self._trained.items():
+                parameter.copy_(self._updated[name])
+        return float(norm)
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, value) of every parameter, frozen ones too, under its first name."""
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach()
+
+
+def whole(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> nn.Module:
+    """The model with all its parameters and buffers on the CPU, as it is born under every plan; a copy of a module."""
+    source = born(duplicate(model) if isinstance(model, nn.Module) else model, seed=seed)
+    source.buffers()
+    for row in parameter_table(source.module).rows:
+        install(source.module, row=row, tensor=source.full(row.name).detach().clone())
+    return source.module
+
+
+def _all_of(batch: Any) -> Rows:
+    return Rows(0, rows(batch))

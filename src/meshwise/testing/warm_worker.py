@@ -1,0 +1,60 @@
+"""One warm process: joins its world, then runs the jobs it is sent until it is told to stop.
+
+`processes` forks it from a server that has imported this module. A thread reads the pipe, so that a rank which is
+blocked in a collective still notices that whoever started it is gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from functools import partial
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+
+import torch
+
+from meshwise.comm.launch.joining import connect
+from meshwise.testing.worker_job import Answer, Job
+
+
+def _receive(connection: Connection, jobs: SimpleQueue[Job | None]) -> None:
+    try:
+        while True:
+            jobs.put(connection.recv())
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def _work(connection: Connection) -> None:
+    jobs: SimpleQueue[Job | None] = SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, jobs), daemon=True).start()
+    world = connect(device=torch.device("cpu"))
+    while (job := jobs.get()) is not None:
+        torch.manual_seed(0)
+        answer = Answer.by(partial(job.call, world))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        connection.send(answer)
+    world.close()
+
+
+def main(connection: Connection, *, log: str, environment: Mapping[str, str]) -> None:
+    """A rank from start to end. `log`: the file that takes what it prints; `environment`: that of a torchrun rank."""
+    os.setsid()  # Ctrl-C is for the one who started us; it ends the crew
+    with open(log, "ab", buffering=0) as file:  # noqa: PTH123 - a path travels as text
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path.insert(0, "")  # as `python -m` has it
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    torch.set_num_threads(1)
+    atexit._clear()  # what the server has to do at its end
+    _work(connection)
+    atexit._run_exitfuncs()  # a forked process ends without

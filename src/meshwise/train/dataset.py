@@ -1,0 +1,199 @@
+"""The data of a run: map-style datasets, and the reading of this rank's rows of each global batch.
+
+             number    0 … B-1        B … 2B-1       …          Order: number → sample
+    global batch     └── step 0 ──┘ └── step 1 ──┘
+    rank 0 reads      0 … 3           8 … 11                   its share of every batch, and nothing else
+    rank 1 reads      4 … 7          12 … 15
+
+torch's DataLoader does the reading (worker processes, pinning, collation); what it reads is a list of rows that this
+module draws from a counter, so there is no sampler whose state has to be kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from meshwise.base.tensor_tree import take_rows
+from meshwise.train.counted import counted
+from meshwise.train.job import DataJob, JobError
+from meshwise.train.named_objects import bind, locate
+from meshwise.train.sample_order import Order
+from meshwise.train.token_file import default_cache, digest, open_tokens, token_file
+
+Share: TypeAlias = Callable[[int], tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run trains and validates on.
+
+    picture     one line for the reader
+    text        whether a sample is a pair of (bytes, the same bytes one further on)
+    content     tells other data from this, wherever it lies: for text a digest, for a dataset how much there is
+    """
+
+    train: Dataset[Any]
+    validation: Dataset[Any] | None
+    picture: str
+    text: bool
+    content: str
+
+
+class Text(Dataset[tuple[Tensor, Tensor]]):
+    """Windows of a token file: sample i is tokens i·context … (i+1)·context and the same one token further on."""
+
+    def __init__(self, path: Path, *, start: int, stop: int, context: int) -> None:
+        self._arguments = (path, start, stop, context)
+        self._tokens = open_tokens(path)[start:stop]
+        self._context = context
+
+    def __len__(self) -> int:
+        return (len(self._tokens) - 1) // self._context
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        start = index * self._context
+        window = torch.from_numpy(self._tokens[start : start + self._context + 1].astype(np.int64))
+        return window[:-1], window[1:]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A worker process maps the file itself; pickling a memory map would copy it."""
+        path, start, stop, context = self._arguments
+        return _text, (path, start, stop, context)
+
+
+class Drawn(Dataset[Any]):
+    """The part `start` to `stop` of a dataset in the order of a permutation, in constant memory."""
+
+    def __init__(self, dataset: Dataset[Any], *, order: Order, start: int, stop: int) -> None:
+        self._dataset = dataset
+        self._order = order
+        self._start = start
+        self._size = stop - start
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Any:
+        number = self._start + index
+        return self._dataset[self._order.indices(number, stop=number + 1)[0]]
+
+
+def load_data(job: DataJob) -> Data:
+    """The datasets of a job. Raises JobError when there is no data, or too little for a single sample."""
+    return _load_text(job) if job.dataset is None else _load_dataset(job)
+
+
+def length(dataset: Dataset[Any]) -> int:
+    """Samples in a map-style dataset. Raises JobError for a dataset that has no length."""
+    try:
+        return len(dataset)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise JobError(
+            f"data.dataset gave a {type(dataset).__name__} without a length; a map-style Dataset has __len__ and "
+            "__getitem__"
+        ) from error
+
+
+def read(
+    dataset: Dataset[Any], *, numbers: range, share: Share, order: Order | None = None, workers: int = 0
+) -> Iterator[Any]:
+    """This rank's rows of one global batch after the other, collated by torch.
+
+    numbers     the global numbers, stepping by the batch size: `range(0, 10, 4)` is batches of 4, 4 and 2 samples
+    share       `trainer.share`: which rows of a batch of that size this rank takes; taking none gives a batch of none
+    order       global number → sample; by default the number itself
+
+    What __getitem__ draws from a global generator depends on the rank that reads it; what should not, should not.
+    """
+    rows = _Rows(numbers, share, order)
+    loader: DataLoader[Any] = DataLoader(
+        dataset,
+        batch_sampler=rows,
+        num_workers=workers,
+        pin_memory=torch.cuda.is_available(),
+        generator=torch.Generator(),
+    )
+    for (start, stop), batch in zip(rows.bounds(), loader, strict=True):
+        yield batch if start < stop else take_rows(batch, start=0, stop=0)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """This rank's samples, batch by batch. A batch of none asks for one sample, which shows what a row looks like."""
+
+    numbers: range
+    share: Share
+    order: Order | None
+
+    def bounds(self) -> Iterator[tuple[int, int]]:
+        for first in self.numbers:
+            size = min(self.numbers.step, self.numbers.stop - first)
+            start, stop = self.share(size)
+            yield first + start, first + stop
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start, stop in self.bounds():
+            wanted = range(start, stop) if start < stop else range(self.numbers.start, self.numbers.start + 1)
+            yield list(wanted) if self.order is None else self.order.indices(wanted.start, stop=wanted.stop)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+
+def _text(path: Path, start: int, stop: int, context: int) -> Text:
+    return Text(path, start=start, stop=stop, context=context)
+
+
+def _load_text(job: DataJob) -> Data:
+    path = token_file(job.files, cache=default_cache() if job.cache is None else Path(job.cache))
+    size = path.stat().st_size
+    sample = job.context + 1
+    held_out = max(sample, int(size * job.validation)) if job.validation else 0
+    if size - held_out < sample:
+        parts = "one for training and one for validation" if job.validation else "one"
+        raise JobError(
+            f"data.files hold {size} bytes, but a sample takes data.context + 1 = {sample} and the run needs at least "
+            f"{parts}; use more text, a smaller data.context{' or data.validation = 0' * bool(job.validation)}"
+        )
+    train = Text(path, start=0, stop=size - held_out, context=job.context)
+    validation = Text(path, start=size - held_out, stop=size, context=job.context) if held_out else None
+    picture = f"{size / 1e6:,.2f} MB of text ({', '.join(job.files)}): {_counts(train, validation)}"
+    content = f"{size} bytes, {digest(open_tokens(path))}"
+    return Data(train, validation, f"{picture} of {counted(job.context, of='byte')}", text=True, content=content)
+
+
+def _load_dataset(job: DataJob) -> Data:
+    assert job.dataset is not None
+    made = bind(locate(job.dataset, key="data.dataset"), arguments=job.arguments, key="data.arguments")()
+    train, validation = made if isinstance(made, tuple) else (made, None)
+    for part in (train, *([] if validation is None else [validation])):
+        if not isinstance(part, Dataset) or isinstance(part, IterableDataset):
+            raise JobError(
+                f"data.dataset = {job.dataset!r} returned a {type(part).__name__}; return a map-style "
+                "torch.utils.data.Dataset, or a pair of them (training, validation)"
+            )
+    size = length(train)
+    if validation is None and job.validation:
+        held_out = max(1, round(size * job.validation))
+        order = Order(max(1, size), seed=0)
+        whole, train = train, Drawn(train, order=order, start=0, stop=max(0, size - held_out))
+        validation = Drawn(whole, order=order, start=size - held_out, stop=size)
+    if length(train) < 1 or (validation is not None and length(validation) < 1):
+        raise JobError(
+            f"data.dataset = {job.dataset!r} holds {counted(size, of='sample')}; training and validation need one each"
+        )
+    counts = _counts(train, validation)
+    return Data(train, validation, f"{job.dataset}: {counts}", text=False, content=counts)
+
+
+def _counts(train: Dataset[Any], validation: Dataset[Any] | None) -> str:
+    kept = f" and {length(validation):,} for validation" if validation is not None else ""
+    return f"{counted(length(train), of='sample')}{kept}"

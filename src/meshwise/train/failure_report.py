@@ -1,0 +1,71 @@
+"""What is left of an error: a line that says where it was raised, and a file with the rest.
+
+A traceback through a launcher, a loop, an engine and torch is forty lines of which the user wrote two. The last of
+those two belongs into the message, all forty into a file that the message names.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+import traceback
+from pathlib import Path
+
+from meshwise.base.atomic_file import write_whole
+from meshwise.checkpoint.checkpoint_errors import DamageError, SaveError
+from meshwise.comm.api.flight_recorder import RanksDisagree
+from meshwise.comm.api.rank_lost import RankLostError
+from meshwise.comm.api.stacks import raised_at
+from meshwise.comm.api.world import World
+from meshwise.engine.nonfinite import NonFiniteError
+from meshwise.memory.swap_file import TierError
+from meshwise.model.forward import LossError
+from meshwise.plan import PlanError
+from meshwise.simulate.fitting_plans import ShortageError
+from meshwise.train.job import JobError
+
+SAY_ALL = (
+    DamageError,
+    JobError,
+    LossError,
+    NonFiniteError,
+    PlanError,
+    RankLostError,
+    RanksDisagree,
+    SaveError,
+    ShortageError,
+    TierError,
+)
+"""Errors whose message tells everything: a traceback would only show where that was noticed."""
+
+_FILE = "; the whole traceback is in "
+_NO_FILE = "; the whole traceback could not be written: "
+
+
+def leave_traceback(error: Exception, *, world: World | None = None, folder: Path | None = None) -> None:
+    """Write the traceback into `folder` (by default, that of temporary files), and a note of the error that says so.
+
+    An error whose message tells everything is left as it is, and so is one that has such a note. Where there is no room
+    for the file, the note says that.
+    """
+    if isinstance(error, SAY_ALL) or any(_FILE in note or _NO_FILE in note for note in notes(error)):
+        return
+    where = "" if world is None or world.size == 1 else f" on rank {world.rank} of {world.size}"
+    name = "failure.txt" if world is None else f"failure-rank-{world.rank}.txt"
+    at = f"raised{where} at {raised_at(error)}"
+    try:
+        file = Path(tempfile.mkdtemp(prefix="meshwise-") if folder is None else folder) / name
+        write_whole(file, write=functools.partial(_write, error))
+    except OSError as refused:
+        error.add_note(f"{at}{_NO_FILE}{refused.strerror}")
+    else:
+        error.add_note(f"{at}{_FILE}{file}")
+
+
+def _write(error: Exception, file: Path) -> None:
+    file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+
+
+def notes(error: Exception) -> list[str]:
+    """The notes of one line. A rank that was started here adds its traceback as one of many."""
+    return [note for note in getattr(error, "__notes__", []) if "\n" not in note]

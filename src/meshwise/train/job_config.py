@@ -1,0 +1,109 @@
+"""A job from a TOML file and dotted flags, and back to TOML.
+
+What the file says is the default under the user's own flags, so a flag wins and `--help` shows the values of the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tomli_w
+
+from meshwise.plan import Plan
+from meshwise.train.flag_errors import without_flag
+from meshwise.train.flags import Key, flags_of, parse_flags
+from meshwise.train.job import Job, JobError
+
+J = TypeVar("J", bound=Job)
+
+
+def read_job(arguments: Sequence[str], *, prog: str, kind: type[J]) -> J:
+    """The job of a command line: an optional TOML file, then dotted flags.
+
+    `kind` is Job or a frozen dataclass that adds fields to it. Prints and exits with status 0 for `--help`. Raises
+    JobError with one readable message, which names the file and the key when it came from the file.
+    """
+    flags = list(arguments)
+    job = kind()
+    if flags and not flags[0].startswith("-"):
+        job = from_toml(Path(flags.pop(0)), kind=kind)
+    return _merge(job, parse_flags(flags, prog=f"{prog} [JOB.toml]", default=job))
+
+
+def from_toml(path: Path, *, kind: type[J]) -> J:
+    """The job of a TOML file. Raises JobError that names the file and every key that is wrong."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise JobError(f"cannot read the job {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise JobError(f"{path} is not TOML: {error}") from error
+    return from_text(text, source=str(path), kind=kind)
+
+
+def from_text(text: str, *, source: str, kind: type[J]) -> J:
+    """The job of a TOML text that is from `source`. Raises JobError that names it and every key that is wrong."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise JobError(f"{source} is not TOML: {error}") from error
+    flags = {key: words for key, words in flags_of(table, leaves=_mappings(kind)) if key not in kind.passed_over}
+    try:
+        return parse_flags([word for words in flags.values() for word in words], prog=source, default=kind())
+    except JobError as error:
+        problems = _problems(flags, kind) or [str(error)]
+        raise JobError("\n".join(f"{source}: {problem}" for problem in problems)) from error
+
+
+def to_toml(job: Job) -> str:
+    """The TOML text that `from_toml` reads back as the same job. A field that is None is left out."""
+    return tomli_w.dumps(_table(job))
+
+
+def _table(value: Any) -> Any:
+    if isinstance(value, Plan):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = ((item.name, getattr(value, item.name)) for item in dataclasses.fields(value))
+        return {name: _table(item) for name, item in items if item is not None}
+    if isinstance(value, tuple):
+        return [_table(item) for item in value]
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _mappings(kind: type, prefix: Key = ()) -> set[Key]:
+    """The keys of a job whose value is itself a mapping: the arguments of something the job names."""
+    keys: set[Key] = set()
+    for name, hint in typing.get_type_hints(kind).items():
+        if typing.get_origin(hint) is Mapping:
+            keys.add((*prefix, name))
+        elif isinstance(hint, type) and dataclasses.is_dataclass(hint) and hint is not Plan:
+            keys |= _mappings(hint, (*prefix, name))
+    return keys
+
+
+def _problems(flags: Mapping[Key, list[str]], kind: type[Job]) -> list[str]:
+    """What is wrong with each key by itself."""
+    problems = []
+    for key, words in flags.items():
+        try:
+            parse_flags(words, prog="job", default=kind())
+        except JobError as error:
+            name, told = ".".join(key), without_flag(str(error))
+            # The message may begin with the key itself.
+            problems.append(told if told.startswith((f"unknown key {name};", f"{name} = ")) else f"{name}: {told}")
+    return problems
+
+
+def _merge(base: J, job: J) -> J:
+    """`job` with the arguments that `base` has and `job` does not: a flag changes one argument, not all of them."""
+    for section, name in _mappings(type(job)):
+        own = getattr(job, section)
+        arguments = {**getattr(getattr(base, section), name), **getattr(own, name)}
+        job = dataclasses.replace(job, **{section: dataclasses.replace(own, **{name: arguments})})
+    return job

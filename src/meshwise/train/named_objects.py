@@ -1,0 +1,151 @@
+"""From the names in a job to what they name: models, losses, optimizers, functions of the user's own.
+
+Everything a name can be wrong about is said here, before a rank is started: a file that is not there, a module without
+that function, an argument it does not take, an optimizer that refuses its learning rate.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwise.model.forward import Loss
+from meshwise.optim.flat_optimizer import flat_optimizer
+from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig, next_token_loss
+from meshwise.train.flags import flags_of, parse_flags
+from meshwise.train.job import Job, JobError, OptimizerJob
+from meshwise.train.regression_loss import mean_squared_error
+
+BYTES = 256
+LOSSES: Mapping[str, Loss] = {"cross-entropy": next_token_loss, "mse": mean_squared_error}
+
+
+def model_function(job: Job) -> Callable[[], nn.Module]:
+    """A function without arguments that builds the model of a job. Raises JobError."""
+    if job.model.name == "gpt":
+        build: Callable[[], nn.Module] = partial(GPT, _configure(job, GPTConfig(context=job.data.context)))
+    elif job.model.name == "mlp":
+        build = partial(MLP, _configure(job, MLPConfig()))
+    elif ":" in job.model.name:
+        build = bind(locate(job.model.name, key="model.name"), arguments=job.model.arguments, key="model.arguments")
+    else:
+        raise JobError(f"model.name = {job.model.name!r} is neither 'gpt', 'mlp' nor a 'module:function' of your own")
+    return build if job.train.dtype is None else partial(_build_as, build, getattr(torch, job.train.dtype))
+
+
+def check_text(job: Job) -> None:
+    """Raise JobError when the model is the reference GPT and cannot read text."""
+    if job.model.name != "gpt":
+        return
+    shape = _configure(job, GPTConfig(context=job.data.context))
+    if shape.vocabulary < BYTES:
+        raise JobError(
+            f"model.arguments of gpt: vocabulary={shape.vocabulary} is less than the {BYTES} bytes that text is made "
+            "of; leave it out"
+        )
+    if shape.context < job.data.context:
+        raise JobError(
+            f"model.arguments of gpt: context={shape.context} is less than data.context = {job.data.context}, the "
+            "bytes of a sample; leave it out"
+        )
+
+
+def loss_function(job: Job) -> Loss:
+    """The loss of a job. Raises JobError."""
+    if job.loss in LOSSES:
+        return LOSSES[job.loss]
+    if ":" not in job.loss:
+        raise JobError(f"loss = {job.loss!r} is neither {' nor '.join(LOSSES)}, nor a 'module:function' of your own")
+    return locate(job.loss, key="loss")
+
+
+def optimizer(job: OptimizerJob) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The optimizer's class and its arguments, tried on a parameter of one element. Raises JobError."""
+    kinds = {
+        name: kind
+        for name, kind in vars(torch.optim).items()
+        if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    }
+    if job.name not in kinds:
+        near, known = _nearest(job.name, kinds), ", ".join(kinds)
+        told = near if known in near else f"{near} There are {known}"
+        raise JobError(f"optimizer.name = {job.name!r} is no class of torch.optim; {told}")
+    given = {"weight_decay": job.weight_decay, "betas": job.betas}
+    arguments = {"lr": job.lr, **{key: value for key, value in given.items() if value is not None}, **job.arguments}
+    kind = kinds[job.name]
+    bind(partial(kind, []), arguments=arguments, key="optimizer")
+    try:
+        flat_optimizer(kind, groups={(): [nn.Parameter(torch.zeros(1, 1))]}, **arguments)
+    except (TypeError, ValueError) as error:
+        raise JobError(f"optimizer.name = {job.name!r} with {arguments}: {error}") from error
+    return kind, arguments
+
+
+def locate(name: str, *, key: str) -> Callable[..., Any]:
+    """What `package.module:function` or `path/to/file.py:function` names.
+
+    The folder of the file, or the current one, is put on the import path, as `python file.py` and `python -m` do.
+    Raises JobError when it is not there; what the user's own module raises while it is imported passes through.
+    """
+    where, _, what = name.rpartition(":")
+    if not where:
+        raise JobError(f"{key} = {name!r} is no 'module:function', as in 'my_module:{what.removesuffix('.py')}'")
+    path = Path(where).absolute() if where.endswith(".py") else None
+    if path is not None and not path.is_file():
+        raise JobError(f"{key} = {name!r}: there is no file {where}")
+    module_name, folder = (where, Path.cwd()) if path is None else (path.stem, path.parent)
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise JobError(f"{key} = {name!r} cannot be imported: {error}") from error
+    if path is not None and Path(module.__file__ or "").resolve() != path.resolve():
+        raise JobError(f"{key} = {name!r}: another module is called {module_name!r} already; rename the file")
+    found = getattr(module, what, None)
+    if not callable(found):
+        functions = [known for known, value in vars(module).items() if callable(value)]
+        raise JobError(f"{key} = {name!r}: no function {what!r} in {where}; {_nearest(what, functions)}")
+    return found  # type: ignore[no-any-return]
+
+
+def bind(function: Callable[..., Any], *, arguments: Mapping[str, Any], key: str) -> Callable[[], Any]:
+    """The call of `function` with these arguments. Raises JobError when it does not take them."""
+    signature = inspect.signature(function)
+    unknown = [name for name in arguments if name not in signature.parameters]
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    if unknown and not takes_all:
+        raise JobError(f"{key}: unknown argument {unknown[0]!r}; {_nearest(unknown[0], signature.parameters)}")
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise JobError(f"{key}: {error}") from error
+    return partial(function, **arguments)
+
+
+def _configure(job: Job, default: Any) -> Any:
+    """The shape of a reference model, its arguments read as flags are."""
+    words = [word for _, flag in flags_of(job.model.arguments, leaves=()) for word in flag]
+    try:
+        return parse_flags(words, prog="model", default=default)
+    except ValueError as error:
+        raise JobError(f"model.arguments of {job.model.name}: {str(error).lstrip('-')}") from error
+
+
+def _build_as(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    return build().to(dtype)
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    names = {item.lower(): item for item in known if not item.startswith("_")}
+    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    return f"did you mean {names[near[0]]!r}?" if near else f"there are {', '.join(names.values()) or 'none'}"

@@ -1,0 +1,260 @@
+"""Sinks for people: a live progress line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.rule import Rule
+from rich.text import Text
+
+from meshwise.precision.live_dtypes import NOTHING
+from meshwise.train.counted import counted
+from meshwise.train.events import (
+    Budgeted,
+    Compared,
+    End,
+    Event,
+    Measured,
+    NonFinite,
+    Resume,
+    Sample,
+    Saved,
+    SaveFailed,
+    Sink,
+    Slow,
+    Start,
+    Step,
+    Validation,
+)
+
+_SHOWN = 5
+_STYLES = MappingProxyType(
+    {NonFinite: "bold red", SaveFailed: "bold red", Slow: "yellow", Validation: "green", Saved: "dim"}
+)
+
+_RECENT_STEPS = 20
+
+
+def terminal(console: Console, *, every: int) -> Sink:
+    """The sink that suits the console: live on a terminal, else a plain line every `every` steps."""
+    return LiveTerminal(console) if console.is_terminal else PlainTerminal(console, every=every)
+
+
+class PlainTerminal:
+    """One line for each event, and for every n-th step."""
+
+    def __init__(self, console: Console, *, every: int) -> None:
+        self._console = console
+        self._every = every
+        self._recent = _Recent()
+
+    def write(self, event: Event) -> None:
+        """Print the event."""
+        event = self._recent.smoothed(event)
+        if not isinstance(event, Step) or event.step % self._every == 0 or event.step in (1, event.steps):
+            self._print(_told(event, of=self._recent.unit))
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class LiveTerminal:
+    """A progress line that is redrawn, below everything else that was said."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=16),
+            TextColumn("{task.fields[numbers]}"),
+            console=console,
+            refresh_per_second=4,
+        )
+        self._recent = _Recent()
+        self._task = self._progress.add_task("train", total=1, numbers="", visible=False)
+
+    def write(self, event: Event) -> None:
+        """Redraw the line for a step; print anything else above it."""
+        event = self._recent.smoothed(event)
+        if isinstance(event, Step):
+            self._progress.start()
+            self._progress.update(
+                self._task,
+                completed=event.step,
+                total=event.steps,
+                numbers=_numbers(event, of=self._recent.unit),
+                visible=True,
+            )
+            if event.step == event.steps:
+                self._progress.refresh()
+            return
+        if isinstance(event, Sample | End):
+            self._progress.stop()
+        console = self._progress.console
+        if isinstance(event, Sample):
+            console.print(Rule("the model writes", style="dim"))
+            text = Text(_printable(event.prompt), style="bold").append(_printable(event.text), style="not bold")
+            console.print(Padding(text, (0, 2)))
+            console.print(Rule(style="dim"))
+        else:
+            style = _STYLES.get(type(event), "")
+            console.print(Text(_told(event, of=self._recent.unit), style=style), soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the last line as it is."""
+        self._progress.stop()
+
+
+class _Recent:
+    """The pace of the last steps: that of one step tells more of what else the machine did than of the run.
+
+    unit    what the loss counts: one for each sample of a batch, of images, say; else tokens
+    """
+
+    def __init__(self) -> None:
+        self.unit = "token"
+        self._samples = 0
+        self._steps: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)
+
+    def smoothed(self, event: Event) -> Event:
+        """A step with the tokens per second of the last steps and itself; any other event as it is."""
+        if isinstance(event, Start):
+            self._samples = event.batch
+        if not isinstance(event, Step):
+            return event
+        self.unit = "sample" if event.tokens == self._samples else "token"
+        self._steps.append((event.tokens, event.tokens / event.rate if event.rate else 0.0))
+        tokens, seconds = map(sum, zip(*self._steps, strict=True))
+        return replace(event, rate=tokens / seconds if seconds else 0.0)
+
+
+def _told(event: Event, *, of: str) -> str:
+    """The event in words; `of`: what the loss counts."""
+    match event:
+        case Start():
+            steps = f"{counted(event.steps, of='step')} of {counted(event.batch, of='sample')}"
+            return "\n".join(
+                [
+                    f"plan     {event.plan}   (on {event.device})",
+                    *_indented(event.mesh),
+                    *_indented(event.stages),
+                    f"model    {counted(event.parameters, of='parameter')}; on rank 0: {_memory(event.memory)}",
+                    f"dtypes   {_dtypes(event.precision)}",
+                    f"data     {event.data}",
+                    f"run      {steps}, into {event.output}",
+                ]
+            )
+        case Step():
+            return f"step {event.step}/{event.steps}  {_numbers(event, of=of)}"
+        case Budgeted():
+            return "\n".join(f"budget   {line}" for line in event.table.splitlines())
+        case NonFinite():
+            return f"NOT FINITE at step {event.step}: {event.problem}"
+        case Resume():
+            return "\n".join(_resumed(event))
+        case Slow():
+            steps = ", ".join(map(str, event.steps[:_SHOWN])) + " …" * (len(event.steps) > _SHOWN)
+            return (
+                f"slow     rank {event.rank} kept the others waiting in step{'s' * (len(event.steps) > 1)} {steps}: "
+                f"busy for {event.seconds:.2f} s, they for {event.others:.2f} s"
+            )
+        case Measured():
+            head = f"time     of a step, the median of {event.steps}; drawn by meshwise draw timeline {event.path}"
+            return "\n".join([head, *_indented(event.table)])
+        case Saved():
+            return (
+                f"saved    step {event.step} in {event.path} ({event.seconds:.1f} s, training stood {event.held:.2f} s)"
+            )
+        case SaveFailed():
+            return f"NOT SAVED at step {event.step}: {event.problem}"
+        case Validation():
+            return f"validation after step {event.step}: loss {event.loss:.4f} over {counted(event.tokens, of=of)}"
+        case Sample():
+            lines = _printable(event.prompt + event.text).split("\n")
+            return "\n".join(["the model writes:", *(f"  | {line}".rstrip() for line in lines)])
+        case Compared():
+            return (
+                f"predicted {event.predicted_seconds:.4g} s a step and {_bytes(event.predicted_memory)} on {event.on}; "
+                f"measured {event.seconds:.4g} s ({_apart(event.predicted_seconds, event.seconds)}) and "
+                f"{_bytes(event.memory)} ({_apart(event.predicted_memory, event.memory)})"
+            )
+        case End():
+            rows = [f"  {name:<12} {path}" for name, path in event.outputs.items()]
+            head = f"done: {counted(event.steps, of='step')} in {_time(event.seconds)}, loss {event.loss:.4f}"
+            return "\n".join([head, *rows, f"next: {event.following}"])
+
+
+def _resumed(event: Resume) -> list[str]:
+    if not event.path:
+        return ["resume   there is no checkpoint yet: from the start"]
+    return [
+        f"resume   after step {event.step:,} ({counted(event.samples, of='sample')}), from {event.path}",
+        *(f"         DAMAGED, passed over: {damage}" for damage in event.damaged),
+        *(f"         changed: {change}" for change in event.changes),
+    ]
+
+
+def _printable(text: str) -> str:
+    """The text without what would steer the terminal: a model that has learnt little writes any byte."""
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )
+
+
+def _numbers(step: Step, *, of: str) -> str:
+    unit = "tok" if of == "token" else f"{of}s"
+    return (
+        f"loss {step.loss:.4f}  grad {step.grad_norm:.3f}  lr {step.lr:.2e}  {_short(step.rate)} {unit}/s  "
+        f"{_bytes(step.memory)}  ETA {_time(step.eta)}" + ("  SKIPPED" if step.skipped else "")
+    )
+
+
+def _apart(predicted: float, measured: float) -> str:
+    return f"the prediction is off by {100 * (predicted / measured - 1):+.1f} %" if measured else "no more than before"
+
+
+def _indented(picture: str) -> list[str]:
+    return [f"         {line}" for line in picture.splitlines()]
+
+
+def _memory(memory: Mapping[str, int]) -> str:
+    return ", ".join(f"{kind.replace('_', ' ')} {_bytes(size)}" for kind, size in memory.items() if size)
+
+
+def _dtypes(precision: Mapping[str, str]) -> str:
+    """The kinds that share a dtype, together; not those that a rank has nothing of."""
+    kinds: dict[str, list[str]] = {}
+    for kind, dtype in precision.items():
+        if dtype != NOTHING:
+            kinds.setdefault(dtype, []).append(kind.replace("_", " "))
+    return "; ".join(f"{dtype}: {', '.join(names)}" for dtype, names in kinds.items())
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
+
+
+def _short(number: float) -> str:
+    for unit in ("", "k", "M"):
+        if number < 1000:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g}G"
+
+
+def _time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

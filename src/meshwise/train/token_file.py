@@ -1,0 +1,120 @@
+"""Text as one memory-mapped file of tokens.
+
+Reading thousands of files again for every run, in every rank, costs minutes and memory; a memory map of one file costs
+neither, and the ranks of a machine share its pages. The token file is named by what went into it (paths, sizes, times
+of change), and built once, under a lock: whoever sees it sees all of it.
+
+A token is a byte (0 … 255). A zero byte goes before every file, so that a model learns where a text begins.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import glob
+import hashlib
+import os
+import shutil
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwise.base.atomic_file import write_whole
+from meshwise.train.job import JobError
+
+STDLIB = "python-stdlib"
+START = 0
+"""The token before every file."""
+_BLOCKS = 256
+_BLOCK = 4096
+_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+
+
+def token_file(names: Sequence[str], *, cache: Path) -> Path:
+    """The token file of these texts, built when the cache does not have it.
+
+    names: files, folders (all files below that are not hidden), globs, or `python-stdlib`. Raises JobError when a name
+    leads to nothing, a file cannot be read, there is no text in any of them, or no room for the token file.
+    """
+    try:
+        files = [path for name in names for path in _files(name)]
+        stats = [(path, path.stat()) for path in files]
+        if not any(stat.st_size for _, stat in stats):
+            raise JobError(f"data.files = {list(names)}: no file of {len(files)} has any text in it")
+        inputs = "\n".join(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats)
+        target = cache / f"bytes-{hashlib.sha256(inputs.encode()).hexdigest()[:32]}.bin"
+        if not target.exists():
+            cache.mkdir(parents=True, exist_ok=True)
+            _build(files, target)
+    except OSError as error:
+        at = Path(error.filename or cache)
+        if at.is_relative_to(cache) or cache.is_relative_to(at):
+            hint = "name a folder with room that may be written to, as in --data.cache /tmp/meshwise-data"
+            raise JobError(f"data: cannot keep the text in {cache}: {error.strerror}; {hint}") from error
+        raise JobError(f"data: cannot read the text: {error.strerror}: {at}") from error
+    return target
+
+
+def open_tokens(path: Path) -> NDArray[np.uint8]:
+    """The tokens, as a read-only memory map."""
+    return np.memmap(path, dtype=np.uint8, mode="r")
+
+
+def digest(tokens: NDArray[np.uint8]) -> str:
+    """A digest of 256 blocks of 4 KiB, evenly spaced: another text gives another one, in milliseconds at any size."""
+    starts = np.linspace(0, max(0, len(tokens) - _BLOCK), num=_BLOCKS, dtype=np.int64)
+    content = hashlib.sha256()
+    for start in starts:
+        content.update(tokens[start : start + _BLOCK].tobytes())
+    return content.hexdigest()[:16]
+
+
+def default_cache() -> Path:
+    """`meshwise` in $XDG_CACHE_HOME, or in ~/.cache. Raises JobError where there is no home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwise"
+    except RuntimeError as error:  # of a user whom the system does not know, as in a container
+        raise JobError(
+            "data: there is no home folder to keep the text in; name another, as in --data.cache /tmp/meshwise-data"
+        ) from error
+
+
+def _build(files: Sequence[Path], target: Path) -> None:
+    """Write the token file, unless another process does so while this one waits for the lock."""
+    with target.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if target.exists():
+            return
+        write_whole(target, write=functools.partial(_join, files), aside=target.with_suffix(".partial"))
+
+
+def _join(files: Sequence[Path], into: Path) -> None:
+    with into.open("wb") as out:
+        for path in files:
+            out.write(bytes([START]))
+            with path.open("rb") as text:
+                shutil.copyfileobj(text, out)
+
+
+def _files(name: str) -> Iterator[Path]:
+    """The files that a name in `data.files` stands for, in an order that does not depend on the machine."""
+    if name == STDLIB:
+        folder = Path(sysconfig.get_path("stdlib"))
+        found = [path for path in folder.rglob("*.py") if not _LEFT_OUT & set(path.relative_to(folder).parts)]
+    elif Path(name).is_dir():
+        found = [path for path in Path(name).rglob("*") if path.is_file() and not _hidden(path.relative_to(name))]
+    elif Path(name).exists():
+        found = [Path(name)]
+    else:
+        matches = glob.glob(name, recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
+        found = [path for path in map(Path, matches) if path.is_file()]
+    if not found:
+        raise JobError(f"data.files: {name!r} is no file, no folder with files and no glob that matches any")
+    yield from sorted(found)
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)

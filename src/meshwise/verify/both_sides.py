@@ -1,0 +1,280 @@
+"""Both sides of a verification, step by step, and every figure that comes of it.
+
+    one process (rank 0)      │ under the plan (every rank)     compared, by this name in the report
+    ──────────────────────────┼──────────────────────────────────────────────────────────────────────
+    parameters, born          │ parameters, born sharded        the value of …, before the first step
+    forward, loss             │ forward, loss                   the count, the loss
+    backward                  │ backward, reduction             the gradient of …
+    norm, clip                │ norm, clip                      the gradient norm
+    optimizer                 │ optimizer on shards             the value of …
+                              │ rank against rank               the value of … on rank r
+
+The order is that of the computation, so the first figure over its bound is where the fault is, or just before it.
+Tensors are compared one at a time: no rank but the first ever holds more than its share and one parameter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.comm.api.world import World
+from meshwise.engine.trainer import Trainer
+from meshwise.testing.difference import size
+from meshwise.testing.reference_run import Single
+from meshwise.testing.worker_job import Answer
+from meshwise.verify.module_outputs import Outputs, passes_with_data
+from meshwise.verify.report import Divergence, ParameterFigures, StepFigures
+from meshwise.verify.rounding_bounds import Figure, Judge, neighbours
+from meshwise.verify.verified_subject import Subject
+
+Result = TypeVar("Result")
+_GRADIENT, _VALUE = "the gradient of", "the value of"
+_COLLINEAR = 1e-6
+_BITS: Mapping[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Oracle:
+    """One process's training, and its neighbours' where bounds are to be measured. The first is the one to trust."""
+
+    def __init__(self, subject: Subject, *, judge: Judge, device: torch.device) -> None:
+        models = [subject.prepared()]
+        if not judge.exact:
+            models += neighbours(models[0], seed=subject.options.seed, precision=judge.precision)
+        self.outputs = [subject.listener() for _ in models]
+        self.singles = [
+            Single(m, device=device, **subject.arguments(o)) for m, o in zip(models, self.outputs, strict=True)
+        ]
+        for single, outputs in zip(self.singles, self.outputs, strict=True):
+            outputs.listen(single.model)
+        self._judge = judge
+        self._vague: dict[str, Tensor] = {}
+
+    def backward(self, batch: Any) -> list[tuple[float, float]]:
+        """(loss, count) of each."""
+        for outputs in self.outputs:
+            outputs.begin()
+        losses = [single.backward(batch) for single in self.singles]
+        gradients = self.gradients()
+        largest = max((size(gradient) for gradient in gradients[0].values()), default=0.0)
+        for name, gradient, *others in _together(gradients):
+            vague = self._judge.vague(gradient, neighbours=others, largest=largest)
+            if vague is not None:
+                self._vague[name] = vague | self._vague.get(name, False)
+        return losses
+
+    def comparable(self, name: str, *, value: Tensor) -> Tensor:
+        """A parameter's value where it can be compared, and the expected one where rounding decided an update."""
+        if name not in self._vague:
+            return value
+        expected = self.singles[0].model.get_parameter(name).detach()
+        return torch.where(self._vague[name], expected, value.to(expected.device))
+
+    def update(self) -> list[float]:
+        """The gradient norm of each."""
+        return [single.update() for single in self.singles]
+
+    def gradients(self) -> list[dict[str, Tensor]]:
+        """The gradients of each, before clipping when asked for before `update`."""
+        return [dict(single.gradients()) for single in self.singles]
+
+    def values(self) -> list[dict[str, Tensor]]:
+        """The parameters and buffers of each."""
+        return [dict(itertools.chain(single.parameters(), _buffers(single.model))) for single in self.singles]
+
+
+def on_first(world: World, *, call: Callable[[], Result]) -> Result | None:
+    """What `call` returns on the first rank, None on the others, which wait. What it raises there, all ranks raise."""
+    result, problem = None, None
+    if world.rank == 0:
+        try:
+            result = call()
+        except Exception as error:  # noqa: BLE001 - it is raised below, on every rank
+            problem = error
+    told = world.exchange(None if problem is None else Answer.of(problem))[0]
+    if problem is not None:
+        raise problem
+    if told is not None:
+        raise told.exception()
+    return result
+
+
+class Comparison:
+    """The figures of a verification as they come in. Only the first rank, which has the oracle, keeps any."""
+
+    def __init__(self, trainer: Trainer, *, outputs: Outputs, judge: Judge, oracle: Oracle | None) -> None:
+        self._trainer = trainer
+        self._outputs = outputs
+        self._judge = judge
+        self._oracle = oracle
+        self._factors: dict[str, float | None] = {}
+        self._gradients: dict[str, Figure] = {}
+        self._values: dict[str, Figure] = {}
+        self.steps: list[StepFigures] = []
+        self.first: Divergence | None = None
+
+    def start(self) -> None:
+        """Compare the parameters that both sides start from."""
+        values, replicas = self._compare_values(0)
+        self._keep_first(itertools.chain(self._named(_VALUE, values), replicas))
+
+    def step(self, number: int, *, batch: Any) -> None:
+        """Take one step on both sides and compare everything."""
+        trainer, oracle = self._trainer, self._oracle
+        self._outputs.begin(passes_with_data(trainer, batch=batch))
+        result = trainer.step(batch)
+        losses = on_first(trainer.world, call=lambda: [] if oracle is None else oracle.backward(batch))
+        mean_squares = self._outputs.mean_squares(trainer.world)
+        gradients = self._compare(_GRADIENT, trainer.full_gradients(), number)
+        norms = oracle.update() if oracle else []
+        values, replicas = self._compare_values(number)
+        if oracle is None:
+            return
+        assert losses is not None
+        mean, count = losses[0]
+        loss = self._number(result.loss, [loss for loss, _ in losses], number)
+        norm = self._number(result.grad_norm, norms, number)
+        counted = Figure(abs(result.tokens - int(count)) / count, 0.0, number)
+        self.steps.append(StepFigures(mean, norms[0], loss, norm))
+        _keep_worst(self._gradients, gradients)
+        _keep_worst(self._values, values)
+        self._keep_first(
+            itertools.chain(
+                [_scalar("the count of the loss", counted, result.tokens, int(count))],
+                [_scalar("the loss", loss, result.loss, mean)],
+                self._named(_GRADIENT, self._backward_order(gradients)),
+                [_scalar("the gradient norm", norm, result.grad_norm, norms[0])],
+                self._named(_VALUE, values),
+                replicas,
+            ),
+            forward=self._first_output(mean_squares, number),
+        )
+
+    def parameters(self) -> list[ParameterFigures]:
+        """The worst figures of every parameter and buffer."""
+        return [ParameterFigures(name, self._gradients.get(name), value) for name, value in self._values.items()]
+
+    # ---- measuring ---------------------------------------------------------------------------------------------
+
+    def _compare_values(self, step: int) -> tuple[dict[str, Figure], list[Divergence]]:
+        """Figures of the values, and the values that are not the same on every rank."""
+        digests: dict[str, int] = {}
+        buffers = ((name, value) for name, value in self._trainer.full_buffers() if value.is_floating_point())
+        values = itertools.chain(self._trainer.full_parameters(), buffers)
+        figures = self._compare(_VALUE, _digested(values, digests), step)
+        world = self._trainer.world
+        own = torch.tensor(list(digests.values()), dtype=torch.int64, device=world.device)
+        everyone = own.new_empty(world.size, own.numel())
+        world.all_gather(own, into=everyone, axes=world.mesh.names).wait()
+        others = [
+            Divergence(
+                f"{_VALUE} {name} on rank {rank}",
+                step,
+                Figure(math.inf, 0.0, step),
+                _owner(name),
+                "the ranks hold other values of what is one parameter",
+            )
+            for column, name in enumerate(digests)
+            for rank in (everyone[:, column] != everyone[0, column]).nonzero().flatten().tolist()
+        ]
+        return figures, others
+
+    def _compare(self, kind: str, ours: Iterator[tuple[str, Tensor]], step: int) -> dict[str, Figure]:
+        """Figures by name on the first rank; the others only take part."""
+        figures: dict[str, Figure] = {}
+        if self._oracle is None:
+            for _ in ours:
+                pass
+            return figures
+        theirs = self._oracle.gradients() if kind == _GRADIENT else self._oracle.values()
+        least = self._judge.floor(max((size(tensor) for tensor in theirs[0].values()), default=0.0))
+        for name, value in ours:
+            expected, *neighbours = (side[name] for side in theirs)
+            if kind == _VALUE:
+                value = self._oracle.comparable(name, value=value)
+                neighbours = [self._oracle.comparable(name, value=other) for other in neighbours]
+            figures[name] = self._judge.measure(value, expected=expected, neighbours=neighbours, least=least, step=step)
+            if figures[name].over:
+                self._factors[f"{kind} {name}"] = _factor(value, expected)
+        return figures
+
+    def _number(self, value: float, sides: Sequence[float], step: int) -> Figure:
+        expected, *neighbours = (torch.tensor(side, dtype=torch.float64) for side in sides)
+        ours = torch.tensor(value, dtype=torch.float64)
+        return self._judge.measure(ours, expected=expected, neighbours=neighbours, least=0.0, step=step)
+
+    # ---- judging -----------------------------------------------------------------------------------------------
+
+    def _keep_first(self, figures: Iterable[Divergence], *, forward: str | None = None) -> None:
+        """Keep the first figure over its bound. `forward`: the first module of the forward whose output differs."""
+        over = next((found for found in figures if found.figure.over), None)
+        if self.first is None and over is not None:
+            self.first = over if forward is None else dataclasses.replace(over, module=forward)
+
+    def _named(self, kind: str, figures: Mapping[str, Figure]) -> Iterator[Divergence]:
+        for name, figure in figures.items():
+            factor = self._factors.get(f"{kind} {name}")
+            detail = "" if factor is None else f"it is {factor:.6g} times the expected one"
+            yield Divergence(f"{kind} {name}", figure.step, figure, _owner(name), detail)
+
+    def _backward_order(self, figures: Mapping[str, Figure]) -> dict[str, Figure]:
+        """The figures of gradients, those of the last module of the forward first."""
+        assert self._oracle is not None
+        place = {module: number for number, module in enumerate(self._oracle.outputs[0].order)}
+        names = sorted(figures, key=lambda name: -place.get(_owner(name), -1))
+        return {name: figures[name] for name in names}
+
+    def _first_output(self, ours: Mapping[str, float], step: int) -> str | None:
+        """The first module of the forward whose output differs in size."""
+        assert self._oracle is not None
+        sides = [outputs.mean_squares() for outputs in self._oracle.outputs]
+        for module in self._oracle.outputs[0].order:
+            if self._number(ours.get(module, 0.0), [side[module] for side in sides], step).over:
+                return module
+        return None
+
+
+def _keep_worst(worst: dict[str, Figure], figures: Mapping[str, Figure]) -> None:
+    for name, figure in figures.items():
+        if name not in worst or figure.excess > worst[name].excess:
+            worst[name] = figure
+
+
+def _scalar(what: str, figure: Figure, value: float, expected: float) -> Divergence:
+    factor = f" ({value / expected:.6g} times that)" if expected else ""
+    return Divergence(what, figure.step, figure, detail=f"it is {value:.8g}{factor} where {expected:.8g} is expected")
+
+
+def _factor(value: Tensor, expected: Tensor) -> float | None:
+    """The f for which value = f · expected, if there is one."""
+    ours, theirs = value.detach().double().flatten(), expected.detach().to(value.device).double().flatten()
+    square = float(theirs @ theirs)
+    factor = float(ours @ theirs) / square if 0 < square < math.inf else math.nan
+    remainder = size(ours - factor * theirs)
+    return factor if remainder <= _COLLINEAR * size(theirs) else None
+
+
+def _together(sides: Sequence[Mapping[str, Tensor]]) -> Iterator[tuple[Any, ...]]:
+    """(name, tensor of each side) for every name."""
+    return ((name, *(side[name] for side in sides)) for name in sides[0])
+
+
+def _digested(values: Iterator[tuple[str, Tensor]], digests: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
+    """The same, with the sum of each tensor's bits, read as whole numbers, put into `digests`."""
+    for name, value in values:
+        digests[name] = int(value.detach().contiguous().view(_BITS[value.element_size()]).sum(dtype=torch.int64))
+        yield name, value
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return ((name, buffer.detach()) for name, buffer in module.named_buffers() if buffer.is_floating_point())
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]

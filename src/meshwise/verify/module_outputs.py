@@ -1,0 +1,87 @@
+"""How large every module's output was in a step: to find where in the forward two models part.
+
+A split model's outputs lie in pieces, per rank and micro-batch, so that tensors cannot be held against each other. The
+mean square over all pieces can: it is the same however the rows of a batch are dealt out, and for an output that does
+not depend on the batch, such as that of a position embedding.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.base.tensor_tree import rows, tensors
+from meshwise.comm.api.world import World
+from meshwise.engine.trainer import Trainer
+from meshwise.layout.rectangles import even_split
+from meshwise.model.forward import Forward
+
+
+class Outputs:
+    """Listens to a model's forward passes while it is asked to.
+
+    `order` names the modules as they first finished: inner ones before those that contain them.
+    """
+
+    def __init__(self, forward: Forward) -> None:
+        self._inner = forward
+        self._names: dict[nn.Module, str] = {}
+        self._squares: dict[str, Tensor] = {}
+        self._elements: dict[str, int] = {}
+        self._left = 0
+
+    def listen(self, *models: nn.Module) -> None:
+        """Hook every module of the model, or of its stages."""
+        self._names = {module: name for model in models for name, module in model.named_modules()}
+        for module, name in self._names.items():
+            module.register_forward_hook(partial(self._add, name))
+
+    def begin(self, passes: int = 1) -> None:
+        """Forget the last step; in the next one, the first `passes` forward passes carry data."""
+        self._squares, self._elements, self._left = {}, {}, passes
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        """The forward pass to listen to."""
+        try:
+            return self._inner(model, batch)
+        finally:
+            self._left -= 1
+
+    @property
+    def order(self) -> list[str]:
+        """The modules that ran, in the order in which they first finished."""
+        return list(self._elements)
+
+    def mean_squares(self, world: World | None = None) -> dict[str, float]:
+        """The mean square of every module's output, by name; with a world, over all its ranks that hold data."""
+        own = {name: (float(square), self._elements[name]) for name, square in self._squares.items()}
+        squares: dict[str, float] = defaultdict(float)
+        elements: dict[str, int] = defaultdict(int)
+        for rank in [own] if world is None else world.exchange(own):
+            for name, (square, count) in rank.items():
+                squares[name] += square
+                elements[name] += count
+        return {name: squares[name] / count for name, count in elements.items() if count}
+
+    def _add(self, name: str, module: nn.Module, arguments: Any, output: Any) -> None:  # noqa: ARG002 (a forward hook's)
+        if self._left <= 0:
+            return
+        for tensor in tensors(output):
+            if tensor.is_floating_point():
+                if bool(tensor.isnan().any()):  # in a stage of a pipeline: computed by another stage
+                    continue
+                square = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64).square()
+                self._squares[name] = self._squares.get(name, 0.0) + square
+                self._elements[name] = self._elements.get(name, 0) + tensor.numel()
+
+
+def passes_with_data(trainer: Trainer, *, batch: Any) -> int:
+    """How many of this rank's forward passes in a step carry data: those after them only keep the ranks in step."""
+    start, stop = trainer.share(rows(batch))
+    return len(trainer.modules) * sum(
+        first < last for first, last in even_split(stop - start, trainer.plan.microbatches)
+    )

@@ -1,0 +1,167 @@
+"""How far apart two runs of the same model may come: 1e-9 in float64, and otherwise what rounding explains.
+
+In a narrower precision no constant will do: how much a rounding error grows depends on the model, and an optimizer that
+divides by the size of the gradient, as Adam does, turns the noise of a vanishing gradient into a whole step. So the
+growth is measured. Two neighbours train the same model on one process from parameters that are each moved by one unit
+in the last place; backward error analysis (Higham, Accuracy and Stability of Numerical Algorithms, ch. 1) says that
+reordered sums are exact results for such neighbours. Where they part from the first process, rounding explains it, and
+the plan may differ as much:
+
+    bound = max(16 eps, 16 · the larger difference)        eps of the narrowest dtype that the forward computes in
+
+An element of a parameter is compared as long as no gradient of it was smaller than 16 times that difference, or in
+float64 than what is rounding beside the largest gradient (the bias of an attention's keys, whose gradient is zero in
+exact arithmetic): rounding may have chosen its direction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from meshwise.base.tensor_tree import tensors
+from meshwise.model.dispatch_modes import TorchDispatchMode
+from meshwise.testing.difference import difference, floor, size
+from meshwise.testing.reference_run import Single, whole
+
+EXACT = 1e-9
+_ROUNDINGS, _MARGIN, _NEIGHBOURS = 16, 16, 2
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a forward pass on one process showed before anything was compared.
+
+    precision   the narrowest floating dtype that it computed in, and `where`, the operation that first gave it
+    random      whether the same batch gave two losses, or can: `unknown` are operations whose draws depend on the plan
+    drew        whether the model drew random numbers of any kind
+    pooled      a module that takes statistics over a micro-batch, where plan and process have others
+    """
+
+    precision: torch.dtype
+    where: str
+    random: bool
+    drew: bool
+    unknown: tuple[str, ...]
+    pooled: str = ""
+
+
+def try_out(single: Single, *, batch: Any) -> Trial:
+    """Run a batch forward twice; the buffers are put back. Raises what the model and the loss raise."""
+    kept = {name: buffer.detach().clone() for name, buffer in single.model.named_buffers()}
+    with _Narrowest(single.model) as seen:
+        first = single.evaluate(batch)
+    second = single.evaluate(batch)
+    for name, buffer in single.model.named_buffers():
+        buffer.data.copy_(kept[name])
+    apart = abs(first - second) > _ROUNDINGS * torch.finfo(seen.dtype).eps * abs(first)
+    unknown = tuple(sorted(single.draws.unknown))
+    return Trial(seen.dtype, seen.where, apart or bool(unknown), single.draws.drew, unknown)
+
+
+class _Narrowest(TorchDispatchMode):
+    """Sees every operation below autograd, and keeps the narrowest floating dtype of what is made of the parameters.
+
+    What is not, a count of tokens or a mask, is the same on both sides.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.dtype = torch.float64
+        self.where = ""
+        self._made = WeakTensorKeyDictionary(dict.fromkeys(model.parameters(), None))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(tensor in self._made for tensor in tensors((args, kwargs))):
+            for tensor in tensors(result):
+                if tensor.is_floating_point() or tensor.is_complex():
+                    self._made[tensor] = None
+                    if torch.finfo(tensor.dtype).eps > torch.finfo(self.dtype).eps:
+                        self.dtype, self.where = tensor.dtype, str(func)
+        return result
+
+
+def neighbours(model: nn.Module | Callable[[], nn.Module], *, seed: int, precision: torch.dtype) -> Iterator[nn.Module]:
+    """The whole model, twice, with every element of its parameters moved by one unit in the last place, up or down."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(_NEIGHBOURS):
+        module = whole(model, seed=seed)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                sign = torch.randint(0, 2, parameter.shape, generator=generator).mul_(2).sub_(1)
+                parameter.mul_(1 + torch.finfo(precision).eps * sign.to(parameter.dtype))
+        yield module
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured relative difference, and the largest that is allowed; which step it is from, counted from 1."""
+
+    difference: float
+    bound: float
+    step: int
+
+    @property
+    def over(self) -> bool:
+        """Whether it is more than is allowed."""
+        return self.difference > self.bound
+
+    @property
+    def excess(self) -> float:
+        """The difference as a multiple of what is allowed."""
+        return self.difference / self.bound if self.bound else math.inf if self.difference else 0.0
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Measures differences and says what is allowed, in a precision."""
+
+    precision: torch.dtype
+
+    @property
+    def exact(self) -> bool:
+        """Whether the bound is a constant; otherwise neighbours are needed, to measure it by."""
+        return self.precision == torch.float64
+
+    def floor(self, largest: float) -> float:
+        """What is too small to be told from rounding beside a tensor whose largest element is `largest`."""
+        return floor(largest, bound=EXACT, dtype=self.precision) if self.exact else 0.0
+
+    def measure(
+        self, value: Tensor, *, expected: Tensor, neighbours: Sequence[Tensor], least: float, step: int
+    ) -> Figure:
+        """The relative difference of `value`; its bound is by the largest of those of the neighbours, if any."""
+        found = difference(value, expected, floor=least).relative
+        if self.exact:
+            return Figure(found, EXACT, step)
+        spread = max(difference(neighbour, expected, floor=least).relative for neighbour in neighbours)
+        return Figure(found, max(_ROUNDINGS * torch.finfo(self.precision).eps, _MARGIN * spread), step)
+
+    def vague(self, gradient: Tensor, *, neighbours: Sequence[Tensor], largest: float) -> Tensor | None:
+        """Where a gradient is so small that rounding may decide its sign, and with it the update (None: nowhere).
+        `largest`: the largest element of all gradients.
+
+        An optimizer that divides by the size of the gradient makes the same step of the smallest one. Those elements
+        of the parameter cannot be compared from then on; their gradients still are.
+        """
+        if self.exact:
+            rounding, nonzero = gradient.abs() <= self.floor(largest) * EXACT, gradient != 0
+            if not rounding.all():
+                rounding &= nonzero  # a zero among larger ones is one
+            return rounding if rounding.any() and nonzero.any() else None
+        spread = max(size(neighbour - gradient) for neighbour in neighbours)
+        return gradient.abs() < _MARGIN * spread
+
+    def __str__(self) -> str:
+        if self.exact:
+            return f"bound {EXACT:g}"
+        eps = torch.finfo(self.precision).eps
+        name = str(self.precision).removeprefix("torch.")
+        return f"bound max({_ROUNDINGS} eps, {_MARGIN} x what one eps in the parameters does), eps {eps:.1e} of {name}"

@@ -1,0 +1,99 @@
+"""`verify`: whether the split model is the same model.
+
+Every way of splitting a model can go wrong by a factor, a rank or a micro-batch, and still train: the loss falls, only
+less well. So before a run that costs something, a few steps of the user's own model, loss and batches are taken under
+the plan and on one process, and compared figure by figure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwise.comm.api.world import World
+from meshwise.comm.in_process.thread_world import run_threads
+from meshwise.comm.launch.joining import connect
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.model.forward import Loss
+from meshwise.plan import Plan
+from meshwise.precision.dtype_policy import precision_of
+from meshwise.verify.both_sides import Comparison, Oracle, on_first
+from meshwise.verify.report import Report
+from meshwise.verify.rounding_bounds import Judge, Trial
+from meshwise.verify.verified_subject import Subject
+
+
+def verify(
+    model: nn.Module | Callable[[], nn.Module],
+    loss: Loss,
+    batches: Iterable[Any],
+    plan: Plan | str,
+    *,
+    world: World | None = None,
+    dtype: torch.dtype | None = torch.float64,
+    **training: Any,
+) -> Report:
+    """Train a model for a few steps under a plan and on one process, and compare everything.
+
+    `model`, `loss`, `plan` and `training` (the optimizer, its arguments, the options) are those of `parallelize`;
+    `batches` are global batches, the same on every rank, one for each step. Model and batches are converted to `dtype`
+    (None: they stay as they are); under a plan with another precision than fp32 both sides compute in that. Every rank
+    of `world` calls it and gets the report. Without a world it is `connect()`'s; when that has one rank and the plan
+    needs more, they are threads of this process.
+
+    Dropout, and what else a model draws with torch as it trains, is the same under every plan and takes part. With
+    `random=local` in the plan, or numbers drawn in other ways, the model is compared in eval mode; the report says so.
+
+    Raises PlanError when the plan does not fit the world; ValueError when there is no batch, when the loss does not
+    return (sum, count), and when one batch gives two different losses; and whatever model and loss raise.
+    """
+    plan = Plan.of(plan)
+    precision = (training.get("options") or Options()).precision or precision_of(plan)
+    dtype = dtype if precision.computes is None else None
+    subject = Subject(
+        model,
+        loss,
+        list(batches),
+        dtype,
+        training,
+        precision=precision,
+        local=plan.random == "local",
+        microbatches=plan.microbatches,
+    )
+    if not subject.batches:
+        raise ValueError("batches is empty; give one global batch for each step to compare")
+    world = world or connect()
+    needed = 1 if plan.dp is None else plan.mesh().size
+    if world.size == 1 < needed:
+        return run_threads(needed, _verify, args=(subject, plan), timeout=None)[0]
+    return _verify(world, subject, plan)
+
+
+def _verify(world: World, subject: Subject, plan: Plan) -> Report:
+    trial: Trial = world.exchange(on_first(world, call=lambda: subject.try_out(world.device)))[0]
+    subject = dataclasses.replace(subject, evaluating=trial.random or bool(trial.pooled))
+    judge = Judge(subject.coarsest(trial))
+    outputs = subject.listener()
+    trainer = parallelize(subject.prepared(), plan, world=world, **subject.arguments(outputs))
+    outputs.listen(*trainer.modules)
+    oracle = on_first(world, call=lambda: Oracle(subject, judge=judge, device=world.device))
+    comparison = Comparison(trainer, outputs=outputs, judge=judge, oracle=oracle)
+    comparison.start()
+    for number, batch in enumerate(subject.converted(), start=1):
+        comparison.step(number, batch=batch)
+    trainer.close()
+    many = "s" * (len(subject.batches) > 1)
+    report = Report(
+        plan=str(trainer.plan),
+        setting=f"{world.size} x {world.device.type}, {len(subject.batches)} step{many}, {judge}",
+        notes=tuple(subject.notes(trial)),
+        steps=tuple(comparison.steps),
+        parameters=tuple(comparison.parameters()),
+        first=comparison.first,
+    )
+    shared: Report = world.exchange(report if world.rank == 0 else None)[0]
+    return shared

@@ -1,0 +1,112 @@
+"""What a plan takes, as a value: all that is drawn of it, of a simulation or of a run."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from meshwise.base.mesh import Mesh
+from meshwise.base.timeline import Timeline, spent
+from meshwise.pipeline.run.measured_step import Measured
+from meshwise.plan import Plan
+from meshwise.simulate.memory_use import fullest
+from meshwise.simulate.prediction import Prediction
+from meshwise.simulate.simulation_tables import text as size_text
+from meshwise.simulate.step_history import History, Replay
+
+_MOST_HISTORIES = 6
+"""Where there are more ranks along pp, the memory of the first, the fullest and the last is shown."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a plan is for."""
+
+    name: str = ""
+    memory: float = 0.0
+    """Bytes that a rank may use; 0 where that is unknown."""
+
+    ranks_per_node: int = 0
+    """0 where that is unknown."""
+
+
+@dataclass(frozen=True)
+class Account:
+    """What a plan takes."""
+
+    title: str
+    timeline: Timeline
+    rows: tuple[str, ...] = ()
+    """Whom the rows of the timeline are for; by default the ranks."""
+
+    unit: str = "s"
+    """Of its times: seconds, or nothing for times without a unit."""
+
+    plan: Plan | None = None
+    machine: Machine = field(default_factory=Machine)
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """What else there is to tell of it, in order."""
+
+    peak: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by category of the rank that needs most, when it does."""
+
+    histories: tuple[History, ...] = ()
+    """Memory over time, of ranks that stand for all."""
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """Where it is known."""
+        return None if self.plan is None else self.plan.mesh()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the timeline's rows."""
+        return self.rows or tuple(f"rank {rank}" for rank in range(self.timeline.ranks))
+
+    @cached_property
+    def spent(self) -> Mapping[str, float]:
+        """Where a rank's step goes, on the mean over the ranks; it adds up to the step."""
+        total: dict[str, float] = defaultdict(float)
+        for own in spent(self.timeline):
+            for what, seconds in own.items():
+                total[what] += seconds
+        return {what: seconds / self.timeline.ranks for what, seconds in total.items()}
+
+
+def predicted(prediction: Prediction, *, title: str = "") -> Account:
+    """What a plan would take on a cluster."""
+    plan, cluster, replay = prediction.rehearsal.plan, prediction.cluster, Replay(prediction)
+    along = len(prediction.rehearsal.tapes)
+    memory, each = prediction.memory, plan.mesh().size // along
+    peak, room = fullest(memory).peak, max(0.0, cluster.device.memory - cluster.device.own)
+    shown = sorted({0, fullest(memory).index, along - 1}) if along > _MOST_HISTORIES else range(along)
+    facts = {
+        "tokens/s": f"{prediction.tokens_per_second:,.0f}",
+        "utilisation": f"{100 * prediction.utilisation:.1f} %",
+        "peak memory": f"{size_text(peak.bytes)} of {size_text(room)}" if room < math.inf else size_text(peak.bytes),
+        "fits": "yes" if prediction.fits else "no",
+        **{f"sent {where}": size_text(size) for where, size in prediction.traffic.items()},
+    }
+    return Account(
+        title or str(plan),
+        replay.timeline,
+        rows=tuple(_ranks(index * each, (index + 1) * each - 1) for index in range(along)),
+        plan=plan,
+        machine=Machine(cluster.device.name, room, cluster.ranks_per_node),
+        facts=facts,
+        peak={str(category): size for category, size in peak.device.items() if size},
+        histories=tuple(replay.history(index) for index in shown),
+    )
+
+
+def measured(run: Measured) -> tuple[Account, ...]:
+    """A step of a run, and the same computations by the clock."""
+    timelines = {"measured": run.run, "by the clock": run.predicted, "equal stages": run.ideal}
+    return tuple(Account(title, timeline) for title, timeline in timelines.items())
+
+
+def _ranks(first: int, last: int) -> str:
+    return f"rank {first}" if first == last else f"ranks {first}–{last}"

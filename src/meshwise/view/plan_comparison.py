@@ -1,0 +1,147 @@
+"""Plans beside one another: what differs, where the step goes, what fills the memory; as a table and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwise.simulate.simulation_tables import text as size_text
+from meshwise.simulate.tape import Category
+from meshwise.view.picture import Bars, Path, Picture, Shape, Text, legend, text_width
+from meshwise.view.plan_account import Account
+from meshwise.view.time_text import time_text
+
+Row = tuple[str, ...]
+
+_PAINTS: Mapping[str, str] = {"computes": "forward", "update": "update", "around": "between", "bubble": "bubble"}
+_WAITS = ("wait", "collective", "message", "tier")
+_LETTERS = 60
+"""Of a title beside a bar."""
+
+_WIDTH, _BAR, _PITCH, _TITLE, _LEGEND, _TOTAL = 1180.0, 18.0, 25.0, 26.0, 26.0, 90.0
+
+
+def comparison_table(accounts: Sequence[Account]) -> list[Row]:
+    """Titles, then rows; a column for each plan. What all plans have alike is left out of the plans' keys."""
+    rows: list[Row] = [("", *(account.title for account in accounts))]
+    plans = [account.plan.to_toml() if account.plan else {} for account in accounts]
+    keys = dict.fromkeys(key for plan in plans for key in plan)
+    differing = (key for key in keys if len({plan[key] for plan in plans if plan}) > 1)
+    rows += ((key, *(str(plan.get(key, "")) for plan in plans)) for key in differing)
+    rows.append(("step", *(time_text(account.timeline.seconds, unit=account.unit) for account in accounts)))
+    for what in uses(accounts):
+        rows.append((what, *(_part(account, what) for account in accounts)))
+    for fact in dict.fromkeys(fact for account in accounts for fact in account.facts):
+        rows.append((fact, *(account.facts.get(fact, "") for account in accounts)))
+    for category in held(accounts):
+        sizes = (size_text(account.peak.get(category, 0)) if account.peak else "" for account in accounts)
+        rows.append((category, *sizes))
+    return rows
+
+
+def uses(accounts: Sequence[Account]) -> list[str]:
+    """What the step of any of them goes into: computing first, the bubble last."""
+    found = dict.fromkeys(what for account in accounts for what in account.spent)
+    waits = sorted(what for what in found if what not in _PAINTS)
+    return [what for what in ("computes", *waits, "update", "around", "bubble") if what in found]
+
+
+def held(accounts: Sequence[Account]) -> list[str]:
+    """The categories that the peak of any of them has."""
+    return [str(category) for category in Category if any(account.peak.get(category) for account in accounts)]
+
+
+def comparison_picture(accounts: Sequence[Account]) -> Picture:
+    """A bar for the step of each plan, and one for the memory of its fullest rank, all to one scale."""
+    charts = [_times(accounts)]
+    remembering = [account for account in accounts if account.peak]
+    if remembering:
+        charts.append(_sizes(remembering))
+    left = 16 + max(text_width(bar.title, size=11) for chart in charts for bar in chart.bars)
+    shapes: list[Shape] = []
+    top = 0.0
+    for chart in charts:
+        shapes += chart.shapes(left=left, top=top)
+        top += chart.height + 14
+    return Picture("plans beside one another", _WIDTH, top, tuple(shapes))
+
+
+@dataclass(frozen=True)
+class _Bar:
+    """One plan's: how large each part is, and what that is in words."""
+
+    title: str
+    parts: Mapping[str, float]
+    words: Mapping[str, str]
+    total: str
+
+
+@dataclass(frozen=True)
+class _Chart:
+    """Bars of parts, one for each plan."""
+
+    title: str
+    paints: Mapping[str, str]
+    """Of the parts, in order."""
+
+    bars: tuple[_Bar, ...]
+    limit: float = 0.0
+
+    @property
+    def height(self) -> float:
+        """In all."""
+        return _TITLE + _PITCH * len(self.bars) + _LEGEND
+
+    def shapes(self, *, left: float, top: float) -> Iterator[Shape]:
+        """From a place on."""
+        most = max(sum(bar.parts.values()) for bar in self.bars)
+        if self.limit < 1.6 * most:
+            most = max(most, self.limit)
+        scale = (_WIDTH - left - _TOTAL) / most
+        yield Text(self.title, 0, top + 10, size=13)
+        for number, bar in enumerate(self.bars):
+            x, y = left, top + _TITLE + number * _PITCH
+            yield Text(bar.title, left - 10, y + _BAR / 2, size=11, anchor="end")
+            for what, paint in self.paints.items():
+                if width := scale * bar.parts.get(what, 0):
+                    yield Bars(paint, ((x, y, width, _BAR),), (f"{what} {bar.words[what]}",), bar.title)
+                    x += width
+            yield Text(bar.total, x + 8, y + _BAR / 2, size=11)
+        bottom = top + _TITLE + _PITCH * len(self.bars)
+        if 0 < self.limit <= most:
+            x = left + scale * self.limit
+            yield Path("limit", ((x, top + _TITLE - 4), (x, bottom)))
+        yield from legend([(paint, what) for what, paint in self.paints.items()], x=left, y=bottom + _LEGEND / 2)
+
+
+def _times(accounts: Sequence[Account]) -> _Chart:
+    names = uses(accounts)
+    waits = [name for name in names if name not in _PAINTS]
+    paints = {**_PAINTS, **{name: _WAITS[min(number, len(_WAITS) - 1)] for number, name in enumerate(waits)}}
+    bars = []
+    for account in accounts:
+        words = {what: time_text(time, unit=account.unit) for what, time in account.spent.items()}
+        total = time_text(account.timeline.seconds, unit=account.unit)
+        bars.append(_Bar(_shortened(account.title), account.spent, words, total))
+    title = "where the step goes, on the mean over the ranks"
+    return _Chart(title, {name: paints[name] for name in names}, tuple(bars))
+
+
+def _sizes(accounts: Sequence[Account]) -> _Chart:
+    bars = []
+    for account in accounts:
+        words = {category: size_text(size) for category, size in account.peak.items()}
+        bars.append(_Bar(_shortened(account.title), account.peak, words, size_text(sum(account.peak.values()))))
+    limit = min((account.machine.memory for account in accounts if account.machine.memory), default=0.0)
+    title = "what fills the memory of the rank that needs most"
+    return _Chart(title, {category: category for category in held(accounts)}, tuple(bars), limit)
+
+
+def _shortened(title: str) -> str:
+    return title if len(title) <= _LETTERS else f"{title[: _LETTERS - 2]} …"
+
+
+def _part(account: Account, what: str) -> str:
+    """A part of the step, as time and as share."""
+    time = account.spent.get(what, 0.0)
+    return f"{time_text(time, unit=account.unit)} ({100 * time / account.timeline.seconds:.1f} %)" if time else "0"
