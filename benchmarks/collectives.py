@@ -24,7 +24,7 @@ import torch
 
 from meshwise.bench.bandwidth import COPY, Measurement
 from meshwise.bench.byte_sizes import parse_size
-from meshwise.bench.collectives import WAYS, Sweep, measure
+from meshwise.bench.collectives import WAYS, SizeSweep, measure
 from meshwise.comm import World, run
 from peer_table import machine, write_between_markers
 
@@ -91,7 +91,7 @@ def _size_text(size: int) -> str:
     return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size / 1024:g} KiB"
 
 
-def _rank(world: World, sweep: Sweep) -> list[Measurement]:
+def _rank(world: World, sweep: SizeSweep) -> list[Measurement]:
     return measure(sweep, world=world)
 
 
@@ -106,7 +106,7 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(words)
     sizes = tuple(map(parse_size, arguments.sizes))
     groups = tuple(arguments.groups)
-    sweep = Sweep(KINDS, sizes, groups, rounds=arguments.rounds, on=WAYS)
+    sweep = SizeSweep(KINDS, sizes, groups, rounds=arguments.rounds, on=WAYS)
     measurements = run(arguments.ranks, _rank, args=(sweep,), device="cpu", comm="local")[0]
     chosen = f"--ranks {arguments.ranks} --groups {' '.join(map(str, groups))} --sizes {' '.join(arguments.sizes)}"
     remarks = [

@@ -33,18 +33,18 @@ OURS = "meshwise, `offload=optimizer:cpu`"
 
 def contestants(parameters: Sequence[nn.Parameter], *, deepspeed: bool) -> dict[str, Callable[[], object]]:
     """One step of each, by name."""
-    from meshwise.memory.chunk_visit import Chunk
-    from meshwise.memory.chunked_update import Update
+    from meshwise.memory.chunk_visit import UpdateChunk
+    from meshwise.memory.chunked_update import ChunkedUpdate
     from meshwise.memory.tiers import Tiers
     from meshwise.plan.offload import Offload
 
     gradients = [parameter.grad for parameter in parameters]
     chunks = [
-        Chunk((parameter,), parameter.data, None, lambda gradient=gradient: gradient, lambda: 1.0)  # type: ignore[misc]
+        UpdateChunk((parameter,), parameter.data, None, lambda gradient=gradient: gradient, lambda: 1.0)  # type: ignore[misc]
         for parameter, gradient in zip(parameters, gradients, strict=True)
     ]
     tiers = Tiers(Offload.parse("optimizer:cpu"))
-    update = Update(torch.optim.AdamW(parameters, fused=True, **SETTINGS), chunks=[chunks], tiers=tiers)
+    update = ChunkedUpdate(torch.optim.AdamW(parameters, fused=True, **SETTINGS), chunks=[chunks], tiers=tiers)
 
     def ours() -> None:
         update.step(lambda _: None)

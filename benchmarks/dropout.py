@@ -3,10 +3,10 @@
     python benchmarks/dropout.py
 
 Two things are timed, on one thread of one process. A dropout by itself, forward and backward, in nanoseconds for each
-element: `F.dropout` alone, and inside `Draws.running`. And the steps of a GPT with dropout 0.1 everywhere, attention
-included: with `random=global`, with `random=local` (torch's own kernels), and of the same GPT without dropout.
-Contestants take turns, in alternating order, so that a machine whose speed drifts treats them alike; figures are
-medians over the turns, of processor time.
+element: `F.dropout` alone, and inside `RandomDraws.running`. And the steps of a GPT with dropout 0.1 everywhere,
+attention included: with `random=global`, with `random=local` (torch's own kernels), and of the same GPT without
+dropout. Contestants take turns, in alternating order, so that a machine whose speed drifts treats them alike; figures
+are medians over the turns, of processor time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from meshwise import parallelize
-from meshwise.model.random_draws import Draws, Rows
+from meshwise.model.random_draws import RandomDraws, SampleRows
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 
 PROBABILITY = 0.1
@@ -44,14 +44,14 @@ def element(shape: tuple[int, ...], *, turns: int) -> dict[str, float]:
     """Nanoseconds for each element of one dropout, forward and backward."""
     x = torch.randn(shape, requires_grad=True)
     gradient, dropout = torch.ones(shape), nn.Dropout(PROBABILITY)
-    draws = Draws(dropout, seed=0)
+    draws = RandomDraws(dropout, seed=0)
     draws.begin(0)
 
     def plain() -> None:
         dropout(x).backward(gradient)
 
     def ours() -> None:
-        with draws.running(Rows(0, shape[0])):
+        with draws.running(SampleRows(0, shape[0])):
             result = dropout(x)
         result.backward(gradient)
 

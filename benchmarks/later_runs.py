@@ -29,13 +29,13 @@ from torch import nn
 
 import nanotron
 from meshwise.engine.parallelize import Options
-from meshwise.pipeline.cut.model_cut import Where
+from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.reference.language_loss import next_token_loss
 from meshwise.simulate.cluster import parse_cluster
 from meshwise.simulate.prediction import Prediction, predict
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import Subject
+from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from whole_backwards import whole_backwards
 
 PATH = Path(__file__).with_suffix(".csv")
@@ -147,8 +147,10 @@ def build(model: str, sequence: int) -> nn.Module:
 def predicted(run: Run) -> Prediction:
     """What is said of it, on the cluster as it is shipped."""
     tokens = torch.empty(run.global_batch, run.sequence, dtype=torch.long, device="meta")
-    options = Options(clip_norm=1.0, cut=Where(at=run.starts))
-    subject = Subject(partial(build, run.model, run.sequence), next_token_loss, (tokens, tokens), options=options)
+    options = Options(clip_norm=1.0, cut=CutOptions(at=run.starts))
+    subject = RehearsalSubject(
+        partial(build, run.model, run.sequence), next_token_loss, (tokens, tokens), options=options
+    )
     with whole_backwards(run.plan) as plan:
         rehearsal = rehearse(subject, plan=plan, ranks=run.gpus, device="cuda")
     return predict(rehearsal, cluster=parse_cluster(f"{-(-run.gpus // 8)}x8 {run.cluster}"))

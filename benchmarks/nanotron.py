@@ -50,15 +50,15 @@ from torch.nn import functional
 
 from meshwise.engine.parallelize import Options
 from meshwise.plan import Plan
-from meshwise.planner.lower_bound import Figures
-from meshwise.planner.plan_space import Space
+from meshwise.planner.lower_bound import PlanBound
+from meshwise.planner.plan_space import PlanSpace
 from meshwise.planner.search import figures_of
 from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.reference.language_loss import next_token_loss
 from meshwise.simulate.cluster import Cluster, Curve, at, parse_cluster
 from meshwise.simulate.prediction import Prediction, predict
 from meshwise.simulate.rehearsal import Rehearsal
-from meshwise.simulate.rehearsal_subject import Subject
+from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from reserved import Held, reserved
 
 SEQUENCES, CONTEXT, VOCABULARY = 256, 4096, 131072
@@ -223,11 +223,11 @@ def build(model: Llama) -> nn.Module:
     return made
 
 
-def subject(model: Llama, *, sequences: int = SEQUENCES) -> Subject:
+def subject(model: Llama, *, sequences: int = SEQUENCES) -> RehearsalSubject:
     """The model and a step's batch, without values."""
     tokens = torch.empty(sequences, CONTEXT, dtype=torch.long, device="meta")
     options = Options(clip_norm=1.0, tensor_rules={"blocks.*.mlp.gate_up": "first sections=2"})
-    return Subject(partial(build, model), next_token_loss, (tokens, tokens), options=options)
+    return RehearsalSubject(partial(build, model), next_token_loss, (tokens, tokens), options=options)
 
 
 def begins(model: Llama, stages: int) -> tuple[str, ...]:
@@ -249,7 +249,7 @@ def begins(model: Llama, stages: int) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Tried(Space):
+class Tried(PlanSpace):
     """The plans that were run, whatever became of them."""
 
     tried: tuple[Plan, ...] = field(default=())
@@ -260,7 +260,7 @@ class Tried(Space):
         return (plan for plan in self.tried if len(self.begins(plan.pp)) == plan.pp - 1)
 
 
-def searched(ranks: int, name: str) -> Space:
+def searched(ranks: int, name: str) -> PlanSpace:
     """What was run of a model on so many GPUs, less tp over nodes."""
     base, rule = Plan(dp=None, precision="bf16", wire="fp32"), partial(begins, MODELS[name])
     with RAN.open(encoding="utf-8") as file:
@@ -323,7 +323,7 @@ def in_buckets(cluster: Cluster, *, model: Llama, plan: Plan) -> Cluster:
     return dataclasses.replace(cluster, between=between)
 
 
-def told(model: Llama, prediction: Prediction, *, room: float = math.inf) -> Figures:
+def told(model: Llama, prediction: Prediction, *, room: float = math.inf) -> PlanBound:
     """What nanotron takes for a plan, of what this project would.
 
     DDP's reductions are in buckets.

@@ -25,8 +25,8 @@ from functools import partial
 from pathlib import Path
 
 from meshwise.plan import Plan
-from meshwise.planner.plan_space import Space
-from meshwise.planner.search import Candidate, Effort, Searching, search
+from meshwise.planner.plan_space import PlanSpace
+from meshwise.planner.search import Candidate, PlanSearch, SearchEffort, search
 from meshwise.simulate.cluster import Cluster, parse_cluster
 from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import rehearse
@@ -60,17 +60,19 @@ def checked() -> None:
         )
 
 
-def cell(line: dict[str, str], *, space: Space, cluster: Cluster, limit: float, effort: Effort) -> list[Candidate]:
+def cell(
+    line: dict[str, str], *, space: PlanSpace, cluster: Cluster, limit: float, effort: SearchEffort
+) -> list[Candidate]:
     """The choice for a row of the table, and what is predicted of the published winner."""
     model = MODELS[line["params_B"]]
-    with Searching(subject(model), cluster=cluster, space=space, limit=limit, effort=effort) as searching:
+    with PlanSearch(subject(model), cluster=cluster, space=space, limit=limit, effort=effort) as searching:
         searching.told = partial(told, model, room=limit - cluster.device.own)
         for _ in searching.run(tiers=False):
             pass
         return [searching.survey.best()[0], searching.rehearsed(plan_of(line))]
 
 
-def table(numbers: Path, *, effort: Effort) -> list[str]:
+def table(numbers: Path, *, effort: SearchEffort) -> list[str]:
     """The published table, cell by cell, as markdown."""
     rows = [
         "| model | GPUs | published | measured | predicted | GiB | predicted | chosen | predicted | beside it |",
@@ -134,8 +136,8 @@ def speed(name: str, *, workers: int) -> str:
     """Search everything for a model on 512 GPUs; a row of the table of how long that takes."""
     cluster = parse_cluster("64x8 h100")
     began, before = time.monotonic(), os.times()
-    effort = Effort(workers=workers)
-    within = Space(Plan(dp=None, precision="bf16"), ranks=512, node=8, batch=SEQUENCES, pieces=512)
+    effort = SearchEffort(workers=workers)
+    within = PlanSpace(Plan(dp=None, precision="bf16"), ranks=512, node=8, batch=SEQUENCES, pieces=512)
     *_, found = search(subject(MODELS[name]), cluster=cluster, space=within, limit=cluster.device.memory, effort=effort)
     seconds, after = time.monotonic() - began, os.times()
     spent = sum(after[:4]) - sum(before[:4])
@@ -168,7 +170,7 @@ def main() -> None:
     if arguments.checked:
         checked()
     elif arguments.numbers:
-        effort = Effort(top=1, rehearsals=arguments.rehearsals, workers=arguments.workers)
+        effort = SearchEffort(top=1, rehearsals=arguments.rehearsals, workers=arguments.workers)
         rows = table(arguments.numbers, effort=effort)
         print(rows[-1])
         if arguments.docs:

@@ -30,13 +30,13 @@ import later_runs
 from later_runs import Run
 from megatron_lm import PRECISION, Megatron, cross_entropy
 from meshwise.engine.parallelize import Options
-from meshwise.pipeline.cut.model_cut import Where
+from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.simulate.cluster import Cluster, at, load
-from meshwise.simulate.cluster_prices import SEND_RECV, Prices
+from meshwise.simulate.cluster_prices import SEND_RECV, ClusterPrices
 from meshwise.simulate.memory_use import fullest
 from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import Rehearsal, rehearse
-from meshwise.simulate.rehearsal_subject import Subject
+from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.simulate.segment_times import computes, moments
 from peer_table import write_between_markers
 from whole_backwards import whole_backwards
@@ -147,10 +147,10 @@ class Row:
 def rehearsed(row: Row) -> Rehearsal:
     """The run, rehearsed: every stage has as many layers."""
     tokens = torch.empty(row.batch, row.sequence, dtype=torch.long, device="meta")
-    options = Options(cut=Where(at=row.starts), example=(tokens, tokens), precision=PRECISION)
+    options = Options(cut=CutOptions(at=row.starts), example=(tokens, tokens), precision=PRECISION)
     sizes = {"layers": row.layers, "width": row.hidden, "heads": row.heads, "sequence": row.sequence}
     build = partial(Megatron, **sizes, vocabulary=row.vocabulary)
-    subject = Subject(build, cross_entropy, (tokens, tokens), options=options)
+    subject = RehearsalSubject(build, cross_entropy, (tokens, tokens), options=options)
     with whole_backwards(row.plan) as plan:
         return rehearse(subject, plan=plan, ranks=row.ranks, device="cuda")
 
@@ -361,7 +361,7 @@ def a_layer(row: Row, cluster: Cluster) -> float:
 def worked(rehearsal: Rehearsal, cluster: Cluster) -> Iterator[float]:
     """The seconds of each forward and each backward, with what it waits for."""
     parts = (part for part in rehearsal.step(0) if computes(part.label))
-    return (max(moment.stop for moment in moments([part], prices=Prices(cluster))) for part in parts)
+    return (max(moment.stop for moment in moments([part], prices=ClusterPrices(cluster))) for part in parts)
 
 
 def scattered(cluster: Cluster, row: Row) -> Cluster:

@@ -21,9 +21,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from meshwise.pipeline.schedules.action import Action, Kind
+from meshwise.pipeline.schedules.action import Action, ActionKind
 from meshwise.simulate.rehearsal import Rehearsal
-from meshwise.simulate.tape import Category, Memory, Segment
+from meshwise.simulate.tape import Category, MemoryChange, TapeSegment
 
 _MIB = 2**20
 _KEPT = (Category.ACTIVATIONS, Category.COMMUNICATION)
@@ -188,16 +188,16 @@ def reserved(rehearsal: Rehearsal, *, index: int, held: Held, room: float = math
     return allocator.peak
 
 
-def _ends(segments: Iterable[Segment], *, stages: int) -> list[tuple[Action, Segment]]:
+def _ends(segments: Iterable[TapeSegment], *, stages: int) -> list[tuple[Action, TapeSegment]]:
     """A step's forwards and backwards, less micro-batches in the middle, which leave everything as it is."""
     found = [(Action.parse(one.label), one) for one in segments if one.label[:1].isdigit()]
-    found = [(action, one) for action, one in found if action.kind in (Kind.F, Kind.B)]
+    found = [(action, one) for action, one in found if action.kind in (ActionKind.F, ActionKind.B)]
     last = max(action.microbatch or 0 for action, _ in found)
     few = 3 * stages + 2
     return [(action, one) for action, one in found if not few <= (action.microbatch or 0) <= last - few]
 
 
-def _compute(part: Iterable[tuple[Action, Segment]], held: Held, allocator: Allocator) -> None:
+def _compute(part: Iterable[tuple[Action, TapeSegment]], held: Held, allocator: Allocator) -> None:
     """Forwards and backwards.
 
     A backward's gradients come one after the other, evenly, and are let go of at its end, when nothing is left of its
@@ -209,9 +209,12 @@ def _compute(part: Iterable[tuple[Action, Segment]], held: Held, allocator: Allo
         sizes = [
             entry.bytes
             for entry in segment.entries
-            if isinstance(entry, Memory) and not entry.host and entry.category in _KEPT and abs(entry.bytes) > _MIB
+            if isinstance(entry, MemoryChange)
+            and not entry.host
+            and entry.category in _KEPT
+            and abs(entry.bytes) > _MIB
         ]
-        todo = held.gradients if action.kind is Kind.B else []
+        todo = held.gradients if action.kind is ActionKind.B else []
         made: list[Block] = []
         given = 0
         for number, size in enumerate(sizes, 1):
@@ -222,6 +225,6 @@ def _compute(part: Iterable[tuple[Action, Segment]], held: Held, allocator: Allo
             until = number * len(todo) // len(sizes)
             made += allocator.take(todo[given:until])
             given = until
-        if action.kind is Kind.B:
+        if action.kind is ActionKind.B:
             for block in (*made, *(block for blocks in batches.pop(action.microbatch).values() for block in blocks)):
                 allocator.give(block)

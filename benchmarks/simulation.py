@@ -22,18 +22,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.bench.calibrate import Calibrated, Effort, calibrate
+from meshwise.bench.calibrate import Calibrated, CalibrationEffort, calibrate
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.launch import run
 from meshwise.engine.parallelize import Options
 from meshwise.plan import Plan, PlanError
 from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.simulate.cluster import Cluster
-from meshwise.simulate.measured_ranks import MALLOC, Measured, measure
+from meshwise.simulate.measured_ranks import MALLOC, MeasuredRank, measure
 from meshwise.simulate.memory_use import fullest
 from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import Subject
+from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.simulate.simulation_tables import text
 from peer_table import write_between_markers
 
@@ -72,7 +72,7 @@ class Case:
     loss: Callable[[Any, Any], tuple[Tensor, int]]
     rows: int
 
-    def subject(self) -> Subject:
+    def subject(self) -> RehearsalSubject:
         """The same on every rank."""
         if self.build is gpt:
             tokens = torch.randint(GPT_SHAPE.vocabulary, (self.rows, GPT_SHAPE.context), generator=torch.Generator())
@@ -80,7 +80,7 @@ class Case:
         else:
             values = torch.rand(self.rows, WIDTH, generator=torch.Generator())
             batch = (values, values)
-        return Subject(self.build, self.loss, batch, options=Options(example=batch))
+        return RehearsalSubject(self.build, self.loss, batch, options=Options(example=batch))
 
 
 CASES = {"gpt": Case(gpt, next_token, 32), "mlp": Case(mlp, squares, 4096)}
@@ -151,7 +151,7 @@ def compare(name: str, plan: str, cluster: Cluster) -> tuple[str, str, float, fl
     """One plan: model, plan, seconds predicted and measured, error, peak predicted and measured, error."""
     case, ranks = CASES[name], Plan.parse(plan).mesh().size
     prediction = predict(rehearse(case.subject(), plan=plan, ranks=ranks, shared=ranks > 1), cluster=cluster)
-    measured: list[Measured] = run(ranks, taken, args=(name, plan))[0]
+    measured: list[MeasuredRank] = run(ranks, taken, args=(name, plan))[0]
     size = fullest(prediction.memory).peak.bytes + int(cluster.device.own)
     peak = max(one.peak for one in measured)
     took = max(one.step for one in measured)
@@ -161,10 +161,10 @@ def compare(name: str, plan: str, cluster: Cluster) -> tuple[str, str, float, fl
 def calibrated(world: World, rounds: int) -> Calibrated:
     """On every rank."""
     torch.set_num_threads(1)
-    return calibrate(world, effort=Effort(rounds=rounds))
+    return calibrate(world, effort=CalibrationEffort(rounds=rounds))
 
 
-def taken(world: World, name: str, plan: str) -> list[Measured]:
+def taken(world: World, name: str, plan: str) -> list[MeasuredRank]:
     """On every rank."""
     torch.set_num_threads(1)
     return measure(world, subject=CASES[name].subject(), plan=Plan.parse(plan), steps=STEPS)

@@ -24,7 +24,7 @@ from meshwise.bench.disk import DDS, dds
 from meshwise.comm import World, run_threads
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
-from meshwise.memory.staging_buffers import Swap
+from meshwise.memory.staging_buffers import SwapConfig
 from meshwise.memory.swap_file import SwapFile, traffic
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from peer_table import machine, write_between_markers
@@ -120,7 +120,7 @@ def _steps(world: World, found: Found, folder: Path, rounds: int) -> None:
 
 
 def _disk(world: World, found: Found, folder: Path, rounds: int) -> None:
-    options = Options(swap=Swap(folder=folder))
+    options = Options(swap=SwapConfig(folder=folder))
     trainer = parallelize(Layers, "offload=optimizer:disk", loss=squares, world=world, options=options, lr=1e-3)
     file = trainer.tiers.file
     assert isinstance(file, SwapFile)
@@ -162,7 +162,7 @@ def squares(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
 
 
 def _under(world: World, plan: str, folder: Path) -> Trainer:
-    options = Options(clip_norm=1.0, swap=Swap(folder=folder))
+    options = Options(clip_norm=1.0, swap=SwapConfig(folder=folder))
     if plan.endswith(EARLY):
         options = replace(options, clip_norm=None, nonfinite="end")
     return parallelize(

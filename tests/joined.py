@@ -6,8 +6,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in
 
 from meshwise.comm.api.world import World
 from meshwise.comm.network.torch_world import meeting_place, torch_world
-from meshwise.comm.shared_memory.group_queue import Lanes
-from meshwise.comm.shared_memory.host_ranks import Room
+from meshwise.comm.shared_memory.group_queue import GroupQueues
+from meshwise.comm.shared_memory.host_ranks import HostRanks
 from meshwise.comm.shared_memory.local_world import LocalWorld
 
 
@@ -22,8 +22,8 @@ def joined(world: World, name: str, how: str) -> World:
     if how == "shared memory":
         return torch_world(world.device, store=store, comm="local")
     if how == "borrowed memory":
-        room = Room.enter(store, rank=world.rank, ranks=range(world.size), memory=None)
-        return LocalWorld(rank=world.rank, mesh=world.mesh, lanes=Lanes(room))
+        room = HostRanks.enter(store, rank=world.rank, ranks=range(world.size), memory=None)
+        return LocalWorld(rank=world.rank, mesh=world.mesh, lanes=GroupQueues(room))
     if how == "gloo":
         return torch_world(world.device, store=store, comm="gloo")
     return torch_world(world.device, store=store, host=how.split()[world.rank])

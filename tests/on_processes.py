@@ -34,7 +34,7 @@ from meshwise.comm.api.rank_lost import RankLostError
 from meshwise.comm.launch.joining import _worlds, connect
 from meshwise.comm.network.loopback import LOOPBACK
 from meshwise.comm.shared_memory.local_world import LocalWorld
-from meshwise.testing.worker_job import Answer
+from meshwise.testing.worker_job import WorkerAnswer
 
 _SECONDS = 120
 _GRACE_SECONDS = 2.0
@@ -97,7 +97,7 @@ class _Rank:
 
     def __init__(self, number: int, size: int, port: int, folder: Path, main: Callable[[World], Any]) -> None:
         self.number = number
-        self.answer: Answer | None = None
+        self.answer: WorkerAnswer | None = None
         self._folder = folder
         self.pipe, theirs = connection.Pipe(duplex=False)
         environment = {
@@ -163,7 +163,7 @@ class _Rank:
         _worlds.cache_clear()  # those of the process that was forked
         world = connect(device=torch.device("cpu"))
         assert world.size == 1 or isinstance(world, LocalWorld), "memory is shared here"
-        answer = Answer.by(lambda: main(world))
+        answer = WorkerAnswer.by(lambda: main(world))
         sys.stdout.flush()
         sys.stderr.flush()
         pipe.send(answer)

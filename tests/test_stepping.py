@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.base.tensor_tree import take_rows
-from meshwise.comm.api.flight_recorder import RanksDisagree, Stamp
+from meshwise.comm.api.flight_recorder import CallRecord, RanksDisagree
 from meshwise.comm.api.world import World
 from meshwise.engine.nonfinite import NonFiniteError
 from meshwise.engine.parallelize import Options, parallelize
@@ -235,7 +235,7 @@ def test_gradients_of_ranks_whose_calls_differed_are_not_applied(plan: str) -> N
         def slip() -> None:
             if world.rank == 1 and slips:
                 slips.pop()
-                stamp = Stamp(world.journal.calls, "broadcast", ("dp",), (3,), "float32", 12, "model.py:7 forward")
+                stamp = CallRecord(world.journal.calls, "broadcast", ("dp",), (3,), "float32", 12, "model.py:7 forward")
                 world.journal.write(stamp, ranks=(0, 1))
 
         slips: list[int] = []

@@ -7,16 +7,16 @@ import tomli_w
 import torch
 from torch import nn
 
-from meshwise.bench.calibrate import Calibrated, Effort, calibrate
+from meshwise.bench.calibrate import Calibrated, CalibrationEffort, calibrate
 from meshwise.cli import calibrate_command as command
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import run_threads
 from meshwise.simulate.cluster import load, parse_cluster, to_table
 from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import Subject
+from meshwise.simulate.rehearsal_subject import RehearsalSubject
 
-LITTLE = Effort(lengths=(16, 64), sizes=(1 << 12, 1 << 14), rounds=1)
+LITTLE = CalibrationEffort(lengths=(16, 64), sizes=(1 << 12, 1 << 14), rounds=1)
 
 
 def _calibrated(world: World) -> Calibrated:
@@ -31,7 +31,9 @@ def test_what_is_measured_is_read_back_and_prices_a_step(tmp_path: Path) -> None
     path.write_text(tomli_w.dumps(to_table(cluster)))
     assert load(path) == cluster
     assert not cluster.overlap
-    subject = Subject(lambda: nn.Linear(64, 64), lambda output, batch: (output.sum(), len(batch)), torch.zeros(4, 64))
+    subject = RehearsalSubject(
+        lambda: nn.Linear(64, 64), lambda output, batch: (output.sum(), len(batch)), torch.zeros(4, 64)
+    )
     prediction = predict(rehearse(subject, plan="dp=1", ranks=1), cluster=cluster)
     assert prediction.seconds >= cluster.device.step + cluster.device.launch
 

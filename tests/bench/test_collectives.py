@@ -10,23 +10,23 @@ from rich.console import Console
 
 from meshwise.bench.bandwidth import BUS_FACTORS, COPY, Measurement
 from meshwise.bench.collective_tables import as_csv, as_json, as_table
-from meshwise.bench.collectives import WAYS, Sweep, measure
+from meshwise.bench.collectives import WAYS, SizeSweep, measure
 from meshwise.bench.plot import MissingExtraError, plot
 from meshwise.cli.main import main
-from meshwise.comm import Stamp, World
+from meshwise.comm import CallRecord, World
 from meshwise.comm.in_process.thread_world import run_threads
 from meshwise.testing import Processes
 
 ALL = tuple(BUS_FACTORS)
 
 
-def measured(world: World, sweep: Sweep) -> tuple[list[Measurement], list[Stamp]]:
+def measured(world: World, sweep: SizeSweep) -> tuple[list[Measurement], list[CallRecord]]:
     with world.journal.record() as stamps:
         return measure(sweep, world=world), stamps
 
 
 def test_every_collective_is_measured_at_every_size_in_every_group_with_a_copy_beside_it() -> None:
-    sweep = Sweep(kinds=("all_reduce", "gather"), sizes=(64, 4096), groups=(2, 4), rounds=2)
+    sweep = SizeSweep(kinds=("all_reduce", "gather"), sizes=(64, 4096), groups=(2, 4), rounds=2)
 
     by_rank = [found for found, _ in run_threads(4, measured, args=(sweep,))]
 
@@ -41,7 +41,7 @@ def test_every_collective_is_measured_at_every_size_in_every_group_with_a_copy_b
 
 
 def test_the_bytes_of_each_collective_are_what_its_definition_counts() -> None:
-    sweep = Sweep(kinds=ALL, sizes=(4096,), groups=(4,), rounds=1, warmup=0)
+    sweep = SizeSweep(kinds=ALL, sizes=(4096,), groups=(4,), rounds=1, warmup=0)
 
     [found, stamps], *_ = run_threads(4, measured, args=(sweep,))
 
@@ -52,7 +52,7 @@ def test_the_bytes_of_each_collective_are_what_its_definition_counts() -> None:
 
 
 def test_sizes_are_rounded_to_whole_numbers_per_rank_and_never_to_nothing() -> None:
-    sweep = Sweep(kinds=("all_gather",), sizes=(1, 100), groups=(3,), rounds=1)
+    sweep = SizeSweep(kinds=("all_gather",), sizes=(1, 100), groups=(3,), rounds=1)
 
     found, _ = run_threads(3, measured, args=(sweep,))[0]
 
@@ -62,23 +62,23 @@ def test_sizes_are_rounded_to_whole_numbers_per_rank_and_never_to_nothing() -> N
 @pytest.mark.parametrize(
     "sweep, said",
     [
-        (Sweep(("all_reduze",), (4,), (2,)), "no collective all_reduze; there are all_reduce"),
-        (Sweep(("reduce",), (4,), (3,)), "4 ranks have no groups of 3; groups may have 2, 4 ranks"),
-        (Sweep(("reduce",), (4,), (1,)), "no groups of 1"),
-        (Sweep((), (4,), (2,)), "nothing to measure"),
-        (Sweep(("reduce",), (4,), (2,), on=()), "nothing to measure"),
-        (Sweep(("reduce",), (4,), (2,), on=("common",)), "nothing to measure: on common there is all_gather alone"),
-        (Sweep(("reduce",), (4,), (2,), rounds=0), "nothing to measure"),
+        (SizeSweep(("all_reduze",), (4,), (2,)), "no collective all_reduze; there are all_reduce"),
+        (SizeSweep(("reduce",), (4,), (3,)), "4 ranks have no groups of 3; groups may have 2, 4 ranks"),
+        (SizeSweep(("reduce",), (4,), (1,)), "no groups of 1"),
+        (SizeSweep((), (4,), (2,)), "nothing to measure"),
+        (SizeSweep(("reduce",), (4,), (2,), on=()), "nothing to measure"),
+        (SizeSweep(("reduce",), (4,), (2,), on=("common",)), "nothing to measure: on common there is all_gather alone"),
+        (SizeSweep(("reduce",), (4,), (2,), rounds=0), "nothing to measure"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_with_what_can(sweep: Sweep, said: str) -> None:
+def test_what_cannot_be_measured_is_refused_with_what_can(sweep: SizeSweep, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         sweep.check(world_size=4)
 
 
 @pytest.mark.processes
 def test_real_processes_are_measured_on_everything(processes: Processes) -> None:
-    found, _ = processes.run(2, measured, args=(Sweep(ALL, (4096, 1 << 18), (2,), rounds=2, on=WAYS),))[0]
+    found, _ = processes.run(2, measured, args=(SizeSweep(ALL, (4096, 1 << 18), (2,), rounds=2, on=WAYS),))[0]
 
     everywhere = {(kind, on) for kind in ALL if kind != COPY for on in ("ordinary", "shared")} | {(COPY, "ordinary")}
     beside = {(kind, "gloo") for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")}

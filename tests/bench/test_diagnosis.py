@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 
 from meshwise.bench.diagnosis import check_interfaces, examine_machine, examine_roll, own_facts
-from meshwise.bench.finding import Finding
+from meshwise.bench.finding import MachineFinding
 from meshwise.bench.machine import Gpu, Machine, examine, interface_names, table
-from meshwise.comm.health.roll_call import Entry
+from meshwise.comm.health.roll_call import RollCallEntry
 
 GPU = Gpu("a GPU", 80 << 30, "9.0")
 GOOD = Machine(
@@ -32,7 +32,7 @@ GOOD = Machine(
 FACTS = own_facts(GOOD, device="cpu") | {"loopback": "no"}
 
 
-def told(findings: list[Finding]) -> list[tuple[str, str]]:
+def told(findings: list[MachineFinding]) -> list[tuple[str, str]]:
     return [(finding.level, finding.what) for finding in findings]
 
 
@@ -107,8 +107,8 @@ def test_an_interface_that_does_not_exist_is_named_with_those_that_do(
 # ---- the roll call -----------------------------------------------------------------------------------------------
 
 
-def entry(rank: int, *, size: int = 4, **facts: str) -> Entry:
-    return Entry(rank, size, FACTS | facts)
+def entry(rank: int, *, size: int = 4, **facts: str) -> RollCallEntry:
+    return RollCallEntry(rank, size, FACTS | facts)
 
 
 ALL = [entry(rank) for rank in range(4)]
@@ -139,7 +139,7 @@ ALL = [entry(rank) for rank in range(4)]
         ([entry(rank, loopback="yes") for rank in range(4)], None),
     ],
 )
-def test_what_differs_between_ranks_is_one_sentence(entries: list[Entry], what: str | None) -> None:
+def test_what_differs_between_ranks_is_one_sentence(entries: list[RollCallEntry], what: str | None) -> None:
     found = examine_roll(entries, size=4, seconds=10)
 
     assert ("problem", what) in told(found) if what else found == []

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 
 from free_port import free_port
-from meshwise.bench.doctor import Report, consult_job
-from meshwise.bench.finding import Finding
+from meshwise.bench.doctor import DoctorReport, consult_job
+from meshwise.bench.finding import MachineFinding
 from meshwise.bench.meeting_reach import can_open, check_environment, reach
 from meshwise.cli.main import main
 from meshwise.comm import World
@@ -35,11 +35,11 @@ def taken() -> Iterator[int]:
         yield other.getsockname()[1]
 
 
-def problems(findings: tuple[Finding, ...] | list[Finding]) -> list[str]:
+def problems(findings: tuple[MachineFinding, ...] | list[MachineFinding]) -> list[str]:
     return [finding.what for finding in findings if finding.level == "problem"]
 
 
-def visit(environment: Mapping[str, str], *, seconds: float = 0.5) -> Report:
+def visit(environment: Mapping[str, str], *, seconds: float = 0.5) -> DoctorReport:
     with mock.patch.dict(os.environ, {**JOB, **environment}):
         return consult_job(seconds=seconds)
 

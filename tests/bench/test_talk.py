@@ -5,8 +5,8 @@ import itertools
 import pytest
 from torch import Tensor
 
-from meshwise.bench.pair_talk import Link, Talk, rounds, slow_links, talk
-from meshwise.comm import Group, Stamp, Work, World
+from meshwise.bench.pair_talk import PairLink, PairTalks, rounds, slow_links, talk
+from meshwise.comm import CallRecord, Group, Work, World
 from meshwise.comm.in_process.thread_world import ThreadWorld, run_threads
 from meshwise.testing import Processes
 
@@ -32,7 +32,7 @@ def test_ranks_that_can_talk_find_nothing_and_agree_about_every_link() -> None:
 @pytest.mark.processes
 def test_real_processes_can_talk(processes: Processes) -> None:
     held = processes.run(2, talk)[0]
-    assert isinstance(held, Talk)
+    assert isinstance(held, PairTalks)
     assert held.findings == ()
     assert 1e-7 < held.links[0].latency < 1
     assert 1e6 < held.links[0].bandwidth < 1e12
@@ -41,7 +41,7 @@ def test_real_processes_can_talk(processes: Processes) -> None:
 class _Adds(ThreadWorld):
     """Counts rank 0 twice."""
 
-    def _all_reduce(self, stamp: Stamp, group: Group, x: Tensor, op: str) -> Work:
+    def _all_reduce(self, stamp: CallRecord, group: Group, x: Tensor, op: str) -> Work:
         if group.index == 0:
             x.mul_(2)
         return super()._all_reduce(stamp, group, x, op)
@@ -50,7 +50,7 @@ class _Adds(ThreadWorld):
 class _Garbles(ThreadWorld):
     """Rank 1 sends something else."""
 
-    def _send(self, stamp: Stamp, group: Group, x: Tensor, to: int) -> Work:
+    def _send(self, stamp: CallRecord, group: Group, x: Tensor, to: int) -> Work:
         return super()._send(stamp, group, x + 1 if group.index == 1 else x, to)
 
 
@@ -62,7 +62,7 @@ class _Garbles(ThreadWorld):
     ],
 )
 def test_what_arrives_wrong_is_named_on_every_rank(kind: type[ThreadWorld], said: str) -> None:
-    def main(world: World) -> Talk:
+    def main(world: World) -> PairTalks:
         assert isinstance(world, ThreadWorld)
         return talk(kind(world.hub, rank=world.rank, mesh=world.mesh, journal=world.journal))
 
@@ -71,8 +71,8 @@ def test_what_arrives_wrong_is_named_on_every_rank(kind: type[ThreadWorld], said
 
 
 def test_a_link_far_below_the_others_is_found() -> None:
-    links = [Link((0, rank), 1e-5, 10e9) for rank in range(1, 5)]
+    links = [PairLink((0, rank), 1e-5, 10e9) for rank in range(1, 5)]
     assert slow_links(links) == []
-    slow = Link((0, 5), 1e-5, 2e9)
+    slow = PairLink((0, 5), 1e-5, 2e9)
     assert slow_links([*links, slow]) == [slow]
     assert slow_links([slow]) == [], "one link alone is not slower than others"

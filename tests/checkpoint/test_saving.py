@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint.reader import read
-from meshwise.checkpoint import Content, SaveError, newest_valid, prune, read_index, save
-from meshwise.checkpoint.staged_write import CHUNK, Stream
+from meshwise.checkpoint import SaveContent, SaveError, newest_valid, prune, read_index, save
+from meshwise.checkpoint.staged_write import CHUNK, StagedWriter
 from meshwise.comm.api.world import World
-from meshwise.data_parallel.stored_slices import Holding
+from meshwise.data_parallel.stored_slices import StoredSlice
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.testing import run
@@ -60,7 +60,7 @@ def test_what_is_saved_is_the_state_at_the_call_however_far_training_goes_on(tmp
 
 def test_an_update_waits_until_what_it_changes_has_been_read(tmp_path: Path) -> None:
     big = torch.arange(6 * CHUNK // 4, dtype=torch.float32)
-    stream = Stream(tmp_path / "file", head=bytes(4), tensors=[big], staging=0)
+    stream = StagedWriter(tmp_path / "file", head=bytes(4), tensors=[big], staging=0)
     assert not stream._staged.wait(0.1), "two chunks hold a third of it, and nobody writes"
     writer = threading.Thread(target=stream.write)
     writer.start()
@@ -259,8 +259,8 @@ def test_a_tensor_with_gaps_is_saved_as_what_it_shows(tmp_path: Path) -> None:
     tensors = {"columns": full[:, :, 1:3], "turned": full.permute(2, 1, 0), "row": full[1]}
 
     def main(world: World) -> None:
-        held = [Holding.whole(tensor, name=name, slot="parameter") for name, tensor in tensors.items()]
-        save(tmp_path / "one", content=Content(held), world=world).wait()
+        held = [StoredSlice.whole(tensor, name=name, slot="parameter") for name, tensor in tensors.items()]
+        save(tmp_path / "one", content=SaveContent(held), world=world).wait()
 
     run(1, main)
     for name, tensor in tensors.items():

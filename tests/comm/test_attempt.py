@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without declaring it
 
-from meshwise.comm.api.job_attempt import Attempt, fresh
+from meshwise.comm.api.job_attempt import JobAttempt, fresh
 from meshwise.comm.network.loopback import LoopbackRendezvous, address_towards, is_loopback, loopback_store, store_of
 
 SOON = timedelta(seconds=200)
@@ -62,12 +62,12 @@ def test_ranks_that_stay_away_are_named() -> None:
 
 def test_a_start_is_what_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert Attempt.current() is None
+    assert JobAttempt.current() is None
     for name, value in {"RUN_ID": "none", "RESTART_COUNT": "2", "MAX_RESTARTS": "3"}.items():
         monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
-    assert Attempt.current() == Attempt("none", 2, 3)
-    assert not Attempt("none").is_named
-    assert Attempt("job-7").is_named
+    assert JobAttempt.current() == JobAttempt("none", 2, 3)
+    assert not JobAttempt("none").is_named
+    assert JobAttempt("job-7").is_named
 
 
 def listening(port: int) -> set[str]:

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.flight_recorder import Stamp
+from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.comm.api.group import Group
-from meshwise.comm.api.progress import Outlook
+from meshwise.comm.api.progress import Progress
 from meshwise.comm.api.world import Work
 from meshwise.comm.in_process.trace_world import TraceWorld
-from meshwise.comm.network.chained_collectives import Chains
+from meshwise.comm.network.chained_collectives import ChainedCollectives
 
 WORLD = TraceWorld(rank=0, mesh=Mesh.of(rank=2))
-STAMP = Stamp(0, "all_reduce", ("rank",), (), "", 0, "")
+STAMP = CallRecord(0, "all_reduce", ("rank",), (), "", 0, "")
 GROUP = Group(("rank",), (0, 1), 0)
 
 
@@ -38,7 +38,7 @@ class Recorder:
     """Chains of named steps. `called`: the steps in the order in which they were called."""
 
     def __init__(self) -> None:
-        self.chains = Chains()
+        self.chains = ChainedCollectives()
         self.called: list[str] = []
         self.pending: dict[str, Pending] = {}
 
@@ -51,7 +51,7 @@ class Recorder:
 
         return self.chains.begin(calls(), world=WORLD, stamp=STAMP, group=group)
 
-    def complete(self, *names: str) -> Outlook:
+    def complete(self, *names: str) -> Progress:
         for name in names:
             self.pending[name].complete = True
         return self.chains.come_by()
@@ -65,9 +65,9 @@ def test_the_first_step_is_called_at_once_and_the_others_when_the_one_before_is_
     recorder.begin("a")
     recorder.begin("b")
     assert recorder.called == ["a1", "b1"]
-    assert recorder.complete("b1") is Outlook.LATER
+    assert recorder.complete("b1") is Progress.LATER
     assert recorder.called == ["a1", "b1"], "b is not called before a"
-    assert recorder.complete("a1") is Outlook.DID
+    assert recorder.complete("a1") is Progress.DID
     assert recorder.called == ["a1", "b1", "a2", "b2"]
 
 
@@ -112,7 +112,7 @@ def test_what_nobody_waits_for_is_finished_in_the_end() -> None:
     recorder.begin("b")
     recorder.chains.finish()
     assert len(recorder.called) == 6
-    assert recorder.chains.come_by() is Outlook.NOTHING
+    assert recorder.chains.come_by() is Progress.NOTHING
 
 
 def test_an_error_is_raised_by_every_wait_and_nothing_passes_for_complete() -> None:

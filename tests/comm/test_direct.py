@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from meshwise.comm import World
 from meshwise.comm.network.torch_world import meeting_place
-from meshwise.comm.shared_memory.process_memory import Memory
+from meshwise.comm.shared_memory.process_memory import ProcessMemory
 from meshwise.testing import Processes, run
 
 SIZE = 2
@@ -41,7 +41,7 @@ def store_of(name: str) -> c10d.Store:
 
 
 def read_and_write_each_other(world: World, name: str) -> None:
-    memory = Memory(store_of(name), rank=world.rank, size=world.size)
+    memory = ProcessMemory(store_of(name), rank=world.rank, size=world.size)
     other = 1 - world.rank
     assert memory.readable(other)
     assert memory.read_by(other)

@@ -40,7 +40,7 @@ class Case:
     """A collective, what each rank puts in, what it means to get out, and which of them are alike on all ranks."""
 
     name: str
-    call: Callable[..., gradient.Arriving]
+    call: Callable[..., gradient.PendingResult]
     shape: Callable[[int], tuple[int, ...]]
     expected: Callable[[list[Tensor], int], Tensor]
     options: dict[str, Any] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Case:
         return [self.input(rank) for rank in range(SIZE)]
 
 
-def gathers(name: str, call: Callable[..., gradient.Arriving], *, alike_out: bool) -> list[Case]:
+def gathers(name: str, call: Callable[..., gradient.PendingResult], *, alike_out: bool) -> list[Case]:
     return [
         Case(name, call, lambda _: SHAPE, lambda x, _: torch.cat(x, 0), {}, alike_out=alike_out),
         Case(name, call, lambda _: SHAPE, lambda x, _: torch.cat(x, 2), {"dim": -1}, alike_out=alike_out),
@@ -80,7 +80,7 @@ def gathers(name: str, call: Callable[..., gradient.Arriving], *, alike_out: boo
     ]
 
 
-def cuts(name: str, call: Callable[..., gradient.Arriving], whole: Callable[[list[Tensor]], Tensor]) -> list[Case]:
+def cuts(name: str, call: Callable[..., gradient.PendingResult], whole: Callable[[list[Tensor]], Tensor]) -> list[Case]:
     alike_in = name == "take"
     return [
         Case(name, call, lambda _: SHAPE, lambda x, r: whole(x).split(2, 0)[r], {}, alike_in),
@@ -105,7 +105,7 @@ def exchanged(x: list[Tensor], rank: int, split: tuple[int, Sequence[int]], cat_
 ROUTED = ((2, 0, 1), (1, 3, 0), (0, 0, 4))
 
 
-def routed(x: Tensor, *, world: World, axes: str) -> gradient.Arriving:
+def routed(x: Tensor, *, world: World, axes: str) -> gradient.PendingResult:
     sizes = (ROUTED[world.rank], tuple(row[world.rank] for row in ROUTED))
     return gradient.all_to_all(x, world=world, axes=axes, split_dim=0, cat_dim=0, sizes=sizes)
 

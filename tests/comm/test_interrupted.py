@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in
 from joined import joined
 from meshwise.comm import World
 from meshwise.comm.api.ordered_sum import reduce_block
-from meshwise.comm.network.mailbox import Messages
+from meshwise.comm.network.mailbox import PendingMessages
 from meshwise.comm.network.torch_world import meeting_place
 from meshwise.testing import Processes, run
 
@@ -126,7 +126,7 @@ def waits_twice(world: World, name: str) -> str:
     work = other.all_reduce(x, axes="rank")
     if world.rank == 1:
         with (
-            _signalled_after("meshwise.comm.network.mailbox.Messages.wait", Messages.wait),
+            _signalled_after("meshwise.comm.network.mailbox.Messages.wait", PendingMessages.wait),
             pytest.raises(Interruption),
         ):
             work.wait()

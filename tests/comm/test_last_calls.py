@@ -10,7 +10,7 @@ import torch
 from joined import joined
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.call_agreement import require_same
-from meshwise.comm.api.flight_recorder import Call, Line, RanksDisagree, Stamp
+from meshwise.comm.api.flight_recorder import CallLine, CallRecord, PlacedCall, RanksDisagree
 from meshwise.comm.api.world import World
 from meshwise.testing import Processes, run
 from scripts import ended_ranks
@@ -47,8 +47,8 @@ def test_a_last_call_that_differs_is_told_at_the_end(processes: Processes, kind:
 
 
 def test_calls_that_are_kept_no_more_are_told_as_such() -> None:
-    line = Line((0, 1))
-    last = Call(Stamp(5, "barrier", ("rank",), (), "", 0, "here"), line, 5)
+    line = CallLine((0, 1))
+    last = PlacedCall(CallRecord(5, "barrier", ("rank",), (), "", 0, "here"), line, 5)
     with pytest.raises(RanksDisagree, match="longer ago than calls are kept"):
         require_same({rank: ([last], {line: 6}) for rank in line.ranks})
     with pytest.raises(RanksDisagree, match="rank 0 6, rank 1 5; the last of rank 0 is long ago"):

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 
 from meshwise.comm import connect, run
-from meshwise.comm.api.launch_environment import Launched, launched, speaks
+from meshwise.comm.api.launch_environment import LaunchedRank, launched, prints_for_job
 from meshwise.comm.api.world import World
 
 MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -20,11 +20,11 @@ ALL = {**MEETING, "RANK": "1", "WORLD_SIZE": "2"}
         (MEETING, None),  # as scripts of a cluster export it before they start torchrun
         ({"LOCAL_RANK": "0"}, None),
         ({"RANK": "", "WORLD_SIZE": ""}, None),
-        (ALL, Launched(1, 2)),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, Launched(0, 1)),
+        (ALL, LaunchedRank(1, 2)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, LaunchedRank(0, 1)),
     ],
 )
-def test_a_rank_is_one_that_was_told_so(told: dict[str, str], expected: Launched | None) -> None:
+def test_a_rank_is_one_that_was_told_so(told: dict[str, str], expected: LaunchedRank | None) -> None:
     assert launched(told) == expected
 
 
@@ -67,4 +67,4 @@ def test_one_speaks_for_all(rank: str | None, first: bool, monkeypatch: pytest.M
         monkeypatch.delenv("RANK", raising=False)
     else:
         monkeypatch.setenv("RANK", rank)
-    assert speaks() == first
+    assert prints_for_job() == first

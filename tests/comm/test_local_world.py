@@ -29,7 +29,7 @@ from meshwise.comm.network.torch_world import Comm, meeting_place, torch_world
 from meshwise.comm.shared_memory.board import Board
 from meshwise.comm.shared_memory.local_world import LocalWorld
 from meshwise.comm.shared_memory.queue_state import RING
-from meshwise.comm.shared_memory.segment import Segment, Slabs, open_segment
+from meshwise.comm.shared_memory.segment import SharedSegment, TensorSlabs, open_segment
 from meshwise.testing import Processes, run
 
 pytestmark = pytest.mark.processes
@@ -320,7 +320,7 @@ def test_a_rank_that_nobody_needed_when_it_called_something_else_is_found(
 
 
 def test_what_is_announced_is_what_is_mapped() -> None:
-    segment = Segment.make(5, size=8192)
+    segment = SharedSegment.make(5, size=8192)
     other = open_segment(os.getpid(), place=segment.place)
     segment.memory[3] = 7
     assert other[3] == 7
@@ -354,7 +354,7 @@ def test_nothing_is_left_of_the_memory_of_a_killed_process() -> None:
 
 
 def test_a_slab_is_lent_again_when_its_last_view_is_gone() -> None:
-    slabs = Slabs()
+    slabs = TensorSlabs()
     x = slabs.empty(100, dtype=torch.float64)
     place = slabs.locate(x)
     assert slabs.locate(x[5:]) == (place[0], 40) if place else False
@@ -368,7 +368,7 @@ def test_a_slab_is_lent_again_when_its_last_view_is_gone() -> None:
 
 
 def test_very_many_tensors_do_not_use_up_the_file_descriptors() -> None:
-    slabs = Slabs()
+    slabs = TensorSlabs()
     held = [slabs.empty(1, dtype=torch.float64) for _ in range(300)]
     shared = [x for x in held if slabs.locate(x) is not None]
     assert len(shared) == 256

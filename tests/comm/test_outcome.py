@@ -9,7 +9,7 @@ import pytest
 
 from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.api.rank_lost import RankLostError
-from meshwise.comm.launch.rank_outcome import Outcome, first_error, results
+from meshwise.comm.launch.rank_outcome import RankOutcome, first_error, results
 
 
 class Refused(Exception):
@@ -26,22 +26,22 @@ class Wordy(Exception):
         super().__init__(f"the reasons are {' and '.join(reasons)}")
 
 
-def raised(error: BaseException) -> Outcome:
+def raised(error: BaseException) -> RankOutcome:
     try:
         raise error
     except type(error) as caught:
-        return Outcome.of(caught)
+        return RankOutcome.of(caught)
 
 
 def test_a_result_comes_back(tmp_path: Path) -> None:
-    Outcome({"loss": 2.5}).save(tmp_path, rank=3)
-    assert Outcome.load(tmp_path, rank=3) == Outcome({"loss": 2.5})
-    assert Outcome.load(tmp_path, rank=0) is None
+    RankOutcome({"loss": 2.5}).save(tmp_path, rank=3)
+    assert RankOutcome.load(tmp_path, rank=3) == RankOutcome({"loss": 2.5})
+    assert RankOutcome.load(tmp_path, rank=0) is None
 
 
 def test_an_exception_comes_back_as_itself_with_its_traceback(tmp_path: Path) -> None:
     raised(ZeroDivisionError("here")).save(tmp_path, rank=0)
-    outcome = Outcome.load(tmp_path, rank=0)
+    outcome = RankOutcome.load(tmp_path, rank=0)
     assert outcome is not None
     assert type(outcome.error) is ZeroDivisionError
     assert outcome.trace.rstrip().endswith("raise error"), "the words are the error's to say"
@@ -50,29 +50,29 @@ def test_an_exception_comes_back_as_itself_with_its_traceback(tmp_path: Path) ->
 
 
 def test_a_consequence_does_not_replace_what_was_told_before_it(tmp_path: Path) -> None:
-    Outcome(error=RanksDisagree("who waits for whom")).save(tmp_path, rank=0)
+    RankOutcome(error=RanksDisagree("who waits for whom")).save(tmp_path, rank=0)
     raised(RankLostError("rank 1 was lost")).save(tmp_path, rank=0)
     assert str(first_error(tmp_path, size=2, statuses={1: 1})) == "who waits for whom"
 
 
 def test_an_exception_that_cannot_travel_keeps_its_words(tmp_path: Path) -> None:
     raised(Refused(4, reason="no")).save(tmp_path, rank=0)
-    outcome = Outcome.load(tmp_path, rank=0)
+    outcome = RankOutcome.load(tmp_path, rank=0)
     assert outcome is not None
     assert repr(outcome.error) == "RuntimeError('Refused: 4: no')"
 
 
 def test_an_exception_that_would_change_its_words_keeps_them(tmp_path: Path) -> None:
     raised(Wordy(["wind", "rain"])).save(tmp_path, rank=0)
-    outcome = Outcome.load(tmp_path, rank=0)
+    outcome = RankOutcome.load(tmp_path, rank=0)
     assert outcome is not None
     assert repr(outcome.error) == "RuntimeError('Wordy: the reasons are wind and rain')"
 
 
 def test_a_result_that_cannot_travel_is_an_error_of_the_rank(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="cannot pickle"):
-        Outcome(threading.Lock()).save(tmp_path, rank=0)
-    assert Outcome.load(tmp_path, rank=0) is None
+        RankOutcome(threading.Lock()).save(tmp_path, rank=0)
+    assert RankOutcome.load(tmp_path, rank=0) is None
 
 
 def test_a_rank_that_left_hides_no_error_of_another(tmp_path: Path) -> None:
@@ -92,6 +92,6 @@ def test_ranks_that_left_have_no_results(tmp_path: Path) -> None:
         raised(SystemExit()).save(tmp_path, rank=rank)
     with pytest.raises(SystemExit):
         results(tmp_path, size=2)
-    Outcome(5).save(tmp_path, rank=1)
+    RankOutcome(5).save(tmp_path, rank=1)
     with pytest.raises(RankLostError, match=r"rank 0 of 2 left by sys\.exit, and others did not"):
         results(tmp_path, size=2)

@@ -10,14 +10,14 @@ from unittest import mock
 
 import pytest
 
-from meshwise.comm.api.flight_recorder import Stamp
+from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.comm.api.process_life import ProcessLife
-from meshwise.comm.api.progress import Outlook
-from meshwise.comm.shared_memory.host_ranks import Peer, Room
+from meshwise.comm.api.progress import Progress
+from meshwise.comm.shared_memory.host_ranks import HostPeer, HostRanks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs memfd")
 
-STAMP = Stamp(0, "barrier", ("rank",), (), "", 0, "here")
+STAMP = CallRecord(0, "barrier", ("rank",), (), "", 0, "here")
 
 
 class Rung:
@@ -47,11 +47,11 @@ def waited(board: Rung, *, rounds: int, monkeypatch: pytest.MonkeyPatch) -> tupl
         board.ring()
 
     monkeypatch.setattr("meshwise.comm.shared_memory.host_ranks.time", SimpleNamespace(sleep=doze))
-    peers: Any = [Peer(1, ProcessLife(os.getpid()), board, mock.Mock())]  # type: ignore[arg-type] # as much of one as is used
-    room = Room(0, board=mock.Mock(), peers=peers, memory=None)
+    peers: Any = [HostPeer(1, ProcessLife(os.getpid()), board, mock.Mock())]  # type: ignore[arg-type] # as much of one as is used
+    room = HostRanks(0, board=mock.Mock(), peers=peers, memory=None)
     left = iter(range(40 + rounds))  # those before are the looks and yields
     room.wait_for(
-        1, condition=lambda: next(left, None) is None, among=(0, 1), about=STAMP, meanwhile=lambda: Outlook.NOTHING
+        1, condition=lambda: next(left, None) is None, among=(0, 1), about=STAMP, meanwhile=lambda: Progress.NOTHING
     )
     room.leave()
     return board.slept, len(dozed)

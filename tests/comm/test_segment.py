@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from meshwise.comm.shared_memory.board import Board
-from meshwise.comm.shared_memory.queue_state import RING, Side
-from meshwise.comm.shared_memory.segment import Slabs, open_segment
+from meshwise.comm.shared_memory.queue_state import RING, QueueState
+from meshwise.comm.shared_memory.segment import TensorSlabs, open_segment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs memfd")
 
 
 def test_a_slab_that_goes_while_one_is_looked_for_is_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when garbage is collected just then."""
-    slabs = Slabs()
+    slabs = TensorSlabs()
     held = [slabs.empty(100, dtype=torch.float64) for _ in range(3)]
     held.pop()
 
@@ -43,7 +43,7 @@ def memories() -> set[str]:
 
 
 def test_where_the_system_gives_no_more_a_tensor_is_an_ordinary_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    slabs = Slabs()
+    slabs = TensorSlabs()
     monkeypatch.setattr(os, "ftruncate", mock.Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
     opened = memories()
     x = slabs.empty(100_000, dtype=torch.float64)
@@ -89,7 +89,7 @@ def test_a_board_has_room_for_the_lanes_of_many_groups() -> None:
     board = Board.make()
     other = Board.open(os.getpid(), place=board.place)
     for key in range(1900):
-        Side.make(board, key=key, ranks=2).note(RING - 1, tag=key, places=())
-        side = Side.find(other, key=key, ranks=2)
+        QueueState.make(board, key=key, ranks=2).note(RING - 1, tag=key, places=())
+        side = QueueState.find(other, key=key, ranks=2)
         assert side is not None
         assert not side.has_posted(RING - 1, tag=key)

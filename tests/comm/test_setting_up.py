@@ -10,7 +10,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # not in t
 
 import scripts
 from meshwise.comm import World
-from meshwise.comm.health.watchdog import Watch
+from meshwise.comm.health.watchdog import Watchdog
 from meshwise.comm.in_process.thread_world import run_threads
 from meshwise.comm.launch.cores import cores
 from meshwise.comm.launch.rank_process import asked_threads
@@ -231,7 +231,7 @@ def test_threads_are_read_as_openmp_reads_them(said: str, threads: int | None, m
 def test_a_patience_that_is_no_number_names_its_variable(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHWISE_STALL_SECONDS", said)
     with pytest.raises(ValueError, match=f"MESHWISE_STALL_SECONDS={said}: it has to be a number of seconds above 0"):
-        Watch(run_threads(1, itself)[0], store=HashStore())
+        Watchdog(run_threads(1, itself)[0], store=HashStore())
 
 
 def itself(world: World) -> World:

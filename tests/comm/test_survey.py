@@ -7,21 +7,23 @@ from collections.abc import Sequence
 
 import pytest
 
-from meshwise.comm.api.flight_recorder import Call, Line, Stamp
-from meshwise.comm.health.rank_survey import Absent, Answer, Finding, Survey
+from meshwise.comm.api.flight_recorder import CallLine, CallRecord, PlacedCall
+from meshwise.comm.health.rank_survey import AbsentRank, HangFinding, RankAnswer, RankSurvey
 
 KINDS = {"A": "all_reduce", "B": "broadcast", "G": "all_gather"}
 
 
-def answer(rank: int, calls: str, *, size: int, on_gpu: bool = False, lost: str = "") -> Answer:
-    line = Line(tuple(range(size)))
+def answer(rank: int, calls: str, *, size: int, on_gpu: bool = False, lost: str = "") -> RankAnswer:
+    line = CallLine(tuple(range(size)))
     made = calls.removesuffix(".")
     recent = [
-        Call(Stamp(ordinal, KINDS[kind], ("rank",), (8,), "float32", 32, f"train.py:{ordinal} step"), line, ordinal)
+        PlacedCall(
+            CallRecord(ordinal, KINDS[kind], ("rank",), (8,), "float32", 32, f"train.py:{ordinal} step"), line, ordinal
+        )
         for ordinal, kind in enumerate(made)
     ]
     blocked = made != calls
-    return Answer(
+    return RankAnswer(
         rank=rank,
         process=f"process {rank} on here",
         waiting=recent[-1] if blocked and not on_gpu else None,
@@ -33,24 +35,24 @@ def answer(rank: int, calls: str, *, size: int, on_gpu: bool = False, lost: str 
     )
 
 
-def survey(*calls: str | Absent, on_gpu: bool = False) -> Survey:
+def survey(*calls: str | AbsentRank, on_gpu: bool = False) -> RankSurvey:
     size = len(calls)
     answers = {
         rank: answer(rank, drawn, size=size, on_gpu=on_gpu)
         for rank, drawn in enumerate(calls)
         if isinstance(drawn, str)
     }
-    return Survey(size, answers, {rank: drawn for rank, drawn in enumerate(calls) if isinstance(drawn, Absent)})
+    return RankSurvey(size, answers, {rank: drawn for rank, drawn in enumerate(calls) if isinstance(drawn, AbsentRank)})
 
 
-def found(looked: Survey) -> Finding:
+def found(looked: RankSurvey) -> HangFinding:
     finding = looked.finding()
     assert finding is not None
     return finding
 
 
-SILENT = Absent("(process 7 on there) does not answer")
-LEFT = Absent("has finished", finished=True, counts={Line((0, 1, 2)): 1})
+SILENT = AbsentRank("(process 7 on there) does not answer")
+LEFT = AbsentRank("has finished", finished=True, counts={CallLine((0, 1, 2)): 1})
 
 
 @pytest.mark.parametrize(
@@ -64,14 +66,14 @@ LEFT = Absent("has finished", finished=True, counts={Line((0, 1, 2)): 1})
         (("AB.", "AB.", "AB."), "what ranks 0,1,2 have called does not end", False),
     ],
 )
-def test_the_reason_is_found(calls: Sequence[str | Absent], headline: str, certain: bool) -> None:
+def test_the_reason_is_found(calls: Sequence[str | AbsentRank], headline: str, certain: bool) -> None:
     finding = found(survey(*calls))
     assert finding.headline.startswith(headline)
     assert finding.certain == certain
 
 
 @pytest.mark.parametrize("calls", [("AB", "A", "AB"), ("A", SILENT, "A"), ("", "", ""), ("A.", LEFT, "A.")])
-def test_nothing_certain_is_found_while_nobody_waits_in_vain(calls: Sequence[str | Absent]) -> None:
+def test_nothing_certain_is_found_while_nobody_waits_in_vain(calls: Sequence[str | AbsentRank]) -> None:
     finding = survey(*calls).finding()
     assert finding is None or not finding.certain
 
@@ -87,18 +89,18 @@ def test_equal_ranks_on_a_gpu_that_only_compute_are_left_alone() -> None:
 
 
 def test_ranks_on_a_gpu_that_wait_crosswise_are_no_circle_because_they_may_still_call() -> None:
-    line, other = Line((0, 1)), Line((1, 0))
+    line, other = CallLine((0, 1)), CallLine((1, 0))
     answers = {}
     for rank, own in enumerate((line, other)):
         made = answer(rank, "A", size=2, on_gpu=True)
-        call = Call(made.recent[0].stamp, own, 0)
-        answers[rank] = Answer(rank, made.process, None, 12.0, [call], {own: 1}, "")
-    assert not found(Survey(2, answers, {})).certain
+        call = PlacedCall(made.recent[0].stamp, own, 0)
+        answers[rank] = RankAnswer(rank, made.process, None, 12.0, [call], {own: 1}, "")
+    assert not found(RankSurvey(2, answers, {})).certain
 
 
 def test_a_broken_connection_to_a_silent_rank_is_certain_though_nobody_waits() -> None:
     answers = {0: answer(0, "A", size=2, lost="rank 1 was lost")}
-    finding = found(Survey(2, answers, {1: SILENT}))
+    finding = found(RankSurvey(2, answers, {1: SILENT}))
     assert finding.headline == "rank 1 does not answer"
     assert finding.certain
 

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from meshwise.comm.api.process_life import LauncherProcess, has_ended
 from meshwise.comm.api.world import World
-from meshwise.comm.health.watchdog import Watch, _Pace
+from meshwise.comm.health.watchdog import Watchdog, _Pace
 from meshwise.comm.network.torch_world import torch_world
 
 SIZE = 3
@@ -138,7 +138,7 @@ def run_rank(given: dict[str, Any]) -> None:
     }
     world = torch_world(torch.device("cpu"))
     store = TCPStore("127.0.0.1", given["PORT"], is_master=False)
-    watch = Watch(world, store=store)
+    watch = Watchdog(world, store=store)
     watch._pace = _Pace(**given["OWN_PACE"])
     watch.start()
     store.set(f"watched/{given['RANK']}", "")
@@ -377,7 +377,7 @@ def the_launcher_dies(world: World) -> None:
 def outlive_the_launcher(world: World, pipe: Any) -> None:
     store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     print(f"rank is process {os.getpid()}", flush=True)
-    watch = Watch(world, store=store, launcher=LauncherProcess())
+    watch = Watchdog(world, store=store, launcher=LauncherProcess())
     watch._pace = _Pace(**PACE)
     watch.start()
     pipe.send("it watches")

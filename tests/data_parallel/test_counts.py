@@ -14,7 +14,7 @@ from grid import Grid
 from joined import holds_together
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
-from meshwise.model.parameter_table import ParameterTable, Row
+from meshwise.model.parameter_table import ParameterRow, ParameterTable
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import Counts, Processes, count, run
@@ -33,7 +33,7 @@ def with_frozen() -> nn.Module:
     return model
 
 
-def padded(rows: Iterable[Row], *, ranks: int) -> int:
+def padded(rows: Iterable[ParameterRow], *, ranks: int) -> int:
     """Bytes in fp32 of parameters that lie one after the other, in equal shards of whole lines."""
     elements = sum(row.numel for row in rows)
     return -(-elements // (ranks * LINE)) * ranks * LINE * 4

@@ -17,7 +17,7 @@ from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig, next_token_loss
-from meshwise.testing import Single, agree, alone, outcome, run
+from meshwise.testing import ReferenceRun, agree, alone, outcome, run
 from meshwise.verify import verify
 
 WHOLE = ("dp=2", "dp=3 zero=1 microbatches=2", "dp=4 zero=2 microbatches=2")
@@ -282,7 +282,7 @@ def test_evaluation_is_the_sum_of_sums_over_the_sum_of_counts(plan: str) -> None
         result = trainer.evaluate(vectors())
         return result.loss, result.tokens
 
-    single = Single(lambda: mlp().double(), loss=squares, lr=1e-2)
+    single = ReferenceRun(lambda: mlp().double(), loss=squares, lr=1e-2)
     single.backward(vectors()[0])
     single.update()
     expected = single.evaluate(torch.cat(vectors())), sum(ROWS)

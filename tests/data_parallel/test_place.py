@@ -5,25 +5,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.data_parallel.bucket_place import ALIGNMENT, Options, Place, Run
+from meshwise.data_parallel.bucket_place import ALIGNMENT, BucketPlace, OptionRun, Options
 from meshwise.layout import Layout
-from meshwise.model.parameter_table import Row
+from meshwise.model.parameter_table import ParameterRow
 
 DECAY: Options = ()
 NO_DECAY: Options = (("weight_decay", 0.0),)
 SLOW: Options = (("lr", 1e-4),)
 
 
-def row(name: str, shape: tuple[int, ...], options: Options = DECAY) -> Row:
+def row(name: str, shape: tuple[int, ...], options: Options = DECAY) -> ParameterRow:
     layout = Layout.replicated(len(shape))
-    return Row(name, shape, torch.float32, True, (), "u", options, layout, ("dp",))
+    return ParameterRow(name, shape, torch.float32, True, (), "u", options, layout, ("dp",))
 
 
-def laid(rows: list[Row], *, parts: int) -> Place:
-    return Place.of(rows, shapes={row.name: row.shape for row in rows}, parts=parts)
+def laid(rows: list[ParameterRow], *, parts: int) -> BucketPlace:
+    return BucketPlace.of(rows, shapes={row.name: row.shape for row in rows}, parts=parts)
 
 
-def line(place: Place, spans: list[tuple[str, int, int]]) -> str:
+def line(place: BucketPlace, spans: list[tuple[str, int, int]]) -> str:
     """A buffer, four elements to a letter."""
     letters = ["."] * (place.size // 4)
     for letter, start, stop in spans:
@@ -46,7 +46,7 @@ def test_a_layout_drawn() -> None:
 
 def test_runs_begin_aligned() -> None:
     place = laid([row("a", (5,)), row("b", (3,), NO_DECAY), row("c", (4,), NO_DECAY)], parts=1)
-    assert place.runs == (Run(NO_DECAY, 0, 16), Run(DECAY, 16, 32))
+    assert place.runs == (OptionRun(NO_DECAY, 0, 16), OptionRun(DECAY, 16, 32))
     assert place.padding == [(7, 16), (21, 32)]
 
 
@@ -60,7 +60,7 @@ def test_what_does_not_fill_equal_aligned_shards_is_padded() -> None:
 def test_parameters_without_elements_still_give_every_rank_a_shard() -> None:
     place = laid([row("a", (0, 3))], parts=4)
     assert [place.shard(index) for index in range(4)] == [(0, 16), (16, 32), (32, 48), (48, 64)]
-    assert place.runs == (Run(DECAY, 0, 64),)
+    assert place.runs == (OptionRun(DECAY, 0, 64),)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_parameters_without_elements_still_give_every_rank_a_shard() -> None:
     [(0, 30, (10, 20)), (12, 15, (12, 15)), (0, 12, (10, 12)), (15, 40, (15, 20)), (0, 10, None), (20, 30, None)],
 )
 def test_the_part_of_a_run_inside_a_slice(start: int, stop: int, part: tuple[int, int] | None) -> None:
-    assert Run(SLOW, 10, 20).within(start, stop=stop) == (None if part is None else Run(SLOW, *part))
+    assert OptionRun(SLOW, 10, 20).within(start, stop=stop) == (None if part is None else OptionRun(SLOW, *part))
 
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -81,7 +81,7 @@ places = st.builds(
 
 
 @given(places)
-def test_shards_tile_the_buffer_in_equal_aligned_parts(place: Place) -> None:
+def test_shards_tile_the_buffer_in_equal_aligned_parts(place: BucketPlace) -> None:
     shards = [place.shard(index) for index in range(place.parts)]
     assert [element for shard in shards for element in range(*shard)] == list(range(place.size))
     assert {stop - start for start, stop in shards} == {place.size // place.parts}
@@ -89,7 +89,7 @@ def test_shards_tile_the_buffer_in_equal_aligned_parts(place: Place) -> None:
 
 
 @given(places)
-def test_pieces_lie_side_by_side_with_only_padding_between(place: Place) -> None:
+def test_pieces_lie_side_by_side_with_only_padding_between(place: BucketPlace) -> None:
     elements = [element for piece in place.pieces for element in range(piece.start, piece.stop)]
     between = [element for gap in place.padding for element in range(*gap)]
     assert elements == sorted(elements)
@@ -98,7 +98,7 @@ def test_pieces_lie_side_by_side_with_only_padding_between(place: Place) -> None
 
 
 @given(places)
-def test_padding_is_less_than_one_line_a_shard_and_one_a_run(place: Place) -> None:
+def test_padding_is_less_than_one_line_a_shard_and_one_a_run(place: BucketPlace) -> None:
     padding = sum(stop - start for start, stop in place.padding)
     empty = not any(piece.row.numel for piece in place.pieces)
     assert padding < (place.parts + len(place.runs) - 1) * ALIGNMENT or empty
@@ -106,7 +106,7 @@ def test_padding_is_less_than_one_line_a_shard_and_one_a_run(place: Place) -> No
 
 
 @given(places)
-def test_runs_cover_the_buffer_one_for_each_options(place: Place) -> None:
+def test_runs_cover_the_buffer_one_for_each_options(place: BucketPlace) -> None:
     assert [element for run in place.runs for element in range(run.start, run.stop)] == list(range(place.size))
     assert len({run.options for run in place.runs}) == len(place.runs)
     for piece in place.pieces:
@@ -115,7 +115,7 @@ def test_runs_cover_the_buffer_one_for_each_options(place: Place) -> None:
 
 
 @given(places)
-def test_the_parts_of_runs_inside_a_shard_are_the_shard(place: Place) -> None:
+def test_the_parts_of_runs_inside_a_shard_are_the_shard(place: BucketPlace) -> None:
     for index in range(place.parts):
         low, high = place.shard(index)
         parts = [part for run in place.runs if (part := run.within(low, stop=high))]

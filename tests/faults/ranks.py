@@ -26,7 +26,7 @@ from unittest import mock
 import torch
 from rich.console import Console
 
-from meshwise.comm.api.flight_recorder import Journal, Stamp
+from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder
 from meshwise.comm.launch.joining import connect
 from meshwise.comm.network.loopback import LOOPBACK, loopback_store
 from meshwise.train.job import Job
@@ -145,13 +145,13 @@ def _armed(fault: Fault | None, rank: int) -> contextlib.AbstractContextManager[
 
         sys.addaudithook(hook)
         return contextlib.nullcontext()
-    write = Journal.write
+    write = FlightRecorder.write
 
-    def counted(journal: Journal, stamp: Stamp, *, ranks: tuple[int, ...]) -> None:
+    def counted(journal: FlightRecorder, stamp: CallRecord, *, ranks: tuple[int, ...]) -> None:
         strike()
         write(journal, stamp, ranks=ranks)
 
-    return mock.patch.object(Journal, "write", counted)
+    return mock.patch.object(FlightRecorder, "write", counted)
 
 
 def _counted(fault: Fault, blow: Callable[[], None]) -> Callable[[], None]:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise import Layout, Mesh
-from meshwise.layout import Cut
+from meshwise.layout import DimSplit
 
 AXES = ("dp", "row", "col", "tp")
 
@@ -112,7 +112,7 @@ def cut_matrices(draw: st.DrawFn) -> tuple[Layout, tuple[int, int]]:
     """A matrix whose rows have sections in whole grains, split by two axes, and its columns by a third."""
     grain = draw(st.integers(1, 3))
     sections = tuple(grain * count for count in draw(st.lists(st.integers(0, 4), min_size=1, max_size=3)))
-    layout = Layout((("row", "tp"), ("col",)), cuts=(Cut(sections, grain), Cut()))
+    layout = Layout((("row", "tp"), ("col",)), cuts=(DimSplit(sections, grain), DimSplit()))
     return layout, (sum(sections), draw(st.integers(0, 5)))
 
 

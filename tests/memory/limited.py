@@ -19,12 +19,12 @@ from torch import Tensor, nn
 import meshwise as mw
 from meshwise.cli import train_command as command
 from meshwise.comm import World, run_threads
-from meshwise.memory.staging_buffers import Swap
+from meshwise.memory.staging_buffers import SwapConfig
 from meshwise.simulate.fitting_plans import ShortageError
 from meshwise.train.job import Job
 from meshwise.train.job_config import read_job
 
-SMALL = mw.Options(swap=Swap(buffer=1 << 22))
+SMALL = mw.Options(swap=SwapConfig(buffer=1 << 22))
 
 
 def taken() -> int:

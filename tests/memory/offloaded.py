@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from meshwise.comm import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
-from meshwise.memory.staging_buffers import Swap
+from meshwise.memory.staging_buffers import SwapConfig
 from meshwise.memory.swap_file import TierError
 
 STEPS, WIDTH = 3, 128
-SMALL = Swap(buffers=2, buffer=1 << 16)
+SMALL = SwapConfig(buffers=2, buffer=1 << 16)
 """Staging buffers that hold a part of a layer, so that every update takes rounds."""
 
 

@@ -12,7 +12,7 @@ from meshwise import testing
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
-from meshwise.pipeline.cut.model_cut import Where
+from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import Plan
 
 T = TypeVar("T")
@@ -80,9 +80,9 @@ def batches(rows: int = 8) -> list[tuple[Tensor, Tensor]]:
 
 
 def under(
-    world: World, plan: str, *, layers: int = LAYERS, rows: int = 8, cut: Where | None = None, **arguments: Any
+    world: World, plan: str, *, layers: int = LAYERS, rows: int = 8, cut: CutOptions | None = None, **arguments: Any
 ) -> Trainer:
-    options = Options(example=batches(rows)[0], clip_norm=0.5, cut=cut or Where())
+    options = Options(example=batches(rows)[0], clip_norm=0.5, cut=cut or CutOptions())
     build = functools.partial(Model, layers)
     return parallelize(build, plan, loss=loss, world=world, options=options, **{"lr": 1e-2} | arguments)
 

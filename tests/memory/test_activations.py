@@ -14,11 +14,11 @@ from torch.nn import functional
 from meshwise import testing
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
-from meshwise.memory.activation_offload import Activations, activations
-from meshwise.memory.parked_storage import Saving
+from meshwise.memory.activation_offload import ActivationTier, activations
+from meshwise.memory.parked_storage import ActivationTransfers
 from meshwise.memory.recomputed_blocks import ROUNDS
-from meshwise.memory.staging_buffers import Swap
-from meshwise.memory.storage_movers import ToDisk
+from meshwise.memory.staging_buffers import SwapConfig
+from meshwise.memory.storage_movers import DiskMover
 from meshwise.memory.swap_file import SwapFile, TierError
 from meshwise.plan import Plan
 from meshwise.testing import Processes
@@ -53,7 +53,7 @@ def batch() -> Tensor:
 
 
 def train(world: World, plan: str, folder: Path) -> tuple[Any, dict[str, Tensor], dict[str, int]]:
-    options = Options(example=batch(), saving=Saving(least=64, ahead=4096), swap=Swap(folder=folder))
+    options = Options(example=batch(), saving=ActivationTransfers(least=64, ahead=4096), swap=SwapConfig(folder=folder))
     trainer = parallelize(model, plan, loss=loss, world=world, lr=1e-2, options=options)
     numbers = [(result.loss, result.grad_norm) for result in (trainer.step(batch()) for _ in range(3))]
     values = {name: value.clone() for name, value in trainer.full_parameters()}
@@ -80,7 +80,7 @@ def test_what_stays_of_a_backward_in_two_parts_has_hooks_already(tmp_path: Path)
     """A norm saves numbers for each row, which are too small to be moved."""
 
     def main(world: World, plan: str) -> dict[str, Tensor]:
-        options = Options(example=batch(), swap=Swap(folder=tmp_path))
+        options = Options(example=batch(), swap=SwapConfig(folder=tmp_path))
         blocks = lambda: nn.Sequential(*(nn.Sequential(nn.LayerNorm(WIDTH), Layer(WIDTH)) for _ in range(3)))  # noqa: E731
         trainer = parallelize(blocks, plan, loss=loss, world=world, lr=1e-2, options=options)
         trainer.step(batch())
@@ -95,17 +95,17 @@ def test_what_stays_of_a_backward_in_two_parts_has_hooks_already(tmp_path: Path)
 
 def test_on_a_cpu_activations_are_on_the_cpu(tmp_path: Path) -> None:
     """So the plan of a GPU runs on a laptop, and nothing is moved there."""
-    assert activations("cpu", device=CPU, swap=Swap(), how=Saving()) is None
+    assert activations("cpu", device=CPU, swap=SwapConfig(), how=ActivationTransfers()) is None
     assert "cpu/activations" not in testing.run(1, train, args=("offload=activations:cpu", tmp_path))[0][2]
 
 
 # ---- what moves --------------------------------------------------------------------------------------------------
 
 
-def tier(folder: Path, **how: int) -> tuple[Activations, ToDisk]:
-    saving = Saving(**{"least": 1024} | how)
-    mover = ToDisk(SwapFile(folder), device=CPU, how=saving)
-    return Activations("disk", mover=mover, how=saving), mover
+def tier(folder: Path, **how: int) -> tuple[ActivationTier, DiskMover]:
+    saving = ActivationTransfers(**{"least": 1024} | how)
+    mover = DiskMover(SwapFile(folder), device=CPU, how=saving)
+    return ActivationTier("disk", mover=mover, how=saving), mover
 
 
 def test_a_storage_moves_once_and_parameters_and_small_tensors_stay(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def resident() -> int:
 def grown(world: World, plan: str, folder: str) -> int:
     """By how much the process is larger between forward and backward."""
     width, rows, layers = 64, 16384, 6  # much to keep of little that is computed
-    options = Options(saving=Saving(ahead=1, staged=2**20), swap=Swap(folder=Path(folder)))
+    options = Options(saving=ActivationTransfers(ahead=1, staged=2**20), swap=SwapConfig(folder=Path(folder)))
     seen: list[int] = []
 
     def measured(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
@@ -232,7 +232,7 @@ def test_a_full_disk_a_short_read_and_a_broken_one_are_told(tmp_path: Path, monk
 
     net, x = model(64), torch.randn(64, 64)
 
-    def step(away: Activations) -> None:
+    def step(away: ActivationTier) -> None:
         with away.saving(net):
             output = net(x)
         output.sum().backward()
@@ -255,9 +255,9 @@ def test_a_full_disk_a_short_read_and_a_broken_one_are_told(tmp_path: Path, monk
 
 def test_a_folder_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(TierError, match="name a folder on a disk"):
-        activations("disk", device=CPU, swap=Swap(folder=tmp_path / "gone"), how=Saving())
+        activations("disk", device=CPU, swap=SwapConfig(folder=tmp_path / "gone"), how=ActivationTransfers())
     with pytest.raises(ValueError, match="give at least 1 byte of each"):
-        Saving(ahead=0)
+        ActivationTransfers(ahead=0)
 
 
 # ---- on a GPU ----------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def test_a_folder_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
 def test_activations_leave_a_gpu(where: str, tmp_path: Path) -> None:
     device = torch.device("cuda")
     net, x = model(256, 6).to(device).eval(), torch.randn(4096, 256, device=device)
-    away = activations(where, device=device, swap=Swap(folder=tmp_path), how=Saving())
+    away = activations(where, device=device, swap=SwapConfig(folder=tmp_path), how=ActivationTransfers())
     assert away is not None
 
     def gradients(moved: bool) -> tuple[list[Tensor], int]:

@@ -4,15 +4,15 @@ import pytest
 
 from memory.repeated import batches, on, under
 from meshwise.comm.api.world import World
-from meshwise.memory.recompute_cost import Cost, pick
+from meshwise.memory.recompute_cost import RecomputeCost, pick
 from meshwise.memory.recomputed_blocks import ROUNDS
-from meshwise.pipeline.cut.model_cut import Where
+from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import PlanError
 
 
-def cost(none: int, selective: int, full: int, *seconds: float, in_flight: float = 1) -> Cost:
+def cost(none: int, selective: int, full: int, *seconds: float, in_flight: float = 1) -> RecomputeCost:
     times = dict(zip(("none", "selective", "full"), (0.0, *seconds), strict=True))
-    return Cost({"none": none, "selective": selective, "full": full}, times, in_flight)
+    return RecomputeCost({"none": none, "selective": selective, "full": full}, times, in_flight)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_micro_batches_in_flight_count() -> None:
 
 
 def test_a_budget_is_met_and_explained() -> None:
-    def run(world: World, plan: str) -> tuple[dict[str, str], dict[str, Cost], str]:
+    def run(world: World, plan: str) -> tuple[dict[str, str], dict[str, RecomputeCost], str]:
         trainer = under(world, plan)
         before = dict(trainer.blocks.modes)
         assert set(before.values()) == {"full"}
@@ -61,8 +61,8 @@ def test_a_budget_is_met_and_explained() -> None:
 def test_halves_of_a_block_are_measured_and_chosen_each_for_itself() -> None:
     """Also the half that a stage leaves in its midst, and where both are on one rank."""
 
-    def run(world: World, plan: str) -> tuple[dict[str, str], dict[str, Cost]]:
-        cut = Where(at=("layers.0", "layers.0.second", "layers.1.second"))
+    def run(world: World, plan: str) -> tuple[dict[str, str], dict[str, RecomputeCost]]:
+        cut = CutOptions(at=("layers.0", "layers.0.second", "layers.1.second"))
         trainer = under(world, plan, cut=cut)
         for batch in batches()[:ROUNDS]:
             trainer.step(batch)

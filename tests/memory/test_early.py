@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grid import Cell, Grid
 from memory.offloaded import CLIPPED, EARLY, WIDTH, batches, is_refused_until_a_load, outcome, the_same, trained, under
-from meshwise.base.timeline import Stream, Timeline
+from meshwise.base.timeline import Timeline, TimelineRow
 from meshwise.comm import World
 from meshwise.engine.measure_steps import measure
 from meshwise.engine.nonfinite import NonFiniteError
@@ -96,7 +96,7 @@ def test_a_measured_step_shows_units_updated_while_the_backward_goes_on(tier: st
     def during(options: Options) -> list[str]:
         timeline, _ = run(2, steps, args=(f"dp=2 zero=1 offload=optimizer:{tier}", options))[0]
         [backward] = [event for event in timeline.events if event.kind == "B" and event.rank == 0]
-        beside = [event for event in timeline.events if event.stream is Stream.TIERS and event.rank == 0]
+        beside = [event for event in timeline.events if event.stream is TimelineRow.TIERS and event.rank == 0]
         assert sum(event.kind == "update" for event in beside) >= 1
         return [event.kind for event in beside if event.start < backward.stop]
 

@@ -10,12 +10,12 @@ import pytest
 from memory.offloaded import CLIPPED, SMALL, Blocks, batches, squares, under
 from meshwise.comm import World, run_threads
 from meshwise.engine.parallelize import Options
-from meshwise.memory.parked_storage import Saving
+from meshwise.memory.parked_storage import ActivationTransfers
 from meshwise.memory.swap_file import BLOCK
 from meshwise.plan import Plan
 from meshwise.simulate.memory_use import RankMemory, memory_of
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import Device, Subject
+from meshwise.simulate.rehearsal_subject import Device, RehearsalSubject
 from meshwise.simulate.simulation_tables import memory_table
 from meshwise.simulate.tape import Category
 
@@ -23,12 +23,12 @@ STATES = 4 * sum(parameter.numel() for parameter in Blocks().parameters())
 
 
 THREE = replace(CLIPPED, swap=replace(SMALL, buffers=3))
-MOVING = replace(CLIPPED, saving=Saving(least=1024, ahead=1, staged=8192))
+MOVING = replace(CLIPPED, saving=ActivationTransfers(least=1024, ahead=1, staged=8192))
 """Activations move by themselves, through two buffers."""
 
 
 def rehearsed(plan: str, *, device: Device = "cpu", options: Options = CLIPPED) -> RankMemory:
-    subject = Subject(Blocks, squares, batches()[0], options=options)
+    subject = RehearsalSubject(Blocks, squares, batches()[0], options=options)
     [rank] = memory_of(rehearse(subject, plan=plan, ranks=1, device=device))
     return rank
 
@@ -97,7 +97,7 @@ def test_activations_on_disk_are_foretold_with_all_micro_batches_in_flight(plan:
 
     plan = f"{plan} partition=params offload=activations:disk"
     ranks = Plan.parse(plan).mesh().size
-    subject = Subject(Blocks, squares, batches()[0], options=MOVING)
+    subject = RehearsalSubject(Blocks, squares, batches()[0], options=MOVING)
     foretold = [rank.away["disk"] for rank in memory_of(rehearse(subject, plan=plan, ranks=ranks))]
     for most, away in zip(foretold, run_threads(ranks, main, args=(plan,)), strict=True):
         assert away <= most <= 1.25 * away  # micro-batches of a pipeline are views of one batch

@@ -19,8 +19,8 @@ from meshwise.memory.memory_error import is_shortage
 from meshwise.memory.swap_file import TierError
 from meshwise.plan import Plan
 from meshwise.simulate import available_memory as room
-from meshwise.simulate.fitting_plans import Needs, ShortageError, shortage
-from meshwise.simulate.rehearsal_subject import Subject
+from meshwise.simulate.fitting_plans import MemoryNeeds, ShortageError, shortage
+from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.train.failure_report import SAY_ALL
 
 ROOM = 88 * 2**20  # of which 3 or 4 are for what of it differs from run to run
@@ -131,7 +131,7 @@ def test_the_answer_comes_from_another_process_as_it_is() -> None:
 # ---- which plan --------------------------------------------------------------------------------------------------
 
 
-class Said(Needs):
+class Said(MemoryNeeds):
     """States of 64 bytes and activations of 64 a rank, less by what a plan shares out, recomputes or moves."""
 
     def of(self, plan: Plan) -> Mapping[str, int]:
@@ -158,19 +158,19 @@ class Said(Needs):
 def test_the_cheapest_plan_that_fits_has_the_lowest_zero_and_then_the_least_to_do(
     plan: str, room: int, fitting: str | None
 ) -> None:
-    needs = Said(Subject(Blocks, squares, batches()[0]), ranks=4)
+    needs = Said(RehearsalSubject(Blocks, squares, batches()[0]), ranks=4)
     found = shortage(needs, plan=Plan.parse(plan), room=room, held={})
     assert found.fitting == (fitting and Plan.parse(fitting))
     assert str(found).count("staging buffers (swap.megabytes") == (fitting is None)
 
 
-class Unsaid(Needs):
+class Unsaid(MemoryNeeds):
     def of(self, plan: Plan) -> Mapping[str, int]:  # noqa: ARG002
         raise RuntimeError("item() of a tensor without values")
 
 
 def test_a_model_that_cannot_be_rehearsed_is_answered_with_what_it_held() -> None:
-    needs = Unsaid(Subject(Blocks, squares, batches()[0]), ranks=1)
+    needs = Unsaid(RehearsalSubject(Blocks, squares, batches()[0]), ranks=1)
     told = str(shortage(needs, plan=Plan(), room=1024, held={"parameters": 2048}))
     assert re.search(
         r"parameters +2.0 KiB\n  room +1.0 KiB\n.* without values: item\(\) of a tensor without values$", told

@@ -16,9 +16,9 @@ from memory.repeated import LAYERS, Attention, Model, batches, in_modes, loss, o
 from meshwise.base.tensor_tree import tensors
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
-from meshwise.memory.recompute import Block, RecomputeError
-from meshwise.model.forward_replay import Recall
-from meshwise.pipeline.cut.model_cut import Where
+from meshwise.memory.recompute import RecomputedBlock, RecomputeError
+from meshwise.model.forward_replay import ForwardReplay
+from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.pipeline.schedules.named import SCHEDULES
 from meshwise.plan import Plan, PlanError
 from meshwise.testing import run
@@ -84,7 +84,7 @@ def test_a_block_is_repeated_once_a_micro_batch(schedule: str) -> None:
     """Also by a backward in two parts, which asks for what was saved several times."""
 
     def runs(world: World, plan: str) -> int:
-        options = Options(example=batches()[0], cut=Where(how="blocks"))
+        options = Options(example=batches()[0], cut=CutOptions(how="blocks"))
         trainer = parallelize(Model, plan, loss=loss, world=world, options=options)
         calls: list[str] = []
         for module in trainer.modules:
@@ -155,8 +155,8 @@ class Alive(TorchDispatchMode):
 
 def saved(model: nn.Module, x: Tensor, *, mode: str) -> int:
     """Bytes that are held between forward and backward, of any but the first, whose values are looked at."""
-    recall = Recall()
-    blocks = [Block(part, name=name, mode=mode, recall=recall) for name, part in model.named_children()]
+    recall = ForwardReplay()
+    blocks = [RecomputedBlock(part, name=name, mode=mode, recall=recall) for name, part in model.named_children()]
     model(x).sum().backward()
     with Alive() as alive:
         output = model(x)
@@ -204,9 +204,9 @@ def test_a_forward_that_is_left_half_way_keeps_what_its_half_needs() -> None:
             sent.append(super().forward(x).sum())
             raise Left
 
-    def held(mode: str, *, measures: bool) -> tuple[int, Block]:
+    def held(mode: str, *, measures: bool) -> tuple[int, RecomputedBlock]:
         module = Half(width)
-        block = Block(module, name="half", mode=mode, recall=Recall())
+        block = RecomputedBlock(module, name="half", mode=mode, recall=ForwardReplay())
         block.measures, block.is_trusted = measures, True
         with Alive() as alive, contextlib.suppress(Left):
             module(x)
@@ -229,9 +229,9 @@ def most_alive(layers: int, *, width: int, rows: int) -> int:
     """The most bytes while a backward under `full` runs, as seen when gradients arrive."""
     model = nn.Sequential(*(Plain(width) for _ in range(layers)))
     x = torch.randn(rows, width, requires_grad=True)
-    recall = Recall()
+    recall = ForwardReplay()
     for name, part in model.named_children():
-        Block(part, name=name, mode="full", recall=recall)
+        RecomputedBlock(part, name=name, mode="full", recall=recall)
     seen: list[int] = []
     with Alive() as alive:
         output = model(x)
@@ -264,7 +264,7 @@ def test_a_block_that_computes_something_else_is_an_error() -> None:
 
     def fails(change: Callable[[Tensor, int], Tensor], message: str) -> None:
         module = Fickle(change)
-        Block(module, name="odd", mode="full", recall=Recall())
+        RecomputedBlock(module, name="odd", mode="full", recall=ForwardReplay())
         with pytest.raises(RecomputeError, match=f"odd saved {message} when its forward was repeated"):
             module(torch.ones(2, 4, requires_grad=True)).sum().backward()
 
@@ -282,7 +282,7 @@ def test_a_block_that_writes_to_its_input_is_an_error(*, measures: bool) -> None
             return super().forward(x.mul_(0.5))
 
     module, x = Writing(4), torch.ones(2, 4, requires_grad=True)
-    block = Block(module, name="odd", mode="full", recall=Recall())
+    block = RecomputedBlock(module, name="odd", mode="full", recall=ForwardReplay())
     block.measures = measures
     with pytest.raises(RecomputeError, match="a tensor that odd was given has been written to in place"):
         module(x + 1).sum().backward()
@@ -329,7 +329,7 @@ def test_a_block_that_writes_to_a_buffer_is_refused() -> None:
 
     for anew in (False, True):
         module = nn.Sequential(Counting(anew=anew))
-        Block(module, name="odd", mode="full", recall=Recall())
+        RecomputedBlock(module, name="odd", mode="full", recall=ForwardReplay())
         with pytest.raises(RecomputeError, match=r"odd writes to its buffer '0\.calls' in its forward"):
             module(torch.ones(2, requires_grad=True))
 
@@ -358,7 +358,7 @@ def test_evaluation_repeats_nothing() -> None:
 def test_a_backward_twice_through_one_graph(mode: str) -> None:
     model, x = Plain(8), torch.randn(3, 8, requires_grad=True)
     (expected,) = torch.autograd.grad(model(x).sum(), [x])
-    Block(model, name="plain", mode=mode, recall=Recall())
+    RecomputedBlock(model, name="plain", mode=mode, recall=ForwardReplay())
     output = model(x).sum()
     for retain in (True, False):
         (found,) = torch.autograd.grad(output, [x], retain_graph=retain)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from memory.repeated import TOKENS, WORDS, batches, loss
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
-from meshwise.memory.recompute import Block, RecomputeError
-from meshwise.model.forward_replay import Recall
+from meshwise.memory.recompute import RecomputedBlock, RecomputeError
+from meshwise.model.forward_replay import ForwardReplay
 from meshwise.testing import run
 from meshwise.testing.agree import agree
 from meshwise.testing.training_outcome import Steps, alone, outcome
@@ -23,7 +23,7 @@ def test_what_a_norm_saves_of_its_running_statistics_is_found_again() -> None:
     """An instance norm saves copies of them, one for each row of the batch, and changes them afterwards."""
     norm, x = nn.InstanceNorm1d(4, track_running_stats=True), torch.randn(2, 4, 6, requires_grad=True)
     plain = copy.deepcopy(norm)
-    Block(norm, name="norm", mode="full", recall=Recall())
+    RecomputedBlock(norm, name="norm", mode="full", recall=ForwardReplay())
     for _ in range(2):
         (found,), (expected,) = (torch.autograd.grad(one(x).exp().sum(), [x]) for one in (norm, plain))
         assert torch.equal(found, expected)
@@ -50,7 +50,7 @@ def test_bytes_that_nobody_wrote_to_may_differ() -> None:
             return Working.apply(x)
 
     module, x = Recurrent(), torch.randn(3, requires_grad=True)
-    Block(module, name="recurrent", mode="full", recall=Recall())
+    RecomputedBlock(module, name="recurrent", mode="full", recall=ForwardReplay())
     module(x).sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, x.detach().cos())
@@ -87,7 +87,7 @@ def test_a_block_finds_the_cache_that_it_fills_as_it_was(mode: str, inside: bool
         cache.joined(first)
         module = Caching()
         if recomputed:
-            Block(module, name="layers.0", mode=mode, recall=Recall())
+            RecomputedBlock(module, name="layers.0", mode=mode, recall=ForwardReplay())
         output = module(x, past_key_values=(cache,) if inside else cache)
         found.append(torch.autograd.grad(output.sum(), [x])[0])
     assert torch.equal(*found)
@@ -105,7 +105,7 @@ def test_a_cache_that_is_written_to_in_place_is_told_to_be_left_out() -> None:
             return x * past_key_values.total.exp()
 
     module, x = InPlace(), torch.ones(2, 4, requires_grad=True)
-    Block(module, name="layers.0", mode="full", recall=Recall())
+    RecomputedBlock(module, name="layers.0", mode="full", recall=ForwardReplay())
     with pytest.raises(RecomputeError, match=r"layers\.0 saved .* a cache, past_key_values.*use_cache=False") as told:
         module(x, past_key_values=Cache()).sum().backward()
     assert "recomputed=" not in str(told.value)
@@ -128,7 +128,7 @@ def test_a_mapping_is_put_back_that_refuses_to_be_updated() -> None:
     for output, recomputed in zip(outputs, (False, True), strict=True):
         module = Filling()
         if recomputed:
-            Block(module, name="layers.0", mode="full", recall=Recall())
+            RecomputedBlock(module, name="layers.0", mode="full", recall=ForwardReplay())
         found.append(torch.autograd.grad(module(x, output).sum(), [x])[0])
     assert torch.equal(*found)
     assert list(outputs[0]) == list(outputs[1]) == ["words", "1"]

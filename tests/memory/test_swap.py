@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from meshwise.comm.launch.fork_server import starting
-from meshwise.memory.staging_buffers import Staging, Swap
-from meshwise.memory.swap_file import BLOCK, PIECE, Moved, SwapFile, TierError, Transfer, aligned, traffic
+from meshwise.memory.staging_buffers import StagingBuffers, SwapConfig
+from meshwise.memory.swap_file import BLOCK, PIECE, MovedChunk, SwapFile, SwapTransfer, TierError, aligned, traffic
 
 
 @pytest.fixture
@@ -213,13 +213,13 @@ def test_a_transfer_tells_its_end_once_whatever_comes_of_it(file: SwapFile) -> N
     transfer.then(lambda: ended.append("read"))
     transfer.wait()
     file.read(file.size, into=aligned(BLOCK)).then(lambda: ended.append("failed"))
-    Transfer([]).then(lambda: ended.append("nothing"))
+    SwapTransfer([]).then(lambda: ended.append("nothing"))
     file.close()
     assert sorted(ended) == ["failed", "nothing", "read"]
 
 
 def test_staging_buffers_are_no_more_than_their_number() -> None:
-    staging = Staging(count=2, size=BLOCK + 1, on=torch.device("cpu"))
+    staging = StagingBuffers(count=2, size=BLOCK + 1, on=torch.device("cpu"))
     first, second = staging.take(), staging.take()
     assert staging.bytes == 2 * staging.size == 4 * BLOCK
     assert staging.take(wait=False) is None
@@ -229,9 +229,9 @@ def test_staging_buffers_are_no_more_than_their_number() -> None:
     assert second is not None
     assert second.data_ptr() % BLOCK == 0
     with pytest.raises(ValueError, match="1 staging buffers of 10 bytes; give at least 2, of at least 4096 bytes"):
-        Swap(buffers=1, buffer=10)
+        SwapConfig(buffers=1, buffer=10)
 
 
 def test_traffic_counts_the_time_in_which_something_moved() -> None:
-    moved = [Moved("read", 10, 0.0, 1.0), Moved("read", 10, 0.5, 2.0), Moved("write", 5, 1.5, 3.0)]
+    moved = [MovedChunk("read", 10, 0.0, 1.0), MovedChunk("read", 10, 0.5, 2.0), MovedChunk("write", 5, 1.5, 3.0)]
     assert list(traffic(moved)) == [("read", 20, 2.0), ("write", 5, 1.5), ("both", 25, 3.0)]

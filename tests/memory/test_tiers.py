@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grid import Cell, Grid
 from memory.offloaded import SMALL, Blocks, batches, outcome, squares, the_same, trained, under
-from meshwise.base.timeline import Stream, Timeline
+from meshwise.base.timeline import Timeline, TimelineRow
 from meshwise.comm import World
 from meshwise.engine.measure_steps import measure
 from meshwise.engine.parallelize import Options, parallelize
@@ -171,7 +171,7 @@ def test_a_measured_step_shows_the_next_round_read_while_one_is_updated(monkeypa
         [step] = measuring.steps()
         return step.step
 
-    events = [event for event in run(1, main)[0].events if event.stream is Stream.TIERS]
+    events = [event for event in run(1, main)[0].events if event.stream is TimelineRow.TIERS]
     updates = [event for event in events if event.kind == "update"]
     assert len(updates) > 3
     reads = [event for event in events if event.kind == "read"]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.model.random_draws import Draws, Rows
+from meshwise.model.random_draws import RandomDraws, SampleRows
 
 
 def attention(q: Tensor, *, dropout_p: float = 0.4, **options: Any) -> Tensor:
@@ -83,11 +83,11 @@ def numbers(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
 
-def drawn(model: nn.Module, x: Any, *, rows: Rows | None = None, step: int = 0, seed: int = 0) -> Any:
+def drawn(model: nn.Module, x: Any, *, rows: SampleRows | None = None, step: int = 0, seed: int = 0) -> Any:
     """What a model makes of x, with draws of its own."""
-    draws = Draws(model, seed=seed)
+    draws = RandomDraws(model, seed=seed)
     draws.begin(step)
-    with draws.running(rows or Rows(0, len(x))):
+    with draws.running(rows or SampleRows(0, len(x))):
         result = model(x)
     draws.close()
     return result

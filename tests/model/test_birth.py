@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshwise.base.tensor_tree import tensors
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
-from meshwise.model.deferred_init import Source, born, install, shapes_of
+from meshwise.model.deferred_init import ParameterSource, build_with_values, install, shapes_of
 from meshwise.model.dispatch_modes import TorchDispatchMode
 from meshwise.model.parameter_table import parameter_table
 from meshwise.reference import GPT, GPTConfig
@@ -97,7 +97,7 @@ ZOO: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def values(source: Source, *, backwards: bool = False) -> dict[str, Tensor]:
+def values(source: ParameterSource, *, backwards: bool = False) -> dict[str, Tensor]:
     names = [name for name, _ in source.module.named_parameters(remove_duplicate=False)]
     names += [name for name, _ in source.module.named_buffers(remove_duplicate=False)]
     return {name: source.full(name) for name in (reversed(names) if backwards else names)}
@@ -109,18 +109,18 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("build", ZOO.values(), ids=ZOO)
 def test_a_seed_gives_the_same_values_in_whatever_order_they_are_asked_for(build: Callable[[], nn.Module]) -> None:
-    source = born(build, seed=7)
+    source = build_with_values(build, seed=7)
     assert source.deferred
     assert all(parameter.is_meta for parameter in source.module.parameters())
     assert same(values(source), values(source, backwards=True))
-    assert same(values(source), values(born(build, seed=7), backwards=True))
+    assert same(values(source), values(build_with_values(build, seed=7), backwards=True))
 
 
 @pytest.mark.parametrize("build", ZOO.values(), ids=ZOO)
 def test_another_seed_gives_other_values_to_everything_random(build: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     one, two = (build().state_dict() for _ in range(2))
-    ours, theirs = values(born(build, seed=7)), values(born(build, seed=8))
+    ours, theirs = values(build_with_values(build, seed=7)), values(build_with_values(build, seed=8))
     for name, value in ours.items():
         if name in one:
             assert torch.equal(value, theirs[name]) == torch.equal(one[name], two[name]), name
@@ -128,12 +128,12 @@ def test_another_seed_gives_other_values_to_everything_random(build: Callable[[]
 
 @pytest.mark.parametrize("build", ZOO.values(), ids=ZOO)
 def test_ranks_as_threads_get_the_same_values_at_the_same_time(build: Callable[[], nn.Module]) -> None:
-    expected = values(born(build, seed=7))
-    shared = born(build, seed=7)
+    expected = values(build_with_values(build, seed=7))
+    shared = build_with_values(build, seed=7)
     agreed: list[bool] = []
 
     def rank(index: int) -> None:
-        own = values(born(build, seed=7), backwards=index % 2 == 1)
+        own = values(build_with_values(build, seed=7), backwards=index % 2 == 1)
         agreed.append(same(expected, own) and same(expected, values(shared, backwards=index % 2 == 0)))
 
     threads = [threading.Thread(target=rank, args=(index,)) for index in range(4)]
@@ -147,13 +147,13 @@ def test_ranks_as_threads_get_the_same_values_at_the_same_time(build: Callable[[
 @pytest.mark.parametrize("build", ZOO.values(), ids=ZOO)
 def test_no_global_generator_is_touched(build: Callable[[], nn.Module]) -> None:
     before = torch.get_rng_state()
-    values(born(build, seed=7))
+    values(build_with_values(build, seed=7))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("build", ZOO.values(), ids=ZOO)
 def test_shapes_types_and_ties_are_those_of_the_model_itself(build: Callable[[], nn.Module]) -> None:
-    source, real = born(build, seed=7), build()
+    source, real = build_with_values(build, seed=7), build()
     source.buffers()
     for row in parameter_table(source.module).rows:
         install(source.module, row=row, tensor=source.full(row.name))
@@ -166,7 +166,7 @@ def test_shapes_types_and_ties_are_those_of_the_model_itself(build: Callable[[],
 
 def digest(_world: World | None = None) -> str:
     torch.randn(3)
-    source = born(gpt, seed=7)
+    source = build_with_values(gpt, seed=7)
     data = b"".join(source.full(name).numpy().tobytes() for name, _ in source.module.named_parameters())
     return hashlib.sha256(data).hexdigest()
 
@@ -182,8 +182,10 @@ def test_another_process_gets_the_same_values(processes: Processes) -> None:
 
 
 def test_a_parameters_values_do_not_depend_on_the_rest_of_the_model() -> None:
-    alone = born(lambda: nn.ModuleDict({"m": Initialisers()}), seed=7)
-    among = born(lambda: nn.ModuleDict({"before": Initialisers(), "m": Initialisers(), "after": gpt()}), seed=7)
+    alone = build_with_values(lambda: nn.ModuleDict({"m": Initialisers()}), seed=7)
+    among = build_with_values(
+        lambda: nn.ModuleDict({"before": Initialisers(), "m": Initialisers(), "after": gpt()}), seed=7
+    )
     for name, _ in alone.module.named_parameters():
         assert torch.equal(alone.full(name), among.full(name)), name
         assert not torch.equal(among.full(name), among.full(name.replace("m.", "before."))), "each its own"
@@ -198,7 +200,7 @@ def test_random_numbers_have_the_distribution_asked_for() -> None:
             self.orthogonal = nn.Parameter(nn.init.orthogonal_(torch.empty(40, 30)))
             self.permutation = nn.Buffer(torch.randperm(1000))
 
-    source = born(Large, seed=0)
+    source = build_with_values(Large, seed=0)
     normal, truncated, orthogonal = (source.full(name) for name in ("normal", "truncated", "orthogonal"))
     assert (normal.mean().item(), normal.std().item()) == pytest.approx((3.0, 2.0), rel=0.01)
     assert truncated.abs().max() <= 1.0
@@ -235,7 +237,7 @@ class Held(TorchDispatchMode):
 def held(kind: type[nn.Linear]) -> tuple[int, int]:
     """Bytes of tensors that there are at once, at most, when a deep model is born and when its values are computed."""
     with Held() as building:
-        source = born(lambda: nn.Sequential(*(kind(1024, 1024, bias=False) for _ in range(40))), seed=0)
+        source = build_with_values(lambda: nn.Sequential(*(kind(1024, 1024, bias=False) for _ in range(40))), seed=0)
     with Held() as replaying:
         for name, _ in source.module.named_parameters():
             source.full(name)
@@ -261,7 +263,7 @@ def test_elements_that_are_never_initialised_are_found_and_named() -> None:
             self.register_buffer("mask", torch.empty(3, dtype=torch.bool), persistent=False)
             self.register_buffer("scaled", torch.empty(4).mul(2.0))
 
-    source = born(lambda: nn.ModuleDict({"part": Careless()}), seed=0)
+    source = build_with_values(lambda: nn.ModuleDict({"part": Careless()}), seed=0)
     for name, unwritten, total in [("weight", 5, 20), ("counts", 6, 6), ("mask", 3, 3), ("scaled", 4, 4)]:
         with pytest.raises(ValueError, match=rf"part\.{name}: {unwritten} of {total} elements are never initialised"):
             source.full(f"part.{name}")
@@ -293,7 +295,7 @@ def test_values_that_only_look_like_poison_are_accepted() -> None:
             self.register_buffer("largest", torch.empty(3, dtype=torch.int64).fill_(torch.iinfo(torch.int64).max))
             self.register_buffer("true", torch.empty(3, dtype=torch.bool).fill_(True))
 
-    source = born(Odd, seed=0)
+    source = build_with_values(Odd, seed=0)
     assert source.full("nan").isnan().all()
     assert (source.full("largest") == torch.iinfo(torch.int64).max).all()
     assert source.full("true").all()
@@ -301,7 +303,7 @@ def test_values_that_only_look_like_poison_are_accepted() -> None:
 
 def test_a_model_with_its_values_is_accepted_as_it_is() -> None:
     model = gpt()
-    source = born(model, seed=7)
+    source = build_with_values(model, seed=7)
     assert not source.deferred
     assert source.module is model
     source.buffers()
@@ -315,23 +317,23 @@ def test_a_model_on_the_meta_device_is_refused_with_the_way_out() -> None:
     with pytest.raises(
         ValueError, match=r"embedding\.weight is on the meta device .* pass the function that builds GPT"
     ):
-        born(model, seed=0)
+        build_with_values(model, seed=0)
     with pytest.raises(ValueError, match="embedding.weight is on the meta device".replace(".", r"\.")):
-        born(lambda: model, seed=0)
+        build_with_values(lambda: model, seed=0)
 
 
 def test_a_function_that_returns_no_module_is_refused() -> None:
     with pytest.raises(ValueError, match="the model function returned Tensor"):
-        born(lambda: torch.zeros(3), seed=0)  # type: ignore[arg-type,return-value]
+        build_with_values(lambda: torch.zeros(3), seed=0)  # type: ignore[arg-type,return-value]
 
 
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(ValueError, match="LSTM has no parameter or buffer 'weight'"):
-        born(lambda: nn.LSTM(2, 2), seed=0).full("weight")
+        build_with_values(lambda: nn.LSTM(2, 2), seed=0).full("weight")
 
 
 def test_install_replaces_a_parameter_under_all_its_names() -> None:
-    source = born(gpt, seed=7)
+    source = build_with_values(gpt, seed=7)
     source.module.get_parameter("embedding.weight").requires_grad_(False).label = "mine"  # type: ignore[attr-defined]
     row = parameter_table(source.module).row("embedding.weight")
     data = source.full(row.name)
@@ -343,7 +345,7 @@ def test_install_replaces_a_parameter_under_all_its_names() -> None:
 
 
 def test_a_recurrent_network_runs_after_its_parameters_were_installed() -> None:
-    source = born(lambda: nn.LSTM(3, 4), seed=7)
+    source = build_with_values(lambda: nn.LSTM(3, 4), seed=7)
     for row in parameter_table(source.module).rows:
         install(source.module, row=row, tensor=source.full(row.name))
     assert source.module(torch.zeros(5, 3))[0].shape == (5, 4)

@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwise.model.random_bits import Kind, Part, draw, exponential, kept, normal, uniform
+from meshwise.model.random_bits import Distribution, IndexBlock, draw, exponential, kept, normal, uniform
 
 CPU = torch.device("cpu")
-WORDS = Kind(torch.int32, lambda word, out: out.copy_(word))
+WORDS = Distribution(torch.int32, lambda word, out: out.copy_(word))
 EXTREMES = torch.tensor([-(2**31), 2**31 - 1], dtype=torch.int32)
 
 
-def whole(shape: tuple[int, ...], *, kind: Kind = WORDS, key: int = 7) -> Tensor:
-    return draw(Part(shape, (0,) * len(shape)), key=key, kind=kind, device=CPU)
+def whole(shape: tuple[int, ...], *, kind: Distribution = WORDS, key: int = 7) -> Tensor:
+    return draw(IndexBlock(shape, (0,) * len(shape)), key=key, kind=kind, device=CPU)
 
 
-def of_extremes(kind: Kind) -> Tensor:
+def of_extremes(kind: Distribution) -> Tensor:
     """What is made of the smallest and the largest word."""
     out = torch.empty(2, dtype=kind.dtype)
     kind.write(EXTREMES.clone(), out)
@@ -36,12 +36,12 @@ def signs(shape: tuple[int, ...], *, probability: float, key: int = 7) -> Tensor
 )
 def test_a_part_is_that_part_of_the_whole(starts: tuple[int, ...], stops: tuple[int, ...]) -> None:
     shape = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
-    part = draw(Part(shape, starts), key=7, kind=WORDS, device=CPU)
+    part = draw(IndexBlock(shape, starts), key=7, kind=WORDS, device=CPU)
     assert torch.equal(part, whole((5, 6, 7))[tuple(slice(*ends) for ends in zip(starts, stops, strict=True))])
 
 
 def test_a_draw_larger_than_a_block_is_one_draw() -> None:
-    rows = draw(Part((3, 50_000), (1, 0)), key=7, kind=WORDS, device=CPU)
+    rows = draw(IndexBlock((3, 50_000), (1, 0)), key=7, kind=WORDS, device=CPU)
     assert torch.equal(rows, whole((4, 50_000))[1:])
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.model.random_draws import Draws, Rows
+from meshwise.model.random_draws import RandomDraws, SampleRows
 from model.drawing import FORMS, Block, Calling, Stack, attention, drawn, numbers
 
 # ---- samples -----------------------------------------------------------------------------------------------------
@@ -19,7 +19,7 @@ def test_any_samples_alone_are_drawn_as_among_the_others(form: str) -> None:
     model, x = Calling(FORMS[form]), numbers(12, 16)
     together = drawn(model, x)
     for first, count in ((0, 12), (0, 5), (5, 7), (11, 1)):
-        alone = drawn(model, x[first : first + count], rows=Rows(first, count))
+        alone = drawn(model, x[first : first + count], rows=SampleRows(first, count))
         torch.testing.assert_close(alone, together[first : first + count], rtol=0, atol=1e-15)
 
 
@@ -27,7 +27,7 @@ def test_any_samples_alone_are_drawn_as_among_the_others(form: str) -> None:
 def test_other_samples_steps_and_seeds_are_drawn_anew(form: str) -> None:
     model, x = Calling(FORMS[form]), numbers(12, 16)
     result = drawn(model, x)
-    others = (drawn(model, x, rows=Rows(12, 12)), drawn(model, x, step=1), drawn(model, x, seed=1))
+    others = (drawn(model, x, rows=SampleRows(12, 12)), drawn(model, x, step=1), drawn(model, x, seed=1))
     assert not any(torch.equal(result, other) for other in others)
     assert torch.equal(result, drawn(model, x))
 
@@ -52,7 +52,7 @@ def test_a_tensor_without_samples_is_drawn_once_for_all_of_them() -> None:
     x = torch.zeros(6, 7, 5, dtype=torch.float64)
     together = drawn(model, x)
     assert torch.equal(together[0], together[5])
-    assert torch.equal(drawn(model, x[2:5], rows=Rows(2, 3)), together[2:5])
+    assert torch.equal(drawn(model, x[2:5], rows=SampleRows(2, 3)), together[2:5])
 
 
 def test_flattened_samples_are_drawn_as_unflattened_ones() -> None:
@@ -70,7 +70,7 @@ def test_samples_may_lie_along_dim_1_where_a_module_says_so(batch_first: bool) -
     expected = drawn(layer, x)
     for first, count in ((0, 6), (2, 3), (5, 1)):
         part = x[first : first + count]
-        result = drawn(other, part if batch_first else part.transpose(0, 1), rows=Rows(first, count))
+        result = drawn(other, part if batch_first else part.transpose(0, 1), rows=SampleRows(first, count))
         result = result if batch_first else result.transpose(0, 1)
         torch.testing.assert_close(result, expected[first : first + count], rtol=0, atol=1e-14)
 
@@ -83,7 +83,7 @@ def test_between_recurrent_layers_samples_are_told_from_tokens(kind: type[nn.RNN
 
     def run(first: int, count: int) -> Tensor:
         part = x[first : first + count]
-        output = drawn(layers, part if batch_first else part.transpose(0, 1), rows=Rows(first, count))[0]
+        output = drawn(layers, part if batch_first else part.transpose(0, 1), rows=SampleRows(first, count))[0]
         return output if batch_first else output.transpose(0, 1)  # type: ignore[no-any-return]
 
     for first, count in ((0, 6), (0, 4), (2, 3), (5, 1)):
@@ -158,23 +158,23 @@ def test_a_module_called_twice_is_two_places_and_so_are_those_inside_it() -> Non
 
 def test_a_part_of_the_model_run_by_itself_draws_as_within_it() -> None:
     model, x = Stack(Block(), Block()), numbers(4, 6)
-    draws = Draws(model, seed=0)
+    draws = RandomDraws(model, seed=0)
     draws.begin(0)
-    with draws.running(Rows(0, 4)):
+    with draws.running(SampleRows(0, 4)):
         whole = model(x)
-    with draws.running(Rows(0, 4)):
+    with draws.running(SampleRows(0, 4)):
         half = model.blocks[0](x)
-    with draws.running(Rows(0, 4)):
+    with draws.running(SampleRows(0, 4)):
         assert torch.equal(model.blocks[1](half), whole)
 
 
 def test_an_evaluation_in_between_changes_nothing() -> None:
     model, x = Stack(Block(), Block()), numbers(4, 6)
-    draws = Draws(model, seed=0)
+    draws = RandomDraws(model, seed=0)
     results = []
     for _ in range(2):
         draws.begin(0)
-        with draws.running(Rows(0, 4)):
+        with draws.running(SampleRows(0, 4)):
             results.append(model(x))
         draws.finish()
         model(x)
@@ -188,11 +188,11 @@ def test_an_exception_in_the_forward_leaves_no_call_behind() -> None:
         return functional.dropout(x)
 
     model, x = Stack(Calling(fail)), numbers(4, 6)
-    draws = Draws(model, seed=0)
+    draws = RandomDraws(model, seed=0)
     draws.begin(0)
-    with pytest.raises(RuntimeError, match="no"), draws.running(Rows(0, 3)):
+    with pytest.raises(RuntimeError, match="no"), draws.running(SampleRows(0, 3)):
         model(x[:3])
-    with draws.running(Rows(0, 4)):
+    with draws.running(SampleRows(0, 4)):
         result = model(x)
     assert torch.equal(result, drawn(model, x))
 
@@ -203,11 +203,11 @@ def test_an_exception_in_the_forward_leaves_no_call_behind() -> None:
 def test_a_model_that_draws_nothing_is_left_alone_until_it_draws() -> None:
     dropout = nn.Dropout(0.0)
     model, x = Stack(dropout), torch.ones(4, 64)
-    draws = Draws(model, seed=0)
+    draws = RandomDraws(model, seed=0)
 
     def step(number: int) -> Tensor:
         draws.begin(number)
-        with draws.running(Rows(0, 4)):
+        with draws.running(SampleRows(0, 4)):
             result: Tensor = model(x)
         draws.finish()
         return result
@@ -224,11 +224,14 @@ def test_a_model_that_draws_nothing_is_left_alone_until_it_draws() -> None:
 
 def test_what_is_drawn_from_torchs_own_generator_is_named_once() -> None:
     model = Stack(Calling(lambda x: x[torch.randperm(len(x))]))
-    draws = Draws(model, seed=0)
+    draws = RandomDraws(model, seed=0)
     draws.begin(0)
-    with draws.running(Rows(0, 4)), pytest.warns(UserWarning, match=r"aten.randperm.default in blocks.0 draws from"):
+    with (
+        draws.running(SampleRows(0, 4)),
+        pytest.warns(UserWarning, match=r"aten.randperm.default in blocks.0 draws from"),
+    ):
         model(numbers(4, 6))
-    with draws.running(Rows(0, 4)):
+    with draws.running(SampleRows(0, 4)):
         model(numbers(4, 6))
     assert draws.unknown == {"aten.randperm.default in blocks.0"}
     assert draws.drew
@@ -236,16 +239,16 @@ def test_what_is_drawn_from_torchs_own_generator_is_named_once() -> None:
 
 def test_local_draws_are_torchs_own_and_the_same_again_for_the_same_part() -> None:
     model, x = Stack(Block(), Block()), numbers(8, 6)
-    draws = Draws(model, seed=0, local=True)
+    draws = RandomDraws(model, seed=0, local=True)
     before = torch.get_rng_state()
 
-    def run(rows: Rows) -> Tensor:
+    def run(rows: SampleRows) -> Tensor:
         draws.begin(0)
         with draws.running(rows):
             result: Tensor = model(x[: rows.count])
         return result
 
-    assert torch.equal(run(Rows(0, 4)), run(Rows(0, 4)))
-    assert not torch.equal(run(Rows(0, 4)), run(Rows(4, 4)))
-    assert not torch.equal(run(Rows(0, 4)), drawn(model, x[:4]))
+    assert torch.equal(run(SampleRows(0, 4)), run(SampleRows(0, 4)))
+    assert not torch.equal(run(SampleRows(0, 4)), run(SampleRows(4, 4)))
+    assert not torch.equal(run(SampleRows(0, 4)), drawn(model, x[:4]))
     assert torch.equal(torch.get_rng_state(), before)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from meshwise.model.random_bits import Part
-from meshwise.model.random_draws import Cut, Draws, Region, Rows
+from meshwise.model.random_bits import IndexBlock
+from meshwise.model.random_draws import ActivationRegion, DimSlice, RandomDraws, SampleRows
 from model.drawing import FORMS, Block, Calling, Stack, drawn, numbers
 
 # ---- repeated forwards -------------------------------------------------------------------------------------------
@@ -19,11 +19,11 @@ from model.drawing import FORMS, Block, Calling, Stack, drawn, numbers
 def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
     """Of two micro-batches, by parameter."""
     model.zero_grad()
-    draws = Draws(model, seed=0)
+    draws = RandomDraws(model, seed=0)
     draws.begin(0)
     half = len(x) // 2
     for first in (0, half):
-        rows = Rows(first, half)
+        rows = SampleRows(first, half)
         with draws.running(rows):
             loss = model(x[first : first + half]).square().sum()
         with draws.running(rows, again=True):
@@ -100,11 +100,11 @@ def test_between_two_layers_a_rank_draws_its_slice_of_heads_and_features() -> No
     x = torch.ones(3, 5, 8)
     before, hidden, scores, attended, after = drawn(Pair(), x)
     cut = {"start": 8, "size": 8}
-    region = Region(hidden=(Cut(-1, **cut),), scores=(Cut(-3, **cut),))
+    region = ActivationRegion(hidden=(DimSlice(-1, **cut),), scores=(DimSlice(-3, **cut),))
     model = Pair(heads=slice(2, 4), features=slice(8, 16))
-    draws = Draws(model, seed=0, after={"first": lambda: region, "second": Region})
+    draws = RandomDraws(model, seed=0, after={"first": lambda: region, "second": ActivationRegion})
     draws.begin(0)
-    with draws.running(Rows(0, 3)):
+    with draws.running(SampleRows(0, 3)):
         parts = model(x)
     expected = (before, hidden[..., 8:16], scores[:, 2:4], attended[:, 2:4], after)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(parts, expected, strict=True))
@@ -118,10 +118,10 @@ def test_scores_with_heads_among_the_samples_are_the_slice_of_heads() -> None:
         return x
 
     model = Calling(ask)
-    draws = Draws(model, seed=0, before={"": lambda: Region(scores=(Cut(-3, start=10, size=10),))})
-    with draws.running(Rows(4, 3)):
+    draws = RandomDraws(model, seed=0, before={"": lambda: ActivationRegion(scores=(DimSlice(-3, start=10, size=10),))})
+    with draws.running(SampleRows(4, 3)):
         model(torch.ones(3))
-    assert parts == [(Part((3, 2, 5, 5), (4, 2, 0, 0)), False)]
+    assert parts == [(IndexBlock((3, 2, 5, 5), (4, 2, 0, 0)), False)]
 
 
 @pytest.mark.parametrize("part", [0, 1, 2])
@@ -129,20 +129,22 @@ def test_parts_of_a_sequence_are_drawn_by_their_number(part: int) -> None:
     model = nn.Sequential(nn.Identity(), Calling(functional.dropout))
     x = torch.ones(3, 12, 8)
     whole = drawn(model, x)
-    draws = Draws(model, seed=0, before={"1": lambda: Region(hidden=(Cut(-2, start=4 * part, size=4),))})
+    draws = RandomDraws(
+        model, seed=0, before={"1": lambda: ActivationRegion(hidden=(DimSlice(-2, start=4 * part, size=4),))}
+    )
     draws.begin(0)
-    with draws.running(Rows(0, 3)):
+    with draws.running(SampleRows(0, 3)):
         ours = model(x[:, 4 * part : 4 * part + 4])
     assert torch.equal(ours, whole[:, 4 * part : 4 * part + 4])
 
 
 def test_samples_of_another_share_are_drawn_by_their_number() -> None:
     model, x = nn.Sequential(Calling(functional.dropout)), torch.ones(2, 8)
-    draws = Draws(model, seed=0, before={"0": lambda: Region(shares=2)})
+    draws = RandomDraws(model, seed=0, before={"0": lambda: ActivationRegion(shares=2)})
     draws.begin(0)
-    with draws.running(Rows(5, 2, further=lambda shares: Rows(5 + 3 * shares, 2))):
+    with draws.running(SampleRows(5, 2, further=lambda shares: SampleRows(5 + 3 * shares, 2))):
         ours = model(x)
-    assert torch.equal(ours, drawn(model, x, rows=Rows(11, 2)))
+    assert torch.equal(ours, drawn(model, x, rows=SampleRows(11, 2)))
 
 
 def test_a_repeated_forward_draws_in_the_region_where_it_was() -> None:
@@ -157,12 +159,12 @@ def test_a_repeated_forward_draws_in_the_region_where_it_was() -> None:
             return result
 
     model, x = Halves(), torch.ones(4, 16)
-    region = Region(hidden=(Cut(-1, start=16, size=16),))
-    draws = Draws(model, seed=0, after={"first": lambda: region, "second": Region})
+    region = ActivationRegion(hidden=(DimSlice(-1, start=16, size=16),))
+    draws = RandomDraws(model, seed=0, after={"first": lambda: region, "second": ActivationRegion})
     draws.begin(0)
-    with draws.running(Rows(0, 4)):
+    with draws.running(SampleRows(0, 4)):
         result = model(x)
-    with draws.running(Rows(0, 4), again=True):
+    with draws.running(SampleRows(0, 4), again=True):
         result.sum().backward()
     assert model.scale.grad is not None
     kept = result.detach() > 0

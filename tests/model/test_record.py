@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.model.deferred_init import Source, born
+from meshwise.model.deferred_init import ParameterSource, build_with_values
 
 
 def holder(**tensors: Tensor) -> nn.Module:
@@ -175,7 +175,7 @@ def norms() -> nn.Module:
 @pytest.mark.parametrize("build", CASES.values(), ids=CASES)
 def test_replayed_values_are_those_of_the_constructor(build: Callable[[], nn.Module]) -> None:
     expected = build()
-    source = born(build, seed=0)
+    source = build_with_values(build, seed=0)
     for name, tensor in (*expected.named_parameters(), *expected.named_buffers()):
         full = source.full(name)
         assert (full.dtype, full.device.type) == (tensor.dtype, "cpu"), name
@@ -189,7 +189,7 @@ def test_replayed_values_are_those_of_the_constructor(build: Callable[[], nn.Mod
 
 @pytest.mark.parametrize("build", CASES.values(), ids=CASES)
 def test_what_is_handed_out_is_memory_of_its_own(build: Callable[[], nn.Module]) -> None:
-    source = born(build, seed=0)
+    source = build_with_values(build, seed=0)
     for name, _ in (*source.module.named_parameters(), *source.module.named_buffers()):
         first = source.full(name)
         assert first.untyped_storage().nbytes() == first.nbytes, name
@@ -206,7 +206,7 @@ def test_copies_of_random_values_agree_whoever_is_asked_first() -> None:
         return nn.Sequential(one, two, pad, copy.deepcopy(one))
 
     for names in (["0", "1", "3"], ["3", "1", "0"]):
-        source = born(build, seed=3)
+        source = build_with_values(build, seed=3)
         weights = {name: source.full(f"{name}.weight") for name in names}
         assert torch.equal(weights["0"], weights["1"])
         assert torch.equal(weights["0"], weights["3"])
@@ -220,7 +220,7 @@ def test_what_was_overwritten_is_not_computed_again() -> None:
         nn.init.normal_(layer.weight)
         return layer
 
-    once, twice = (born(partial(build, twice=twice), seed=3) for twice in (False, True))
+    once, twice = (build_with_values(partial(build, twice=twice), seed=3) for twice in (False, True))
     assert torch.equal(once.full("weight"), twice.full("weight")), "the first draw takes part in nothing"
 
 
@@ -234,7 +234,7 @@ def test_random_values_that_the_constructor_looked_at_are_the_values_it_gets() -
             x = torch.where(x > 0.5, torch.rand(5), x)
         return holder(x=x, y=torch.rand(5))
 
-    sources = [born(build, seed=3) for _ in range(2)]
+    sources = [build_with_values(build, seed=3) for _ in range(2)]
     assert seen[0] == seen[1]
     assert sources[0].full("x").max() <= 0.5
     assert torch.equal(sources[0].full("x"), sources[1].full("x"))
@@ -255,7 +255,7 @@ class Plain(nn.Module):
 
 
 def test_tensors_held_as_plain_attributes_get_their_values_as_well() -> None:
-    source = born(Plain, seed=0)
+    source = build_with_values(Plain, seed=0)
     source.buffers()
     module = source.module
     assert isinstance(module, Plain)
@@ -273,13 +273,13 @@ def test_a_construction_that_fails_leaves_nothing_behind() -> None:
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        born(build, seed=0)
+        build_with_values(build, seed=0)
     assert torch.zeros(3).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_random_operations_that_take_no_generator_are_refused() -> None:
     with pytest.raises(ValueError, match=r"native_dropout.default, which takes no generator"):
-        born(lambda: holder(x=torch.native_dropout(torch.ones(3), 0.5, True)[0]), seed=0)
+        build_with_values(lambda: holder(x=torch.native_dropout(torch.ones(3), 0.5, True)[0]), seed=0)
 
 
 @contextlib.contextmanager
@@ -294,9 +294,9 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @pytest.mark.parametrize("build", CASES.values(), ids=CASES)
 def test_values_do_not_depend_on_the_default_type_at_replay(build: Callable[[], nn.Module]) -> None:
-    source = born(build, seed=0)
+    source = build_with_values(build, seed=0)
 
-    def values(source: Source) -> list[Tensor]:
+    def values(source: ParameterSource) -> list[Tensor]:
         return [source.full(n) for n, _ in (*source.module.named_parameters(), *source.module.named_buffers())]
 
     expected = values(source)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.layout import Layout
-from meshwise.model.deferred_init import born, shapes_of
-from meshwise.model.parameter_table import Row, parameter_table
+from meshwise.model.deferred_init import build_with_values, shapes_of
+from meshwise.model.parameter_table import ParameterRow, parameter_table
 from meshwise.reference import GPT, GPTConfig
 
 CONFIG = GPTConfig(vocabulary=32, context=8, layers=1, heads=2, width=16, tied=True, bias=True)
@@ -17,7 +17,7 @@ def test_a_row_says_all_there_is_to_know_about_a_parameter() -> None:
     model = GPT(CONFIG)
     model.norm.requires_grad_(False)
     table = parameter_table(model)
-    assert table.row("embedding.weight") == Row(
+    assert table.row("embedding.weight") == ParameterRow(
         name="embedding.weight",
         shape=(32, 16),
         dtype=torch.float32,
@@ -28,7 +28,7 @@ def test_a_row_says_all_there_is_to_know_about_a_parameter() -> None:
         layout=Layout.parse("-,-"),
         summed=("dp",),
     )
-    assert table.row("norm.bias") == Row(
+    assert table.row("norm.bias") == ParameterRow(
         name="norm.bias",
         shape=(16,),
         dtype=torch.float32,
@@ -84,7 +84,7 @@ def test_a_parameter_without_a_shape_is_refused() -> None:
 
 @pytest.mark.parametrize("model", [lambda: nn.Sequential(nn.LazyLinear(3)), nn.Sequential(nn.LazyLinear(3))])
 def test_a_model_with_a_parameter_without_a_shape_is_refused_before_it_is_born(model: Any) -> None:
-    for look in (born, shapes_of):
+    for look in (build_with_values, shapes_of):
         with pytest.raises(ValueError, match=r"0\.weight has no shape yet; call the model once on an example"):
             look(model, seed=0)
 

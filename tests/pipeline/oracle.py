@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwise.pipeline.cut.model_cut import Cut
+from meshwise.pipeline.cut.model_cut import ModelCut
 from meshwise.pipeline.run.build_stage import make_stage
-from meshwise.pipeline.run.packed_tree import bones, pack, unpack
+from meshwise.pipeline.run.packed_tree import pack, tensor_specs, unpack
 from meshwise.pipeline.run.stage import Stage
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 
@@ -39,7 +39,7 @@ def run_stages(stages: list[Stage], call: Call) -> Tensor:
             parcel = pack(result)
             arrived = [
                 tensor.detach().clone().requires_grad_(bone.requires_grad)
-                for tensor, bone in zip(parcel.tensors, bones(parcel.skeleton), strict=True)
+                for tensor, bone in zip(parcel.tensors, tensor_specs(parcel.skeleton), strict=True)
             ]
             received = unpack(parcel.skeleton, arrived=arrived)
             crossed.append((parcel.tensors, arrived))
@@ -59,7 +59,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def is_the_model(model: nn.Module, call: Call, cut: Cut) -> list[Stage]:
+def is_the_model(model: nn.Module, call: Call, cut: ModelCut) -> list[Stage]:
     """Check that the stages give the model's result and all its gradients to 1e-12, and return them."""
     stages = [make_stage(model, cut=cut, index=index) for index in range(cut.stages)]
     whole = call(model)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.pipeline.cut.model_cut import Where
+from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from reference.convolutional import ResNet
 from tensor.exact import with_exact_norms
@@ -25,7 +25,7 @@ class Subject:
     batch: Callable[[int], Any]
     loss: Callable[[Any, Any], tuple[Tensor, Any]]
     forward: Callable[[nn.Module, Any], Any] | None = None
-    where: Where = field(default_factory=Where)
+    where: CutOptions = field(default_factory=CutOptions)
     rules: dict[str, str] | None = None
     born: bool = True
     """Whether it is handed over as a function; otherwise as a module with its values."""
@@ -81,7 +81,7 @@ SUBJECTS = {
         lambda stages: ResNet(1 if stages < 8 else 2).double(),
         images,
         classes,
-        where=Where(how="trace"),
+        where=CutOptions(how="trace"),
         rules={"stem.*": "whole", "layer*.*.*": "whole", "head": "head"},
     ),
     "llama": Subject(llama, tokens, next_token_loss, forward=logits_of),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import Subject
+from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.testing import run
 
 
@@ -111,7 +111,7 @@ def test_a_function_whose_model_asks_trains_in_stages_as_it_does_whole(model: st
 def test_it_is_rehearsed(model: str, given: str) -> None:
     build = MODELS[model]
     assert rehearse(
-        Subject(build if given == "function" else build(), _loss, BATCH), plan="pp=2 microbatches=2", ranks=2
+        RehearsalSubject(build if given == "function" else build(), _loss, BATCH), plan="pp=2 microbatches=2", ranks=2
     ).step(0)
 
 

@@ -21,10 +21,10 @@ from grid import Grid
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.model.dispatch_modes import TorchDispatchMode
-from meshwise.pipeline.cut.model_cut import Pairs, Where, Wish, cut_model
+from meshwise.pipeline.cut.model_cut import CutOptions, CutRequest, UncutModules, cut_model
 from meshwise.pipeline.cut.partition import CutError
 from meshwise.pipeline.cut.probe import probe
-from meshwise.pipeline.cut.probe_result import Seen, Step
+from meshwise.pipeline.cut.probe_result import ProbedStep, ProbeResult
 from meshwise.pipeline.run.build_stage import make_stage
 from meshwise.pipeline.run.stage import StageError
 from meshwise.pipeline.schedules import SCHEDULES
@@ -32,7 +32,7 @@ from meshwise.plan import Plan
 from meshwise.reference import next_token_loss
 from meshwise.simulate.prediction import forward_flops
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import Subject
+from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.testing import agree, alone, outcome, run
 from pipeline.oracle import is_the_model, run_stages
 from pipeline.subjects import TiedDecoder
@@ -85,8 +85,8 @@ def loss_of(model: nn.Module) -> Tensor:
     return next_token_loss(model(TOKENS), (TOKENS, TOKENS.roll(-1, dims=1)))[0]
 
 
-def by_hand(*at: str, **more: Any) -> Wish:
-    return Wish("params", where=Where(at=at), **more)
+def by_hand(*at: str, **more: Any) -> CutRequest:
+    return CutRequest("params", where=CutOptions(at=at), **more)
 
 
 # ---- the stages are the model ------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_a_block_may_take_a_view_of_what_attention_gives(part: str) -> None:
 # ---- what is seen ------------------------------------------------------------------------------------------------
 
 
-def inner(seen: Seen) -> Iterator[tuple[str, Step]]:
+def inner(seen: ProbeResult) -> Iterator[tuple[str, ProbedStep]]:
     return ((step.key, step) for block in seen.steps for step in block.inside)
 
 
@@ -179,8 +179,8 @@ def test_attention_is_counted_where_it_is_and_the_same_without_values() -> None:
 def test_a_rehearsal_counts_it_once(at: tuple[str, ...]) -> None:
     model, found = Decoder(groups=HEADS), []
     for plan, cut in (("dp=1", ()), (f"pp={1 + len(at)} microbatches=4", at)):
-        options = Options(example=batches()[0], cut=Where(at=cut))
-        subject = Subject(model, next_token_loss, batches()[0], options=options)
+        options = Options(example=batches()[0], cut=CutOptions(at=cut))
+        subject = RehearsalSubject(model, next_token_loss, batches()[0], options=options)
         found.append(sum(forward_flops(rehearse(subject, plan=plan, ranks=1 + len(cut)))))
     assert found[0] == found[1]
 
@@ -240,7 +240,9 @@ def test_attention_that_is_not_a_call_of_its_own_is_computed_with_what_is_after_
 
 
 def test_nor_is_there_one_where_ranks_share_its_heads() -> None:
-    pairs = Pairs(frozenset({"blocks.0.qkv", "blocks.1.qkv"}), frozenset({"blocks.0.project", "blocks.1.project"}))
+    pairs = UncutModules(
+        frozenset({"blocks.0.qkv", "blocks.1.qkv"}), frozenset({"blocks.0.project", "blocks.1.project"})
+    )
     with pytest.raises(CutError, match="a stage cannot begin at"):
         cut_model(Decoder().double(), stages=2, call=loss_of, wish=by_hand(f"blocks.1.{CALL}", pairs=pairs))
 
@@ -291,7 +293,7 @@ def expected() -> Any:
 
 
 def trained(world: World, plan: Plan, at: tuple[str, ...], model: Any) -> Any:
-    options = Options(clip_norm=0.5, example=batches()[0], cut=Where(at=at))
+    options = Options(clip_norm=0.5, example=batches()[0], cut=CutOptions(at=at))
     trainer = parallelize(copy.deepcopy(model), plan, world=world, loss=next_token_loss, options=options, lr=1e-2)
     steps = outcome(trainer, batches=batches())
     trainer.close()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from meshwise.pipeline.cut import probe as probing
 from meshwise.pipeline.cut.probe import probe
-from meshwise.pipeline.cut.profile_module import alone
+from meshwise.pipeline.cut.profile_module import profile_module
 
 
 class Repeated(nn.Module):
@@ -32,7 +32,7 @@ def test_operations_are_counted_once_of_pieces_that_do_the_same(monkeypatch: pyt
 
     def watched(*given: Any, timed: bool, **named: Any) -> Any:
         counted.append(timed)
-        return alone(*given, timed=timed, **named)
+        return profile_module(*given, timed=timed, **named)
 
     monkeypatch.setattr(probing, "alone", watched)
     seen = probe(model, call=lambda model: model(torch.ones(2, 4)).sum(), timed=True)

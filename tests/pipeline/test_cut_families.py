@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.pipeline.cut.model_cut import Wish, cut_model
+from meshwise.pipeline.cut.model_cut import CutRequest, cut_model
 from pipeline.oracle import is_the_model
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -70,6 +70,6 @@ def test_a_family(name: str) -> None:
     config, sizes, inputs = FAMILIES[name]
     model: nn.Module = getattr(transformers, name)(getattr(transformers, config)(**sizes))
     call = summed(inputs)
-    cut = cut_model(model, stages=3, call=call, wish=Wish("params"))
+    cut = cut_model(model, stages=3, call=call, wish=CutRequest("params"))
     is_the_model(model, call, cut)
     assert cut.trace is None

@@ -8,9 +8,9 @@ import pytest
 
 from meshwise.cli.main import main
 from meshwise.pipeline.schedules import make_schedule
-from meshwise.pipeline.schedules.schedule_clock import Cost, clock
+from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.view.chrome_trace import write_chrome_trace
-from meshwise.view.plan_account import Account
+from meshwise.view.plan_account import PlanAccount
 from meshwise.view.schedule_text import picture
 
 ONE = make_schedule("1f1b", pp=2, microbatches=3)
@@ -24,7 +24,7 @@ def test_the_text_is_the_table_over_time() -> None:
 
 
 def test_links_show_as_gaps_and_long_actions_as_long() -> None:
-    assert picture(clock(ONE, costs=[Cost(2, 1, 1, link=1), Cost(1, 1, 1)]), width=80).plain == (
+    assert picture(clock(ONE, costs=[ActionCost(2, 1, 1, link=1), ActionCost(1, 1, 1)]), width=80).plain == (
         "rank 0 │F0─── F1─── .  .  .  B0─── F2─── B1─── .  .  .  B2─── \n"
         "rank 1 │.  .  .  F0 B0─── F1 B1─── .  .  .  F2 B2─── .  .  .  "
     )
@@ -62,7 +62,7 @@ def drawn_in(ranks: int) -> int:
 
 def test_the_trace_has_every_action_in_its_row_and_an_arrow_for_every_message(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    write_chrome_trace([Account("1f1b", clock(ONE, costs=Cost(link=0.5)), unit="")], path=path)
+    write_chrome_trace([PlanAccount("1f1b", clock(ONE, costs=ActionCost(link=0.5)), unit="")], path=path)
     events = json.loads(path.read_text())["traceEvents"]
     bars = {event["name"]: event for event in events if event["ph"] == "X"}
     assert (bars["1F0"]["ts"], bars["1F0"]["dur"], bars["1F0"]["pid"], bars["1F0"]["tid"]) == (1500, 1000, 1, 0)

@@ -12,7 +12,7 @@ from meshwise.pipeline.cut.model_cut import cut_model
 from meshwise.pipeline.cut.partition import CutError
 from meshwise.plan import Plan, PlanError
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import Subject
+from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from pipeline.training import WIDTH, Chain, linears, made, numbers, squares, trains_like_one
 
 
@@ -88,7 +88,7 @@ def taken(model: Any, plan: str) -> list[str]:
     options = Options(example=batch)
 
     def rehearsed() -> None:
-        rehearse(Subject(made(model), squares, batch, options=options), plan=plan, ranks=ranks)
+        rehearse(RehearsalSubject(made(model), squares, batch, options=options), plan=plan, ranks=ranks)
 
     def run() -> None:
         testing.run(

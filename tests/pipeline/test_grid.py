@@ -21,7 +21,7 @@ from grid import Cell, Grid
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
-from meshwise.testing import Processes, Single, agree, run
+from meshwise.testing import Processes, ReferenceRun, agree, run
 from pipeline.subjects import SUBJECTS
 
 BOUND = 1e-9
@@ -88,7 +88,7 @@ def given(model: str, stages: int) -> nn.Module | Callable[[], nn.Module]:
 
 @functools.cache
 def expected(model: str, stages: int, rows: int) -> Any:
-    single = Single(given(model, stages), **training(model, rows))
+    single = ReferenceRun(given(model, stages), **training(model, rows))
     numbers = []
     for _ in range(STEPS):
         loss, _ = single.backward(SUBJECTS[model].batch(rows))

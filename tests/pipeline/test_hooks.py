@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 
 from hooked import Hook, Model, agrees, batch, by_one, by_plan, doubled, hooked, stronger, trainer
 from meshwise.comm.api.world import World
-from meshwise.pipeline.cut.model_cut import Where
+from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import PlanError
 from meshwise.testing import run
 
@@ -76,9 +76,9 @@ def test_they_make_a_difference() -> None:
 def test_wherever_a_stage_begins(name: str, at: str) -> None:
     if name == "backward pre of blocks" and at.endswith("up"):
         with pytest.raises(PlanError, match=re.escape(at)):
-            by_plan(PLANS[0], lambda: hooked(HOOKS[name]), cut=Where(at=(at,)))
+            by_plan(PLANS[0], lambda: hooked(HOOKS[name]), cut=CutOptions(at=(at,)))
     else:
-        agrees(by_plan(PLANS[0], lambda: hooked(HOOKS[name]), cut=Where(at=(at,))), by_one(HOOKS[name]))
+        agrees(by_plan(PLANS[0], lambda: hooked(HOOKS[name]), cut=CutOptions(at=(at,))), by_one(HOOKS[name]))
 
 
 def test_a_hook_on_a_parameter_that_is_taken_off_later_is_off() -> None:
@@ -127,16 +127,16 @@ def test_backward_hooks_beside_forward_hooks() -> None:
 
 @pytest.mark.parametrize("name", ["backward of blocks", "backward pre of the model", "old backward"])
 def test_backward_hooks_that_a_trace_would_not_call(name: str) -> None:
-    refused(HOOKS[name], "has backward hooks, and a trace does not call that as a whole", cut=Where(how="trace"))
+    refused(HOOKS[name], "has backward hooks, and a trace does not call that as a whole", cut=CutOptions(how="trace"))
 
 
 def test_forward_hooks_of_the_model_that_a_trace_would_not_call() -> None:
-    refused(HOOKS["forward of the model"], "Model has forward hooks, and a trace begins", cut=Where(how="trace"))
+    refused(HOOKS["forward of the model"], "Model has forward hooks, and a trace begins", cut=CutOptions(how="trace"))
 
 
 @pytest.mark.parametrize("name", ["backward of layers", "forward", "parameters", "accumulated"])
 def test_a_trace_calls_the_others(name: str) -> None:
-    agrees(by_plan(PLANS[0], lambda: hooked(HOOKS[name]), cut=Where(how="trace")), by_one(HOOKS[name]))
+    agrees(by_plan(PLANS[0], lambda: hooked(HOOKS[name]), cut=CutOptions(how="trace")), by_one(HOOKS[name]))
 
 
 def test_backward_hooks_of_all_modules() -> None:

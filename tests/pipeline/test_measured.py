@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwise.base.timeline import Event, Stream, Timeline
+from meshwise.base.timeline import Event, Timeline, TimelineRow
 from meshwise.cli.main import main as command
-from meshwise.comm.api.stopwatch import Span, Stopwatch
+from meshwise.comm.api.stopwatch import ActivityStopwatch, TimedSpan
 from meshwise.comm.api.world import World
 from meshwise.comm.health.clock_offset import clock_offset
 from meshwise.engine.measure_steps import measure
 from meshwise.engine.parallelize import Options, parallelize
-from meshwise.pipeline.run.measured_step import Lost, Measured
+from meshwise.pipeline.run.measured_step import LostTime, MeasuredStep
 from meshwise.pipeline.schedules import make_schedule
 from meshwise.pipeline.schedules.action import COMPUTE, Schedule
 from meshwise.pipeline.schedules.passes import lower
-from meshwise.pipeline.schedules.schedule_clock import Cost, clock
+from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import Processes, run
@@ -38,13 +38,13 @@ def step_of(run: Timeline) -> Timeline:
     for rank in range(run.ranks):
         last = max(event.stop for event in moved if event.rank == rank)
         around = (("begin", 0.0, 1.0), ("exchange", last, length + 1), ("update", length + 1, length + 3))
-        moved += [Event(rank, Stream.COLLECTIVE, kind, start, stop) for kind, start, stop in around]
-        moved.append(Event(rank, Stream.WAIT, "all_reduce", last, length + 1))
+        moved += [Event(rank, TimelineRow.COLLECTIVE, kind, start, stop) for kind, start, stop in around]
+        moved.append(Event(rank, TimelineRow.WAIT, "all_reduce", last, length + 1))
     return Timeline(tuple(moved), run.pipelines)
 
 
-def lost(schedule: Schedule, run: Timeline) -> tuple[Lost, ...]:
-    found = Measured(schedule, step_of(run))
+def lost(schedule: Schedule, run: Timeline) -> tuple[LostTime, ...]:
+    found = MeasuredStep(schedule, step_of(run))
     for rank, one in enumerate(found.lost):
         assert one.seconds == pytest.approx(run.seconds - run.busy[rank])
     return found.lost
@@ -56,15 +56,15 @@ SCHEDULE = lower(make_schedule("1f1b", pp=4, microbatches=8), zero=0)
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "dualpipev", "interleaved"])
 def test_with_equal_stages_and_nothing_else_the_schedule_is_all_that_is_lost(name: str) -> None:
     schedule = lower(make_schedule(name, pp=4, microbatches=8), zero=0)
-    for one in lost(schedule, clock(schedule, costs=Cost(1, 1.5, 0.75))):
+    for one in lost(schedule, clock(schedule, costs=ActionCost(1, 1.5, 0.75))):
         assert one.ideal > 0
         rest = (one.imbalance, one.receives, one.collectives, one.other)
         assert rest == pytest.approx((0, 0, 0, 0), abs=1e-9)
 
 
 def test_stages_that_differ_are_the_imbalance() -> None:
-    run = clock(SCHEDULE, costs=[Cost(1, 1, 1), Cost(2, 2, 2), Cost(1, 1, 1), Cost(1, 1, 1)])
-    ideal = clock(SCHEDULE, costs=Cost(1.25, 1.25, 1.25))
+    run = clock(SCHEDULE, costs=[ActionCost(1, 1, 1), ActionCost(2, 2, 2), ActionCost(1, 1, 1), ActionCost(1, 1, 1)])
+    ideal = clock(SCHEDULE, costs=ActionCost(1.25, 1.25, 1.25))
     for rank, one in enumerate(lost(SCHEDULE, run)):
         assert one.ideal == pytest.approx(ideal.seconds - ideal.busy[rank])
         assert one.imbalance == pytest.approx(run.seconds - run.busy[rank] - one.ideal)
@@ -72,7 +72,7 @@ def test_stages_that_differ_are_the_imbalance() -> None:
 
 
 def test_slow_links_are_the_receives() -> None:
-    run = clock(SCHEDULE, costs=Cost(1, 1, 1, link=0.5))
+    run = clock(SCHEDULE, costs=ActionCost(1, 1, 1, link=0.5))
     for rank, one in enumerate(lost(SCHEDULE, run)):
         assert one.receives == pytest.approx(run.seconds - run.busy[rank] - one.ideal)
         assert one.receives > 1
@@ -82,13 +82,13 @@ def test_slow_links_are_the_receives() -> None:
 def test_waits_within_computations_and_reductions_are_the_collectives() -> None:
     schedule = lower(make_schedule("naive", pp=1, microbatches=2), zero=0)
     events = [
-        Event(0, Stream.COMPUTE, "F", 0, 3, 0, 0),
-        Event(0, Stream.WAIT, "all_gather", 1, 2),
-        Event(0, Stream.COMPUTE, "B", 3, 7, 0, 0),
-        Event(0, Stream.COMPUTE, "F", 8, 10, 0, 1),
-        Event(0, Stream.COMPUTE, "B", 10, 14, 0, 1),
-        Event(0, Stream.COLLECTIVE, "REDUCE", 14, 16, 0),
-        Event(0, Stream.WAIT, "reduce_scatter", 15, 16),
+        Event(0, TimelineRow.COMPUTE, "F", 0, 3, 0, 0),
+        Event(0, TimelineRow.WAIT, "all_gather", 1, 2),
+        Event(0, TimelineRow.COMPUTE, "B", 3, 7, 0, 0),
+        Event(0, TimelineRow.COMPUTE, "F", 8, 10, 0, 1),
+        Event(0, TimelineRow.COMPUTE, "B", 10, 14, 0, 1),
+        Event(0, TimelineRow.COLLECTIVE, "REDUCE", 14, 16, 0),
+        Event(0, TimelineRow.WAIT, "reduce_scatter", 15, 16),
     ]
     [one] = lost(schedule, Timeline(tuple(events), ((0,),)))
     assert dataclasses.astuple(one) == pytest.approx((0, 0, 0, 3, 1))
@@ -98,7 +98,7 @@ def test_a_wait_for_a_slower_replica_is_counted_once() -> None:
     schedule = lower(make_schedule("naive", pp=1, microbatches=1), zero=0)
     rows = [(("F", 0, 1), ("B", 1, 3), ("REDUCE", 3, 7)), (("F", 0, 2), ("B", 2, 6), ("REDUCE", 6, 7))]
     events = [
-        Event(rank, Stream.COLLECTIVE if kind == "REDUCE" else Stream.COMPUTE, kind, start, stop, 0, 0)
+        Event(rank, TimelineRow.COLLECTIVE if kind == "REDUCE" else TimelineRow.COMPUTE, kind, start, stop, 0, 0)
         for rank, row in enumerate(rows)
         for kind, start, stop in row
     ]
@@ -108,7 +108,7 @@ def test_a_wait_for_a_slower_replica_is_counted_once() -> None:
 
 
 def test_pipelines_beside_each_other_have_costs_of_their_own() -> None:
-    fast, slow = (clock(SCHEDULE, costs=Cost(*[length] * 3)).events for length in (1, 2))
+    fast, slow = (clock(SCHEDULE, costs=ActionCost(*[length] * 3)).events for length in (1, 2))
     events = [dataclasses.replace(event, rank=2 * event.rank) for event in fast]
     events += [dataclasses.replace(event, rank=2 * event.rank + 1) for event in slow]
     run = Timeline(tuple(events), ((0, 2, 4, 6), (1, 3, 5, 7)))
@@ -124,7 +124,7 @@ def test_micro_batches_that_nobody_had_are_not_expected() -> None:
 
 
 def test_a_table_tells_it_and_a_file_keeps_it(tmp_path: Path) -> None:
-    measured = Measured(SCHEDULE, step_of(clock(SCHEDULE)))
+    measured = MeasuredStep(SCHEDULE, step_of(clock(SCHEDULE)))
     lines = str(measured).splitlines()
     assert lines[0].split() == [
         "rank",
@@ -158,13 +158,13 @@ def test_a_table_tells_it_and_a_file_keeps_it(tmp_path: Path) -> None:
     assert lines[5] == "step 36 s, the schedule's part of it 33 s"
     assert lines[-1] == "bubble 27.3 % on the mean, ideal 27.3 %"
     measured.write(tmp_path / "a.json")
-    assert Measured.read(tmp_path / "a.json") == measured
+    assert MeasuredStep.read(tmp_path / "a.json") == measured
 
 
 # ---- what is noted -------------------------------------------------------------------------------------------------
 
 
-def noted(world: World) -> list[Span]:
+def noted(world: World) -> list[TimedSpan]:
     journal = world.journal
     journal.doing = "before"
     with world.timed() as watch:
@@ -192,7 +192,7 @@ def test_only_what_happens_within_the_block_is_noted() -> None:
 @pytest.mark.gpu
 def test_on_a_gpu_a_note_is_an_event_and_nothing_waits_for_it() -> None:
     x = torch.ones(1024, 1024, device="cuda")
-    watch = Stopwatch(x.device)
+    watch = ActivityStopwatch(x.device)
     torch.cuda.set_sync_debug_mode("error")
     try:
         watch.begins("0F0")

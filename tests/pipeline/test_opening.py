@@ -23,10 +23,10 @@ from grid import Grid
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.pipeline.cut.block_entry import CALL, inside
-from meshwise.pipeline.cut.model_cut import Pairs, Where, Wish, cut_model
+from meshwise.pipeline.cut.model_cut import CutOptions, CutRequest, UncutModules, cut_model
 from meshwise.pipeline.cut.partition import CutError
 from meshwise.pipeline.cut.probe import probe
-from meshwise.pipeline.cut.probe_result import Seen, Took, typical
+from meshwise.pipeline.cut.probe_result import ProbeResult, StepCost, typical
 from meshwise.pipeline.schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import StepClock
 from meshwise.plan import Plan
@@ -79,7 +79,7 @@ PARTS = ("before", "qkv", "project", "again", "up", "down")
 def test_a_stage_may_begin_at_any_module_of_a_block(part: str) -> None:
     model = Decoder().double()
     at = (f"blocks.0.{part}", f"blocks.1.{part}")
-    cut = cut_model(model, stages=3, call=loss_of, wish=Wish("params", where=Where(at=at)))
+    cut = cut_model(model, stages=3, call=loss_of, wish=CutRequest("params", where=CutOptions(at=at)))
     assert cut.opened == ("blocks.0", "blocks.1")
     is_the_model(model, loss_of, cut)
 
@@ -88,7 +88,7 @@ def test_several_stages_may_share_a_block_and_others_know_nothing_of_it() -> Non
     model = Decoder(layers=3).double()
     at = ("blocks.1.before", "blocks.1.project", "blocks.1.down", "blocks.2", "head")
     stages = is_the_model(
-        model, loss_of, cut_model(model, stages=6, call=loss_of, wish=Wish("params", where=Where(at=at)))
+        model, loss_of, cut_model(model, stages=6, call=loss_of, wish=CutRequest("params", where=CutOptions(at=at)))
     )
     blocks = [stage.module.get_submodule("blocks.1") for stage in stages]
     held = [{name for name, _ in block.named_parameters()} for block in blocks]
@@ -106,14 +106,14 @@ def test_several_stages_may_share_a_block_and_others_know_nothing_of_it() -> Non
 def test_where_it_is_worth_it_blocks_are_opened_and_the_table_says_so() -> None:
     model = small_gpt()
     whole, auto = (
-        cut_model(model, stages=3, call=small_lm, wish=Wish("params", where=Where(how=how)))
+        cut_model(model, stages=3, call=small_lm, wish=CutRequest("params", where=CutOptions(how=how)))
         for how in ("blocks", "auto")
     )
     assert whole.opened == ()
     assert auto.imbalance < whole.imbalance * 0.98
     assert all(f"{name} is opened: a stage begins inside" in str(auto) for name in auto.opened)
     is_the_model(model, small_lm, auto)
-    even = cut_model(model, stages=2, call=small_lm, wish=Wish("params", where=Where(pieces=("blocks.*",))))
+    even = cut_model(model, stages=2, call=small_lm, wish=CutRequest("params", where=CutOptions(pieces=("blocks.*",))))
     assert even.opened == (), "pieces that were asked for stay whole"
 
 
@@ -125,7 +125,7 @@ def test_a_schedule_gains_by_it() -> None:
     clock = StepClock(schedule)
     taken = {}
     for how in ("blocks", "auto"):
-        wish = Wish("time", where=Where(how=how), schedule=schedule)
+        wish = CutRequest("time", where=CutOptions(how=how), schedule=schedule)
         cut = cut_model(model, stages=4, call=lambda model: model(TOKENS), wish=wish)
         taken[how] = clock(loads=cut.loads) / (sum(cut.loads) * 8 / 4)
     assert taken["auto"] < 0.98 * taken["blocks"]
@@ -202,7 +202,7 @@ def test_a_block_that_could_not_be_told_apart_stays_whole(call: Callable[[nn.Mod
         return out
 
     with pytest.raises(CutError, match=r"a stage cannot begin at 'blocks\.1\.up'"):
-        cut_model(model, stages=2, call=squares, wish=Wish("params", where=Where(at=("blocks.1.up",))))
+        cut_model(model, stages=2, call=squares, wish=CutRequest("params", where=CutOptions(at=("blocks.1.up",))))
 
 
 class Repeating(Block):
@@ -218,18 +218,27 @@ def test_nor_is_a_block_opened_that_checkpoints_itself() -> None:
     model.blocks = nn.ModuleList(Repeating(0.0) for _ in range(2)).double()
     call = lambda model: model(torch.ones(2, LENGTH, WIDTH).double())  # noqa: E731
     with pytest.raises(CutError, match=r"a stage cannot begin at 'blocks\.1\.up'"):
-        cut_model(model, stages=2, call=call, wish=Wish("params", where=Where(at=("blocks.1.up",))))
+        cut_model(model, stages=2, call=call, wish=CutRequest("params", where=CutOptions(at=("blocks.1.up",))))
 
 
 def test_no_stage_begins_between_the_matrices_that_ranks_share_out() -> None:
     model = Decoder().double()
-    pairs = Pairs(frozenset({"blocks.0.qkv", "blocks.1.qkv"}), frozenset({"blocks.0.project", "blocks.1.project"}))
+    pairs = UncutModules(
+        frozenset({"blocks.0.qkv", "blocks.1.qkv"}), frozenset({"blocks.0.project", "blocks.1.project"})
+    )
     with pytest.raises(CutError, match=r"a stage cannot begin at 'blocks\.1\.again'"):
-        cut_model(model, stages=2, call=loss_of, wish=Wish("params", where=Where(at=("blocks.1.again",)), pairs=pairs))
+        cut_model(
+            model,
+            stages=2,
+            call=loss_of,
+            wish=CutRequest("params", where=CutOptions(at=("blocks.1.again",)), pairs=pairs),
+        )
     whole = small_gpt()
-    inner = Pairs(frozenset({"blocks.1.attention.qkv"}), frozenset({"blocks.1.attention.projection"}))
-    at = Where(at=("blocks.1.mlp_norm",))
-    assert cut_model(whole, stages=2, call=small_lm, wish=Wish("params", where=at, pairs=inner)).opened == ("blocks.1",)
+    inner = UncutModules(frozenset({"blocks.1.attention.qkv"}), frozenset({"blocks.1.attention.projection"}))
+    at = CutOptions(at=("blocks.1.mlp_norm",))
+    assert cut_model(whole, stages=2, call=small_lm, wish=CutRequest("params", where=at, pairs=inner)).opened == (
+        "blocks.1",
+    )
 
 
 # ---- training ----------------------------------------------------------------------------------------------------
@@ -275,7 +284,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def options(model: str, stages: int) -> Options:
-    return Options(clip_norm=0.5, example=batches()[0], cut=Where(at=AT[model].get(stages, ())))
+    return Options(clip_norm=0.5, example=batches()[0], cut=CutOptions(at=AT[model].get(stages, ())))
 
 
 def trained(world: World, plan: Plan, model: str) -> Any:
@@ -351,7 +360,7 @@ class Kept(nn.Linear):
 def test_what_else_the_machine_does_makes_no_stage_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     model, x = nn.Sequential(nn.Linear(2, 2), Kept(2, 2)), torch.ones(1, 2)
-    cut = cut_model(model, stages=2, call=lambda model: model(x).sum(), wish=Wish("time"))
+    cut = cut_model(model, stages=2, call=lambda model: model(x).sum(), wish=CutRequest("time"))
     assert max(cut.loads) < 0.05
 
 
@@ -361,8 +370,8 @@ def test_a_head_that_runs_once_is_measured_as_blocks_that_run_often() -> None:
     seen = probe(model, call=lambda model: model(x).sum())
     drawn = random.Random(0)
 
-    def restless() -> Seen:
-        took = [Took(0.0, drawn.gauss(1.0, 0.1)) for _ in seen.steps]
+    def restless() -> ProbeResult:
+        took = [StepCost(0.0, drawn.gauss(1.0, 0.1)) for _ in seen.steps]
         steps = tuple(replace(step, took=one) for step, one in zip(seen.steps, took, strict=True))
         return replace(seen, steps=steps)
 

@@ -8,20 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.pipeline.cut.partition import CutError, Steps, divide, quicken, worthwhile
+from meshwise.pipeline.cut.partition import CutError, CutSteps, divide, quicken, worthwhile
 from meshwise.pipeline.schedules import make_schedule
-from meshwise.pipeline.schedules.schedule_clock import Cost, StepClock, clock
+from meshwise.pipeline.schedules.schedule_clock import ActionCost, StepClock, clock
 
 
-def plain(loads: list[float], stages: int) -> Steps:
-    return Steps([loads] * stages, [True] * len(loads), [0.0] * len(loads))
+def plain(loads: list[float], stages: int) -> CutSteps:
+    return CutSteps([loads] * stages, [True] * len(loads), [0.0] * len(loads))
 
 
-def largest(steps: Steps, bounds: tuple[int, ...]) -> float:
+def largest(steps: CutSteps, bounds: tuple[int, ...]) -> float:
     return max(sum(steps.loads[k][a:b]) for k, (a, b) in enumerate(itertools.pairwise(bounds)))
 
 
-def every(steps: Steps) -> list[tuple[int, ...]]:
+def every(steps: CutSteps) -> list[tuple[int, ...]]:
     count = len(steps.solid)
     cuts = itertools.combinations(range(1, count), len(steps.loads) - 1)
     bounds = [(0, *inner, count) for inner in cuts]
@@ -47,7 +47,7 @@ def test_stages_that_weigh_differently_and_steps_that_cannot_stand_alone_are_tri
     count, stages = data.draw(st.integers(2, 7)), data.draw(st.integers(1, 3))
     numbers = st.lists(st.integers(0, 9).map(float), min_size=count, max_size=count)
     solid = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
-    steps = Steps([data.draw(numbers) for _ in range(stages)], solid, data.draw(numbers))
+    steps = CutSteps([data.draw(numbers) for _ in range(stages)], solid, data.draw(numbers))
     if sum(solid) < stages:
         with pytest.raises(CutError, match="do not fit"):
             divide(steps)
@@ -73,7 +73,7 @@ def test_among_equals_the_most_even_cut_is_taken() -> None:
 
 
 def test_less_is_sent_for_a_little_unevenness() -> None:
-    steps = Steps([[10.0, 10.0, 1.0, 19.5]] * 2, [True] * 4, [0, 9, 9, 1])
+    steps = CutSteps([[10.0, 10.0, 1.0, 19.5]] * 2, [True] * 4, [0, 9, 9, 1])
     assert divide(steps, slack=0.0) == (0, 2, 4)
     assert divide(steps, slack=0.05) == (0, 3, 4)
 
@@ -83,7 +83,7 @@ def test_what_cuts_cost_is_counted_against_all_cuts(data: st.DataObject) -> None
     count, stages = data.draw(st.integers(2, 7)), data.draw(st.integers(1, 3))
     numbers = st.lists(st.integers(0, 9).map(float), min_size=count, max_size=count)
     before, after = ([0.0, *data.draw(numbers)[1:]] for _ in range(2))
-    steps = Steps([data.draw(numbers)] * stages, [True] * count, [0.0] * count, before, after)
+    steps = CutSteps([data.draw(numbers)] * stages, [True] * count, [0.0] * count, before, after)
     if stages > count:
         return
 
@@ -99,7 +99,7 @@ def test_what_cuts_cost_is_counted_against_all_cuts(data: st.DataObject) -> None
 
 
 def test_of_places_that_are_near_the_one_where_least_crosses_is_tried() -> None:
-    steps = Steps([[1.0, 0.01, 0.01, 1.0, 0.0, 1.0]], [True] * 6, [0, 3, 1, 2, 9, 5])
+    steps = CutSteps([[1.0, 0.01, 0.01, 1.0, 0.0, 1.0]], [True] * 6, [0, 3, 1, 2, 9, 5])
     assert worthwhile(steps, apart=0.1, always=(0,), never=()) == [0, 2, 5]
     assert worthwhile(steps, apart=0.1, always=(0, 3), never=(5,)) == [0, 3, 4]
     merged = steps.merged([0, 2, 5])
@@ -108,7 +108,7 @@ def test_of_places_that_are_near_the_one_where_least_crosses_is_tried() -> None:
 
 
 def test_a_row_of_thousands_is_cut_in_no_time() -> None:
-    steps = Steps(
+    steps = CutSteps(
         [[1.0 + index % 7 for index in range(4000)]] * 8, [True] * 4000, [float(index % 50) for index in range(4000)]
     )
     mean = sum(steps.loads[0]) / 8
@@ -125,7 +125,7 @@ def test_the_clock_of_many_loads_is_the_clock(name: str, virtual: int) -> None:
     schedule = make_schedule(name, pp=4, microbatches=8, virtual_stages=virtual)
     loads = [1.0 + (5 * stage % 7) / 7 for stage in range(schedule.stages)]
     links = [0.3 + (3 * stage % 5) / 5 for stage in range(schedule.stages)]
-    costs = [Cost(load / 3, load / 3, load / 3, link=link) for load, link in zip(loads, links, strict=True)]
+    costs = [ActionCost(load / 3, load / 3, load / 3, link=link) for load, link in zip(loads, links, strict=True)]
     seconds = StepClock(schedule)(loads=loads, crossing=links[:-1])
     assert seconds == pytest.approx(clock(schedule, costs=costs).seconds)
 
@@ -148,7 +148,7 @@ def test_for_a_schedule_no_cut_into_blocks_and_a_head_makes_a_shorter_step(name:
 
 
 def test_a_cut_for_a_schedule_leaves_no_stage_without_parameters() -> None:
-    steps = Steps([[1.0, 0.0, 5.0, 0.0, 1.0]] * 3, [True, False, True, False, True], [0.0] * 5)
+    steps = CutSteps([[1.0, 0.0, 5.0, 0.0, 1.0]] * 3, [True, False, True, False, True], [0.0] * 5)
     seconds = StepClock(make_schedule("1f1b", pp=3, microbatches=4))
     assert quicken(steps, bounds=divide(steps), seconds=seconds)[0] in every(steps)
 

@@ -13,7 +13,7 @@ from meshwise.pipeline.schedules.passes import (
     send_first,
     split_backward,
 )
-from meshwise.pipeline.schedules.schedule_clock import Cost, clock, peaks
+from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock, peaks
 from meshwise.pipeline.schedules.validate import validate
 
 
@@ -82,11 +82,11 @@ def test_a_rank_without_forwards_left_sends_before_it_turns_to_the_weights() -> 
 def test_nobody_waits_for_weights_at_the_end_and_nothing_more_is_held(name: str, pp: int, microbatches: int) -> None:
     whole = make_schedule(name, pp=pp, microbatches=microbatches)
     ours = planned_schedule(name, pp=pp, microbatches=microbatches)
-    for cost in (Cost(1, 1, 1), Cost(1, 1.25, 0.75), Cost(2, 3, 1)):  # w is at most f
+    for cost in (ActionCost(1, 1, 1), ActionCost(1, 1.25, 0.75), ActionCost(2, 3, 1)):  # w is at most f
         before, after = (clock(lower(each, zero=0), costs=cost).seconds for each in (whole, ours))
         assert before - after == pytest.approx((pp - 1) * cost.weight)
         assert peaks(ours, costs=cost) == peaks(whole, costs=cost)
-    late = Cost(1, 1, 2)
+    late = ActionCost(1, 1, 2)
     assert clock(ours, costs=late).seconds < clock(whole, costs=late).seconds
     validate(ours)
 

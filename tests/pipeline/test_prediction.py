@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
-from meshwise.pipeline.cut.model_cut import Where
-from meshwise.pipeline.run.absent_outputs import Absent
-from meshwise.pipeline.run.stage import Void
+from meshwise.pipeline.cut.model_cut import CutOptions
+from meshwise.pipeline.run.absent_outputs import AbsentOutputs
+from meshwise.pipeline.run.stage import NanPlaceholder
 from meshwise.plan import PlanError
 from meshwise.testing import agree, run
 
@@ -46,7 +46,7 @@ def predicted(form: Callable[[list[Tensor]], Any], plan: str, loss: Any = square
 
     def main(world: World) -> Any:
         # By hand where there are two stages: layers as small as these take times that tell nothing.
-        cut = Where(at=("layers.3",)) if plan == "pp=2" else Where()
+        cut = CutOptions(at=("layers.3",)) if plan == "pp=2" else CutOptions()
         options = Options(example=batch, cut=cut)
         trainer = parallelize(copy.deepcopy(model), plan, loss=loss, world=world, lr=0.1, options=options)
         agree(trainer.predict(batch), model(batch), bound=1e-12)
@@ -88,8 +88,8 @@ def test_what_the_loss_uses_is_returned() -> None:
 
 
 def test_when_it_is_over_nothing_is_followed_any_more() -> None:
-    void, like = Void(), torch.empty(2)
-    absent = Absent([void])
+    void, like = NanPlaceholder(), torch.empty(2)
+    absent = AbsentOutputs([void])
     with absent:
         during = void.like(like, device=like.device, fresh=False)
     after = void.like(like, device=like.device, fresh=False)

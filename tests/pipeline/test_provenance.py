@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from meshwise.pipeline.cut.model_cut import Cut, Where, Wish, cut_model
+from meshwise.pipeline.cut.model_cut import CutOptions, CutRequest, ModelCut, cut_model
 from meshwise.pipeline.cut.partition import CutError
 from pipeline.oracle import is_the_model
 from pipeline.training import WIDTH, linears, made, numbers, squares
@@ -38,10 +38,10 @@ def example(model: nn.Module) -> Tensor:
     return squares(model(x.clone()), x)[0]
 
 
-def cut(model: nn.Module, *, at: str = "layers.2", bare: bool = False) -> Cut:
+def cut(model: nn.Module, *, at: str = "layers.2", bare: bool = False) -> ModelCut:
     """In two; `bare`: of a model without values."""
     cut_from = copy.deepcopy(model).to("meta") if bare else model
-    return cut_model(cut_from, stages=2, call=example, wish=Wish(where=Where(at=(at,), how="blocks")))
+    return cut_model(cut_from, stages=2, call=example, wish=CutRequest(where=CutOptions(at=(at,), how="blocks")))
 
 
 def through(layers: Any, x: Any, *args: Any) -> Any:
@@ -318,7 +318,7 @@ def test_a_buffer_that_is_changed_by_a_method_is_as_one_of_the_model() -> None:
     assert cut(made(lambda: Model(first, *linears(), Level()))).own == {"layers.4.level"}
     build = lambda: Model(levelled, *linears(), Level())  # noqa: E731
     with pytest.raises(CutError, match=r"the model changes its buffer layers.4.level after embedding has run"):
-        cut_model(made(build), stages=3, call=example, wish=Wish(where=Where(how="blocks")))
+        cut_model(made(build), stages=3, call=example, wish=CutRequest(where=CutOptions(how="blocks")))
 
 
 def test_the_class_of_a_piece_that_keeps_a_number_may_ask_something_of_its_subclasses() -> None:

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options
-from meshwise.pipeline.cut.model_cut import Where
+from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import PlanError
 from meshwise.testing import run
 from pipeline.training import WIDTH, Chain, images, linears, made, numbers, squares, trainer, trains_like_one
@@ -58,12 +58,12 @@ def test_recomputation_by_the_plan(plan: str, recompute: str) -> None:
     ],
 )
 def test_a_stage_of_a_trace_is_recomputed_as_one(plan: str) -> None:
-    trains_like_one(made(lambda: ResNet(1)), plan, images(8, 7, 8), where=Where(how="trace"))
+    trains_like_one(made(lambda: ResNet(1)), plan, images(8, 7, 8), where=CutOptions(how="trace"))
 
 
 def test_a_stage_of_a_trace_is_repeated_once_a_micro_batch() -> None:
     def convolutions(world: World, words: str) -> int:
-        options, calls = Options(example=images(4)[0], cut=Where(how="trace")), []
+        options, calls = Options(example=images(4)[0], cut=CutOptions(how="trace")), []
         split = trainer(world, f"pp=2 microbatches=4 {words}", made(lambda: ResNet(1)), loss=squares, options=options)
         for part in (part for module in split.modules for part in module.modules() if isinstance(part, nn.Conv2d)):
             part.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -83,6 +83,6 @@ def test_a_stage_of_a_trace_is_repeated_once_a_micro_batch() -> None:
     ],
 )
 def test_what_a_trace_cannot_recompute_is_refused(plan: str, recomputed: tuple[str, ...], message: str) -> None:
-    options = Options(example=images(4)[0], cut=Where(how="trace"), recomputed=recomputed)
+    options = Options(example=images(4)[0], cut=CutOptions(how="trace"), recomputed=recomputed)
     with pytest.raises(PlanError, match=message):
         run(2, lambda world: trainer(world, plan, made(lambda: ResNet(1)), loss=squares, options=options))

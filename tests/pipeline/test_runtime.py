@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from grid import Grid
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.world import World
-from meshwise.pipeline.cut.model_cut import Wish, cut_model
+from meshwise.pipeline.cut.model_cut import CutRequest, cut_model
 from meshwise.pipeline.run.build_stage import make_stage
-from meshwise.pipeline.run.runtime import Job, Runtime
+from meshwise.pipeline.run.runtime import MicrobatchJob, PipelineRuntime
 from meshwise.pipeline.run.stage import StageError
 from meshwise.pipeline.schedules import SCHEDULES, make_schedule
 from meshwise.pipeline.schedules.passes import lower
@@ -65,8 +65,8 @@ def lm(model: nn.Module, index: int) -> Tensor:
     return next_token_loss(model(tokens), (tokens, tokens.roll(-1, dims=1)))[0]
 
 
-def jobs(present: range) -> Mapping[int, Job]:
-    return {i: Job(functools.partial(lm, index=i), micro_batch(i).shape) for i in present}
+def jobs(present: range) -> Mapping[int, MicrobatchJob]:
+    return {i: MicrobatchJob(functools.partial(lm, index=i), micro_batch(i).shape) for i in present}
 
 
 def first(model: nn.Module) -> Tensor:
@@ -79,12 +79,12 @@ def losses_and_gradients(
     """Of one rank: the losses it has, and of each of its stages the gradients."""
     world = world.over(Mesh((("pp", world.size),)))
     schedule = lower(make_schedule(name, pp=world.size, microbatches=MICROBATCHES), zero=3)
-    cut = cut_model(model, stages=schedule.stages, call=first, wish=Wish("params"))
+    cut = cut_model(model, stages=schedule.stages, call=first, wish=CutRequest("params"))
     mine = schedule.stages_of(world.rank)
     models = {index: copy.deepcopy(model) for index in mine}
     stages = {index: make_stage(models[index], cut=cut, index=index) for index in mine}
     keepers = {index: Plain() for index in mine}
-    runtime = Runtime(stages, keepers=keepers, world=world)
+    runtime = PipelineRuntime(stages, keepers=keepers, world=world)
     returned = {}
     for _ in range(2):  # the second time every shape is agreed
         returned = runtime.run(schedule, jobs=jobs(present))
@@ -157,13 +157,15 @@ def test_what_follows_from_values_is_an_error_that_says_what_it_is(what: str, sa
         schedule = lower(make_schedule("gpipe", pp=2, microbatches=2), zero=0)
         model = nn.Sequential(Choosy(what), Takes(4, 4))
         call = functools.partial(total, x=torch.ones(3, 4))
-        cut = cut_model(model, stages=2, call=call, wish=Wish("params"))
+        cut = cut_model(model, stages=2, call=call, wish=CutRequest("params"))
         stages = {world.rank: make_stage(model, cut=cut, index=world.rank)}
         keeper = Plain()
         keeper.did.append("gather")
-        runtime = Runtime(stages, keepers={world.rank: keeper}, world=world)
+        runtime = PipelineRuntime(stages, keepers={world.rank: keeper}, world=world)
         batches = [torch.ones(3, 4), torch.eye(4)[:3]]
-        runtime.run(schedule, jobs={i: Job(functools.partial(total, x=x), x.shape) for i, x in enumerate(batches)})
+        runtime.run(
+            schedule, jobs={i: MicrobatchJob(functools.partial(total, x=x), x.shape) for i, x in enumerate(batches)}
+        )
 
     said = said.replace("(", r"\(").replace(")", r"\)")
     with pytest.raises(StageError, match=f"stage 0 sends as 0, for micro-batch 1, {said}"):
@@ -179,13 +181,15 @@ def test_an_exception_of_one_stage_ends_all_ranks_with_its_own_message() -> None
 
         world = world.over(Mesh((("pp", 2),)))
         schedule = lower(make_schedule("1f1b", pp=2, microbatches=MICROBATCHES), zero=0)
-        cut = cut_model(model, stages=2, call=first, wish=Wish("params"))
+        cut = cut_model(model, stages=2, call=first, wish=CutRequest("params"))
         stage = make_stage(copy.deepcopy(model), cut=cut, index=world.rank)
         if world.rank == 1:
             stage.module.get_submodule("blocks.5").register_forward_pre_hook(fails)
         keeper = Plain()
         keeper.did.append("gather")
-        Runtime({world.rank: stage}, keepers={world.rank: keeper}, world=world).run(schedule, jobs=jobs(range(8)))
+        PipelineRuntime({world.rank: stage}, keepers={world.rank: keeper}, world=world).run(
+            schedule, jobs=jobs(range(8))
+        )
 
     with pytest.raises(ZeroDivisionError, match="in block 5"):
         run(2, main)

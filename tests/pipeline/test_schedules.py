@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from meshwise.pipeline.schedules import SCHEDULES, make_schedule, read_schedule
-from meshwise.pipeline.schedules.action import Action, Kind, Schedule, ScheduleError
-from meshwise.pipeline.schedules.schedule_clock import Cost, clock
+from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule, ScheduleError
+from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.pipeline.schedules.validate import in_flight, validate
 
 DRAWN = {
@@ -63,7 +63,7 @@ def test_a_schedule_is_the_table_drawn_here(name: str) -> None:
 @pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "looped", "zb-h1", "zb-h2"])
 def test_the_drawing_is_when_things_happen(name: str) -> None:
     """With everything as long as a forward (so half of a whole backward), the columns of a drawing are times."""
-    whole = Cost(1, 0.5, 0.5) if name[:2] != "zb" else Cost(1, 1, 1)
+    whole = ActionCost(1, 0.5, 0.5) if name[:2] != "zb" else ActionCost(1, 1, 1)
     columns = [row.split() for row in DRAWN[name].strip().splitlines()]
     events = [event for event in clock(Schedule.parse(DRAWN[name]), costs=whole).events if event.kind in "FBIW"]
     assert all(columns[event.rank][round(event.start)] == str(event) for event in events)
@@ -111,7 +111,7 @@ def test_the_bubble_is_the_published_one_under_equal_costs(name: str) -> None:
 def test_the_formula_holds_for_other_costs_as_well(name: str) -> None:
     formula = BUBBLES[name][1]
     for pp, microbatches in ((2, 4), (3, 9), (4, 12)):
-        timing = clock(make_schedule(name, pp=pp, microbatches=microbatches), costs=Cost(1, 1.25, 0.75))
+        timing = clock(make_schedule(name, pp=pp, microbatches=microbatches), costs=ActionCost(1, 1.25, 0.75))
         assert max(timing.idle) == pytest.approx(evaluated(formula, p=pp, m=microbatches, f=1, i=1.25, w=0.75))
 
 
@@ -202,7 +202,7 @@ def test_a_schedule_prints_as_it_is_parsed() -> None:
     table = make_schedule("zb-v", pp=3, microbatches=7)
     assert Schedule.parse(str(table)) == table
     assert table.splits_backward
-    assert Action(0, Kind.F, 6) in table.actions()
+    assert Action(0, ActionKind.F, 6) in table.actions()
 
 
 def test_a_table_of_the_users_own_is_read_from_a_file(tmp_path: Path) -> None:

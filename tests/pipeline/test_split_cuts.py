@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
-from meshwise.pipeline.cut.model_cut import Where
+from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import Plan, PlanError
 from meshwise.reference import GPT
 from meshwise.reference.gpt import Block
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import Subject
+from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.testing import agree, alone, outcome, run
 from tensor.plain import gpt
 
@@ -96,7 +96,7 @@ def agrees(model: nn.Module, plan: str, at: tuple[str, ...], *, length: int = TO
     """Trains like one process, and is rehearsed."""
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randint(WORDS, (8, length), generator=generator) for _ in range(2)]
-    options = Options(example=batches[0], cut=Where(at=at), clip_norm=0.5)
+    options = Options(example=batches[0], cut=CutOptions(at=at), clip_norm=0.5)
     expected = alone(copy.deepcopy(model), loss=squares, batches=batches, options=options, lr=1e-2)
 
     def main(world: World) -> Any:
@@ -108,7 +108,7 @@ def agrees(model: nn.Module, plan: str, at: tuple[str, ...], *, length: int = TO
     ranks = Plan.parse(plan).mesh().size
     for found in run(ranks, main):
         agree(found, expected, bound=1e-9)
-    rehearse(Subject(model, squares, batches[0], options=options), plan=plan, ranks=ranks)
+    rehearse(RehearsalSubject(model, squares, batches[0], options=options), plan=plan, ranks=ranks)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_what_is_brought_together_of_absent_parts_is_not_predicted(plan: str, at
     model = Keeps().double()
 
     def main(world: World, words: str = plan) -> Any:
-        options = Options(example=batch, cut=Where(at=(at,) if "pp" in words else ()))
+        options = Options(example=batch, cut=CutOptions(at=(at,) if "pp" in words else ()))
         trainer = parallelize(copy.deepcopy(model), words, loss=first, world=world, options=options, lr=1e-2)
         trainer.step(batch)
         return trainer.predict(batch)

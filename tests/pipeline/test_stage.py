@@ -9,20 +9,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from meshwise.model.deferred_init import born, install
+from meshwise.model.deferred_init import build_with_values, install
 from meshwise.model.parameter_table import parameter_table
-from meshwise.pipeline.cut.model_cut import Where, Wish, cut_model
+from meshwise.pipeline.cut.model_cut import CutOptions, CutRequest, cut_model
 from meshwise.pipeline.cut.partition import CutError
 from meshwise.pipeline.run.build_stage import make_stage
-from meshwise.pipeline.run.packed_tree import bones, enter, pack, unpack
-from meshwise.pipeline.run.stage import StageError, Void, signature
+from meshwise.pipeline.run.packed_tree import enter, pack, tensor_specs, unpack
+from meshwise.pipeline.run.stage import NanPlaceholder, StageError, signature
 from meshwise.pipeline.schedules import make_schedule
 from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig
 from pipeline.oracle import TOKENS, gpt, is_the_model, lm, run_stages
 
 pytestmark = pytest.mark.usefixtures("float64")
 
-PARAMS = Wish("params")
+PARAMS = CutRequest("params")
 
 
 def total(model: nn.Module) -> Tensor:
@@ -93,7 +93,7 @@ def test_a_frozen_beginning_sends_no_gradient_back() -> None:
     cut = cut_model(model, stages=7, call=lm, wish=PARAMS)
     stages = is_the_model(model, lm, cut)
     parcel = pack(stages[0].run(lm, received={}))
-    assert [bone.requires_grad for bone in bones(parcel.skeleton)] == [False]
+    assert [bone.requires_grad for bone in tensor_specs(parcel.skeleton)] == [False]
 
 
 class Recomputing(nn.Module):
@@ -155,7 +155,7 @@ def test_what_the_cut_has_not_seen_is_nan_and_not_another_number() -> None:
 
 
 def test_nan_that_was_written_to_is_nan_again_the_next_time() -> None:
-    void, like = Void(), torch.empty(2, 3)
+    void, like = NanPlaceholder(), torch.empty(2, 3)
     first = void.like(like, device=like.device, fresh=False)
     assert void.like(like, device=like.device, fresh=False).data_ptr() == first.data_ptr()
     first.zero_()
@@ -226,10 +226,12 @@ def test_what_is_received_has_to_be_what_was_agreed() -> None:
 
 def test_by_hand_stages_begin_where_they_are_told_to() -> None:
     model = gpt()
-    cut = cut_model(model, stages=3, call=lm, wish=Wish("params", where=Where(at=("blocks.1", "norm"))))
+    cut = cut_model(model, stages=3, call=lm, wish=CutRequest("params", where=CutOptions(at=("blocks.1", "norm"))))
     assert [cut.keys[bound] for bound in cut.bounds[1:-1]] == ["blocks.1", "norm"]
     is_the_model(model, lm, cut)
-    traced = cut_model(mlp(), stages=2, call=total, wish=Wish("params", where=Where(at=("gelu",), how="trace")))
+    traced = cut_model(
+        mlp(), stages=2, call=total, wish=CutRequest("params", where=CutOptions(at=("gelu",), how="trace"))
+    )
     assert traced.keys[traced.bounds[1]] == "gelu"
 
 
@@ -245,12 +247,12 @@ def test_by_hand_stages_begin_where_they_are_told_to() -> None:
 )
 def test_names_that_cannot_be_cut_at_are_refused(at: tuple[str, ...], message: str) -> None:
     with pytest.raises(CutError, match=message.replace(".", r"\.")):
-        cut_model(gpt(), stages=3, call=lm, wish=Wish("params", where=Where(at=at)))
+        cut_model(gpt(), stages=3, call=lm, wish=CutRequest("params", where=CutOptions(at=at)))
 
 
 def test_more_stages_than_pieces_is_refused_with_how_many_fit() -> None:
     with pytest.raises(CutError, match=r"9 stages do not fit: .* at most pp·virtual_stages=8"):
-        cut_model(gpt(), stages=9, call=lm, wish=Wish("params", where=Where(how="blocks")))
+        cut_model(gpt(), stages=9, call=lm, wish=CutRequest("params", where=CutOptions(how="blocks")))
     with pytest.raises(CutError, match=r"MLP has 3 pieces, so at most pp·virtual_stages=3; and as a trace: 4 stages"):
         cut_model(mlp(), stages=4, call=total, wish=PARAMS)
 
@@ -265,7 +267,7 @@ def test_what_cannot_be_traced_says_why() -> None:
             Deciding(nn.Linear(4, 4), nn.Linear(4, 4)),
             stages=2,
             call=total,
-            wish=Wish("params", where=Where(how="trace")),
+            wish=CutRequest("params", where=CutOptions(how="trace")),
         )
 
 
@@ -273,7 +275,7 @@ def test_a_model_without_values_is_cut_by_operations_for_want_of_time() -> None:
     with torch.device("meta"):
         model = gpt()
     call = lambda model: model(TOKENS.to("meta"))  # noqa: E731
-    by_memory = Wish("memory", where=Where(how="blocks"))
+    by_memory = CutRequest("memory", where=CutOptions(how="blocks"))
     cut = cut_model(model, stages=3, call=call, wish=by_memory)
     assert cut.bounds == cut_model(gpt(), stages=3, call=lm, wish=by_memory).bounds
     by_work = cut_model(model, stages=3, call=call)
@@ -287,12 +289,12 @@ def test_a_model_without_values_is_cut_by_operations_for_want_of_time() -> None:
 def test_memory_weighs_the_micro_batches_that_a_stage_holds() -> None:
     """1F1B holds more on early stages, so they get fewer blocks."""
     model = GPT(GPTConfig(vocabulary=31, context=12, layers=12, heads=2, width=8))
-    even = cut_model(model, stages=2, call=lm, wish=Wish("memory"))
+    even = cut_model(model, stages=2, call=lm, wish=CutRequest("memory"))
     two, three = (make_schedule("1f1b", pp=pp, microbatches=4) for pp in (2, 3))
-    early = cut_model(model, stages=2, call=lm, wish=Wish("memory", schedule=two))
+    early = cut_model(model, stages=2, call=lm, wish=CutRequest("memory", schedule=two))
     assert early.bounds[1] < even.bounds[1]
     with pytest.raises(CutError, match="the schedule has 3 stages, the cut 2"):
-        cut_model(model, stages=2, call=lm, wish=Wish("memory", schedule=three))
+        cut_model(model, stages=2, call=lm, wish=CutRequest("memory", schedule=three))
 
 
 class Slow(nn.Module):
@@ -316,7 +318,7 @@ def test_time_is_measured() -> None:
 
 
 def test_a_cut_prints_as_a_table_and_travels() -> None:
-    cut = cut_model(gpt(tied=True), stages=3, call=lm, wish=Wish("params", where=Where(how="blocks")))
+    cut = cut_model(gpt(tied=True), stages=3, call=lm, wish=CutRequest("params", where=CutOptions(how="blocks")))
     assert pickle.loads(pickle.dumps(cut)) == cut
     assert str(cut).splitlines() == [
         "stage  runs                      parameters  params  part    then sends",
@@ -337,7 +339,7 @@ def test_a_parcel_takes_any_tree_apart_and_together() -> None:
     parcel = pack(values)
     assert [tuple(tensor.shape) for tensor in parcel.tensors] == [(2,), (3,)]
     skeleton = pickle.loads(pickle.dumps(parcel.skeleton))
-    assert [(bone.dtype, bone.requires_grad) for bone in bones(skeleton)] == [
+    assert [(bone.dtype, bone.requires_grad) for bone in tensor_specs(skeleton)] == [
         (torch.float64, True),
         (torch.int64, False),
     ]
@@ -379,7 +381,7 @@ def test_one_stage_is_the_whole_model() -> None:
 
 
 def test_a_model_that_is_nowhere_whole_is_cut_and_born_stage_by_stage() -> None:
-    source = born(gpt, seed=3)
+    source = build_with_values(gpt, seed=3)
     cut = cut_model(source.module, stages=2, call=lambda model: model(TOKENS.to("meta")), wish=PARAMS)
     stages = [make_stage(source.module, cut=cut, index=index) for index in range(2)]
     for stage in stages:

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.pipeline.cut.model_cut import Wish, cut_model
+from meshwise.pipeline.cut.model_cut import CutRequest, cut_model
 from meshwise.pipeline.run.build_stage import make_stage
 from meshwise.pipeline.run.packed_tree import pack, unpack
 from meshwise.pipeline.run.split_backward import WeightBackward, backward_input
 from meshwise.pipeline.run.stage import Stage
 from meshwise.pipeline.schedules import SCHEDULES, make_schedule
-from meshwise.pipeline.schedules.action import Action, Kind
+from meshwise.pipeline.schedules.action import Action, ActionKind
 from meshwise.pipeline.schedules.passes import lower
 from meshwise.pipeline.schedules.validate import walk
 from meshwise.reference import GPT, GPTConfig, next_token_loss
@@ -47,11 +47,11 @@ class OneProcess:
         if action.microbatch is None:
             return
         place = (action.stage, action.microbatch)
-        if action.kind is Kind.F:
+        if action.kind is ActionKind.F:
             self.forward(*place)
-        elif action.kind in (Kind.I, Kind.B):
+        elif action.kind in (ActionKind.I, ActionKind.B):
             self.backward(*place)
-        if action.kind in (Kind.W, Kind.B):
+        if action.kind in (ActionKind.W, ActionKind.B):
             self.weights.pop(place).run()
 
     def forward(self, stage: int, index: int) -> None:
@@ -82,7 +82,7 @@ def test_a_schedule_gives_the_gradients_of_one_process(name: str, tied: bool) ->
     model = GPT(GPTConfig(vocabulary=31, context=12, layers=4, heads=2, width=8, tied=tied))
     schedule = lower(make_schedule(name, pp=2, microbatches=4), zero=3)
     call = lambda model: lm(model, 0)  # noqa: E731
-    cut = cut_model(model, stages=schedule.stages, call=call, wish=Wish("params"))
+    cut = cut_model(model, stages=schedule.stages, call=call, wish=CutRequest("params"))
     stages = [make_stage(model, cut=cut, index=index) for index in range(cut.stages)]
     for index in range(4):
         lm(model, index).backward()

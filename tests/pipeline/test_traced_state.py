@@ -14,12 +14,12 @@ from checkpoint.cases import same_state
 from checkpoint.reader import read
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
-from meshwise.pipeline.cut.model_cut import Where
+from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import PlanError
 from meshwise.testing import run
 from pipeline.training import WIDTH, made, numbers, squares, trains_like_one
 
-TRACE = Where(how="trace")
+TRACE = CutOptions(how="trace")
 
 
 class Holding(nn.Module):
@@ -142,7 +142,7 @@ class Averaging(nn.Module):
 @pytest.mark.parametrize("first", [False, True])
 def test_a_buffer_that_one_stage_would_change_and_another_read_is_refused(first: bool, function: bool) -> None:
     def main(world: World) -> None:
-        options = Options(cut=Where(how="trace", at=("second",)), example=numbers(8)[0])
+        options = Options(cut=CutOptions(how="trace", at=("second",)), example=numbers(8)[0])
         model: Any = (lambda: Averaging(first=first).double()) if function else Averaging(first=first).double()
         parallelize(model, "pp=2", loss=squares, world=world, options=options, lr=1e-2)
 
@@ -155,5 +155,5 @@ def test_a_buffer_that_is_changed_and_read_on_one_stage_stays_right(first: bool)
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), Averaging(first=first))
 
-    where = Where(how="trace", at=("_2_first",))
+    where = CutOptions(how="trace", at=("_2_first",))
     trains_like_one(made(model), "pp=2", numbers(6, 5, 4), where=where)

@@ -21,8 +21,8 @@ from meshwise.comm.in_process.thread_world import ThreadWorld
 from meshwise.engine.nonfinite import NonFiniteError
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
-from meshwise.model.deferred_init import Source
-from meshwise.pipeline.cut.model_cut import Where
+from meshwise.model.deferred_init import ParameterSource
+from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import Plan, PlanError
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import Processes, agree, alone, outcome, run
@@ -207,7 +207,7 @@ def test_a_checkpoint_of_a_trace_is_any_cuts(ways: tuple[str, str], tmp_path: Pa
         return output.square().sum(), len(output)
 
     def main(world: World, how: Any, *, load: bool) -> Any:
-        options = Options(example=images[0], cut=Where(how=how))
+        options = Options(example=images[0], cut=CutOptions(how=how))
         plan = f"pp={world.size} microbatches=1"
         made = parallelize(lambda: model().double(), plan, world=world, loss=squares, options=options, lr=1e-2)
         if load:
@@ -226,9 +226,9 @@ def test_a_checkpoint_of_a_trace_is_any_cuts(ways: tuple[str, str], tmp_path: Pa
 
 def test_no_rank_computes_more_of_a_model_than_its_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, set[str]] = {}
-    full = Source.full
+    full = ParameterSource.full
 
-    def noted(source: Source, name: str) -> Tensor:
+    def noted(source: ParameterSource, name: str) -> Tensor:
         asked.setdefault(threading.current_thread().name, set()).add(name)
         return full(source, name)
 
@@ -238,7 +238,7 @@ def test_no_rank_computes_more_of_a_model_than_its_stages(monkeypatch: pytest.Mo
         return asked[threading.current_thread().name] & names, own, made.memory()["parameters"]
 
     names = {name for name, _ in gpt().named_parameters()}
-    monkeypatch.setattr(Source, "full", noted)
+    monkeypatch.setattr(ParameterSource, "full", noted)
     ranks = run(8, main)
     assert all(mine <= own < names for mine, own, _ in ranks)
     assert set.union(*(mine for mine, _, _ in ranks)) == names
@@ -318,7 +318,7 @@ def test_a_model_may_bring_its_input_to_where_its_parameters_are() -> None:
     want = alone(copy.deepcopy(model), batches=batches(), **settings)
 
     def main(world: World) -> Any:
-        chosen = Options(example=batches()[0], cut=Where(at=("blocks.1",)))
+        chosen = Options(example=batches()[0], cut=CutOptions(at=("blocks.1",)))
         made = parallelize(copy.deepcopy(model), "pp=2 microbatches=2", world=world, options=chosen, **settings)
         return outcome(made, batches=batches())
 

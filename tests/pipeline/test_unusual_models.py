@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options
-from meshwise.pipeline.cut.model_cut import Where
+from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import Plan, PlanError
 from meshwise.testing import agree, run
 from meshwise.verify import verify
@@ -38,7 +38,7 @@ from reference.convolutional import ResNet, UNet
 @pytest.mark.parametrize("how", ["blocks", "trace"])
 @pytest.mark.parametrize("plan", ["pp=3 microbatches=2", "pp=2 dp=2 zero=3 microbatches=2 schedule=zb-h1"])
 def test_skips_over_stages(how: Any, plan: str) -> None:
-    trains_like_one(made(UNet), plan, images(6, 3, 4), where=Where(how=how))
+    trains_like_one(made(UNet), plan, images(6, 3, 4), where=CutOptions(how=how))
 
 
 def test_a_resnet_cut_within_its_blocks() -> None:
@@ -47,7 +47,7 @@ def test_a_resnet_cut_within_its_blocks() -> None:
 
 def test_verify_runs_a_trace_too() -> None:
     def main(world: World) -> bool:
-        options = Options(cut=Where(how="trace"))
+        options = Options(cut=CutOptions(how="trace"))
         settings: dict[str, Any] = {"world": world, "options": options, "lr": 1e-2}
         return verify(lambda: ResNet(1), squares, images(4, 3), "pp=2 microbatches=2 schedule=zb-h1", **settings).ok
 
@@ -168,14 +168,14 @@ def without_vanishing_gradients(blocks: int = 1) -> nn.Module:
 @pytest.mark.parametrize("plan", ["pp=2", "pp=2 dp=2 zero=2 partition=params"])
 def test_norms_over_the_batch_are_of_the_rows_of_all_ranks(plan: str, how: Any) -> None:
     model = made(without_vanishing_gradients)
-    trains_like_one(model, plan, images(4, 5, 4), where=Where(how=how))
-    trains_like_one(model.eval(), f"{plan} microbatches=2", images(4, 3, 4), where=Where(how=how))
+    trains_like_one(model, plan, images(4, 5, 4), where=CutOptions(how=how))
+    trains_like_one(model.eval(), f"{plan} microbatches=2", images(4, 3, 4), where=CutOptions(how=how))
 
 
 def test_a_norm_of_a_block_that_another_stage_has_asks_no_rank() -> None:
     """The last stage only asks for the shape of what the blocks before it return."""
     model = made(lambda: without_vanishing_gradients(blocks=2))
-    trains_like_one(model, "pp=2 dp=2", images(4, 5), where=Where(at=("head",)))
+    trains_like_one(model, "pp=2 dp=2", images(4, 5), where=CutOptions(at=("head",)))
 
 
 class Counting(Chain):
@@ -203,7 +203,7 @@ def trained(model: nn.Module, plan: str, batches: list[Tensor], at: tuple[str, .
     """What it evaluates to after the steps, and its buffers, of every rank."""
 
     def main(world: World) -> Any:
-        split = trainer(world, plan, model, loss=squares, options=Options(example=batches[0], cut=Where(at=at)))
+        split = trainer(world, plan, model, loss=squares, options=Options(example=batches[0], cut=CutOptions(at=at)))
         steps = [split.step(batch).loss for batch in batches]
         return steps, split.evaluate(batches[:1]).loss, dict(split.full_buffers())
 
@@ -388,7 +388,7 @@ def test_a_cut_by_hand_that_names_nothing_is_refused_on_every_rank() -> None:
     (batch,) = numbers(4)
 
     def main(world: World) -> None:
-        options = Options(example=batch, cut=Where(at=("layer.2",)))
+        options = Options(example=batch, cut=CutOptions(at=("layer.2",)))
         with pytest.raises(PlanError, match=r"cannot begin at 'layer.2'; it can at, for example, layers"):
             trainer(world, "pp=2", made(lambda: Chain(*linears())), loss=squares, options=options)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
-from meshwise.pipeline.cut.model_cut import Where
+from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import Plan
 from meshwise.testing import agree, alone, outcome, run
 
@@ -68,9 +68,9 @@ def trainer(world: World, plan: str, model: nn.Module, **settings: Any) -> Train
 
 
 def trains_like_one(
-    model: nn.Module, plan: str, batches: list[Batch], *, loss: Loss = squares, where: Where | None = None
+    model: nn.Module, plan: str, batches: list[Batch], *, loss: Loss = squares, where: CutOptions | None = None
 ) -> None:
-    options = Options(clip_norm=0.5, example=batches[0], cut=where or Where())
+    options = Options(clip_norm=0.5, example=batches[0], cut=where or CutOptions())
     whole = alone(
         copy.deepcopy(model), batches=copy.deepcopy(batches), loss=loss, options=options, lr=1e-2, weight_decay=0.1
     )

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from meshwise.engine.parallelize import Options
 from meshwise.model.deferred_init import shapes_of
-from meshwise.pipeline.cut.model_cut import Where
+from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import Plan
-from meshwise.planner.layer_profile import Pieces, Sounding, Way, sound
-from meshwise.planner.lower_bound import Figures, bound
+from meshwise.planner.layer_profile import LayerProfile, ModelPieces, ProfileKey, profile_layers
+from meshwise.planner.lower_bound import PlanBound, bound
 from meshwise.planner.search import Candidate, figures_of, prediction_of
 from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.reference.language_loss import next_token_loss
 from meshwise.simulate.cluster import parse_cluster
 from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import Rehearsal, rehearse
-from meshwise.simulate.rehearsal_subject import Subject
+from meshwise.simulate.rehearsal_subject import RehearsalSubject
 
 CONFIG = GPTConfig(vocabulary=512, context=256, layers=2, heads=8, width=1024)
 SHIPPED = parse_cluster("2x4 h100")
@@ -43,22 +43,22 @@ PLANS = (
 
 
 @cache
-def subject() -> Subject:
+def subject() -> RehearsalSubject:
     tokens = torch.empty(BATCH, CONFIG.context, dtype=torch.long, device="meta")
     batch = (tokens, tokens)
-    return Subject(lambda: GPT(CONFIG), next_token_loss, batch, options=Options(example=batch))
+    return RehearsalSubject(lambda: GPT(CONFIG), next_token_loss, batch, options=Options(example=batch))
 
 
 @cache
-def pieces() -> Pieces:
-    found = Pieces.of(subject(), source=shapes_of(subject().model, seed=0))
+def pieces() -> ModelPieces:
+    found = ModelPieces.of(subject(), source=shapes_of(subject().model, seed=0))
     assert found is not None
     return found
 
 
 @cache
-def sounding(way: Way) -> Sounding:
-    return sound(subject(), pieces=pieces(), way=way, cluster=CLUSTER)
+def sounding(way: ProfileKey) -> LayerProfile:
+    return profile_layers(subject(), pieces=pieces(), way=way, cluster=CLUSTER)
 
 
 def cut(plan: Plan) -> tuple[str, ...]:
@@ -69,25 +69,25 @@ def cut(plan: Plan) -> tuple[str, ...]:
 @cache
 def rehearsal(text: str) -> Rehearsal:
     plan = Plan.parse(text)
-    options = dataclasses.replace(subject().options, cut=Where(at=cut(plan)))
+    options = dataclasses.replace(subject().options, cut=CutOptions(at=cut(plan)))
     return rehearse(dataclasses.replace(subject(), options=options), plan=plan, ranks=8, device="cuda")
 
 
-def rehearsed(text: str) -> Figures:
+def rehearsed(text: str) -> PlanBound:
     return figures_of(predict(rehearsal(text), cluster=CLUSTER))
 
 
-def least(text: str, way: Callable[[Way], Way] = lambda own: own, *, exact: bool = False) -> Figures:
+def least(text: str, way: Callable[[ProfileKey], ProfileKey] = lambda own: own, *, exact: bool = False) -> PlanBound:
     plan = Plan.parse(text)
-    own = Way.of(plan, batch=BATCH, pieces=pieces().count)
+    own = ProfileKey.of(plan, batch=BATCH, pieces=pieces().count)
     found = sounding(way(own))
     found = found if found.way == own else found.scaled(own)
     return bound(plan, sounding=found, cut=pieces().stages(cut(plan)), cluster=CLUSTER, exact=exact)
 
 
-def undivided(own: Way) -> Way:
+def undivided(own: ProfileKey) -> ProfileKey:
     plan = Plan(dp=1, pp=own.plan.pp, precision=own.plan.precision, partition="params")
-    return Way(plan, BATCH)
+    return ProfileKey(plan, BATCH)
 
 
 @pytest.mark.parametrize("text", PLANS)
@@ -104,8 +104,8 @@ def test_a_backward_in_two_parts_is_bounded_where_products_are_slow(schedule: st
     text = f"pp=2 dp=2 tp=2 schedule={schedule} microbatches=4"
     peak = {dtype: rate / 1000 for dtype, rate in CLUSTER.device.peak.items()}
     slow = dataclasses.replace(CLUSTER, device=dataclasses.replace(CLUSTER.device, peak=peak))
-    way = Way.of(Plan.parse(text), batch=BATCH, pieces=pieces().count)
-    own = sound(subject(), pieces=pieces(), way=way, cluster=slow)
+    way = ProfileKey.of(Plan.parse(text), batch=BATCH, pieces=pieces().count)
+    own = profile_layers(subject(), pieces=pieces(), way=way, cluster=slow)
     truth = figures_of(predict(rehearsal(text), cluster=slow)).seconds
     for exact in (False, True):
         stages = pieces().stages(cut(Plan.parse(text)))
@@ -144,10 +144,10 @@ def test_many_thin_micro_batches_are_bounded_where_the_host_takes_its_time(
     """Any operation that a sounding does beside the model's own would tell."""
     plan, cluster = Plan.parse(f"{text} microbatches=64"), parse_cluster("1x4 h100")
     tokens = torch.empty(256, 16, dtype=torch.long, device="meta")
-    thin = Subject(model, next_token_loss, (tokens, tokens), options=Options(example=(tokens, tokens)))
-    found = Pieces.of(thin, source=shapes_of(model, seed=0))
+    thin = RehearsalSubject(model, next_token_loss, (tokens, tokens), options=Options(example=(tokens, tokens)))
+    found = ModelPieces.of(thin, source=shapes_of(model, seed=0))
     assert found is not None
-    own = sound(thin, pieces=found, way=Way.of(plan, batch=256, pieces=found.count), cluster=cluster)
+    own = profile_layers(thin, pieces=found, way=ProfileKey.of(plan, batch=256, pieces=found.count), cluster=cluster)
     figures = bound(plan, sounding=own, cut=found.stages(()), cluster=cluster, exact=True)
     truth = figures_of(predict(rehearse(thin, plan=plan, ranks=4, device="cuda"), cluster=cluster))
     assert 0.98 * truth.seconds < figures.seconds <= truth.seconds * (1 + 1e-9)
@@ -157,7 +157,7 @@ def test_many_thin_micro_batches_are_bounded_where_the_host_takes_its_time(
 def test_where_nothing_overlaps_the_reduction_is_added(zero: int) -> None:
     """But what the host only has to start goes on meanwhile."""
     text = f"dp=8 zero={zero} precision=bf16 wire=fp32 microbatches=2"
-    own = sounding(Way.of(Plan.parse(text), batch=BATCH, pieces=pieces().count))
+    own = sounding(ProfileKey.of(Plan.parse(text), batch=BATCH, pieces=pieces().count))
     found = []
     for launch in (CLUSTER.device.launch, 0.0):
         device = dataclasses.replace(CLUSTER.device, launch=launch)
@@ -185,11 +185,13 @@ def test_where_nothing_overlaps_the_reduction_is_added(zero: int) -> None:
 def test_ranks_of_one_host_share_what_simulate_has_them_share(text: str) -> None:
     host, plan = parse_cluster("1x8 cpu4"), Plan.parse(text)
     chosen = prediction_of(subject(), candidate=Candidate(plan, at=cut(plan)), cluster=host)
-    options = dataclasses.replace(subject().options, cut=Where(at=cut(plan)))
+    options = dataclasses.replace(subject().options, cut=CutOptions(at=cut(plan)))
     shared = rehearse(dataclasses.replace(subject(), options=options), plan=plan, ranks=8, shared=True)
     truth = figures_of(predict(shared, cluster=host))
     assert figures_of(chosen) == truth
-    own = sound(subject(), pieces=pieces(), way=Way.of(plan, batch=BATCH, pieces=pieces().count), cluster=host)
+    own = profile_layers(
+        subject(), pieces=pieces(), way=ProfileKey.of(plan, batch=BATCH, pieces=pieces().count), cluster=host
+    )
     found = bound(plan, sounding=own, cut=pieces().stages(cut(plan)), cluster=host, exact=True)
     assert found.seconds <= truth.seconds * (1 + 1e-9)
     assert found.memory <= truth.memory
@@ -197,7 +199,7 @@ def test_ranks_of_one_host_share_what_simulate_has_them_share(text: str) -> None
 
 def test_what_is_reduced_behind_a_pipeline_is_a_wait_and_no_bubble() -> None:
     text = "pp=2 dp=4 microbatches=4"
-    own = sounding(Way.of(Plan.parse(text), batch=BATCH, pieces=pieces().count))
+    own = sounding(ProfileKey.of(Plan.parse(text), batch=BATCH, pieces=pieces().count))
     at = pieces().stages(cut(Plan.parse(text)))
     quick, slow = (
         dataclasses.replace(CLUSTER.inside, collectives={"all_reduce": ((1.0, rate),)}) for rate in (1e15, 1e9)
@@ -229,7 +231,7 @@ def test_a_thinner_model_sounds_the_same() -> None:
     """Of five blocks three are run, and the others cost what one of them does."""
     deep = dataclasses.replace(CONFIG, layers=5)
     five = dataclasses.replace(subject(), model=lambda: GPT(deep))
-    found = Pieces.of(five, source=shapes_of(five.model, seed=0))
+    found = ModelPieces.of(five, source=shapes_of(five.model, seed=0))
     assert found is not None
     assert found.names[2:7] == tuple(f"blocks.{number}" for number in range(5))
     assert found.like == (0, 1, 2, 3, 3, 3, 4, 5, 6)
@@ -239,10 +241,10 @@ def test_a_thinner_model_sounds_the_same() -> None:
 def test_what_the_first_of_the_blocks_does_is_not_counted_for_all() -> None:
     """With sequence parallelism it splits the tokens, and gathers their gradient."""
     deep = dataclasses.replace(subject(), model=lambda: GPT(dataclasses.replace(CONFIG, layers=12)))
-    found = Pieces.of(deep, source=shapes_of(deep.model, seed=0))
+    found = ModelPieces.of(deep, source=shapes_of(deep.model, seed=0))
     assert found is not None
     plan = Plan.parse("tp=4 sequence_parallel=1 precision=bf16")
-    own = sound(deep, pieces=found, way=Way.of(plan, batch=BATCH, pieces=found.count), cluster=CLUSTER)
+    own = profile_layers(deep, pieces=found, way=ProfileKey.of(plan, batch=BATCH, pieces=found.count), cluster=CLUSTER)
     figures = bound(plan, sounding=own, cut=found.stages(()), cluster=CLUSTER, exact=True)
     truth = figures_of(predict(rehearse(deep, plan=plan, ranks=4, device="cuda"), cluster=CLUSTER))
     assert 0.8 * truth.exposed["tp"] < figures.exposed["tp"] <= truth.exposed["tp"]

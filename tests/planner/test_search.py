@@ -12,17 +12,17 @@ import torch
 
 from meshwise.engine.parallelize import Options
 from meshwise.plan import Plan, PlanError
-from meshwise.planner.forked_workers import Workers
-from meshwise.planner.lower_bound import Figures
-from meshwise.planner.plan_space import Space, parse_fixed
-from meshwise.planner.search import Candidate, Effort, Rung, Searching, Survey, figures_of, search
+from meshwise.planner.forked_workers import ForkedWorkers
+from meshwise.planner.lower_bound import PlanBound
+from meshwise.planner.plan_space import PlanSpace, parse_fixed
+from meshwise.planner.search import Candidate, PlanSearch, SearchEffort, SearchResult, SearchRung, figures_of, search
 from meshwise.planner.search_tables import FULL, best_table, lost_table, survey_record
 from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.reference.language_loss import next_token_loss
 from meshwise.simulate.cluster import parse_cluster
 from meshwise.simulate.prediction import Prediction
 from meshwise.simulate.rehearsal import rehearse, schedule_of
-from meshwise.simulate.rehearsal_subject import Subject
+from meshwise.simulate.rehearsal_subject import RehearsalSubject
 
 CLUSTER = parse_cluster("1x4 h100")
 CONFIG = GPTConfig(vocabulary=512, context=128, layers=2, heads=4, width=512)
@@ -30,18 +30,20 @@ BATCH = 8
 EVERYTHING = 10**6
 
 
-def subject() -> Subject:
+def subject() -> RehearsalSubject:
     tokens = torch.empty(BATCH, CONFIG.context, dtype=torch.long, device="meta")
-    return Subject(lambda: GPT(CONFIG), next_token_loss, (tokens, tokens), options=Options(example=(tokens, tokens)))
+    return RehearsalSubject(
+        lambda: GPT(CONFIG), next_token_loss, (tokens, tokens), options=Options(example=(tokens, tokens))
+    )
 
 
-def space(fix: str = "", **changes: Any) -> Space:
-    made = Space(Plan(dp=None), ranks=4, node=4, batch=BATCH, pieces=4, fixed=parse_fixed(fix))
+def space(fix: str = "", **changes: Any) -> PlanSpace:
+    made = PlanSpace(Plan(dp=None), ranks=4, node=4, batch=BATCH, pieces=4, fixed=parse_fixed(fix))
     return dataclasses.replace(made, **changes)
 
 
-def found(fix: str, *, limit: float = 80e9, top: int = 1, rehearsals: int = 8, workers: int = 1) -> Survey:
-    effort = Effort(top, rehearsals, workers)
+def found(fix: str, *, limit: float = 80e9, top: int = 1, rehearsals: int = 8, workers: int = 1) -> SearchResult:
+    effort = SearchEffort(top, rehearsals, workers)
     *_, survey = search(subject(), cluster=CLUSTER, space=space(fix), limit=limit, effort=effort)
     return survey
 
@@ -50,7 +52,7 @@ NARROW = "tp=1 schedule=1f1b zero=0 microbatches=2"
 
 
 @cache
-def everything() -> Survey:
+def everything() -> SearchResult:
     return found(NARROW, top=EVERYTHING)
 
 
@@ -58,7 +60,7 @@ def test_the_choice_is_the_best_of_all() -> None:
     survey = found(NARROW)
     assert survey.proven >= 1
     assert survey.rehearsals < len(survey.candidates) == everything().rehearsals
-    assert {one.rung for one in everything().candidates.values()} == {Rung.REHEARSED}
+    assert {one.rung for one in everything().candidates.values()} == {SearchRung.REHEARSED}
     assert everything().best()[0].plan == survey.best()[0].plan
 
 
@@ -66,11 +68,13 @@ def test_large_micro_batches_are_not_taken_for_slower_than_they_are() -> None:
     """What is counted for few short rows and put many times over is more than many rows take at once."""
     tokens = torch.empty(256, 8, dtype=torch.long, device="meta")
     model = dataclasses.replace(CONFIG, context=8, width=64)
-    short = Subject(lambda: GPT(model), next_token_loss, (tokens, tokens), options=Options(example=(tokens, tokens)))
+    short = RehearsalSubject(
+        lambda: GPT(model), next_token_loss, (tokens, tokens), options=Options(example=(tokens, tokens))
+    )
     held = space("microbatches=1 schedule=1f1b tp_mode=1d sequence_parallel=0", batch=256)
     cluster, best = parse_cluster("1x4 cpu4"), []
     for top in (1, EVERYTHING):
-        effort = Effort(top, rehearsals=EVERYTHING)
+        effort = SearchEffort(top, rehearsals=EVERYTHING)
         *_, survey = search(short, cluster=cluster, space=held, limit=80e9, effort=effort)
         best.append(survey.best()[0])
     chosen, truly = best
@@ -80,13 +84,13 @@ def test_large_micro_batches_are_not_taken_for_slower_than_they_are() -> None:
 def test_what_a_rehearsal_tells_decides() -> None:
     best, second, *_ = everything().best()
 
-    def told(prediction: Prediction) -> Figures:
+    def told(prediction: Prediction) -> PlanBound:
         figures = figures_of(prediction)
         again = second.figures.seconds if prediction.rehearsal.plan.dp == best.plan.dp else 0.0
         return dataclasses.replace(figures, seconds=figures.seconds + again)
 
-    effort = Effort(top=1, rehearsals=8)
-    with Searching(subject(), cluster=CLUSTER, space=space(NARROW), limit=80e9, effort=effort) as searching:
+    effort = SearchEffort(top=1, rehearsals=8)
+    with PlanSearch(subject(), cluster=CLUSTER, space=space(NARROW), limit=80e9, effort=effort) as searching:
         searching.told = told
         for _ in searching.run(tiers=False):
             pass
@@ -115,7 +119,7 @@ def test_a_rule_says_where_the_model_is_cut() -> None:
     assert {plan.pp for plan in space("tp=1").plans()} == {1, 2, 4}
     assert {plan.pp for plan in dataclasses.replace(late, fixed=parse_fixed("tp=1")).plans()} == {1, 2}
     assert parse_fixed("schedule=zb-h1 tp=1") == {"schedule": "zb-h1", "tp": 1}
-    *_, survey = search(subject(), cluster=CLUSTER, space=late, limit=80e9, effort=Effort(top=1))
+    *_, survey = search(subject(), cluster=CLUSTER, space=late, limit=80e9, effort=SearchEffort(top=1))
     assert [one.at for one in survey.best()] == [("norm",)]
 
 
@@ -142,8 +146,8 @@ def test_a_model_that_asks_for_values_is_refused_with_that_word() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x if bool((x > 0).all()) else -x)
 
-    looks = Subject(lambda: Looks(4, 4), lambda output, _: (output.sum(), 8), torch.ones(BATCH, 4))
-    *_, survey = search(looks, cluster=CLUSTER, space=space("tp=1 pp=1"), limit=80e9, effort=Effort())
+    looks = RehearsalSubject(lambda: Looks(4, 4), lambda output, _: (output.sum(), 8), torch.ones(BATCH, 4))
+    *_, survey = search(looks, cluster=CLUSTER, space=space("tp=1 pp=1"), limit=80e9, effort=SearchEffort())
     assert survey.candidates
     assert all("have no values" in one.refused for one in survey.candidates.values())
 
@@ -159,10 +163,10 @@ def test_what_tp_cannot_split_costs_no_rehearsals() -> None:
             return y
 
     images = torch.empty(BATCH, 8, 16, 16)
-    network = Subject(lambda: torch.nn.Sequential(Residual(), Residual()), lambda y, _: (y.sum(), 8), images)
-    *_, survey = search(network, cluster=CLUSTER, space=space("pp=1"), limit=80e9, effort=Effort(1, rehearsals=3))
+    network = RehearsalSubject(lambda: torch.nn.Sequential(Residual(), Residual()), lambda y, _: (y.sum(), 8), images)
+    *_, survey = search(network, cluster=CLUSTER, space=space("pp=1"), limit=80e9, effort=SearchEffort(1, rehearsals=3))
     assert survey.best()[0].plan.tp == 1
-    *_, survey = search(network, cluster=CLUSTER, space=space("tp=2 pp=1"), limit=80e9, effort=Effort())
+    *_, survey = search(network, cluster=CLUSTER, space=space("tp=2 pp=1"), limit=80e9, effort=SearchEffort())
     assert survey.rehearsals == 0
     assert all("found no part" in one.refused for one in survey.candidates.values())
 
@@ -184,21 +188,21 @@ def test_what_a_model_holds_between_its_blocks_may_go_where_the_batch_is() -> No
             return logits
 
     tokens = torch.zeros(BATCH, CONFIG.context, dtype=torch.long)
-    turned = Subject(Turned, next_token_loss, (tokens, tokens), options=Options(example=(tokens, tokens)))
+    turned = RehearsalSubject(Turned, next_token_loss, (tokens, tokens), options=Options(example=(tokens, tokens)))
     held = space("tp=1 dp=2 zero=0 schedule=1f1b microbatches=2")
-    *_, survey = search(turned, cluster=CLUSTER, space=held, limit=80e9, effort=Effort())
+    *_, survey = search(turned, cluster=CLUSTER, space=held, limit=80e9, effort=SearchEffort())
     assert [one.plan.pp for one in survey.best()] == [2]
 
 
 def test_a_reason_is_told_once_for_all_plans_that_it_refuses() -> None:
-    survey = Survey(limit=1.0)
+    survey = SearchResult(limit=1.0)
     for ranks, zero in ((4, 0), (4, 1), (8, 0)):
         plan = Plan.parse(f"dp=2 tp={ranks} zero={zero}")
         cut = f"{plan} partition=params"
         said = f"blocks.0 has 2 heads, and '{cut}' shares them out over {ranks} ranks: they are fewer. Nearest: tp=2"
-        survey.note(Candidate(plan, Rung.REHEARSED, Figures(seconds=float(ranks + zero)), refused=said))
+        survey.note(Candidate(plan, SearchRung.REHEARSED, PlanBound(seconds=float(ranks + zero)), refused=said))
     parts = "found no part for these parameters:\n  up.weight  (4, 4)  (why)\n  up.bias  (4)\nState them in the rules"
-    survey.note(Candidate(Plan.parse("dp=3 tp=2"), Rung.REHEARSED, refused=parts))
+    survey.note(Candidate(Plan.parse("dp=3 tp=2"), SearchRung.REHEARSED, refused=parts))
     heads, unplaced = lost_table(survey, top=1)[1:]
     told = "refused: blocks.0 has 2 heads, and the plan shares them out over 4 ranks: they are fewer"
     assert heads == ("3", told, "", "", "dp=2 tp=4")
@@ -249,7 +253,7 @@ def test_nothing_slower_than_the_best_is_called_best() -> None:
 def test_what_the_real_code_refuses_is_refused_in_its_words() -> None:
     two = dataclasses.replace(subject(), model=lambda: GPT(dataclasses.replace(CONFIG, heads=2)))
     fix = "pp=1 dp=1 tp=4 tp_mode=1d sequence_parallel=0 microbatches=8"
-    *_, survey = search(two, cluster=CLUSTER, space=space(fix), limit=80e9, effort=Effort())
+    *_, survey = search(two, cluster=CLUSTER, space=space(fix), limit=80e9, effort=SearchEffort())
     (refused,) = survey.candidates.values()
     with pytest.raises(ValueError, match="heads") as real:
         rehearse(two, plan=refused.plan, ranks=4, device="cuda")
@@ -258,7 +262,7 @@ def test_what_the_real_code_refuses_is_refused_in_its_words() -> None:
 
 
 def test_workers_hand_back_what_came_of_each_piece_of_work() -> None:
-    workers = Workers(2)
+    workers = ForkedWorkers(2)
     workers.start("one", work=lambda: 1)
     workers.start("none", work=lambda: 1 // 0)
     assert not workers.free

@@ -14,7 +14,7 @@ from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.step_result import StepResult
 from meshwise.engine.trainer import Trainer
 from meshwise.plan import Plan
-from meshwise.precision.loss_scale import Scale
+from meshwise.precision.loss_scale import LossScale
 from meshwise.testing import run
 
 
@@ -55,7 +55,7 @@ def spiked(rows: int = 8) -> list[Tensor]:
 
 def run_spiked(world: World, plan: str) -> list[tuple[StepResult, dict[str, Tensor]]]:
     options = Options(
-        loss_scale=Scale(32.0), example=spiked()[0], tensor_rules={"layers.0": "first", "layers.2": "second"}
+        loss_scale=LossScale(32.0), example=spiked()[0], tensor_rules={"layers.0": "first", "layers.2": "second"}
     )
     trainer = parallelize(Spike, plan, loss=squares, world=world, lr=1e-2, options=options)
     found = []
@@ -98,7 +98,7 @@ def test_a_step_that_is_left_out_leaves_no_trace_in_running_statistics() -> None
     """Neither the overflow, nor a batch that is not finite, nor the forward that looks for the culprit."""
 
     def main(world: World) -> None:
-        options = Options(loss_scale=Scale(32.0), nonfinite="skip:1")
+        options = Options(loss_scale=LossScale(32.0), nonfinite="skip:1")
         trainer = parallelize(Averaging, "dp=2 precision=fp16", loss=squares, world=world, lr=1e-2, options=options)
         draws = torch.Generator().manual_seed(0)
         trainer.step(torch.randn(8, 4, generator=draws))
@@ -115,7 +115,9 @@ def test_a_step_that_is_left_out_leaves_no_trace_in_running_statistics() -> None
 
 
 def test_a_gradient_that_no_scale_mends_is_an_error() -> None:
-    trainer = parallelize(Spike, "precision=fp16", loss=squares, lr=1e-2, options=Options(loss_scale=Scale(2.0**-13)))
+    trainer = parallelize(
+        Spike, "precision=fp16", loss=squares, lr=1e-2, options=Options(loss_scale=LossScale(2.0**-13))
+    )
     batch = spiked()[0]
     batch[0, 0] = math.inf
     assert trainer.step(batch).loss_scale == 2.0**-13
@@ -136,22 +138,22 @@ def test_the_scale_is_that_of_the_mean_so_no_step_is_lost_to_find_it(plan: str) 
         return [trainer.step(x), trainer.step(x[start:stop], local=True, total=rows)]
 
     for results in run(Plan.parse(plan).mesh().size, main, args=(f"{plan} precision=fp16",)):
-        assert [(result.loss_scale, result.skipped) for result in results] == [(Scale().value, False)] * 2
+        assert [(result.loss_scale, result.skipped) for result in results] == [(LossScale().value, False)] * 2
 
 
 def test_the_scale_goes_through_a_checkpoint_to_another_plan(tmp_path: Path) -> None:
-    def made(world: World, plan: str, scale: Scale) -> Trainer:
+    def made(world: World, plan: str, scale: LossScale) -> Trainer:
         return parallelize(Spike, plan, loss=squares, world=world, lr=1e-2, options=Options(loss_scale=scale))
 
     def begin(world: World) -> float:
-        trainer = made(world, "dp=2 precision=fp16", Scale(Scale.MOST))
+        trainer = made(world, "dp=2 precision=fp16", LossScale(LossScale.MOST))
         results = [trainer.step(torch.full((8, 4), 500.0)) for _ in range(2)]
         assert [result.skipped for result in results] == [True, True]
         trainer.save(tmp_path / "saved")
         return trainer.step(spiked()[0]).loss_scale
 
     def go_on(world: World) -> float:
-        trainer = made(world, "dp=1 precision=fp16", Scale())
+        trainer = made(world, "dp=1 precision=fp16", LossScale())
         trainer.load(tmp_path / "saved")
         return trainer.step(spiked()[0]).loss_scale
 

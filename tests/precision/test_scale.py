@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
-from meshwise.precision.loss_scale import Scale, likely_count
+from meshwise.precision.loss_scale import LossScale, likely_count
 
 
-def drawn(events: str, scale: Scale) -> list[float]:
+def drawn(events: str, scale: LossScale) -> list[float]:
     """The scale of each step; `.` is an update, `x` an overflow."""
     values = []
     for event in events.replace(" ", ""):
@@ -29,17 +29,17 @@ def drawn(events: str, scale: Scale) -> list[float]:
 def test_overflows_in_a_row_shrink_the_scale_faster_and_updates_let_it_grow(
     events: str, patience: int, values: list[float]
 ) -> None:
-    assert drawn(events, Scale(64.0, patience=patience)) == values
+    assert drawn(events, LossScale(64.0, patience=patience)) == values
 
 
 def test_the_scale_stays_between_its_bounds() -> None:
-    assert Scale(Scale.MOST, patience=1).updated().value == Scale.MOST
-    assert Scale(Scale.LEAST).exhausted
-    assert not Scale(Scale.LEAST * 2).exhausted
+    assert LossScale(LossScale.MOST, patience=1).updated().value == LossScale.MOST
+    assert LossScale(LossScale.LEAST).exhausted
+    assert not LossScale(LossScale.LEAST * 2).exhausted
 
 
 def test_the_sum_is_multiplied_by_the_scale_over_a_power_of_two_near_its_count() -> None:
-    scale = Scale(2.0**16)
+    scale = LossScale(2.0**16)
     assert scale.factor == 2.0**16
     assert [scale.expecting(count).factor for count in (1000, 1024, 1500, 3)] == [64, 64, 32, 2.0**14]
     assert scale.expecting(8).expecting(0).expecting(math.nan).factor == scale.expecting(8).factor
@@ -54,12 +54,12 @@ def test_a_batch_is_taken_to_count_what_its_smallest_tensor_holds() -> None:
 
 
 def test_a_scale_goes_through_json() -> None:
-    scale = Scale(8.0, updates=3, overflows=1, patience=5, count=512.0)
-    assert Scale.restored(json.loads(json.dumps(scale.state()))) == scale
+    scale = LossScale(8.0, updates=3, overflows=1, patience=5, count=512.0)
+    assert LossScale.restored(json.loads(json.dumps(scale.state()))) == scale
 
 
 @pytest.mark.parametrize("value, patience", [(0.0, 1), (-2.0, 1), (math.nan, 1), (math.inf, 1), (1000.0, 1), (8.0, 0)])
 def test_a_scale_that_is_no_power_of_two_is_refused(value: float, patience: int) -> None:
     """With 0, NaN or infinity no step would ever be applied."""
     with pytest.raises(ValueError, match=f"a loss scale of {value:g} that .* after {patience} updates; give a power"):
-        Scale(value, patience=patience)
+        LossScale(value, patience=patience)

@@ -16,7 +16,7 @@ from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.precision.dtype_policy import Precision
-from meshwise.precision.loss_scale import Scale
+from meshwise.precision.loss_scale import LossScale
 from meshwise.testing import run
 from meshwise.testing.difference import difference
 
@@ -174,7 +174,7 @@ def alone() -> dict[str, dict[str, Any]]:
     return {"bf16": on("precision=bf16")[0], "fp16": on("precision=fp16", **SMALL)[0], "exact": on("dp=1", **exact)[0]}
 
 
-SMALL = {"loss_scale": Scale(8.0)}
+SMALL = {"loss_scale": LossScale(8.0)}
 
 
 RECORDS: dict[str, tuple[dict[str, Any], float, Sequence[str]]] = {

@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshwise.engine.parallelize import Options
-from meshwise.pipeline.cut.model_cut import Where
+from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.reference.gpt import GPT, GPTConfig
-from meshwise.simulate.rehearsal_subject import Subject
+from meshwise.simulate.rehearsal_subject import RehearsalSubject
 
 CONFIG = GPTConfig(vocabulary=64, context=16, layers=4, heads=4, width=32)
 
@@ -18,9 +18,9 @@ def loss(output: Tensor, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
     return functional.cross_entropy(output.flatten(0, 1), batch[1].flatten(), reduction="sum"), batch[1].numel()
 
 
-def gpt_subject(config: GPTConfig = CONFIG, *, rows: int = 16, stages: int = 1, **options: object) -> Subject:
+def gpt_subject(config: GPTConfig = CONFIG, *, rows: int = 16, stages: int = 1, **options: object) -> RehearsalSubject:
     """A GPT; with stages, the layers are cut evenly among them."""
     tokens = torch.zeros(rows, config.context, dtype=torch.long)
     at = tuple(f"blocks.{stage * config.layers // stages}" for stage in range(1, stages))
-    chosen = Options(cut=Where(at=at), example=(tokens, tokens), **options)  # type: ignore[arg-type]
-    return Subject(lambda: GPT(config), loss, (tokens, tokens), options=chosen)
+    chosen = Options(cut=CutOptions(at=at), example=(tokens, tokens), **options)  # type: ignore[arg-type]
+    return RehearsalSubject(lambda: GPT(config), loss, (tokens, tokens), options=chosen)

@@ -11,8 +11,8 @@ from torch.nn import functional
 from meshwise.engine.parallelize import Options
 from meshwise.plan import Plan
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import Subject
-from meshwise.simulate.tape import Category, Memory
+from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.tape import Category, MemoryChange
 
 WIDTH, HEADS, LENGTH, BATCH = 256, 8, 128, 2
 SBH = LENGTH * BATCH * WIDTH
@@ -69,14 +69,14 @@ def _loss(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
 def _held(blocks: int, plan: str) -> int:
     """Bytes that a forward leaves for its backward."""
     x = torch.empty(BATCH, LENGTH, WIDTH, device="meta", dtype=torch.float16)
-    subject = Subject(lambda: Blocks(blocks), _loss, x, options=Options(example=x))
+    subject = RehearsalSubject(lambda: Blocks(blocks), _loss, x, options=Options(example=x))
     rehearsal = rehearse(subject, plan=plan, ranks=Plan.parse(plan).mesh().size, device="cuda")
     left: Counter[Category] = Counter()
     for part in rehearsal.step(0):
         if part.label == "0F0":
-            left.update({entry.category: 0 for entry in part.entries if isinstance(entry, Memory)})
+            left.update({entry.category: 0 for entry in part.entries if isinstance(entry, MemoryChange)})
             for entry in part.entries:
-                if isinstance(entry, Memory):
+                if isinstance(entry, MemoryChange):
                     left[entry.category] += entry.bytes
     return left[Category.ACTIVATIONS] + left[Category.COMMUNICATION]
 

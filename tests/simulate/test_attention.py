@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshwise.simulate.cluster import Cluster, Device, Products
-from meshwise.simulate.cluster_prices import Prices
+from meshwise.simulate.cluster import Cluster, Device, MatmulEfficiency
+from meshwise.simulate.cluster_prices import ClusterPrices
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import Subject
-from meshwise.simulate.tape import Operation
+from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.tape import TapeOperation
 
-CLUSTER = Cluster(Device(peak=MappingProxyType({"bfloat16": 1e12, "float32": 1e12}), attention=Products(best=1.0)))
+CLUSTER = Cluster(
+    Device(peak=MappingProxyType({"bfloat16": 1e12, "float32": 1e12}), attention=MatmulEfficiency(best=1.0))
+)
 
 
 class _Attending(torch.nn.Module):
@@ -30,19 +32,19 @@ class _Attending(torch.nn.Module):
         return functional.scaled_dot_product_attention(y, y, y, is_causal=self.causal)
 
 
-def _attention(device: Literal["cpu", "cuda"], *, causal: bool, length: int) -> list[Operation]:
+def _attention(device: Literal["cpu", "cuda"], *, causal: bool, length: int) -> list[TapeOperation]:
     def loss(output: Tensor, _: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
         return output.sum(), output.numel()
 
     x = torch.zeros(1, length, 64)
-    subject = Subject(lambda: _Attending(causal=causal), loss, (x, x))
+    subject = RehearsalSubject(lambda: _Attending(causal=causal), loss, (x, x))
     precision = " precision=bf16" if device == "cuda" else ""
     rehearsal = rehearse(subject, plan=f"dp=1{precision}", ranks=1, device=device)
     found = [
         entry
         for part in rehearsal.step(0)
         for entry in part.entries
-        if isinstance(entry, Operation) and "attention" in entry.name
+        if isinstance(entry, TapeOperation) and "attention" in entry.name
     ]
     assert len(found) == 2  # forward and backward
     return found
@@ -61,7 +63,7 @@ def _attention(device: Literal["cpu", "cuda"], *, causal: bool, length: int) -> 
 def test_what_a_causal_mask_hides_is_counted_and_not_computed(
     device: Literal["cpu", "cuda"], length: int, part: float
 ) -> None:
-    prices = Prices(CLUSTER)
+    prices = ClusterPrices(CLUSTER)
     every, causal = (_attention(device, causal=causal, length=length) for causal in (False, True))
     assert [one.flops for one in causal] == [one.flops for one in every]
     kernel = CLUSTER.device.kernel

@@ -5,10 +5,10 @@ from fractions import Fraction
 
 import pytest
 
-from meshwise.base.timeline import Stream
+from meshwise.base.timeline import TimelineRow
 from meshwise.engine.cut_agreement import plan_schedule
 from meshwise.pipeline.schedules import make_schedule
-from meshwise.pipeline.schedules.schedule_clock import Cost, clock
+from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.plan import Plan
 from meshwise.simulate.cluster import Link
 from meshwise.simulate.prediction import predict
@@ -21,7 +21,7 @@ from simulate.test_clock import STEADY
 def _bubble(plan: str) -> tuple[Fraction, Fraction, Plan]:
     """The time over that of the computations alone, less one: of the published table, and of the one that is run."""
     parsed = Plan.parse(plan)
-    cost = Cost(*(one / parsed.virtual_stages for one in (1.0, 1.0, 1.0)))
+    cost = ActionCost(*(one / parsed.virtual_stages for one in (1.0, 1.0, 1.0)))
     published = make_schedule(
         parsed.schedule, pp=parsed.pp, microbatches=parsed.microbatches, virtual_stages=parsed.virtual_stages
     )
@@ -72,5 +72,5 @@ def test_it_is_apart_from_the_waits_for_reductions(plan: str) -> None:
 def test_a_prediction_counts_it_as_a_part_of_the_step() -> None:
     prediction = predict(rehearse(gpt_subject(stages=2), plan="pp=2 microbatches=4", ranks=2), cluster=STEADY)
     assert prediction.timeline is not None
-    busy = sum(event.stop - event.start for event in prediction.timeline.events if event.stream is Stream.COMPUTE)
+    busy = sum(event.stop - event.start for event in prediction.timeline.events if event.stream is TimelineRow.COMPUTE)
     assert prediction.bubble == pytest.approx(1 - busy / 2 / prediction.seconds)

@@ -9,21 +9,33 @@ import tomli_w
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.api.flight_recorder import Stamp
+from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.engine.parallelize import Options
-from meshwise.pipeline.cut.model_cut import Where
+from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.reference.gpt import GPT
-from meshwise.simulate.cluster import Cluster, ClusterError, Device, Host, Link, Products, load, parse_cluster, to_table
-from meshwise.simulate.cluster_prices import Prices, traffic
+from meshwise.simulate.cluster import (
+    Cluster,
+    ClusterError,
+    Device,
+    Link,
+    MatmulEfficiency,
+    NodeHost,
+    load,
+    parse_cluster,
+    to_table,
+)
+from meshwise.simulate.cluster_prices import ClusterPrices, traffic
 from meshwise.simulate.operation_cost import operation
 from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import Subject
-from meshwise.simulate.tape import Call, Memory
+from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.tape import MemoryChange, TapeCall
 from simulate.subjects import CONFIG, gpt_subject
 
 STEADY = Cluster(
-    device=Device(kind="cpu", peak={"float32": 1e9}, products=Products(best=1.0), attention=Products(best=1.0)),
+    device=Device(
+        kind="cpu", peak={"float32": 1e9}, products=MatmulEfficiency(best=1.0), attention=MatmulEfficiency(best=1.0)
+    ),
     inside=Link(bandwidth=((1.0, 1e30),)),
 )
 """Where only matrix products take time."""
@@ -52,7 +64,7 @@ class Adapted(nn.Module):
 def test_frozen_weights_have_no_gradient_that_counts(plan: str) -> None:
     """Three times the forward would be used to 142 % of the peak here."""
     x = torch.zeros(8, 64)
-    subject = Subject(
+    subject = RehearsalSubject(
         lambda: nn.Sequential(*(Adapted() for _ in range(3))),
         lambda output, batch: (output.sum(), len(batch)),
         x,
@@ -80,7 +92,7 @@ class Force(nn.Module):
 
 
 def test_a_gradient_within_a_forward_is_of_the_forward() -> None:
-    subject = Subject(Force, lambda output, batch: (output.sum(), len(batch)), torch.zeros(8, 64))
+    subject = RehearsalSubject(Force, lambda output, batch: (output.sum(), len(batch)), torch.zeros(8, 64))
     prediction = predict(rehearse(subject, plan="dp=1", ranks=1), cluster=STEADY)
     assert prediction.model_flops == 3 * 4 * (2 * 8 * 64 * 64)
 
@@ -89,11 +101,11 @@ def test_a_gradient_within_a_forward_is_of_the_forward() -> None:
 def test_the_bubble_of_even_stages_is_that_of_the_schedule(microbatches: int) -> None:
     width = 64
     block = lambda: nn.Sequential(nn.Linear(width, width), nn.GELU())  # noqa: E731
-    subject = Subject(
+    subject = RehearsalSubject(
         lambda: nn.Sequential(block(), block()),
         lambda output, batch: (output.sum(), len(batch)),
         torch.zeros(16, width),
-        options=Options(cut=Where(at=("1",))),
+        options=Options(cut=CutOptions(at=("1",))),
     )
     prediction = predict(rehearse(subject, plan=f"pp=2 microbatches={microbatches}", ranks=2), cluster=STEADY)
     first, second = (sum(part.flops for part in prediction.rehearsal.step(index)) for index in range(2))
@@ -105,10 +117,10 @@ def test_the_bubble_of_even_stages_is_that_of_the_schedule(microbatches: int) ->
 
 
 def test_a_long_ring_takes_a_hop_for_each_rank_and_a_tree_does_not() -> None:
-    prices = Prices(parse_cluster("512x8 h100"))
+    prices = ClusterPrices(parse_cluster("512x8 h100"))
 
     def seconds(kind: str, ranks: range) -> float:
-        return prices.collective(Call(Stamp(0, kind, ("dp",), (), "", 4096 * 8, ""), tuple(ranks)))
+        return prices.collective(TapeCall(CallRecord(0, kind, ("dp",), (), "", 4096 * 8, ""), tuple(ranks)))
 
     hops = 511 * 4e-6 + (4096 - 512) * 1.9e-6
     assert seconds("all_gather", range(4096)) == pytest.approx(hops, rel=1e-2)
@@ -128,7 +140,7 @@ def test_slower_links_cost_time_where_nothing_is_computed_meanwhile() -> None:
 def test_memory_that_the_system_clears_takes_time_whenever_it_is_new() -> None:
     rehearsal = rehearse(gpt_subject(), plan="tp=2", ranks=2, shared=True)
     slow = dataclasses.replace(STEADY, device=dataclasses.replace(STEADY.device, fresh=((1.0, 1e6),)))
-    entries = [entry for part in rehearsal.step(0) for entry in part.entries if isinstance(entry, Memory)]
+    entries = [entry for part in rehearsal.step(0) for entry in part.entries if isinstance(entry, MemoryChange)]
     asked = sum(entry.fresh * entry.bytes for entry in entries)
     assert asked > 0 == sum(entry.fresh for entry in entries if entry.bytes < 0)
     late = predict(rehearsal, cluster=slow).seconds - predict(rehearsal, cluster=STEADY).seconds
@@ -151,9 +163,9 @@ def test_a_loss_looks_up_its_targets() -> None:
 )
 def test_what_rests_elsewhere_takes_its_time(offload: str, beside: int, after: int) -> None:
     model = lambda: nn.Linear(64, 64, bias=False)  # noqa: E731
-    subject = Subject(model, lambda output, batch: (output.sum(), len(batch)), torch.zeros(4, 64))
+    subject = RehearsalSubject(model, lambda output, batch: (output.sum(), len(batch)), torch.zeros(4, 64))
     rehearsal = rehearse(subject, plan=f"dp=1 zero=3 offload={offload}", ranks=1, device="cuda")
-    slow = dataclasses.replace(STEADY, ranks_per_node=1, host=Host(link=1.0, disk=1.0))
+    slow = dataclasses.replace(STEADY, ranks_per_node=1, host=NodeHost(link=1.0, disk=1.0))
     late = predict(rehearsal, cluster=slow)
     # Bytes of each parameter: its gradient out beside the micro-batch (itself twice in); then itself or its states.
     assert late.seconds == 64 * 64 * (beside + after)
@@ -168,11 +180,11 @@ def test_a_ring_in_one_node_uses_its_link_and_one_through_several_their_adapters
         inside=Link(bandwidth=((1.0, 100.0),)),
         between=Link(bandwidth=((1.0, 10.0),)),
     )
-    prices = Prices(cluster)
+    prices = ClusterPrices(cluster)
     assert prices._rate("all_reduce", 8, (0, 1, 2, 3)) == 100
     assert prices._rate("all_reduce", 8, (0, 4)) == 5  # two ranks share an adapter
     assert prices._rate("all_reduce", 8, tuple(range(8))) == 20  # the ring has both adapters of each node
-    quicker = Prices(dataclasses.replace(cluster, adapters=4, between=Link(bandwidth=((2.0, 5.0), (8.0, 10.0)))))
+    quicker = ClusterPrices(dataclasses.replace(cluster, adapters=4, between=Link(bandwidth=((2.0, 5.0), (8.0, 10.0)))))
     assert quicker._rate("all_reduce", 8, (0, 4)) == 10
     assert quicker._rate("all_reduce", 8, tuple(range(8))) == 4 * 5  # each adapter carries a quarter, more slowly
     assert traffic("all_reduce", count=4) == 1.5

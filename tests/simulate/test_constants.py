@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.model.shape_constants import LARGEST, Constants
+from meshwise.model.shape_constants import LARGEST, ShapeConstants
 from meshwise.simulate.meta_batch import LARGEST as LARGEST_OF_A_BATCH
-from meshwise.simulate.meta_batch import StandIn, of_rows
+from meshwise.simulate.meta_batch import MetaBatch, of_rows
 from meshwise.simulate.rehearsal import Rehearsal, rehearse
-from meshwise.simulate.rehearsal_subject import Subject
-from meshwise.simulate.tape import Operation
+from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.tape import TapeOperation
 
 
 def positions() -> Tensor:
@@ -41,7 +41,7 @@ KNOWN: dict[str, tuple[Callable[[], Any], Any]] = {
 @pytest.mark.parametrize("case", KNOWN)
 def test_what_is_made_of_sizes_is_known(case: str) -> None:
     ask, answer = KNOWN[case]
-    with Constants() as constants, constants.forward():
+    with ShapeConstants() as constants, constants.forward():
         assert ask() == answer
     assert not constants.asked
 
@@ -66,7 +66,7 @@ UNKNOWN: dict[str, Callable[[], Tensor]] = {
 
 @pytest.mark.parametrize("case", UNKNOWN)
 def test_what_is_not_has_no_value(case: str) -> None:
-    with Constants() as constants, constants.forward(), pytest.raises(RuntimeError, match="meta tensors"):
+    with ShapeConstants() as constants, constants.forward(), pytest.raises(RuntimeError, match="meta tensors"):
         UNKNOWN[case]().item()
 
 
@@ -78,7 +78,7 @@ def test_what_only_a_gpu_computes_is_left_unknown() -> None:
         library.define("alone(Tensor x) -> Tensor")
         library.impl("alone", torch.empty_like, "Meta")
         library.impl("alone", fails, "CPU")
-        with Constants() as constants, constants.forward():
+        with ShapeConstants() as constants, constants.forward():
             made = torch.ops.meshwise_tests.alone(torch.ones(3, device="meta"))
             assert made.shape == (3,)
             with pytest.raises(RuntimeError, match="meta tensors"):
@@ -86,7 +86,7 @@ def test_what_only_a_gpu_computes_is_left_unknown() -> None:
 
 
 def test_what_has_values_is_let_be() -> None:
-    with Constants() as constants, constants.forward():
+    with ShapeConstants() as constants, constants.forward():
         assert torch.zeros(2).add_(1).tolist() == [1, 1]
         assert torch.tensor([0, 1]).nonzero().tolist() == [[1]]
         assert not torch.tensor([0, 1]).nonzero().is_meta
@@ -94,7 +94,7 @@ def test_what_has_values_is_let_be() -> None:
 
 def test_what_nobody_asks_a_model_for_is_not_computed() -> None:
     """An engine makes buffers of zeros as large as parameters, and leaves them as they are."""
-    with Constants(), pytest.raises(RuntimeError, match="meta tensors"):
+    with ShapeConstants(), pytest.raises(RuntimeError, match="meta tensors"):
         torch.zeros(3, device="meta").sum().item()
 
 
@@ -132,45 +132,49 @@ OF_A_BATCH: dict[str, tuple[Callable[[Tensor, Tensor], Any], Any]] = {
 @pytest.mark.parametrize("case", OF_A_BATCH)
 def test_the_integers_of_a_batch_are_known(case: str) -> None:
     ask, answer = OF_A_BATCH[case]
-    batch = StandIn.of(BATCH, rows=5)
-    with Constants(batch.values) as constants, constants.forward():
+    batch = MetaBatch.of(BATCH, rows=5)
+    with ShapeConstants(batch.values) as constants, constants.forward():
         assert ask(batch.batch["mask"], batch.batch["x"]) == answer
     assert constants.asked
 
 
 def test_other_numbers_of_a_batch_are_not() -> None:
-    batch = StandIn.of(BATCH, rows=5)
-    with Constants(batch.values) as constants, constants.forward(), pytest.raises(RuntimeError, match="meta tensors"):
+    batch = MetaBatch.of(BATCH, rows=5)
+    with (
+        ShapeConstants(batch.values) as constants,
+        constants.forward(),
+        pytest.raises(RuntimeError, match="meta tensors"),
+    ):
         batch.batch["x"].sum().item()
     assert not constants.asked
 
 
 def test_a_batch_that_is_written_to_is_the_users_no_more_nor_that_of_other_ranks() -> None:
-    batch, before = StandIn.of(BATCH, rows=3), BATCH["mask"].clone()
+    batch, before = MetaBatch.of(BATCH, rows=3), BATCH["mask"].clone()
     mask = batch.batch["mask"]
-    with Constants(batch.values) as constants, constants.forward():
+    with ShapeConstants(batch.values) as constants, constants.forward():
         corner = mask[1:, 2:]
         mask[:, 2] = 5
         assert mask.tolist() == [[1, 1, 5, 0], [1, 1, 5, 0], [1, 1, 5, 1]]
         assert corner.tolist() == [[5, 0], [5, 1]]
         corner.fill_(7)
         assert mask.amax().item() == 7
-    with Constants(batch.values) as constants, constants.forward():
+    with ShapeConstants(batch.values) as constants, constants.forward():
         assert mask.tolist() == before.tolist()
     assert torch.equal(BATCH["mask"], before)
 
 
 def test_ranks_have_one_copy_of_a_batch() -> None:
-    batch = StandIn.of(BATCH, rows=3)
-    with Constants(batch.values) as constants, constants.forward():
+    batch = MetaBatch.of(BATCH, rows=3)
+    with ShapeConstants(batch.values) as constants, constants.forward():
         batch.values[0][1][0, 0] = 9
         assert batch.batch["mask"][0, 0].item() == 9
 
 
 def test_a_batch_whose_dims_lie_in_another_order_is_known_in_its_own() -> None:
-    batch = StandIn.of({"mask": torch.arange(24).view(2, 3, 4).transpose(1, 2)}, rows=2)
+    batch = MetaBatch.of({"mask": torch.arange(24).view(2, 3, 4).transpose(1, 2)}, rows=2)
     mask = batch.batch["mask"]
-    with Constants(batch.values) as constants, constants.forward():
+    with ShapeConstants(batch.values) as constants, constants.forward():
         mask.view(2, 12)[:, 0] = 100
         assert mask[:, 0, 0].tolist() == [100, 100]
 
@@ -178,9 +182,9 @@ def test_a_batch_whose_dims_lie_in_another_order_is_known_in_its_own() -> None:
 def test_a_batch_too_large_or_without_values_gives_none() -> None:
     bare = torch.empty(2, 3, dtype=torch.long, device="meta")
     large = torch.zeros(1, dtype=torch.bool).expand(LARGEST_OF_A_BATCH + 1)
-    assert not StandIn.of(bare, rows=2).values
-    assert not StandIn.of(large, rows=len(large)).values
-    assert [held.shape for _, held in StandIn.of(large[:4], rows=6).values] == [(6,)]
+    assert not MetaBatch.of(bare, rows=2).values
+    assert not MetaBatch.of(large, rows=len(large)).values
+    assert [held.shape for _, held in MetaBatch.of(large[:4], rows=6).values] == [(6,)]
 
 
 def test_a_batch_of_other_rows_has_the_values_of_the_users() -> None:
@@ -218,7 +222,9 @@ def loss(y: Tensor, batch: Any) -> tuple[Tensor, int]:
 
 
 def operations(rehearsal: Rehearsal) -> list[str]:
-    return [entry.name for segment in rehearsal.step(0) for entry in segment.entries if isinstance(entry, Operation)]
+    return [
+        entry.name for segment in rehearsal.step(0) for entry in segment.entries if isinstance(entry, TapeOperation)
+    ]
 
 
 PLANS = (
@@ -236,7 +242,7 @@ PLANS = (
 def test_a_model_that_asks_is_rehearsed_as_one_that_knows(plan: str, asks: str) -> None:
     def of(asks: str) -> Rehearsal:
         batch = {"x": torch.ones(8, 4), "mask": torch.ones(8, 4, dtype=torch.bool)}
-        return rehearse(Subject(_Blocks(asks=asks), loss, batch), plan=plan, ranks=2)
+        return rehearse(RehearsalSubject(_Blocks(asks=asks), loss, batch), plan=plan, ranks=2)
 
     asking, knowing = of(asks), of("nobody")
     questions = ("any", "scalar", "arange", "gt")
@@ -270,6 +276,6 @@ def test_models_of_transformers_are_rehearsed_as_they_are(family: str, batch: st
     if batch != "tokens":
         rows["attention_mask"] = torch.ones_like(tokens)
         rows["attention_mask"][0, 3:] = 1 if batch == "whole" else 0
-    rehearsal = rehearse(Subject(model, _own_loss, rows), plan=plan, ranks=2)
+    rehearsal = rehearse(RehearsalSubject(model, _own_loss, rows), plan=plan, ranks=2)
     assert rehearsal.step(0)
     assert rehearsal.asked == (batch != "tokens")

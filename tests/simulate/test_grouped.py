@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import Subject
-from meshwise.simulate.tape import Operation, Product
+from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.tape import MatrixProduct, TapeOperation
 
 EXPERTS, WIDTH, INNER, ROWS = 4, 16, 24, 32
 
@@ -30,13 +30,13 @@ def loss(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_of_three_products_has_the_flops_of_all_rows(dtype: torch.dtype) -> None:
-    subject = Subject(lambda: Mixture().to(dtype), loss, torch.empty(ROWS, WIDTH, dtype=dtype))
+    subject = RehearsalSubject(lambda: Mixture().to(dtype), loss, torch.empty(ROWS, WIDTH, dtype=dtype))
     step = rehearse(subject, plan="dp=1", ranks=1).step(0)
-    entries = [entry for segment in step for entry in segment.entries if isinstance(entry, Operation)]
+    entries = [entry for segment in step for entry in segment.entries if isinstance(entry, TapeOperation)]
     found = [one for one in entries if one.name == "_grouped_mm"]
     assert {one.flops for one in found} == {2 * ROWS * WIDTH * INNER}
     assert {one.dtype for one in found} == {str(dtype).removeprefix("torch.")}
     forward, *backward = (one.product for one in found)
-    assert forward == Product(1, ROWS, WIDTH, INNER)
-    of_input, of_matrices = Product(1, ROWS, INNER, WIDTH), Product(EXPERTS, WIDTH, ROWS // EXPERTS, INNER)
+    assert forward == MatrixProduct(1, ROWS, WIDTH, INNER)
+    of_input, of_matrices = MatrixProduct(1, ROWS, INNER, WIDTH), MatrixProduct(EXPERTS, WIDTH, ROWS // EXPERTS, INNER)
     assert set(backward) == {of_input, of_matrices}

@@ -11,17 +11,17 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.trainer import Trainer
-from meshwise.model.deferred_init import Source, shapes_of
+from meshwise.model.deferred_init import ParameterSource, shapes_of
 from meshwise.plan import Plan
 from meshwise.reference.gpt import Block
 from meshwise.simulate import recorded_rank as part
-from meshwise.simulate.block_growth import Growth, UnevenError
+from meshwise.simulate.block_growth import BlockGrowth, UnevenError
 from meshwise.simulate.block_stack import LEAST, NONE
 from meshwise.simulate.cluster import parse_cluster
 from meshwise.simulate.memory_use import memory_of
 from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import Rehearsal, find_stack, rehearse
-from meshwise.simulate.rehearsal_subject import Device, Subject
+from meshwise.simulate.rehearsal_subject import Device, RehearsalSubject
 from simulate.subjects import CONFIG, gpt_subject, loss
 
 HIGH = replace(CONFIG, layers=LEAST + 1)
@@ -42,7 +42,7 @@ PLANS: Sequence[tuple[str, Device]] = (
 )
 
 
-def _rehearsed(subject: Subject, plan: str, device: Device = "cpu") -> Rehearsal:
+def _rehearsed(subject: RehearsalSubject, plan: str, device: Device = "cpu") -> Rehearsal:
     size = Plan.parse(plan).mesh().size
     return rehearse(subject, plan=plan, ranks=size, device=device, shared=device == "cpu")
 
@@ -52,7 +52,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many blocks the models have that are put under a plan."""
     counted: list[int] = []
 
-    def counting(source: Source, *given: Any, **named: Any) -> Trainer:
+    def counting(source: ParameterSource, *given: Any, **named: Any) -> Trainer:
         counted.append(sum(isinstance(module, Block) for module in source.module.modules()))
         return parallelize(source, *given, **named)
 
@@ -146,12 +146,12 @@ class Frozen(Chosen):
     ids=["alike", "first", "middle", "alternating", "repeated", "frozen", "tied", "of values", "few"],
 )
 def test_a_stack_is_of_blocks_that_the_model_treats_alike(model: nn.Module, count: int) -> None:
-    subject = Subject(model, loss, torch.zeros(4, 4))
+    subject = RehearsalSubject(model, loss, torch.zeros(4, 4))
     assert find_stack(subject, source=shapes_of(model, seed=0)).count == count
 
 
 def test_what_each_block_adds_is_added_once_more() -> None:
-    growth = Growth.of(["abxyxycduu", "abxyxyxycduuu", "abxyxyxyxycduuuu"])
+    growth = BlockGrowth.of(["abxyxycduu", "abxyxyxycduuu", "abxyxyxyxycduuuu"])
     assert "".join("abxyxycduu"[index] for index, _ in growth.places(3)) == "abxyxyxyxyxycduuuuu"
 
 
@@ -161,4 +161,4 @@ def test_what_each_block_adds_is_added_once_more() -> None:
 )
 def test_what_grows_unevenly_is_not_grown(three: tuple[str, str, str]) -> None:
     with pytest.raises(UnevenError):
-        Growth.of(three)
+        BlockGrowth.of(three)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from meshwise.simulate.memory_use import RankMemory, fullest, memory_of
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import Subject
+from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.simulate.simulation_tables import memory_table, text
 from meshwise.simulate.tape import Category
 from simulate.subjects import gpt_subject
@@ -47,7 +47,7 @@ def test_zero_stores_what_its_paper_says(
     billions: float, ranks: int, first: float, second: float, third: float
 ) -> None:
     width = 100_000
-    subject = Subject(
+    subject = RehearsalSubject(
         lambda: nn.Linear(width, round(billions * 1e9 / width), bias=False),
         _sum,
         torch.empty(ranks, width, device="meta"),

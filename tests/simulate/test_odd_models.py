@@ -18,8 +18,8 @@ from meshwise.engine.parallelize import Options, parallelize
 from meshwise.model.forward import Loss
 from meshwise.plan import Plan
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import Device, Subject
-from meshwise.simulate.tape import Operation
+from meshwise.simulate.rehearsal_subject import Device, RehearsalSubject
+from meshwise.simulate.tape import TapeOperation
 
 WIDTH, WORDS = 8, 12
 
@@ -170,7 +170,7 @@ def both(
         for _ in range(2):
             trainer.step(words)
 
-    subject = Subject(given(), loss, words, optimizer=optimizer, arguments=rest, options=options)
+    subject = RehearsalSubject(given(), loss, words, optimizer=optimizer, arguments=rest, options=options)
     return [_outcome(lambda: rehearse(subject, plan=plan, ranks=ranks)), _outcome(lambda: run_threads(ranks, job))]
 
 
@@ -198,11 +198,11 @@ def test_fused_updates_are_rehearsed(plan: str, optimizer: Any, arguments: Any) 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_fused_updates_take_their_time(device: Device) -> None:
-    subject = Subject(Net, entropy, torch.zeros(4, 3, dtype=torch.long), optimizer=SGD)
+    subject = RehearsalSubject(Net, entropy, torch.zeros(4, 3, dtype=torch.long), optimizer=SGD)
     entries = [
         entry for part in rehearse(subject, plan="dp=1", ranks=1, device=device).step(0) for entry in part.entries
     ]
-    updates = [entry for entry in entries if isinstance(entry, Operation) and entry.name == "_fused_sgd_"]
+    updates = [entry for entry in entries if isinstance(entry, TapeOperation) and entry.name == "_fused_sgd_"]
     numel = sum(parameter.numel() for parameter in Net().parameters())
     assert sum(entry.bytes for entry in updates) >= 2 * 4 * numel
 
@@ -273,7 +273,7 @@ def test_a_count_may_be_a_number_of_numpy() -> None:
 def test_a_batch_without_rows_is_refused() -> None:
     words = torch.zeros(0, 3, dtype=torch.long)
     with pytest.raises(ValueError, match="the batch has no rows"):
-        rehearse(Subject(Net, entropy, words), plan=PIPELINE, ranks=2)
+        rehearse(RehearsalSubject(Net, entropy, words), plan=PIPELINE, ranks=2)
     options = Options(example=words)
     with pytest.raises(ValueError, match=r"the batch in Options\(example=batch\) has no rows"):
         run_threads(2, lambda world: parallelize(Net, PIPELINE, loss=entropy, world=world, options=options))

@@ -15,14 +15,14 @@ from meshwise.comm.in_process.thread_world import run_threads
 from meshwise.engine.parallelize import parallelize
 from meshwise.pipeline.cut import model_cut as cut
 from meshwise.pipeline.cut.probe import probe
-from meshwise.pipeline.cut.probe_result import Seen
+from meshwise.pipeline.cut.probe_result import ProbeResult
 from meshwise.plan import Plan, PlanError
 from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.simulate.fitting_plans import needs
 from meshwise.simulate.prediction import forward_flops
 from meshwise.simulate.rehearsal import Rehearsal, rehearse
-from meshwise.simulate.rehearsal_subject import Subject
-from meshwise.simulate.tape import Operation
+from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.tape import TapeOperation
 from meshwise.train.failure_report import notes
 from simulate.subjects import CONFIG, gpt_subject, loss
 
@@ -63,7 +63,7 @@ def _called(world: World, plan: str, stages: int) -> list[tuple[str, tuple[str, 
 def test_a_model_is_looked_at_once_to_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[nn.Module] = []
 
-    def watched(model: nn.Module, **rest: Any) -> Seen:
+    def watched(model: nn.Module, **rest: Any) -> ProbeResult:
         seen.append(model)
         return probe(model, **rest)
 
@@ -169,15 +169,15 @@ def test_recomputation_is_one_more_forward_of_the_blocks_but_for_each_last_produ
 
 
 def test_what_a_job_refuses_its_rehearsal_refuses_with_the_same_words() -> None:
-    wrong: list[tuple[str, int, Subject]] = [
+    wrong: list[tuple[str, int, RehearsalSubject]] = [
         ("dp=3", 4, gpt_subject()),
         ("pp=32 microbatches=32 partition=params", 32, gpt_subject()),
         ("pp=2 schedule=interleaved microbatches=3 virtual_stages=2", 2, gpt_subject()),
         ("tp=3 tp_mode=2d", 3, gpt_subject()),
         ("dp=1", 1, gpt_subject(clip_norm=-1.0)),
         ("dp=1", 1, gpt_subject(nonfinite="perhaps")),
-        ("dp=1", 1, Subject(lambda: GPT(CONFIG), loss, gpt_subject().batch, optimizer=torch.optim.LBFGS)),
-        ("tp=2", 2, Subject(lambda: torch.nn.LSTM(4, 4), loss, torch.zeros(2, 3, 4))),
+        ("dp=1", 1, RehearsalSubject(lambda: GPT(CONFIG), loss, gpt_subject().batch, optimizer=torch.optim.LBFGS)),
+        ("tp=2", 2, RehearsalSubject(lambda: torch.nn.LSTM(4, 4), loss, torch.zeros(2, 3, 4))),
     ]
     for plan, ranks, subject in wrong:
         assert _refusal(lambda: rehearse(subject, plan=plan, ranks=ranks)) == _refusal(  # noqa: B023
@@ -220,7 +220,7 @@ def _outcome(run: Any) -> str:
     return "taken"
 
 
-def _parallelized(world: World, subject: Subject, plan: str) -> None:
+def _parallelized(world: World, subject: RehearsalSubject, plan: str) -> None:
     parallelize(
         subject.model,
         plan,
@@ -242,7 +242,7 @@ def test_a_module_is_left_as_it_is() -> None:
     model = GPT(CONFIG)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     batch = gpt_subject().batch
-    rehearse(Subject(model, loss, batch), plan="dp=4 zero=3", ranks=4)
+    rehearse(RehearsalSubject(model, loss, batch), plan="dp=4 zero=3", ranks=4)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(parameter.is_meta for parameter in model.parameters())
 
@@ -252,7 +252,7 @@ def test_a_rank_of_65536_is_rehearsed_without_its_memory() -> None:
     tokens = torch.empty(8192, 2048, dtype=torch.long, device="meta")
     began, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     rehearsal = rehearse(
-        Subject(lambda: GPT(config), loss, (tokens, tokens)), plan="dp=8192 tp=8", ranks=65_536, device="cuda"
+        RehearsalSubject(lambda: GPT(config), loss, (tokens, tokens)), plan="dp=8192 tp=8", ranks=65_536, device="cuda"
     )
     assert sum(forward_flops(rehearsal)) > 1e13
     assert time.process_time() - began < 20
@@ -265,14 +265,16 @@ def test_attention_is_the_fused_kernel_of_the_device_that_is_meant() -> None:
         ("cuda", "_scaled_dot_product_efficient_attention"),
     ):
         rehearsal = rehearse(gpt_subject(), plan="dp=1", ranks=1, device=device)  # type: ignore[arg-type]
-        names = {entry.name for part in rehearsal.step(0) for entry in part.entries if isinstance(entry, Operation)}
+        names = {entry.name for part in rehearsal.step(0) for entry in part.entries if isinstance(entry, TapeOperation)}
         assert name in names
         assert "_fused_adamw_" in names
 
 
 def _names(config: GPTConfig, plan: str) -> Counter[str]:
     rehearsal = rehearse(gpt_subject(config), plan=plan, ranks=1, device="cuda")
-    return Counter(entry.name for part in rehearsal.step(0) for entry in part.entries if isinstance(entry, Operation))
+    return Counter(
+        entry.name for part in rehearsal.step(0) for entry in part.entries if isinstance(entry, TapeOperation)
+    )
 
 
 @pytest.mark.parametrize("precision, kernel", [("bf16", "flash"), ("fp32", "efficient")])
@@ -307,7 +309,7 @@ class _Placeless(nn.Module):
 
 @pytest.mark.parametrize("plan", ["dp=2 zero=3", "dp=2 recompute=selective", "pp=2 microbatches=2"])
 def test_a_model_and_a_loss_that_name_no_device_are_rehearsed(plan: str) -> None:
-    subject = Subject(_Placeless, lambda y, x: ((y - torch.zeros(4)).sum(), len(x)), torch.ones(8, 4))
+    subject = RehearsalSubject(_Placeless, lambda y, x: ((y - torch.zeros(4)).sum(), len(x)), torch.ones(8, 4))
     assert rehearse(subject, plan=plan, ranks=2).step(0)
 
 
@@ -321,7 +323,7 @@ class _Looks(_Placeless):
 @pytest.mark.parametrize("plan", ["dp=2", "pp=2 microbatches=2"])
 def test_a_model_that_asks_for_values_is_told_that_there_are_none(plan: str) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)meta tensors.*a rehearsal's tensors have no values"):
-        rehearse(Subject(_Looks, loss, torch.ones(8, 4)), plan=plan, ranks=2)
+        rehearse(RehearsalSubject(_Looks, loss, torch.ones(8, 4)), plan=plan, ranks=2)
 
 
 class _Counts(_Placeless):
@@ -334,7 +336,7 @@ class _Counts(_Placeless):
 @pytest.mark.parametrize("model", [_Looks, _Counts])
 def test_a_command_has_a_line_for_what_it_means_that_there_are_no_values(model: type[nn.Module]) -> None:
     with pytest.raises(RuntimeError) as told:
-        rehearse(Subject(model, loss, torch.ones(8, 4)), plan="dp=2", ranks=2)
+        rehearse(RehearsalSubject(model, loss, torch.ones(8, 4)), plan="dp=2", ranks=2)
     assert [note for note in notes(told.value) if "have no values" in note]
 
 
@@ -347,7 +349,7 @@ def test_what_a_model_raises_else_has_no_such_note(says: str, noted: bool) -> No
             raise RuntimeError(f"{says} of {x.shape}")
 
     with pytest.raises(RuntimeError) as told:
-        rehearse(Subject(Raises, loss, torch.ones(8, 4)), plan="dp=2", ranks=2)
+        rehearse(RehearsalSubject(Raises, loss, torch.ones(8, 4)), plan="dp=2", ranks=2)
     assert any("have no values" in note for note in getattr(told.value, "__notes__", ())) == noted
 
 
@@ -371,5 +373,5 @@ def test_a_model_that_changes_its_batch_in_place_is_rehearsed_in_stages() -> Non
 
     build = lambda: Changes(*(nn.Linear(4, 4) for _ in range(4)))  # noqa: E731
     squares = lambda y, x: (y.square().sum(), len(x))  # noqa: E731
-    rehearsal = rehearse(Subject(build, squares, torch.ones(8, 4)), plan="pp=2 microbatches=2", ranks=2)
+    rehearsal = rehearse(RehearsalSubject(build, squares, torch.ones(8, 4)), plan="pp=2 microbatches=2", ranks=2)
     assert rehearsal.step(0)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import Subject
+from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from simulate.subjects import CONFIG, gpt_subject
 
 
@@ -55,7 +55,7 @@ LABELS = torch.zeros(12, dtype=torch.long)
 )
 def test_what_the_loss_counts(plan: str, loss: object, batch: tuple[Tensor, ...], tokens: int) -> None:
     ranks = 4 if plan == "dp=4 zero=3" else {"dp=5": 5, "dp=1": 1}.get(plan, 2)
-    subject = Subject(pictures, loss, batch)  # type: ignore[arg-type]
+    subject = RehearsalSubject(pictures, loss, batch)  # type: ignore[arg-type]
     assert rehearse(subject, plan=plan, ranks=ranks).tokens == tokens
 
 

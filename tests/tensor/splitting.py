@@ -15,7 +15,7 @@ from meshwise.plan import Plan
 from meshwise.reference import GPTConfig
 from meshwise.tensor.core.matmul import Streaming
 from meshwise.tensor.core.part import Norm, Part
-from meshwise.tensor.core.split_context import Context
+from meshwise.tensor.core.split_context import SplitContext
 from meshwise.tensor.schemes.kv_replicas import scheme_on
 from meshwise.tensor.tensor_parallel import tensor_parallel
 from meshwise.testing import run
@@ -55,7 +55,7 @@ def install(
     """Split a module and put this rank's part of every parameter into it."""
     chosen = Plan.parse(plan)
     scheme = scheme_on(world.mesh, plan=chosen, blocks=False)
-    outside = Context(world, scheme, streaming=streaming or Streaming())
+    outside = SplitContext(world, scheme, streaming=streaming or Streaming())
     placements = tensor_parallel(module, plan=chosen, parts=parts, outside=outside)
     made: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in list(module.named_parameters()):

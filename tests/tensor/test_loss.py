@@ -13,7 +13,7 @@ from meshwise.base.mesh import Mesh
 from meshwise.comm.api.world import World
 from meshwise.layout import even_split
 from meshwise.tensor.core.split_logits import SplitLogits
-from meshwise.tensor.core.vocab_parallel_loss import Vocabulary
+from meshwise.tensor.core.vocab_parallel_loss import VocabularySplit
 from meshwise.testing import run
 
 CLASSES, RANKS = 11, 3
@@ -22,7 +22,7 @@ SIZES = tuple(stop - start for start, stop in even_split(CLASSES, RANKS))
 
 def split_logits(world: World, whole: Tensor, *, dim: int = -1) -> tuple[Tensor, SplitLogits]:
     """This rank's part as a leaf, and the logits made of it."""
-    vocabulary = Vocabulary(world.over(Mesh.of(tp=RANKS)), ("tp",), SIZES)
+    vocabulary = VocabularySplit(world.over(Mesh.of(tp=RANKS)), ("tp",), SIZES)
     local = whole.split(SIZES, dim)[world.rank].clone().requires_grad_()
     return local, SplitLogits(local, vocabulary=vocabulary, dim=dim)
 
@@ -176,7 +176,7 @@ def test_no_rank_ever_has_whole_logits(options: dict[str, Any]) -> None:
 
     def main(world: World) -> None:
         local = torch.randn(tokens, classes // RANKS, requires_grad=True)
-        vocabulary = Vocabulary(world.over(Mesh.of(tp=RANKS)), ("tp",), (classes // RANKS,) * RANKS)
+        vocabulary = VocabularySplit(world.over(Mesh.of(tp=RANKS)), ("tp",), (classes // RANKS,) * RANKS)
         targets = torch.arange(tokens)
         with Largest() as largest:
             loss = functional.cross_entropy(SplitLogits(local, vocabulary=vocabulary).float(), targets, **options)

@@ -14,8 +14,8 @@ from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.tensor import tensor_parallel as parallelism
-from meshwise.tensor.checks.sharded_activation_check import Split, StreamWatch
-from meshwise.tensor.core.gathered_outputs import Leaving
+from meshwise.tensor.checks.sharded_activation_check import HiddenSplit, ShardedActivationCheck
+from meshwise.tensor.core.gathered_outputs import GatheredOutputs
 from meshwise.testing import Disagreement, agree, alone, outcome, run
 from tensor.plain import Attention
 
@@ -141,8 +141,8 @@ def refusal(change: Change, *, dim: int) -> str:
     body = Body(change)
     model = nn.Sequential(body, Body(lambda _: torch.zeros(1)))  # what it returns is no part
     size = (TOKENS, WIDTH // 2)[dim]
-    split = Split(("tokens", "features")[dim], (-2, -1)[dim], lambda: size, "Take another plan")
-    StreamWatch(model, split=split, parts={}, blocks={body: True}, names=((), ()), leaving=Leaving())
+    split = HiddenSplit(("tokens", "features")[dim], (-2, -1)[dim], lambda: size, "Take another plan")
+    ShardedActivationCheck(model, split=split, parts={}, blocks={body: True}, names=((), ()), leaving=GatheredOutputs())
     part = torch.randn(2, *((TOKENS, WIDTH), (TOKENS * 2, WIDTH // 2))[dim], dtype=torch.float64)
     try:
         model(part)
@@ -329,13 +329,13 @@ def test_a_forward_that_did_not_come_to_its_end_is_watched_again(error: type[Bas
 @pytest.mark.threads("it counts in this process")
 def test_the_forward_of_a_stage_is_watched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of one that leaves the model to the next stage, micro-batch by micro-batch."""
-    entered, begun = StreamWatch.__enter__, list[StreamWatch]()
+    entered, begun = ShardedActivationCheck.__enter__, list[ShardedActivationCheck]()
 
-    def enter(watching: StreamWatch) -> Any:
+    def enter(watching: ShardedActivationCheck) -> Any:
         begun.append(watching)
         return entered(watching)
 
-    monkeypatch.setattr(StreamWatch, "__enter__", enter)
+    monkeypatch.setattr(ShardedActivationCheck, "__enter__", enter)
     batch = torch.zeros(4, TOKENS, dtype=torch.int64)
 
     def main(world: World) -> None:

@@ -1,11 +1,11 @@
 import pytest
 
-from meshwise.comm.api.flight_recorder import Stamp
+from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.testing import count
 
 
-def stamp(kind: str, *axes: str, size: int) -> Stamp:
-    return Stamp(0, kind, axes, (size // 4,), "float32", size, "here")
+def stamp(kind: str, *axes: str, size: int) -> CallRecord:
+    return CallRecord(0, kind, axes, (size // 4,), "float32", size, "here")
 
 
 STAMPS = [

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from meshwise.testing.worker_job import Answer, Job
+from meshwise.testing.worker_job import WorkerAnswer, WorkerJob
 
 
 class Odd(Exception):
@@ -28,7 +28,7 @@ def fail_plainly() -> None:
 
 
 def test_a_job_calls_the_function_with_the_world_and_the_arguments() -> None:
-    job = Job.of(double, args=(21,))
+    job = WorkerJob.of(double, args=(21,))
     assert str(job) == f"{__name__}:double"
     assert job.call(None) == 42
 
@@ -43,7 +43,7 @@ def test_a_module_that_is_not_importable_is_loaded_from_its_file(tmp_path: Path)
     sys.modules["far.away"] = module
     try:
         spec.loader.exec_module(module)
-        job = Job.of(module.main, args=())
+        job = WorkerJob.of(module.main, args=())
         del sys.modules["far.away"]
         assert job.call(None) == str(file)
     finally:
@@ -51,19 +51,19 @@ def test_a_module_that_is_not_importable_is_loaded_from_its_file(tmp_path: Path)
 
 
 def test_an_error_keeps_its_type() -> None:
-    answer = Answer.by(fail_plainly)
+    answer = WorkerAnswer.by(fail_plainly)
     assert answer.result is None
     assert isinstance(answer.exception(), KeyError)
     assert "in fail_plainly" in answer.traceback
 
 
 def test_an_error_that_cannot_travel_is_told_by_its_text() -> None:
-    error = Answer.by(fail_oddly).exception()
+    error = WorkerAnswer.by(fail_oddly).exception()
     assert type(error) is RuntimeError
     assert str(error).endswith("Odd: 1 and 2")
 
 
 def test_a_result_that_cannot_travel_is_an_error() -> None:
-    answer = Answer.by(lambda: fail_oddly.__code__)
+    answer = WorkerAnswer.by(lambda: fail_oddly.__code__)
     assert answer.result is None
     assert "code" in str(answer.exception())

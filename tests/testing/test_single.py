@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.engine.parallelize import Options
-from meshwise.testing import Single, alone
+from meshwise.testing import ReferenceRun, alone
 
 
 def squares(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
@@ -44,7 +44,7 @@ def test_a_module_is_left_as_it_was_and_a_function_gives_the_same_model_for_the_
     before = copy.deepcopy(model.state_dict())
     alone(model, loss=squares, batches=[torch.randn(2, 3, dtype=torch.float64)], lr=0.1)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    one, same, other = (Single(net, loss=squares, options=Options(seed=seed), lr=0.1).model for seed in (1, 1, 2))
+    one, same, other = (ReferenceRun(net, loss=squares, options=Options(seed=seed), lr=0.1).model for seed in (1, 1, 2))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
@@ -69,7 +69,7 @@ def test_a_parameter_narrower_than_fp32_is_updated_in_fp32_and_rounded() -> None
     model = nn.Linear(1, 1, bias=False).bfloat16()
     nn.init.ones_(model.weight)
     batch = torch.ones(1, 1, dtype=torch.bfloat16)
-    single = Single(model, loss=lambda output, _: (output.sum(), 1), optimizer=torch.optim.SGD, lr=2**-11)
+    single = ReferenceRun(model, loss=lambda output, _: (output.sum(), 1), optimizer=torch.optim.SGD, lr=2**-11)
     values = []
     for _ in range(8):
         single.backward(batch)

@@ -14,7 +14,7 @@ import pytest
 
 from meshwise.plan import Plan, PlanError
 from meshwise.train.flags import parse_flags
-from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, SampleJob, Studied, TrainJob
+from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, SampleJob, StudiedJob, TrainJob
 from meshwise.train.job_config import read_job, to_toml
 
 
@@ -48,7 +48,7 @@ FULL = Job(
 def test_a_job_is_written_and_read_back_as_it_was(job: Job, tmp_path: Path) -> None:
     path = write(tmp_path, to_toml(job))
     assert job_of(path) == job
-    assert to_toml(read_job([path], prog="meshwise verify", kind=Studied)) == to_toml(job)
+    assert to_toml(read_job([path], prog="meshwise verify", kind=StudiedJob)) == to_toml(job)
 
 
 def test_without_words_a_job_has_its_defaults() -> None:

@@ -16,9 +16,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 from meshwise.layout.rectangles import even_split
 from meshwise.train import token_file as tokens
-from meshwise.train.dataset import Data, Text, length, load_data, read
+from meshwise.train.dataset import RunData, TextDataset, length, load_data, read
 from meshwise.train.job import DataJob, JobError
-from meshwise.train.sample_order import Order
+from meshwise.train.sample_order import SampleOrder
 from meshwise.train.token_file import open_tokens, token_file
 
 
@@ -26,7 +26,7 @@ def text_job(folder: Path, *names: str, **changes: Any) -> DataJob:
     return DataJob(files=names, cache=str(folder / "cache"), **changes)
 
 
-def load(folder: Path, *names: str, **changes: Any) -> Data:
+def load(folder: Path, *names: str, **changes: Any) -> RunData:
     return load_data(text_job(folder, *names, **changes))
 
 
@@ -198,7 +198,7 @@ def test_a_worker_maps_the_text_itself(tmp_path: Path) -> None:
     copy = pickle.dumps(data.train)
 
     assert len(copy) < 1000
-    assert isinstance(data.train, Text)
+    assert isinstance(data.train, TextDataset)
     assert torch.equal(pickle.loads(copy)[7][0], data.train[7][0])
 
 
@@ -232,7 +232,7 @@ def nothing():
 """
 
 
-def own(folder: Path, name: str, **changes: Any) -> Data:
+def own(folder: Path, name: str, **changes: Any) -> RunData:
     path = folder / "own_datasets.py"
     path.write_text(DATASETS)
     return load_data(DataJob(dataset=f"{path}:{name}", **changes))
@@ -310,7 +310,7 @@ def test_each_rank_reads_its_rows_of_the_same_global_batches() -> None:
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker processes")  # where there is one core
 @pytest.mark.parametrize("ranks, workers", [(1, 0), (2, 0), (3, 0), (5, 0), (1, 2)])
 def test_batches_run_over_the_end_of_an_epoch(ranks: int, workers: int) -> None:
-    dataset, order = TensorDataset(torch.arange(7)), Order(7, seed=4)
+    dataset, order = TensorDataset(torch.arange(7)), SampleOrder(7, seed=4)
 
     per_rank = rows_of(dataset, range(0, 15, 5), ranks=ranks, order=order, workers=workers)
 

@@ -25,7 +25,7 @@ from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, S
 from meshwise.train.job_config import from_toml
 from meshwise.train.loop import Summary
 from meshwise.train.lr_schedule import rate
-from meshwise.train.sample_order import Order
+from meshwise.train.sample_order import SampleOrder
 from run_job import run_job
 
 SHAPE = {"layers": 1, "width": 16, "heads": 2, "tied": True}
@@ -159,7 +159,7 @@ def of_numbers(folder: Path, job: Job, *, policy: str) -> Job:
     """A job of 6 batches of 8 samples, one of which in the third batch is not finite."""
     path = folder / f"{folder.name}.py"
     path.write_text(OWN)
-    bad = Order(48, seed=0).indices(20, stop=21)
+    bad = SampleOrder(48, seed=0).indices(20, stop=21)
     return dataclasses.replace(
         job,
         model=ModelJob(f"{path}:model"),

@@ -9,19 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.layout.rectangles import even_split
-from meshwise.train.sample_order import Order
+from meshwise.train.sample_order import SampleOrder
 
 
 @given(size=st.integers(1, 300), seed=st.integers(-5, 2**64), epoch=st.integers(0, 10**6))
 def test_an_epoch_meets_every_sample_once(size: int, seed: int, epoch: int) -> None:
-    indices = Order(size, seed=seed).indices(epoch * size, stop=(epoch + 1) * size)
+    indices = SampleOrder(size, seed=seed).indices(epoch * size, stop=(epoch + 1) * size)
 
     assert sorted(indices) == list(range(size))
 
 
 def test_epochs_and_seeds_are_different_permutations() -> None:
     orders = [
-        tuple(Order(50, seed=seed).indices(epoch * 50, stop=epoch * 50 + 50)) for seed in range(4) for epoch in range(4)
+        tuple(SampleOrder(50, seed=seed).indices(epoch * 50, stop=epoch * 50 + 50))
+        for seed in range(4)
+        for epoch in range(4)
     ]
 
     assert len(set(orders)) == 16
@@ -34,7 +36,7 @@ def test_epochs_and_seeds_are_different_permutations() -> None:
     step=st.integers(0, 1000),
 )
 def test_any_number_of_ranks_draws_the_same_global_batch(size: int, batch: int, ranks: int, step: int) -> None:
-    order = Order(size, seed=3)
+    order = SampleOrder(size, seed=3)
     first = step * batch
 
     alone = order.indices(first, stop=first + batch)
@@ -45,22 +47,22 @@ def test_any_number_of_ranks_draws_the_same_global_batch(size: int, batch: int, 
 
 
 def test_resuming_is_setting_the_counter() -> None:
-    order = Order(17, seed=1)
+    order = SampleOrder(17, seed=1)
     whole = order.indices(0, stop=100)
 
-    assert order.indices(0, stop=41) + Order(17, seed=1).indices(41, stop=100) == whole
+    assert order.indices(0, stop=41) + SampleOrder(17, seed=1).indices(41, stop=100) == whole
 
 
 def test_the_order_of_a_seed_never_changes() -> None:
     # A run that resumes after an upgrade has to continue in the order it began with.
-    assert Order(10, seed=0).indices(0, stop=20) == GOLDEN
+    assert SampleOrder(10, seed=0).indices(0, stop=20) == GOLDEN
 
 
 def test_every_sample_comes_first_about_equally_often() -> None:
     size, seeds = 10, 4000
     counts = [0] * size
     for seed in range(seeds):
-        counts[Order(size, seed=seed).indices(0, stop=1)[0]] += 1
+        counts[SampleOrder(size, seed=seed).indices(0, stop=1)[0]] += 1
 
     chi_squared = sum((count - seeds / size) ** 2 / (seeds / size) for count in counts)
     assert chi_squared < 28  # 9 degrees of freedom: once in a thousand by chance
@@ -70,7 +72,7 @@ def test_what_follows_a_sample_does_not_depend_on_it() -> None:
     size, seeds = 5, 5000
     pairs: dict[tuple[int, ...], int] = {}
     for seed in range(seeds):
-        pair = tuple(Order(size, seed=seed).indices(0, stop=2))
+        pair = tuple(SampleOrder(size, seed=seed).indices(0, stop=2))
         pairs[pair] = pairs.get(pair, 0) + 1
 
     expected = seeds / (size * (size - 1))
@@ -80,7 +82,7 @@ def test_what_follows_a_sample_does_not_depend_on_it() -> None:
 
 
 def test_a_thousand_million_samples_cost_no_memory() -> None:
-    indices = Order(10**9 + 7, seed=2).indices(10**15, stop=10**15 + 1000)
+    indices = SampleOrder(10**9 + 7, seed=2).indices(10**15, stop=10**15 + 1000)
 
     assert len(set(indices)) == 1000
     assert max(indices) > 10**9 * 0.9
@@ -89,7 +91,7 @@ def test_a_thousand_million_samples_cost_no_memory() -> None:
 
 def test_no_samples_have_no_order() -> None:
     with pytest.raises(ValueError, match="order of 0 samples"):
-        Order(0, seed=0)
+        SampleOrder(0, seed=0)
 
 
 GOLDEN = [5, 6, 7, 9, 2, 4, 1, 3, 8, 0, 4, 3, 8, 1, 5, 2, 6, 7, 0, 9]

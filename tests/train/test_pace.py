@@ -12,8 +12,8 @@ from meshwise.comm.api import flight_recorder as journal
 from meshwise.comm.api.world import World
 from meshwise.testing import run
 from meshwise.train import slow_ranks as pace
-from meshwise.train.events import Slow
-from meshwise.train.slow_ranks import WINDOW, Pace, Stopwatch, slow_ranks
+from meshwise.train.events import SlowRank
+from meshwise.train.slow_ranks import WINDOW, BusyTimer, RankPace, slow_ranks
 
 
 class Clocks:
@@ -37,8 +37,8 @@ def test_the_rank_that_sleeps_is_slow_and_those_that_wait_for_it_are_not(monkeyp
     for module in (pace, journal):
         monkeypatch.setattr(module, "time", clocks)
 
-    def main(world: World) -> list[Slow]:
-        pace, watch = Pace(world), Stopwatch(world)
+    def main(world: World) -> list[SlowRank]:
+        pace, watch = RankPace(world), BusyTimer(world)
         for step in range(1, 4):
             watch.start()
             clocks.passes(0.2 if (world.rank, step) == (1, 2) else 0.01)
@@ -64,7 +64,7 @@ def test_the_margin_is_twofold_and_fifty_milliseconds() -> None:
 
 def test_it_looks_once_a_window_and_never_alone() -> None:
     def main(world: World) -> list[int]:
-        pace = Pace(world)
+        pace = RankPace(world)
         return [step for step in range(2 * WINDOW) if pace.note(step, seconds=float(world.rank == 0))]
 
     assert run(2, main) == [[WINDOW - 1, 2 * WINDOW - 1]] * 2

@@ -14,11 +14,11 @@ import torch
 from safetensors import safe_open
 
 from meshwise.checkpoint.checkpoint_errors import DamageError, SaveError
-from meshwise.comm.api.job_attempt import Attempt
+from meshwise.comm.api.job_attempt import JobAttempt
 from meshwise.plan import Plan
 from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, ScheduleJob, SwapJob, TrainJob
-from meshwise.train.run_start import LAUNCH, find_origin
-from meshwise.train.sample_order import Order
+from meshwise.train.run_start import LAUNCH, find_run_start
+from meshwise.train.sample_order import SampleOrder
 from run_job import run_job
 
 STEPS = 8
@@ -134,7 +134,7 @@ def test_another_plan_or_world_goes_on_with_the_same_samples(plan: str, ranks: i
 def of_numbers(job: Job, tmp_path: Path, *, batches: list[int]) -> Job:
     """A job of numbers of which the second sample in each of these batches is not finite."""
     (tmp_path / "own_resume.py").write_text(OWN)
-    bad = [Order(64, seed=0).indices(5 * batch + 1, stop=5 * batch + 2)[0] for batch in batches]
+    bad = [SampleOrder(64, seed=0).indices(5 * batch + 1, stop=5 * batch + 2)[0] for batch in batches]
     return dataclasses.replace(
         job,
         model=ModelJob(f"{tmp_path}/own_resume.py:model"),
@@ -276,7 +276,7 @@ def test_a_save_that_fails_is_said_and_the_run_goes_on(job: Job) -> None:
 
 def test_an_elastic_restart_finds_the_folder_of_its_own_job(job: Job, tmp_path: Path) -> None:
     def at(run: str, number: int) -> Path | None:
-        return find_origin(job, attempt=Attempt(run, number, most=3)).folder
+        return find_run_start(job, attempt=JobAttempt(run, number, most=3)).folder
 
     for name, launch in (("run", "first"), ("run-2", "none"), ("run-3", "mine"), ("run-4", "none")):
         (tmp_path / name).mkdir()

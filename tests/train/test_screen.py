@@ -9,7 +9,7 @@ import pytest
 from rich.table import Column, Table
 from rich.text import Text
 
-from meshwise.train.output_stream import Screen, tolerate
+from meshwise.train.output_stream import OutputConsole, tolerate
 
 
 class Unread(io.StringIO):
@@ -21,7 +21,7 @@ class Unread(io.StringIO):
 
 def test_drawn_lines_have_no_blanks_at_their_ends() -> None:
     out = io.StringIO()
-    screen = Screen(file=out, width=20)
+    screen = OutputConsole(file=out, width=20)
     table = Table("name", "what", box=None, pad_edge=False)
     table.add_row("a", "long enough")
     table.add_row("b", "")
@@ -35,7 +35,7 @@ def test_no_figure_is_cut_on_a_narrow_terminal_and_names_are_folded(width: int) 
     out = io.StringIO()
     table = Table(Column("name", overflow="fold"), "difference", Column("part", no_wrap=True), box=None, pad_edge=False)
     table.add_row("a.name.that.is.long", "4.1e-01", "52.0 %")
-    Screen(file=out, width=width).show(table)
+    OutputConsole(file=out, width=width).show(table)
     head, first, *rest = (line.split() for line in out.getvalue().splitlines())
     assert head == ["name", "difference", "part"]
     assert first[1:] == ["4.1e-01", "52.0", "%"]
@@ -53,4 +53,4 @@ def test_what_an_encoding_lacks_is_told_by_what_looks_like_it(monkeypatch: pytes
 
 def test_a_reader_that_is_gone_is_told_to_the_caller() -> None:
     with pytest.raises(BrokenPipeError):
-        Screen(file=Unread()).print("nobody reads this")
+        OutputConsole(file=Unread()).print("nobody reads this")

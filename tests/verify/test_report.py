@@ -3,13 +3,13 @@ import io
 import math
 
 from meshwise.cli.verify_command import show
-from meshwise.train.output_stream import Screen
+from meshwise.train.output_stream import OutputConsole
 from meshwise.verify.report import Divergence, ParameterFigures, Report, StepFigures
-from meshwise.verify.rounding_bounds import Figure
+from meshwise.verify.rounding_bounds import BoundedDifference
 
 
-def figure(difference: float, step: int = 1) -> Figure:
-    return Figure(difference, 1e-9, step)
+def figure(difference: float, step: int = 1) -> BoundedDifference:
+    return BoundedDifference(difference, 1e-9, step)
 
 
 REPORT = Report(
@@ -61,21 +61,21 @@ def test_a_report_without_a_difference_is_ok_and_gives_the_figure_nearest_its_bo
 
 
 def test_agreement_within_a_bound_that_rounding_needs_says_how_little_that_tells() -> None:
-    rough = ParameterFigures("head.weight", Figure(0.25, 3.7, 1), Figure(1e-4, 1e-2, 1))
+    rough = ParameterFigures("head.weight", BoundedDifference(0.25, 3.7, 1), BoundedDifference(1e-4, 1e-2, 1))
     report = dataclasses.replace(REPORT, first=None, steps=(), parameters=(rough,))
     assert "2.5e-01 apart where 3.7e+00 is allowed; rounding allows for so much" in report.verdict
     assert "precision=fp32, or in float64" in report.verdict
 
 
 def test_a_difference_before_the_first_step_says_so() -> None:
-    born = Divergence("the value of head.weight", 0, Figure(math.inf, 1e-9, 0), "head")
+    born = Divergence("the value of head.weight", 0, BoundedDifference(math.inf, 1e-9, 0), "head")
     assert str(born).startswith("first to differ: the value of head.weight, before the first step: ")
 
 
 def test_the_command_shows_the_parameters_nearest_their_bounds_and_counts_the_rest() -> None:
     many = tuple(ParameterFigures(f"p{i}", None, figure(i * 1e-12)) for i in range(100))
     text = io.StringIO()
-    show(dataclasses.replace(REPORT, first=None, parameters=many), console=Screen(file=text, width=60))
+    show(dataclasses.replace(REPORT, first=None, parameters=many), console=OutputConsole(file=text, width=60))
     shown = [line.split()[0] for line in text.getvalue().splitlines() if line.startswith("p") and "none" in line]
     assert shown == [f"p{i}" for i in range(60, 100)]
     assert "and 60 more, further from their bounds than these" in text.getvalue()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwise.cli.main import main
-from meshwise.pipeline.run.measured_step import Measured
+from meshwise.pipeline.run.measured_step import MeasuredStep
 from view.accounts import SPLIT, account, prediction
 
 JOB = ["simulate", "--model.arguments", "layers=2", "width=16", "heads=2", "--data.context=8", "--train.batch=8"]
@@ -59,7 +59,7 @@ def test_what_goes_by_values_of_the_batch_is_said(tmp_path: Path, capsys: pytest
 
 def test_a_step_as_it_was_stands_beside_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step = account(SPLIT).timeline
-    Measured(prediction(SPLIT).rehearsal.schedule, step).write(tmp_path / "timeline.json")
+    MeasuredStep(prediction(SPLIT).rehearsal.schedule, step).write(tmp_path / "timeline.json")
     assert main([*JOB, "--plan=dp=2", ON, f"--run={tmp_path}", f"--html={tmp_path / 'a.html'}"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     seconds = next(line for line in lines if line[:1] == ["step"])

@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshwise.base.timeline import Stream, spent
-from meshwise.simulate.step_history import Replay
+from meshwise.base.timeline import TimelineRow, spent
+from meshwise.simulate.step_history import PredictionReplay
 from view.accounts import SHARDED, SPLIT, prediction
 
 PLANS = [
@@ -16,11 +16,11 @@ PLANS = [
 
 
 @pytest.fixture(scope="module", params=PLANS)
-def replay(request: pytest.FixtureRequest) -> Replay:
-    return Replay(prediction(request.param))
+def replay(request: pytest.FixtureRequest) -> PredictionReplay:
+    return PredictionReplay(prediction(request.param))
 
 
-def test_the_timeline_is_as_long_as_the_step_and_every_second_of_it_goes_somewhere(replay: Replay) -> None:
+def test_the_timeline_is_as_long_as_the_step_and_every_second_of_it_goes_somewhere(replay: PredictionReplay) -> None:
     step = replay.prediction.seconds
     assert replay.timeline.seconds == pytest.approx(step, rel=1e-12)
     for own in spent(replay.timeline):
@@ -29,7 +29,7 @@ def test_the_timeline_is_as_long_as_the_step_and_every_second_of_it_goes_somewhe
         assert own["computes"] > 0
 
 
-def test_the_bubble_and_each_wait_are_on_average_as_long_as_was_predicted(replay: Replay) -> None:
+def test_the_bubble_and_each_wait_are_on_average_as_long_as_was_predicted(replay: PredictionReplay) -> None:
     step = replay.prediction.seconds
     told = {f"waits for {axes}": seconds for axes, seconds in replay.prediction.exposed.items() if seconds > 1e-12}
     each = spent(replay.timeline)
@@ -38,7 +38,7 @@ def test_the_bubble_and_each_wait_are_on_average_as_long_as_was_predicted(replay
     assert mean == pytest.approx(told | {"bubble": replay.prediction.bubble * step}, rel=1e-6, abs=1e-6 * step)
 
 
-def test_every_action_has_its_place_and_what_comes_before_and_after_the_schedule_too(replay: Replay) -> None:
+def test_every_action_has_its_place_and_what_comes_before_and_after_the_schedule_too(replay: PredictionReplay) -> None:
     rehearsal = replay.prediction.rehearsal
     for index in range(len(rehearsal.tapes)):
         own = [str(event) for event in replay.timeline.events if event.rank == index]
@@ -47,7 +47,7 @@ def test_every_action_has_its_place_and_what_comes_before_and_after_the_schedule
     assert len(replay.timeline.computing[0]) == 2 * rehearsal.plan.microbatches or "zb" in rehearsal.plan.schedule
 
 
-def test_memory_over_time_begins_and_ends_with_what_rests_and_has_the_peak_between(replay: Replay) -> None:
+def test_memory_over_time_begins_and_ends_with_what_rests_and_has_the_peak_between(replay: PredictionReplay) -> None:
     for index, memory in enumerate(replay.prediction.memory):
         history = replay.history(index)
         assert history.peak.bytes == max(moment.bytes for moment in memory.steady)
@@ -57,18 +57,20 @@ def test_memory_over_time_begins_and_ends_with_what_rests_and_has_the_peak_betwe
         assert starts == pytest.approx([step * history.seconds / len(starts) for step in range(len(starts))])
 
 
-def test_a_moment_of_memory_is_in_the_action_that_its_rank_is_at_then(replay: Replay) -> None:
+def test_a_moment_of_memory_is_in_the_action_that_its_rank_is_at_then(replay: PredictionReplay) -> None:
     peak = replay.history(0).peak
     during = next(e for e in replay.timeline.events if e.rank == 0 and str(e) == peak.during)
     part = replay.prediction.seconds / 360
     assert during.start - part <= peak.seconds <= during.stop
 
 
-def test_waits_too_many_to_be_seen_one_by_one_still_add_up(monkeypatch: pytest.MonkeyPatch, replay: Replay) -> None:
+def test_waits_too_many_to_be_seen_one_by_one_still_add_up(
+    monkeypatch: pytest.MonkeyPatch, replay: PredictionReplay
+) -> None:
     monkeypatch.setattr("meshwise.simulate.step_history._MOST_EVENTS", 0)
-    merged = Replay(replay.prediction).timeline
+    merged = PredictionReplay(replay.prediction).timeline
     for own, exact in zip(spent(merged), spent(replay.timeline), strict=True):
         assert own == pytest.approx(exact, rel=1e-9, abs=1e-12)
-    assert len([e for e in merged.events if e.stream is Stream.WAIT]) <= len(
-        [e for e in replay.timeline.events if e.stream is Stream.WAIT]
+    assert len([e for e in merged.events if e.stream is TimelineRow.WAIT]) <= len(
+        [e for e in replay.timeline.events if e.stream is TimelineRow.WAIT]
     )

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from meshwise.base.mesh import Mesh
 from meshwise.pipeline.schedules import make_schedule
-from meshwise.pipeline.schedules.schedule_clock import Cost, clock
+from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.simulate.cluster import Device
 from meshwise.simulate.memory_use import fullest
 from meshwise.simulate.simulation_tables import text as size_text
@@ -21,9 +21,9 @@ from meshwise.view.chrome_trace import write_chrome_trace
 from meshwise.view.drawings import drawings
 from meshwise.view.mesh_picture import mesh_picture
 from meshwise.view.palette import COLORS, UNSEEN
-from meshwise.view.picture import Bars, Picture, Text, ticks
+from meshwise.view.picture import Bars, Picture, PictureText, ticks
 from meshwise.view.pictures import pictures, sheet
-from meshwise.view.plan_account import Account, predicted
+from meshwise.view.plan_account import PlanAccount, predicted
 from meshwise.view.plan_comparison import comparison_table
 from meshwise.view.png import write_png
 from meshwise.view.schedule_text import SHADES
@@ -32,7 +32,7 @@ from meshwise.view.timeline_picture import timeline_picture
 from view.accounts import SHARDED, SPLIT, account, prediction
 
 
-def both() -> list[Account]:
+def both() -> list[PlanAccount]:
     return [account(SPLIT), account(SHARDED)]
 
 
@@ -73,20 +73,20 @@ def test_a_timeline_is_drawn_to_scale_a_row_for_each_rank() -> None:
     assert [box[0] - plot.left for box in first.boxes] == pytest.approx([0, unit])
     assert [box[2] for box in first.boxes] == pytest.approx([unit, unit])
     assert second.boxes[0][1] > first.boxes[0][1] + first.boxes[0][3]
-    assert "F0" in [shape.text for shape in picture.flat() if isinstance(shape, Text)]
+    assert "F0" in [shape.text for shape in picture.flat() if isinstance(shape, PictureText)]
 
 
 def test_stages_of_one_rank_are_told_apart_and_so_are_the_two_parts_of_a_backward() -> None:
     picture = timeline_picture(clock(make_schedule("zb-v", pp=2, microbatches=4)), title="zb-v", unit="")
     assert all(bars_of(picture, paint) for paint in ("forward", "forward-2", "input", "weights-2"))
-    assert "0F0" in [shape.text for shape in picture.flat() if isinstance(shape, Text)]
+    assert "0F0" in [shape.text for shape in picture.flat() if isinstance(shape, PictureText)]
 
 
 def test_the_area_of_memory_is_as_high_as_the_peak() -> None:
     memory = [picture for picture in next(pictures(both()[:1])) if picture.title.startswith("memory of ranks 0–3")]
     plot, history = memory[0].plot, both()[0].histories[0]
     assert plot is not None
-    tops = [min(y for _, y in shape.points) for shape in plot.shapes if not isinstance(shape, Bars | Text)]
+    tops = [min(y for _, y in shape.points) for shape in plot.shapes if not isinstance(shape, Bars | PictureText)]
     most = max(one.peak.bytes for one in both()[0].histories)
     assert plot.height - min(tops) == pytest.approx(plot.height * history.peak.bytes / (1.05 * most))
     told = [shape for shape in plot.shapes if isinstance(shape, Bars)]
@@ -96,7 +96,7 @@ def test_the_area_of_memory_is_as_high_as_the_peak() -> None:
 
 def test_a_mesh_has_a_cell_for_every_rank_and_a_colour_for_every_node() -> None:
     picture = mesh_picture(Mesh.of(pp=2, dp=2, tp=2), ranks_per_node=4)
-    numbers = [shape.text for shape in picture.shapes if isinstance(shape, Text) and shape.text.isdecimal()]
+    numbers = [shape.text for shape in picture.shapes if isinstance(shape, PictureText) and shape.text.isdecimal()]
     assert sorted(numbers) == [str(rank) for rank in range(8)]
     assert "rank 5: pp 1 dp 0 tp 1, node 1" in bars_of(picture, "node-1")[0].names
     assert len(bars_of(picture, "node-0")[0].boxes) == 4
@@ -107,7 +107,7 @@ def test_a_mesh_has_a_cell_for_every_rank_and_a_colour_for_every_node() -> None:
 )
 def test_a_mesh_of_any_size_fits_a_page_and_its_last_rank_is_there(mesh: Mesh) -> None:
     picture = mesh_picture(mesh, ranks_per_node=8)
-    texts = [shape.text for shape in picture.shapes if isinstance(shape, Text)]
+    texts = [shape.text for shape in picture.shapes if isinstance(shape, PictureText)]
     assert picture.width <= 1300
     assert str(mesh.size - 1) in texts or "the first" in texts[0]
     assert "0" in texts
@@ -152,7 +152,7 @@ def test_memory_is_a_counter_of_the_trace(tmp_path: Path) -> None:
 
 
 def test_a_row_of_the_trace_has_one_thing_at_a_time_or_one_within_another(tmp_path: Path) -> None:
-    zb_v = Account("zb-v", clock(make_schedule("zb-v", pp=2, microbatches=4), costs=Cost(link=0.7)), unit="")
+    zb_v = PlanAccount("zb-v", clock(make_schedule("zb-v", pp=2, microbatches=4), costs=ActionCost(link=0.7)), unit="")
     write_chrome_trace([*both(), zb_v], path=tmp_path / "trace.json")
     rows: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]:
@@ -195,6 +195,6 @@ def test_round_numbers_are_1_2_or_5_apart() -> None:
 
 
 def test_a_drawing_without_memory_or_mesh_is_a_timeline() -> None:
-    schedule = Account("1f1b", clock(make_schedule("1f1b", pp=2, microbatches=2)), unit="")
+    schedule = PlanAccount("1f1b", clock(make_schedule("1f1b", pp=2, microbatches=2)), unit="")
     assert len(next(pictures([schedule]))) == 1
     assert [row[0] for row in comparison_table([schedule])] == ["", "step", "computes", "bubble"]

@@ -2,9 +2,9 @@
 
 import pytest
 
-from meshwise.base.timeline import Event, Stream, Timeline, spent
+from meshwise.base.timeline import Event, Timeline, TimelineRow, spent
 
-COMPUTE, WAIT, LINK, COLLECTIVE = Stream.COMPUTE, Stream.WAIT, Stream.LINK, Stream.COLLECTIVE
+COMPUTE, WAIT, LINK, COLLECTIVE = TimelineRow.COMPUTE, TimelineRow.WAIT, TimelineRow.LINK, TimelineRow.COLLECTIVE
 
 #  0   1   2   3   4   5   6   7   8   9  10
 #  begin   0F0 . tp. 0F0   recv    0B0   upd dp upd

@@ -14,7 +14,7 @@ AROUND = frozenset({"begin", "exchange", "settle"})
 """What a rank is at before its row of a schedule and after it, and before the update of the parameters."""
 
 
-class Stream(StrEnum):
+class TimelineRow(StrEnum):
     """What of a rank is busy. The first two take turns; the others run beside them."""
 
     COMPUTE = "computes"
@@ -29,7 +29,7 @@ class Event:
     """Something that one rank does, and when, in seconds or in any one unit; prints as an action does: `2F0`."""
 
     rank: int
-    stream: Stream
+    stream: TimelineRow
     kind: str
     """What it is: an action's kind, as in `F` or `SEND_F`, a collective along its axes, as in `all_reduce dp`, or a
     word."""
@@ -46,12 +46,12 @@ class Event:
     @property
     def beside(self) -> bool:
         """Whether the rank does something else meanwhile."""
-        return self.stream not in (Stream.COMPUTE, Stream.WAIT) and self.kind not in AROUND | {"update"}
+        return self.stream not in (TimelineRow.COMPUTE, TimelineRow.WAIT) and self.kind not in AROUND | {"update"}
 
     @property
     def exposed(self) -> bool:
         """Whether it is a wait for a collective, which nothing hides. Waits for messages are a pipeline's bubble."""
-        return self.stream is Stream.WAIT and self.stage is None and not self.kind.startswith(("send", "recv"))
+        return self.stream is TimelineRow.WAIT and self.stage is None and not self.kind.startswith(("send", "recv"))
 
     def __str__(self) -> str:
         stage, microbatch = ("" if number is None else number for number in (self.stage, self.microbatch))
@@ -79,12 +79,12 @@ class Timeline:
     @cached_property
     def computing(self) -> tuple[tuple[Event, ...], ...]:
         """The computations of each rank, in order."""
-        return self._of(Stream.COMPUTE)
+        return self._of(TimelineRow.COMPUTE)
 
     @cached_property
     def waiting(self) -> tuple[tuple[Event, ...], ...]:
         """What each rank waits for, in order."""
-        return self._of(Stream.WAIT)
+        return self._of(TimelineRow.WAIT)
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
@@ -117,7 +117,7 @@ class Timeline:
         spans = (row[-1].stop - row[0].start for row in self.computing)
         return tuple(span - busy for span, busy in zip(spans, self.busy, strict=True))
 
-    def _of(self, stream: Stream) -> tuple[tuple[Event, ...], ...]:
+    def _of(self, stream: TimelineRow) -> tuple[tuple[Event, ...], ...]:
         rows: list[list[Event]] = [[] for _ in range(self.ranks)]
         for event in self.events:
             if event.stream is stream:
@@ -170,9 +170,9 @@ def _spent_on(event: Event) -> str | None:
     """What the time of an event counts as, where nothing else does; None for what goes on beside a rank."""
     if event.beside:
         return None
-    if event.stream is Stream.COMPUTE:
+    if event.stream is TimelineRow.COMPUTE:
         return "computes"
-    if event.stream is Stream.WAIT:
+    if event.stream is TimelineRow.WAIT:
         return f"waits for {event.kind.split()[-1]}" if event.exposed else "bubble"
     return "update" if event.kind == "update" else "around"
 

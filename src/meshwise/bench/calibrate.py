@@ -1,8 +1,8 @@
 """Measures the machine it runs on, as the few numbers that a simulation needs of a cluster.
 
 All ranks measure at the same time, as they compute in training: they share caches, memory and links. What a matrix
-product reaches by its shape is measured over a grid of shapes and fitted by three constants (see `Products`), each
-shape counting as much as it takes time; every other number is a median of its own, over all rounds of all ranks.
+product reaches by its shape is measured over a grid of shapes and fitted by three constants (see `MatmulEfficiency`),
+each shape counting as much as it takes time; every other number is a median of its own, over all rounds of all ranks.
 
 Where nobody keeps memory that was used before (see `memory.freed`), a new tensor's comes from the system, which clears
 it page by page, and that takes longer than most operations. It is measured by itself and taken off what makes new
@@ -30,24 +30,24 @@ from torch._ops import OpOverload
 from torch.nn import functional
 
 from meshwise.base.tensor_tree import tensors
-from meshwise.bench.collectives import Sweep, measure
+from meshwise.bench.collectives import SizeSweep, measure
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import run_threads
 from meshwise.memory.malloc_settings import settle_rank
 from meshwise.plan import Plan
-from meshwise.simulate.cluster import Cluster, Curve, Device, Link, Products, at
+from meshwise.simulate.cluster import Cluster, Curve, Device, Link, MatmulEfficiency, at
 from meshwise.simulate.cluster_prices import SEND_RECV
 from meshwise.simulate.measured_ranks import measure as measured
 from meshwise.simulate.operation_cost import causal_part, operation
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import Subject
-from meshwise.simulate.tape import Operation
+from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.tape import TapeOperation
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Effort:
+class CalibrationEffort:
     """How much is measured."""
 
     lengths: tuple[int, ...] = (32, 128, 512, 2048)
@@ -82,7 +82,7 @@ class Calibrated:
     """The part of the time in which the ranks had their cores while they computed: less than 1 where other work ran."""
 
 
-def calibrate(world: World, *, effort: Effort = Effort()) -> Calibrated:
+def calibrate(world: World, *, effort: CalibrationEffort = CalibrationEffort()) -> Calibrated:
     """Describe this machine by measuring it. Every rank calls it, and gets what all have measured."""
     settle_rank(world)  # as a trainer does
     seconds = _Stopwatch(world, rounds=effort.rounds)
@@ -173,7 +173,7 @@ class _Base:
 _Row = tuple[tuple[int, int, int], float, float]
 
 
-def _products(seconds: _Stopwatch, dtype: torch.dtype, effort: Effort, base: _Base) -> list[_Row]:
+def _products(seconds: _Stopwatch, dtype: torch.dtype, effort: CalibrationEffort, base: _Base) -> list[_Row]:
     """((m, k, n), flops, seconds) over the grid, matrices held as a layer holds them, forward and backward."""
     rows = []
     wide, most = effort.scale(on_gpu=seconds.on_gpu)
@@ -199,10 +199,10 @@ def _multiply(pairs: Sequence[tuple[Tensor, Tensor]], into: Tensor) -> None:
         torch.mm(x, y, out=into)
 
 
-def _fitted(rows: Sequence[_Row], peak: float) -> Products:
+def _fitted(rows: Sequence[_Row], peak: float) -> MatmulEfficiency:
     """The constants that come closest: by the sum over a grid of squared errors of the logarithm, weighted by time."""
 
-    def error(products: Products) -> float:
+    def error(products: MatmulEfficiency) -> float:
         told = (
             (took, math.log(took * peak * products.efficiency(inner=k, outputs=m * n) / flops))
             for (m, k, n), flops, took in rows
@@ -210,20 +210,20 @@ def _fitted(rows: Sequence[_Row], peak: float) -> Products:
         return sum(took * one**2 for took, one in told)
 
     halves = [0.0, *(2.0**power for power in range(1, 22))]
-    shapes = [Products(1.0, inner, outputs) for inner, outputs in itertools.product(halves[:10], halves)]
+    shapes = [MatmulEfficiency(1.0, inner, outputs) for inner, outputs in itertools.product(halves[:10], halves)]
     return min((_levelled(one, rows, peak) for one in shapes), key=error)
 
 
-def _levelled(shape: Products, rows: Sequence[_Row], peak: float) -> Products:
+def _levelled(shape: MatmulEfficiency, rows: Sequence[_Row], peak: float) -> MatmulEfficiency:
     """With the best `best` for its other constants."""
     logs = [
         took * math.log(flops / (took * peak * shape.efficiency(inner=k, outputs=m * n)))
         for (m, k, n), flops, took in rows
     ]
-    return Products(math.exp(sum(logs) / sum(took for _, _, took in rows)), shape.inner, shape.outputs)
+    return MatmulEfficiency(math.exp(sum(logs) / sum(took for _, _, took in rows)), shape.inner, shape.outputs)
 
 
-def _attention(seconds: _Stopwatch, dtype: torch.dtype, effort: Effort, base: _Base) -> list[_Row]:
+def _attention(seconds: _Stopwatch, dtype: torch.dtype, effort: CalibrationEffort, base: _Base) -> list[_Row]:
     """Fused causal attention, forward and backward."""
     rows = []
     batch, heads, width = 4, 4, 64
@@ -241,7 +241,7 @@ def _attention(seconds: _Stopwatch, dtype: torch.dtype, effort: Effort, base: _B
     return rows
 
 
-def _fresh(seconds: _Stopwatch, effort: Effort) -> Curve:
+def _fresh(seconds: _Stopwatch, effort: CalibrationEffort) -> Curve:
     """Bytes per second at which new tensors are given memory: of what filling them takes longer than filling again."""
     if seconds.on_gpu:
         return ()  # torch keeps what was used
@@ -256,7 +256,7 @@ def _fresh(seconds: _Stopwatch, effort: Effort) -> Curve:
     return tuple(found)
 
 
-def _curve(seconds: _Stopwatch, effort: Effort, base: _Base) -> Curve:
+def _curve(seconds: _Stopwatch, effort: CalibrationEffort, base: _Base) -> Curve:
     """Bytes per second of a sum of two tensors into a third."""
     found: list[tuple[float, float]] = []
     for size in effort.sizes:
@@ -304,7 +304,7 @@ def _launch(seconds: _Stopwatch) -> float:
     return seconds(lambda: x + x, repeat=200)
 
 
-def _between(world: World, effort: Effort) -> tuple[float, float]:
+def _between(world: World, effort: CalibrationEffort) -> tuple[float, float]:
     """Seconds of each operation of a training, and of each step, beside what they compute: of next to nothing.
 
     Every rank trains two models alone at the same time, which differ in how many operations they are.
@@ -314,9 +314,9 @@ def _between(world: World, effort: Effort) -> tuple[float, float]:
     counts, times = [], []
     for depth in (2, 34):
         layers = functools.partial(_layers, depth)
-        subject = Subject(layers, lambda output, batch: (output.square().sum(), len(batch)), torch.zeros(1, 8))
+        subject = RehearsalSubject(layers, lambda output, batch: (output.square().sum(), len(batch)), torch.zeros(1, 8))
         parts = rehearse(subject, plan=plan, ranks=1, device=device).step(0)
-        counts.append(sum(isinstance(entry, Operation) for part in parts for entry in part.entries))
+        counts.append(sum(isinstance(entry, TapeOperation) for part in parts for entry in part.entries))
         alone = functools.partial(measured, subject=subject, plan=plan, steps=4 * effort.rounds)
         world.barrier()
         took: float = run_threads(1, alone)[0][0].step
@@ -329,7 +329,7 @@ def _layers(depth: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(8, 8) for _ in range(depth)))
 
 
-def _link(world: World, effort: Effort) -> Link:
+def _link(world: World, effort: CalibrationEffort) -> Link:
     """Latency and bus bandwidth among all ranks of the machine."""
     if world.size == 1:
         return Link()
@@ -338,7 +338,7 @@ def _link(world: World, effort: Effort) -> Link:
     told: dict[tuple[str, int], tuple[float, float]] = {
         (one.kind, one.bytes): (one.median_seconds, one.bus_bandwidth)
         for on, each in kinds.items()
-        for one in measure(Sweep(each, (64, *effort.sizes), (world.size,), effort.rounds, on=(on,)), world=world)
+        for one in measure(SizeSweep(each, (64, *effort.sizes), (world.size,), effort.rounds, on=(on,)), world=world)
         if one.kind in each
     }
     told = world.exchange(told)[0]

@@ -40,7 +40,7 @@ _Sampled: TypeAlias = tuple[str, str, int]
 
 
 @dataclass(frozen=True)
-class Sweep:
+class SizeSweep:
     """What to measure: which collectives, of how many bytes, in groups of how many ranks, on what, and how often."""
 
     kinds: tuple[str, ...]
@@ -118,12 +118,12 @@ _IN_PLACE: Mapping[str, _Call] = MappingProxyType(
 )
 
 
-def measure(sweep: Sweep, *, world: World) -> list[Measurement]:
+def measure(sweep: SizeSweep, *, world: World) -> list[Measurement]:
     """Run the sweep; every rank calls it and gets the measurements of the groups it was in, rank 0 those of all.
 
     A copy is measured beside every size. Sizes are rounded down to whole numbers of floats per rank, at least one.
 
-    Raises ValueError as `Sweep.check` does.
+    Raises ValueError as `SizeSweep.check` does.
     """
     sweep.check(world_size=world.size)
     measurements = []
@@ -134,14 +134,14 @@ def measure(sweep: Sweep, *, world: World) -> list[Measurement]:
     return measurements
 
 
-def _wait(world: World, sweep: Sweep) -> list[Measurement]:
+def _wait(world: World, sweep: SizeSweep) -> list[Measurement]:
     """The part of a rank outside the group: it meets the others once a round, so that nobody takes it for lost."""
     for _ in range(sweep.warmup + sweep.rounds):
         world.barrier()
     return []
 
 
-def _measure_group(world: World, sweep: Sweep, gloo: Mapping[str, Call]) -> list[Measurement]:
+def _measure_group(world: World, sweep: SizeSweep, gloo: Mapping[str, Call]) -> list[Measurement]:
     n = world.mesh.degree(_AXIS)
     elements = sorted({max(1, size // (4 * n)) * n for size in sweep.sizes})
     kinds = [kind for kind in sweep.kinds if kind != COPY]

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from meshwise.bench.finding import Finding, note, problem
+from meshwise.bench.finding import MachineFinding, note, problem
 from meshwise.bench.machine import Machine, addresses_of, interface_names
 from meshwise.comm.api.flight_recorder import ranks_text
-from meshwise.comm.health.roll_call import Entry
+from meshwise.comm.health.roll_call import RollCallEntry
 from meshwise.comm.launch.rank_process import asked_threads
 
 _OLDEST_TORCH = (2, 11)
@@ -28,7 +28,7 @@ _COMPARED: Mapping[str, str] = {
 }
 
 
-def examine_machine(machine: Machine, *, ranks: int) -> list[Finding]:
+def examine_machine(machine: Machine, *, ranks: int) -> list[MachineFinding]:
     """What will hinder `ranks` ranks on this machine."""
     found = []
     if _numbers(torch.__version__) < _OLDEST_TORCH:
@@ -72,7 +72,7 @@ def examine_machine(machine: Machine, *, ranks: int) -> list[Finding]:
     return [*found, *check_interfaces(os.environ)]
 
 
-def check_interfaces(environment: Mapping[str, str]) -> list[Finding]:
+def check_interfaces(environment: Mapping[str, str]) -> list[MachineFinding]:
     """Interfaces that the environment names and this machine does not have.
 
     gloo reads a list of names; NCCL a list of prefixes, exact names after `=`, exclusions after `^`.
@@ -103,7 +103,7 @@ def own_facts(machine: Machine, *, device: str) -> dict[str, str]:
     }
 
 
-def examine_roll(entries: Sequence[Entry], *, size: int, seconds: float) -> list[Finding]:
+def examine_roll(entries: Sequence[RollCallEntry], *, size: int, seconds: float) -> list[MachineFinding]:
     """What is wrong between the ranks that came, for a rank that was told the world has `size` ranks."""
     found = _sizes(entries)
     if not found:
@@ -127,7 +127,7 @@ def examine_roll(entries: Sequence[Entry], *, size: int, seconds: float) -> list
     return found
 
 
-def _sizes(entries: Sequence[Entry]) -> list[Finding]:
+def _sizes(entries: Sequence[RollCallEntry]) -> list[MachineFinding]:
     by_size: dict[int, list[int]] = {}
     for entry in entries:
         by_size.setdefault(entry.size, []).append(entry.rank)
@@ -142,7 +142,7 @@ def _sizes(entries: Sequence[Entry]) -> list[Finding]:
     ]
 
 
-def _missing(entries: Sequence[Entry], size: int, seconds: float) -> list[Finding]:
+def _missing(entries: Sequence[RollCallEntry], size: int, seconds: float) -> list[MachineFinding]:
     missing = sorted(set(range(size)) - {entry.rank for entry in entries})
     if not missing:
         return []
@@ -154,7 +154,7 @@ def _missing(entries: Sequence[Entry], size: int, seconds: float) -> list[Findin
     ]
 
 
-def _twice(entries: Sequence[Entry]) -> list[Finding]:
+def _twice(entries: Sequence[RollCallEntry]) -> list[MachineFinding]:
     ranks = [entry.rank for entry in entries]
     twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
     if not twice:
@@ -167,7 +167,7 @@ def _twice(entries: Sequence[Entry]) -> list[Finding]:
     ]
 
 
-def _by(entries: Sequence[Entry], fact: str) -> dict[str, list[int]]:
+def _by(entries: Sequence[RollCallEntry], fact: str) -> dict[str, list[int]]:
     """Ranks by what they say."""
     ranks: dict[str, list[int]] = {}
     for entry in entries:

@@ -26,8 +26,8 @@ from typing import TypeAlias
 import torch
 
 from meshwise.comm.launch.job_folder import job_folder
-from meshwise.memory.staging_buffers import Staging, Swap
-from meshwise.memory.swap_file import SwapFile, Transfer
+from meshwise.memory.staging_buffers import StagingBuffers, SwapConfig
+from meshwise.memory.swap_file import SwapFile, SwapTransfer
 
 KINDS = ("read", "write", "both")
 TIER = "meshwise"
@@ -35,7 +35,7 @@ DDS = (1, 2, 4)
 """How many of dd there are for each kind."""
 
 _BLOCK = 16 * 2**20
-_BUFFERS = Swap()
+_BUFFERS = SwapConfig()
 
 
 Contestant: TypeAlias = Callable[[str], None]
@@ -115,7 +115,7 @@ def measure(folder: Path, *, size: int, rounds: int) -> Disk:
 def _tier(file: SwapFile, *, size: int) -> Iterator[Contestant]:
     """The tier's own way: through a fixed number of staging buffers."""
     source, target = (file.place(file.allocate(size, dtype=torch.uint8)) for _ in range(2))
-    staging = Staging(count=_BUFFERS.buffers, size=min(_BUFFERS.buffer, size), on=torch.device("cpu"))
+    staging = StagingBuffers(count=_BUFFERS.buffers, size=min(_BUFFERS.buffer, size), on=torch.device("cpu"))
 
     ways = {
         "read": lambda offset, part: file.read(source + offset, into=part),
@@ -123,7 +123,7 @@ def _tier(file: SwapFile, *, size: int) -> Iterator[Contestant]:
     }
 
     def move(kind: str) -> None:
-        under_way: list[Transfer] = []
+        under_way: list[SwapTransfer] = []
         for low, one in itertools.product(range(0, size, staging.size), ways):
             if kind in (one, "both"):
                 buffer = staging.take()

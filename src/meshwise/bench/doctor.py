@@ -18,21 +18,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from meshwise.bench.diagnosis import examine_machine, examine_roll, own_facts
-from meshwise.bench.finding import Finding, problem
+from meshwise.bench.finding import MachineFinding, problem
 from meshwise.bench.machine import Machine, examine
 from meshwise.bench.meeting_reach import can_open, check_environment, reach
-from meshwise.bench.pair_talk import Talk, slow_links, talk
+from meshwise.bench.pair_talk import PairTalks, slow_links, talk
 from meshwise.comm import World, connect, run
 from meshwise.comm.health.roll_call import roll_call
 
 
 @dataclass(frozen=True)
-class Report:
+class DoctorReport:
     """What the doctor found. `talks`: one conversation for each kind of device that was tried."""
 
     machine: Machine
-    talks: tuple[Talk, ...]
-    findings: tuple[Finding, ...]
+    talks: tuple[PairTalks, ...]
+    findings: tuple[MachineFinding, ...]
 
     @property
     def healthy(self) -> bool:
@@ -40,7 +40,7 @@ class Report:
         return all(finding.level != "problem" for finding in self.findings)
 
 
-def consult_local(*, ranks: int | None = None, seconds: float = 30.0) -> Report:
+def consult_local(*, ranks: int | None = None, seconds: float = 30.0) -> DoctorReport:
     """Start local ranks (by default as many as cores or GPUs, 2 to 4) and let them talk; on CPU, and on GPUs if any."""
     machine = examine()
     size = ranks or max(2, min(4, len(machine.gpus) or machine.cores))
@@ -55,7 +55,7 @@ def consult_local(*, ranks: int | None = None, seconds: float = 30.0) -> Report:
     return _report(machine, talks, findings)
 
 
-def consult_job(*, seconds: float = 10.0) -> Report:
+def consult_job(*, seconds: float = 10.0) -> DoctorReport:
     """One rank's part under torchrun: reach the meeting place, call the roll, connect, talk.
 
     Takes `seconds` at most for each step that waits for others.
@@ -76,7 +76,7 @@ def consult_job(*, seconds: float = 10.0) -> Report:
         return _report(machine, [], [*findings, _failed(f"rank {os.environ['RANK']}", error)])
 
 
-def _meet(machine: Machine, size: int, seconds: float) -> list[Finding]:
+def _meet(machine: Machine, size: int, seconds: float) -> list[MachineFinding]:
     """Reach the meeting place and call the roll."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     opens_it = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -90,7 +90,7 @@ def _meet(machine: Machine, size: int, seconds: float) -> list[Finding]:
     return examine_roll(roll.entries, size=size, seconds=seconds)
 
 
-def _talk_in_time(world: World, seconds: float) -> Talk:
+def _talk_in_time(world: World, seconds: float) -> PairTalks:
     """`talk`, or the end of this process with a sentence that says where it stood."""
     with _deadline(seconds, "talking", world):
         return talk(world)
@@ -120,7 +120,7 @@ def _deadline(seconds: float, doing: str, world: World | None = None) -> Iterato
         timer.cancel()
 
 
-def _failed(who: str, error: Exception) -> Finding:
+def _failed(who: str, error: Exception) -> MachineFinding:
     first = (str(error) or type(error).__name__).strip().splitlines()[0]
     return problem(f"{who} failed: {first}", remedy=_remedy(str(error)))
 
@@ -142,12 +142,12 @@ def _remedy(text: str) -> str:
     return "look at the output above it, from the rank that ended first"
 
 
-def _report(machine: Machine, talks: Sequence[Talk], findings: Sequence[Finding]) -> Report:
+def _report(machine: Machine, talks: Sequence[PairTalks], findings: Sequence[MachineFinding]) -> DoctorReport:
     told = list(findings)
     for held in talks:
         told += held.findings
         told += [
-            Finding(
+            MachineFinding(
                 "note",
                 f"ranks {link.ranks[0]} and {link.ranks[1]} exchange {link.bandwidth / 1e9:.2f} GB/s, "
                 "less than a quarter of what the others do",
@@ -155,4 +155,4 @@ def _report(machine: Machine, talks: Sequence[Talk], findings: Sequence[Finding]
             )
             for link in slow_links(held.links)
         ]
-    return Report(machine, tuple(talks), tuple(told))
+    return DoctorReport(machine, tuple(talks), tuple(told))

@@ -9,7 +9,7 @@ Level = Literal["ok", "note", "problem"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class MachineFinding:
     """`ok`: works. `note`: works here and may not elsewhere. `problem`: ranks cannot train until it is remedied."""
 
     level: Level
@@ -17,11 +17,11 @@ class Finding:
     remedy: str = ""
 
 
-def problem(what: str, *, remedy: str) -> Finding:
+def problem(what: str, *, remedy: str) -> MachineFinding:
     """Something that has to change before ranks can train."""
-    return Finding("problem", what, remedy)
+    return MachineFinding("problem", what, remedy)
 
 
-def note(what: str, *, remedy: str) -> Finding:
+def note(what: str, *, remedy: str) -> MachineFinding:
     """Something to know."""
-    return Finding("note", what, remedy)
+    return MachineFinding("note", what, remedy)

@@ -7,19 +7,19 @@ import socket
 import time
 from collections.abc import Mapping
 
-from meshwise.bench.finding import Finding, problem
-from meshwise.comm.api.launch_environment import told_wrong
+from meshwise.bench.finding import MachineFinding, problem
+from meshwise.comm.api.launch_environment import launch_error
 
 _RETRY_SECONDS = 0.2
 
 
-def check_environment(environment: Mapping[str, str]) -> list[Finding]:
+def check_environment(environment: Mapping[str, str]) -> list[MachineFinding]:
     """What a launcher has to set, as torchrun does."""
-    wrong = told_wrong(environment)
+    wrong = launch_error(environment)
     return [] if wrong is None else [problem(wrong[0], remedy=wrong[1])]
 
 
-def reach(address: str, *, port: int, seconds: float) -> list[Finding]:
+def reach(address: str, *, port: int, seconds: float) -> list[MachineFinding]:
     """Try the meeting place until it answers or the time is up. No findings when it answers."""
     try:
         socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
@@ -43,7 +43,7 @@ def reach(address: str, *, port: int, seconds: float) -> list[Finding]:
         time.sleep(_RETRY_SECONDS)
 
 
-def can_open(port: int) -> list[Finding]:
+def can_open(port: int) -> list[MachineFinding]:
     """Whether the port is free, for rank 0 when no launcher keeps the meeting place."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -59,7 +59,7 @@ def can_open(port: int) -> list[Finding]:
     return []
 
 
-def _unreachable(address: str, port: int, error: OSError, seconds: float) -> Finding:
+def _unreachable(address: str, port: int, error: OSError, seconds: float) -> MachineFinding:
     where = f"{address}:{port}"
     if isinstance(error, ConnectionRefusedError):
         return problem(

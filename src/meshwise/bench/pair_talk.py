@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwise.bench.finding import Finding, problem
+from meshwise.bench.finding import MachineFinding, problem
 from meshwise.comm import World
 
 _PINGS = 20
@@ -25,7 +25,7 @@ _LARGE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class Link:
+class PairLink:
     """Two ranks: seconds for a small message one way, and bytes per second of a large one."""
 
     ranks: tuple[int, int]
@@ -34,14 +34,14 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Talk:
+class PairTalks:
     """What a conversation of all ranks showed; the same on every rank."""
 
     size: int
     device: str
     medium: str
-    links: tuple[Link, ...]
-    findings: tuple[Finding, ...]
+    links: tuple[PairLink, ...]
+    findings: tuple[MachineFinding, ...]
 
 
 def rounds(size: int) -> list[list[tuple[int, int]]]:
@@ -56,7 +56,7 @@ def rounds(size: int) -> list[list[tuple[int, int]]]:
     return plan
 
 
-def talk(world: World) -> Talk:
+def talk(world: World) -> PairTalks:
     """Every rank calls it. Takes milliseconds per rank."""
     findings = [*_add_up(world)]
     links = []
@@ -70,12 +70,12 @@ def talk(world: World) -> Talk:
     everyone = world.exchange((links, findings))
     by_pair = {link.ranks: link for heard, _ in everyone for link in heard}
     told = {finding: None for _, found in everyone for finding in found}
-    return Talk(
+    return PairTalks(
         world.size, world.device.type, world.medium, tuple(by_pair[pair] for pair in sorted(by_pair)), tuple(told)
     )
 
 
-def _add_up(world: World) -> list[Finding]:
+def _add_up(world: World) -> list[MachineFinding]:
     """An all-reduce of rank + 1 has to give N(N+1)/2 in every element."""
     total = torch.full((1000,), world.rank + 1.0, device=world.device)
     world.all_reduce(total, axes=world.mesh.names).wait()
@@ -91,7 +91,7 @@ def _add_up(world: World) -> list[Finding]:
     ]
 
 
-def _exchange(world: World, pair: tuple[int, int]) -> tuple[Link, list[Finding]]:
+def _exchange(world: World, pair: tuple[int, int]) -> tuple[PairLink, list[MachineFinding]]:
     """Ping-pong between two ranks, the lower one first, with small messages and then a large one."""
     peer = pair[1] if world.rank == pair[0] else pair[0]
     seconds, wrong = [], False
@@ -100,7 +100,7 @@ def _exchange(world: World, pair: tuple[int, int]) -> tuple[Link, list[Finding]]
         other = torch.empty_like(own)
         seconds.append(_ping_pong(world, own, other, peer))
         wrong = wrong or bool((other != peer).any())
-    link = Link(pair, statistics.median(seconds[1 : _PINGS + 1]), _LARGE_BYTES / seconds[-1])
+    link = PairLink(pair, statistics.median(seconds[1 : _PINGS + 1]), _LARGE_BYTES / seconds[-1])
     if not wrong:
         return link, []
     text = f"a message from rank {peer} to rank {world.rank} did not arrive as it was sent"
@@ -125,7 +125,7 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def slow_links(links: Sequence[Link], *, factor: float = 4.0) -> list[Link]:
+def slow_links(links: Sequence[PairLink], *, factor: float = 4.0) -> list[PairLink]:
     """Links whose bandwidth is below the median's by more than the factor."""
     if len(links) < 3:
         return []

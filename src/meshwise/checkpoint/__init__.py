@@ -34,22 +34,22 @@ A trainer has all of it in three methods, which every rank calls and which end a
 
 from meshwise.checkpoint.checkpoint_errors import Damage, DamageError, SaveError
 from meshwise.checkpoint.checkpoint_folder import newest_valid
-from meshwise.checkpoint.checkpoint_index import Index, read_index
+from meshwise.checkpoint.checkpoint_index import CheckpointIndex, read_index
 from meshwise.checkpoint.damage_check import damages, differences
-from meshwise.checkpoint.load_state import Reader, load
+from meshwise.checkpoint.load_state import CheckpointReader, load
 from meshwise.checkpoint.prune import prune
-from meshwise.checkpoint.save_state import Content, Saving, save
-from meshwise.checkpoint.training_state import Restored, TrainingState
+from meshwise.checkpoint.save_state import PendingSave, SaveContent, save
+from meshwise.checkpoint.training_state import RestoredState, TrainingState
 
 __all__ = [
-    "Content",
+    "CheckpointIndex",
+    "CheckpointReader",
     "Damage",
     "DamageError",
-    "Index",
-    "Reader",
-    "Restored",
+    "PendingSave",
+    "RestoredState",
+    "SaveContent",
     "SaveError",
-    "Saving",
     "TrainingState",
     "damages",
     "differences",

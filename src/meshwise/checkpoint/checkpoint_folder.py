@@ -22,7 +22,7 @@ from pathlib import Path
 
 from meshwise.base.atomic_file import flush
 from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
-from meshwise.checkpoint.checkpoint_index import INDEX, Index, read_index
+from meshwise.checkpoint.checkpoint_index import INDEX, CheckpointIndex, read_index
 
 LATEST = "latest"
 DATA = "rank-*.safetensors"
@@ -32,25 +32,25 @@ _PARTIAL, _REPLACED = ".partial-", ".replaced-"
 
 
 @dataclass(frozen=True)
-class Search:
+class CheckpointSearch:
     """What was found in a root: the newest valid checkpoint, if any, and what is wrong with those that are newer."""
 
     path: Path | None
     damaged: tuple[tuple[Path, tuple[Damage, ...]], ...]
 
 
-def checkpoints(root: Path) -> list[tuple[Path, Index | DamageError]]:
+def checkpoints(root: Path) -> list[tuple[Path, CheckpointIndex | DamageError]]:
     """Every checkpoint of a root with its index, newest first; damaged ones, of which nobody knows when, come last."""
-    found: list[tuple[Path, Index | DamageError]] = []
+    found: list[tuple[Path, CheckpointIndex | DamageError]] = []
     for path in sorted(_folders(root), reverse=True):
         try:
             found.append((path, read_index(path)))
         except DamageError as error:
             found.append((path, error))
-    return sorted(found, key=lambda item: -item[1].sequence if isinstance(item[1], Index) else 1)
+    return sorted(found, key=lambda item: -item[1].sequence if isinstance(item[1], CheckpointIndex) else 1)
 
 
-def newest_valid(root: Path, *, but: Collection[Path] = ()) -> Search:
+def newest_valid(root: Path, *, but: Collection[Path] = ()) -> CheckpointSearch:
     """The newest checkpoint, of all `but` some, whose index and file sizes are right. Its bytes are compared while they
     are loaded.
     """
@@ -63,7 +63,7 @@ def newest_valid(root: Path, *, but: Collection[Path] = ()) -> Search:
             damaged.append((folder, index.damages))
         elif path is None:
             path = folder
-    return Search(path, tuple(damaged))
+    return CheckpointSearch(path, tuple(damaged))
 
 
 def make_aside(folder: Path) -> Path:
@@ -136,7 +136,7 @@ def is_checkpoint(path: Path) -> bool:
 
 def next_sequence(root: Path) -> int:
     """A number that is larger than that of every checkpoint of a root."""
-    numbers = [index.sequence for _, index in checkpoints(root) if isinstance(index, Index)]
+    numbers = [index.sequence for _, index in checkpoints(root) if isinstance(index, CheckpointIndex)]
     return max(numbers, default=0) + 1
 
 

@@ -44,7 +44,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredRectangle:
     """A rectangle of a logical tensor, and the entry of a file that holds it."""
 
     file: str
@@ -53,12 +53,12 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A logical tensor in a checkpoint."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[StoredRectangle, ...]
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +67,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class DataFile:
+class CheckpointFile:
     """What a file must look like: its size, and the crc32 of every block of it (none where nobody made them)."""
 
     size: int
@@ -75,13 +75,13 @@ class DataFile:
 
 
 @dataclass(frozen=True)
-class Index:
+class CheckpointIndex:
     """What a checkpoint holds."""
 
     folder: Path
     sequence: int
-    files: Mapping[str, DataFile]
-    tensors: Mapping[str, Stored]
+    files: Mapping[str, CheckpointFile]
+    tensors: Mapping[str, StoredTensor]
     aliases: Mapping[str, str]
     extra: Mapping[str, Any]
 
@@ -104,7 +104,7 @@ class Index:
         return f'{text}{_CHECKSUM}{zlib.crc32(text.encode()):08x}"}}\n'
 
 
-def read_index(folder: Path) -> Index:
+def read_index(folder: Path) -> CheckpointIndex:
     """The index of a checkpoint, compared with its own checksum and with the sizes of the files it names.
 
     Raises DamageError that names the file, what was expected and what was found.
@@ -130,7 +130,7 @@ def read_index(folder: Path) -> Index:
     return index
 
 
-def tensors_of(index: Index, *, file: str) -> Iterator[tuple[str, Part]]:
+def tensors_of(index: CheckpointIndex, *, file: str) -> Iterator[tuple[str, StoredRectangle]]:
     """The logical tensors that have a part in a file, with that part."""
     for name, stored in index.tensors.items():
         for part in stored.parts:
@@ -138,29 +138,29 @@ def tensors_of(index: Index, *, file: str) -> Iterator[tuple[str, Part]]:
                 yield name, part
 
 
-def file_row(file: DataFile) -> dict[str, Any]:
+def file_row(file: CheckpointFile) -> dict[str, Any]:
     """How a file is written in the index."""
     return {"bytes": file.size, "crc32": [f"{checksum:08x}" for checksum in file.checksums]}
 
 
-def part_row(part: Part) -> dict[str, Any]:
+def part_row(part: StoredRectangle) -> dict[str, Any]:
     """How a part is written in the index."""
     offsets, sizes = list(part.rectangle.offsets), list(part.rectangle.sizes)
     return {"file": part.file, "entry": part.entry, "offsets": offsets, "sizes": sizes}
 
 
-def _tensor_row(stored: Stored) -> dict[str, Any]:
+def _tensor_row(stored: StoredTensor) -> dict[str, Any]:
     parts = [part_row(part) for part in stored.parts]
     return {"dtype": dtype_name(stored.dtype), "shape": list(stored.shape), "parts": parts}
 
 
-def parse_index(folder: Path, *, body: Mapping[str, Any]) -> Index:
+def parse_index(folder: Path, *, body: Mapping[str, Any]) -> CheckpointIndex:
     """The index in parsed JSON. Raises ValueError, KeyError or TypeError for what cannot be one."""
     if body["format"] != FORMAT:
         raise ValueError(f"the format is {body['format']!r}")
     files = {plain_name(name): _data_file(name, row) for name, row in body["files"].items()}
     tensors = {name: _stored(name, row, files) for name, row in body["tensors"].items()}
-    return Index(folder, int(body["sequence"]), files, tensors, dict(body["aliases"]), dict(body["extra"]))
+    return CheckpointIndex(folder, int(body["sequence"]), files, tensors, dict(body["aliases"]), dict(body["extra"]))
 
 
 def plain_name(name: str) -> str:
@@ -170,17 +170,17 @@ def plain_name(name: str) -> str:
     return name
 
 
-def _data_file(name: str, row: Mapping[str, Any]) -> DataFile:
+def _data_file(name: str, row: Mapping[str, Any]) -> CheckpointFile:
     size, checksums = int(row["bytes"]), tuple(int(checksum, 16) for checksum in row["crc32"])
     if size < 0 or len(checksums) != -(-size // BLOCK):
         raise ValueError(f"{len(checksums)} checksums for {name}, a file of {size} bytes")
-    return DataFile(size, checksums)
+    return CheckpointFile(size, checksums)
 
 
-def _stored(name: str, row: Mapping[str, Any], files: Mapping[str, DataFile]) -> Stored:
+def _stored(name: str, row: Mapping[str, Any], files: Mapping[str, CheckpointFile]) -> StoredTensor:
     dtype, shape = DTYPES[row["dtype"]], tuple(int(size) for size in row["shape"])
     parts = tuple(
-        Part(
+        StoredRectangle(
             part["file"],
             str(part["entry"]),
             Rectangle(tuple(map(int, part["offsets"])), tuple(map(int, part["sizes"]))),
@@ -200,10 +200,10 @@ def _stored(name: str, row: Mapping[str, Any], files: Mapping[str, DataFile]) ->
     held = sum(part.rectangle.numel for part in parts)
     if not inside or min(shape, default=0) < 0 or held != math.prod(shape):
         raise ValueError(f"the parts of {name!r} do not make up a tensor of shape {shape}: they hold {held} elements")
-    return Stored(dtype, shape, parts)
+    return StoredTensor(dtype, shape, parts)
 
 
-def _sizes(index: Index) -> Iterator[Damage]:
+def _sizes(index: CheckpointIndex) -> Iterator[Damage]:
     """Files that are missing, are not plain files, or are longer or shorter than they were written."""
     for name, file in index.files.items():
         path = index.folder / name

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
-from meshwise.checkpoint.checkpoint_index import BLOCK, Index, Stored, read_index, tensors_of
-from meshwise.checkpoint.load_state import Reader
-from meshwise.checkpoint.read_rectangles import Source, read_verified
-from meshwise.checkpoint.safetensors_header import Entry, read_header
-from meshwise.data_parallel.stored_slices import Holding
+from meshwise.checkpoint.checkpoint_index import BLOCK, CheckpointIndex, StoredTensor, read_index, tensors_of
+from meshwise.checkpoint.load_state import CheckpointReader
+from meshwise.checkpoint.read_rectangles import SourceFile, read_verified
+from meshwise.checkpoint.safetensors_header import TensorEntry, read_header
+from meshwise.data_parallel.stored_slices import StoredSlice
 from meshwise.layout.rectangles import Rectangle, rectangles
 
 _VERIFIED = "verified"
@@ -36,7 +36,7 @@ def damages(folder: Path) -> Iterator[Damage]:
         except OSError as error:
             yield Damage(str(folder / name), "a file that can be read", str(error))
             continue
-        yield from _bytes(Source(folder / name, index.files[name], entries))
+        yield from _bytes(SourceFile(folder / name, index.files[name], entries))
         yield from _misplaced(index, name, entries)
 
 
@@ -54,7 +54,7 @@ def is_valid(folder: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Difference:
+class CheckpointDifference:
     """How one logical tensor differs between two checkpoints: `elements` of them, by at most `largest`, which is NaN
     where one of the two is.
     """
@@ -65,23 +65,25 @@ class Difference:
     largest: float = 0.0
 
 
-def differences(first: Index, *, second: Index) -> Iterator[Difference]:
+def differences(first: CheckpointIndex, *, second: CheckpointIndex) -> Iterator[CheckpointDifference]:
     """The logical tensors that are not bit for bit the same in two checkpoints, whatever plans these were saved under.
 
     Raises DamageError as loading does.
     """
-    readers = Reader(first), Reader(second)
+    readers = CheckpointReader(first), CheckpointReader(second)
     for name in sorted(first.tensors.keys() | second.tensors.keys()):
         ours, theirs = first.tensors.get(name), second.tensors.get(name)
         if ours is None or theirs is None:
-            yield Difference(name, f"only in {(second if ours is None else first).folder}")
+            yield CheckpointDifference(name, f"only in {(second if ours is None else first).folder}")
         elif (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-            yield Difference(name, f"{ours.dtype} {ours.shape} and {theirs.dtype} {theirs.shape}")
+            yield CheckpointDifference(name, f"{ours.dtype} {ours.shape} and {theirs.dtype} {theirs.shape}")
         elif found := _compare(name, ours, readers):
             yield found
 
 
-def _compare(name: str, stored: Stored, readers: tuple[Reader, Reader]) -> Difference | None:
+def _compare(
+    name: str, stored: StoredTensor, readers: tuple[CheckpointReader, CheckpointReader]
+) -> CheckpointDifference | None:
     elements, largest = 0, 0.0
     size = torch.Size(stored.shape).numel()
     for start in range(0, size, _MOST_ELEMENTS):
@@ -91,18 +93,18 @@ def _compare(name: str, stored: Stored, readers: tuple[Reader, Reader]) -> Diffe
             if count := int(unequal.sum()):
                 apart = (a.double() - b.double()).abs()[unequal]
                 elements, largest = elements + count, float(apart.max().clamp(min=largest))
-    return Difference(name, f"{elements} of {size} elements differ", elements, largest) if elements else None
+    return CheckpointDifference(name, f"{elements} of {size} elements differ", elements, largest) if elements else None
 
 
-def _take(reader: Reader, name: str, rectangle: Rectangle) -> torch.Tensor:
+def _take(reader: CheckpointReader, name: str, rectangle: Rectangle) -> torch.Tensor:
     stored = reader.index.tensors[name]
     tensor = torch.empty(rectangle.sizes, dtype=stored.dtype)
     slot, _, own = name.partition("/")
-    reader.fill([Holding(own, slot, stored.shape, rectangle, tensor)])
+    reader.fill([StoredSlice(own, slot, stored.shape, rectangle, tensor)])
     return tensor.reshape(-1)
 
 
-def _bytes(source: Source) -> Iterator[Damage]:
+def _bytes(source: SourceFile) -> Iterator[Damage]:
     """Blocks that are not as they were written."""
     assert source.expected is not None
     buffer = torch.empty(BLOCK, dtype=torch.uint8)
@@ -118,7 +120,7 @@ def _bytes(source: Source) -> Iterator[Damage]:
         os.close(descriptor)
 
 
-def _misplaced(index: Index, name: str, entries: Mapping[str, Entry]) -> Iterator[Damage]:
+def _misplaced(index: CheckpointIndex, name: str, entries: Mapping[str, TensorEntry]) -> Iterator[Damage]:
     """Parts that the index has and the header of their file has not, or has otherwise."""
     for tensor, part in tensors_of(index, file=name):
         entry = entries.get(part.entry)

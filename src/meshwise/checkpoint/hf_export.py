@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.checkpoint.checkpoint_index import read_index
-from meshwise.checkpoint.load_state import Reader
+from meshwise.checkpoint.load_state import CheckpointReader
 from meshwise.checkpoint.pretrained import dtypes_of, read_pretrained, under_names, write_pretrained
-from meshwise.data_parallel.stored_slices import Holding, buffers
+from meshwise.data_parallel.stored_slices import StoredSlice, buffers
 
 _TOKENS = (4, 8)
 
@@ -39,7 +39,7 @@ def export(folder: Path, *, into: Path, build: Callable[[], nn.Module]) -> Expor
     Raises ValueError, and has written nothing, when `build` makes another model, or one that does not make logits of
     tokens alone; ExportError when the logits differ; DamageError, OSError.
     """
-    reader = Reader(read_index(folder))
+    reader = CheckpointReader(read_index(folder))
     saved = build().eval()
     tokens = torch.randint(_vocabulary(saved), _TOKENS, generator=torch.Generator().manual_seed(0))
     dtypes = dtypes_of(reader.index.extra)
@@ -59,10 +59,11 @@ def export(folder: Path, *, into: Path, build: Callable[[], nn.Module]) -> Expor
     return Exported(files, difference)
 
 
-def _fill(module: nn.Module, reader: Reader) -> None:
+def _fill(module: nn.Module, reader: CheckpointReader) -> None:
     """Give a whole module the values of a checkpoint. Raises ValueError when they are of another model."""
     held = [
-        Holding.whole(parameter.detach(), name=name, slot="parameter") for name, parameter in module.named_parameters()
+        StoredSlice.whole(parameter.detach(), name=name, slot="parameter")
+        for name, parameter in module.named_parameters()
     ]
     reader.fill([*held, *(held for held in buffers([module]) if held.key in reader.index.tensors)])
 
@@ -75,7 +76,7 @@ def _read_back(saved: nn.Module, folder: Path, build: Callable[[], nn.Module]) -
         return model.eval()
     module = build().eval()
     names = {name: (name,) for name, _ in module.named_parameters()}
-    _fill(module, Reader(under_names(read_pretrained(folder), names=names)))
+    _fill(module, CheckpointReader(under_names(read_pretrained(folder), names=names)))
     return module
 
 

@@ -9,23 +9,23 @@ from typing import TypeVar
 import torch
 
 from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
-from meshwise.checkpoint.checkpoint_index import Index, Part, Stored, read_index
-from meshwise.checkpoint.read_rectangles import Source, Span, read, spans
+from meshwise.checkpoint.checkpoint_index import CheckpointIndex, StoredRectangle, StoredTensor, read_index
+from meshwise.checkpoint.read_rectangles import ByteSpan, SourceFile, read, spans
 from meshwise.checkpoint.safetensors_header import read_header
 from meshwise.comm.api.world import World
-from meshwise.data_parallel.stored_slices import Holding
+from meshwise.data_parallel.stored_slices import StoredSlice
 
 _T = TypeVar("_T")
 
 
-class Reader:
+class CheckpointReader:
     """Reads rectangles of the logical tensors of one checkpoint; a file's header is read once, when it is needed."""
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: CheckpointIndex) -> None:
         self.index = index
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, SourceFile] = {}
 
-    def fill(self, holdings: Iterable[Holding]) -> None:
+    def fill(self, holdings: Iterable[StoredSlice]) -> None:
         """Fill the tensors of `holdings`. A tied parameter is found under any of its names.
 
         Raises DamageError for bytes that are not as they were written, ValueError for what the checkpoint lacks, has in
@@ -33,7 +33,7 @@ class Reader:
         """
         read([span for holding in holdings for span in self._spans(holding)])
 
-    def stored(self, holding: Holding) -> Stored:
+    def stored(self, holding: StoredSlice) -> StoredTensor:
         """What is stored for a holding. Raises ValueError as `fill` does."""
         tensors, first = self.index.tensors, self.index.aliases.get(holding.name, holding.name)
         stored = tensors.get(holding.key) or tensors.get(f"{holding.slot}/{first}")
@@ -48,19 +48,19 @@ class Reader:
             )
         return stored
 
-    def _spans(self, holding: Holding) -> Iterator[Span]:
+    def _spans(self, holding: StoredSlice) -> Iterator[ByteSpan]:
         for part in self.stored(holding).parts:
             if common := part.rectangle.overlap(holding.rectangle):
                 target = holding.tensor[common.seen_from(holding.rectangle.offsets).slices]
                 inside = common.seen_from(part.rectangle.offsets)
                 yield from spans(self._source(part), entry=part.entry, rectangle=inside, target=target)
 
-    def _source(self, part: Part) -> Source:
+    def _source(self, part: StoredRectangle) -> SourceFile:
         """The file of a part, with the header read and compared with what the index says of the part."""
         if part.file not in self._sources:
             path = self.index.folder / part.file
             expected = self.index.files[part.file]
-            self._sources[part.file] = Source(path, expected if expected.checksums else None, read_header(path))
+            self._sources[part.file] = SourceFile(path, expected if expected.checksums else None, read_header(path))
         source = self._sources[part.file]
         entry = source.entries.get(part.entry)
         if entry is None or entry.shape != part.rectangle.sizes:
@@ -70,7 +70,7 @@ class Reader:
         return source
 
 
-def load(folder: Path, *, needed: Callable[[Index], Iterable[Holding]], world: World) -> Index:
+def load(folder: Path, *, needed: Callable[[CheckpointIndex], Iterable[StoredSlice]], world: World) -> CheckpointIndex:
     """Fill what `needed(index)` says this rank needs; every rank calls it.
 
     All of it is looked up, and what cannot be there is refused, before the first byte is copied. Raises DamageError or
@@ -81,9 +81,9 @@ def load(folder: Path, *, needed: Callable[[Index], Iterable[Holding]], world: W
     return index
 
 
-def fill(index: Index, *, needed: Sequence[Holding], world: World) -> None:
+def fill(index: CheckpointIndex, *, needed: Sequence[StoredSlice], world: World) -> None:
     """Fill what this rank needs; every rank calls it. Raises as `load` does."""
-    reader = Reader(index)
+    reader = CheckpointReader(index)
     together(lambda: [reader.stored(holding) for holding in needed], world=world)
     together(lambda: reader.fill(needed), world=world)
 
@@ -109,7 +109,7 @@ def together(act: Callable[[], _T], *, world: World) -> _T:
     return result[0]
 
 
-def _holds(stored: torch.dtype, holding: Holding) -> bool:
+def _holds(stored: torch.dtype, holding: StoredSlice) -> bool:
     """Whether the values of a dtype can be loaded: exactly, or by rounding an fp32 parameter to its narrower use."""
     wanted = holding.tensor.dtype
     rounded = holding.slot == "parameter" and stored == torch.float32 and wanted in (torch.bfloat16, torch.float16)

@@ -23,11 +23,18 @@ import torch
 from torch import Tensor
 
 from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
-from meshwise.checkpoint.checkpoint_index import INDEX, DataFile, Index, Part, Stored, plain_name
-from meshwise.checkpoint.load_state import Reader
+from meshwise.checkpoint.checkpoint_index import (
+    INDEX,
+    CheckpointFile,
+    CheckpointIndex,
+    StoredRectangle,
+    StoredTensor,
+    plain_name,
+)
+from meshwise.checkpoint.load_state import CheckpointReader
 from meshwise.checkpoint.safetensors_dtypes import DTYPES
-from meshwise.checkpoint.safetensors_header import Spec, header, read_header
-from meshwise.data_parallel.stored_slices import Holding
+from meshwise.checkpoint.safetensors_header import TensorSpec, header, read_header
+from meshwise.data_parallel.stored_slices import StoredSlice
 from meshwise.layout.rectangles import Rectangle, rectangles
 
 PARTS = "model.safetensors.index.json"
@@ -38,26 +45,26 @@ _PART_BYTES = 5 * 10**9
 _PIECE_ELEMENTS = 1 << 20
 
 
-def read_pretrained(folder: Path) -> Index:
+def read_pretrained(folder: Path) -> CheckpointIndex:
     """The tensors of a folder of safetensors files, each whole, in the slots `parameter` and `buffer` alike.
 
     Raises DamageError for a folder that is none, and for files that are not what their headers say.
     """
-    tensors: dict[str, Stored] = {}
-    files: dict[str, DataFile] = {}
+    tensors: dict[str, StoredTensor] = {}
+    files: dict[str, CheckpointFile] = {}
     for name in _files(folder):
         path = folder / name
         try:
             entries = read_header(path)
-            files[name] = DataFile(path.stat().st_size, ())
+            files[name] = CheckpointFile(path.stat().st_size, ())
         except OSError as error:
             raise DamageError([Damage(str(path), "a safetensors file", error.strerror or str(error))]) from error
         for entry in entries.values():
             whole = Rectangle((0,) * len(entry.shape), entry.shape)
-            parts = (Part(name, entry.name, whole),) if whole.numel else ()
+            parts = (StoredRectangle(name, entry.name, whole),) if whole.numel else ()
             for slot in ("parameter", "buffer"):
-                tensors[f"{slot}/{entry.name}"] = Stored(entry.dtype, entry.shape, parts)
-    return Index(folder, 0, files, tensors, aliases={}, extra={})
+                tensors[f"{slot}/{entry.name}"] = StoredTensor(entry.dtype, entry.shape, parts)
+    return CheckpointIndex(folder, 0, files, tensors, aliases={}, extra={})
 
 
 def _files(folder: Path) -> list[str]:
@@ -73,7 +80,7 @@ def _files(folder: Path) -> list[str]:
         raise DamageError([Damage(str(folder / PARTS), "a weight_map", str(error))]) from error
 
 
-def under_names(index: Index, *, names: Mapping[str, Sequence[str]], base: str = "") -> Index:
+def under_names(index: CheckpointIndex, *, names: Mapping[str, Sequence[str]], base: str = "") -> CheckpointIndex:
     """The same tensors under the names that a model has for them.
 
     `names` maps each first name to all names of the parameter. A folder of the model without its head calls
@@ -86,10 +93,10 @@ def under_names(index: Index, *, names: Mapping[str, Sequence[str]], base: str =
             found = next((key for key in candidates if key in index.tensors), None)
             if found is not None:
                 tensors[f"{slot}/{first}"] = index.tensors[found]
-    return Index(index.folder, index.sequence, index.files, tensors, index.aliases, index.extra)
+    return CheckpointIndex(index.folder, index.sequence, index.files, tensors, index.aliases, index.extra)
 
 
-def unused(index: Index, *, names: Mapping[str, Sequence[str]], base: str = "") -> list[str]:
+def unused(index: CheckpointIndex, *, names: Mapping[str, Sequence[str]], base: str = "") -> list[str]:
     """The entries of a folder that stand under none of a model's names."""
     known = {other for all_of_them in names.values() for name in all_of_them for other in _variants(name, base)}
     entries = {part.entry for stored in index.tensors.values() for part in stored.parts}
@@ -110,10 +117,10 @@ class _File:
     """A file to be written: its name, and the tensors in it."""
 
     name: str
-    specs: tuple[Spec, ...]
+    specs: tuple[TensorSpec, ...]
 
 
-def write_pretrained(reader: Reader, *, into: Path, dtypes: Mapping[str, torch.dtype]) -> list[Path]:
+def write_pretrained(reader: CheckpointReader, *, into: Path, dtypes: Mapping[str, torch.dtype]) -> list[Path]:
     """Write the parameters and buffers of a checkpoint into a new folder, in the layout and under the names of a model.
 
     `dtypes`: those of parameters that the model has in another dtype than the checkpoint. A few MB at a time are in
@@ -122,7 +129,7 @@ def write_pretrained(reader: Reader, *, into: Path, dtypes: Mapping[str, torch.d
     """
     stored = {_split(key)[1]: key for key in reader.index.tensors if _split(key)[0] in ("parameter", "buffer")}
     specs = [
-        Spec(name, dtypes.get(name, reader.index.tensors[key].dtype), reader.index.tensors[key].shape)
+        TensorSpec(name, dtypes.get(name, reader.index.tensors[key].dtype), reader.index.tensors[key].shape)
         for name, key in stored.items()
     ]
     files = _divide(specs)
@@ -153,9 +160,9 @@ def _split(key: str) -> tuple[str, str]:
     return slot, name
 
 
-def _divide(specs: Iterable[Spec]) -> list[_File]:
+def _divide(specs: Iterable[TensorSpec]) -> list[_File]:
     """Tensors in the order given, a new file whenever the next would make one too large."""
-    groups: list[list[Spec]] = [[]]
+    groups: list[list[TensorSpec]] = [[]]
     size = 0
     for spec in specs:
         if groups[-1] and size + spec.nbytes > _PART_BYTES:
@@ -171,7 +178,7 @@ def _divide(specs: Iterable[Spec]) -> list[_File]:
     ]
 
 
-def _pieces(reader: Reader, key: str) -> Iterator[Tensor]:
+def _pieces(reader: CheckpointReader, key: str) -> Iterator[Tensor]:
     """The elements of a logical tensor in order."""
     stored = reader.index.tensors[key]
     slot, name = _split(key)
@@ -179,7 +186,7 @@ def _pieces(reader: Reader, key: str) -> Iterator[Tensor]:
     for start in range(0, size, _PIECE_ELEMENTS):
         for part in rectangles(stored.shape, start=start, stop=min(size, start + _PIECE_ELEMENTS)):
             piece = torch.empty(part.sizes, dtype=stored.dtype)
-            reader.fill([Holding(name, slot, stored.shape, part, piece)])
+            reader.fill([StoredSlice(name, slot, stored.shape, part, piece)])
             yield piece
 
 

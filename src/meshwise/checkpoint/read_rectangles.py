@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
-from meshwise.checkpoint.checkpoint_index import BLOCK, DataFile
-from meshwise.checkpoint.safetensors_header import Entry
+from meshwise.checkpoint.checkpoint_index import BLOCK, CheckpointFile
+from meshwise.checkpoint.safetensors_header import TensorEntry
 from meshwise.layout.rectangles import Rectangle
 
 WINDOW = 8 * BLOCK
@@ -32,29 +32,29 @@ _SPAN = WINDOW - 2 * BLOCK
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class SourceFile:
     """A file to read: what it must look like, when somebody knows, and what its header says it holds."""
 
     path: Path
-    expected: DataFile | None
-    entries: Mapping[str, Entry]
+    expected: CheckpointFile | None
+    entries: Mapping[str, TensorEntry]
 
 
 @dataclass(frozen=True)
-class Span:
+class ByteSpan:
     """Some elements of an entry, and where they go: bytes `start` to `stop` of the file hold them, and perhaps others
     between them.
     """
 
-    source: Source
+    source: SourceFile
     start: int
     stop: int
-    entry: Entry
+    entry: TensorEntry
     sizes: tuple[int, ...]
     target: Tensor
 
 
-def spans(source: Source, *, entry: str, rectangle: Rectangle, target: Tensor) -> Iterator[Span]:
+def spans(source: SourceFile, *, entry: str, rectangle: Rectangle, target: Tensor) -> Iterator[ByteSpan]:
     """What to read for a rectangle of an entry (in its own coordinates), so that it lands in `target`."""
     found = source.entries[entry]
     strides = _strides(found.shape)
@@ -63,7 +63,7 @@ def spans(source: Source, *, entry: str, rectangle: Rectangle, target: Tensor) -
     width = found.dtype.itemsize
     if (reach + 1) * width <= _SPAN:
         start = found.start + first * width
-        yield Span(source, start, start + (reach + 1) * width, found, rectangle.sizes, target)
+        yield ByteSpan(source, start, start + (reach + 1) * width, found, rectangle.sizes, target)
         return
     dim = next(dim for dim, size in enumerate(rectangle.sizes) if size > 1)
     below = reach - (rectangle.sizes[dim] - 1) * strides[dim]
@@ -76,7 +76,7 @@ def spans(source: Source, *, entry: str, rectangle: Rectangle, target: Tensor) -
         yield from spans(source, entry=entry, rectangle=Rectangle(offsets, sizes), target=part)
 
 
-def read(wanted: Iterable[Span]) -> None:
+def read(wanted: Iterable[ByteSpan]) -> None:
     """Read all spans. Raises DamageError for bytes that are not as they were written, OSError."""
     buffer = torch.empty(WINDOW, dtype=torch.uint8)
     ordered = sorted(wanted, key=lambda span: (span.source.path, span.start))
@@ -91,7 +91,7 @@ def read(wanted: Iterable[Span]) -> None:
             os.close(descriptor)
 
 
-def read_verified(source: Source, *, descriptor: int, start: int, into: Tensor) -> None:
+def read_verified(source: SourceFile, *, descriptor: int, start: int, into: Tensor) -> None:
     """Read whole blocks of a file and compare them with their checksums. Raises DamageError, OSError."""
     view = into.numpy().data
     position = 0
@@ -110,14 +110,14 @@ def read_verified(source: Source, *, descriptor: int, start: int, into: Tensor) 
             raise _damage(source, at, f"the crc32 {expected:08x} of bytes {at[0]} to {at[1]}", f"{found:08x}")
 
 
-def _damage(source: Source, at: tuple[int, int], expected: str, found: str) -> DamageError:
+def _damage(source: SourceFile, at: tuple[int, int], expected: str, found: str) -> DamageError:
     names = [entry.name for entry in source.entries.values() if entry.start < at[1] and entry.stop > at[0]]
     return DamageError([Damage(str(source.path), expected, found, tuple(names))])
 
 
-def _windows(ordered: Sequence[Span], *, size: int) -> Iterator[tuple[int, int, list[Span]]]:
+def _windows(ordered: Sequence[ByteSpan], *, size: int) -> Iterator[tuple[int, int, list[ByteSpan]]]:
     """Neighbouring spans that are read together: the bytes, in whole blocks, and the spans."""
-    group: list[Span] = []
+    group: list[ByteSpan] = []
     start = stop = 0
     for span in ordered:
         end = min(size, -(-span.stop // BLOCK) * BLOCK)
@@ -132,7 +132,7 @@ def _windows(ordered: Sequence[Span], *, size: int) -> Iterator[tuple[int, int, 
         yield start, stop, group
 
 
-def _deliver(span: Span, buffer: Tensor, origin: int) -> None:
+def _deliver(span: ByteSpan, buffer: Tensor, origin: int) -> None:
     data = buffer[span.start - origin : span.stop - origin]
     if data.storage_offset() % span.entry.dtype.itemsize:
         data = data.clone()

@@ -27,7 +27,7 @@ _LARGEST = 100 << 20
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor of a file: `start` and `stop` are bytes from the beginning of the file."""
 
     name: str
@@ -38,7 +38,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Spec:
+class TensorSpec:
     """A tensor that is to be written."""
 
     name: str
@@ -51,7 +51,7 @@ class Spec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def header(specs: Iterable[Spec], *, metadata: Mapping[str, str]) -> bytes:
+def header(specs: Iterable[TensorSpec], *, metadata: Mapping[str, str]) -> bytes:
     """The bytes that come before the first tensor; the tensors follow in the order of `specs`, without gaps.
 
     Raises ValueError for a dtype that the format does not have.
@@ -68,7 +68,7 @@ def header(specs: Iterable[Spec], *, metadata: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def read_header(path: Path) -> dict[str, Entry]:
+def read_header(path: Path) -> dict[str, TensorEntry]:
     """The tensors of a safetensors file, by name.
 
     Raises DamageError when the file is not one, or says things that its size does not allow; OSError.
@@ -87,7 +87,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         raise _damaged(path, "a safetensors header", str(error)) from error
 
 
-def _entry(name: str, row: Mapping[str, Any], base: int, size: int) -> Entry:
+def _entry(name: str, row: Mapping[str, Any], base: int, size: int) -> TensorEntry:
     """One row of a header. Raises ValueError, KeyError or TypeError when it cannot be so."""
     dtype = DTYPES[row["dtype"]]
     shape = tuple(int(length) for length in row["shape"])
@@ -96,7 +96,7 @@ def _entry(name: str, row: Mapping[str, Any], base: int, size: int) -> Entry:
         raise ValueError(f"{name!r} of shape {shape} at bytes {start} to {stop} of a file of {size}")
     if stop - start != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{name!r} of shape {shape} and {dtype} in {stop - start} bytes")
-    return Entry(name, dtype, shape, start, stop)
+    return TensorEntry(name, dtype, shape, start, stop)
 
 
 def _damaged(path: Path, expected: str, found: str) -> DamageError:

@@ -4,7 +4,7 @@
     the first rank        when all of these are there: checkpoint.json, flush, rename, `latest`
 
 The ranks meet through the folder, not through collectives: those belong to the training that goes on. They do so with
-collectives again in `Saving.wait`, where every rank learns how it ended.
+collectives again in `PendingSave.wait`, where every rank learns how it ended.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch import Tensor
 
 from meshwise.checkpoint.checkpoint_errors import SaveError
 from meshwise.checkpoint.checkpoint_folder import make_aside, next_sequence, publish, remove_quietly, write_flushed
-from meshwise.checkpoint.checkpoint_index import FORMAT, INDEX, Part, file_row, parse_index, part_row
+from meshwise.checkpoint.checkpoint_index import FORMAT, INDEX, StoredRectangle, file_row, parse_index, part_row
 from meshwise.checkpoint.prune import prune
 from meshwise.checkpoint.safetensors_dtypes import dtype_name
-from meshwise.checkpoint.safetensors_header import Spec, header
-from meshwise.checkpoint.staged_write import CHUNK, STAGING, Stream
+from meshwise.checkpoint.safetensors_header import TensorSpec, header
+from meshwise.checkpoint.staged_write import CHUNK, STAGING, StagedWriter
 from meshwise.comm.api.world import World
-from meshwise.data_parallel.stored_slices import Holding
+from meshwise.data_parallel.stored_slices import StoredSlice
 
 _SHORTEST_NAP, _LONGEST_NAP = 0.001, 0.05
 _PATIENCE_SECONDS = 20.0
@@ -37,7 +37,7 @@ _PATIENCE_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
-class Content:
+class SaveContent:
     """What this rank saves.
 
     holdings   over all ranks, every element of every logical tensor once
@@ -46,13 +46,13 @@ class Content:
     staging    bytes of the staging buffer
     """
 
-    holdings: Iterable[Holding]
+    holdings: Iterable[StoredSlice]
     aliases: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
     staging: int = STAGING
 
 
-def save(folder: Path, *, content: Content, world: World, keep_last: int | None = None) -> Saving:
+def save(folder: Path, *, content: SaveContent, world: World, keep_last: int | None = None) -> PendingSave:
     """Begin to save; every rank calls it. With `keep_last`, older checkpoints beside it go once it is published.
 
     Returns when everything that may change before the next optimizer step is staged. Raises SaveError on every rank
@@ -60,7 +60,7 @@ def save(folder: Path, *, content: Content, world: World, keep_last: int | None 
     """
     aside, share, problem = "", None, None
     try:
-        share = Share.of(content, name=f"rank-{world.rank:05}.safetensors")
+        share = RankFile.of(content, name=f"rank-{world.rank:05}.safetensors")
         aside = str(make_aside(folder)) if world.rank == 0 else ""
     except (ValueError, OSError) as error:
         problem = _said(error)
@@ -71,11 +71,11 @@ def save(folder: Path, *, content: Content, world: World, keep_last: int | None 
             remove_quietly(Path(aside))
         raise SaveError(f"{folder} was not saved: {'; '.join(problems)}")
     assert share is not None
-    return Saving(share, content=content, where=(Path(aside), folder), world=world, keep_last=keep_last)
+    return PendingSave(share, content=content, where=(Path(aside), folder), world=world, keep_last=keep_last)
 
 
 @dataclass(frozen=True)
-class Share:
+class RankFile:
     """What this rank writes: its file, the head of it, the tensors in their order, and its part of the index."""
 
     name: str
@@ -85,7 +85,7 @@ class Share:
     rows: Mapping[str, Any]
 
     @classmethod
-    def of(cls, content: Content, *, name: str) -> Share:
+    def of(cls, content: SaveContent, *, name: str) -> RankFile:
         """Raises ValueError for what a checkpoint cannot keep."""
         try:
             json.dumps(content.extra, allow_nan=False)
@@ -97,18 +97,20 @@ class Share:
         unstable = sum(part.tensor.nbytes for part in written if not part.stable)
         return cls(
             name,
-            header([Spec(_entry(part), part.tensor.dtype, tuple(part.tensor.shape)) for part in written], metadata={}),
+            header(
+                [TensorSpec(_entry(part), part.tensor.dtype, tuple(part.tensor.shape)) for part in written], metadata={}
+            ),
             [part.tensor if part.stable or unstable > CHUNK else part.tensor.clone() for part in written],
             unstable > CHUNK,
             _rows(held, name),
         )
 
 
-class Saving:
+class PendingSave:
     """A save under way on this rank."""
 
     def __init__(
-        self, share: Share, *, content: Content, where: tuple[Path, Path], world: World, keep_last: int | None
+        self, share: RankFile, *, content: SaveContent, where: tuple[Path, Path], world: World, keep_last: int | None
     ) -> None:
         self._aside, self.folder = where
         self._share = share
@@ -122,7 +124,7 @@ class Saving:
         self._outcome: str | None = None
         self._finished = False
         path = self._aside / share.name
-        self._stream = Stream(path, head=share.head, tensors=share.tensors, staging=content.staging)
+        self._stream = StagedWriter(path, head=share.head, tensors=share.tensors, staging=content.staging)
         self._thread = threading.Thread(target=self._run, name=f"save {self.folder.name}")
         self._thread.start()
         if share.waits:
@@ -240,12 +242,12 @@ class Saving:
         return self._aside / f"rank-{rank:05}.json"
 
 
-def _entry(part: Holding) -> str:
+def _entry(part: StoredSlice) -> str:
     """The name of a rectangle within its file."""
     return f"{part.key}@{','.join(map(str, part.rectangle.offsets))}"
 
 
-def _rows(held: Iterable[Holding], file: str) -> dict[str, Any]:
+def _rows(held: Iterable[StoredSlice], file: str) -> dict[str, Any]:
     """The rows of the index for what one rank holds."""
     rows: dict[str, Any] = {}
     for part in held:
@@ -253,7 +255,7 @@ def _rows(held: Iterable[Holding], file: str) -> dict[str, Any]:
             part.key, {"dtype": dtype_name(part.tensor.dtype), "shape": list(part.shape), "parts": []}
         )
         if part.rectangle.numel:
-            row["parts"].append(part_row(Part(file, _entry(part), part.rectangle)))
+            row["parts"].append(part_row(StoredRectangle(file, _entry(part), part.rectangle)))
     return rows
 
 

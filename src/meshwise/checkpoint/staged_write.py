@@ -22,14 +22,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwise.checkpoint.checkpoint_index import BLOCK, DataFile
+from meshwise.checkpoint.checkpoint_index import BLOCK, CheckpointFile
 
 CHUNK = 8 * BLOCK
 STAGING = 8 * CHUNK
 """Bytes of the staging buffer."""
 
 
-class Stream:
+class StagedWriter:
     """`head`, then the elements of `tensors` one after the other, to a new file at `path`, by two threads.
 
     `staging` is the size of the buffer, in bytes; at least two chunks, and no more than the file needs, are used.
@@ -55,7 +55,7 @@ class Stream:
         """Return when the tensors will not be read any more."""
         self._staged.wait()
 
-    def write(self) -> DataFile:
+    def write(self) -> CheckpointFile:
         """Write the file, on the calling thread, and return what it must look like. Raises OSError."""
         checksums: list[int] = []
         size = 0
@@ -80,7 +80,7 @@ class Stream:
             self._copier.join()
         if self._errors:
             raise self._errors[0]
-        return DataFile(size, tuple(checksums))
+        return CheckpointFile(size, tuple(checksums))
 
     def _drain(self) -> None:
         """Let the copier come to its end, so that nobody waits for it in vain."""

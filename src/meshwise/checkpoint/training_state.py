@@ -18,22 +18,22 @@ import torch
 from torch import Tensor
 
 from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
-from meshwise.checkpoint.checkpoint_folder import Search, newest_valid
-from meshwise.checkpoint.checkpoint_index import Index
+from meshwise.checkpoint.checkpoint_folder import CheckpointSearch, newest_valid
+from meshwise.checkpoint.checkpoint_index import CheckpointIndex
 from meshwise.checkpoint.load_state import fill, load, together
 from meshwise.checkpoint.pretrained import is_pretrained, read_pretrained, under_names, unused
 from meshwise.checkpoint.safetensors_dtypes import dtype_name
-from meshwise.checkpoint.save_state import Content, Saving, save
-from meshwise.data_parallel.checkpoint_refill import Refill, Slot
+from meshwise.checkpoint.save_state import PendingSave, SaveContent, save
+from meshwise.data_parallel.checkpoint_refill import CheckpointRefill, RefillSlot
 from meshwise.data_parallel.engine_protocol import Engine
-from meshwise.data_parallel.stored_slices import Holding, buffers, owned
-from meshwise.memory.chunked_update import Update
+from meshwise.data_parallel.stored_slices import StoredSlice, buffers, owned
+from meshwise.memory.chunked_update import ChunkedUpdate
 from meshwise.optim.parameter_groups import describe_groups, restore_groups, saved_groups
 from meshwise.plan import Plan
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoredState:
     """What was restored: from which checkpoint, its `extra`, and the newer ones that were passed over as damaged."""
 
     path: Path
@@ -44,12 +44,12 @@ class Restored:
 class TrainingState:
     """An engine and its optimizer, as something that is saved and loaded. One save is under way at a time."""
 
-    def __init__(self, engine: Engine, *, update: Update, plan: Plan) -> None:
+    def __init__(self, engine: Engine, *, update: ChunkedUpdate, plan: Plan) -> None:
         self._engine = engine
         self._update = update
         self._optimizer = optimizer = update.optimizer
         self._plan = str(plan)
-        self._saving: Saving | None = None
+        self._saving: PendingSave | None = None
         self._hook = optimizer.register_step_pre_hook(lambda *_: self.staged())
 
     def staged(self) -> None:
@@ -57,7 +57,7 @@ class TrainingState:
         if self._saving is not None:
             self._saving.staged()
 
-    def save(self, folder: Path, *, extra: Mapping[str, Any], keep_last: int | None = None) -> Saving:
+    def save(self, folder: Path, *, extra: Mapping[str, Any], keep_last: int | None = None) -> PendingSave:
         """Begin to save, when the save before has ended. Every rank calls it. Raises SaveError, also for that one."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
@@ -74,7 +74,7 @@ class TrainingState:
             **extra,
         }
         aliases = {alias: row.name for row in engine.table.rows for alias in row.aliases}
-        content = Content(self._holdings(), aliases, own)
+        content = SaveContent(self._holdings(), aliases, own)
         self._saving = save(folder, content=content, world=engine.world, keep_last=keep_last)
         return self._saving
 
@@ -91,12 +91,12 @@ class TrainingState:
         if together(lambda: is_pretrained(folder), world=self._engine.world):
             return {"steps": 0, "skips": 0, "user": {"unused": self._load_pretrained(folder)}}
         engine = self._engine
-        refills: list[Refill] = []
+        refills: list[CheckpointRefill] = []
         generators = self._generators()
 
-        def needed(index: Index) -> Iterator[Holding]:
+        def needed(index: CheckpointIndex) -> Iterator[StoredSlice]:
             self._check_optimizer(index)
-            refill = Refill(engine, update=self._update, slots=_slots(index, engine))
+            refill = CheckpointRefill(engine, update=self._update, slots=_slots(index, engine))
             self._groups_of(index)
             refills.append(refill)
             yield from refill.needed()
@@ -109,7 +109,7 @@ class TrainingState:
         engine.publish()
         return index.extra
 
-    def restore(self, root: Path) -> Restored | None:
+    def restore(self, root: Path) -> RestoredState | None:
         """Load the newest valid checkpoint of a root; None when there is none at all. Every rank calls it.
 
         One that turns out to be damaged while it is loaded is passed over for the one before. Raises DamageError when
@@ -130,7 +130,7 @@ class TrainingState:
                 passed += error.damages
                 tried.add(search.path)
                 continue
-            return Restored(search.path, extra, tuple(dict.fromkeys([*passed, *damaged])))
+            return RestoredState(search.path, extra, tuple(dict.fromkeys([*passed, *damaged])))
 
     def _load_pretrained(self, folder: Path) -> list[str]:
         """Take up the parameters of a folder of whole tensors, and forget the optimizer's state."""
@@ -140,10 +140,12 @@ class TrainingState:
         base = str(getattr(engine.module, "base_model_prefix", ""))
         index = together(lambda: under_names(read_pretrained(folder), names=names, base=base), world=engine.world)
 
-        def look_up() -> tuple[Refill, list[Holding]]:
+        def look_up() -> tuple[CheckpointRefill, list[StoredSlice]]:
             found = {row.name: index.tensors.get(f"parameter/{row.name}") for row in engine.table.rows}
-            slots = {name: {"parameter": Slot(it.dtype, it.shape)} for name, it in found.items() if it is not None}
-            refill = Refill(engine, update=self._update, slots=slots)
+            slots = {
+                name: {"parameter": RefillSlot(it.dtype, it.shape)} for name, it in found.items() if it is not None
+            }
+            refill = CheckpointRefill(engine, update=self._update, slots=slots)
             return refill, [held for held in refill.needed() if held.slot != "buffer" or held.key in index.tensors]
 
         refill, needed = together(look_up, world=engine.world)
@@ -153,12 +155,12 @@ class TrainingState:
         engine.publish()
         return unused(index, names=names, base=base)
 
-    def _search(self, root: Path, tried: set[Path]) -> Search:
+    def _search(self, root: Path, tried: set[Path]) -> CheckpointSearch:
         """What the first rank finds, on every rank."""
         world = self._engine.world
         found = together(lambda: newest_valid(root, but=tried) if world.rank == 0 else None, world=world)
         search = world.exchange(found)[0]
-        assert isinstance(search, Search)
+        assert isinstance(search, CheckpointSearch)
         return search
 
     def close(self) -> None:
@@ -167,11 +169,11 @@ class TrainingState:
         if self._saving is not None:
             self._saving.leave()
 
-    def _holdings(self) -> Iterator[Holding]:
+    def _holdings(self) -> Iterator[StoredSlice]:
         yield from owned(self._engine, optimizer=self._optimizer)
         yield from self._generators()
 
-    def _check_optimizer(self, index: Index) -> None:
+    def _check_optimizer(self, index: CheckpointIndex) -> None:
         own, saved = type(self._optimizer).__name__, index.extra.get("optimizer")
         if saved not in (own, None):
             raise ValueError(f"{index.folder} was saved with the optimizer {saved}, and this one is {own}; use {saved}")
@@ -183,19 +185,19 @@ class TrainingState:
             [row.name for row in rows if row.trainable and row.options == options] for options in self._engine.slices()
         ]
 
-    def _groups_of(self, index: Index) -> list[Mapping[str, Any]]:
+    def _groups_of(self, index: CheckpointIndex) -> list[Mapping[str, Any]]:
         """The hyperparameters of each group in a checkpoint. Raises ValueError where they cannot be one group's."""
         return saved_groups(names=self._groups(), saved=index.extra.get("groups", []))
 
-    def _generators(self) -> list[Holding]:
+    def _generators(self) -> list[StoredSlice]:
         """The states of this rank's random generators, as copies."""
         world = self._engine.world
         states: dict[str, Tensor] = {"random": torch.get_rng_state()}
         if world.device.type == "cuda":
             states["random.cuda"] = torch.cuda.get_rng_state(world.device)
-        return [Holding.whole(state, name=name, slot=f"rank/{world.rank}") for name, state in states.items()]
+        return [StoredSlice.whole(state, name=name, slot=f"rank/{world.rank}") for name, state in states.items()]
 
-    def _take_up(self, index: Index, refill: Refill, generators: list[Holding]) -> None:
+    def _take_up(self, index: CheckpointIndex, refill: CheckpointRefill, generators: list[StoredSlice]) -> None:
         refill.finish()
         restore_groups(self._optimizer, values=self._groups_of(index))
         random, *others = generators
@@ -204,16 +206,16 @@ class TrainingState:
             torch.cuda.set_rng_state(state.tensor, self._engine.world.device)
 
 
-def _slots(index: Index, engine: Engine) -> dict[str, dict[str, Slot]]:
+def _slots(index: CheckpointIndex, engine: Engine) -> dict[str, dict[str, RefillSlot]]:
     """What there is to load, by the names that parameters have in this model, whatever they were tied to when saved."""
-    found: dict[str, dict[str, Slot]] = {}
+    found: dict[str, dict[str, RefillSlot]] = {}
     for key, stored in index.tensors.items():
         kind, _, rest = key.partition("/")
         if kind in ("optimizer", "scalar", "number"):
             key, _, rest = rest.partition("/")
-            found.setdefault(rest, {})[f"{kind}/{key}"] = Slot(stored.dtype, stored.shape)
+            found.setdefault(rest, {})[f"{kind}/{key}"] = RefillSlot(stored.dtype, stored.shape)
         elif kind == "parameter":
-            found.setdefault(rest, {})[kind] = Slot(stored.dtype, stored.shape)
+            found.setdefault(rest, {})[kind] = RefillSlot(stored.dtype, stored.shape)
     first = {row.name: index.aliases.get(row.name, row.name) for row in engine.table.rows}
     here = {name: found[other] for name, other in first.items() if other in found}
     return here | {name: slots for name, slots in found.items() if name not in first.values()}

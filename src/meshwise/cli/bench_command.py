@@ -14,7 +14,7 @@ import torch
 from meshwise.bench.bandwidth import BUS_FACTORS, COPY, Measurement
 from meshwise.bench.byte_sizes import parse_size
 from meshwise.bench.collective_tables import as_csv, as_json, as_table
-from meshwise.bench.collectives import Sweep, group_sizes, measure
+from meshwise.bench.collectives import SizeSweep, group_sizes, measure
 from meshwise.bench.machine import Interface, link_text, network_interfaces
 from meshwise.bench.plot import plot, require_matplotlib
 from meshwise.cli import calibrate_command as calibrate
@@ -22,12 +22,12 @@ from meshwise.cli import disk_command as disk
 from meshwise.cli.output_files import check_outputs, write_output
 from meshwise.cli.rank_count import MOST_BY_DEFAULT, asked, chosen, launched_ranks
 from meshwise.comm import World, run, torchrun_line
-from meshwise.comm.api.launch_environment import is_rank, speaks
+from meshwise.comm.api.launch_environment import is_rank, prints_for_job
 from meshwise.comm.launch.cores import cores
 from meshwise.train.counted import counted
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError
-from meshwise.train.output_stream import Screen, screen
+from meshwise.train.output_stream import OutputConsole, screen
 
 _WIDTH = 110
 """Of the table where the output is not a terminal."""
@@ -99,14 +99,14 @@ def _collectives(words: Sequence[str]) -> int:
         )
     device = None if flags.device == "auto" else flags.device
     measurements = run(size, _rank, args=(sweep,), device=device, comm=comm)[0]
-    if speaks():
+    if prints_for_job():
         if {one.kind for one in measurements} == {COPY} != set(flags.collectives):
             raise JobError("nothing was measured: these ranks hold no memory in common; measure on ordinary")
         _tell(console, flags, measurements)
     return 0
 
 
-def _rank(world: World, sweep: Sweep) -> list[Measurement]:
+def _rank(world: World, sweep: SizeSweep) -> list[Measurement]:
     return measure(sweep, world=world)
 
 
@@ -117,9 +117,9 @@ def _ranks(flags: Collectives) -> int:
     return asked(flags.ranks) or gpus or max(2, min(MOST_BY_DEFAULT, cores()))
 
 
-def _sweep(flags: Collectives, size: int) -> Sweep:
+def _sweep(flags: Collectives, size: int) -> SizeSweep:
     try:
-        sweep = Sweep(
+        sweep = SizeSweep(
             kinds=flags.collectives,
             sizes=tuple(parse_size(text) for text in flags.sizes),
             groups=flags.groups or group_sizes(size),
@@ -136,7 +136,7 @@ def _sweep(flags: Collectives, size: int) -> Sweep:
     return sweep
 
 
-def _tell(console: Screen, flags: Collectives, measurements: Sequence[Measurement]) -> None:
+def _tell(console: OutputConsole, flags: Collectives, measurements: Sequence[Measurement]) -> None:
     links = [link_text(interface) for interface in network_interfaces() if _is_link(interface)]
     caption = (
         "Time of the slowest rank. Bus bandwidth as nccl-tests defines it. Copy: all ranks of the group copy as much "

@@ -11,17 +11,17 @@ import tomli_w
 import torch
 
 from meshwise.bench.byte_sizes import parse_size
-from meshwise.bench.calibrate import Calibrated, Effort, calibrate
+from meshwise.bench.calibrate import Calibrated, CalibrationEffort, calibrate
 from meshwise.cli.output_files import check_outputs, write_output
 from meshwise.cli.rank_count import MOST_BY_DEFAULT, asked, chosen, launched_ranks
 from meshwise.comm import World, run, torchrun_line
-from meshwise.comm.api.launch_environment import is_rank, speaks
+from meshwise.comm.api.launch_environment import is_rank, prints_for_job
 from meshwise.comm.launch.cores import cores
 from meshwise.simulate.cluster import to_table
 from meshwise.train.counted import counted
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError
-from meshwise.train.output_stream import Screen
+from meshwise.train.output_stream import OutputConsole
 
 UNDISTURBED = 0.9
 """The part of their time that ranks have to have had, for a calibration to be left without a word."""
@@ -43,10 +43,10 @@ class Calibration:
     comm: Literal["auto", "local", "gloo"] = "auto"
     """How ranks on CPUs of one host talk: as they will in training."""
 
-    rounds: int = Effort.rounds
+    rounds: int = CalibrationEffort.rounds
     """Times that everything takes its turn."""
 
-    lengths: tuple[int, ...] = Effort.lengths
+    lengths: tuple[int, ...] = CalibrationEffort.lengths
     """Of each dim of a matrix product."""
 
     sizes: tuple[str, ...] = ("16K", "128K", "1M", "8M", "64M")
@@ -59,7 +59,7 @@ def main(words: Sequence[str]) -> int:
     if flags.device == "cuda" and not torch.cuda.is_available():
         raise JobError("--device cuda, and torch sees no GPU here; try --device cpu, or ask `meshwise doctor`")
     try:
-        effort = Effort(flags.lengths, tuple(parse_size(size) for size in flags.sizes), flags.rounds)
+        effort = CalibrationEffort(flags.lengths, tuple(parse_size(size) for size in flags.sizes), flags.rounds)
     except ValueError as error:
         raise JobError(str(error)) from error
     if flags.rounds < 1 or not flags.lengths or min(flags.lengths) < 1 or not flags.sizes:
@@ -74,13 +74,13 @@ def main(words: Sequence[str]) -> int:
         print(f"starting {counted(size, of='local rank')}; the same with torchrun:\n  {line}", flush=True)
     device = None if flags.device == "auto" else flags.device
     found: Calibrated = run(size, _rank, args=(effort,), device=device, comm=comm)[0]
-    if speaks():
+    if prints_for_job():
         text = tomli_w.dumps(to_table(found.cluster))
         write_output(flags.output, write=lambda path: path.write_text(text, encoding="utf-8"))
         told = f"wrote {flags.output}: {found.cluster.device.name}, {counted(size, of='rank')}"
         if found.share < UNDISTURBED:
             told += f"; {_disturbed(found, size=size)}"
-        Screen().print(told, highlight=False, soft_wrap=True)
+        OutputConsole().print(told, highlight=False, soft_wrap=True)
     return 0
 
 
@@ -93,7 +93,7 @@ def _disturbed(found: Calibrated, *, size: int) -> str:
     return f"other work had {1 - found.share:.0%} of their time: calibrate again when the machine is quieter"
 
 
-def _rank(world: World, effort: Effort) -> Calibrated:
+def _rank(world: World, effort: CalibrationEffort) -> Calibrated:
     return calibrate(world, effort=effort)
 
 

@@ -23,14 +23,14 @@ from rich.table import Column, Table
 
 from meshwise.checkpoint.checkpoint_errors import DamageError
 from meshwise.checkpoint.checkpoint_folder import LATEST, checkpoints, is_checkpoint
-from meshwise.checkpoint.checkpoint_index import INDEX, Index, read_index
+from meshwise.checkpoint.checkpoint_index import INDEX, CheckpointIndex, read_index
 from meshwise.checkpoint.damage_check import damages, differences
 from meshwise.checkpoint.hf_export import ExportError, export
 from meshwise.train.counted import counted
 from meshwise.train.job import Job, JobError
 from meshwise.train.job_config import from_text, from_toml
 from meshwise.train.named_objects import model_function
-from meshwise.train.output_stream import Screen, takes_no_more
+from meshwise.train.output_stream import OutputConsole, takes_no_more
 
 _MOST_TEXT = 400
 _MOST_NAMES = 3
@@ -40,12 +40,12 @@ _PIPE_WIDTH = 200
 
 def main(words: Sequence[str]) -> int:
     """Do what the words ask. Raises JobError for a folder that is no checkpoint, and for one without a job."""
-    console = Screen(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    console = OutputConsole(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     flags = _parser().parse_args(words)
     for name in ("checkpoint", "one", "other"):
         if name in flags:
             _require(getattr(flags, name))
-    act: Callable[[argparse.Namespace, Screen], int] = flags.act
+    act: Callable[[argparse.Namespace, OutputConsole], int] = flags.act
     try:
         return act(flags, console)
     except (DamageError, ExportError, OSError) as error:
@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="meshwise checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    verbs: Mapping[str, tuple[Callable[[argparse.Namespace, Screen], int], str]] = {
+    verbs: Mapping[str, tuple[Callable[[argparse.Namespace, OutputConsole], int], str]] = {
         "list": (_list, "folder"),
         "show": (_show, "checkpoint"),
         "check": (_check, "folder"),
@@ -77,14 +77,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _list(flags: argparse.Namespace, console: Screen) -> int:
+def _list(flags: argparse.Namespace, console: OutputConsole) -> int:
     root = _root(flags.folder)
     table = Table("checkpoint", "tensors", "MB", "saved under", "", box=None)
     latest = (root / LATEST).read_text(encoding="utf-8").strip() if (root / LATEST).exists() else None
     found = checkpoints(root)
     for path, index in found:
         mark = "latest" if path.name == latest else ""
-        if isinstance(index, Index):
+        if isinstance(index, CheckpointIndex):
             plan = str(index.extra.get("plan", ""))
             table.add_row(path.name, str(len(index.tensors)), f"{index.nbytes / 1e6:.1f}", plan, mark)
         else:
@@ -93,10 +93,10 @@ def _list(flags: argparse.Namespace, console: Screen) -> int:
         console.show(table)
     else:
         console.print(f"no checkpoint in {root}")
-    return 0 if all(isinstance(index, Index) for _, index in found) else 1
+    return 0 if all(isinstance(index, CheckpointIndex) for _, index in found) else 1
 
 
-def _show(flags: argparse.Namespace, console: Screen) -> int:
+def _show(flags: argparse.Namespace, console: OutputConsole) -> int:
     index = read_index(flags.checkpoint)
     table = Table(Column("tensor", overflow="fold"), "dtype", "shape", "parts", box=None)
     for name, stored in index.tensors.items():
@@ -116,7 +116,7 @@ def _show(flags: argparse.Namespace, console: Screen) -> int:
     return 0
 
 
-def _check(flags: argparse.Namespace, console: Screen) -> int:
+def _check(flags: argparse.Namespace, console: OutputConsole) -> int:
     """One checkpoint, or all of a run."""
     one = is_checkpoint(flags.folder)
     folders = [flags.folder] if one else [path for path, _ in checkpoints(_root(flags.folder))]
@@ -133,7 +133,7 @@ def _check(flags: argparse.Namespace, console: Screen) -> int:
     return 1 if wrong else 0
 
 
-def _diff(flags: argparse.Namespace, console: Screen) -> int:
+def _diff(flags: argparse.Namespace, console: OutputConsole) -> int:
     table = Table(Column("tensor", overflow="fold"), "", "largest difference", box=None)
     for found in differences(read_index(flags.one), second=read_index(flags.other)):
         table.add_row(found.name, found.what, f"{found.largest:.3g}" if found.elements else "")
@@ -144,7 +144,7 @@ def _diff(flags: argparse.Namespace, console: Screen) -> int:
     return 1 if table.row_count else 0
 
 
-def _export(flags: argparse.Namespace, console: Screen) -> int:
+def _export(flags: argparse.Namespace, console: OutputConsole) -> int:
     job = _job(flags)
     try:
         done = export(flags.checkpoint, into=flags.into, build=model_function(job))

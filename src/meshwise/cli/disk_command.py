@@ -16,7 +16,7 @@ from meshwise.cli.output_files import check_outputs, write_output
 from meshwise.memory.swap_file import TierError
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError
-from meshwise.train.output_stream import Screen
+from meshwise.train.output_stream import OutputConsole
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def main(words: Sequence[str]) -> int:
         disk = measure(folder, size=parse_size(flags.size), rounds=flags.rounds)
     except (TierError, ValueError) as error:
         raise JobError(str(error)) from error
-    console = Screen()
+    console = OutputConsole()
     console.show(table(disk, folder=folder))
     if flags.json is not None:
         told = [{"who": rate.who, "kind": rate.kind, "bytes_per_second": rate.rounds} for rate in disk.rates]

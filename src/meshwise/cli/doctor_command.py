@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from rich.markup import escape
 
-from meshwise.bench.doctor import Report, consult_job, consult_local
+from meshwise.bench.doctor import DoctorReport, consult_job, consult_local
 from meshwise.bench.machine import table
-from meshwise.bench.pair_talk import Talk
+from meshwise.bench.pair_talk import PairTalks
 from meshwise.cli.rank_count import asked
-from meshwise.comm.api.launch_environment import is_told, speaks
+from meshwise.comm.api.launch_environment import is_under_launcher, prints_for_job
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError
-from meshwise.train.output_stream import Screen
+from meshwise.train.output_stream import OutputConsole
 
 _MARKS: Mapping[str, str] = {"ok": "[green]ok     [/]", "note": "[yellow]note   [/]", "problem": "[red]problem[/]"}
 
@@ -37,10 +37,10 @@ def main(words: Sequence[str]) -> int:
     flags = parse_flags(words, prog="meshwise doctor", default=Doctor())
     if not flags.seconds > 0:
         raise JobError(f"seconds = {flags.seconds} has to be above 0")
-    console = Screen(soft_wrap=True, highlight=False)
-    if is_told():
+    console = OutputConsole(soft_wrap=True, highlight=False)
+    if is_under_launcher():
         report = consult_job(seconds=flags.seconds)
-        if speaks():
+        if prints_for_job():
             _tell(console, report)
         elif not report.healthy:
             _tell_problems(console, report, prefix=f"rank {os.environ['RANK']}: ")
@@ -50,7 +50,7 @@ def main(words: Sequence[str]) -> int:
     return 0 if report.healthy else 1
 
 
-def _tell(console: Screen, report: Report) -> None:
+def _tell(console: OutputConsole, report: DoctorReport) -> None:
     for name, text in table(report.machine):
         console.print(f"{name:14} {escape(text)}")
     if report.machine.topology:
@@ -61,13 +61,13 @@ def _tell(console: Screen, report: Report) -> None:
     console.print("all is well" if report.healthy else "[red]ranks cannot train here until this is remedied[/]")
 
 
-def _tell_problems(console: Screen, report: Report, *, prefix: str = "") -> None:
+def _tell_problems(console: OutputConsole, report: DoctorReport, *, prefix: str = "") -> None:
     for finding in report.findings:
         console.print(f"{_MARKS[finding.level]} {escape(prefix + finding.what)}")
         console.print(f"        {escape(finding.remedy)}")
 
 
-def _talked(held: Talk) -> str:
+def _talked(held: PairTalks) -> str:
     """One line about a conversation."""
     pairs = len(held.links)
     if not pairs:

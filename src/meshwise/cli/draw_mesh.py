@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwise.cli.drawing_output import Files, check, drawing_board, save_picture
+from meshwise.cli.drawing_output import DrawingFiles, check, drawing_board, save_picture
 from meshwise.plan import Plan
 from meshwise.simulate.cluster import ClusterError, parse_cluster
 from meshwise.train.flags import parse_flags
@@ -16,7 +16,7 @@ from meshwise.view.picture import stacked
 
 
 @dataclass(frozen=True)
-class Draw:
+class DrawMesh:
     """Draw the ranks of a plan: a grid for the two innermost axes, one beside the other for the rest."""
 
     plan: str = ""
@@ -34,10 +34,10 @@ class Draw:
 
 def main(words: Sequence[str]) -> int:
     """Draw what the words name. Raises JobError or PlanError for a mesh that there is not."""
-    flags = parse_flags(words, prog="meshwise draw mesh", default=Draw())
+    flags = parse_flags(words, prog="meshwise draw mesh", default=DrawMesh())
     if not flags.plan:
         raise JobError('give a plan: meshwise draw mesh --plan "pp=2 dp=2 tp=2"')
-    check(Files(png=flags.png, svg=flags.svg))
+    check(DrawingFiles(png=flags.png, svg=flags.svg))
     plan = Plan.parse(flags.plan)
     try:
         cluster = parse_cluster(flags.on) if flags.on else None

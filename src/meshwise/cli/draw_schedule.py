@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwise.cli.drawing_output import Files, check, drawing_board, save
+from meshwise.cli.drawing_output import DrawingFiles, check, drawing_board, save
 from meshwise.pipeline.schedules import planned_schedule, read_schedule
 from meshwise.pipeline.schedules.action import Schedule
 from meshwise.pipeline.schedules.passes import lower
-from meshwise.pipeline.schedules.schedule_clock import Cost, clock, peaks
+from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock, peaks
 from meshwise.plan import Plan
 from meshwise.plan.plan_keys import keys_of
 from meshwise.plan.plan_text import check_keys, read_words
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError
-from meshwise.view.plan_account import Account
+from meshwise.view.plan_account import PlanAccount
 from meshwise.view.schedule_text import figures, picture
 
 _MOST = 100_000
@@ -31,7 +31,7 @@ _LONGEST = 1e100
 
 
 @dataclass(frozen=True)
-class Draw(Files):
+class DrawSchedule(DrawingFiles):
     """Draw when each rank computes what, for a plan's schedule or a table of your own."""
 
     plan: str = ""
@@ -58,7 +58,7 @@ class Draw(Files):
 
 def main(words: Sequence[str]) -> int:
     """Draw what the words name. Raises JobError for a schedule that cannot work, before anything is drawn."""
-    flags = parse_flags(words, prog="meshwise draw schedule", default=Draw())
+    flags = parse_flags(words, prog="meshwise draw schedule", default=DrawSchedule())
     if (flags.table is None) == (not flags.plan):
         raise JobError('give either a plan or a table: meshwise draw schedule --plan "pp=4 microbatches=8"')
     times = (flags.forward, flags.input, flags.weight)
@@ -112,13 +112,13 @@ def _of_plan(plan: dict[str, Any]) -> Schedule:
     )
 
 
-def _draw(flags: Draw, lowered: Schedule, *, title: str) -> None:
+def _draw(flags: DrawSchedule, lowered: Schedule, *, title: str) -> None:
     console = drawing_board()
-    costs = Cost(flags.forward, flags.input, flags.weight, link=flags.link)
+    costs = ActionCost(flags.forward, flags.input, flags.weight, link=flags.link)
     timeline = clock(lowered, costs=costs)
     console.show(picture(timeline, width=console.width))
     console.print()
     console.show(figures(timeline, peaks=peaks(lowered, costs=costs)))
     if flags.actions:
         console.print(f"\n{lowered}", highlight=False, soft_wrap=True)
-    save([Account(title, timeline, unit="")], files=flags, title=title)
+    save([PlanAccount(title, timeline, unit="")], files=flags, title=title)

@@ -9,14 +9,14 @@ from typing import Annotated
 
 import tyro
 
-from meshwise.cli.drawing_output import Files, check, drawing_board, read_step, save
+from meshwise.cli.drawing_output import DrawingFiles, check, drawing_board, read_step, save
 from meshwise.train.flags import parse_flags
 from meshwise.view.plan_account import measured as accounts_of
 from meshwise.view.schedule_text import strip
 
 
 @dataclass(frozen=True)
-class Draw(Files):
+class DrawTimeline(DrawingFiles):
     """Draw a step of a run that was trained with `--train.timeline`: what each rank did, and where its time went."""
 
     run: Annotated[Path, tyro.conf.Positional] = Path("runs/train")
@@ -25,7 +25,7 @@ class Draw(Files):
 
 def main(words: Sequence[str]) -> int:
     """Draw what the words name. Raises JobError when there is nothing that was measured."""
-    flags = parse_flags(words, prog="meshwise draw timeline", default=Draw())
+    flags = parse_flags(words, prog="meshwise draw timeline", default=DrawTimeline())
     check(flags)
     run = read_step(flags.run)
     board = drawing_board()

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from meshwise.bench.plot import MissingExtraError, require_matplotlib
 from meshwise.cli.output_files import check_outputs, write_output
-from meshwise.pipeline.run.measured_step import Measured
+from meshwise.pipeline.run.measured_step import MeasuredStep
 from meshwise.train.job import JobError
-from meshwise.train.output_stream import Screen, screen
+from meshwise.train.output_stream import OutputConsole, screen
 from meshwise.train.run_folder import TIMELINE
 from meshwise.view.chrome_trace import write_chrome_trace
 from meshwise.view.page import write_page
 from meshwise.view.picture import Picture
 from meshwise.view.pictures import sheet
-from meshwise.view.plan_account import Account
+from meshwise.view.plan_account import PlanAccount
 from meshwise.view.png import write_png
 from meshwise.view.svg import svg_file
 
@@ -25,7 +25,7 @@ _WIDTH = 120
 
 
 @dataclass(frozen=True)
-class Files:
+class DrawingFiles:
     """The files to write."""
 
     html: Path | None = None
@@ -46,12 +46,12 @@ class Files:
         return any((self.html, self.png, self.svg, self.trace))
 
 
-def drawing_board() -> Screen:
+def drawing_board() -> OutputConsole:
     """The terminal."""
     return screen(width=_WIDTH)
 
 
-def check(files: Files) -> None:
+def check(files: DrawingFiles) -> None:
     """Raise JobError when a picture is asked for that cannot be drawn, or a file that cannot be written."""
     check_outputs((files.html, files.png, files.svg, files.trace))
     if files.png:
@@ -61,18 +61,18 @@ def check(files: Files) -> None:
             raise JobError(str(error)) from error
 
 
-def read_step(run: Path) -> Measured:
+def read_step(run: Path) -> MeasuredStep:
     """The step that was measured of a run: its folder, or its timeline.json. Raises JobError when there is none."""
     path = run / TIMELINE if run.is_dir() else run
     try:
-        return Measured.read(path)
+        return MeasuredStep.read(path)
     except FileNotFoundError:
         raise JobError(f"{path} is not there; train with --train.timeline=3 to measure three steps of a run") from None
     except (ValueError, OSError) as error:
         raise JobError(str(error)) from error
 
 
-def save(accounts: Sequence[Account], *, files: Files, title: str) -> None:
+def save(accounts: Sequence[PlanAccount], *, files: DrawingFiles, title: str) -> None:
     """Write the files that are asked for, and say so. Raises JobError when one cannot be written."""
     _write(files.html, lambda path: write_page(accounts, path=path, title=title))
     _write(files.trace, lambda path: write_chrome_trace(accounts, path=path))

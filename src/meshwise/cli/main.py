@@ -29,7 +29,7 @@ from meshwise.cli import simulate_command as simulate
 from meshwise.cli import train_command as train
 from meshwise.cli import verify_command as verify
 from meshwise.comm.api.flight_recorder import RanksDisagree
-from meshwise.comm.api.launch_environment import is_rank, speaks
+from meshwise.comm.api.launch_environment import is_rank, prints_for_job
 from meshwise.comm.api.rank_lost import RankLostError
 from meshwise.comm.launch.fork_server import copied, open_streams, tidying
 from meshwise.comm.launch.job_semaphores import NoSemaphoresError
@@ -138,7 +138,7 @@ def _guarded(name: str, words: Sequence[str], *, copy: bool) -> int:
     except (JobError, PlanError, LossError) as error:
         return _say(f"meshwise {name}: {error}", status=2, once=True)
     except KeyboardInterrupt:
-        return _say(f"meshwise {name}: stopped by Ctrl-C", status=130) if speaks() else 130
+        return _say(f"meshwise {name}: stopped by Ctrl-C", status=130) if prints_for_job() else 130
     except RankLostError as error:
         if is_rank():  # the lost one has more to say; torchrun ends this one meanwhile
             time.sleep(CONSEQUENCE_SECONDS)

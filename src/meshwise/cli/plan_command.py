@@ -17,22 +17,22 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from meshwise.cli.drawing_output import Files, check, save
+from meshwise.cli.drawing_output import DrawingFiles, check, save
 from meshwise.cli.output_files import check_outputs
 from meshwise.cli.simulate_command import subject_of
 from meshwise.comm.launch.cores import cores
 from meshwise.model.deferred_init import shapes_of
 from meshwise.plan import Plan
 from meshwise.plan.plan_keys import in_words, read_size
-from meshwise.planner.plan_space import SEARCHED, Space, parse_fixed
-from meshwise.planner.search import Candidate, Effort, Survey, prediction_of, search
+from meshwise.planner.plan_space import SEARCHED, PlanSpace, parse_fixed
+from meshwise.planner.search import Candidate, SearchEffort, SearchResult, prediction_of, search
 from meshwise.planner.search_tables import best_table, lost_table, survey_record
 from meshwise.simulate.cluster import Cluster, ClusterError, parse_cluster
-from meshwise.simulate.rehearsal_subject import Subject
+from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.simulate.simulation_tables import text
 from meshwise.simulate.value_requests import ASKS_ITS_BATCH
 from meshwise.train.counted import counted
-from meshwise.train.job import JobError, Studied
+from meshwise.train.job import JobError, StudiedJob
 from meshwise.train.job_config import read_job
 from meshwise.train.output_stream import screen
 from meshwise.train.prepare import prepare
@@ -47,7 +47,7 @@ _WIDTH = 160
 
 
 @dataclass(frozen=True)
-class PlanJob(Studied, Files):
+class PlanJob(StudiedJob, DrawingFiles):
     """A training job, for which a plan is chosen: its own code is rehearsed under the plans that bounds leave over."""
 
     on: str = ""
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
     cluster = _cluster(job.on)
     subject, space = _searched(job, cluster)
     limit = _limit(job.memory_limit) if job.memory_limit else cluster.device.memory
-    effort = Effort(job.top, job.rehearsals, job.workers or cores())
+    effort = SearchEffort(job.top, job.rehearsals, job.workers or cores())
     began = time.monotonic()
     surveys = search(subject, cluster=cluster, space=space, limit=limit, effort=effort)
     survey = _shown(surveys, effort=effort, quiet=job.json)
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _searched(job: PlanJob, cluster: Cluster) -> tuple[Subject, Space]:
+def _searched(job: PlanJob, cluster: Cluster) -> tuple[RehearsalSubject, PlanSpace]:
     """What is trained, and the plans for it."""
     fixed = parse_fixed(job.fix)
     unknown = sorted(set(fixed) - set(SEARCHED))
@@ -126,7 +126,7 @@ def _searched(job: PlanJob, cluster: Cluster) -> tuple[Subject, Space]:
     kept: dict[str, Any] = {item.name: item.default for item in dataclasses.fields(Plan) if item.name in SEARCHED}
     base = dataclasses.replace(job.plan, **kept)
     prepared = prepare(dataclasses.replace(job, plan=base), ranks=1)
-    space = Space(
+    space = PlanSpace(
         dataclasses.replace(prepared.job.plan, dp=None),
         ranks=cluster.ranks,
         node=cluster.ranks_per_node,
@@ -138,7 +138,7 @@ def _searched(job: PlanJob, cluster: Cluster) -> tuple[Subject, Space]:
     return subject_of(prepared), space
 
 
-def _shown(surveys: Iterator[Survey], *, effort: Effort, quiet: bool) -> Survey:
+def _shown(surveys: Iterator[SearchResult], *, effort: SearchEffort, quiet: bool) -> SearchResult:
     """The last survey; meanwhile, a line that tells how far the search is."""
     console = Console(stderr=True)
     columns = (
@@ -165,7 +165,7 @@ class _Asked:
 
     job: PlanJob
     cluster: Cluster
-    space: Space
+    space: PlanSpace
     limit: float
     parameters: int
 
@@ -195,11 +195,11 @@ class _Asked:
             yield f"held      {' '.join(f'{key}={in_words(value)}' for key, value in self.held.items())}"
 
 
-def _parameters(subject: Subject) -> int:
+def _parameters(subject: RehearsalSubject) -> int:
     return sum(one.numel() for one in shapes_of(subject.model, seed=subject.options.seed).module.parameters())
 
 
-def _tell(survey: Survey, *, asked: _Asked, top: int, seconds: float) -> None:
+def _tell(survey: SearchResult, *, asked: _Asked, top: int, seconds: float) -> None:
     console = screen(width=_WIDTH)
     for line in asked.lines():
         console.print(line, highlight=False, markup=False)
@@ -224,7 +224,7 @@ def _table(rows: Sequence[tuple[str, ...]]) -> Table:
     return table
 
 
-def _closest(survey: Survey) -> str:
+def _closest(survey: SearchResult) -> str:
     """What to say where nothing fits: the plan that needs least, and what it lacks."""
     tried = [one for one in survey.candidates.values() if not one.refused]
     if not tried:

@@ -6,7 +6,7 @@ import math
 from typing import Literal
 
 from meshwise.comm.api.launch_environment import launched
-from meshwise.comm.health.watchdog import asked_patience
+from meshwise.comm.health.watchdog import stall_seconds_from_environment
 from meshwise.comm.launch.cores import cores
 from meshwise.comm.launch.joining import asked_comm
 from meshwise.comm.network.torch_world import Comm
@@ -27,7 +27,7 @@ def chosen(comm: Comm | Literal["threads"]) -> Comm | None:
     try:
         if said is None:
             asked_comm()
-        asked_patience()
+        stall_seconds_from_environment()
     except ValueError as error:
         raise JobError(str(error)) from error
     return said

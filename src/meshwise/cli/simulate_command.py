@@ -12,29 +12,29 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from meshwise.cli.drawing_output import Files, check, drawing_board, read_step, save
+from meshwise.cli.drawing_output import DrawingFiles, check, drawing_board, read_step, save
 from meshwise.cli.rank_count import chosen, local_ranks
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.launch import run
 from meshwise.comm.network.torch_world import Comm
-from meshwise.pipeline.run.measured_step import Measured as Step
+from meshwise.pipeline.run.measured_step import MeasuredStep as Step
 from meshwise.plan import Plan
 from meshwise.simulate.cluster import Cluster, ClusterError, parse_cluster
-from meshwise.simulate.measured_ranks import MALLOC, Measured, measure
+from meshwise.simulate.measured_ranks import MALLOC, MeasuredRank, measure
 from meshwise.simulate.memory_use import memory_of
 from meshwise.simulate.prediction import Prediction, predict
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import Subject
+from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.simulate.simulation_tables import memory_table, time_table
 from meshwise.simulate.value_requests import ASKS_ITS_BATCH
 from meshwise.train.counted import counted
 from meshwise.train.dataset import length, read
-from meshwise.train.job import JobError, Studied
+from meshwise.train.job import JobError, StudiedJob
 from meshwise.train.job_config import read_job
 from meshwise.train.prepare import Prepared, prepare
-from meshwise.train.sample_order import Order
+from meshwise.train.sample_order import SampleOrder
 from meshwise.view.drawings import drawings
-from meshwise.view.plan_account import Account, predicted
+from meshwise.view.plan_account import PlanAccount, predicted
 from meshwise.view.plan_comparison import comparison_table
 
 _ABREAST = 4
@@ -42,7 +42,7 @@ _ABREAST = 4
 
 
 @dataclass(frozen=True)
-class SimulateJob(Studied, Files):
+class SimulateJob(StudiedJob, DrawingFiles):
     """A training job, rehearsed: its own code runs on one rank of each kind, on tensors without values."""
 
     on: str = ""
@@ -99,7 +99,7 @@ def _tell(predictions: Sequence[Prediction], *, step: Step | None, job: Simulate
         return
     accounts = [predicted(prediction) for prediction in predictions]
     if step:
-        accounts.append(Account(f"measured in {job.run}", step.step))
+        accounts.append(PlanAccount(f"measured in {job.run}", step.step))
     rows = comparison_table(accounts) if len(accounts) > 1 else time_table(predictions[0])
     for first in range(1, len(rows[0]), _ABREAST):
         board.show(shown([(row[0], *row[first : first + _ABREAST]) for row in rows]))
@@ -127,25 +127,25 @@ def _cluster(job: SimulateJob) -> Cluster | None:
         raise JobError(f"--on: {error}") from error
 
 
-def _measured(job: SimulateJob, size: int, comm: Comm | None) -> Sequence[Measured]:
+def _measured(job: SimulateJob, size: int, comm: Comm | None) -> Sequence[MeasuredRank]:
     """Three steps on local ranks. Where those are processes on CPUs, memory that is freed goes back at once."""
     os.environ.update(MALLOC)
-    measured: Sequence[Measured] = run(size, _rank, args=(job,), comm=comm)[0]
+    measured: Sequence[MeasuredRank] = run(size, _rank, args=(job,), comm=comm)[0]
     return measured
 
 
-def subject_of(prepared: Prepared) -> Subject:
+def subject_of(prepared: Prepared) -> RehearsalSubject:
     """What a job trains, with its first global batch."""
     job, data = prepared.job, prepared.data.train
-    order = Order(length(data), seed=job.train.seed)
+    order = SampleOrder(length(data), seed=job.train.seed)
     batch: Any = next(read(data, numbers=range(0, job.train.batch, job.train.batch), share=_everything, order=order))
     options = prepared.options(example=batch)
-    return Subject(
+    return RehearsalSubject(
         prepared.model, prepared.loss, batch, prepared.optimizer, prepared.optimizer_arguments, options=options
     )
 
 
-def _rank(world: World, job: SimulateJob) -> list[Measured]:
+def _rank(world: World, job: SimulateJob) -> list[MeasuredRank]:
     prepared = prepare(job, ranks=world.size)
     return measure(world, subject=subject_of(prepared), plan=prepared.job.plan)
 

@@ -18,7 +18,7 @@ from meshwise.comm.api.world import World
 from meshwise.comm.launch.launch import run, torchrun_line
 from meshwise.memory.memory_error import is_shortage
 from meshwise.simulate.available_memory import room_left
-from meshwise.simulate.fitting_plans import Needs, ShortageError, shortage
+from meshwise.simulate.fitting_plans import MemoryNeeds, ShortageError, shortage
 from meshwise.train.counted import counted
 from meshwise.train.failure_report import leave_traceback
 from meshwise.train.job import Job
@@ -78,14 +78,14 @@ def _answered(error: Exception, world: World, job: Job) -> ShortageError:
     prepared = prepare(job, ranks=world.size)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     room = room_left(world.device, ranks=here, held=sum(held.values()))
-    needs = Needs(subject_of(prepared), ranks=world.size, shared=here == world.size)
+    needs = MemoryNeeds(subject_of(prepared), ranks=world.size, shared=here == world.size)
     answer = shortage(needs, plan=prepared.job.plan, room=room, held=held)
     return ShortageError(f"rank {world.rank} has no memory left: {error}\n{answer}", held=held)
 
 
 def _killed(error: RankKilledError, prepared: Prepared, *, size: int) -> ShortageError | None:
     """What ranks on the CPUs of this machine lacked, so that the system killed one; None when there was enough."""
-    plan, needs = prepared.job.plan, Needs(subject_of(prepared), ranks=size, shared=True)
+    plan, needs = prepared.job.plan, MemoryNeeds(subject_of(prepared), ranks=size, shared=True)
     room = room_left(torch.device("cpu"), ranks=size)
     if needs.device != "cpu" or not room < needs.total(plan) < math.inf:
         return None

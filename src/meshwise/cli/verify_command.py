@@ -15,18 +15,18 @@ from rich.console import OverflowMethod
 from rich.table import Table
 
 from meshwise.cli.rank_count import chosen, local_ranks
-from meshwise.comm.api.launch_environment import is_rank, speaks
+from meshwise.comm.api.launch_environment import is_rank, prints_for_job
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import run_threads
 from meshwise.comm.launch.launch import run, torchrun_line
 from meshwise.train.counted import counted
 from meshwise.train.dataset import length, read
 from meshwise.train.failure_report import leave_traceback
-from meshwise.train.job import JobError, Studied
+from meshwise.train.job import JobError, StudiedJob
 from meshwise.train.job_config import read_job
-from meshwise.train.output_stream import Screen
+from meshwise.train.output_stream import OutputConsole
 from meshwise.train.prepare import Prepared, check_plan, prepare
-from meshwise.train.sample_order import Order
+from meshwise.train.sample_order import SampleOrder
 from meshwise.verify import Report, verify
 
 _MOST_ROWS = 40
@@ -34,7 +34,7 @@ _PATIENCE_SECONDS = "3600"
 
 
 @dataclass(frozen=True)
-class VerifyJob(Studied):
+class VerifyJob(StudiedJob):
     """A training job, some steps of which are taken under the plan and on one process, and compared."""
 
     steps: int = 3
@@ -67,12 +67,12 @@ def main(arguments: Sequence[str]) -> int:
         report: Report = run(size, _rank, args=(job,), comm=comm)[0]
     else:
         report = run_threads(size, _rank, args=(job,), timeout=None)[0]
-    if speaks():
-        show(report, console=Screen())
+    if prints_for_job():
+        show(report, console=OutputConsole())
     return 0 if report.ok else 1
 
 
-def show(report: Report, *, console: Screen) -> None:
+def show(report: Report, *, console: OutputConsole) -> None:
     """Print a report: the verdict, the steps, and the parameters that are furthest from their bounds."""
     console.print(report.verdict, style="bold green" if report.ok else "bold red", soft_wrap=True, highlight=False)
     told = [report.setting, *report.notes, *([] if report.first is None else [str(report.first)])]
@@ -109,7 +109,7 @@ def _batches(prepared: Prepared, job: VerifyJob) -> Iterator[Any]:
     """The first global batches of the job, whole on every rank."""
     dataset = prepared.data.train
     numbers = range(0, job.steps * job.train.batch, job.train.batch)
-    return read(dataset, numbers=numbers, share=_everything, order=Order(length(dataset), seed=job.train.seed))
+    return read(dataset, numbers=numbers, share=_everything, order=SampleOrder(length(dataset), seed=job.train.seed))
 
 
 def _everything(size: int) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """What joins the ranks: the only package that imports torch.distributed."""
 
-from meshwise.comm.api.flight_recorder import Position, RanksDisagree, Stamp
+from meshwise.comm.api.flight_recorder import CallRecord, Position, RanksDisagree
 from meshwise.comm.api.group import Group
 from meshwise.comm.api.rank_lost import RankLostError
 from meshwise.comm.api.world import Work, World
@@ -10,11 +10,11 @@ from meshwise.comm.launch.joining import connect
 from meshwise.comm.launch.launch import run, torchrun_line
 
 __all__ = [
+    "CallRecord",
     "Group",
     "Position",
     "RankLostError",
     "RanksDisagree",
-    "Stamp",
     "TraceWorld",
     "Work",
     "World",

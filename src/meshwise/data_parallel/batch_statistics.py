@@ -34,7 +34,7 @@ from torch.nn import functional
 from meshwise.base.batch_norm_classes import BatchNorm, RunningNorm
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
-from meshwise.model.random_interception import Throughout
+from meshwise.model.random_interception import ForwardAndBackwardMode
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class _Call:
     eps: float = 1e-5
 
 
-class Statistics(Throughout):
+class BatchStatistics(ForwardAndBackwardMode):
     """The statistics of the batch norms of a module, on one rank."""
 
     def __init__(self, module: nn.Module, *, world: World, axes: tuple[str, ...], joined: bool) -> None:

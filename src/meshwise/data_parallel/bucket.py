@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.comm.api.world import Work
-from meshwise.data_parallel.bucket_place import Options, Piece, Place, Run
-from meshwise.data_parallel.shard_group import Replication
-from meshwise.memory.chunk_visit import Chunk
-from meshwise.memory.tiers import Loan
-from meshwise.model.parameter_table import Row
+from meshwise.data_parallel.bucket_place import BucketPiece, BucketPlace, OptionRun, Options
+from meshwise.data_parallel.shard_group import ShardGroup
+from meshwise.memory.chunk_visit import UpdateChunk
+from meshwise.memory.tiers import BorrowedTensor
+from meshwise.model.parameter_table import ParameterRow
 
 
 class Bucket:
@@ -38,11 +38,11 @@ class Bucket:
     of the master that share options.
     """
 
-    def __init__(self, rows: Sequence[Row], *, replication: Replication) -> None:
+    def __init__(self, rows: Sequence[ParameterRow], *, replication: ShardGroup) -> None:
         self.replication = replication
         world = replication.world
         shapes = {row.name: row.layout.local_shape(row.shape, mesh=world.mesh, rank=world.rank) for row in rows}
-        self.place = Place.of(rows, shapes=shapes, parts=replication.size)
+        self.place = BucketPlace.of(rows, shapes=shapes, parts=replication.size)
         self.dtype = rows[0].dtype
         self.trainable = rows[0].trainable
         self.device = world.device
@@ -81,11 +81,11 @@ class Bucket:
         self.master: Tensor | None = None
         self.has_master = False
         self.slices: list[tuple[Options, nn.Parameter]] = []
-        self.chunks: list[Chunk] = []
+        self.chunks: list[UpdateChunk] = []
         self.factor = 1.0
         self.told: Callable[[Bucket], None] | None = None
         self._square: Tensor | None = None
-        self._loan: Loan | None = None
+        self._loan: BorrowedTensor | None = None
         self._filled: set[int] = set()
         self._arriving: tuple[Work, Tensor] | None = None
         self._rounds = 0
@@ -129,7 +129,7 @@ class Bucket:
             self.reduced = torch.zeros(own.numel(), dtype=wide, device=self.device)
         self.chunks = [self._chunk(runs) for runs in self.place.chunks(self.owned, most=tiers.most)]
 
-    def _chunk(self, runs: Sequence[Run]) -> Chunk:
+    def _chunk(self, runs: Sequence[OptionRun]) -> UpdateChunk:
         """Runs next to each other, to be updated at once."""
         assert self.master is not None
         low = self.owned[0]
@@ -142,7 +142,7 @@ class Bucket:
             return self.reduced[here]
 
         narrow = self.own[here] if self.has_master else None
-        return Chunk(tuple(slices), self.master[here], narrow, gradient, lambda: self.factor)
+        return UpdateChunk(tuple(slices), self.master[here], narrow, gradient, lambda: self.factor)
 
     def views(self) -> list[Tensor]:
         """The full parameters, in piece order, as views of `whole`."""
@@ -156,7 +156,7 @@ class Bucket:
         kept = self.fetch().wait()
         return self.replication.world.all_gather(kept, into=self.whole, axes=self.replication.axes)
 
-    def fetch(self) -> Loan:
+    def fetch(self) -> BorrowedTensor:
         """Start to bring the shard from where it rests."""
         if self._loan is None:
             self._loan = self.replication.tiers.bring(self.kept)
@@ -369,7 +369,7 @@ class Bucket:
             yield "gradients", self.reduced
 
 
-def _put(part: Tensor, piece: Piece, *, into: Tensor, start: int) -> None:
+def _put(part: Tensor, piece: BucketPiece, *, into: Tensor, start: int) -> None:
     """Copy the elements of a piece that lie in [start, start + size of `into`) of the bucket."""
     low, high = max(piece.start, start), min(piece.stop, start + into.numel())
     if low < high:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwise.model.parameter_table import Row
+from meshwise.model.parameter_table import ParameterRow
 
 ALIGNMENT = 16
 """Shards are a multiple of this many elements: 64 bytes in fp32, one cache line and one vector register."""
@@ -27,53 +27,53 @@ Options = tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True)
-class Piece:
+class BucketPiece:
     """One parameter's elements on this rank: [start, stop) of the flat buffer, of this shape."""
 
-    row: Row
+    row: ParameterRow
     shape: tuple[int, ...]
     start: int
     stop: int
 
 
 @dataclass(frozen=True)
-class Run:
+class OptionRun:
     """A contiguous slice whose elements share optimizer options."""
 
     options: Options
     start: int
     stop: int
 
-    def within(self, start: int, *, stop: int) -> Run | None:
+    def within(self, start: int, *, stop: int) -> OptionRun | None:
         """The part of the run inside [start, stop), or None."""
         low, high = max(self.start, start), min(self.stop, stop)
-        return Run(self.options, low, high) if low < high else None
+        return OptionRun(self.options, low, high) if low < high else None
 
 
 @dataclass(frozen=True)
-class Place:
+class BucketPlace:
     """Pieces in order, runs that cover [0, size) with padding at the end of each, and equal shards."""
 
-    pieces: tuple[Piece, ...]
-    runs: tuple[Run, ...]
+    pieces: tuple[BucketPiece, ...]
+    runs: tuple[OptionRun, ...]
     size: int
     parts: int
 
     @classmethod
-    def of(cls, rows: Sequence[Row], *, shapes: Mapping[str, tuple[int, ...]], parts: int) -> Place:
+    def of(cls, rows: Sequence[ParameterRow], *, shapes: Mapping[str, tuple[int, ...]], parts: int) -> BucketPlace:
         """Lay `rows`, of these shapes by name, one after the other, padded to `parts` equal aligned shards."""
-        pieces: list[Piece] = []
+        pieces: list[BucketPiece] = []
         starts: dict[Options, int] = {}
         stop = 0
         for row in sorted(rows, key=lambda row: repr(row.options)):
             if row.options not in starts:
                 starts[row.options] = stop = -(-stop // ALIGNMENT) * ALIGNMENT
-            pieces.append(Piece(row, shapes[row.name], stop, stop + math.prod(shapes[row.name])))
+            pieces.append(BucketPiece(row, shapes[row.name], stop, stop + math.prod(shapes[row.name])))
             stop = pieces[-1].stop
         unit = parts * ALIGNMENT
         size = max(1, -(-stop // unit)) * unit
         bounds = itertools.pairwise([*starts.values(), size])
-        runs = tuple(Run(options, low, high) for options, (low, high) in zip(starts, bounds, strict=True))
+        runs = tuple(OptionRun(options, low, high) for options, (low, high) in zip(starts, bounds, strict=True))
         return cls(tuple(pieces), runs, size, parts)
 
     @property
@@ -82,7 +82,7 @@ class Place:
         after = [piece.start for piece in self.pieces[1:]] + [self.size]
         return [(piece.stop, start) for piece, start in zip(self.pieces, after, strict=True) if piece.stop < start]
 
-    def chunks(self, owned: tuple[int, int], *, most: int | None) -> Iterator[list[Run]]:
+    def chunks(self, owned: tuple[int, int], *, most: int | None) -> Iterator[list[OptionRun]]:
         """What is owned, in parts of at most so many elements, each as its runs."""
         start, stop = owned
         for low in range(start, stop, most or stop - start):

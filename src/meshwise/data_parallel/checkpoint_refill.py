@@ -14,22 +14,22 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.data_parallel.bucket import Bucket
-from meshwise.data_parallel.bucket_place import Piece
+from meshwise.data_parallel.bucket_place import BucketPiece
 from meshwise.data_parallel.engine_protocol import Engine
-from meshwise.data_parallel.stored_slices import Holding, Slice, buffers, stored, updated
-from meshwise.memory.chunked_update import Update
-from meshwise.model.parameter_table import Row
+from meshwise.data_parallel.stored_slices import BucketSlice, StoredSlice, buffers, stored, updated
+from meshwise.memory.chunked_update import ChunkedUpdate
+from meshwise.model.parameter_table import ParameterRow
 
 
 @dataclass(frozen=True)
-class Slot:
+class RefillSlot:
     """What there is to load for one slot of one parameter."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
-Slots = Mapping[str, Slot]
+Slots = Mapping[str, RefillSlot]
 """By the slot's name: `parameter`, `optimizer/exp_avg`, `scalar/step`."""
 
 
@@ -44,7 +44,7 @@ class _Number:
     tensor: Tensor
 
 
-class Refill:
+class CheckpointRefill:
     """A load under way: `needed` says what to fill, `finish` makes it the state that the next step starts from.
 
     `slots` says what there is to load, by the name of the parameter. Raises ValueError for a parameter that is not
@@ -52,7 +52,7 @@ class Refill:
     is changed before the tensors of `needed` are.
     """
 
-    def __init__(self, engine: Engine, *, update: Update, slots: Mapping[str, Slots]) -> None:
+    def __init__(self, engine: Engine, *, update: ChunkedUpdate, slots: Mapping[str, Slots]) -> None:
         self._engine = engine
         self._update = update
         self._optimizer = update.optimizer
@@ -69,7 +69,7 @@ class Refill:
         self._trained = [row.name for row in engine.table.rows if row.trainable and row.numel]
         self._keys = self._common_keys()
 
-    def needed(self) -> Iterator[Holding]:
+    def needed(self) -> Iterator[StoredSlice]:
         """Everything that this rank keeps between steps: some of it more than once over all ranks, as the plan says."""
         for bucket in self._buckets():
             here = stored(bucket)
@@ -120,7 +120,7 @@ class Refill:
                 )
         return found[0][1] if found else ()
 
-    def _state(self, part: Slice, parameter: nn.Parameter) -> Iterator[Holding]:
+    def _state(self, part: BucketSlice, parameter: nn.Parameter) -> Iterator[StoredSlice]:
         """Make the optimizer's state of a slice, and say what to fill it with."""
         old = self._optimizer.state.get(parameter, {})
         new: dict[str, Any] = {}
@@ -131,14 +131,14 @@ class Refill:
             if kind == "optimizer":
                 new[key] = self._like(parameter, self._slots[names[0]], slot=slot, old=old.get(key))
                 for piece in pieces:
-                    values = Slice(part.bucket, part.start, new[key])
+                    values = BucketSlice(part.bucket, part.start, new[key])
                     yield from values.holdings(piece, slot=slot, within=(part.start, part.stop))
             else:
                 device = self._number_device(parameter)
                 for name in names:
                     number = torch.zeros((), dtype=self._slots[name][slot].dtype)
                     self._numbers.append(_Number(name, slot, new, device, number))
-                    yield Holding.whole(number, name=name, slot=slot)
+                    yield StoredSlice.whole(number, name=name, slot=slot)
         self._states.append((parameter, new))
 
     def _like(self, parameter: nn.Parameter, slots: Slots, *, slot: str, old: object) -> Tensor:
@@ -160,13 +160,13 @@ class Refill:
         raise AssertionError("the optimizer does not have the slice")
 
 
-def _inside(part: Slice) -> list[Piece]:
+def _inside(part: BucketSlice) -> list[BucketPiece]:
     """The parameters that have elements in a slice; of padding, none."""
     pieces = part.bucket.place.pieces
     return [piece for piece in pieces if max(piece.start, part.start) < min(piece.stop, part.stop)]
 
 
-def _check_shape(row: Row, found: Slot) -> None:
+def _check_shape(row: ParameterRow, found: RefillSlot) -> None:
     """Raise ValueError unless the parameter to load has the right shape."""
     wanted = (*row.shape, *((2,) if row.dtype.is_complex else ()))
     if found.shape != wanted:

@@ -37,26 +37,32 @@ from meshwise.comm.api.world import World
 from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.bucket_place import Options
 from meshwise.data_parallel.live_unit import LiveUnit
-from meshwise.data_parallel.parameter_gather import Gatherer
+from meshwise.data_parallel.parameter_gather import ParameterGatherer
 from meshwise.data_parallel.reached_parameters import reached
-from meshwise.data_parallel.shard_group import Keeping, Replication
+from meshwise.data_parallel.shard_group import ShardGroup, StorageConfig
 from meshwise.memory.swap_file import TierError
-from meshwise.model.deferred_init import Source, install
+from meshwise.model.deferred_init import ParameterSource, install
 from meshwise.model.parameter_hooks import put_last
-from meshwise.model.parameter_table import ParameterTable, Row
+from meshwise.model.parameter_table import ParameterRow, ParameterTable
 
 IN_FLIGHT = 1
 """Reductions under way before the next one waits, where a gradient buffer lives only until it is reduced (ZeRO-2, 3):
 one unit is being reduced while the next accumulates."""
 
-Arrival = Callable[[Row, Tensor], None]
+Arrival = Callable[[ParameterRow, Tensor], None]
 
 
 class DataParallel:
     """One module whose parameters are shared out over `world` as the rows of `table` say."""
 
     def __init__(
-        self, source: Source, *, table: ParameterTable, world: World, keeping: Keeping, by_module: bool = True
+        self,
+        source: ParameterSource,
+        *,
+        table: ParameterTable,
+        world: World,
+        keeping: StorageConfig,
+        by_module: bool = True,
     ) -> None:
         """`by_module`: units are gathered when their modules run; otherwise whoever runs the model says when."""
         self.module: nn.Module = source.module
@@ -65,11 +71,11 @@ class DataParallel:
         self.keeping = keeping
         self.zero = keeping.zero
         self.tiers = keeping.tiers
-        replication = Replication(world, ("dp",), keeping)
+        replication = ShardGroup(world, ("dp",), keeping)
         self.units = [LiveUnit(unit, replication=replication) for unit in table.units]
         for unit in self.units:
             unit.load(source, place=self._install if source.deferred else self._replace)
-        self.gatherer = Gatherer(self.module, units=self.units if by_module else ())
+        self.gatherer = ParameterGatherer(self.module, units=self.units if by_module else ())
         self._order = [unit for unit in reversed(self.units) if any(True for _ in unit.trainable())]
         self._handles: list[RemovableHandle] = []
         self._watching: dict[int, RemovableHandle] = {}
@@ -233,10 +239,10 @@ class DataParallel:
         for handle in self._handles:
             handle.remove()
 
-    def _install(self, row: Row, value: Tensor) -> nn.Parameter:
+    def _install(self, row: ParameterRow, value: Tensor) -> nn.Parameter:
         return install(self.module, row=row, tensor=value)
 
-    def _replace(self, row: Row, value: Tensor) -> nn.Parameter:
+    def _replace(self, row: ParameterRow, value: Tensor) -> nn.Parameter:
         parameter = self.module.get_parameter(row.name)
         parameter.data = value
         return parameter
@@ -337,7 +343,7 @@ class DataParallel:
         """Whether this rank is the one that saves a buffer."""
         return self.world.rank == 0
 
-    def _together(self, row: Row, part: Tensor) -> Tensor:
+    def _together(self, row: ParameterRow, part: Tensor) -> Tensor:
         """The full tensor of which this rank and the others along the layout's axes store parts (a collective)."""
         mesh, group = self.world.mesh, self.world.group(row.layout.axes)
         if group.size == 1:
@@ -351,5 +357,5 @@ class DataParallel:
         return full
 
 
-def throw_away(_row: Row, _gradient: Tensor) -> None:
+def throw_away(_row: ParameterRow, _gradient: Tensor) -> None:
     """An arrival that keeps nothing."""

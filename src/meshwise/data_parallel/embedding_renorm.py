@@ -10,11 +10,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from meshwise.comm.api.world import World
-from meshwise.data_parallel.shard_group import Keeping
+from meshwise.data_parallel.shard_group import StorageConfig
 from meshwise.plan import Plan, PlanError
 
 
-def refuse_renormed(module: nn.Module, *, plan: Plan, world: World, keeping: Keeping) -> None:
+def refuse_renormed(module: nn.Module, *, plan: Plan, world: World, keeping: StorageConfig) -> None:
     """Raise PlanError for an embedding that rescales its weight as it runs, where that is not all there is of it."""
     owners: dict[Tensor, int] = {}
     for _, parameter in module.named_parameters(remove_duplicate=False):

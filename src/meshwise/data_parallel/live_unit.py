@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.world import Work
 from meshwise.data_parallel.bucket import Bucket
-from meshwise.data_parallel.shard_group import Replication
-from meshwise.model.deferred_init import Source
-from meshwise.model.parameter_table import Row, Unit
+from meshwise.data_parallel.shard_group import ShardGroup
+from meshwise.model.deferred_init import ParameterSource
+from meshwise.model.parameter_table import ParameterRow, ParameterUnit
 
 _SHARED = "the ranks of this host hold one copy of it together, so that each of them would write to it"
 
@@ -27,7 +27,7 @@ class LiveUnit:
     that a use nobody foresaw cannot pass for a result.
     """
 
-    def __init__(self, spec: Unit, *, replication: Replication) -> None:
+    def __init__(self, spec: ParameterUnit, *, replication: ShardGroup) -> None:
         self.spec = spec
         kind = partial(_kind, mesh=replication.world.mesh)
         alike = [list(group) for _, group in groupby(sorted(spec.rows, key=kind), key=kind)]
@@ -39,7 +39,7 @@ class LiveUnit:
         self._gathering: list[Work] = []
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ParameterRow]:
         """Its parameters in the order of `parameters`: bucket by bucket."""
         return [piece.row for bucket in self.buckets for piece in bucket.place.pieces]
 
@@ -48,7 +48,7 @@ class LiveUnit:
         """Whether parameters exist as shards between uses."""
         return any(bucket.at_rest for bucket in self.buckets)
 
-    def load(self, source: Source, *, place: Callable[[Row, Tensor], nn.Parameter]) -> None:
+    def load(self, source: ParameterSource, *, place: Callable[[ParameterRow, Tensor], nn.Parameter]) -> None:
         """Fill the buckets from the source, and put this rank's parameters into the model with `place`."""
         for bucket in self.buckets:
             world = bucket.replication.world
@@ -155,5 +155,5 @@ class LiveUnit:
         return [nothing.expand(piece.shape) for piece in bucket.place.pieces]
 
 
-def _kind(row: Row, mesh: Mesh) -> tuple[str, bool, tuple[str, ...], tuple[str, ...], bool]:
+def _kind(row: ParameterRow, mesh: Mesh) -> tuple[str, bool, tuple[str, ...], tuple[str, ...], bool]:
     return str(row.dtype), not row.trainable, row.summed, row.copies(mesh), row.spare

@@ -35,7 +35,7 @@ _VALUES = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", 
 """The attributes of a tensor that are views of its values; the others tell about it."""
 
 
-class Gatherer:
+class ParameterGatherer:
     """Keeps the right units of a model whole, by hooks on the modules that the parameter table names."""
 
     def __init__(self, module: nn.Module, *, units: Sequence[LiveUnit]) -> None:

@@ -11,7 +11,7 @@ from meshwise.precision.dtype_policy import Precision
 
 
 @dataclass(frozen=True)
-class Keeping:
+class StorageConfig:
     """How a plan has parameters kept."""
 
     zero: int = 0
@@ -20,12 +20,12 @@ class Keeping:
 
 
 @dataclass(frozen=True)
-class Replication:
+class ShardGroup:
     """How parameters are kept over the ranks that share them."""
 
     world: World
     axes: tuple[str, ...]
-    keeping: Keeping
+    keeping: StorageConfig
 
     @property
     def zero(self) -> int:

@@ -29,13 +29,13 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.data_parallel.bucket import Bucket
-from meshwise.data_parallel.bucket_place import Piece
+from meshwise.data_parallel.bucket_place import BucketPiece
 from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.layout.rectangles import Rectangle, rectangles
 
 
 @dataclass(frozen=True)
-class Holding:
+class StoredSlice:
     """A rectangle of a logical tensor on this rank.
 
     name     of the parameter or buffer
@@ -58,21 +58,21 @@ class Holding:
         return f"{self.slot}/{self.name}"
 
     @classmethod
-    def whole(cls, tensor: Tensor, *, name: str, slot: str, stable: bool = True) -> Holding:
+    def whole(cls, tensor: Tensor, *, name: str, slot: str, stable: bool = True) -> StoredSlice:
         """All of a tensor."""
         shape = tuple(tensor.shape)
         return cls(name, slot, shape, Rectangle((0,) * len(shape), shape), tensor, stable).real()
 
-    def real(self) -> Holding:
+    def real(self) -> StoredSlice:
         """The same with real elements."""
         if not self.tensor.is_complex():
             return self
         wide = Rectangle((*self.rectangle.offsets, 0), (*self.rectangle.sizes, 2))
-        return Holding(self.name, self.slot, (*self.shape, 2), wide, torch.view_as_real(self.tensor), self.stable)
+        return StoredSlice(self.name, self.slot, (*self.shape, 2), wide, torch.view_as_real(self.tensor), self.stable)
 
 
 @dataclass(frozen=True)
-class Slice:
+class BucketSlice:
     """Elements of a bucket that lie together: `values[0]` is element `start` of the bucket."""
 
     bucket: Bucket
@@ -84,7 +84,7 @@ class Slice:
         """The element of the bucket after the last."""
         return self.start + self.values.numel()
 
-    def holdings(self, piece: Piece, *, slot: str, within: tuple[int, int]) -> Iterator[Holding]:
+    def holdings(self, piece: BucketPiece, *, slot: str, within: tuple[int, int]) -> Iterator[StoredSlice]:
         """The elements of a parameter in this slice and in elements `within` of the bucket."""
         low = max(self.start, within[0], piece.start)
         high = min(self.stop, within[1], piece.stop)
@@ -94,9 +94,9 @@ class Slice:
         for local in rectangles(piece.shape, start=low - piece.start, stop=high - piece.start):
             block, flat = flat[: local.numel].view(local.sizes), flat[local.numel :]
             for rectangle, inside in self._sections(piece, local):
-                yield Holding(piece.row.name, slot, piece.row.shape, rectangle, block[inside.slices]).real()
+                yield StoredSlice(piece.row.name, slot, piece.row.shape, rectangle, block[inside.slices]).real()
 
-    def _sections(self, piece: Piece, local: Rectangle) -> Iterator[tuple[Rectangle, Rectangle]]:
+    def _sections(self, piece: BucketPiece, local: Rectangle) -> Iterator[tuple[Rectangle, Rectangle]]:
         """A rectangle of what the rank stores, as rectangles of the full tensor, each with its place in the first."""
         world, row = self.bucket.replication.world, piece.row
         beside = 0
@@ -109,7 +109,7 @@ class Slice:
             beside += section.sizes[row.layout.side] if row.shape else 0
 
 
-def owned(engine: Engine, *, optimizer: torch.optim.Optimizer) -> Iterator[Holding]:
+def owned(engine: Engine, *, optimizer: torch.optim.Optimizer) -> Iterator[StoredSlice]:
     """What this rank saves: over all ranks, every element of every logical tensor exactly once.
 
     Raises ValueError for optimizer state that is neither one number nor of the shape of its parameter.
@@ -123,7 +123,7 @@ def owned(engine: Engine, *, optimizer: torch.optim.Optimizer) -> Iterator[Holdi
     yield from {held.name: held for held in buffers(engine.modules) if engine.saves(held.name)}.values()
 
 
-def buffers(modules: Iterable[nn.Module]) -> Iterator[Holding]:
+def buffers(modules: Iterable[nn.Module]) -> Iterator[StoredSlice]:
     """The persistent buffers of modules, which every rank holds whole; a tied one once."""
     seen: set[int] = set()
     for path, owner in (named for module in modules for named in module.named_modules()):
@@ -131,41 +131,41 @@ def buffers(modules: Iterable[nn.Module]) -> Iterator[Holding]:
             # Which buffers persist, torch tells by state_dict alone, which a model at rest under zero=3 refuses.
             if key not in owner._non_persistent_buffers_set and id(buffer) not in seen:
                 seen.add(id(buffer))
-                yield Holding.whole(buffer, name=f"{path}.{key}" if path else key, slot="buffer", stable=False)
+                yield StoredSlice.whole(buffer, name=f"{path}.{key}" if path else key, slot="buffer", stable=False)
 
 
-def stored(bucket: Bucket) -> Slice:
+def stored(bucket: Bucket) -> BucketSlice:
     """The parameters that this rank keeps between steps, as they are updated: what a load has to fill."""
     if bucket.master is not None:
-        return Slice(bucket, bucket.owned[0], bucket.master)
-    return Slice(bucket, bucket.kept_from, bucket.kept)
+        return BucketSlice(bucket, bucket.owned[0], bucket.master)
+    return BucketSlice(bucket, bucket.kept_from, bucket.kept)
 
 
-def updated(bucket: Bucket) -> Iterator[tuple[Slice, nn.Parameter]]:
+def updated(bucket: Bucket) -> Iterator[tuple[BucketSlice, nn.Parameter]]:
     """What an optimizer updates of a bucket."""
     start = bucket.owned[0]
     for _, parameter in bucket.slices:
-        yield Slice(bucket, start, parameter.detach()), parameter
+        yield BucketSlice(bucket, start, parameter.detach()), parameter
         start += parameter.numel()
 
 
-def _owned(bucket: Bucket, piece: Piece, optimizer: torch.optim.Optimizer) -> Iterator[Holding]:
+def _owned(bucket: Bucket, piece: BucketPiece, optimizer: torch.optim.Optimizer) -> Iterator[StoredSlice]:
     """What this rank saves of one parameter."""
     if not piece.row.numel and bucket.replication.index == 0:
         empty = torch.empty(piece.row.shape, dtype=piece.row.dtype)
-        yield Holding.whole(empty, name=piece.row.name, slot="parameter")
+        yield StoredSlice.whole(empty, name=piece.row.name, slot="parameter")
     yield from stored(bucket).holdings(piece, slot="parameter", within=bucket.shard)
     for part, parameter in updated(bucket):
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
-                flat = Slice(bucket, part.start, value)
+                flat = BucketSlice(bucket, part.start, value)
                 yield from flat.holdings(piece, slot=f"optimizer/{key}", within=bucket.shard)
             elif value is not None and _has_first(part, piece):
                 slot, number = _number(piece.row.name, key, value)
-                yield Holding.whole(number, name=piece.row.name, slot=slot)
+                yield StoredSlice.whole(number, name=piece.row.name, slot=slot)
 
 
-def _has_first(part: Slice, piece: Piece) -> bool:
+def _has_first(part: BucketSlice, piece: BucketPiece) -> bool:
     """Whether the first element of the full parameter is this rank's to save: one rank's, whatever the plan."""
     here = part.holdings(piece, slot="parameter", within=part.bucket.shard)
     return any(not any(held.rectangle.offsets) for held in here)

@@ -22,11 +22,11 @@ from torch import Tensor
 from meshwise.comm.api.world import Work, World
 from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.engine_protocol import Engine
-from meshwise.memory.chunk_visit import Chunk
-from meshwise.memory.chunked_update import Update
+from meshwise.memory.chunk_visit import UpdateChunk
+from meshwise.memory.chunked_update import ChunkedUpdate
 
 
-class Updating(Protocol):
+class UpdateTiming(Protocol):
     """Brings an update about."""
 
     def begin(self) -> None:
@@ -45,10 +45,10 @@ class Updating(Protocol):
         """The step is not sound; whether something of it is updated all the same, on any rank."""
 
 
-class AtTheEnd:
+class StepAfterBackward:
     """Nothing is updated before everything is known."""
 
-    def __init__(self, engine: Engine, *, update: Update) -> None:
+    def __init__(self, engine: Engine, *, update: ChunkedUpdate) -> None:
         self._engine = engine
         self._update = update
 
@@ -65,7 +65,7 @@ class AtTheEnd:
         works: list[Work] = []
         last = {bucket.chunks[-1]: bucket for bucket in self._engine.buckets}
 
-        def done(chunk: Chunk) -> None:
+        def done(chunk: UpdateChunk) -> None:
             if chunk in last:
                 works.append(last[chunk].publish())
 
@@ -78,10 +78,10 @@ class AtTheEnd:
         return False
 
 
-class AsTheyArrive:
+class StepInBackward:
     """A bucket is updated as soon as its gradient is reduced, on a thread."""
 
-    def __init__(self, buckets: Sequence[Bucket], *, update: Update, world: World) -> None:
+    def __init__(self, buckets: Sequence[Bucket], *, update: ChunkedUpdate, world: World) -> None:
         self._buckets = buckets
         self._update = update
         self._world = world
@@ -146,11 +146,11 @@ class AsTheyArrive:
         self._update.arrived(bucket.chunks, ready=ready)
 
 
-def updating(engine: Engine, *, optimizer: torch.optim.Optimizer, early: bool) -> tuple[Update, Updating]:
+def updating(engine: Engine, *, optimizer: torch.optim.Optimizer, early: bool) -> tuple[ChunkedUpdate, UpdateTiming]:
     """The update of an engine; `early`: as gradients arrive, where the update is done beside the device."""
     early = early and engine.tiers.offload.updates_on_cpu and engine.world.device.type != "meta"
     chunks = [bucket.chunks for bucket in engine.buckets]
-    update = Update(optimizer, chunks=chunks, tiers=engine.tiers, early=early)
+    update = ChunkedUpdate(optimizer, chunks=chunks, tiers=engine.tiers, early=early)
     if early:
-        return update, AsTheyArrive(engine.buckets, update=update, world=engine.world)
-    return update, AtTheEnd(engine, update=update)
+        return update, StepInBackward(engine.buckets, update=update, world=engine.world)
+    return update, StepAfterBackward(engine, update=update)

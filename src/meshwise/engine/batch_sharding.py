@@ -15,7 +15,7 @@ from typing import Any
 from meshwise.base import tensor_tree as tree
 from meshwise.comm.api.world import World
 from meshwise.layout.rectangles import even_split
-from meshwise.model.random_draws import Rows
+from meshwise.model.random_draws import SampleRows
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class MicroBatch:
 
     rows: Any
     counts: bool
-    samples: Rows
+    samples: SampleRows
 
     def skipped(self) -> MicroBatch:
         """Nothing to run in its place."""
@@ -32,14 +32,14 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Deal:
+class BatchShards:
     """How a global batch is dealt out: the rows [start, stop) of each rank that has its own, and which is this one."""
 
     shares: Sequence[tuple[int, int]]
     index: int
 
     @classmethod
-    def of(cls, size: int, *, ranks: int, index: int) -> Deal:
+    def of(cls, size: int, *, ranks: int, index: int) -> BatchShards:
         """`size` rows dealt evenly."""
         return cls(even_split(size, ranks), index)
 
@@ -48,18 +48,18 @@ class Deal:
         start, stop = self.shares[self.index]
         return [(start + low, start + high) for low, high in even_split(stop - start, parts)]
 
-    def samples(self, number: int, *, parts: int) -> Rows:
+    def samples(self, number: int, *, parts: int) -> SampleRows:
         """Which samples the micro-batch `number` of `parts` is; a spare row counts as one."""
         start, stop = self.cuts(parts)[number]
-        return Rows(start, max(1, stop - start), further=functools.partial(self._further, number, parts))
+        return SampleRows(start, max(1, stop - start), further=functools.partial(self._further, number, parts))
 
-    def _further(self, number: int, parts: int, shares: int) -> Rows:
+    def _further(self, number: int, parts: int, shares: int) -> SampleRows:
         there = dataclasses.replace(self, index=(self.index + shares) % len(self.shares))
         return there.samples(number, parts=parts)
 
 
 @dataclass(frozen=True)
-class Dealer:
+class BatchSharder:
     """Deals batches out to the ranks of `world` along `axes`; `lockstep`: every micro-batch has to be run."""
 
     world: World
@@ -71,9 +71,9 @@ class Dealer:
         """How many have rows of their own."""
         return self.world.group(self.axes).size
 
-    def deal(self, size: int) -> Deal:
+    def deal(self, size: int) -> BatchShards:
         """A global batch of `size` rows."""
-        return Deal.of(size, ranks=self.ranks, index=self.world.group(self.axes).index)
+        return BatchShards.of(size, ranks=self.ranks, index=self.world.group(self.axes).index)
 
     def cut(self, batch: Any, *, local: bool, total: int | None, parts: int) -> list[MicroBatch]:
         """This rank's micro-batches, `parts` of them. `local`: `batch` is its own part of `total` rows (None: all have
@@ -102,7 +102,7 @@ def spare_row(batch: Any, *, world: World) -> Any:
 
 
 def micro_batches(
-    batch: Any, *, deal: Deal, parts: int, lockstep: bool, offset: int = 0, spare: Any = None
+    batch: Any, *, deal: BatchShards, parts: int, lockstep: bool, offset: int = 0, spare: Any = None
 ) -> list[MicroBatch]:
     """Cut this rank's rows of the global batch into exactly `parts` micro-batches.
 

@@ -15,9 +15,9 @@ from meshwise.base import tensor_tree as tree
 from meshwise.comm.api.rank_lost import RankLostError
 from meshwise.comm.api.world import World
 from meshwise.model.blocks import Patterns
-from meshwise.model.deferred_init import Source
+from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.forward import Forward, Loss, LossError, call_loss
-from meshwise.pipeline.cut.model_cut import Cut, Pairs, Where, Wish, cut_model, cut_pieces
+from meshwise.pipeline.cut.model_cut import CutOptions, CutRequest, ModelCut, UncutModules, cut_model, cut_pieces
 from meshwise.pipeline.cut.partition import CutError
 from meshwise.pipeline.schedules import planned_schedule
 from meshwise.pipeline.schedules.action import Schedule, ScheduleError
@@ -27,14 +27,14 @@ from meshwise.tensor.core.part import Part
 
 
 @dataclass(frozen=True)
-class Example:
+class CutExample:
     """What a model is cut by: a batch like those to come, and how the model is called on it, and the loss."""
 
     batch: Any
     forward: Forward
-    where: Where
+    where: CutOptions
     loss: Loss | None = None
-    pairs: Pairs = field(default_factory=Pairs)
+    pairs: UncutModules = field(default_factory=UncutModules)
 
 
 def plan_schedule(plan: Plan) -> Schedule:
@@ -57,7 +57,9 @@ def agreed_schedule(plan: Plan, *, world: World) -> Schedule:
     return schedule
 
 
-def cut_source(source: Source, *, plan: Plan, schedule: Schedule, example: Example, device: torch.device) -> Cut:
+def cut_source(
+    source: ParameterSource, *, plan: Plan, schedule: Schedule, example: CutExample, device: torch.device
+) -> ModelCut:
     """The cut of a model for the stages of a schedule; `device` is where an example goes whose model has no values.
 
     Raises PlanError without an example, when the model has too few pieces, and when it cannot be cut.
@@ -78,14 +80,14 @@ def cut_source(source: Source, *, plan: Plan, schedule: Schedule, example: Examp
             return example.forward(model, given)
         return call_loss(model, given, forward=example.forward, loss=example.loss)[0]
 
-    wish = Wish(by=plan.partition, where=example.where, schedule=schedule, pairs=example.pairs)  # type: ignore[arg-type]
+    wish = CutRequest(by=plan.partition, where=example.where, schedule=schedule, pairs=example.pairs)  # type: ignore[arg-type]
     try:
         return cut_for(source.module, stages=schedule.stages, micro=micro, run=run, wish=wish)
     except CutError as error:
         raise PlanError(f"the plan '{plan}' cannot work for this model: {error}") from None
 
 
-class OnCopies:
+class CopiedBatchRun:
     """Runs a model on copies of a micro-batch, and knows whether it writes to them."""
 
     def __init__(self, micro: Any, *, run: Callable[[nn.Module, Any], Any]) -> None:
@@ -102,27 +104,29 @@ class OnCopies:
             self.written |= [tensor._version for tensor in tree.tensors(given)] != before
 
 
-def cut_for(model: nn.Module, *, stages: int, micro: Any, run: Callable[[nn.Module, Any], Any], wish: Wish) -> Cut:
+def cut_for(
+    model: nn.Module, *, stages: int, micro: Any, run: Callable[[nn.Module, Any], Any], wish: CutRequest
+) -> ModelCut:
     """The cut of a model that runs on copies of a micro-batch, with whether it writes to them."""
-    call = OnCopies(micro, run=run)
+    call = CopiedBatchRun(micro, run=run)
     cut = cut_model(model, stages=stages, call=call, wish=wish)
     return dataclasses.replace(cut, writes=call.written or cut.writes)  # one that was made before is not made again
 
 
 def finest_cut(
     model: nn.Module, *, micro: Any, run: Callable[[nn.Module, Any], Any], pieces: Patterns = ()
-) -> Cut | None:
+) -> ModelCut | None:
     """The same with a stage for each piece that has parameters; None where that is one."""
-    call = OnCopies(micro, run=run)
+    call = CopiedBatchRun(micro, run=run)
     cut = cut_pieces(model, call=call, pieces=pieces)
     return dataclasses.replace(cut, writes=call.written) if cut.stages > 1 else None
 
 
-def first_ranks(make: Callable[[], Cut], *, world: World) -> Cut:
+def first_ranks(make: Callable[[], ModelCut], *, world: World) -> ModelCut:
     """The cut that the first rank makes. What it refuses is refused on every rank; of what the model itself raises
     there, the others only tell that it did, so that whoever asks what went wrong is shown the model's own error.
     """
-    cut: Cut | None = None
+    cut: ModelCut | None = None
     error: Exception | None = None
     kind: type[Exception] = RankLostError
     problem = ""
@@ -143,15 +147,15 @@ def first_ranks(make: Callable[[], Cut], *, world: World) -> Cut:
     return cut
 
 
-def pairs_of(parts: Mapping[str, Part]) -> Pairs:
+def pairs_of(parts: Mapping[str, Part]) -> UncutModules:
     """The matrices between which ranks of tensor parallelism have different features."""
     first, second = (
         frozenset(name for name, part in parts.items() if part.role == role) for role in ("first", "second")
     )
-    return Pairs(first, second)
+    return UncutModules(first, second)
 
 
-def refuse_lost(parts: Iterable[str], *, cut: Cut) -> None:
+def refuse_lost(parts: Iterable[str], *, cut: ModelCut) -> None:
     """Raise PlanError for parts that tensor parallelism splits and a trace does not know: it has no module around
     modules, only those that it calls.
     """

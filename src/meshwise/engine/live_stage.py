@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwise.data_parallel.batch_statistics import Statistics
+from meshwise.data_parallel.batch_statistics import BatchStatistics
 from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.engine.batch_sharding import MicroBatch
 from meshwise.engine.microbatch_runner import Seen
-from meshwise.model.parameter_table import Row
-from meshwise.model.random_draws import Draws
+from meshwise.model.parameter_table import ParameterRow
+from meshwise.model.random_draws import RandomDraws
 from meshwise.pipeline.run.stage import Stage
 
 
@@ -28,11 +28,11 @@ class LiveStage:
 
     stage: Stage
     engine: DataParallel
-    draws: Draws
-    statistics: Statistics
+    draws: RandomDraws
+    statistics: BatchStatistics
 
 
-class Keeper:
+class StageParameters:
     """Keeps the parameters of one stage for the interpreter."""
 
     def __init__(self, live: LiveStage, *, tied: frozenset[str]) -> None:
@@ -95,6 +95,6 @@ class Keeper:
             self._engine.reduce()
         self._engine.settle()
 
-    def _show(self, row: Row, gradient: Tensor) -> None:
+    def _show(self, row: ParameterRow, gradient: Tensor) -> None:
         assert self._seen is not None
         self._seen(self._index, row, gradient)

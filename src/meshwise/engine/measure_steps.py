@@ -13,32 +13,32 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from meshwise.comm.api.stopwatch import Stopwatch
+from meshwise.comm.api.stopwatch import ActivityStopwatch
 from meshwise.engine.trainer import Trainer
-from meshwise.pipeline.run.measured_step import Measured, measured
+from meshwise.pipeline.run.measured_step import MeasuredStep, measured_step
 
 
-class Measuring:
+class StepMeasurement:
     """What has been noted of a trainer's steps on this rank."""
 
-    def __init__(self, trainer: Trainer, *, watch: Stopwatch) -> None:
+    def __init__(self, trainer: Trainer, *, watch: ActivityStopwatch) -> None:
         self._trainer, self._watch = trainer, watch
 
-    def steps(self) -> list[Measured]:
+    def steps(self) -> list[MeasuredStep]:
         """The steps of all ranks, each with where its time went. Every rank calls it, after the block."""
-        return measured(self._watch, world=self._trainer.world, schedule=self._trainer.schedule)
+        return measured_step(self._watch, world=self._trainer.world, schedule=self._trainer.schedule)
 
-    def typical(self) -> Measured | None:
+    def typical(self) -> MeasuredStep | None:
         """The step whose time is the median one; None when there was no step. Every rank calls it."""
         steps = sorted(self.steps(), key=lambda one: one.step.seconds)
         return steps[len(steps) // 2] if steps else None
 
 
 @contextlib.contextmanager
-def measure(trainer: Trainer) -> Iterator[Measuring]:
+def measure(trainer: Trainer) -> Iterator[StepMeasurement]:
     """Note when each rank does what in the steps that are made inside the block, on all ranks.
 
     A note is a reading of the clock, some dozens in a step; on a GPU an event of its stream, so that nothing waits.
     """
     with trainer.world.timed() as watch:
-        yield Measuring(trainer, watch=watch)
+        yield StepMeasurement(trainer, watch=watch)

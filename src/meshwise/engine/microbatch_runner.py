@@ -17,13 +17,13 @@ from torch import Tensor
 
 from meshwise.base import tensor_tree as tree
 from meshwise.comm.api.world import World
-from meshwise.data_parallel.batch_statistics import Statistics
+from meshwise.data_parallel.batch_statistics import BatchStatistics
 from meshwise.data_parallel.data_parallel_engine import DataParallel, throw_away
 from meshwise.engine.batch_sharding import MicroBatch
 from meshwise.model.forward import Forward, Loss, call_loss
-from meshwise.model.parameter_table import Row
-from meshwise.model.random_draws import Draws
-from meshwise.pipeline.cut.model_cut import Cut
+from meshwise.model.parameter_table import ParameterRow
+from meshwise.model.random_draws import RandomDraws
+from meshwise.pipeline.cut.model_cut import ModelCut
 from meshwise.pipeline.schedules.action import Schedule
 
 Sums: TypeAlias = tuple[Tensor, Tensor]
@@ -32,19 +32,19 @@ Sums: TypeAlias = tuple[Tensor, Tensor]
 Counted: TypeAlias = Callable[[Tensor], None]
 """What is told the count of this rank when its last forward is over."""
 
-Seen: TypeAlias = Callable[[int, Row, Tensor], None]
+Seen: TypeAlias = Callable[[int, ParameterRow, Tensor], None]
 """What is shown the gradient of one parameter: `(micro_batch, row, gradient)`."""
 
 
 @dataclass(frozen=True)
-class Task:
+class MicrobatchTask:
     """What is computed of rows: the output, and the loss of it."""
 
     forward: Forward
     loss: Loss
 
 
-class Sweep(Protocol):
+class MicrobatchRunner(Protocol):
     """How this rank runs its micro-batches."""
 
     lockstep: bool
@@ -53,7 +53,7 @@ class Sweep(Protocol):
     schedule: Schedule
     """What each rank along `pp` does in a step, in order."""
 
-    cut: Cut | None
+    cut: ModelCut | None
     """The model's stages, where it has some."""
 
     evaluated_in: int
@@ -81,19 +81,19 @@ class Sweep(Protocol):
         """Take the hooks off the model."""
 
 
-class WholeSweep:
+class WholeModelRunner:
     """This rank runs the whole model."""
 
-    cut: Cut | None = None
+    cut: ModelCut | None = None
     evaluated_in = 1
 
     def __init__(
         self,
         engine: DataParallel,
         *,
-        task: Task,
-        draws: Draws,
-        statistics: Statistics,
+        task: MicrobatchTask,
+        draws: RandomDraws,
+        statistics: BatchStatistics,
         schedule: Schedule,
         rows_meet: bool,
     ) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from meshwise.base.batch_norm_classes import RunningNorm
 from meshwise.data_parallel.engine_protocol import Engine
-from meshwise.model.parameter_table import Row
+from meshwise.model.parameter_table import ParameterRow
 
 
 class NonFiniteError(RuntimeError):
@@ -61,7 +61,7 @@ class SkipPolicy:
         )
 
 
-def culprits(engine: Engine, *, run: Callable[[Callable[[int, Row, Tensor], None]], None]) -> str:
+def culprits(engine: Engine, *, run: Callable[[Callable[[int, ParameterRow, Tensor], None]], None]) -> str:
     """Name the first parameters, ranks and micro-batches whose own gradient is not finite, and the parameters that are
     not themselves (a collective).
 
@@ -69,7 +69,7 @@ def culprits(engine: Engine, *, run: Callable[[Callable[[int, Row, Tensor], None
     """
     own: list[tuple[int, str]] = []
 
-    def look(micro_batch: int, row: Row, gradient: Tensor) -> None:
+    def look(micro_batch: int, row: ParameterRow, gradient: Tensor) -> None:
         if not bool(torch.isfinite(gradient).all()):
             own.append((micro_batch, row.name))
 
@@ -95,7 +95,7 @@ def culprits(engine: Engine, *, run: Callable[[Callable[[int, Row, Tensor], None
     return f"; gradients that are not finite, nearest to the loss first: {'; '.join(told)}{themselves}"
 
 
-class Before:
+class StateBeforeUpdate:
     """What a step changes ahead of its update, to be put back when the step is left out or raises: running statistics,
     where one batch that is not finite would stay for ever, and the state of torch's generator.
     """

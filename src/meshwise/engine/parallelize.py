@@ -19,49 +19,49 @@ from torch import nn
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import ThreadWorld
 from meshwise.comm.launch.joining import connect
-from meshwise.data_parallel.batch_statistics import Statistics, running_norms, take_over
+from meshwise.data_parallel.batch_statistics import BatchStatistics, running_norms, take_over
 from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.embedding_renorm import refuse_renormed
 from meshwise.data_parallel.engine_protocol import Engine
-from meshwise.data_parallel.shard_group import Keeping
-from meshwise.engine.cut_agreement import Example, agreed_schedule, cut_source, first_ranks, pairs_of, refuse_lost
+from meshwise.data_parallel.shard_group import StorageConfig
+from meshwise.engine.cut_agreement import CutExample, agreed_schedule, cut_source, first_ranks, pairs_of, refuse_lost
 from meshwise.engine.live_stage import LiveStage
-from meshwise.engine.microbatch_runner import Sweep, Task, WholeSweep
+from meshwise.engine.microbatch_runner import MicrobatchRunner, MicrobatchTask, WholeModelRunner
 from meshwise.engine.nonfinite import SkipPolicy
 from meshwise.engine.staged_engine import StagedEngine
-from meshwise.engine.staged_runner import StagedSweep
-from meshwise.engine.step_result import Recipe
+from meshwise.engine.staged_runner import StagedRunner
+from meshwise.engine.step_result import UpdateRecipe
 from meshwise.engine.trainer import Trainer
 from meshwise.memory.activation_offload import activations
-from meshwise.memory.activation_policy import Around
+from meshwise.memory.activation_policy import ActivationPolicy
 from meshwise.memory.memory_error import shortage_told
-from meshwise.memory.parked_storage import Saving
-from meshwise.memory.recomputed_blocks import Blocks
-from meshwise.memory.staging_buffers import Swap
+from meshwise.memory.parked_storage import ActivationTransfers
+from meshwise.memory.recomputed_blocks import RecomputedBlocks
+from meshwise.memory.staging_buffers import SwapConfig
 from meshwise.memory.tiers import Tiers
 from meshwise.model.blocks import Patterns
-from meshwise.model.deferred_init import Source, born
+from meshwise.model.deferred_init import ParameterSource, build_with_values
 from meshwise.model.forward import Forward, Loss, default_forward
-from meshwise.model.forward_replay import Recall
+from meshwise.model.forward_replay import ForwardReplay
 from meshwise.model.parameter_table import ParameterOptions, check_trains, parameter_table
-from meshwise.model.random_draws import Draws
+from meshwise.model.random_draws import RandomDraws
 from meshwise.optim.flat_optimizer import OptimizerClass, flat_optimizer
-from meshwise.pipeline.cut.model_cut import Cut, Where
+from meshwise.pipeline.cut.model_cut import CutOptions, ModelCut
 from meshwise.pipeline.run.build_stage import bare, make_stage
-from meshwise.pipeline.run.late_hooks import HooksSince
-from meshwise.pipeline.run.stage import Width
+from meshwise.pipeline.run.late_hooks import LateHooks
+from meshwise.pipeline.run.stage import FeatureWidth
 from meshwise.pipeline.schedules.in_order import naive
 from meshwise.pipeline.schedules.validate import in_flight
 from meshwise.plan import Plan, PlanError
-from meshwise.precision.conversion import Doors, computing, convert, for_loss, place_buffer
+from meshwise.precision.conversion import CastHooks, computing, convert, for_loss, place_buffer
 from meshwise.precision.dtype_policy import Precision, precision_of
-from meshwise.precision.loss_scale import Scale
+from meshwise.precision.loss_scale import LossScale
 from meshwise.tensor.checks.shape_mismatch import misfits_told
 from meshwise.tensor.core.activation_slices import slices
 from meshwise.tensor.core.matmul import Streaming
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.remote_parts import makers, parts_of_stage, stream_tokens, stream_width
-from meshwise.tensor.core.split_context import Context, Extents
+from meshwise.tensor.core.split_context import ShardSizes, SplitContext
 from meshwise.tensor.detect.rules import Rules, find_parts
 from meshwise.tensor.schemes.kv_replicas import mesh_with_twins, scheme_on
 from meshwise.tensor.tensor_parallel import tensor_parallel
@@ -99,9 +99,10 @@ class Options:
     """With pp, a batch like those to come, of any number of rows: the model is cut by running it once. Of a model that
     is born here, the run is on the meta device, and `partition=time` counts operations."""
 
-    cut: Where = dataclasses.field(default_factory=Where)
-    """With pp, where the model may be cut: by hand, `Where(at=("blocks.3", "head"))`, or between the operations that
-    torch.fx traces, `Where(how="trace")`. By default between its pieces, and by a trace where those are too few."""
+    cut: CutOptions = dataclasses.field(default_factory=CutOptions)
+    """With pp, where the model may be cut: by hand, `CutOptions(at=("blocks.3", "head"))`, or between the operations
+    that torch.fx traces, `CutOptions(how="trace")`. By default between its pieces, and by a trace where those are too
+    few."""
 
     recomputed: Patterns = ()
     """With `recompute` or `budget`, the modules that are recomputed as one, as patterns over their names:
@@ -110,14 +111,14 @@ class Options:
     precision: Precision | None = None
     """A record of your own dtypes in place of the plan's `precision` and `wire`."""
 
-    loss_scale: Scale = dataclasses.field(default_factory=Scale)
+    loss_scale: LossScale = dataclasses.field(default_factory=LossScale)
     """The first loss scale, where the precision has one (fp16)."""
 
-    saving: Saving = dataclasses.field(default_factory=Saving)
+    saving: ActivationTransfers = dataclasses.field(default_factory=ActivationTransfers)
     """With `offload=activations:…`, what is worth moving, and how far ahead it is brought back."""
 
-    swap: Swap = dataclasses.field(default_factory=Swap)
-    """With `offload=…:disk`, the folder of the file and the staging buffers: `Swap(folder=Path("/nvme"))`."""
+    swap: SwapConfig = dataclasses.field(default_factory=SwapConfig)
+    """With `offload=…:disk`, the folder of the file and the staging buffers: `SwapConfig(folder=Path("/nvme"))`."""
 
     streaming: Streaming = dataclasses.field(default_factory=Streaming)
     """With tp, how operands that are gathered come together: `Streaming(keep=True)` keeps them for the backward,
@@ -125,7 +126,7 @@ class Options:
 
 
 def parallelize(
-    model: nn.Module | Callable[[], nn.Module] | Source,
+    model: nn.Module | Callable[[], nn.Module] | ParameterSource,
     plan: Plan | str,
     *,
     loss: Loss,
@@ -137,8 +138,8 @@ def parallelize(
     """Put a plain model under a plan, on the ranks of `world` (by default the ones that torchrun started, or one).
 
     `model` is a module, taken as it is (the first rank's values count), or a function that builds one: then no rank
-    holds more of the model than its plan says, and the same seed is the same model under every plan. A `Source` is a
-    model that was born already, or one without values for a rehearsal (`birth.shapes_of`).
+    holds more of the model than its plan says, and the same seed is the same model under every plan. A
+    `ParameterSource` is a model that was born already, or one without values for a rehearsal (`birth.shapes_of`).
     `loss(output, batch)` returns (sum, count). The optimizer's own arguments follow by keyword: `lr=3e-4`.
 
     Raises PlanError when the plan does not fit the world or the model, ValueError for a model, optimizer or option that
@@ -152,34 +153,34 @@ def parallelize(
         raise ValueError(f"clip_norm={options.clip_norm}; give a norm above 0, or None to leave gradients as they are")
     skip = SkipPolicy.parse(options.nonfinite)
 
-    source = model if isinstance(model, Source) else born(model, seed=options.seed)
+    source = model if isinstance(model, ParameterSource) else build_with_values(model, seed=options.seed)
     check_trains(source.module)
     precision = options.precision or precision_of(plan)
     tiers = Tiers(plan.tiers, device=world.device, swap=options.swap)
     tier = activations(plan.tiers.activations, device=world.device, swap=options.swap, how=options.saving)
-    around = Around(Blocks(plan, world=world, patterns=options.recomputed), tier)
+    around = ActivationPolicy(RecomputedBlocks(plan, world=world, patterns=options.recomputed), tier)
     forward = _computed(_told(options.forward or default_forward, plan=plan), precision, world.device)
-    task = Task(around.saved(forward), loss)
-    setting = Setting(plan, world, options, task, Keeping(plan.zero, precision, tiers), around)
+    task = MicrobatchTask(around.saved(forward), loss)
+    setting = ParallelSetting(plan, world, options, task, StorageConfig(plan.zero, precision, tiers), around)
     with shortage_told(plan):
         engine, sweep = (_in_stages if plan.pp > 1 else _whole)(source, setting=setting)
     if not any(row.trainable for row in engine.table.rows):
         raise ValueError("every parameter is frozen; set requires_grad=True on those that should train")
     update = flat_optimizer(optimizer, groups=engine.slices(), **optimizer_arguments)
-    recipe = Recipe(options.clip_norm, skip, precision, options.loss_scale if precision.scaled else None)
+    recipe = UpdateRecipe(options.clip_norm, skip, precision, options.loss_scale if precision.scaled else None)
     return Trainer(engine, sweep=sweep, plan=plan, recipe=recipe, optimizer=update, around=around)
 
 
 @dataclass(frozen=True)
-class Setting:
+class ParallelSetting:
     """What a model is put under."""
 
     plan: Plan
     world: World
     options: Options
-    task: Task
-    keeping: Keeping
-    around: Around
+    task: MicrobatchTask
+    keeping: StorageConfig
+    around: ActivationPolicy
 
 
 def _told(forward: Forward, *, plan: Plan) -> Forward:
@@ -210,22 +211,22 @@ class _Shared:
     what runs by itself, the `extents` of its activations.
     """
 
-    setting: Setting
+    setting: ParallelSetting
     world: World
     parts: Mapping[str, Part]
     joined: bool
     absent: frozenset[str] = frozenset()
-    extents: Extents = dataclasses.field(default_factory=Extents)
+    extents: ShardSizes = dataclasses.field(default_factory=ShardSizes)
 
     @classmethod
-    def by(cls, source: Source, setting: Setting) -> _Shared:
+    def by(cls, source: ParameterSource, setting: ParallelSetting) -> _Shared:
         """Find out. What is found out about a model is found in the dtype that it was written in."""
         plan, module = setting.plan, source.module
         with _as_plan_error():
             parts = setting.options.parts
             if parts is None:
                 parts = find_parts(module, plan=plan, rules=setting.options.tensor_rules) if plan.tp > 1 else {}
-        setting.around.undo.callback(Doors(module, precision=setting.keeping.precision).close)
+        setting.around.undo.callback(CastHooks(module, precision=setting.keeping.precision).close)
         world = setting.world.over(mesh_with_twins(plan, parts=parts.values()))
         refuse_renormed(module, plan=plan, world=world, keeping=setting.keeping)
         return cls(setting, world, parts, _batch_norms_join(module, setting, world))
@@ -243,8 +244,8 @@ def _as_plan_error() -> Iterator[None]:
 
 
 def _live(
-    source: Source, shared: _Shared, *, recall: Recall, spare: Collection[str] | None = None
-) -> tuple[DataParallel, Draws, Statistics]:
+    source: ParameterSource, shared: _Shared, *, recall: ForwardReplay, spare: Collection[str] | None = None
+) -> tuple[DataParallel, RandomDraws, BatchStatistics]:
     """What runs and keeps a module on this rank. `spare`: of a stage, the parameters that one before it has as well."""
     setting, world, module = shared.setting, shared.world, source.module
     plan, options = setting.plan, setting.options
@@ -252,7 +253,7 @@ def _live(
     table = parameter_table(module, options=options.parameter_options)
     table = table if spare is None else table.of_stage(spare=set(spare))
     scheme = scheme_on(world.mesh, plan=plan, blocks=False)
-    outside = Context(world, scheme, shared.extents, streaming=options.streaming, recall=recall)
+    outside = SplitContext(world, scheme, shared.extents, streaming=options.streaming, recall=recall)
     if shared.parts:
         with _as_plan_error():
             split = tensor_parallel(module, plan=plan, parts=shared.parts, outside=outside)
@@ -260,17 +261,17 @@ def _live(
     engine = DataParallel(source, table=table, world=world, keeping=setting.keeping, by_module=spare is None)
     draws = _draws(module, shared, outside)
     recall.remember(draws)
-    return engine, draws, Statistics(module, world=world, axes=plan.data_axes, joined=shared.joined)
+    return engine, draws, BatchStatistics(module, world=world, axes=plan.data_axes, joined=shared.joined)
 
 
-def _whole(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
+def _whole(source: ParameterSource, *, setting: ParallelSetting) -> tuple[Engine, MicrobatchRunner]:
     """The model as one, on every rank."""
-    shared, recall = _Shared.by(source, setting), Recall()
+    shared, recall = _Shared.by(source, setting), ForwardReplay()
     blocks = setting.around.blocks.names(source.module)
     _place_buffers(source, shared.world, setting.keeping.precision)
     engine, draws, statistics = _live(source, shared, recall=recall)
     setting.around.blocks.install(source.module, names=blocks, recall=recall)
-    return engine, WholeSweep(
+    return engine, WholeModelRunner(
         engine,
         task=setting.task,
         draws=draws,
@@ -280,7 +281,7 @@ def _whole(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
     )
 
 
-def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
+def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[Engine, MicrobatchRunner]:
     """The stages of the model that this rank has, after the cut that the first rank makes of it."""
     plan, options = setting.plan, setting.options
     shared = _Shared.by(source, setting)
@@ -288,7 +289,7 @@ def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
     schedule = agreed_schedule(plan, world=world)
     _agree(source, world)
     _place_buffers(source, world, setting.keeping.precision)
-    example = Example(options.example, setting.task.forward, options.cut, setting.task.loss, pairs_of(parts))
+    example = CutExample(options.example, setting.task.forward, options.cut, setting.task.loss, pairs_of(parts))
     cut = first_ranks(
         lambda: cut_source(source, plan=plan, schedule=schedule, example=example, device=world.device), world=world
     )
@@ -298,10 +299,10 @@ def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
     convert(like, precision=setting.keeping.precision)
     stages: dict[int, LiveStage] = {}
     for index in schedule.stages_of(world.group("pp").index):
-        stage, recall = make_stage(source.module, cut=cut, index=index, like=like), Recall()
+        stage, recall = make_stage(source.module, cut=cut, index=index, like=like), ForwardReplay()
         recall.remember(stage.crossing)
-        extents = Extents()
-        stage.crossing.width = Width(
+        extents = ShardSizes()
+        stage.crossing.width = FeatureWidth(
             *stream_width(parts, plan=plan, world=world),
             made=makers(parts, module=source.module),
             tokens=stream_tokens(extents, plan=plan, world=world),
@@ -319,15 +320,15 @@ def _in_stages(source: Source, *, setting: Setting) -> tuple[Engine, Sweep]:
     if not source.deferred:
         _let_go(source.module)
     engines = {index: live.engine for index, live in stages.items()}
-    hooks = HooksSince(source, stages=[engine.module for engine in engines.values()], cut=cut)
+    hooks = LateHooks(source, stages=[engine.module for engine in engines.values()], cut=cut)
     whole = StagedEngine(engines, ranks=schedule.rank_of, world=world, hooks=hooks)
-    sweep = StagedSweep(
+    sweep = StagedRunner(
         whole, stages=stages, task=setting.task, schedule=schedule, cut=cut, rows_meet=_rows_meet(plan, world)
     )
     return whole, sweep
 
 
-def _recomputed(module: nn.Module, setting: Setting, cut: Cut) -> list[str]:
+def _recomputed(module: nn.Module, setting: ParallelSetting, cut: ModelCut) -> list[str]:
     """The modules that stages recompute: blocks. A trace calls none, so each of its stages is recomputed as one."""
     plan, named = setting.plan, setting.options.recomputed
     if cut.trace is None or named:
@@ -351,7 +352,7 @@ def _rows_meet(plan: Plan, world: World) -> bool:
     return world.group(plan.data_axes).size > world.group("dp").size
 
 
-def _agree(source: Source, world: World) -> None:
+def _agree(source: ParameterSource, world: World) -> None:
     """The first rank's values count, of a model that every rank has."""
     if not source.deferred:
         for name, parameter in source.module.named_parameters():
@@ -368,16 +369,16 @@ def _let_go(module: nn.Module) -> None:
         parameter.data = nothing.expand(parameter.shape)
 
 
-def _draws(module: nn.Module, shared: _Shared, outside: Context) -> Draws:
+def _draws(module: nn.Module, shared: _Shared, outside: SplitContext) -> RandomDraws:
     setting, parts = shared.setting, shared.parts
     local = setting.plan.random == "local"
     if local and parts and isinstance(shared.world, ThreadWorld):
         raise ValueError("random=local draws from torch's own generator, which threads share; give random=global")
     before, after = slices(module, plan=setting.plan, parts=parts, outside=outside, absent=shared.absent)
-    return Draws(module, seed=setting.options.seed, before=before, after=after, local=local)
+    return RandomDraws(module, seed=setting.options.seed, before=before, after=after, local=local)
 
 
-def _place_buffers(source: Source, world: World, precision: Precision) -> None:
+def _place_buffers(source: ParameterSource, world: World, precision: Precision) -> None:
     """Buffers are whole everywhere, on the device, and the first rank's values count for a model taken as it is."""
     source.buffers()
     made: dict[torch.Tensor, torch.Tensor] = {}
@@ -390,7 +391,7 @@ def _place_buffers(source: Source, world: World, precision: Precision) -> None:
             setattr(module, name, made[buffer])
 
 
-def _batch_norms_join(module: nn.Module, setting: Setting, world: World) -> bool:
+def _batch_norms_join(module: nn.Module, setting: ParallelSetting, world: World) -> bool:
     """Whether ranks take the statistics of batch norms together. Raises PlanError where they cannot."""
     norms = list(running_norms(module))
     setting.around.undo.push(take_over(module))

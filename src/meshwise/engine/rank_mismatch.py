@@ -16,19 +16,19 @@ from torch import Tensor
 
 from meshwise.base import tensor_tree as tree
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.flight_recorder import Stamp, disagreement, ranks_text
+from meshwise.comm.api.flight_recorder import CallRecord, disagreement, ranks_text
 
 _LOOKED_AT = 64 << 10
 """Bytes at the beginning and at the end of a tensor by which its contents are told."""
 
 
 @dataclass(frozen=True)
-class Given:
+class StepInputs:
     """What a rank was given and called in a step."""
 
     batch: int
     rows: int
-    called: tuple[Stamp, ...]
+    called: tuple[CallRecord, ...]
 
 
 def batch_digest(batch: Any, *, contents: bool) -> int:
@@ -52,7 +52,7 @@ def _ends(tensor: Tensor) -> Tensor:
     return ends.contiguous().cpu().view(torch.uint8)
 
 
-def dissent_text(mesh: Mesh, *, found: Mapping[int, Given]) -> str:
+def mismatch_text(mesh: Mesh, *, found: Mapping[int, StepInputs]) -> str:
     """What the ranks had that should have been alike, and what to do."""
     parties: dict[tuple[int, int], list[int]] = {}
     for rank, given in sorted(found.items()):
@@ -67,7 +67,7 @@ def dissent_text(mesh: Mesh, *, found: Mapping[int, Given]) -> str:
     )
 
 
-def _first_disagreement(mesh: Mesh, called: Mapping[int, Sequence[Stamp]]) -> str:
+def _first_disagreement(mesh: Mesh, called: Mapping[int, Sequence[CallRecord]]) -> str:
     meetings = dict.fromkeys(stamp.axes for stamps in called.values() for stamp in stamps if not stamp.point_to_point)
     for axes, ranks in [(met, ranks) for met in meetings for ranks in mesh.groups(met)]:
         calls = {rank: [stamp for stamp in called[rank] if stamp.axes == axes] for rank in ranks}

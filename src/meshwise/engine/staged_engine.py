@@ -19,15 +19,15 @@ from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.bucket_place import Options
 from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.live_unit import LiveUnit
-from meshwise.model.parameter_table import ParameterTable, Row
-from meshwise.pipeline.run.late_hooks import HooksSince
+from meshwise.model.parameter_table import ParameterRow, ParameterTable
+from meshwise.pipeline.run.late_hooks import LateHooks
 
 
 class StagedEngine:
     """All stages: an `Engine`."""
 
     def __init__(
-        self, stages: Mapping[int, DataParallel], *, ranks: Sequence[int], world: World, hooks: HooksSince
+        self, stages: Mapping[int, DataParallel], *, ranks: Sequence[int], world: World, hooks: LateHooks
     ) -> None:
         """`stages` are this rank's, `ranks` where each stage of all is, by index along `pp`. Every rank calls it."""
         self._hooks = hooks
@@ -180,7 +180,7 @@ class StagedEngine:
     def _from_holders(
         self,
         values: Callable[[DataParallel], Iterator[tuple[str, Tensor]]],
-        dtype: Callable[[Row], torch.dtype],
+        dtype: Callable[[ParameterRow], torch.dtype],
         *,
         trainable: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:

@@ -13,21 +13,21 @@ from torch import Tensor, nn
 
 from meshwise.base.tensor_tree import map_tensors
 from meshwise.engine.batch_sharding import MicroBatch
-from meshwise.engine.live_stage import Keeper, LiveStage
-from meshwise.engine.microbatch_runner import Counted, Seen, Sums, Task, placed, scaled, zeros
+from meshwise.engine.live_stage import LiveStage, StageParameters
+from meshwise.engine.microbatch_runner import Counted, MicrobatchTask, Seen, Sums, placed, scaled, zeros
 from meshwise.engine.staged_engine import StagedEngine
 from meshwise.model.forward import call_loss
-from meshwise.pipeline.cut.model_cut import Cut
-from meshwise.pipeline.run.absent_outputs import Absent
-from meshwise.pipeline.run.packed_tree import bones, pack, unpack
-from meshwise.pipeline.run.runtime import Job, Runtime
+from meshwise.pipeline.cut.model_cut import ModelCut
+from meshwise.pipeline.run.absent_outputs import AbsentOutputs
+from meshwise.pipeline.run.packed_tree import pack, tensor_specs, unpack
+from meshwise.pipeline.run.runtime import MicrobatchJob, PipelineRuntime
 from meshwise.pipeline.run.stage import signature
-from meshwise.pipeline.schedules.action import Action, Kind, Schedule
+from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule
 from meshwise.pipeline.schedules.passes import add_gathers, add_transfers, lower
 from meshwise.plan import PlanError
 
 
-class StagedSweep:
+class StagedRunner:
     """This rank runs stages."""
 
     def __init__(
@@ -35,23 +35,23 @@ class StagedSweep:
         engine: StagedEngine,
         *,
         stages: Mapping[int, LiveStage],
-        task: Task,
+        task: MicrobatchTask,
         schedule: Schedule,
-        cut: Cut,
+        cut: ModelCut,
         rows_meet: bool,
     ) -> None:
         """`rows_meet`: ranks share out the rows of one product."""
         self.lockstep = rows_meet or any(live.statistics.joined for live in stages.values())
-        self.cut: Cut | None = cut
+        self.cut: ModelCut | None = cut
         self._copies = cut.writes
         self._engine, self._stages, self._task = engine, stages, task
         self._world = engine.world
         self._zero = max(stage.engine.zero for stage in stages.values())
         self.schedule, self._plain = lower(schedule, zero=self._zero), schedule
         self.evaluated_in = schedule.microbatches
-        self._keepers = {index: Keeper(live, tied=engine.tied) for index, live in stages.items()}
+        self._keepers = {index: StageParameters(live, tied=engine.tied) for index, live in stages.items()}
         runs = {index: live.stage for index, live in stages.items()}
-        self._runtime = Runtime(runs, keepers=self._keepers, world=self._world)
+        self._runtime = PipelineRuntime(runs, keepers=self._keepers, world=self._world)
 
     @cached_property
     def _forwards(self) -> Schedule:
@@ -105,7 +105,7 @@ class StagedSweep:
         """The output for a batch, which the last stage sends to the others. Raises PlanError where it has not received
         all of that.
         """
-        absent = Absent(live.stage.crossing.void for live in self._stages.values())
+        absent = AbsentOutputs(live.stage.crossing.void for live in self._stages.values())
 
         def call(model: nn.Module) -> Any:
             with absent:
@@ -113,7 +113,7 @@ class StagedSweep:
 
         for keeper in self._keepers.values():
             keeper.begin_forwards(())
-        returned = self._runtime.run(self._forwards, jobs={0: Job(call, (signature(batch), False))})
+        returned = self._runtime.run(self._forwards, jobs={0: MicrobatchJob(call, (signature(batch), False))})
         parcel = pack({"output": returned[0]}) if returned else None
         if names := "".join(self._world.exchange(absent.names(returned[0]) if returned else "", axes="pp")):
             raise PlanError(
@@ -124,17 +124,19 @@ class StagedSweep:
             )
         told = self._world.exchange(parcel and parcel.skeleton, axes="pp")
         source = next(index for index, skeleton in enumerate(told) if skeleton is not None)
-        arrived = [torch.empty(bone.shape, dtype=bone.dtype, device=self._world.device) for bone in bones(told[source])]
+        arrived = [
+            torch.empty(bone.shape, dtype=bone.dtype, device=self._world.device) for bone in tensor_specs(told[source])
+        ]
         if parcel is not None:
             arrived = [tensor.contiguous() for tensor in parcel.tensors]
         for tensor in arrived:
             self._world.broadcast(tensor, axes="pp", source=source).wait()
         return unpack(told[source], arrived=arrived)["output"]
 
-    def _jobs(self, parts: Sequence[MicroBatch], sums: Sums, scale: float = 1.0) -> dict[int, Job]:
+    def _jobs(self, parts: Sequence[MicroBatch], sums: Sums, scale: float = 1.0) -> dict[int, MicrobatchJob]:
         grads = torch.is_grad_enabled()
         return {
-            index: Job(functools.partial(self._run, part, sums, scale), (signature(part.rows), grads))
+            index: MicrobatchJob(functools.partial(self._run, part, sums, scale), (signature(part.rows), grads))
             for index, part in enumerate(parts)
             if part.rows is not None
         }
@@ -159,7 +161,10 @@ def _forwards(schedule: Schedule) -> Schedule:
     """Every micro-batch through every stage, one after the other."""
     return Schedule(
         tuple(
-            tuple(Action(stage, Kind.F, index) for index, stage in itertools.product(range(schedule.microbatches), own))
+            tuple(
+                Action(stage, ActionKind.F, index)
+                for index, stage in itertools.product(range(schedule.microbatches), own)
+            )
             for own in map(schedule.stages_of, range(schedule.ranks))
         )
     )

@@ -19,19 +19,19 @@ from meshwise.base import tensor_tree as tree
 from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.in_process.thread_world import ThreadWorld
 from meshwise.data_parallel.engine_protocol import Engine
-from meshwise.data_parallel.update_timing import Updating
-from meshwise.engine.batch_sharding import Dealer, MicroBatch
-from meshwise.engine.microbatch_runner import Sweep, zeros
-from meshwise.engine.nonfinite import Before, NonFiniteError, culprits
-from meshwise.engine.rank_mismatch import Given, batch_digest, dissent_text
-from meshwise.engine.step_result import Recipe, StepResult, Totals, check_count
-from meshwise.memory.activation_policy import Around
+from meshwise.data_parallel.update_timing import UpdateTiming
+from meshwise.engine.batch_sharding import BatchSharder, MicroBatch
+from meshwise.engine.microbatch_runner import MicrobatchRunner, zeros
+from meshwise.engine.nonfinite import NonFiniteError, StateBeforeUpdate, culprits
+from meshwise.engine.rank_mismatch import StepInputs, batch_digest, mismatch_text
+from meshwise.engine.step_result import StepResult, StepTotals, UpdateRecipe, check_count
+from meshwise.memory.activation_policy import ActivationPolicy
 from meshwise.memory.malloc_settings import shaping
 from meshwise.plan import Plan
-from meshwise.precision.loss_scale import Scale, likely_count
+from meshwise.precision.loss_scale import LossScale, likely_count
 
 
-class Stepping:
+class TrainingSteps:
     """The steps of one training, and what each leaves to the next.
 
     applied     whether the last step was neither skipped nor raised
@@ -39,12 +39,19 @@ class Stepping:
     """
 
     def __init__(
-        self, engine: Engine, *, sweep: Sweep, plan: Plan, recipe: Recipe, updating: Updating, around: Around
+        self,
+        engine: Engine,
+        *,
+        sweep: MicrobatchRunner,
+        plan: Plan,
+        recipe: UpdateRecipe,
+        updating: UpdateTiming,
+        around: ActivationPolicy,
     ) -> None:
         """`around` is what surrounds the model."""
         self.applied = True
         self.clipped = 1.0
-        self.dealer = Dealer(engine.world, plan.data_axes, sweep.lockstep)
+        self.dealer = BatchSharder(engine.world, plan.data_axes, sweep.lockstep)
         self._world = engine.world
         self._engine = engine
         self._sweep = sweep
@@ -56,7 +63,7 @@ class Stepping:
         self._skips = 0
         self._compared = False
         self._scale = recipe.scale
-        self._before = Before(engine.modules)
+        self._before = StateBeforeUpdate(engine.modules)
         # Ranks that are threads share a process, of which a training is only a part.
         self._takes_shape = not isinstance(self._world, ThreadWorld)
 
@@ -88,14 +95,14 @@ class Stepping:
         told = 1.0 if scale is None else scale.value
         return StepResult(totals.mean, totals.norm, int(totals.count), seconds, not self.applied, problem, told)
 
-    def _attempt(self, batch: Any, parts: Sequence[MicroBatch], *, local: bool) -> tuple[Totals, str | None]:
+    def _attempt(self, batch: Any, parts: Sequence[MicroBatch], *, local: bool) -> tuple[StepTotals, str | None]:
         """Forward, backward and update; the sums over the ranks, and why the update was left out."""
         given = 0 if local else batch_digest(batch, contents=not self._compared)
         with self._world.record() as called:
             sums = self._sweep.train(parts, scale=self._factor, counted=self._counted)
             self._sweep.finish()
             self._world.journal.doing = "exchange"
-            totals = self._exchange(sums, Given(given, tree.rows(batch), tuple(called)))
+            totals = self._exchange(sums, StepInputs(given, tree.rows(batch), tuple(called)))
         check_count(totals.count)
         self._compared = True
         self._world.journal.doing = "update"
@@ -107,7 +114,7 @@ class Stepping:
         self._skips, self._steps = 0, self._steps + 1
         return totals, None
 
-    def _left_out(self, problem: str, totals: Totals, parts: Sequence[MicroBatch]) -> str:
+    def _left_out(self, problem: str, totals: StepTotals, parts: Sequence[MicroBatch]) -> str:
         """Why a step's update is left out. Raises NonFiniteError when it must not be."""
         scale = self._scale
         if scale is not None and totals.overflowed and not scale.exhausted:
@@ -121,7 +128,7 @@ class Stepping:
             raise NonFiniteError(problem + self._recipe.nonfinite.advice(updated=updated, counted=bool(totals.count)))
         return problem
 
-    def _apply(self, totals: Totals) -> None:
+    def _apply(self, totals: StepTotals) -> None:
         totals.warn_of_nothing(self._world.rank)
         clip = self._recipe.clip_norm
         self.clipped = 1.0 if clip is None else min(1.0, clip / (totals.norm + 1e-6))
@@ -152,7 +159,7 @@ class Stepping:
     def _counted(self, count: Tensor) -> None:
         self._updating.counted(count if self._speaks else torch.zeros_like(count))
 
-    def _exchange(self, sums: tuple[Tensor, Tensor], had: Given) -> Totals:
+    def _exchange(self, sums: tuple[Tensor, Tensor], had: StepInputs) -> StepTotals:
         """Sum loss, count and squared norm over the ranks, and make sure that they had the same batch and calls.
 
         Ranks with the same rows of the batch have the same loss; the first of them speaks for all. Of a pipeline, only
@@ -161,8 +168,8 @@ class Stepping:
         world, numbers = self._world, [*(sums if self._speaks else zeros(self._world)), self._engine.squared_norm()]
         (loss, count, squared), dissent = world.totals(torch.stack(numbers), said=had.batch)
         if dissent:
-            raise RanksDisagree(dissent_text(world.mesh, found=dict(world.exchange((world.rank, had)))))
-        return Totals(loss, count, squared / self._factor**2)
+            raise RanksDisagree(mismatch_text(world.mesh, found=dict(world.exchange((world.rank, had)))))
+        return StepTotals(loss, count, squared / self._factor**2)
 
     # ---- from one run to the next ------------------------------------------------------------------------------
 
@@ -175,4 +182,4 @@ class Stepping:
         """Go on from there."""
         self._steps, self._skips = int(kept["steps"]), int(kept["skips"])
         if self._scale is not None and kept.get("scale") is not None:
-            self._scale = Scale.restored(kept["scale"])
+            self._scale = LossScale.restored(kept["scale"])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from meshwise.engine.nonfinite import SkipPolicy
 from meshwise.model.forward import LossError
 from meshwise.precision.dtype_policy import Precision
-from meshwise.precision.loss_scale import Scale
+from meshwise.precision.loss_scale import LossScale
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class EvalResult:
 
 
 @dataclass(frozen=True)
-class Totals:
+class StepTotals:
     """Sums over the global batch: of the loss, of what it counted, and of the squares of the summed gradient."""
 
     loss: float
@@ -86,13 +86,13 @@ class Totals:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class UpdateRecipe:
     """How the gradient of a step becomes an update."""
 
     clip_norm: float | None
     nonfinite: SkipPolicy
     precision: Precision
-    scale: Scale | None = None
+    scale: LossScale | None = None
     """The loss scale of the first step, where the precision needs one."""
 
     @property

@@ -15,24 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwise.checkpoint.save_state import Saving
-from meshwise.checkpoint.training_state import Restored, TrainingState
+from meshwise.checkpoint.save_state import PendingSave
+from meshwise.checkpoint.training_state import RestoredState, TrainingState
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.data_parallel.live_unit import LiveUnit
 from meshwise.data_parallel.update_timing import updating
-from meshwise.engine.microbatch_runner import Sweep, zeros
-from meshwise.engine.step import Stepping
-from meshwise.engine.step_result import EvalResult, Recipe, StepResult, check_count
-from meshwise.memory.activation_offload import Activations
-from meshwise.memory.activation_policy import Around
+from meshwise.engine.microbatch_runner import MicrobatchRunner, zeros
+from meshwise.engine.step import TrainingSteps
+from meshwise.engine.step_result import EvalResult, StepResult, UpdateRecipe, check_count
+from meshwise.memory.activation_offload import ActivationTier
+from meshwise.memory.activation_policy import ActivationPolicy
 from meshwise.memory.memory_error import shortage_noted
-from meshwise.memory.recomputed_blocks import Blocks
+from meshwise.memory.recomputed_blocks import RecomputedBlocks
 from meshwise.memory.tiers import Tiers
 from meshwise.model.forward import eval_mode
 from meshwise.model.parameter_table import ParameterTable
 from meshwise.optim.flat_optimizer import state_tensors
-from meshwise.pipeline.cut.model_cut import Cut
+from meshwise.pipeline.cut.model_cut import ModelCut
 from meshwise.pipeline.schedules.action import Schedule
 from meshwise.plan import Plan
 from meshwise.precision.live_dtypes import KINDS, live
@@ -45,11 +45,11 @@ class Trainer:
         self,
         engine: Engine,
         *,
-        sweep: Sweep,
+        sweep: MicrobatchRunner,
         plan: Plan,
-        recipe: Recipe,
+        recipe: UpdateRecipe,
         optimizer: torch.optim.Optimizer,
-        around: Around,
+        around: ActivationPolicy,
     ) -> None:
         """`around` is what surrounds the model."""
         self.plan = plan
@@ -60,7 +60,7 @@ class Trainer:
         self._around = around
         self._update, when = updating(engine, optimizer=optimizer, early=recipe.early)
         self._state = TrainingState(engine, update=self._update, plan=plan)
-        self._stepping = Stepping(engine, sweep=sweep, plan=plan, recipe=recipe, updating=when, around=around)
+        self._stepping = TrainingSteps(engine, sweep=sweep, plan=plan, recipe=recipe, updating=when, around=around)
 
     @property
     def model(self) -> nn.Module:
@@ -81,7 +81,7 @@ class Trainer:
         return self._engine.units
 
     @property
-    def blocks(self) -> Blocks:
+    def blocks(self) -> RecomputedBlocks:
         """What each block computes again in its backward, and what the choice of a budget was made by."""
         return self._around.blocks
 
@@ -91,7 +91,7 @@ class Trainer:
         return self._engine.tiers
 
     @property
-    def activations(self) -> Activations | None:
+    def activations(self) -> ActivationTier | None:
         """The tier of what forwards save; None where it stays on the device."""
         return self._around.activations
 
@@ -127,7 +127,7 @@ class Trainer:
         return self._sweep.schedule
 
     @property
-    def cut(self) -> Cut | None:
+    def cut(self) -> ModelCut | None:
         """With pp, which stage runs what, what they send, and how even they are: prints as a table."""
         return self._sweep.cut
 
@@ -231,7 +231,7 @@ class Trainer:
         extra: Mapping[str, Any] | None = None,
         wait: bool = True,
         keep_last: int | None = None,
-    ) -> Saving:
+    ) -> PendingSave:
         """Save all that the next step depends on, and `extra` (JSON values, the first rank's). Every rank calls it.
 
         With `wait=False` training may go on at once; only the next update waits, until what it changes has been read.
@@ -254,7 +254,7 @@ class Trainer:
         """
         return self._took_up(self._state.load(Path(folder)))
 
-    def restore(self, root: str | Path) -> Restored | None:
+    def restore(self, root: str | Path) -> RestoredState | None:
         """Load the newest valid checkpoint of a folder of checkpoints; None when there is none. Every rank calls it.
 
         Raises DamageError when there are some and not one is valid.

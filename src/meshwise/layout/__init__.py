@@ -1,6 +1,12 @@
 """Where a tensor lives on a mesh, as arithmetic on tuples."""
 
-from meshwise.layout.layout import Cut, Layout
+from meshwise.layout.layout import DimSplit, Layout
 from meshwise.layout.rectangles import Rectangle, even_split, rectangles
 
-__all__ = ["Cut", "Layout", "Rectangle", "even_split", "rectangles"]
+__all__ = [
+    "DimSplit",
+    "Layout",
+    "Rectangle",
+    "even_split",
+    "rectangles",
+]

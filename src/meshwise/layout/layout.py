@@ -17,7 +17,7 @@ from meshwise.layout.rectangles import Rectangle, even_split
 
 
 @dataclass(frozen=True)
-class Cut:
+class DimSplit:
     """How a dim may be cut.
 
     sections   sizes of parts that are each split by themselves, such as the q, k and v of a fused projection; () is one
@@ -34,7 +34,7 @@ class Cut:
         return f"[{'|'.join(map(str, self.sections))}{grain}]" if self.sections or grain else ""
 
     @classmethod
-    def parse(cls, text: str) -> Cut:
+    def parse(cls, text: str) -> DimSplit:
         """The cut that prints as `text`."""
         sections, _, grain = text.strip("[]").partition(":")
         return cls(tuple(int(size) for size in sections.split("|") if size), int(grain or 1))
@@ -57,7 +57,7 @@ class Cut:
         return spans
 
 
-ANYWHERE = Cut()
+ANYWHERE = DimSplit()
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Layout:
 
     splits: tuple[tuple[str, ...], ...]
     partial: tuple[str, ...] = ()
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[DimSplit, ...] = ()
 
     def __post_init__(self) -> None:
         if self.cuts and len(self.cuts) != len(self.splits):
@@ -109,7 +109,7 @@ class Layout:
         dims = [] if match[1] == "()" else match[1].split(",")
         words = [dim.partition("[") for dim in dims]
         splits = tuple(() if axes == "-" else tuple(axes.split(".")) for axes, _, _ in words)
-        return cls(splits, tuple(re.findall(r"\w+", match[2])), tuple(Cut.parse(cut) for _, _, cut in words))
+        return cls(splits, tuple(re.findall(r"\w+", match[2])), tuple(DimSplit.parse(cut) for _, _, cut in words))
 
     def __str__(self) -> str:
         words = [f"{'.'.join(axes) or '-'}{cut}" for axes, cut in zip(self.splits, self._cuts, strict=True)]
@@ -153,7 +153,7 @@ class Layout:
         return next((dim for dim, cut in enumerate(self.cuts) if cut.sections), 0)
 
     @property
-    def _cuts(self) -> tuple[Cut, ...]:
+    def _cuts(self) -> tuple[DimSplit, ...]:
         return self.cuts or (ANYWHERE,) * len(self.splits)
 
     def _bounds(

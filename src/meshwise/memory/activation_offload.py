@@ -27,20 +27,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshwise.memory.parked_storage import Mover, Parked, Saving, alive
+from meshwise.memory.parked_storage import ActivationTransfers, ParkedStorage, StorageMover, alive
 from meshwise.memory.rehearsed_movers import RehearsedMover
-from meshwise.memory.staging_buffers import Swap
-from meshwise.memory.storage_movers import ToCPU, ToDisk
+from meshwise.memory.staging_buffers import SwapConfig
+from meshwise.memory.storage_movers import DiskMover, HostMover
 from meshwise.memory.swap_file import SwapFile
 
 _VIEWS = 8
 """A storage that is more than so many times as large as what is saved of it stays where it is."""
 
 
-class Activations:
+class ActivationTier:
     """The tier of one rank's activations."""
 
-    def __init__(self, tier: str, *, mover: Mover, how: Saving) -> None:
+    def __init__(self, tier: str, *, mover: StorageMover, how: ActivationTransfers) -> None:
         self.tier = tier
         self.mover = mover
         self._how = how
@@ -66,7 +66,7 @@ class Activations:
 class _View:
     """A saved tensor whose storage is away."""
 
-    parked: Parked
+    parked: ParkedStorage
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
@@ -76,11 +76,11 @@ class _View:
 class _Line:
     """What one forward has saved, in order."""
 
-    def __init__(self, mover: Mover, model: nn.Module, how: Saving) -> None:
+    def __init__(self, mover: StorageMover, model: nn.Module, how: ActivationTransfers) -> None:
         self._mover, self._model, self._how = mover, model, how
         self._own = {buffer.untyped_storage()._cdata for buffer in model.buffers()}
-        self._known: dict[tuple[int, int], tuple[weakref.ref[Any], weakref.ref[Parked]]] = {}
-        self._last: weakref.ref[Parked] | None = None
+        self._known: dict[tuple[int, int], tuple[weakref.ref[Any], weakref.ref[ParkedStorage]]] = {}
+        self._last: weakref.ref[ParkedStorage] | None = None
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
         """Autograd saves a tensor."""
@@ -123,18 +123,20 @@ class _Line:
         return storage in found
 
 
-def activations(tier: str, *, device: torch.device, swap: Swap, how: Saving) -> Activations | None:
+def activations(
+    tier: str, *, device: torch.device, swap: SwapConfig, how: ActivationTransfers
+) -> ActivationTier | None:
     """The tier that a plan names; None where activations stay: those of a CPU are on the CPU already.
 
     Raises TierError for a disk that cannot be written to.
     """
     if tier == "device" or (tier == "cpu" and device.type != "cuda"):
         return None
-    mover: Mover
+    mover: StorageMover
     if device.type == "meta":
         mover = RehearsedMover(how)
     elif tier == "cpu":
-        mover = ToCPU(device)
+        mover = HostMover(device)
     else:
-        mover = ToDisk(SwapFile(swap.folder), device=device, how=how)
-    return Activations(tier, mover=mover, how=how)
+        mover = DiskMover(SwapFile(swap.folder), device=device, how=how)
+    return ActivationTier(tier, mover=mover, how=how)

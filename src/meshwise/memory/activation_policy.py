@@ -8,17 +8,17 @@ from typing import Any
 
 from torch import nn
 
-from meshwise.memory.activation_offload import Activations
-from meshwise.memory.recomputed_blocks import Blocks
+from meshwise.memory.activation_offload import ActivationTier
+from meshwise.memory.recomputed_blocks import RecomputedBlocks
 from meshwise.model.forward import Forward
 
 
 @dataclass(frozen=True)
-class Around:
+class ActivationPolicy:
     """The blocks that are recomputed, the tier of activations, and what is taken off when training is over."""
 
-    blocks: Blocks
-    activations: Activations | None = None
+    blocks: RecomputedBlocks
+    activations: ActivationTier | None = None
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def saved(self, forward: Forward) -> Forward:

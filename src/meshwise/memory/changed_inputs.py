@@ -25,7 +25,7 @@ Holder: TypeAlias = dict[Any, Any] | list[Any]
 _CLOSED = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType, int, float, complex, str, bytes, type(None))
 
 
-class Handed:
+class BlockInputs:
     """What is reached from the arguments of a block."""
 
     def __init__(self, *arguments: Any) -> None:

@@ -14,12 +14,12 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from meshwise.memory.swap_file import Transfer
+from meshwise.memory.swap_file import SwapTransfer
 from meshwise.memory.tiers import Tiers, blocks
 
 
 @dataclass(frozen=True, eq=False)
-class Chunk:
+class UpdateChunk:
     """Elements that are updated at once, of one dtype.
 
     slices      what the optimizer updates of them, one after the other
@@ -37,10 +37,10 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Resting:
+class StoredChunk:
     """A chunk, and what of it rests on disk: `master`, `narrow`, `gradient`, and the optimizer's state by its keys."""
 
-    chunk: Chunk
+    chunk: UpdateChunk
     rests: Mapping[str, Tensor]
 
     @property
@@ -63,17 +63,17 @@ class Resting:
         return [key for key in self.rests if key in own and any(key in keys for keys in begun)]
 
 
-class Visit:
+class ChunkVisit:
     """Chunks in memory, from the reads on; to be entered, and left whatever happens."""
 
-    def __init__(self, round_: Sequence[Resting], *, optimizer: torch.optim.Optimizer, tiers: Tiers) -> None:
+    def __init__(self, round_: Sequence[StoredChunk], *, optimizer: torch.optim.Optimizer, tiers: Tiers) -> None:
         self.round = round_
         self._optimizer = optimizer
         self._tiers = tiers
         self._buffer: Tensor | None = None
         self._memory: list[dict[str, Tensor]] = [{} for _ in round_]
-        self._transfers: list[Transfer] = []
-        self._reads: list[Transfer] = []
+        self._transfers: list[SwapTransfer] = []
+        self._reads: list[SwapTransfer] = []
         self._here = False
 
     def __enter__(self) -> Self:
@@ -119,9 +119,9 @@ class Visit:
                 parameter.grad = gradient[span]
                 self._bind(parameter, values, span)
 
-    def write(self) -> Transfer:
+    def write(self) -> SwapTransfer:
         """Make the parameters of the masters, and start to write what the update has changed."""
-        writes: list[Transfer] = []
+        writes: list[SwapTransfer] = []
         for one, memory in zip(self.round, self._memory, strict=True):
             values = {name: _typed(memory[name], like=rest) for name, rest in one.rests.items()}
             changed = {"master", "narrow", *one.state(self._optimizer)}
@@ -137,7 +137,7 @@ class Visit:
                 self._tiers.write(rest, values=memory[name]) for name, rest in one.rests.items() if name in changed
             ]
         self._transfers = writes
-        return Transfer.of(writes)
+        return SwapTransfer.of(writes)
 
     def leave(self) -> None:
         """Everything is at rest; the buffer is free again when it is read and written."""
@@ -153,7 +153,7 @@ class Visit:
         self._memory = [{} for _ in self.round]
         if self._buffer is not None:
             buffer, self._buffer = self._buffer, None
-            Transfer.of([*self._reads, *self._transfers]).then(lambda: self._tiers.staging.give(buffer))
+            SwapTransfer.of([*self._reads, *self._transfers]).then(lambda: self._tiers.staging.give(buffer))
 
     def __exit__(self, *_: object) -> None:
         self.leave()

@@ -28,22 +28,22 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from meshwise.memory.chunk_visit import Chunk, Resting, Visit
-from meshwise.memory.swap_file import TierError, Transfer
+from meshwise.memory.chunk_visit import ChunkVisit, StoredChunk, UpdateChunk
+from meshwise.memory.swap_file import SwapTransfer, TierError
 from meshwise.memory.tiers import Tiers
 
-Round: TypeAlias = Sequence[Resting]
+Round: TypeAlias = Sequence[StoredChunk]
 """Chunks that are updated at once."""
 
 
-class Update:
+class ChunkedUpdate:
     """One optimizer step over everything that this rank updates, through the tiers."""
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         *,
-        chunks: Sequence[Sequence[Chunk]],
+        chunks: Sequence[Sequence[UpdateChunk]],
         tiers: Tiers,
         early: bool = False,
     ) -> None:
@@ -62,7 +62,7 @@ class Update:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="update") if early else None
         tiers.reserve(max((_bytes(round_) for rounds in self._rounds.values() for round_ in rounds), default=0))
 
-    def step(self, done: Callable[[Chunk], None]) -> None:
+    def step(self, done: Callable[[UpdateChunk], None]) -> None:
         """Update every chunk by its gradient, and tell when it is done: in order, on every rank alike.
 
         Raises TierError when a tier fails; what is updated is then part old, part new, and stays so until a load.
@@ -86,7 +86,7 @@ class Update:
         self._coming = _Coming()
         self._under_way = self._thread.submit(self._beside, self._coming)
 
-    def arrived(self, chunks: Sequence[Chunk], *, ready: Callable[[], object]) -> None:
+    def arrived(self, chunks: Sequence[UpdateChunk], *, ready: Callable[[], object]) -> None:
         """Update those of one bucket when `ready`, called on the thread, returns."""
         self._coming.put(self._rounds[chunks[0]], ready=ready)
 
@@ -148,19 +148,19 @@ class Update:
 
     # ---- rounds ------------------------------------------------------------------------------------------------
 
-    def _go_through(self, coming: _Coming, done: Callable[[Chunk], None]) -> None:
+    def _go_through(self, coming: _Coming, done: Callable[[UpdateChunk], None]) -> None:
         """Update round by round, and read the next while this one is updated.
 
         The first that is not finite, where nobody has looked yet, is the last.
         """
         options = [{key: value for key, value in group.items() if key != "params"} for group in self._groups]
-        writes: list[Transfer] = []
+        writes: list[SwapTransfer] = []
         sound = True
         with ExitStack() as open_visits:
-            ahead: deque[Visit] = deque()
+            ahead: deque[ChunkVisit] = deque()
             while True:
                 while len(ahead) < 2 and (round_ := coming.next(wait=not ahead)) is not None:
-                    visit = Visit(round_, optimizer=self.optimizer, tiers=self._tiers)
+                    visit = ChunkVisit(round_, optimizer=self.optimizer, tiers=self._tiers)
                     ahead.append(open_visits.enter_context(visit))
                 if not ahead:
                     break
@@ -185,7 +185,7 @@ class Update:
     def _groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups
 
-    def _resting(self, chunk: Chunk) -> Resting:
+    def _resting(self, chunk: UpdateChunk) -> StoredChunk:
         """What of a chunk rests on disk; room for the optimizer's state is reserved here."""
         gradient = chunk.gradient() if self._tiers.offload.gradients == "disk" else None
         rests = {"master": chunk.master, "narrow": chunk.narrow, "gradient": gradient}
@@ -193,14 +193,14 @@ class Update:
         if self._tiers.offload.optimizer == "disk":
             for key, dtype in self._kept(chunk).items():
                 found[key] = self._tiers.empty("optimizer", numel=chunk.master.numel(), dtype=dtype)
-        resting = Resting(chunk, found)
+        resting = StoredChunk(chunk, found)
         for parameter, span in resting.spans:
             self._rests[parameter] = {key: rest[span] for key, rest in found.items() if key not in rests}
             begun = self.optimizer.state.get(parameter, {})  # Adagrad's is made with the optimizer
             begun.update((key, rest.copy_(begun[key])) for key, rest in self._rests[parameter].items() if key in begun)
         return resting
 
-    def _kept(self, chunk: Chunk) -> Mapping[str, torch.dtype]:
+    def _kept(self, chunk: UpdateChunk) -> Mapping[str, torch.dtype]:
         """The tensors that the optimizer keeps of a chunk: found out by a step of a small one with its options."""
         kept: dict[str, torch.dtype] = {}
         for parameter in chunk.slices:
@@ -217,9 +217,9 @@ class Update:
             }
         return kept
 
-    def _in_rounds(self, resting: Iterable[Resting]) -> Iterator[Round]:
+    def _in_rounds(self, resting: Iterable[StoredChunk]) -> Iterator[Round]:
         """As many chunks together as a staging buffer holds; all of them when nothing moves."""
-        most, round_ = self._tiers.swap.buffer, list[Resting]()
+        most, round_ = self._tiers.swap.buffer, list[StoredChunk]()
         for one in resting:
             longer = [*round_, one]
             masters = sum(each.chunk.master.nbytes for each in longer)

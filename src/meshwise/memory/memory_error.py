@@ -19,7 +19,7 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
-class Holder(Protocol):
+class MemoryHolder(Protocol):
     """What can say what it holds."""
 
     plan: Plan
@@ -28,7 +28,7 @@ class Holder(Protocol):
         """Bytes by category."""
 
 
-Whole = TypeVar("Whole", bound=Holder)
+Whole = TypeVar("Whole", bound=MemoryHolder)
 
 
 def is_shortage(error: BaseException) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Saving:
+class ActivationTransfers:
     """How activations move.
 
     least    bytes that are worth moving
@@ -28,10 +28,10 @@ class Saving:
             raise ValueError(f"{self}: give at least 1 byte of each")
 
 
-class Parked(ABC):
+class ParkedStorage(ABC):
     """A storage that is away."""
 
-    def __init__(self, size: int, *, before: Parked | None) -> None:
+    def __init__(self, size: int, *, before: ParkedStorage | None) -> None:
         self.size = size
         self._before = None if before is None else weakref.ref(before)
 
@@ -54,19 +54,19 @@ class Parked(ABC):
         return self.get()
 
 
-def alive(parked: weakref.ref[Parked] | None) -> Parked | None:
+def alive(parked: weakref.ref[ParkedStorage] | None) -> ParkedStorage | None:
     """What is referred to, if it is still there."""
     return None if parked is None else parked()
 
 
-class Mover(ABC):
+class StorageMover(ABC):
     """What takes storages away from a device."""
 
     device: torch.device
     peak = 0
 
     @abstractmethod
-    def park(self, values: Tensor, *, before: Parked | None) -> Parked:
+    def park(self, values: Tensor, *, before: ParkedStorage | None) -> ParkedStorage:
         """Start to move the bytes of a storage; `before` is what was saved before it."""
 
     @abstractmethod

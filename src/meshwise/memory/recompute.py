@@ -10,10 +10,11 @@ product of the second part. Here what was computed again belongs to what was sav
                 a node that has run lets go of its slots, as it would have let go of tensors
 
 The block's inputs are saved by a node of their own, for whoever moves saved activations elsewhere. What a repeated
-forward has to find as it was is put back: torch's own generators, autocast, what `Recall` remembers, and the objects
-that the block is handed, such as the cache of a decoder (`handed`). It is repeated from inside, so that the hooks on
-the block itself do not run again, and takes running statistics into copies, which are thrown away: the first forward
-has taken them. Of other buffers that a forward writes to nobody knows whether it reads them too, so that is refused.
+forward has to find as it was is put back: torch's own generators, autocast, what `ForwardReplay` remembers, and the
+objects that the block is handed, such as the cache of a decoder (`handed`). It is repeated from inside, so that the
+hooks on the block itself do not run again, and takes running statistics into copies, which are thrown away: the first
+forward has taken them. Of other buffers that a forward writes to nobody knows whether it reads them too, so that is
+refused.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from meshwise.base.batch_norm_classes import RunningNorm
 from meshwise.base.tensor_tree import map_tensors
-from meshwise.memory.changed_inputs import Handed
-from meshwise.memory.recompute_cost import Clock, Cost
-from meshwise.memory.saved_operations import Kept
+from meshwise.memory.changed_inputs import BlockInputs
+from meshwise.memory.recompute_cost import DeviceTimer, RecomputeCost
+from meshwise.memory.saved_operations import SavedOperations
 from meshwise.memory.value_sample import glance, is_alike
-from meshwise.model.forward_replay import Recall, Tape
+from meshwise.model.forward_replay import ForwardReplay, ReplayTape
 
 
 class RecomputeError(RuntimeError):
@@ -45,17 +46,17 @@ Statistics: TypeAlias = Mapping[str, Tensor]
 """The buffers of a norm that keeps statistics over batches."""
 
 
-class Block:
+class RecomputedBlock:
     """Stands where a module's `forward` was; `mode` says what is computed again, `cost` what each would come to.
 
     `is_trusted`: a backward has seen that the forward computes the same again.
     """
 
-    def __init__(self, module: nn.Module, *, name: str, mode: str, recall: Recall) -> None:
+    def __init__(self, module: nn.Module, *, name: str, mode: str, recall: ForwardReplay) -> None:
         self.name = name
         self.mode = mode
         self.recall = recall
-        self.cost: Cost | None = None
+        self.cost: RecomputeCost | None = None
         self.measures = False
         self.is_trusted = False
         self.run = module.forward
@@ -121,7 +122,7 @@ class Block:
     def _measured(self, args: Any, kwargs: Any) -> Any:
         """The forward under `full`, while the cost of every mode is found out."""
         device = next((parameter.device for parameter in self._module.parameters()), torch.device("cpu"))
-        whole, products = Clock(device), Clock(device)
+        whole, products = DeviceTimer(device), DeviceTimer(device)
         known = {parameter.untyped_storage()._cdata for parameter in self._module.parameters()}
         call = _Call(self, args, kwargs)
         saved: dict[int, int] = {}
@@ -139,7 +140,7 @@ class Block:
             given, kept = call.bytes()
             sizes = {"none": max(sum(saved.values()), given), "selective": given + kept, "full": given}
             times = {"none": 0.0, "selective": whole.seconds() - products.seconds(), "full": whole.seconds()}
-            cost = Cost(sizes, times)
+            cost = RecomputeCost(sizes, times)
             self.cost = cost if self.cost is None else self.cost.least(cost)
             call.forget()
 
@@ -164,23 +165,23 @@ class _Slot:
 class _Call:
     """One forward of a block, and its repetition."""
 
-    def __init__(self, block: Block, args: Any, kwargs: Any) -> None:
+    def __init__(self, block: RecomputedBlock, args: Any, kwargs: Any) -> None:
         self._block = block
         self._statistics = [] if block.is_trusted else block.statistics()
         self._selective = block.mode == "selective"
-        self._tape = Tape()
+        self._tape = ReplayTape()
         self._needed = 0
         self._slots: list[weakref.ref[_Slot]] = []
         self._found = block.recall.here()
         self._around = _surroundings()
         self._inputs = _Inputs(args, kwargs, block=block.name)
-        self._handed = Handed(args, kwargs)
+        self._handed = BlockInputs(args, kwargs)
         self._cache = next((name for name, given in kwargs.items() if _names_cache(name) and _is_kept(given)), "")
 
     # ---- the first time ----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def first(self, *, clock: Clock | None = None) -> Iterator[None]:
+    def first(self, *, clock: DeviceTimer | None = None) -> Iterator[None]:
         """Inside, the forward runs for the first time. With a clock, results are kept in any mode.
 
         However it ends: results that came after the last tensor that was saved are not needed.
@@ -191,7 +192,7 @@ class _Call:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(recall.keeping(self._tape) if keeps else recall.suspended())
                 if keeps:
-                    stack.enter_context(Kept(recall, clock=clock))
+                    stack.enter_context(SavedOperations(recall, clock=clock))
                 yield
         finally:
             del self._tape.results[self._needed :]
@@ -203,7 +204,7 @@ class _Call:
 
     def forget(self) -> None:
         """Keep no results after all."""
-        self._tape = Tape()
+        self._tape = ReplayTape()
 
     def pack(self, tensor: Tensor) -> _Slot:
         """Autograd saves a tensor."""
@@ -233,11 +234,11 @@ class _Call:
             for context in (torch.enable_grad(), self._around(), recall.at(self._found), play, *put_back):
                 stack.enter_context(context)
             if self._selective:
-                stack.enter_context(Kept(recall))
+                stack.enter_context(SavedOperations(recall))
             stack.enter_context(saved_tensors_hooks(filled.pack, _again))
             stack.enter_context(contextlib.suppress(_Enough))
             self._block.run(*args, **kwargs)
-        self._tape = Tape()
+        self._tape = ReplayTape()
         self._block.is_trusted = True
 
     def _differs(self, what: str) -> str:

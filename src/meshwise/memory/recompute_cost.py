@@ -23,7 +23,7 @@ MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Cost:
+class RecomputeCost:
     """Of one block, by mode: bytes that a micro-batch keeps, and seconds that its backward takes longer.
 
     in_flight   how many micro-batches' activations the block holds at most
@@ -37,7 +37,7 @@ class Cost:
         """Bytes of all micro-batches in flight."""
         return int(self.bytes[mode] * self.in_flight)
 
-    def least(self, other: Cost) -> Cost:
+    def least(self, other: RecomputeCost) -> RecomputeCost:
         """Of two measurements the larger bytes, which others may need as well, and the shorter, less disturbed time."""
         return replace(
             self,
@@ -46,7 +46,7 @@ class Cost:
         )
 
 
-def pick(costs: Mapping[str, Cost], *, budget: int, allowed: Sequence[str]) -> dict[str, str]:
+def pick(costs: Mapping[str, RecomputeCost], *, budget: int, allowed: Sequence[str]) -> dict[str, str]:
     """The mode of every block with which all of them keep at most `budget` bytes, at little cost in time.
 
     From everything computed again, the block that wins most seconds a byte is let keep more, for as long as that fits.
@@ -73,7 +73,7 @@ def pick(costs: Mapping[str, Cost], *, budget: int, allowed: Sequence[str]) -> d
         left -= size
 
 
-class Clock:
+class DeviceTimer:
     """Seconds of spans on a device, without making it wait before they are asked for."""
 
     def __init__(self, device: torch.device) -> None:
@@ -81,7 +81,7 @@ class Clock:
         self._spans: list[tuple[Any, Any]] = []
         self._began: Any = None
 
-    def __enter__(self) -> Clock:
+    def __enter__(self) -> DeviceTimer:
         self._began = self._now()
         return self
 

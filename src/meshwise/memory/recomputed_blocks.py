@@ -13,10 +13,10 @@ from types import MappingProxyType
 from torch import nn
 
 from meshwise.comm.api.world import World
-from meshwise.memory.recompute import Block
-from meshwise.memory.recompute_cost import MODES, Cost, pick
+from meshwise.memory.recompute import RecomputedBlock
+from meshwise.memory.recompute_cost import MODES, RecomputeCost, pick
 from meshwise.model.blocks import Patterns, partition, select
-from meshwise.model.forward_replay import Recall
+from meshwise.model.forward_replay import ForwardReplay
 from meshwise.plan import Plan, PlanError
 
 ROUNDS = 2
@@ -30,7 +30,7 @@ ALLOWED: Mapping[str, Sequence[str]] = {
 """What a budget may choose, by the plan's `recompute`."""
 
 
-class Blocks:
+class RecomputedBlocks:
     """The blocks on one rank."""
 
     def __init__(self, plan: Plan, *, world: World, patterns: Patterns = ()) -> None:
@@ -38,10 +38,10 @@ class Blocks:
         self._plan = plan
         self._world = world
         self._patterns = patterns
-        self._blocks: list[Block] = []
+        self._blocks: list[RecomputedBlock] = []
         self._in_flight: dict[str, float] = {}
         self._rounds = ROUNDS if plan.budget else 0
-        self.costs: dict[str, Cost] = {}
+        self.costs: dict[str, RecomputeCost] = {}
 
     @property
     def modes(self) -> dict[str, str]:
@@ -71,7 +71,7 @@ class Blocks:
         module: nn.Module,
         *,
         names: Sequence[str],
-        recall: Recall,
+        recall: ForwardReplay,
         in_flight: float = 1.0,
         parts: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
@@ -83,7 +83,7 @@ class Blocks:
         mode = "full" if self._plan.budget else self._plan.recompute
         for name in names:
             if name in own and any(True for _ in own[name].parameters()):
-                block = Block(own[name], name=parts.get(name, name), mode=mode, recall=recall)
+                block = RecomputedBlock(own[name], name=parts.get(name, name), mode=mode, recall=recall)
                 block.measures = self._rounds > 0
                 self._blocks.append(block)
                 self._in_flight[block.name] = in_flight
@@ -95,13 +95,15 @@ class Blocks:
         self._rounds -= 1
         if self._rounds:
             return
-        found: dict[str, Cost] = {}
+        found: dict[str, RecomputeCost] = {}
         for costs in self._world.exchange({block.name: block.cost for block in self._blocks}):
             for name, cost in costs.items():
                 if cost is not None:
                     found[name] = cost if name not in found else found[name].least(cost)
         blocks = {block.name: block for block in self._blocks if block.name in found}
-        self.costs = {name: Cost(found[name].bytes, found[name].seconds, self._in_flight[name]) for name in blocks}
+        self.costs = {
+            name: RecomputeCost(found[name].bytes, found[name].seconds, self._in_flight[name]) for name in blocks
+        }
         self.choose(pick(self.costs, budget=self._plan.budget, allowed=ALLOWED[self._plan.recompute]))
         for block in blocks.values():
             block.measures = False

@@ -10,8 +10,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from meshwise.memory.parked_storage import Mover, Parked, Saving
-from meshwise.memory.swap_file import BLOCK, Moved, Transfer
+from meshwise.memory.parked_storage import ActivationTransfers, ParkedStorage, StorageMover
+from meshwise.memory.swap_file import BLOCK, MovedChunk, SwapTransfer
 
 
 class _Slow(Future[None]):
@@ -34,7 +34,7 @@ class RehearsedFile:
 
     def __init__(self) -> None:
         self.size = 0
-        self.moved: deque[Moved] = deque(maxlen=0)
+        self.moved: deque[MovedChunk] = deque(maxlen=0)
         self.tensors: list[Tensor] = []
         self._writes: deque[_Slow] = deque()
 
@@ -55,14 +55,14 @@ class RehearsedFile:
         assert offset is not None
         return offset
 
-    def read(self, _offset: int, *, into: Tensor) -> Transfer:  # noqa: ARG002
+    def read(self, _offset: int, *, into: Tensor) -> SwapTransfer:  # noqa: ARG002
         """There is nothing to read."""
-        return Transfer([])
+        return SwapTransfer([])
 
-    def write(self, _offset: int, *, values: Tensor) -> Transfer:  # noqa: ARG002
+    def write(self, _offset: int, *, values: Tensor) -> SwapTransfer:  # noqa: ARG002
         """There is nothing to write, but it takes its time."""
         self._writes.append(_Slow())
-        return Transfer([self._writes[-1]])
+        return SwapTransfer([self._writes[-1]])
 
     def hurry(self) -> bool:
         """End the write that was begun first; False when none is under way."""
@@ -81,10 +81,10 @@ class RehearsedFile:
         """There is nothing to give back."""
 
 
-class RehearsedMover(Mover):
+class RehearsedMover(StorageMover):
     """Counts what would be away. The disk is taken to be slow: what is on its way fills the buffers that there are."""
 
-    def __init__(self, how: Saving) -> None:
+    def __init__(self, how: ActivationTransfers) -> None:
         self.device = torch.device("meta")
         self.told: Callable[[Tensor], None] = lambda _: None
         """Is shown each buffer when it is made."""
@@ -97,7 +97,7 @@ class RehearsedMover(Mover):
         """Bytes of buffers."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def park(self, values: Tensor, *, before: Parked | None) -> Parked:
+    def park(self, values: Tensor, *, before: ParkedStorage | None) -> ParkedStorage:
         """Count a storage, in whole blocks."""
         size = -(-values.numel() // BLOCK) * BLOCK
         self._used += size
@@ -115,8 +115,8 @@ class RehearsedMover(Mover):
         self._used -= size
 
 
-class _Nowhere(Parked):
-    def __init__(self, tier: RehearsedMover, size: int, before: Parked | None) -> None:
+class _Nowhere(ParkedStorage):
+    def __init__(self, tier: RehearsedMover, size: int, before: ParkedStorage | None) -> None:
         super().__init__(size, before=before)
         self._tier = tier
         self._back: Tensor | None = None

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from meshwise.base.tensor_tree import tensors
-from meshwise.memory.recompute_cost import Clock
+from meshwise.memory.recompute_cost import DeviceTimer
 from meshwise.model.dispatch_modes import TorchDispatchMode
-from meshwise.model.forward_replay import Recall
+from meshwise.model.forward_replay import ForwardReplay
 
 _NAMES = """
     mm addmm linear convolution
@@ -33,13 +33,13 @@ _NAMES = """
 KEPT = frozenset(f"aten::{name}" for name in _NAMES.split())
 
 
-class Kept(TorchDispatchMode):
+class SavedOperations(TorchDispatchMode):
     """Inside, what the operations of `KEPT` give is kept, or taken from what was kept: `recall` knows which.
 
     What runs inside an autograd function of ours is the function's affair, which asks `recall` itself.
     """
 
-    def __init__(self, recall: Recall, *, clock: Clock | None = None) -> None:
+    def __init__(self, recall: ForwardReplay, *, clock: DeviceTimer | None = None) -> None:
         """`clock` is told how long those operations take."""
         super().__init__()
         self._recall = recall

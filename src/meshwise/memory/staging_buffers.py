@@ -18,7 +18,7 @@ from meshwise.memory.swap_file import BLOCK, aligned
 
 
 @dataclass(frozen=True)
-class Swap:
+class SwapConfig:
     """How state rests on disk.
 
     folder     where the file is made; by default where the system keeps temporary files
@@ -37,7 +37,7 @@ class Swap:
             )
 
 
-class Staging:
+class StagingBuffers:
     """`count` buffers of `size` bytes each, made when they are first needed."""
 
     def __init__(

@@ -9,16 +9,16 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from meshwise.memory.parked_storage import Mover, Parked, Saving
-from meshwise.memory.swap_file import BLOCK, SwapFile, Transfer, aligned
+from meshwise.memory.parked_storage import ActivationTransfers, ParkedStorage, StorageMover
+from meshwise.memory.swap_file import BLOCK, SwapFile, SwapTransfer, aligned
 
 # ---- to disk -----------------------------------------------------------------------------------------------------
 
 
-class ToDisk(Mover):
+class DiskMover(StorageMover):
     """Storages in a file."""
 
-    def __init__(self, file: SwapFile, *, device: torch.device, how: Saving) -> None:
+    def __init__(self, file: SwapFile, *, device: torch.device, how: ActivationTransfers) -> None:
         self.file = file
         self.device = device
         self._room = _Room(how.staged)
@@ -26,7 +26,7 @@ class ToDisk(Mover):
         self._lock = threading.Lock()
         self._used = 0
 
-    def park(self, values: Tensor, *, before: Parked | None) -> Parked:
+    def park(self, values: Tensor, *, before: ParkedStorage | None) -> ParkedStorage:
         """Raises TierError when the disk has no room."""
         size = values.numel()
         rounded = -(-size // BLOCK) * BLOCK
@@ -58,12 +58,14 @@ class ToDisk(Mover):
             self._free[size].append(offset)
 
 
-class _OnDisk(Parked):
-    def __init__(self, tier: ToDisk, offset: int, written: Transfer, size: int, before: Parked | None) -> None:
+class _OnDisk(ParkedStorage):
+    def __init__(
+        self, tier: DiskMover, offset: int, written: SwapTransfer, size: int, before: ParkedStorage | None
+    ) -> None:
         super().__init__(size, before=before)
         self._tier, self._offset, self._written = tier, offset, written
         self._buffer: Tensor | None = None
-        self._read: Transfer | None = None
+        self._read: SwapTransfer | None = None
         self._back: Tensor | None = None
 
     def start(self) -> None:
@@ -121,7 +123,7 @@ class _Room:
 # ---- to the CPU --------------------------------------------------------------------------------------------------
 
 
-class ToCPU(Mover):
+class HostMover(StorageMover):
     """Storages of a GPU in pinned memory of the host."""
 
     def __init__(self, device: torch.device) -> None:
@@ -130,7 +132,7 @@ class ToCPU(Mover):
         self._free: dict[int, list[Tensor]] = defaultdict(list)
         self._used = 0
 
-    def park(self, values: Tensor, *, before: Parked | None) -> Parked:
+    def park(self, values: Tensor, *, before: ParkedStorage | None) -> ParkedStorage:
         """The stream that computes does not wait: the copies' stream waits for it."""
         size = values.numel()
         self._used += size
@@ -152,8 +154,8 @@ class ToCPU(Mover):
         self._free[host.numel()].append(host)
 
 
-class _OnHost(Parked):
-    def __init__(self, tier: ToCPU, host: Tensor, before: Parked | None) -> None:
+class _OnHost(ParkedStorage):
+    def __init__(self, tier: HostMover, host: Tensor, before: ParkedStorage | None) -> None:
         super().__init__(host.numel(), before=before)
         self._tier, self._host = tier, host
         self._back: Tensor | None = None

@@ -54,7 +54,7 @@ class TierError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Moved:
+class MovedChunk:
     """One piece that went between memory and the disk, or an update meanwhile; times are those of `time.monotonic`."""
 
     kind: str
@@ -63,14 +63,14 @@ class Moved:
     ended: float
 
 
-class Transfer:
+class SwapTransfer:
     """Pieces under way."""
 
     def __init__(self, futures: Sequence[Future[None]]) -> None:
         self._futures = futures
 
     @classmethod
-    def of(cls, transfers: Sequence[Transfer]) -> Transfer:
+    def of(cls, transfers: Sequence[SwapTransfer]) -> SwapTransfer:
         """Several as one."""
         return cls([future for transfer in transfers for future in transfer._futures])
 
@@ -118,7 +118,7 @@ class SwapFile:
         self._room = torch.empty(0, dtype=torch.uint8)
         self.direct = self._go_direct()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="swap")
-        self.moved: deque[Moved] = deque(maxlen=REMEMBERED)
+        self.moved: deque[MovedChunk] = deque(maxlen=REMEMBERED)
 
     # ---- tensors at rest ---------------------------------------------------------------------------------------
 
@@ -151,11 +151,11 @@ class SwapFile:
 
     # ---- moving ------------------------------------------------------------------------------------------------
 
-    def read(self, offset: int, *, into: Tensor) -> Transfer:
+    def read(self, offset: int, *, into: Tensor) -> SwapTransfer:
         """Start to fill bytes of memory, aligned and of whole blocks, from the file."""
         return self._move("read", os.preadv, offset, into)
 
-    def write(self, offset: int, *, values: Tensor) -> Transfer:
+    def write(self, offset: int, *, values: Tensor) -> SwapTransfer:
         """Start to write bytes of memory, aligned and of whole blocks, to the file."""
         return self._move("write", os.pwritev, offset, values)
 
@@ -170,7 +170,7 @@ class SwapFile:
             os.close(self._file)
             self._file, self._room = -1, torch.empty(0, dtype=torch.uint8)
 
-    def _move(self, kind: str, call: Callable[..., int], offset: int, memory: Tensor) -> Transfer:
+    def _move(self, kind: str, call: Callable[..., int], offset: int, memory: Tensor) -> SwapTransfer:
         assert memory.dtype == torch.uint8
         assert offset % BLOCK == memory.data_ptr() % BLOCK == memory.numel() % BLOCK == 0
 
@@ -188,10 +188,10 @@ class SwapFile:
                         "that were put there: somebody has cut it; load a checkpoint to go on"
                     )
                 start, data = start + count, data[count:]
-            self.moved.append(Moved(kind, size, begun, time.monotonic()))
+            self.moved.append(MovedChunk(kind, size, begun, time.monotonic()))
 
         data = memory.numpy().data
-        return Transfer(
+        return SwapTransfer(
             [self._pool.submit(move, offset + low, data[low : low + PIECE]) for low in range(0, len(data), PIECE)]
         )
 
@@ -236,7 +236,7 @@ def aligned(size: int, *, on: torch.device | None = None) -> Tensor:
     return raw[start : start + size]
 
 
-def traffic(moved: Sequence[Moved]) -> Iterator[tuple[str, int, float]]:
+def traffic(moved: Sequence[MovedChunk]) -> Iterator[tuple[str, int, float]]:
     """(kind, bytes, seconds in which something of this kind was under way) of reads, of writes and of both."""
     moved = [one for one in moved if one.kind in ("read", "write")]
     for kind in ("read", "write", "both"):

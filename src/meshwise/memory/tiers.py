@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 from meshwise.memory.rehearsed_movers import RehearsedFile
-from meshwise.memory.staging_buffers import Staging, Swap
-from meshwise.memory.swap_file import BLOCK, REMEMBERED, Moved, SwapFile, Transfer
+from meshwise.memory.staging_buffers import StagingBuffers, SwapConfig
+from meshwise.memory.swap_file import BLOCK, REMEMBERED, MovedChunk, SwapFile, SwapTransfer
 from meshwise.plan.offload import Offload
 
 GATHERED_AHEAD = 3
 """Staging buffers for parameters: those in use, the next, and the one after."""
 
 
-class Loan:
+class BorrowedTensor:
     """A tensor that rests elsewhere, while it is used where it is needed."""
 
     def __init__(
@@ -57,23 +57,23 @@ class Tiers:
     """The tiers of one rank. Raises TierError when the plan says disk and there is none."""
 
     def __init__(
-        self, offload: Offload | None = None, *, device: torch.device | None = None, swap: Swap | None = None
+        self, offload: Offload | None = None, *, device: torch.device | None = None, swap: SwapConfig | None = None
     ) -> None:
         self.offload = offload or Offload()
         self.device = device or torch.device("cpu")
-        self.swap = swap or Swap()
+        self.swap = swap or SwapConfig()
         self.file: SwapFile | RehearsedFile | None = None
         if self.offload.uses_disk:
             self.file = RehearsedFile() if self.device.type == "meta" else SwapFile(self.swap.folder)
-        self._gathers: Staging | None = None
+        self._gathers: StagingBuffers | None = None
         self.told: Callable[[Tensor], None] | None = None
         """Is shown each staging buffer when it is made, on its first use."""
         self._largest = 0
         self._away: Counter[str] = Counter()
         self._round = BLOCK
-        self._staging: Staging | None = None
-        self._stored: list[Transfer] = []
-        self._updates: deque[Moved] = deque(maxlen=REMEMBERED)
+        self._staging: StagingBuffers | None = None
+        self._stored: list[SwapTransfer] = []
+        self._updates: deque[MovedChunk] = deque(maxlen=REMEMBERED)
         self._copies = torch.cuda.Stream(self.device) if self._on_gpu and self.offload != Offload() else None
 
     @property
@@ -90,18 +90,20 @@ class Tiers:
         return max(BLOCK, self.swap.buffer // 16 // BLOCK * BLOCK) if self._moves else None
 
     @property
-    def staging(self) -> Staging:
+    def staging(self) -> StagingBuffers:
         """The buffers of the update."""
         if self._staging is None:
             hurry = {"hurry": self.file.hurry} if isinstance(self.file, RehearsedFile) else {}
-            self._staging = Staging(count=self.swap.buffers, size=self._round, on=self.device, told=self.told, **hurry)
+            self._staging = StagingBuffers(
+                count=self.swap.buffers, size=self._round, on=self.device, told=self.told, **hurry
+            )
         return self._staging
 
     @property
-    def _gathered(self) -> Staging:
+    def _gathered(self) -> StagingBuffers:
         """The buffers of parameters on their way to a gather."""
         if self._gathers is None:
-            self._gathers = Staging(count=GATHERED_AHEAD, size=self._largest, on=self.device, told=self.told)
+            self._gathers = StagingBuffers(count=GATHERED_AHEAD, size=self._largest, on=self.device, told=self.told)
         return self._gathers
 
     def reserve(self, size: int) -> None:
@@ -162,36 +164,36 @@ class Tiers:
         return self.file is not None and self.file.locate(tensor) is not None
 
     @property
-    def moved(self) -> list[Moved]:
+    def moved(self) -> list[MovedChunk]:
         """The reads and writes of the last steps, and the updates of what rests elsewhere."""
         return [*(() if self.file is None else self.file.moved), *self._updates]
 
     def updated(self, size: int, *, since: float) -> None:
         """So many bytes have been updated since a time of `time.monotonic`."""
         if self.offload.updates_on_cpu:
-            self._updates.append(Moved("update", size, since, time.monotonic()))
+            self._updates.append(MovedChunk("update", size, since, time.monotonic()))
 
     # ---- to its use and back -----------------------------------------------------------------------------------
 
-    def bring(self, rest: Tensor) -> Loan:
+    def bring(self, rest: Tensor) -> BorrowedTensor:
         """Start to bring a tensor at rest to the device; one that lies there is lent as it is."""
         if self.file is not None and (offset := self.file.locate(rest)) is not None:
             if (buffer := self._gathered.take(wait=False)) is None:
-                return Loan(rest.to(self.device))
+                return BorrowedTensor(rest.to(self.device))
             return self._read(rest, offset, buffer, self._gathered)
         if rest.device.type == self.device.type:
-            return Loan(rest)
+            return BorrowedTensor(rest)
         assert self._copies is not None
         with torch.cuda.stream(self._copies):
             values = rest.to(self.device, non_blocking=True)
-        return Loan(values, ready=lambda: self._join(values))
+        return BorrowedTensor(values, ready=lambda: self._join(values))
 
-    def read(self, rest: Tensor, *, into: Tensor) -> Transfer:
+    def read(self, rest: Tensor, *, into: Tensor) -> SwapTransfer:
         """Start to read a tensor on disk into whole blocks of memory."""
         assert self.file is not None
         return self.file.read(self.file.place(rest), into=into)
 
-    def write(self, rest: Tensor, *, values: Tensor) -> Transfer:
+    def write(self, rest: Tensor, *, values: Tensor) -> SwapTransfer:
         """Start to write whole blocks of memory to a tensor on disk."""
         assert self.file is not None
         return self.file.write(self.file.place(rest), values=values)
@@ -219,7 +221,7 @@ class Tiers:
 
     def mark(self) -> Callable[[], None]:
         """What returns, on any thread, when that which was computed and stored up to now is there."""
-        stored = Transfer.of(self._stored)
+        stored = SwapTransfer.of(self._stored)
         if self._copies is None:
             return stored.wait
         self._copies.wait_stream(torch.cuda.current_stream(self.device))
@@ -258,13 +260,13 @@ class Tiers:
         """Whether anything that an update needs is elsewhere."""
         return any(self.leaves(what) for what in ("optimizer", "masters", "gradients", "params"))
 
-    def _read(self, rest: Tensor, offset: int, buffer: Tensor, staging: Staging) -> Loan:
+    def _read(self, rest: Tensor, offset: int, buffer: Tensor, staging: StagingBuffers) -> BorrowedTensor:
         assert self.file is not None
         size = rest.numel() * rest.element_size()
         transfer = self.file.read(offset, into=buffer[: blocks(size)])
         values = buffer[:size].view(rest.dtype)
         if not self._on_gpu:
-            return Loan(values, ready=transfer.wait, release=lambda: staging.give(buffer))
+            return BorrowedTensor(values, ready=transfer.wait, release=lambda: staging.give(buffer))
         moved, copied = torch.empty_like(values, device=self.device), torch.cuda.Event()
 
         def ready() -> None:
@@ -280,7 +282,7 @@ class Tiers:
             assert self.file is not None
             self.file.later(give)
 
-        return Loan(moved, ready=ready, release=release)
+        return BorrowedTensor(moved, ready=ready, release=release)
 
     def _join(self, values: Tensor) -> None:
         assert self._copies is not None

@@ -50,7 +50,7 @@ MERGE_LIMIT = 1.25
 
 
 @dataclass(frozen=True)
-class Piece:
+class GatheredModule:
     """A module whose forward needs `parameters` (their first names). `spans`: it owns them beside opened children."""
 
     module: str
@@ -59,7 +59,7 @@ class Piece:
     spans: bool = False
 
 
-def partition(module: nn.Module, *, units: Patterns = ()) -> list[list[Piece]]:
+def partition(module: nn.Module, *, units: Patterns = ()) -> list[list[GatheredModule]]:
     """The model's units, each as the pieces that share it, in forward order; every parameter is in some piece.
 
     `units` are patterns over module names (`*` stands for one part of a dotted name): each module a pattern matches is
@@ -106,14 +106,14 @@ class _Walk:
     def __init__(self, root: nn.Module, chosen: dict[str, int]) -> None:
         self.chosen = chosen
         self._first = {id(p): name for name, p in root.named_parameters()}
-        self._found: dict[str, Piece] = {}
+        self._found: dict[str, GatheredModule] = {}
         self._direct: dict[str, list[str]] = {}
         self._seen: set[int] = set()
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[GatheredModule]:
         """The pieces in the order of their modules."""
         for name, piece in self._found.items():
-            yield Piece(name, tuple(self._direct[name]), spans=True) if piece.spans else piece
+            yield GatheredModule(name, tuple(self._direct[name]), spans=True) if piece.spans else piece
 
     def visit(self, name: str, module: nn.Module, *, entry: bool, owner: str = "") -> None:
         """Add the pieces of one module. `entry`: a container holds it; `owner`: the nearest opened forward above."""
@@ -122,11 +122,11 @@ class _Walk:
         self._seen.add(id(module))
         if name in self.chosen or not self._opens(name, module, entry=entry):
             block = name in self.chosen or (entry and _is_composite(module))
-            self._found[name] = Piece(name, self._names(module.parameters()), block=block)
+            self._found[name] = GatheredModule(name, self._names(module.parameters()), block=block)
             return
         if name == "" or _has_forward(module):
             owner = name
-            self._found[owner] = Piece(owner, (), spans=True)
+            self._found[owner] = GatheredModule(owner, (), spans=True)
         names = self._direct.setdefault(owner, [])
         own = (*module.parameters(recurse=False), *read_from_children(module))
         names += [n for n in self._names(own) if n not in names]
@@ -170,7 +170,7 @@ def _holds_stack(module: nn.Module) -> bool:
     )
 
 
-def _merge(pieces: list[Piece], chosen: dict[str, int], numel: dict[str, int]) -> list[list[Piece]]:
+def _merge(pieces: list[GatheredModule], chosen: dict[str, int], numel: dict[str, int]) -> list[list[GatheredModule]]:
     """Rules 5 and 6: put tied and small neighbouring pieces into one unit."""
     owner: dict[str, int] = {}
     for index, piece in enumerate(pieces):
@@ -203,7 +203,7 @@ def _merge(pieces: list[Piece], chosen: dict[str, int], numel: dict[str, int]) -
     return [[pieces[index] for index in sorted(groups[start])] for start in first]
 
 
-def _pairs(pieces: list[Piece], chosen: dict[str, int]) -> Iterator[tuple[int, int]]:
+def _pairs(pieces: list[GatheredModule], chosen: dict[str, int]) -> Iterator[tuple[int, int]]:
     """Pieces that one sequence of patterns put together."""
     first: dict[int, int] = {}
     for index, piece in enumerate(pieces):

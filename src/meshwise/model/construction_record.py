@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwise.base.tensor_tree import map_tensors, tensors
-from meshwise.model.construction_replay import CPU, Operation, Record, storage
+from meshwise.model.construction_replay import CPU, ConstructionOperation, ConstructionRecord, storage
 from meshwise.model.dispatch_modes import TorchDispatchMode, unseen
 
 META = torch.device("meta")
@@ -43,9 +43,9 @@ _OVERWRITING = frozenset(
 
 
 @contextlib.contextmanager
-def recording(*, seed: int) -> Iterator[Record]:
+def recording(*, seed: int) -> Iterator[ConstructionRecord]:
     """Make the calling thread's tensors meta tensors, and record what it does to them, inside the block."""
-    record = Record(seed=seed)
+    record = ConstructionRecord(seed=seed)
     with _Recorder(record), _Pretence(record):
         yield record
 
@@ -85,7 +85,7 @@ def _with_generator(func: Any) -> Any:
 class _Recorder(TorchDispatchMode):
     """Runs every operation on meta tensors and records it."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: ConstructionRecord) -> None:
         super().__init__()
         self._record = record
         self._traits: dict[Any, _Traits] = {}
@@ -148,7 +148,7 @@ class _Recorder(TorchDispatchMode):
         used = [] if shapes_only else [storage(t) for t in tensors((args_then, kwargs_then))]
         anew = traits.overwrites and _fills(written[0]) and used.count(storage(written[0])) == 1
         self._record.add(
-            Operation(
+            ConstructionOperation(
                 run=traits.run,
                 args=args_then,
                 kwargs=kwargs_then,
@@ -170,7 +170,7 @@ class _Recorder(TorchDispatchMode):
         return map_tensors(lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=META), result)
 
 
-def _values(record: Record, tree: Any) -> Any:
+def _values(record: ConstructionRecord, tree: Any) -> Any:
     """The same tree with real tensors in place of meta tensors."""
     with unseen():
         found = iter(record.values(list(tensors(tree))))
@@ -194,7 +194,7 @@ def _index(index: Any) -> Any:
 class _Pretence(TorchFunctionMode):
     """Answers for meta tensors as if they were real tensors on the CPU."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: ConstructionRecord) -> None:
         super().__init__()
         self._record = record
         self._answers: dict[Callable[..., Any], Any] = {
@@ -237,7 +237,7 @@ class _Pretence(TorchFunctionMode):
         with torch._C.DisableTorchFunction(), unseen():
             view = tensor.detach()
         self._record.add(
-            Operation(
+            ConstructionOperation(
                 run=nn.init.trunc_normal_,
                 args=(view, *bounds),
                 kwargs={},

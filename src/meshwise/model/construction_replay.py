@@ -38,7 +38,7 @@ CONSTRUCTION = "(construction)"
 
 
 @dataclass(frozen=True)
-class Operation:
+class ConstructionOperation:
     """One operation of the constructor. The tensors in it are meta tensors: a storage and a view of it."""
 
     run: Callable[..., Any]
@@ -71,12 +71,12 @@ def storage(t: Tensor) -> int:
     return identity
 
 
-class Record:
+class ConstructionRecord:
     """All operations of one construction, in order."""
 
     def __init__(self, *, seed: int) -> None:
         self.seed = seed
-        self._operations: list[Operation] = []
+        self._operations: list[ConstructionOperation] = []
         self._writers: dict[int, list[int]] = {}
         self._constants: dict[int, Tensor] = {}  # their bytes
         self._known: dict[int, torch.UntypedStorage] = {}  # held, so that no identity is used twice
@@ -96,7 +96,7 @@ class Record:
         """Make a meta tensor's memory known as standing for the bytes of a real one."""
         self._constants[self.learn(t)] = real
 
-    def add(self, operation: Operation) -> None:
+    def add(self, operation: ConstructionOperation) -> None:
         """Append an operation; all tensors in it must be known."""
         for key in operation.writes:
             self._writers.setdefault(key, []).append(len(self._operations))

@@ -1,10 +1,11 @@
 """Models born sharded: any one parameter's full values at a time, and never the whole model.
 
-`born` takes a model that exists, or a function that builds one. The function's model stays on meta tensors, and its
-parameters are computed one by one (`Source.full`), for each rank to keep its part of. The same seed gives the same
-values, bit for bit, under every plan and on every rank, in whatever order they are asked for. They are not the values
-that the function alone would have drawn from torch's global generator, which is left untouched; a generator that the
-function passes to torch itself is replaced as well. Random numbers of numpy or of Python are the function's own affair.
+`build_with_values` takes a model that exists, or a function that builds one. The function's model stays on meta
+tensors, and its parameters are computed one by one (`ParameterSource.full`), for each rank to keep its part of. The
+same seed gives the same values, bit for bit, under every plan and on every rank, in whatever order they are asked for.
+They are not the values that the function alone would have drawn from torch's global generator, which is left untouched;
+a generator that the function passes to torch itself is replaced as well. Random numbers of numpy or of Python are the
+function's own affair.
 
 Memory that the constructor never writes is an error that names the tensor, not garbage.
 """
@@ -20,16 +21,16 @@ from torch import Tensor, nn
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.comm.api.world import World
 from meshwise.model.construction_record import recording
-from meshwise.model.construction_replay import Record
+from meshwise.model.construction_replay import ConstructionRecord
 from meshwise.model.module_copy import copied
 from meshwise.model.parameter_hooks import carry_hooks
-from meshwise.model.parameter_table import Row, check_readable
+from meshwise.model.parameter_table import ParameterRow, check_readable
 
 
-class Source:
+class ParameterSource:
     """Where the values of a model's tensors come from."""
 
-    def __init__(self, module: nn.Module, *, record: Record | None, shapes_only: bool = False) -> None:
+    def __init__(self, module: nn.Module, *, record: ConstructionRecord | None, shapes_only: bool = False) -> None:
         """`shapes_only`: nobody will ask for values, and where some are asked for there are tensors without."""
         self.module = module
         self.deferred = record is not None or shapes_only
@@ -95,7 +96,7 @@ class Source:
         world.broadcast(staged, axes=world.mesh.names).wait()
         return staged
 
-    def part(self, module: nn.Module) -> Source:
+    def part(self, module: nn.Module) -> ParameterSource:
         """The same values for a module with some of the parameters, under the same names, which are to be made anew."""
         part = copy.copy(self)
         part.module, part.deferred = module, True
@@ -117,7 +118,7 @@ class Source:
                     setattr(owner, key, map_tensors(lambda t: made.get(id(t), t), tree))
 
 
-def born(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> Source:
+def build_with_values(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> ParameterSource:
     """A model with its values as it is, or the model that a function builds, without them.
 
     The function is called once, with its tensor operations recorded and carried out on meta tensors. Raises ValueError
@@ -126,7 +127,7 @@ def born(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> Source:
     """
     if isinstance(model, nn.Module):
         check_readable(model)
-        return Source(model, record=None)
+        return ParameterSource(model, record=None)
     with recording(seed=seed) as record:
         module = model()
     if not isinstance(module, nn.Module):
@@ -137,33 +138,33 @@ def born(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> Source:
             f"{name} holds modules that torch does not register there, so that nobody gives their parameters values, "
             "nor trains them; put them into an nn.ModuleList or nn.ModuleDict"
         )
-    return Source(module, record=record)
+    return ParameterSource(module, record=record)
 
 
-def shapes_of(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> Source:
+def shapes_of(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> ParameterSource:
     """A model, or the one that a function builds, on the meta device, whose values nobody will ask for.
 
-    A module is left as it is. Raises ValueError as `born` does, and for a tensor that nothing was ever written to: that
-    some elements of one were not, only their values tell.
+    A module is left as it is. Raises ValueError as `build_with_values` does, and for a tensor that nothing was ever
+    written to: that some elements of one were not, only their values tell.
     """
     if isinstance(model, nn.Module):
         check_readable(model)
         every = [model, *(part for _, part in _unregistered(model))]
         held = (tensor for part in every for _, tensor in _named_tensors(part))
-        bare = copied(model, tensors={tensor: without_values(tensor) for tensor in held})
-        return Source(bare, record=None, shapes_only=True)
-    source = born(model, seed=seed)
+        bare = copied(model, tensors={tensor: build_without_values(tensor) for tensor in held})
+        return ParameterSource(bare, record=None, shapes_only=True)
+    source = build_with_values(model, seed=seed)
     source.refuse_blank()
-    return Source(source.module, record=None, shapes_only=True)
+    return ParameterSource(source.module, record=None, shapes_only=True)
 
 
-def without_values(tensor: Tensor) -> Tensor:
+def build_without_values(tensor: Tensor) -> Tensor:
     """The tensor on the meta device; a parameter stays one."""
     bare = tensor.detach().to("meta")
     return nn.Parameter(bare, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
 
 
-def install(module: nn.Module, *, row: Row, tensor: Tensor) -> nn.Parameter:
+def install(module: nn.Module, *, row: ParameterRow, tensor: Tensor) -> nn.Parameter:
     """Put `tensor` in place of a parameter under all its names, and return the new parameter, which shares its memory.
 
     Needed where `.data` cannot be assigned: a meta parameter cannot get memory on another device. Whether it is

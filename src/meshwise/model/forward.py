@@ -27,7 +27,7 @@ class LossError(ValueError):
     """A loss did not return the sum of what it measured and the count of what it summed."""
 
 
-class Left(Exception):
+class StageForwardLeft(Exception):
     """The forward of a pipeline's stage has been left, as it should be: what follows is other stages'.
 
     No error, but an Exception, so that torch runs the hooks of the modules that are left (those registered with

@@ -8,7 +8,7 @@ matrix products. Who computes such a result (an operation below autograd, or a p
     otherwise   y = recall.once(compute)     computes
 
 Whoever has something that changes from forward to forward (which samples are drawn for, how many rows the ranks have)
-is `Remembered`: asked where it is when a block begins, and put back there when the block is repeated.
+is `RememberedState`: asked where it is when a block begins, and put back there when the block is repeated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from meshwise.base.tensor_tree import map_tensors, tensors
 
 
-class Remembered(Protocol):
+class RememberedState(Protocol):
     """Something that a forward reads and that changes from one forward to the next."""
 
     def here(self) -> Any:
@@ -32,7 +32,7 @@ class Remembered(Protocol):
         """Inside, it is as it was when `here` returned this."""
 
 
-class Tape:
+class ReplayTape:
     """The kept results of one block's forward, in order."""
 
     def __init__(self) -> None:
@@ -52,15 +52,15 @@ class Tape:
         return sum(held.values())
 
 
-class Recall:
+class ForwardReplay:
     """Whether results are kept or taken from a tape, at this point of a rank's forwards, and what is remembered."""
 
     def __init__(self) -> None:
-        self._tape: Tape | None = None
+        self._tape: ReplayTape | None = None
         self._plays = False
-        self._remembered: list[Remembered] = []
+        self._remembered: list[RememberedState] = []
 
-    def remember(self, what: Remembered) -> None:
+    def remember(self, what: RememberedState) -> None:
         """From now on, `at` puts this back."""
         self._remembered.append(what)
 
@@ -77,13 +77,13 @@ class Recall:
             yield
 
     @contextlib.contextmanager
-    def keeping(self, tape: Tape) -> Iterator[None]:
+    def keeping(self, tape: ReplayTape) -> Iterator[None]:
         """Inside, results are put on the tape."""
         with self._using(tape, plays=False):
             yield
 
     @contextlib.contextmanager
-    def playing(self, tape: Tape) -> Iterator[None]:
+    def playing(self, tape: ReplayTape) -> Iterator[None]:
         """Inside, results are taken from the tape."""
         tape.played = 0
         with self._using(tape, plays=True):
@@ -96,7 +96,7 @@ class Recall:
             yield
 
     @contextlib.contextmanager
-    def _using(self, tape: Tape | None, *, plays: bool) -> Iterator[None]:
+    def _using(self, tape: ReplayTape | None, *, plays: bool) -> Iterator[None]:
         before = self._tape, self._plays
         self._tape, self._plays = tape, plays
         try:

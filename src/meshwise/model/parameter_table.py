@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from meshwise.base.mesh import Mesh
 from meshwise.layout import Layout
-from meshwise.model.blocks import Patterns, Piece, partition
+from meshwise.model.blocks import GatheredModule, Patterns, partition
 
 ParameterOptions: TypeAlias = Callable[[str, Tensor], Mapping[str, Any]]
 
@@ -37,7 +37,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Row:
+class ParameterRow:
     """One logical parameter."""
 
     name: str
@@ -78,7 +78,7 @@ class Row:
         """Number of elements."""
         return torch.Size(self.shape).numel()
 
-    def at(self, placement: Placement) -> Row:
+    def at(self, placement: Placement) -> ParameterRow:
         """The same parameter, stored like this."""
         return replace(self, layout=placement.layout, summed=placement.summed)
 
@@ -101,7 +101,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Unit:
+class ParameterUnit:
     """Parameters that are gathered and reduced together."""
 
     name: str
@@ -110,7 +110,7 @@ class Unit:
     modules: tuple[str, ...]
     """Every module whose forward needs one of the parameters; the root is the empty string."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ParameterRow, ...]
     """Its parameters, in registration order."""
 
     @property
@@ -123,15 +123,15 @@ class Unit:
 class ParameterTable:
     """The rows of a model, by unit, in forward order."""
 
-    units: tuple[Unit, ...]
+    units: tuple[ParameterUnit, ...]
 
     @cached_property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[ParameterRow, ...]:
         """All rows, unit by unit."""
         return tuple(row for unit in self.units for row in unit.rows)
 
     @cached_property
-    def _by_name(self) -> dict[str, Row]:
+    def _by_name(self) -> dict[str, ParameterRow]:
         return {name: row for row in self.rows for name in (row.name, *row.aliases)}
 
     @property
@@ -154,7 +154,7 @@ class ParameterTable:
             )
         )
 
-    def row(self, name: str) -> Row:
+    def row(self, name: str) -> ParameterRow:
         """The row of a parameter under any of its names. Raises ValueError, with near misses, for another name."""
         if name not in self._by_name:
             near = difflib.get_close_matches(name, self._by_name, n=3, cutoff=0.4)
@@ -194,10 +194,10 @@ def parameter_table(
         for piece in pieces:
             for name in piece.parameters:
                 owner.setdefault(name, piece.module)
-    rows: dict[str, Row] = {}
+    rows: dict[str, ParameterRow] = {}
     unit_of = {piece.module: _unit_name(pieces, owner) for pieces in divided for piece in pieces}
     for parameter, (first, *aliases) in names.items():
-        rows[first] = Row(
+        rows[first] = ParameterRow(
             name=first,
             shape=tuple(parameter.shape),
             dtype=parameter.dtype,
@@ -215,13 +215,13 @@ def parameter_table(
                 users.setdefault(unit, []).append(piece.module)
     return ParameterTable(
         tuple(
-            Unit(unit, tuple(modules), tuple(row for row in rows.values() if row.unit == unit))
+            ParameterUnit(unit, tuple(modules), tuple(row for row in rows.values() if row.unit == unit))
             for unit, modules in users.items()
         )
     )
 
 
-def _unit_name(pieces: list[Piece], owner: dict[str, str]) -> str:
+def _unit_name(pieces: list[GatheredModule], owner: dict[str, str]) -> str:
     names = [p.module or "(root)" for p in pieces if any(owner[n] == p.module for n in p.parameters)]
     return "+".join(names) if len(names) <= 3 else f"{names[0]}+…+{names[-1]}"
 

@@ -34,7 +34,7 @@ _BLOCK = 2**16
 
 
 @dataclass(frozen=True)
-class Part:
+class IndexBlock:
     """A part of a whole tensor, whose size is nowhere asked: along dim d, the elements from `starts[d]` on."""
 
     shape: tuple[int, ...]
@@ -42,14 +42,14 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Kind:
+class Distribution:
     """What is drawn: elements of `dtype`, that `write(words, out)` makes of uniform int32 words of the same shape."""
 
     dtype: torch.dtype
     write: Callable[[Tensor, Tensor], object]
 
 
-def draw(part: Part, *, key: int, kind: Kind, device: torch.device, into: Tensor | None = None) -> Tensor:
+def draw(part: IndexBlock, *, key: int, kind: Distribution, device: torch.device, into: Tensor | None = None) -> Tensor:
     """The draw of a part (of two dims or more) under `key`, any signed 64-bit integer.
 
     `into`: a contiguous tensor of as many elements and the kind's dtype, to be filled and returned.
@@ -69,7 +69,7 @@ def draw(part: Part, *, key: int, kind: Kind, device: torch.device, into: Tensor
     return filled
 
 
-def _hashed(part: Part, key: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _hashed(part: IndexBlock, key: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """64 bits for each row of the part, in its order, and 32 for each column."""
     columns = torch.arange(part.starts[-1] + 1, part.starts[-1] + part.shape[-1] + 1, device=device)
     column = _high(_mixed(columns.mul_(_GOLDEN).add_(key ^ _COLUMNS)))
@@ -80,30 +80,30 @@ def _hashed(part: Part, key: int, device: torch.device) -> tuple[Tensor, Tensor]
     return rows.flatten(), column
 
 
-def kept(probability: float, *, dtype: torch.dtype = torch.bool) -> Kind:
+def kept(probability: float, *, dtype: torch.dtype = torch.bool) -> Distribution:
     """True, or 1, with `probability`, to within 2^-32; otherwise False, or 0."""
     most = round(probability * 2**32) - 2**31 - 1
     if most < -(2**31):
-        return Kind(dtype, lambda _word, out: out.zero_())
-    return Kind(dtype, lambda word, out: torch.le(word, most, out=out))
+        return Distribution(dtype, lambda _word, out: out.zero_())
+    return Distribution(dtype, lambda word, out: torch.le(word, most, out=out))
 
 
-def uniform(dtype: torch.dtype) -> Kind:
+def uniform(dtype: torch.dtype) -> Distribution:
     """Numbers in [0, 1), on a grid of 2^-32 or of the dtype's own precision where that is coarser."""
     bits = min(32, round(-math.log2(torch.finfo(dtype).eps)) + 1)
-    return Kind(
+    return Distribution(
         dtype, lambda word, out: out.copy_(word >> (32 - bits)).add_(2 ** (bits - 1)).mul_(math.ldexp(1, -bits))
     )
 
 
-def normal(dtype: torch.dtype) -> Kind:
+def normal(dtype: torch.dtype) -> Distribution:
     """Standard normal numbers: the inverse of their distribution at the middle of each of 2^32 intervals."""
-    return Kind(dtype, lambda word, out: out.copy_(_middle(word).mul_(2).sub_(1).erfinv_().mul_(math.sqrt(2))))
+    return Distribution(dtype, lambda word, out: out.copy_(_middle(word).mul_(2).sub_(1).erfinv_().mul_(math.sqrt(2))))
 
 
-def exponential(dtype: torch.dtype) -> Kind:
+def exponential(dtype: torch.dtype) -> Distribution:
     """Exponentially distributed numbers above 0, with mean 1, in the same way."""
-    return Kind(dtype, lambda word, out: out.copy_(_middle(word).log_().neg_()))
+    return Distribution(dtype, lambda word, out: out.copy_(_middle(word).log_().neg_()))
 
 
 def _middle(word: Tensor) -> Tensor:

@@ -8,12 +8,14 @@ than a whole one, and nothing can be compared. Here a draw is a function of
 and of nothing else, so that it is the same under every plan, however often a forward is repeated, and after a resume:
 there is no state but the number of the step. A rank computes the slice of the draw that its tensor is. It knows
 
-    which samples    `Rows`, from the trainer: those of the micro-batch at hand. They lie along dim 0 of a drawn tensor,
+    which samples    `SampleRows`, from the trainer: those of the micro-batch at hand. They lie along dim 0 of a drawn
+    tensor,
                      alone or as its slower index (samples · heads, samples · tokens); along dim 1 where a module says
                      `batch_first=False` or only dim 1 has their number. A tensor with neither is drawn once for all.
     which place      the module that draws, the how manieth time it is called inside the module that calls it (and that
                      one, and so on), and the how manieth draw of that call. Hooks keep this stack.
-    which part       `Region`, from the part that splits layers: from one module on, a rank's activations are a slice.
+    which part       `ActivationRegion`, from the part that splits layers: from one module on, a rank's activations are
+    a slice.
 
 A forward that is repeated in the backward (activation checkpointing) begins in the middle of the model, with no caller
 on the stack; a module is then where it was in the forward. One that was called from two places cannot be told apart,
@@ -34,8 +36,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from meshwise.model.random_bits import Part
-from meshwise.model.random_interception import Interception
+from meshwise.model.random_bits import IndexBlock
+from meshwise.model.random_interception import RandomInterception
 
 DRAWING = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
@@ -45,7 +47,7 @@ DRAWING = (
 
 
 @dataclass(frozen=True)
-class Rows:
+class SampleRows:
     """The samples of a micro-batch: `count` of them, from number `first` of the global batch on.
 
     further   those of the same micro-batch on the rank whose share of the global batch is n shares further on
@@ -53,11 +55,11 @@ class Rows:
 
     first: int
     count: int
-    further: Callable[[int], Rows] | None = field(default=None, repr=False, compare=False)
+    further: Callable[[int], SampleRows] | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
-class Cut:
+class DimSlice:
     """A slice of one dim of a tensor of the whole model: `size` elements from `start` on.
 
     `dim` counts from the end (-1: features). A tensor that counts the dim in other units, heads and not features, say,
@@ -70,7 +72,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Region:
+class ActivationRegion:
     """Which slices of the whole model's activations this rank has, from one point of the forward to the next.
 
     hidden   the cuts of tensors (samples, tokens, features)
@@ -82,27 +84,27 @@ class Region:
         2d                                          Region(hidden=(Cut(-1, f, n),), scores=(Cut(-3, f, n),))
     """
 
-    hidden: tuple[Cut, ...] = ()
-    scores: tuple[Cut, ...] = ()
+    hidden: tuple[DimSlice, ...] = ()
+    scores: tuple[DimSlice, ...] = ()
     shares: int = 0
 
 
-Place: TypeAlias = tuple["_Frame", Region]
-"""A point of a forward; see `Draws.here`."""
+Place: TypeAlias = tuple["_Frame", ActivationRegion]
+"""A point of a forward; see `RandomDraws.here`."""
 
-Points: TypeAlias = Mapping[str, Callable[[], Region]]
+Points: TypeAlias = Mapping[str, Callable[[], ActivationRegion]]
 """Modules by name, and the region that begins there, asked for each time."""
 
 
-class Visit(NamedTuple):
+class ModuleVisit(NamedTuple):
     """Where a module was called: the repeated calls that led to it, the region, and where its samples lie."""
 
     path: tuple[tuple[str, int], ...]
-    region: Region
+    region: ActivationRegion
     samples_first: bool
 
 
-_OUTSIDE = Visit((), Region(), samples_first=True)
+_OUTSIDE = ModuleVisit((), ActivationRegion(), samples_first=True)
 _NO_SAMPLE = -1
 
 
@@ -111,7 +113,7 @@ class _Frame:
     """A call of a module that is under way. `visit` is None when it cannot be told which call it repeats."""
 
     name: str
-    visit: Visit | None
+    visit: ModuleVisit | None
     calls: dict[str, int] = field(default_factory=dict)
     draws: int = 0
 
@@ -120,7 +122,7 @@ class _Frame:
         return replace(self, calls=dict(self.calls))
 
 
-class Draws:
+class RandomDraws:
     """The draws of one model on one rank.
 
     `before` and `after` name modules: when one begins, or has run, the activations lie in that region until the next of
@@ -150,12 +152,12 @@ class Draws:
         self._seed = seed
         self._before, self._after = before or {}, after or {}
         self._step = 0
-        self._rows = Rows(0, 1)
-        self._region = Region()
+        self._rows = SampleRows(0, 1)
+        self._region = ActivationRegion()
         self._stack = [_Frame("", _OUTSIDE)]
         self._again = False
-        self._visits: dict[str, set[Visit]] = {}
-        self._modes = Interception(self)
+        self._visits: dict[str, set[ModuleVisit]] = {}
+        self._modes = RandomInterception(self)
         self._handles: list[RemovableHandle] = []
         self._active = self._ran = self._drew = False
         self._random_state: list[Tensor] = []
@@ -185,12 +187,12 @@ class Draws:
             )
 
     @contextlib.contextmanager
-    def running(self, rows: Rows, *, again: bool = False) -> Iterator[None]:
+    def running(self, rows: SampleRows, *, again: bool = False) -> Iterator[None]:
         """Inside, what the model draws is for these samples. `again`: what runs repeats parts of their forward."""
         if not self._handles:
             yield
             return
-        self._rows, self._again, self._region = rows, again, Region()
+        self._rows, self._again, self._region = rows, again, ActivationRegion()
         self._stack = [_Frame("", None if again else _OUTSIDE)]
         self._active = self._ran = True
         kept = _random_state() if self.local else []
@@ -242,7 +244,7 @@ class Draws:
         frame.draws += 1
         return _hash(self._seed, self._step, frame.name, frame.visit.path, frame.draws)
 
-    def part(self, shape: Sequence[int], *, scores: bool) -> tuple[Part, bool]:
+    def part(self, shape: Sequence[int], *, scores: bool) -> tuple[IndexBlock, bool]:
         """Which part of the whole draw a tensor of `shape` is, and whether its first two dims stand the other way.
 
         `scores`: it is known to be of attention scores, whose dim 0 is samples or samples · heads. Dims of size 1 are
@@ -273,7 +275,7 @@ class Draws:
                 starts[dim] = cut.start * dims[dim] // max(1, cut.size)
         column = [] if len(kept) > 1 else [(1, 0)]
         sizes = [(dims[dim], starts[dim]) for dim in sorted(kept)] + column
-        return Part(tuple(size for size, _ in sizes), tuple(start for _, start in sizes)), turned
+        return IndexBlock(tuple(size for size, _ in sizes), tuple(start for _, start in sizes)), turned
 
     def reseed(self, device: torch.device) -> None:
         """Seed torch's generator of a device for the next draw of a `local` stream: ranks with one part draw alike."""
@@ -323,7 +325,7 @@ class Draws:
         else:
             first = caller.visit.samples_first if samples_first is None else samples_first
             path = (*caller.visit.path, (name, number)) if number else caller.visit.path
-            visit = Visit(path, self._region, first)
+            visit = ModuleVisit(path, self._region, first)
         if visit is not None:
             self._region = visit.region
             self._visits.setdefault(name, set()).add(visit)

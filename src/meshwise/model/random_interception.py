@@ -1,9 +1,10 @@
 """Every random operation of a running model, taken out of torch's hands.
 
-Two modes, because neither alone will do. `Interception` sees the functions that Python code calls, at a microsecond
-each, but not what they call inside; `_Below` sees every operation below autograd, at five. So the first lets everything
-pass but the functions that may draw, and runs those inside the second, which replaces the draws themselves. That way
-there is one answer to `bernoulli_`, whether dropout of any kind asks, attention, or a model's own stochastic depth.
+Two modes, because neither alone will do. `RandomInterception` sees the functions that Python code calls, at a
+microsecond each, but not what they call inside; `_Below` sees every operation below autograd, at five. So the first
+lets everything pass but the functions that may draw, and runs those inside the second, which replaces the draws
+themselves. That way there is one answer to `bernoulli_`, whether dropout of any kind asks, attention, or a model's own
+stochastic depth.
 
 Two functions are rewritten on the way. Attention with dropout goes through torch's plain implementation, since the
 fused kernels draw inside; and `F.dropout`, the common case, keeps its mask as booleans.
@@ -28,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from meshwise.model.dispatch_modes import TorchDispatchMode
-from meshwise.model.random_bits import Kind, Part, draw, exponential, kept, normal, uniform
+from meshwise.model.random_bits import Distribution, IndexBlock, draw, exponential, kept, normal, uniform
 
 _NAMES = """
     dropout dropout_ dropout1d dropout2d dropout3d feature_dropout feature_dropout_ native_dropout
@@ -47,7 +48,7 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
-class Source(Protocol):
+class DrawContext(Protocol):
     """Who knows where in the model, and for which samples, it is being drawn; see `draws.Draws`."""
 
     local: bool
@@ -55,7 +56,7 @@ class Source(Protocol):
     def key(self) -> int:
         """A key for the next draw."""
 
-    def part(self, shape: Sequence[int], *, scores: bool) -> tuple[Part, bool]:
+    def part(self, shape: Sequence[int], *, scores: bool) -> tuple[IndexBlock, bool]:
         """Which part of the whole draw a tensor is, and whether its first two dims stand the other way round."""
 
     def reseed(self, device: torch.device) -> None:
@@ -65,7 +66,7 @@ class Source(Protocol):
         """An operation drew from torch's own generator."""
 
 
-class Throughout(TorchFunctionMode, abc.ABC):
+class ForwardAndBackwardMode(TorchFunctionMode, abc.ABC):
     """A mode that answers in a backward too, where parts of a forward may be repeated."""
 
     def __torch_function__(
@@ -96,10 +97,10 @@ class Throughout(TorchFunctionMode, abc.ABC):
             )
 
 
-class Interception(Throughout):
+class RandomInterception(ForwardAndBackwardMode):
     """Answers for the functions that draw."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: DrawContext) -> None:
         super().__init__()
         self._source = source
         self._below = _Below(source)
@@ -165,7 +166,7 @@ def _edge(end: Tensor | GradientEdge) -> GradientEdge:
 class _Below(TorchDispatchMode):
     """Answers for the operations that draw, below autograd. `scores`: what is drawn now drops attention scores."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: DrawContext) -> None:
         super().__init__()
         self._source = source
         self.scores = False
@@ -185,13 +186,13 @@ class _Below(TorchDispatchMode):
         into: Tensor | None = given.get("out")
         return answer if into is None else into.resize_(answer.shape).copy_(answer)
 
-    def draw(self, shape: Sequence[int], kind: Kind, device: torch.device) -> Tensor:
+    def draw(self, shape: Sequence[int], kind: Distribution, device: torch.device) -> Tensor:
         """A draw for a tensor of this shape."""
         part, turned = self._source.part(shape, scores=self.scores)
         drawn = draw(part, key=self._source.key(), kind=kind, device=device)
         return drawn.view(shape[1], shape[0], *shape[2:]).transpose(0, 1) if turned else drawn.view(shape)
 
-    def _fill(self, target: Tensor, kind: Callable[[torch.dtype], Kind]) -> Tensor:
+    def _fill(self, target: Tensor, kind: Callable[[torch.dtype], Distribution]) -> Tensor:
         """The tensor, filled with a draw of a kind; a complex one part by part."""
         if target.is_complex():
             for half in _halves(target).unbind(-1):
@@ -204,7 +205,7 @@ class _Below(TorchDispatchMode):
         filled = self._fill(target, normal)
         return filled.mul_(math.sqrt(0.5)) if target.is_complex() else filled
 
-    def _filled(self, target: Tensor, kind: Kind) -> Tensor:
+    def _filled(self, target: Tensor, kind: Distribution) -> Tensor:
         part, turned = self._source.part(target.shape, scores=self.scores)
         if turned or not target.is_contiguous():
             return target.copy_(self.draw(target.shape, kind, target.device))

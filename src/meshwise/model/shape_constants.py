@@ -56,7 +56,7 @@ class _Known(NamedTuple):
     by_batch: bool
 
 
-class Constants(TorchDispatchMode):
+class ShapeConstants(TorchDispatchMode):
     """Answers for what tensors without values would say. It is for one rank, and on from its first to its last step:
     what it was given, and what was made of that, it knows wherever it goes; of no tensor something is made in a
     `forward`, and in a backward.

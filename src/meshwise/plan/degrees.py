@@ -11,7 +11,7 @@ AXES = ("pp", "dp", "cp", "ep", "tp")
 
 
 @dataclass(frozen=True)
-class Grid:
+class TensorGrid:
     """The shape of tp's ranks: axes of one side each (`depth` aside), of which some split the rows of the batch."""
 
     axes: str
@@ -20,11 +20,11 @@ class Grid:
     rows: tuple[str, ...]
 
 
-GRIDS: Mapping[str, Grid] = {
-    "1d": Grid("tp", 1, "any number of", ()),
-    "2d": Grid("row col", 2, "a square number of", ("row",)),
-    "2.5d": Grid("depth row col", 2, "tp_depth times a square number of", ("depth", "row")),
-    "3d": Grid("i j l", 3, "a cubic number of", ("i", "j")),
+GRIDS: Mapping[str, TensorGrid] = {
+    "1d": TensorGrid("tp", 1, "any number of", ()),
+    "2d": TensorGrid("row col", 2, "a square number of", ("row",)),
+    "2.5d": TensorGrid("depth row col", 2, "tp_depth times a square number of", ("depth", "row")),
+    "3d": TensorGrid("i j l", 3, "a cubic number of", ("i", "j")),
 }
 """What each `tp_mode` makes of the axis tp."""
 

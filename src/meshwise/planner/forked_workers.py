@@ -19,7 +19,7 @@ import torch
 
 
 @dataclass
-class Workers:
+class ForkedWorkers:
     """At most `count` children at a time; with one, the work is done here."""
 
     count: int

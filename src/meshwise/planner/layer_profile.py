@@ -26,26 +26,26 @@ from torch import nn
 
 from meshwise.base import tensor_tree as tree
 from meshwise.engine.cut_agreement import finest_cut
-from meshwise.model.deferred_init import Source
+from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.forward import default_forward
-from meshwise.model.shape_constants import Constants
-from meshwise.pipeline.cut.model_cut import Cut, Where
+from meshwise.model.shape_constants import ShapeConstants
+from meshwise.pipeline.cut.model_cut import CutOptions, ModelCut
 from meshwise.pipeline.cut.partition import CutError
-from meshwise.pipeline.schedules.action import Action, Kind
+from meshwise.pipeline.schedules.action import Action, ActionKind
 from meshwise.plan import Plan
 from meshwise.planner.plan_space import rows_shared, splits_backward
 from meshwise.simulate.cluster import Cluster
-from meshwise.simulate.cluster_prices import Prices
+from meshwise.simulate.cluster_prices import ClusterPrices
 from meshwise.simulate.memory_use import memory_of
-from meshwise.simulate.meta_batch import StandIn, of_rows
+from meshwise.simulate.meta_batch import MetaBatch, of_rows
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import Subject
-from meshwise.simulate.tape import Call, Category, Entry, Memory, Operation, Segment, Wait
+from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.tape import Category, Entry, MemoryChange, TapeCall, TapeOperation, TapeSegment, TapeWait
 from meshwise.simulate.value_requests import in_rehearsal
 
 
 @dataclass(frozen=True)
-class Work:
+class PieceWork:
     """What a piece does for a micro-batch, forward or backward."""
 
     seconds: float = 0.0
@@ -63,24 +63,24 @@ class Work:
     top: int = 0
     """Bytes of activations that there are more at most meanwhile."""
 
-    def scaled(self, by: float, *, least: float = 0.0) -> Work:
+    def scaled(self, by: float, *, least: float = 0.0) -> PieceWork:
         """Of `by` times as much data, at most 1; each operation takes `least` seconds however small."""
         fixed = self.kernels * least
         keeps, top = (int(size * by) for size in (self.keeps, self.top))
         seconds = fixed + (self.seconds - fixed) * by
-        return Work(seconds, self.waits * by, self.kernels, keeps, top)
+        return PieceWork(seconds, self.waits * by, self.kernels, keeps, top)
 
 
 @dataclass(frozen=True)
-class Piece:
+class ModelPiece:
     """A part of the model that no cut divides."""
 
-    forward: Work
+    forward: PieceWork
 
-    backward: Work
+    backward: PieceWork
     """Of one in two parts, the first: with respect to the piece's input."""
 
-    weight: Work
+    weight: PieceWork
     """Its second part, if it has one."""
 
     states: Mapping[Category, int]
@@ -92,16 +92,16 @@ class Piece:
     sends: int
     """Bytes of a micro-batch's output."""
 
-    def scaled(self, *, rows: float, split: float, least: float) -> Piece:
+    def scaled(self, *, rows: float, split: float, least: float) -> ModelPiece:
         """With this part of a micro-batch's rows, and split over more ranks."""
         works = (self.forward, self.backward, self.weight)
         forward, backward, weight = (work.scaled(rows * split, least=least) for work in works)
         states = {category: int(size * split) for category, size in self.states.items()}
-        return Piece(forward, backward, weight, states, self.update * split, int(self.sends * rows * split))
+        return ModelPiece(forward, backward, weight, states, self.update * split, int(self.sends * rows * split))
 
 
 @dataclass(frozen=True)
-class Way:
+class ProfileKey:
     """How a model's pieces are computed: all that a trace of them depends on. Hashable."""
 
     plan: Plan
@@ -111,7 +111,7 @@ class Way:
     """Of a micro-batch, over all ranks of tp."""
 
     @classmethod
-    def of(cls, plan: Plan, *, batch: int, pieces: int) -> Way:
+    def of(cls, plan: Plan, *, batch: int, pieces: int) -> ProfileKey:
         """That of a plan."""
         mine = -(-batch // (rows_shared(plan) * plan.microbatches))
         alone: dict[str, Any] = {
@@ -130,19 +130,19 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class ModelPieces:
     """How far a model can be cut, and a smaller one that has a piece like each of its own."""
 
     whole: nn.Module
     """The model."""
 
-    finest: Cut
+    finest: ModelCut
     """Of that, with one piece a stage."""
 
     model: nn.Module
     """The smaller one: of many blocks that are alike it has three."""
 
-    cut: Cut
+    cut: ModelCut
     """Of the smaller one."""
 
     like: tuple[int, ...]
@@ -159,7 +159,7 @@ class Pieces:
         return self.finest.stages
 
     @classmethod
-    def of(cls, subject: Subject, *, source: Source) -> Pieces | None:
+    def of(cls, subject: RehearsalSubject, *, source: ParameterSource) -> ModelPieces | None:
         """Of a model that has more than one piece with parameters; None where it is cut by its trace."""
         if subject.options.cut.how == "trace":
             return None
@@ -184,7 +184,7 @@ class Pieces:
         bounds = [0, *(names.index(name) for name in at), self.count]
         return tuple(range(start, stop) for start, stop in pairwise(bounds))
 
-    def where(self, at: Sequence[str], *, where: Where) -> Where:
+    def where(self, at: Sequence[str], *, where: CutOptions) -> CutOptions:
         """Where the model is cut when every stage but the first begins at one of these names, with the cut, so that
         nobody makes it again.
         """
@@ -235,34 +235,34 @@ def _shape(module: nn.Module) -> Hashable:
     return classes, tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters())
 
 
-def _cut(subject: Subject, model: nn.Module) -> Cut | None:
+def _cut(subject: RehearsalSubject, model: nn.Module) -> ModelCut | None:
     """With one piece a stage; None where there are not two, or no stage can begin at each."""
     rows = min(2, tree.rows(subject.batch))  # of which what is as large as one row is not
-    micro = StandIn.of(subject.batch, rows=rows)
-    with contextlib.suppress(CutError), Constants(micro.values) as constants:
+    micro = MetaBatch.of(subject.batch, rows=rows)
+    with contextlib.suppress(CutError), ShapeConstants(micro.values) as constants:
         run = in_rehearsal(subject.options.forward or default_forward, constants=constants)
         return finest_cut(model, micro=micro.batch, run=run, pieces=subject.options.cut.pieces)
     return None
 
 
-def _names(cut: Cut) -> tuple[str, ...]:
+def _names(cut: ModelCut) -> tuple[str, ...]:
     return tuple(cut.keys[start] for start in cut.bounds[:-1])
 
 
-def _sizes(cut: Cut) -> list[int]:
+def _sizes(cut: ModelCut) -> list[int]:
     return list(cut.parameters)
 
 
 @dataclass(frozen=True)
-class Sounding:
+class LayerProfile:
     """All pieces of a model, computed in one way."""
 
-    way: Way
-    pieces: tuple[Piece, ...]
+    way: ProfileKey
+    pieces: tuple[ModelPiece, ...]
     least: float
     """Seconds that any operation takes."""
 
-    def scaled(self, way: Way) -> Sounding:
+    def scaled(self, way: ProfileKey) -> LayerProfile:
         """At most what another way takes: one with fewer rows, over more ranks of tp or with more recomputed."""
         rows, split = way.rows / self.way.rows, self.way.plan.tp / way.plan.tp
         kept = 1.0 if way.plan.recompute == self.way.plan.recompute else 0.0
@@ -272,16 +272,18 @@ class Sounding:
                 dataclasses.replace(piece, forward=_forgets(piece.forward), backward=_forgets(piece.backward))
                 for piece in pieces
             ]
-        return Sounding(way, tuple(pieces), self.least)
+        return LayerProfile(way, tuple(pieces), self.least)
 
 
-def _forgets(work: Work) -> Work:
+def _forgets(work: PieceWork) -> PieceWork:
     return dataclasses.replace(work, keeps=0, top=0)
 
 
-def sound(subject: Subject, *, pieces: Pieces, way: Way, cluster: Cluster) -> Sounding:
+def profile_layers(
+    subject: RehearsalSubject, *, pieces: ModelPieces, way: ProfileKey, cluster: Cluster
+) -> LayerProfile:
     """Rehearse all pieces in one way. Raises what a rehearsal raises."""
-    prices = Prices(cluster)
+    prices = ClusterPrices(cluster)
     plan = dataclasses.replace(way.plan, pp=pieces.cut.stages)
     batch = of_rows(subject.batch, rows=way.rows)
     where = dataclasses.replace(subject.options.cut, at=_names(pieces.cut)[1:], made=pieces.cut)
@@ -292,8 +294,8 @@ def sound(subject: Subject, *, pieces: Pieces, way: Way, cluster: Cluster) -> So
     tied = {stage for stages in pieces.cut.ties.values() for stage in sorted(stages)[1:]}
     steps = [rehearsal.step(index) for index in range(plan.pp)]
     many, alike = Counter(pieces.like), Counter(id(tape) for tape in rehearsal.tapes)
-    found: list[Piece] = []
-    known: dict[int, Piece] = {}
+    found: list[ModelPiece] = []
+    known: dict[int, ModelPiece] = {}
     for index, (tape, step) in enumerate(zip(rehearsal.tapes, steps, strict=True)):
         key = id(tape)
         if key not in known:
@@ -301,25 +303,25 @@ def sound(subject: Subject, *, pieces: Pieces, way: Way, cluster: Cluster) -> So
             piece = told.piece(step, rest=memory[index].rest)
             known[key] = dataclasses.replace(piece, states={}, update=0.0) if index in tied else piece
         found.append(known[key])
-    return Sounding(way, tuple(found[index] for index in pieces.like), cluster.device.kernel)
+    return LayerProfile(way, tuple(found[index] for index in pieces.like), cluster.device.kernel)
 
 
-def _glue(steps: Sequence[Sequence[Segment]], index: int) -> int:
+def _glue(steps: Sequence[Sequence[TapeSegment]], index: int) -> int:
     """How many operations a forward begins with as the last one does; the last one as the one before it."""
     other = len(steps) - 1 if index != len(steps) - 1 else index - 1
     pairs = zip(_forward(steps[index]), _forward(steps[other]), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0].name == pair[1].name, pairs))
 
 
-def _forward(step: Sequence[Segment]) -> list[Operation]:
-    return [entry for segment in step if _kind(segment) is Kind.F for entry in segment.entries if _is(entry)]
+def _forward(step: Sequence[TapeSegment]) -> list[TapeOperation]:
+    return [entry for segment in step if _kind(segment) is ActionKind.F for entry in segment.entries if _is(entry)]
 
 
-def _is(entry: Entry) -> TypeGuard[Operation]:
-    return isinstance(entry, Operation)
+def _is(entry: Entry) -> TypeGuard[TapeOperation]:
+    return isinstance(entry, TapeOperation)
 
 
-def _kind(segment: Segment) -> Kind | None:
+def _kind(segment: TapeSegment) -> ActionKind | None:
     return Action.parse(segment.label).kind if segment.label[:1].isdigit() else None
 
 
@@ -332,30 +334,30 @@ class _Told:
     alone    no other piece is like this one. Its neighbours may decide how it is split, so nothing it moves is counted
     """
 
-    prices: Prices
+    prices: ClusterPrices
     glue: int
     alone: bool
 
-    def piece(self, step: Iterable[Segment], *, rest: Mapping[Category, int]) -> Piece:
+    def piece(self, step: Iterable[TapeSegment], *, rest: Mapping[Category, int]) -> ModelPiece:
         """What it costs; `rest`: what the rank holds between steps."""
-        forward = backward = weight = Work()
+        forward = backward = weight = PieceWork()
         update, sends = 0.0, 0
         for segment in step:
             kind = _kind(segment)
-            if kind is Kind.F:
+            if kind is ActionKind.F:
                 forward = self.work(_after(segment.entries, self.glue))
-            elif kind in (Kind.B, Kind.I):
+            elif kind in (ActionKind.B, ActionKind.I):
                 backward = self.work(segment.entries)
-            elif kind is Kind.W:
+            elif kind is ActionKind.W:
                 weight = self.work(segment.entries)
-            elif kind is Kind.SEND_F:
+            elif kind is ActionKind.SEND_F:
                 sends += sum(call.stamp.bytes for call in segment.calls() if call.stamp.kind == "send")
             elif segment.label == "update":
                 update += sum(self.prices.seconds(entry) for entry in segment.entries if _is(entry))
         forward = dataclasses.replace(forward, keeps=max(0, forward.keeps - sends))
-        return Piece(forward, backward, weight, rest, update, sends)
+        return ModelPiece(forward, backward, weight, rest, update, sends)
 
-    def work(self, entries: Iterable[Entry]) -> Work:
+    def work(self, entries: Iterable[Entry]) -> PieceWork:
         """What an action costs with its host ahead of it."""
         cluster = self.prices.cluster
         each = cluster.device.launch if cluster.device.kind == "cpu" else 0.0
@@ -364,21 +366,21 @@ class _Told:
         free: dict[tuple[str, ...], float] = defaultdict(float)
         ends: dict[int, float] = {}
         for entry in entries:
-            if isinstance(entry, Operation):
+            if isinstance(entry, TapeOperation):
                 now += self.prices.seconds(entry) + each
                 kernels += 1
-            elif isinstance(entry, Call) and not (self.alone or entry.stamp.point_to_point):
+            elif isinstance(entry, TapeCall) and not (self.alone or entry.stamp.point_to_point):
                 axes = entry.stamp.axes
                 ends[entry.stamp.sequence] = free[axes] = max(now, free[axes]) + self.prices.collective(entry)
                 if not cluster.overlap:
                     now, waits = free[axes], waits + free[axes] - now
-            elif isinstance(entry, Wait):
+            elif isinstance(entry, TapeWait):
                 late = max(0.0, ends.get(entry.sequence, 0.0) - now)
                 now, waits = now + late, waits + late
-            elif isinstance(entry, Memory) and entry.category is Category.ACTIVATIONS and not entry.host:
+            elif isinstance(entry, MemoryChange) and entry.category is Category.ACTIVATIONS and not entry.host:
                 level += entry.bytes
                 top = max(top, level)
-        return Work(now, waits, kernels, level, top)
+        return PieceWork(now, waits, kernels, level, top)
 
 
 def _after(entries: Iterable[Entry], count: int) -> Iterator[Entry]:

@@ -25,23 +25,23 @@ from functools import cache, cached_property
 
 import torch
 
-from meshwise.base.timeline import Stream
-from meshwise.comm.api.flight_recorder import Stamp
+from meshwise.base.timeline import TimelineRow
+from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.pipeline.schedules import SCHEDULES
-from meshwise.pipeline.schedules.action import Action, Kind, Schedule
-from meshwise.pipeline.schedules.schedule_clock import Cost, clock
+from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule
+from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.plan import Plan
-from meshwise.planner.layer_profile import Piece, Sounding, Work
+from meshwise.planner.layer_profile import LayerProfile, ModelPiece, PieceWork
 from meshwise.planner.plan_space import splits_backward
 from meshwise.precision.dtype_policy import precision_of
 from meshwise.simulate.cluster import Cluster
-from meshwise.simulate.cluster_prices import Prices
+from meshwise.simulate.cluster_prices import ClusterPrices
 from meshwise.simulate.rehearsal import schedule_of
-from meshwise.simulate.tape import Call, Category
+from meshwise.simulate.tape import Category, TapeCall
 
 
 @dataclass(frozen=True)
-class Figures:
+class PlanBound:
     """What a plan takes, or takes at least, and where a step's time goes."""
 
     seconds: float = 0.0
@@ -75,7 +75,7 @@ class Figures:
 class _Stage:
     """The sum of a stage's pieces."""
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[ModelPiece]
     launch: float
 
     @cached_property
@@ -130,11 +130,11 @@ class _Stage:
         """Bytes, at most in a backward, above what there was."""
         return _top([piece.backward for piece in reversed(self.pieces)])
 
-    def _seconds(self, works: Sequence[Work]) -> float:
+    def _seconds(self, works: Sequence[PieceWork]) -> float:
         return max(sum(work.seconds for work in works), self.launch * sum(work.kernels for work in works))
 
 
-def _top(works: Sequence[Work]) -> int:
+def _top(works: Sequence[PieceWork]) -> int:
     before = itertools.accumulate((work.keeps for work in works), initial=0)
     return max((kept + work.top for kept, work in zip(before, works, strict=False)), default=0)
 
@@ -148,7 +148,9 @@ def _rank_of(schedule: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
     return recipe.build(pp, recipe.least(pp), virtual_stages).rank_of
 
 
-def bound(plan: Plan, *, sounding: Sounding, cut: Sequence[range], cluster: Cluster, exact: bool = False) -> Figures:
+def bound(
+    plan: Plan, *, sounding: LayerProfile, cut: Sequence[range], cluster: Cluster, exact: bool = False
+) -> PlanBound:
     """What a plan takes at least, with these pieces in its stages.
 
     `exact`: the sounding is of its own way, and its schedule's own table is gone through, which takes a while.
@@ -178,7 +180,7 @@ def bound(plan: Plan, *, sounding: Sounding, cut: Sequence[range], cluster: Clus
     else:
         held = [max(_levels(row, stages, shard), default=0) for row in schedule.rows]
     memory = max(rest + kept for rest, kept in zip(rests, held, strict=True)) + cluster.device.own
-    return Figures(seconds, int(memory), bubble, exposed)
+    return PlanBound(seconds, int(memory), bubble, exposed)
 
 
 def _least(plan: Plan, ranks: Sequence[Sequence[int]], stages: Sequence[_Stage], shard: _Shard) -> float:
@@ -197,7 +199,7 @@ def _least(plan: Plan, ranks: Sequence[Sequence[int]], stages: Sequence[_Stage],
 def _clocked(schedule: Schedule, stages: Sequence[_Stage], shard: _Shard) -> tuple[float, float]:
     """When the last computation of the schedule's table is over, and when the last reduction is."""
     costs = [
-        Cost(
+        ActionCost(
             forward=stage.forward,
             input=stage.parts[0],
             weight=stage.parts[1],
@@ -208,7 +210,7 @@ def _clocked(schedule: Schedule, stages: Sequence[_Stage], shard: _Shard) -> tup
         for number, stage in enumerate(stages)
     ]
     timeline = clock(schedule, costs=costs)
-    computed = max(event.stop for event in timeline.events if event.stream is Stream.COMPUTE)
+    computed = max(event.stop for event in timeline.events if event.stream is TimelineRow.COMPUTE)
     return computed, timeline.seconds if schedule.ranks > 1 else shard.alone(stages[0], along=timeline.seconds)
 
 
@@ -217,24 +219,27 @@ def _levels(row: Sequence[Action], stages: Sequence[_Stage], shard: _Shard) -> I
     gradients. What a backward in two parts leaves for its weights is not counted.
     """
     sizes = [(stage.keeps, stage.top_forward, stage.top_backward) for stage in stages]
-    gathers, reduces = {Kind.GATHER: 1, Kind.FREE: -1}, {action.stage for action in row if action.kind is Kind.REDUCE}
+    gathers, reduces = (
+        {ActionKind.GATHER: 1, ActionKind.FREE: -1},
+        {action.stage for action in row if action.kind is ActionKind.REDUCE},
+    )
     whole: set[int] = set()
     level = 0.0
     for action in row:
         keeps, top_forward, top_backward = sizes[action.stage]
         if action.kind in gathers:
             level += gathers[action.kind] * shard.gathered(stages[action.stage])
-        elif action.kind is Kind.F:
+        elif action.kind is ActionKind.F:
             yield level + top_forward
             level += keeps
-        elif action.kind in (Kind.B, Kind.I):
+        elif action.kind in (ActionKind.B, ActionKind.I):
             yield level + top_backward
             level -= keeps
-        if action.kind in (Kind.B, Kind.W) and action.stage in reduces - whole:
+        if action.kind in (ActionKind.B, ActionKind.W) and action.stage in reduces - whole:
             whole.add(action.stage)
             level += shard.accumulated(stages[action.stage])
             yield level
-        elif action.kind is Kind.REDUCE:
+        elif action.kind is ActionKind.REDUCE:
             level -= shard.accumulated(stages[action.stage])
 
 
@@ -317,7 +322,7 @@ class _Shard:
         if (self.plan.dp or 1) == 1:
             return 0.0
         size = sum(piece.states.get(Category.PARAMETERS, 0) for piece in stage.pieces) * self._used * width
-        return self._prices.collective(Call(Stamp(0, kind, ("dp",), (), "", int(size), ""), self._replicas))
+        return self._prices.collective(TapeCall(CallRecord(0, kind, ("dp",), (), "", int(size), ""), self._replicas))
 
     def link(self, stage: _Stage, number: int, rank_of: Sequence[int]) -> float:
         """Seconds of a message to the next stage."""
@@ -325,12 +330,12 @@ class _Shard:
             return 0.0
         apart = self.plan.mesh().size // self.plan.pp
         ranks = (rank_of[number] * apart, rank_of[number + 1] * apart)
-        stamp = Stamp(0, "send", ("pp",), (), "", stage.pieces[-1].sends, "")
-        return self._prices.collective(Call(stamp, ranks))
+        stamp = CallRecord(0, "send", ("pp",), (), "", stage.pieces[-1].sends, "")
+        return self._prices.collective(TapeCall(stamp, ranks))
 
     @cached_property
-    def _prices(self) -> Prices:
-        return Prices(self.cluster)
+    def _prices(self) -> ClusterPrices:
+        return ClusterPrices(self.cluster)
 
     @cached_property
     def _replicas(self) -> tuple[int, ...]:

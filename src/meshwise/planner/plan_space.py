@@ -68,7 +68,7 @@ TIERS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Space:
+class PlanSpace:
     """The plans for a number of ranks, in nodes of so many."""
 
     base: Plan

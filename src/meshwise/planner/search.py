@@ -25,19 +25,19 @@ from types import MappingProxyType
 from typing import Any
 
 from meshwise.model.deferred_init import shapes_of
-from meshwise.pipeline.cut.partition import Steps, divide
+from meshwise.pipeline.cut.partition import CutSteps, divide
 from meshwise.pipeline.schedules.action import Schedule
 from meshwise.pipeline.schedules.validate import in_flight
 from meshwise.plan import Plan
-from meshwise.planner.forked_workers import Workers
-from meshwise.planner.layer_profile import Pieces, Sounding, Way, sound
-from meshwise.planner.lower_bound import Figures, bound
-from meshwise.planner.plan_space import Space
+from meshwise.planner.forked_workers import ForkedWorkers
+from meshwise.planner.layer_profile import LayerProfile, ModelPieces, ProfileKey, profile_layers
+from meshwise.planner.lower_bound import PlanBound, bound
+from meshwise.planner.plan_space import PlanSpace
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.memory_use import fullest
 from meshwise.simulate.prediction import Prediction, predict
 from meshwise.simulate.rehearsal import find_stack, rehearse, schedule_of
-from meshwise.simulate.rehearsal_subject import Subject
+from meshwise.simulate.rehearsal_subject import RehearsalSubject
 from meshwise.simulate.value_requests import ASKED, is_of_values
 from meshwise.tensor.detect.rules import find_parts
 
@@ -51,7 +51,7 @@ WHOLE: Mapping[str, Any] = MappingProxyType(
 """A plan that divides nothing but the sequence of pieces."""
 
 
-class Rung(IntEnum):
+class SearchRung(IntEnum):
     """How far a plan has come."""
 
     STARTED = -1
@@ -68,9 +68,9 @@ class Candidate:
 
     plan: Plan
 
-    rung: Rung = Rung.STARTED
+    rung: SearchRung = SearchRung.STARTED
 
-    figures: Figures = field(default_factory=Figures)
+    figures: PlanBound = field(default_factory=PlanBound)
     """What it takes, once rehearsed; before that, what it takes at least."""
 
     at: tuple[str, ...] = ()
@@ -82,11 +82,11 @@ class Candidate:
     @property
     def rehearsed(self) -> bool:
         """Whether it could be rehearsed, and was."""
-        return self.rung is Rung.REHEARSED and not self.refused
+        return self.rung is SearchRung.REHEARSED and not self.refused
 
 
 @dataclass(frozen=True)
-class Effort:
+class SearchEffort:
     """How much is put into a search."""
 
     top: int = 10
@@ -100,7 +100,7 @@ class Effort:
 
 
 @dataclass
-class Survey:
+class SearchResult:
     """What a search has found so far."""
 
     limit: float
@@ -137,53 +137,57 @@ class Survey:
         return [candidate for candidate in self.candidates.values() if candidate.plan not in best]
 
 
-def search(subject: Subject, *, cluster: Cluster, space: Space, limit: float, effort: Effort) -> Iterator[Survey]:
+def search(
+    subject: RehearsalSubject, *, cluster: Cluster, space: PlanSpace, limit: float, effort: SearchEffort
+) -> Iterator[SearchResult]:
     """Look for the quickest plans; the survey is given whenever it has grown, and at the end.
 
     Where nothing fits the devices, plans that keep state elsewhere are tried, too.
     """
-    with Searching(subject, cluster=cluster, space=space, limit=limit, effort=effort) as searching:
+    with PlanSearch(subject, cluster=cluster, space=space, limit=limit, effort=effort) as searching:
         yield from searching.run(tiers=False)
         if not searching.survey.best():
             yield from searching.run(tiers=True)
         yield searching.survey
 
 
-class Searching:
+class PlanSearch:
     """One search under way."""
 
-    told: Callable[[Prediction], Figures]
+    told: Callable[[Prediction], PlanBound]
     """What a rehearsal tells of a plan: nothing less than the prediction, or bounds are none."""
 
-    def __init__(self, subject: Subject, *, cluster: Cluster, space: Space, limit: float, effort: Effort) -> None:
-        self.survey = Survey(limit)
+    def __init__(
+        self, subject: RehearsalSubject, *, cluster: Cluster, space: PlanSpace, limit: float, effort: SearchEffort
+    ) -> None:
+        self.survey = SearchResult(limit)
         self.told = figures_of
         self._cluster, self._space, self._effort = cluster, space, effort
         self._source = shapes_of(subject.model, seed=subject.options.seed)
         stack = find_stack(subject, source=self._source)
         self._subject = dataclasses.replace(subject, model=self._source.module, stack=stack)
-        self._pieces = Pieces.of(self._subject, source=self._source)
+        self._pieces = ModelPieces.of(self._subject, source=self._source)
         self._space = dataclasses.replace(space, pieces=self._pieces.count) if self._pieces else space
-        self._soundings: dict[Way, Sounding | None] = {}
-        self._scaled: dict[tuple[Way, Way], Sounding] = {}
+        self._soundings: dict[ProfileKey, LayerProfile | None] = {}
+        self._scaled: dict[tuple[ProfileKey, ProfileKey], LayerProfile] = {}
         rows = dataclasses.replace(space.base, dp=1, **WHOLE)
-        self._whole = Way(dataclasses.replace(rows, pp=self._space.pieces), self._space.most_rows)
-        self._asked: dict[Way, list[Candidate]] = {}
-        self._refused: dict[Way | None, str] = {}
+        self._whole = ProfileKey(dataclasses.replace(rows, pp=self._space.pieces), self._space.most_rows)
+        self._asked: dict[ProfileKey, list[Candidate]] = {}
+        self._refused: dict[ProfileKey | None, str] = {}
         self._splits: dict[tuple[Any, ...], str] = {}
         self._running: dict[Plan, Candidate] = {}
         self._cuts: dict[Any, tuple[str, ...]] = {}
         self._heap: list[tuple[float, int, int, Candidate]] = []
         self._number = itertools.count()
-        self._workers = Workers(effort.workers)
+        self._workers = ForkedWorkers(effort.workers)
 
-    def __enter__(self) -> Searching:
+    def __enter__(self) -> PlanSearch:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._workers.close()
 
-    def run(self, *, tiers: bool) -> Iterator[Survey]:
+    def run(self, *, tiers: bool) -> Iterator[SearchResult]:
         """Search the space; `tiers`: with plans that keep state elsewhere, of those that did not fit."""
         if tiers:
             for candidate in [one for one in self.survey.candidates.values() if not self.survey.fits(one)]:
@@ -207,17 +211,17 @@ class Searching:
             if self._is_over():
                 return
             candidate = heapq.heappop(self._heap)[-1]
-            rung = Rung(candidate.rung + 1)
+            rung = SearchRung(candidate.rung + 1)
             way = self._way(candidate.plan, rung)
-            refused = (self._refused.get(way) or self._unsplit(candidate.plan)) if rung is Rung.REHEARSED else ""
+            refused = (self._refused.get(way) or self._unsplit(candidate.plan)) if rung is SearchRung.REHEARSED else ""
             if refused:
                 self._settle(dataclasses.replace(candidate, rung=rung, refused=refused), tiers=tiers)
-            elif rung is Rung.REHEARSED:
+            elif rung is SearchRung.REHEARSED:
                 self.survey.rehearsals += 1
                 self._running[candidate.plan] = candidate
                 self._workers.start(candidate.plan, work=functools.partial(self._rehearsed, candidate.plan))
             elif way is None or (way in self._soundings and self._soundings[way] is None):
-                self._settle(dataclasses.replace(candidate, rung=Rung.TIMED), tiers=tiers)
+                self._settle(dataclasses.replace(candidate, rung=SearchRung.TIMED), tiers=tiers)
             elif way in self._soundings:
                 self._settle(self._bounded(candidate, rung, self._soundings[way]), tiers=tiers)  # type: ignore[arg-type]
             else:
@@ -227,18 +231,18 @@ class Searching:
 
     def _take(self, key: Any, outcome: Any, *, tiers: bool) -> None:
         """What a worker has found."""
-        if isinstance(key, Way):
-            self._soundings[key] = outcome if isinstance(outcome, Sounding) else None
+        if isinstance(key, ProfileKey):
+            self._soundings[key] = outcome if isinstance(outcome, LayerProfile) else None
             for candidate in self._asked.pop(key):
                 self._push(candidate)
             return
 
-        candidate = dataclasses.replace(self._running.pop(key), rung=Rung.REHEARSED)
+        candidate = dataclasses.replace(self._running.pop(key), rung=SearchRung.REHEARSED)
         if not isinstance(outcome, Exception):
             self._settle(dataclasses.replace(candidate, figures=outcome), tiers=tiers)
         elif isinstance(outcome, ValueError | RuntimeError):  # this model cannot be trained under it
             told = f"{outcome}; {ASKED}" if is_of_values(outcome) else str(outcome)
-            way = self._way(candidate.plan, Rung.REHEARSED)
+            way = self._way(candidate.plan, SearchRung.REHEARSED)
             if self._soundings.get(way) is None:  # type: ignore[arg-type]
                 self._refused[way] = told
             self._settle(dataclasses.replace(candidate, refused=told), tiers=tiers)
@@ -270,28 +274,28 @@ class Searching:
         self.survey.note(candidate)
         if not self.survey.fits(candidate):
             self._make_room(candidate, tiers=tiers)
-        elif candidate.rung is not Rung.REHEARSED:
+        elif candidate.rung is not SearchRung.REHEARSED:
             self._push(candidate)
 
     def _make_room(self, candidate: Candidate, *, tiers: bool) -> None:
         for plan in self._space.leaner(candidate.plan, tiers=tiers):
             # It takes no less time than what keeps more, but that zero=3 does not gather at the end.
             least = dataclasses.replace(candidate.figures, memory=0)
-            self._enter(Candidate(plan, figures=Figures() if plan.zero == 3 != candidate.plan.zero else least))
+            self._enter(Candidate(plan, figures=PlanBound() if plan.zero == 3 != candidate.plan.zero else least))
 
     # ---- rungs -------------------------------------------------------------------------------------------------
 
-    def _way(self, plan: Plan, rung: Rung) -> Way | None:
+    def _way(self, plan: Plan, rung: SearchRung) -> ProfileKey | None:
         """The sounding that a rung stands on."""
         if self._pieces is None or self._pieces.count < 2:
             return None
-        own = Way.of(plan, batch=self._space.batch, pieces=self._pieces.count)
-        if rung >= Rung.SOUNDED:
+        own = ProfileKey.of(plan, batch=self._space.batch, pieces=self._pieces.count)
+        if rung >= SearchRung.SOUNDED:
             return own
         plain = {"recompute": "none", "offload": "none", "schedule": "1f1b"}
-        if rung is Rung.COUNTED:
+        if rung is SearchRung.COUNTED:
             return self._undivided(own)
-        return Way(dataclasses.replace(own.plan, **plain), max(self._space.most_rows, own.rows))  # type: ignore[arg-type]
+        return ProfileKey(dataclasses.replace(own.plan, **plain), max(self._space.most_rows, own.rows))  # type: ignore[arg-type]
 
     def _unsplit(self, plan: Plan) -> str:
         """What is said where tp cannot split the model so, whatever else a plan says: no rehearsal is spent on that."""
@@ -304,20 +308,20 @@ class Searching:
                 self._splits[split] = str(error)
         return self._splits.get(split, "")
 
-    def _undivided(self, own: Way) -> Way:
+    def _undivided(self, own: ProfileKey) -> ProfileKey:
         """The model as it is, of no fewer rows than a plan's micro-batches: what is scaled up is no bound."""
         return dataclasses.replace(self._whole, rows=max(self._whole.rows, own.rows))
 
-    def _bounded(self, candidate: Candidate, rung: Rung, sounding: Sounding) -> Candidate:
+    def _bounded(self, candidate: Candidate, rung: SearchRung, sounding: LayerProfile) -> Candidate:
         plan, pieces = candidate.plan, self._pieces
         assert pieces is not None
-        own, at = Way.of(plan, batch=self._space.batch, pieces=pieces.count), self._at(plan)
+        own, at = ProfileKey.of(plan, batch=self._space.batch, pieces=pieces.count), self._at(plan)
         figures = bound(
             plan,
             sounding=self._as(own, sounding=sounding),
             cut=pieces.stages(at),
             cluster=self._cluster,
-            exact=rung is Rung.TIMED,
+            exact=rung is SearchRung.TIMED,
         )
         before = candidate.figures
         if figures.seconds < before.seconds:
@@ -325,7 +329,7 @@ class Searching:
         memory = max(figures.memory, before.memory)
         return dataclasses.replace(candidate, rung=rung, at=at, figures=dataclasses.replace(figures, memory=memory))
 
-    def _as(self, way: Way, *, sounding: Sounding) -> Sounding:
+    def _as(self, way: ProfileKey, *, sounding: LayerProfile) -> LayerProfile:
         """A sounding as another way's; many plans share one."""
         if sounding.way == way:
             return sounding
@@ -338,7 +342,7 @@ class Searching:
         where = self._subject.options.cut.at
         if where or plan.pp == 1 or self._pieces is None:
             return where
-        own = Way.of(plan, batch=self._space.batch, pieces=self._pieces.count)
+        own = ProfileKey.of(plan, batch=self._space.batch, pieces=self._pieces.count)
         whole = self._soundings.get(self._undivided(own)) or self._soundings.get(self._whole)
         if whole is None:
             return where
@@ -349,19 +353,19 @@ class Searching:
         key = (whole.way, number, schedule and (plan.schedule, plan.microbatches, plan.recompute))
         if key not in self._cuts:
             solid = [True] * len(whole.pieces)
-            bounds = divide(Steps(_loads(whole, number, schedule), solid, [0.0] * len(whole.pieces)), slack=0.0)
+            bounds = divide(CutSteps(_loads(whole, number, schedule), solid, [0.0] * len(whole.pieces)), slack=0.0)
             self._cuts[key] = tuple(self._pieces.names[bound] for bound in bounds[1:-1])
         return self._cuts[key]
 
-    def _sounded(self, way: Way) -> Sounding:
+    def _sounded(self, way: ProfileKey) -> LayerProfile:
         assert self._pieces is not None
-        return sound(self._subject, pieces=self._pieces, way=way, cluster=self._cluster)
+        return profile_layers(self._subject, pieces=self._pieces, way=way, cluster=self._cluster)
 
     def rehearsed(self, plan: Plan) -> Candidate:
         """Any plan, cut as the search would cut it. Raises what a rehearsal raises."""
-        return Candidate(plan, Rung.REHEARSED, self._rehearsed(plan), self._at(plan))
+        return Candidate(plan, SearchRung.REHEARSED, self._rehearsed(plan), self._at(plan))
 
-    def _rehearsed(self, plan: Plan) -> Figures:
+    def _rehearsed(self, plan: Plan) -> PlanBound:
         candidate, subject = Candidate(plan, at=self._at(plan)), self._subject
         if self._pieces is not None:
             where = self._pieces.where(candidate.at, where=subject.options.cut)
@@ -369,7 +373,7 @@ class Searching:
         return self.told(prediction_of(subject, candidate=candidate, cluster=self._cluster))
 
 
-def _loads(whole: Sounding, stages: int, schedule: Schedule | None) -> list[list[float]]:
+def _loads(whole: LayerProfile, stages: int, schedule: Schedule | None) -> list[list[float]]:
     """For each stage, what each piece would load it with: seconds, or with a schedule bytes."""
     if schedule is None:
         return [[work.forward.seconds + work.backward.seconds for work in whole.pieces]] * stages
@@ -380,7 +384,7 @@ def _loads(whole: Sounding, stages: int, schedule: Schedule | None) -> list[list
     ]
 
 
-def prediction_of(subject: Subject, *, candidate: Candidate, cluster: Cluster) -> Prediction:
+def prediction_of(subject: RehearsalSubject, *, candidate: Candidate, cluster: Cluster) -> Prediction:
     """What a plan takes, cut where the candidate says. Raises what a rehearsal raises."""
     plan, options = candidate.plan, subject.options
     options = dataclasses.replace(options, cut=dataclasses.replace(options.cut, at=candidate.at))
@@ -392,8 +396,8 @@ def prediction_of(subject: Subject, *, candidate: Candidate, cluster: Cluster) -
     return predict(rehearsal, cluster=cluster)
 
 
-def figures_of(prediction: Prediction) -> Figures:
+def figures_of(prediction: Prediction) -> PlanBound:
     """What a rehearsal has told."""
     memory = fullest(prediction.memory).peak.bytes + int(prediction.cluster.device.own)
     idle, asked = prediction.bubble * prediction.seconds, prediction.rehearsal.asked
-    return Figures(prediction.seconds, memory, idle, dict(prediction.exposed), asked)
+    return PlanBound(prediction.seconds, memory, idle, dict(prediction.exposed), asked)

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwise.planner.search import Candidate, Rung, Survey
+from meshwise.planner.search import Candidate, SearchResult, SearchRung
 from meshwise.simulate.simulation_tables import Table, text
 
 FULL = "out of memory"
@@ -16,7 +16,7 @@ REFUSED = "refused"
 UNTRIED = "not rehearsed: its bounds leave it a chance"
 
 
-def best_table(survey: Survey, *, top: int) -> Table:
+def best_table(survey: SearchResult, *, top: int) -> Table:
     """The best plans, and where the time of each goes."""
     rows: Table = [("", "step", "", "memory", "bubble", "waits", "plan")]
     best = survey.best()[:top]
@@ -30,7 +30,7 @@ def best_table(survey: Survey, *, top: int) -> Table:
     return rows
 
 
-def lost_table(survey: Survey, *, top: int) -> Table:
+def lost_table(survey: SearchResult, *, top: int) -> Table:
     """Why the others lost: how many for each reason, by how much at least, and the one that came nearest."""
     rows: Table = [("plans", "lost because", "by at least", "", "nearest")]
     for reason, candidates in sorted(_reasons(survey, top).items(), key=lambda item: -len(item[1])):
@@ -44,7 +44,7 @@ def lost_table(survey: Survey, *, top: int) -> Table:
     return rows
 
 
-def survey_record(survey: Survey, *, top: int) -> dict[str, Any]:
+def survey_record(survey: SearchResult, *, top: int) -> dict[str, Any]:
     """All of that for JSON."""
     return {
         "considered": len(survey.candidates),
@@ -82,7 +82,7 @@ def _record(one: Candidate) -> dict[str, Any]:
     }
 
 
-def _reasons(survey: Survey, top: int) -> Mapping[str, list[Candidate]]:
+def _reasons(survey: SearchResult, top: int) -> Mapping[str, list[Candidate]]:
     """The plans that lost, by the reason."""
     best = survey.best()[:top]
     last = best[-1].figures.seconds if best else 0.0
@@ -93,7 +93,7 @@ def _reasons(survey: Survey, top: int) -> Mapping[str, list[Candidate]]:
             refused[re.sub(r"\d+", "", _unplanned(one))].append(one)
         elif not survey.fits(one):
             found[FULL].append(one)
-        elif one.rung is not Rung.REHEARSED and one.figures.seconds < last:
+        elif one.rung is not SearchRung.REHEARSED and one.figures.seconds < last:
             found[UNTRIED].append(one)
         else:
             found[f"slower: {_where(one, best[0])}" if best else UNTRIED].append(one)
@@ -109,7 +109,7 @@ def _where(one: Candidate, best: Candidate) -> str:
     return max(parts, key=lambda part: parts[part] - least.get(part, 0.0))
 
 
-def _excess(one: Candidate, survey: Survey, reason: str) -> float:
+def _excess(one: Candidate, survey: SearchResult, reason: str) -> float:
     """Bytes too many, or time that is lost as a part of the best plan's."""
     best = survey.best()
     if reason == FULL or not best:
@@ -117,7 +117,7 @@ def _excess(one: Candidate, survey: Survey, reason: str) -> float:
     return one.figures.seconds / best[0].figures.seconds - 1
 
 
-def _furthest(candidates: Sequence[Candidate], survey: Survey, reason: str) -> Candidate:
+def _furthest(candidates: Sequence[Candidate], survey: SearchResult, reason: str) -> Candidate:
     return max(candidates, key=lambda one: _excess(one, survey, reason))
 
 

@@ -45,7 +45,7 @@ def place_buffer(buffer: Tensor, *, precision: Precision, device: torch.device) 
     return buffer.to(device, dtype).contiguous()
 
 
-class Doors:
+class CastHooks:
     """The doors of one model; none when its parameters are as declared."""
 
     def __init__(self, module: nn.Module, *, precision: Precision) -> None:

@@ -30,7 +30,7 @@ from meshwise.base.tensor_tree import tensors
 
 
 @dataclass(frozen=True)
-class Scale:
+class LossScale:
     """A loss scale between two steps.
 
     value      what the mean loss is multiplied by
@@ -62,7 +62,7 @@ class Scale:
         """What the sum of the losses is multiplied by."""
         return self.value / (self.count or 1.0)
 
-    def expecting(self, count: float) -> Scale:
+    def expecting(self, count: float) -> LossScale:
         """For batches that count about so much; as it was when that is nothing."""
         return replace(self, count=2.0 ** round(math.log2(count))) if 0 < count < math.inf else self
 
@@ -71,11 +71,11 @@ class Scale:
         """Whether a smaller scale cannot help."""
         return self.overflowed().value < self.LEAST
 
-    def overflowed(self) -> Scale:
+    def overflowed(self) -> LossScale:
         """After a step whose gradient was not finite."""
         return replace(self, value=self.value / 2 ** (self.overflows + 1), updates=0, overflows=self.overflows + 1)
 
-    def updated(self) -> Scale:
+    def updated(self) -> LossScale:
         """After a step that was applied."""
         if self.updates + 1 < self.patience or self.value >= self.MOST:
             return replace(self, updates=self.updates + 1, overflows=0)
@@ -86,7 +86,7 @@ class Scale:
         return asdict(self)
 
     @classmethod
-    def restored(cls, state: Mapping[str, float] | None) -> Scale:
+    def restored(cls, state: Mapping[str, float] | None) -> LossScale:
         """The scale that a checkpoint kept; a first one where it kept none."""
         return cls() if state is None else cls(**state)  # type: ignore[arg-type] # as `state` has made them
 

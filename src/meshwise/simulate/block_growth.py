@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
-from meshwise.simulate.tape import Call, Entry, Segment, Tape, Wait
+from meshwise.simulate.tape import Entry, Tape, TapeCall, TapeSegment, TapeWait
 
 Place: TypeAlias = tuple[int, int]
 """An entry of the shortest of three sequences, and which copy of it: 0 is the entry itself."""
@@ -36,7 +36,7 @@ class UnevenError(ValueError):
 
 
 @dataclass(frozen=True)
-class Growth:
+class BlockGrowth:
     """What every block adds to a sequence."""
 
     size: int
@@ -46,7 +46,7 @@ class Growth:
     """(position, length): before this position of the shortest come the `length` entries before it, once more."""
 
     @classmethod
-    def of(cls, three: Sequence[Sequence[Hashable]]) -> Growth:
+    def of(cls, three: Sequence[Sequence[Hashable]]) -> BlockGrowth:
         """Of sequences of which each has one block more. Raises UnevenError."""
         one, two, last = three
         added = _Search(one, two).added(0, 0, free=0)
@@ -121,7 +121,7 @@ def grown(tapes: Sequence[Tape], *, more: int) -> Tape:
     for each in zip(*parts, strict=True):
         entries = [part.entries for part in each]
         keys = [[_key(entry, made) for entry in one] for one, made in zip(entries, calls, strict=True)]
-        found.append(Segment(each[0].label, _grown(entries, keys, more)))
+        found.append(TapeSegment(each[0].label, _grown(entries, keys, more)))
     steady = 1 + len(tapes[0].first)
     return dataclasses.replace(tapes[0], build=found[0], first=tuple(found[1:steady]), steady=tuple(found[steady:]))
 
@@ -131,10 +131,10 @@ def _apart(tape: Tape) -> tuple[Hashable, ...]:
     return tape.index, *sorted(tape.away.items()), tape.beside, tape.at_update
 
 
-def _calls(parts: Sequence[Segment]) -> dict[int, Call]:
+def _calls(parts: Sequence[TapeSegment]) -> dict[int, TapeCall]:
     """The calls of a tape by their numbers, which they are without."""
     return {
-        call.stamp.sequence: Call(call.stamp._replace(sequence=0), call.ranks)
+        call.stamp.sequence: TapeCall(call.stamp._replace(sequence=0), call.ranks)
         for part in parts
         for call in part.calls()
     }
@@ -147,7 +147,7 @@ def _grown(three: Sequence[Sequence[Entry]], keys: Sequence[Sequence[Hashable]],
         [key if key in common else _with(entry, 0) for key, entry in zip(each, entries, strict=True)]
         for each, entries in zip(keys, three, strict=True)
     ]
-    growth = Growth.of(plain)
+    growth = BlockGrowth.of(plain)
     told = [
         {place: _number(entry) for place, entry in zip(growth.places(blocks), entries, strict=True)}
         for blocks, entries in enumerate(three)
@@ -168,23 +168,23 @@ def _grown(three: Sequence[Sequence[Entry]], keys: Sequence[Sequence[Hashable]],
     )
 
 
-def _key(entry: Entry, calls: Mapping[int, Call]) -> Hashable:
-    if isinstance(entry, Wait):
-        return Wait(0), calls.get(entry.sequence)
-    return calls[entry.stamp.sequence] if isinstance(entry, Call) else entry
+def _key(entry: Entry, calls: Mapping[int, TapeCall]) -> Hashable:
+    if isinstance(entry, TapeWait):
+        return TapeWait(0), calls.get(entry.sequence)
+    return calls[entry.stamp.sequence] if isinstance(entry, TapeCall) else entry
 
 
 def _number(entry: Entry) -> int:
     """What may move."""
-    if isinstance(entry, Call):
+    if isinstance(entry, TapeCall):
         return entry.stamp.sequence
-    return entry.sequence if isinstance(entry, Wait) else entry.bytes
+    return entry.sequence if isinstance(entry, TapeWait) else entry.bytes
 
 
 def _with(entry: Entry, number: int) -> Entry:
     """The same with another number."""
-    if isinstance(entry, Call):
-        return Call(entry.stamp._replace(sequence=number), entry.ranks)
-    if isinstance(entry, Wait):
-        return Wait(number)
+    if isinstance(entry, TapeCall):
+        return TapeCall(entry.stamp._replace(sequence=number), entry.ranks)
+    if isinstance(entry, TapeWait):
+        return TapeWait(number)
     return dataclasses.replace(entry, bytes=number)

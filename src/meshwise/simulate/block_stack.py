@@ -24,14 +24,14 @@ from meshwise.model.dispatch_modes import TorchDispatchMode
 from meshwise.model.parameter_table import ParameterOptions, matrices_decay
 from meshwise.plan import Plan
 from meshwise.plan.offload import Offload
-from meshwise.simulate.block_growth import Growth, UnevenError, lengthened
+from meshwise.simulate.block_growth import BlockGrowth, UnevenError, lengthened
 
 LEAST = 20
 """Of a stack. A lower one is run as quickly as three that stand for it."""
 
 
 @dataclass(frozen=True)
-class Stack:
+class BlockStack:
     """Like blocks that follow one another in a list."""
 
     name: str
@@ -52,7 +52,7 @@ class Stack:
         return _with(model, self.name.split("."), fewer)
 
 
-NONE = Stack("", 0, 0)
+NONE = BlockStack("", 0, 0)
 
 
 def all_alike(plan: Plan, *, options: Options) -> bool:
@@ -77,7 +77,7 @@ def _with(module: nn.Module, path: Sequence[str], children: dict[str, nn.Module 
 
 def stack_of(
     model: nn.Module, *, batch: Any, forward: Callable[..., Any], options: ParameterOptions | None = None
-) -> Stack:
+) -> BlockStack:
     """The highest stack of a model on the meta device, which is left as it is; `NONE` where none is high enough.
 
     `forward(model, batch)` runs it. `options`: of the optimizer, by which blocks may differ.
@@ -87,8 +87,8 @@ def stack_of(
     if stack.count < LEAST:
         return NONE
 
-    def told(three: Sequence[Sequence[Hashable]], more: int) -> Stack:
-        growth = Growth.of(three)
+    def told(three: Sequence[Sequence[Hashable]], more: int) -> BlockStack:
+        growth = BlockGrowth.of(three)
         if not growth.added or [three[0][index] for index, _ in growth.places(more)] != whole:
             raise UnevenError
         return stack
@@ -103,7 +103,7 @@ def stack_of(
     return found or NONE
 
 
-def _stacks(model: nn.Module, options: ParameterOptions) -> Iterator[Stack]:
+def _stacks(model: nn.Module, options: ParameterOptions) -> Iterator[BlockStack]:
     """Runs of like blocks, in all lists of a model."""
     held = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     holders = Counter(id(tensor) for _, tensor in held)
@@ -114,7 +114,7 @@ def _stacks(model: nn.Module, options: ParameterOptions) -> Iterator[Stack]:
             for kind, run in itertools.groupby(kinds):
                 count = len(list(run))
                 if kind is not None:
-                    yield Stack(name, start, count)
+                    yield BlockStack(name, start, count)
                 start += count
 
 

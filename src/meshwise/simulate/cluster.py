@@ -57,7 +57,7 @@ Curve = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
-class Products:
+class MatmulEfficiency:
     """The part of the peak that a product of matrices reaches, by its shape."""
 
     best: float = 0.8
@@ -94,10 +94,10 @@ class Device:
     """Floating-point operations per second by dtype, as in `bfloat16 = 312e12`; of one that is not told, those of the
     narrowest that is wider, or of the widest."""
 
-    products: Products = field(default_factory=Products)
+    products: MatmulEfficiency = field(default_factory=MatmulEfficiency)
     """Which part of that matrix products reach."""
 
-    attention: Products = field(default_factory=Products)
+    attention: MatmulEfficiency = field(default_factory=MatmulEfficiency)
     """Which part of that fused attention reaches, its outputs being queries and its inner length the keys."""
 
     bandwidth: Curve = ()
@@ -154,7 +154,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Host:
+class NodeHost:
     """What a node has beside its devices; bytes per second. What is not told is taken to be fast enough."""
 
     link: float = math.inf
@@ -186,7 +186,7 @@ class Cluster:
     between: Link = field(default_factory=Link)
     """Between nodes, through one adapter."""
 
-    host: Host = field(default_factory=Host)
+    host: NodeHost = field(default_factory=NodeHost)
     """Where offloaded state rests."""
 
     adapters: int = 8
@@ -308,7 +308,7 @@ def _read(kind: type[T], table: Mapping[str, Any], *, at: str) -> T:
         if key not in hints:
             near = (difflib.get_close_matches(key, hints, n=1, cutoff=0.3) or list(hints))[0]
             raise ClusterError(f"{at}: unknown key {key}; did you mean {near}?")
-        unlimited = kind is Host or key in ("memory", "rates")
+        unlimited = kind is NodeHost or key in ("memory", "rates")
         values[key] = _value(
             hints[key], value, at=f"{at}: {key}", zero=_defaults(kind).get(key) == 0, finite=not unlimited
         )

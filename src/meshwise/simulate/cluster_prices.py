@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from meshwise.simulate.cluster import Cluster, Curve, at
-from meshwise.simulate.tape import Call, Memory, Operation
+from meshwise.simulate.tape import MemoryChange, TapeCall, TapeOperation
 
 FUSED = frozenset(
     {
@@ -31,22 +31,22 @@ RINGS = frozenset({"all_gather", "reduce_scatter"})
 
 
 @dataclass
-class Prices:
+class ClusterPrices:
     """The prices of one cluster. Each operation and each call is priced once."""
 
     cluster: Cluster
     shift: int = 0
     """What to add to the ranks of a call: how far away the rank is that another one was rehearsed for."""
-    _known: dict[Operation, float] = field(default_factory=dict)
+    _known: dict[TapeOperation, float] = field(default_factory=dict)
     _spread: dict[tuple[int, ...], int] = field(default_factory=dict, init=False)
 
-    def seconds(self, operation: Operation) -> float:
+    def seconds(self, operation: TapeOperation) -> float:
         """Of one operation, once it is started."""
         if operation not in self._known:
             self._known[operation] = self._seconds(operation)
         return self._known[operation]
 
-    def _seconds(self, operation: Operation) -> float:
+    def _seconds(self, operation: TapeOperation) -> float:
         device = self.cluster.device
         if operation.product is None:
             own = device.rates.get(operation.name)
@@ -62,11 +62,11 @@ class Prices:
         computing = operation.flops * operation.part / (peak * curve.efficiency(inner=inner, outputs=outputs))
         return device.kernel + max(computing, operation.bytes / at(device.bandwidth, size=operation.bytes))
 
-    def allocation(self, memory: Memory) -> float:
+    def allocation(self, memory: MemoryChange) -> float:
         """Of memory, before it is first written to."""
         return memory.fresh * memory.bytes / at(self.cluster.device.fresh, size=memory.bytes) if memory.fresh else 0.0
 
-    def collective(self, call: Call) -> float:
+    def collective(self, call: TapeCall) -> float:
         """Of one collective, when every rank is in one of its kind along the same axes at the same time."""
         kind = SEND_RECV if call.stamp.point_to_point else call.stamp.kind
         size, ranks = call.stamp.bytes, call.ranks

@@ -12,13 +12,13 @@ from collections.abc import Hashable
 from torch import nn
 
 from meshwise.pipeline.cut.block_entry import module_at
-from meshwise.pipeline.cut.model_cut import Cut
+from meshwise.pipeline.cut.model_cut import ModelCut
 from meshwise.pipeline.schedules.action import Schedule
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def alike(model: nn.Module, *, cut: Cut | None, schedule: Schedule, ends: bool) -> tuple[int, ...]:
+def alike(model: nn.Module, *, cut: ModelCut | None, schedule: Schedule, ends: bool) -> tuple[int, ...]:
     """For each rank along pp, the first one that is like it. Without a cut between modules, every rank is its own.
 
     `ends`: the first and the last of a list of blocks do more than the others.
@@ -33,7 +33,7 @@ def alike(model: nn.Module, *, cut: Cut | None, schedule: Schedule, ends: bool) 
     )
 
 
-def _kind(model: nn.Module, cut: Cut, stage: int, *, ends: bool) -> Hashable:
+def _kind(model: nn.Module, cut: ModelCut, stage: int, *, ends: bool) -> Hashable:
     tied = any(stage in stages for stages in cut.ties.values())
     if stage in (0, cut.stages - 1) or tied:
         return stage

@@ -28,7 +28,7 @@ from meshwise.plan import Plan, PlanError
 from meshwise.simulate.available_memory import room_left
 from meshwise.simulate.memory_use import fullest, memory_of
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import Device, Subject
+from meshwise.simulate.rehearsal_subject import Device, RehearsalSubject
 from meshwise.simulate.simulation_tables import by_category, text
 from meshwise.simulate.value_requests import is_of_values
 
@@ -63,7 +63,7 @@ class ShortageError(MemoryError):
 
 
 @dataclass(frozen=True)
-class Shortage:
+class MemoryShortage:
     """What a plan needs of a rank, what the rank had, and a plan that needs less. All sizes are in bytes.
 
     held    when there was no memory left; empty where nothing has run
@@ -101,10 +101,10 @@ class Shortage:
         return "\n".join([f"the plan '{self.plan}' on a rank:", *lines, advice])
 
 
-class Needs:
+class MemoryNeeds:
     """What plans need of a rank at most, in bytes by category; each is rehearsed once."""
 
-    def __init__(self, subject: Subject, *, ranks: int, shared: bool = False) -> None:
+    def __init__(self, subject: RehearsalSubject, *, ranks: int, shared: bool = False) -> None:
         """`shared`: the ranks are processes of one host; on its CPUs they share memory."""
         self.device: Device = "cuda" if torch.cuda.is_available() else "cpu"
         self.rows = tree.rows(subject.batch)
@@ -126,19 +126,19 @@ class Needs:
             return math.inf
 
 
-def shortage(needs: Needs, *, plan: Plan, room: int, held: Mapping[str, int]) -> Shortage:
+def shortage(needs: MemoryNeeds, *, plan: Plan, room: int, held: Mapping[str, int]) -> MemoryShortage:
     """Rehearse `plan`, which has run out of memory, and what is cheapest of those that fit `room` bytes of a rank."""
     try:
         predicted = needs.of(plan)
     except (ValueError, RuntimeError) as error:
-        return Shortage(plan, {}, held, room, untold=str(error))
+        return MemoryShortage(plan, {}, held, room, untold=str(error))
     for change in CHANGES:
         candidates = list(_changed(plan, change, needs=needs))
         # The last one keeps least, or hardly more: where it does not fit, the others are not rehearsed.
         if candidates and needs.total(candidates[-1]) <= room:
             candidate = next(one for one in candidates if needs.total(one) <= room)
-            return Shortage(plan, predicted, held, room, candidate, int(needs.total(candidate)))
-    return Shortage(plan, predicted, held, room)
+            return MemoryShortage(plan, predicted, held, room, candidate, int(needs.total(candidate)))
+    return MemoryShortage(plan, predicted, held, room)
 
 
 def needs(
@@ -150,7 +150,7 @@ def needs(
     optimizer: OptimizerClass = torch.optim.AdamW,
     options: Options | None = None,
     **optimizer_arguments: Any,
-) -> Shortage:
+) -> MemoryShortage:
     """What a plan needs of each rank of this host and, where that is not there, the cheapest change that fits.
 
     To be printed. It is given what `parallelize` is, before that changes the model, and a global batch like those to
@@ -159,21 +159,21 @@ def needs(
     plan = Plan.of(plan)
     ranks = plan.mesh().size
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    subject = Subject(model, loss, batch, optimizer, optimizer_arguments, options or Options())
-    found = Needs(subject, ranks=ranks, shared=here == ranks)
+    subject = RehearsalSubject(model, loss, batch, optimizer, optimizer_arguments, options or Options())
+    found = MemoryNeeds(subject, ranks=ranks, shared=here == ranks)
     room = room_left(torch.device(found.device), ranks=here)
     try:
         predicted = found.of(plan)
     except RuntimeError as error:
         if not is_of_values(error):
             raise
-        return Shortage(plan, {}, {}, room, untold=str(error))
+        return MemoryShortage(plan, {}, {}, room, untold=str(error))
     if sum(predicted.values()) <= room:
-        return Shortage(plan, predicted, {}, room, plan, sum(predicted.values()))
+        return MemoryShortage(plan, predicted, {}, room, plan, sum(predicted.values()))
     return shortage(found, plan=plan, room=room, held={})
 
 
-def _changed(plan: Plan, change: str, *, needs: Needs) -> Iterator[Plan]:
+def _changed(plan: Plan, change: str, *, needs: MemoryNeeds) -> Iterator[Plan]:
     """The plan with a change, under every zero that shares out as much or more, in that order."""
     if needs.device == "cpu" and "optimizer:cpu" in change:
         return  # there is no other memory to go to

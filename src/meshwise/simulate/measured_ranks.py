@@ -14,7 +14,7 @@ from torch.nn import functional
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
 from meshwise.plan import Plan
-from meshwise.simulate.rehearsal_subject import Subject
+from meshwise.simulate.rehearsal_subject import RehearsalSubject
 
 STEPS = 3
 """After so many, everything that a run keeps is there."""
@@ -32,7 +32,7 @@ is alive. Ranks whose memory is measured on a CPU are started in it."""
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRank:
     """One rank of a plan that was run."""
 
     index: int
@@ -51,7 +51,7 @@ class Measured:
         return statistics.median(self.seconds[1:])
 
 
-def measure(world: World, *, subject: Subject, plan: Plan, steps: int = STEPS) -> list[Measured]:
+def measure(world: World, *, subject: RehearsalSubject, plan: Plan, steps: int = STEPS) -> list[MeasuredRank]:
     """Run a plan for a few steps on the ranks that there are. Every rank calls it and gets what all have measured.
 
     On a CPU the ranks live in the environment `MALLOC`. Raises OSError where the system does not tell a process's peak.
@@ -70,7 +70,7 @@ def measure(world: World, *, subject: Subject, plan: Plan, steps: int = STEPS) -
     seconds = [trainer.step(subject.batch).seconds]
     _forget_peak(world.device)
     seconds += [trainer.step(subject.batch).seconds for _ in range(steps - 1)]
-    own = Measured(trainer.world.group("pp").index, _peak(world.device) - before, tuple(seconds))
+    own = MeasuredRank(trainer.world.group("pp").index, _peak(world.device) - before, tuple(seconds))
     trainer.close()
     return list(world.exchange(own))
 

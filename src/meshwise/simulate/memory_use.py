@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meshwise.simulate.rehearsal import Rehearsal
-from meshwise.simulate.tape import Category, Memory, Segment
+from meshwise.simulate.tape import Category, MemoryChange, TapeSegment
 
 
 @dataclass(frozen=True)
-class Moment:
+class ActionMemory:
     """The most that a rank has while it does one action."""
 
     label: str
@@ -48,15 +48,15 @@ class RankMemory:
     built: Mapping[Category, int]
     """What there is before the first step."""
 
-    first: tuple[Moment, ...]
-    steady: tuple[Moment, ...]
+    first: tuple[ActionMemory, ...]
+    steady: tuple[ActionMemory, ...]
     """Action by action, of a run's first step and of those that follow."""
 
     away: Mapping[str, int]
     """Bytes that rest elsewhere than on the device, by tier: `cpu`, `disk`."""
 
     @property
-    def peak(self) -> Moment:
+    def peak(self) -> ActionMemory:
         """When it needs most on the device."""
         return max((*self.first, *self.steady), key=lambda moment: moment.bytes)
 
@@ -87,7 +87,7 @@ def _rank(rehearsal: Rehearsal, index: int, known: dict[int, _Change]) -> RankMe
     exact = _Level(apart=level.apart, known=known)
     for segment in (tape.build, *tape.first):
         exact.play(segment)
-    start = Moment("", sum(exact.device.values()), (exact.device, exact.host))
+    start = ActionMemory("", sum(exact.device.values()), (exact.device, exact.host))
     steady = (start, *map(exact.play, rehearsal.step(index)))
     return RankMemory(index, built, first, steady, tape.away)
 
@@ -106,13 +106,13 @@ class _Change:
     """Bytes on the device."""
 
     @classmethod
-    def of(cls, segment: Segment, *, apart: bool) -> _Change:
+    def of(cls, segment: TapeSegment, *, apart: bool) -> _Change:
         """`apart`: the host's memory is not that of the device."""
         device, host = Counter[Category](), Counter[Category]()
         total = highest = 0
         most, most_host = Counter[Category](), Counter[Category]()
         for entry in segment.entries:
-            if not isinstance(entry, Memory):
+            if not isinstance(entry, MemoryChange):
                 continue
             if entry.host and apart:
                 host[entry.category] += entry.bytes
@@ -136,13 +136,13 @@ class _Level:
         self._total = 0
         self._known = known
 
-    def play(self, segment: Segment) -> Moment:
+    def play(self, segment: TapeSegment) -> ActionMemory:
         """Go through a segment; the moment when there is most on the device."""
         change = self._known.get(id(segment.entries))
         if change is None:
             change = self._known[id(segment.entries)] = _Change.of(segment, apart=self.apart)
         before, more = (self.device, self.host), (change.most, change.most_host)
-        moment = Moment(segment.label, self._total + change.highest, before, more)
+        moment = ActionMemory(segment.label, self._total + change.highest, before, more)
         self._total += change.total
         self.device = _sum(self.device, change.device) if change.device else self.device
         self.host = _sum(self.host, change.host) if change.host else self.host

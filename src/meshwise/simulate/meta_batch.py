@@ -24,14 +24,14 @@ LARGEST = 2**24
 
 
 @dataclass(frozen=True)
-class StandIn:
+class MetaBatch:
     """A batch without values, and those of some of its tensors."""
 
     batch: Any
     values: tuple[tuple[Tensor, Tensor], ...]
 
     @classmethod
-    def of(cls, batch: Any, *, rows: int) -> StandIn:
+    def of(cls, batch: Any, *, rows: int) -> MetaBatch:
         """For a batch, with so many rows: its own, over and over."""
         values: list[tuple[Tensor, Tensor]] = []
 
@@ -47,7 +47,7 @@ class StandIn:
 
 def of_rows(batch: Any, *, rows: int) -> Any:
     """The same for who makes a rehearsal of it: in place of those without values are those that have them."""
-    made = StandIn.of(batch, rows=rows)
+    made = MetaBatch.of(batch, rows=rows)
     values = {id(bare): held for bare, held in made.values}
     return tree.map_tensors(lambda bare: values.get(id(bare), bare), made.batch)
 

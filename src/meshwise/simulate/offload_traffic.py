@@ -18,25 +18,25 @@ from types import MappingProxyType
 
 from meshwise.plan.offload import Offload
 from meshwise.simulate.cluster import Cluster
-from meshwise.simulate.tape import Operation, Tape, Traffic
+from meshwise.simulate.tape import Tape, TapeOperation, TierTraffic
 
 _AT_UPDATE: Mapping[str, int] = MappingProxyType({"params": 1, "gradients": 1, "masters": 2, "optimizer": 2})
 """How often each is read or written then."""
 
 
-def beside(tiers: Offload, *, sizes: Mapping[str, int], microbatches: int, on_gpu: bool) -> Traffic:
+def beside(tiers: Offload, *, sizes: Mapping[str, int], microbatches: int, on_gpu: bool) -> TierTraffic:
     """Beside the micro-batches. `sizes`: bytes that rest elsewhere; of activations, those of one micro-batch."""
     times = {"activations": 2 * microbatches, "params": 2 * microbatches, "gradients": 2 * microbatches - 1}
     moved = {what: many * sizes.get(what, 0) for what, many in times.items()}
     on_disk = sum(size for what, size in moved.items() if getattr(tiers, what) == "disk")
-    return Traffic(link=sum(moved.values()) if on_gpu else 0, disk=on_disk)
+    return TierTraffic(link=sum(moved.values()) if on_gpu else 0, disk=on_disk)
 
 
-def at_update(tiers: Offload, *, sizes: Mapping[str, int], updated: Mapping[str, int], on_gpu: bool) -> Traffic:
+def at_update(tiers: Offload, *, sizes: Mapping[str, int], updated: Mapping[str, int], on_gpu: bool) -> TierTraffic:
     """At the update. `updated`: bytes of the `params` that a rank updates, and of their `gradients`."""
     crossing = (what for what in updated if (getattr(tiers, what) == "device") is tiers.updates_on_cpu)
     on_disk = (what for what in _AT_UPDATE if getattr(tiers, what) == "disk")
-    return Traffic(
+    return TierTraffic(
         link=sum(updated[what] for what in crossing) if on_gpu else 0,
         disk=sum(_AT_UPDATE[what] * sizes.get(what, 0) for what in on_disk),
     )
@@ -46,12 +46,12 @@ def with_host(tape: Tape, *, took: float, cluster: Cluster, on_host: bool) -> fl
     """The seconds of a step of which a rank's own takes so long. `on_host`: a GPU's optimizer runs on the host."""
     updates = 0
     if on_host:
-        operations = (entry for part in tape.steady for entry in part.entries if isinstance(entry, Operation))
+        operations = (entry for part in tape.steady for entry in part.entries if isinstance(entry, TapeOperation))
         updates = sum(one.bytes for one in operations if one.name.startswith("_fused_"))
     along, after = (_seconds(traffic, cluster) for traffic in (tape.beside, tape.at_update))
     return max(took, along) + max(after, updates * cluster.ranks_per_node / cluster.host.memory)
 
 
-def _seconds(traffic: Traffic, cluster: Cluster) -> float:
+def _seconds(traffic: TierTraffic, cluster: Cluster) -> float:
     """Of what moves over the link and from and to the disk, which all ranks of a node share."""
     return max(traffic.link / cluster.host.link, traffic.disk * cluster.ranks_per_node / cluster.host.disk)

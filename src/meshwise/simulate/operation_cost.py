@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from meshwise.base.tensor_tree import tensors
-from meshwise.simulate.tape import Operation, Product
+from meshwise.simulate.tape import MatrixProduct, TapeOperation
 
 aten = torch.ops.aten
 
@@ -79,7 +79,7 @@ def makes_anew(func: OpOverload) -> bool:
     )
 
 
-def operation(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> Operation:
+def operation(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> TapeOperation:
     """The cost of one call."""
     inputs = [*tensors(args), *tensors(kwargs)]
     outputs = list(tensors(output))
@@ -92,7 +92,7 @@ def operation(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any
     part = 1.0
     if product is not None and _is_causal(func, args, kwargs):
         part = causal_part(product.n, cpu=name.endswith(("_for_cpu", "_for_cpu_backward")))
-    return Operation(name.removeprefix("aten::"), dtype, flops, read + written, product, part)
+    return TapeOperation(name.removeprefix("aten::"), dtype, flops, read + written, product, part)
 
 
 def causal_part(keys: int, *, cpu: bool) -> float:
@@ -158,7 +158,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 def _product(
     func: OpOverload, args: Sequence[Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
-) -> Product | None:
+) -> MatrixProduct | None:
     """The sizes of a product of two matrices, or of as many as a batch has."""
     packet = func._overloadpacket
     if packet is aten.convolution:
@@ -169,28 +169,28 @@ def _product(
         inputs = inputs[1:]
     if packet in (aten.mm, aten.addmm):
         (m, k), n = inputs[0].shape, inputs[1].shape[1]
-        return Product(1, m, k, n)
+        return MatrixProduct(1, m, k, n)
     if packet in (aten.bmm, aten.baddbmm):
         (batch, m, k), n = inputs[0].shape, inputs[1].shape[2]
-        return Product(batch, m, k, n)
+        return MatrixProduct(batch, m, k, n)
     if packet is aten._grouped_mm:
         return _grouped(inputs[0], inputs[1], outputs[0])
     if "attention" in packet.__name__:
         batch, heads, length, width = inputs[0].shape
-        return Product(batch * heads, length, width, length)
+        return MatrixProduct(batch * heads, length, width, length)
     return None
 
 
-def _grouped(a: Tensor, b: Tensor, output: Tensor) -> Product:
+def _grouped(a: Tensor, b: Tensor, output: Tensor) -> MatrixProduct:
     """Products whose groups share out the rows, the columns or the terms of one: of each there are as many in all."""
     batch = output.shape[0] if output.dim() == 3 else 1
     terms = a.shape[-1] // (batch if a.dim() == b.dim() == 2 else 1)
-    return Product(batch, a.shape[-2], max(1, terms), b.shape[-1])
+    return MatrixProduct(batch, a.shape[-2], max(1, terms), b.shape[-1])
 
 
-def _windows(x: Tensor, weight: Tensor, y: Tensor, *, transposed: bool, groups: int) -> Product:
+def _windows(x: Tensor, weight: Tensor, y: Tensor, *, transposed: bool, groups: int) -> MatrixProduct:
     """A convolution as the product that it is, for each group, of all windows and the weight."""
     places = x if transposed else y
     channels, window = weight.shape[0] // groups, math.prod(weight.shape[1:])
     k, n = (channels, window) if transposed else (window, channels)
-    return Product(groups, places.numel() // places.shape[1], k, n)
+    return MatrixProduct(groups, places.numel() // places.shape[1], k, n)

@@ -14,20 +14,20 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from meshwise.base.timeline import Stream, Timeline
-from meshwise.pipeline.schedules.action import COMPUTE, Action, Kind
-from meshwise.pipeline.schedules.schedule_clock import Cost, clock
+from meshwise.base.timeline import Timeline, TimelineRow
+from meshwise.pipeline.schedules.action import COMPUTE, Action, ActionKind
+from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.simulate.cluster import Cluster
-from meshwise.simulate.cluster_prices import Prices, traffic
+from meshwise.simulate.cluster_prices import ClusterPrices, traffic
 from meshwise.simulate.memory_use import RankMemory, fullest, memory_of
 from meshwise.simulate.offload_traffic import with_host
 from meshwise.simulate.rehearsal import Rehearsal
 from meshwise.simulate.segment_times import moments
-from meshwise.simulate.tape import Call, Operation, Segment, Wait
+from meshwise.simulate.tape import TapeCall, TapeOperation, TapeSegment, TapeWait
 
 
 @dataclass(frozen=True)
-class Played:
+class PlayedSegment:
     """A part of a tape, played."""
 
     seconds: float
@@ -104,14 +104,14 @@ class Prediction:
         counted: Counter[str] = Counter()
         for segment in self.rehearsal.step(0):
             for entry in segment.entries:
-                if isinstance(entry, Operation):
+                if isinstance(entry, TapeOperation):
                     counted[entry.dtype] += entry.flops
         return self.cluster.device.peak_of(counted.most_common(1)[0][0])
 
 
 def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
     """Play a rehearsal on a cluster."""
-    prices, step = Prices(cluster), cluster.device.step
+    prices, step = ClusterPrices(cluster), cluster.device.step
     places = _places(rehearsal, cluster)
     ranks = {place: _Rank(rehearsal, index, prices) for place, index in _first(places).items()}
     each = [rank.sent() for rank in ranks.values()]
@@ -120,11 +120,11 @@ def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
         played = ranks[places[0]].play(rehearsal.step(0))
         took, waits = _with_host(rehearsal, cluster, played.seconds + step, played.exposed)
         return Prediction(rehearsal, cluster, took, 0.0, waits, sent, None)
-    costs: dict[int, Cost] = {}
+    costs: dict[int, ActionCost] = {}
     for index, place in enumerate(places):
         costs |= dict(zip(rehearsal.schedule.stages_of(index), ranks[place].costs().values(), strict=True))
     timeline = clock(rehearsal.schedule, costs=[costs[stage] for stage in range(rehearsal.schedule.stages)])
-    computed = max(event.stop for event in timeline.events if event.stream is Stream.COMPUTE)
+    computed = max(event.stop for event in timeline.events if event.stream is TimelineRow.COMPUTE)
     along = max(event.stop for event in timeline.events)
     around = max(rank.around().seconds for rank in ranks.values())
     spent = along + around + step
@@ -151,7 +151,7 @@ def _with_host(
 
 def forward_flops(rehearsal: Rehearsal) -> list[int]:
     """Of the matrix products of all micro-batches' forwards, for each rank along pp."""
-    return each_flops(rehearsal, kinds=frozenset({Kind.F}))
+    return each_flops(rehearsal, kinds=frozenset({ActionKind.F}))
 
 
 def _once(rehearsal: Rehearsal) -> list[int]:
@@ -160,7 +160,7 @@ def _once(rehearsal: Rehearsal) -> list[int]:
     return [found[tape.index] for tape in rehearsal.tapes]
 
 
-def _first_flops(parts: Sequence[Segment]) -> int:
+def _first_flops(parts: Sequence[TapeSegment]) -> int:
     """Of what these compute for the first time; micro-batches that are alike share their entries."""
     actions = [part for part in parts if _is_action(part)]
     alike = Counter(id(part.entries) for part in actions)
@@ -168,13 +168,13 @@ def _first_flops(parts: Sequence[Segment]) -> int:
     return sum(alike[key] * _own_flops(part) for key, part in each.items())
 
 
-def _own_flops(part: Segment) -> int:
+def _own_flops(part: TapeSegment) -> int:
     """Without what a backward repeats of a forward; a forward that differentiates within itself repeats nothing."""
-    forward = kind_of(part.label) is Kind.F
-    return sum(one.flops for one in part.entries if isinstance(one, Operation) and (forward or not one.again))
+    forward = kind_of(part.label) is ActionKind.F
+    return sum(one.flops for one in part.entries if isinstance(one, TapeOperation) and (forward or not one.again))
 
 
-def each_flops(rehearsal: Rehearsal, *, kinds: Collection[Kind | None] = (None, *Kind)) -> list[int]:
+def each_flops(rehearsal: Rehearsal, *, kinds: Collection[ActionKind | None] = (None, *ActionKind)) -> list[int]:
     """Of the matrix products of a step, for each rank along pp, in actions of these kinds; None: outside of any."""
     found = {
         tape.index: sum(part.flops for part in rehearsal.step(tape.index) if kind_of(part.label) in kinds)
@@ -201,7 +201,7 @@ def _first(places: Sequence[_Place]) -> dict[_Place, int]:
 class _Rank:
     """One rank along pp, and its prices."""
 
-    def __init__(self, rehearsal: Rehearsal, index: int, prices: Prices) -> None:
+    def __init__(self, rehearsal: Rehearsal, index: int, prices: ClusterPrices) -> None:
         each = rehearsal.plan.mesh().size // len(rehearsal.tapes)
         self.prices = dataclasses.replace(prices, shift=(index - rehearsal.tapes[index].index) * each)
         parts = rehearsal.step(index)
@@ -213,42 +213,42 @@ class _Rank:
         ]
         self._played = {id(part.entries): self.play([part]) for _, part, _ in self._actions}
 
-    def play(self, segments: Iterable[Segment]) -> Played:
+    def play(self, segments: Iterable[TapeSegment]) -> PlayedSegment:
         """Play segments one after the other; messages between stages are left to the pipeline's clock."""
         now = computing = 0.0
         axes: dict[int, str] = {}
         exposed: dict[str, float] = defaultdict(float)
         for _, entry, start, stop in moments(segments, prices=self.prices):
-            if isinstance(entry, Call):
+            if isinstance(entry, TapeCall):
                 axes[entry.stamp.sequence] = "·".join(entry.stamp.axes)
                 continue
             now = stop
-            if isinstance(entry, Operation):
+            if isinstance(entry, TapeOperation):
                 computing += stop - start
-            elif isinstance(entry, Wait) and stop > start:
+            elif isinstance(entry, TapeWait) and stop > start:
                 exposed[axes[entry.sequence]] += stop - start
-        return Played(now, computing, exposed)
+        return PlayedSegment(now, computing, exposed)
 
-    def costs(self) -> dict[int, Cost]:
+    def costs(self) -> dict[int, ActionCost]:
         """What each of its stages costs, ascending."""
-        found: dict[int, dict[Kind, list[tuple[float, int]]]] = defaultdict(lambda: defaultdict(list))
+        found: dict[int, dict[ActionKind, list[tuple[float, int]]]] = defaultdict(lambda: defaultdict(list))
         for action, part, times in self._actions:
             took = self._seconds(part) if action.kind in COMPUTE else sum(map(self.prices.collective, part.calls()))
             found[action.stage][action.kind].append((took, times))
         return {
-            stage: Cost(
-                forward=_mean(times[Kind.F]),
-                input=_mean(times[Kind.I]),
-                weight=_mean(times[Kind.W]),
-                backward=_mean(times[Kind.B]) if times[Kind.B] else None,
-                link=_mean(times[Kind.SEND_F]) or _mean(times[Kind.RECV_B]),
-                gather=_mean(times[Kind.GATHER]),
-                reduce=_mean(times[Kind.REDUCE]),
+            stage: ActionCost(
+                forward=_mean(times[ActionKind.F]),
+                input=_mean(times[ActionKind.I]),
+                weight=_mean(times[ActionKind.W]),
+                backward=_mean(times[ActionKind.B]) if times[ActionKind.B] else None,
+                link=_mean(times[ActionKind.SEND_F]) or _mean(times[ActionKind.RECV_B]),
+                gather=_mean(times[ActionKind.GATHER]),
+                reduce=_mean(times[ActionKind.REDUCE]),
             )
             for stage, times in sorted(found.items())
         }
 
-    def around(self) -> Played:
+    def around(self) -> PlayedSegment:
         """What comes before and after the schedule."""
         return self.play(self._around)
 
@@ -281,17 +281,17 @@ class _Rank:
                     found["inside"] += size * (1 - leaving)
         return found
 
-    def _seconds(self, part: Segment) -> float:
+    def _seconds(self, part: TapeSegment) -> float:
         return self._played[id(part.entries)].seconds
 
 
 @cache
-def kind_of(label: str) -> Kind | None:
+def kind_of(label: str) -> ActionKind | None:
     """Of the action that a segment with this label is, if it is one."""
     return Action.parse(label).kind if label[:1].isdigit() else None
 
 
-def _is_action(part: Segment) -> bool:
+def _is_action(part: TapeSegment) -> bool:
     return kind_of(part.label) is not None
 
 

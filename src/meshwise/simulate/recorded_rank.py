@@ -14,38 +14,38 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from meshwise.base import tensor_tree as tree
-from meshwise.comm.api.flight_recorder import Journal
+from meshwise.comm.api.flight_recorder import FlightRecorder
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.memory.rehearsed_movers import RehearsedMover
-from meshwise.model.deferred_init import Source
+from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.forward import default_forward
-from meshwise.model.shape_constants import Constants
+from meshwise.model.shape_constants import ShapeConstants
 from meshwise.pipeline.schedules.validate import in_flight
 from meshwise.plan import Plan
 from meshwise.plan.offload import Offload
 from meshwise.simulate.offload_traffic import at_update, beside
-from meshwise.simulate.recorder import Kernels, Memo, Operations, Recorder, as_if_on
-from meshwise.simulate.rehearsal_subject import Device, Subject
-from meshwise.simulate.rehearsal_world import RehearsalWorld, Stages
-from meshwise.simulate.tape import Category, Segment, Tape
+from meshwise.simulate.recorder import KernelChoice, OperationMemo, OperationRecorder, Recorder, as_if_on
+from meshwise.simulate.rehearsal_subject import Device, RehearsalSubject
+from meshwise.simulate.rehearsal_world import RehearsalWorld, StageMessages
+from meshwise.simulate.tape import Category, Tape, TapeSegment
 from meshwise.simulate.value_requests import in_rehearsal, told_of_values
 
 
 @dataclass(frozen=True)
-class Part:
+class RehearsedRank:
     """What every rehearsed rank is given."""
 
-    subject: Subject
+    subject: RehearsalSubject
     plan: Plan
     only: frozenset[int]
-    source: Source
+    source: ParameterSource
     device: Device
-    stages: Stages
+    stages: StageMessages
     shared: bool
     values: tuple[tuple[Tensor, Tensor], ...]
     """Of tensors of the batch."""
-    memo: Memo = field(default_factory=Memo)
+    memo: OperationMemo = field(default_factory=OperationMemo)
 
     def tapes(self) -> tuple[Tape, ...]:
         """Of every rank along pp, that of the one which is rehearsed for it."""
@@ -67,11 +67,11 @@ class Part:
     def _tape(self, index: int) -> Tape:
         mesh = self.plan.mesh()
         rank = index * (mesh.size // self.plan.pp)
-        recorder = Recorder(Journal())
+        recorder = Recorder(FlightRecorder())
         world = RehearsalWorld(rank=rank, mesh=mesh, recorder=recorder, stages=self.stages, shared=self.shared)
-        constants, options = Constants(self.values), self.subject.options
+        constants, options = ShapeConstants(self.values), self.subject.options
         forward = in_rehearsal(options.forward or default_forward, constants=constants)
-        with Kernels(self.device, local=self.plan.random == "local"):
+        with KernelChoice(self.device, local=self.plan.random == "local"):
             with constants:
                 trainer = parallelize(
                     self.source,
@@ -87,7 +87,7 @@ class Part:
                 recorder.elsewhere(tensor)  # it is the caller's
             _watch(trainer, recorder, on_gpu=self.device == "cuda")
             build = recorder.segments()
-            with Operations(recorder, memo=self.memo), constants:
+            with OperationRecorder(recorder, memo=self.memo), constants:
                 trainer.step(self.subject.batch, only=frozenset({max(self.only)}))
                 first = self._run(recorder)
                 saved = 0 if trainer.activations is None else trainer.activations.peak
@@ -118,7 +118,7 @@ class Part:
             away["cpu"] += _staged(trainer) if self.plan.tiers.activations == "disk" else 0
         return +away
 
-    def _run(self, recorder: Recorder) -> tuple[Segment, ...]:
+    def _run(self, recorder: Recorder) -> tuple[TapeSegment, ...]:
         """What has been recorded, without what passing over a micro-batch took."""
         passed = {f"0F{index}" for index in range(self.plan.microbatches) if index not in self.only}
         return tuple(segment for segment in recorder.segments() if self.plan.pp > 1 or segment.label not in passed)

@@ -26,15 +26,15 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from meshwise.base.tensor_tree import tensors
-from meshwise.comm.api.flight_recorder import Journal
+from meshwise.comm.api.flight_recorder import FlightRecorder
 from meshwise.comm.shared_memory.segment import KEPT, fits
 from meshwise.model.dispatch_modes import TorchDispatchMode, unseen
 from meshwise.model.meta_kernels import computed
-from meshwise.model.random_interception import Throughout
+from meshwise.model.random_interception import ForwardAndBackwardMode
 from meshwise.optim.flat_optimizer import OptimizerClass
-from meshwise.pipeline.schedules.action import Action, Kind, ScheduleError
+from meshwise.pipeline.schedules.action import Action, ActionKind, ScheduleError
 from meshwise.simulate.operation_cost import held, makes_anew, moves_nothing, operation
-from meshwise.simulate.tape import Category, Entry, Memory, Operation, Segment
+from meshwise.simulate.tape import Category, Entry, MemoryChange, TapeOperation, TapeSegment
 
 
 @dataclass
@@ -49,7 +49,7 @@ class _Watched:
 class Recorder:
     """What one rank has done so far. Its `entries` are in order, each with what the journal says the rank was at."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: FlightRecorder) -> None:
         self.journal = journal
         self._entries: list[tuple[str, Entry]] = []
         self._sizes: dict[int, tuple[Category, int, bool]] = {}
@@ -63,7 +63,7 @@ class Recorder:
         """Something happens now."""
         self._entries.append((self.journal.doing, entry))
 
-    def segments(self) -> tuple[Segment, ...]:
+    def segments(self) -> tuple[TapeSegment, ...]:
         """What has happened since the last time this was asked, action by action."""
         found: list[tuple[str, list[Entry]]] = []
         for label, entry in self._entries:
@@ -71,9 +71,9 @@ class Recorder:
                 found.append((label, []))
             found[-1][1].append(entry)
         self._entries = []
-        return tuple(Segment(label, tuple(entries)) for label, entries in found)
+        return tuple(TapeSegment(label, tuple(entries)) for label, entries in found)
 
-    def saw(self, operation: Operation | None, *, output: Any) -> None:
+    def saw(self, operation: TapeOperation | None, *, output: Any) -> None:
         """An operation has run; None when it computes nothing."""
         if operation is not None:
             self.note(dataclasses.replace(operation, again=True) if operation.flops and _repeats() else operation)
@@ -89,13 +89,13 @@ class Recorder:
             old, size, host = self._sizes[key]
             if category not in (None, old):
                 self._sizes[key] = (category, size, host)
-                self.note(Memory(old, -size, host))
-                self.note(Memory(category, size, host))
+                self.note(MemoryChange(old, -size, host))
+                self.note(MemoryChange(category, size, host))
             return
         kind = category or _category(self.journal.doing)
         self._sizes[key] = (kind, self._part(storage), not tensor.is_meta)
         self._references[key] = weakref.ref(storage, lambda _: self._released(key))
-        self.note(Memory(*self._sizes[key], fresh=fresh))
+        self.note(MemoryChange(*self._sizes[key], fresh=fresh))
 
     def borrowed(self, numel: int, *, dtype: torch.dtype, category: Category | None = None) -> Tensor:
         """A tensor in shared memory, which is lent: what the last tensors have left waits for another one."""
@@ -104,7 +104,7 @@ class Recorder:
         fitting = min((slab for slab in self._left if fits(tensor.nbytes, slab=slab)), default=None)
         if fitting is not None:
             self._left.remove(fitting)
-            self.note(Memory(Category.COMMUNICATION, -fitting))
+            self.note(MemoryChange(Category.COMMUNICATION, -fitting))
         self.allocated(tensor, category=category, fresh=0 if fitting else 2)
         self._borrowed.add(tensor.untyped_storage()._cdata)
         return tensor
@@ -121,7 +121,7 @@ class Recorder:
         key = storage._cdata
         if key in self._sizes:
             category, size, host = self._sizes[key]
-            self.note(Memory(category, -size, host))
+            self.note(MemoryChange(category, -size, host))
         self._sizes[key] = (Category.PARAMETERS, 0, False)
         self._references[key] = weakref.ref(storage, lambda _: self._released(key))
 
@@ -141,7 +141,7 @@ class Recorder:
             watched.bytes = whole
             category, size, host = self._sizes[watched.storage._cdata]
             now = self._part(watched.storage)
-            self.note(Memory(category, now - size, host, fresh=int(now > size)))
+            self.note(MemoryChange(category, now - size, host, fresh=int(now > size)))
             self._sizes[watched.storage._cdata] = (category, now, host)
 
     def _part(self, storage: torch.UntypedStorage) -> int:
@@ -152,13 +152,13 @@ class Recorder:
         category, size, host = self._sizes.pop(key)
         del self._references[key]
         self._holders.pop(key, None)
-        self.note(Memory(category, -size, host))
+        self.note(MemoryChange(category, -size, host))
         if key in self._borrowed:
             self._borrowed.remove(key)
             self._left.append(size)
-            self.note(Memory(Category.COMMUNICATION, size))
+            self.note(MemoryChange(Category.COMMUNICATION, size))
             if len(self._left) > KEPT:
-                self.note(Memory(Category.COMMUNICATION, -self._left.popleft()))
+                self.note(MemoryChange(Category.COMMUNICATION, -self._left.popleft()))
 
 
 def _repeats() -> bool:
@@ -175,28 +175,32 @@ def _category(doing: str) -> Category:
         kind = Action.parse(doing).kind
     except ScheduleError:
         return Category.COMMUNICATION
-    return Category.ACTIVATIONS if kind in (Kind.F, Kind.B, Kind.I, Kind.W) else Category.COMMUNICATION
+    return (
+        Category.ACTIVATIONS
+        if kind in (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
+        else Category.COMMUNICATION
+    )
 
 
 @dataclass(frozen=True)
 class _Known:
     """What an operation on tensors of these shapes costs, and what it returns: sizes, strides and dtypes."""
 
-    operation: Operation | None
+    operation: TapeOperation | None
     outputs: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype] | None, ...]
     """None where it returns none."""
 
     single: bool
 
 
-class Memo(dict[Any, _Known]):
+class OperationMemo(dict[Any, _Known]):
     """Operations that were run before. A model repeats its blocks, and torch takes its time to tell shapes."""
 
 
-class Operations(TorchDispatchMode):
+class OperationRecorder(TorchDispatchMode):
     """Shows a recorder every operation below autograd."""
 
-    def __init__(self, recorder: Recorder, *, memo: Memo) -> None:
+    def __init__(self, recorder: Recorder, *, memo: OperationMemo) -> None:
         super().__init__()
         self._recorder = recorder
         self._memo = memo
@@ -242,7 +246,7 @@ def _described(value: Any) -> Any:
 _IS_CPU = vars(torch._C.TensorBase)["is_cpu"].__get__
 
 
-class Kernels(Throughout):
+class KernelChoice(ForwardAndBackwardMode):
     """Answers for the device that is meant: which kernels compute, and whether a tensor is on a CPU.
 
     `local`: dropout is torch's own, which a GPU's fused attention does too. Masks that are the same under every plan

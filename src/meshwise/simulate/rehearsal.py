@@ -27,23 +27,23 @@ import torch
 from meshwise.base import tensor_tree as tree
 from meshwise.engine.cut_agreement import cut_for, pairs_of, plan_schedule
 from meshwise.engine.parallelize import Options
-from meshwise.model.deferred_init import Source, shapes_of
+from meshwise.model.deferred_init import ParameterSource, shapes_of
 from meshwise.model.forward import Loss, default_forward
 from meshwise.model.parameter_table import check_trains
-from meshwise.model.shape_constants import Constants
-from meshwise.pipeline.cut.model_cut import Wish
+from meshwise.model.shape_constants import ShapeConstants
+from meshwise.pipeline.cut.model_cut import CutRequest
 from meshwise.pipeline.cut.partition import CutError
-from meshwise.pipeline.schedules.action import Action, Kind, Schedule
+from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule
 from meshwise.pipeline.schedules.passes import lower
 from meshwise.plan import Plan
 from meshwise.simulate.block_growth import grown, lengthened
-from meshwise.simulate.block_stack import Stack, all_alike, stack_of
+from meshwise.simulate.block_stack import BlockStack, all_alike, stack_of
 from meshwise.simulate.equal_ranks import alike
-from meshwise.simulate.meta_batch import StandIn
-from meshwise.simulate.recorded_rank import Part
-from meshwise.simulate.rehearsal_subject import Device, Subject
-from meshwise.simulate.rehearsal_world import Stages
-from meshwise.simulate.tape import Category, Memory, Segment, Tape
+from meshwise.simulate.meta_batch import MetaBatch
+from meshwise.simulate.recorded_rank import RehearsedRank
+from meshwise.simulate.rehearsal_subject import Device, RehearsalSubject
+from meshwise.simulate.rehearsal_world import StageMessages
+from meshwise.simulate.tape import Category, MemoryChange, Tape, TapeSegment
 from meshwise.simulate.value_requests import in_rehearsal, told_of_values
 from meshwise.tensor.detect.rules import find_parts
 
@@ -75,30 +75,30 @@ class Rehearsal:
         """Whether the model or the loss asked its batch for values: with others it may do something else."""
         return any(tape.asked for tape in self.tapes)
 
-    def step(self, index: int, *, first: bool = False) -> tuple[Segment, ...]:
+    def step(self, index: int, *, first: bool = False) -> tuple[TapeSegment, ...]:
         """Everything that the rank with this index along pp does in a step, in order; `first` for a run's first."""
         if (index, first) not in self._steps:
             self._steps[index, first] = self._step(index, first=first)
         return self._steps[index, first]
 
     @cached_property
-    def _steps(self) -> dict[tuple[int, bool], tuple[Segment, ...]]:
+    def _steps(self) -> dict[tuple[int, bool], tuple[TapeSegment, ...]]:
         return {}
 
-    def _step(self, index: int, *, first: bool) -> tuple[Segment, ...]:
+    def _step(self, index: int, *, first: bool) -> tuple[TapeSegment, ...]:
         tape, row = self.tapes[index], self.schedule.rows[index]
         mine, theirs = (self.schedule.stages_of(rank) for rank in (index, tape.index))
         names = dict(zip(theirs, mine, strict=True))
         found = {_renamed(segment.label, names): segment for segment in tape.steady}
         stand_ins = _stand_ins(found)
-        passed: Mapping[str, Segment] = {}
+        passed: Mapping[str, TapeSegment] = {}
         if first:  # of which one micro-batch has been run: a pipeline takes with a step's first what it takes once
             early = self.plan.pp > 1
             begun = {_renamed(segment.label, names, first=early): segment for segment in tape.first}
             passed = {} if early else {label: part for label, part in begun.items() if _is_alone(label, begun)}
             found |= {label: part for label, part in begun.items() if label not in passed}
         during = [
-            Segment(
+            TapeSegment(
                 str(action), (*passed[str(action)].entries, *part.entries) if str(action) in passed else part.entries
             )
             for action in row
@@ -109,7 +109,7 @@ class Rehearsal:
         return (*before, *during, *(segment for segment in around if segment.label != "begin"))
 
 
-def _is_alone(label: str, parts: Mapping[str, Segment]) -> bool:
+def _is_alone(label: str, parts: Mapping[str, TapeSegment]) -> bool:
     """Whether this is a forward without a backward: of a micro-batch that was passed over, which may leave buffers."""
     return label[:1].isdigit() and label.replace("F", "B") not in parts
 
@@ -123,33 +123,33 @@ def _renamed(label: str, stages: Mapping[int, int], *, first: bool = False) -> s
     return str(action._replace(stage=stages[action.stage], microbatch=number))
 
 
-def _stand_ins(found: Mapping[str, Segment]) -> dict[tuple[int, Kind], Segment]:
+def _stand_ins(found: Mapping[str, TapeSegment]) -> dict[tuple[int, ActionKind], TapeSegment]:
     """What a rank did for the middle one of the micro-batches that were run, for each kind of action of each stage.
 
     What it took for that, and gave back while at something else, the stand-in gives back with its backward (which
     some have in two parts): all the micro-batches that it stands for leave as much memory as there was.
     """
-    ran: dict[tuple[int, Kind], list[tuple[int, str]]] = defaultdict(list)
+    ran: dict[tuple[int, ActionKind], list[tuple[int, str]]] = defaultdict(list)
     for label in found:
         if label[:1].isdigit() and (action := Action.parse(label)).microbatch is not None:
             ran[action.stage, action.kind].append((action.microbatch, label))
     middle = {key: found[sorted(each)[len(each) // 2][1]] for key, each in ran.items()}
     given_back = dict(middle)
-    for stage, kind in [key for key in middle if key[1] in (Kind.B, Kind.W)]:
-        last, others = (stage, kind), {Kind.I, Kind.W} if kind is Kind.B else {Kind.B}
+    for stage, kind in [key for key in middle if key[1] in (ActionKind.B, ActionKind.W)]:
+        last, others = (stage, kind), {ActionKind.I, ActionKind.W} if kind is ActionKind.B else {ActionKind.B}
         left: Counter[tuple[Category, bool]] = Counter()
         parts = (part for key, part in middle.items() if key[0] == stage and key[1] not in others)
         for entry in (entry for part in parts for entry in part.entries):
-            if isinstance(entry, Memory):
+            if isinstance(entry, MemoryChange):
                 left[entry.category, entry.host] += entry.bytes
         if any(left.values()):
-            back = tuple(Memory(category, -size, host) for (category, host), size in left.items() if size)
-            given_back[last] = Segment(middle[last].label, (*middle[last].entries, *back))
+            back = tuple(MemoryChange(category, -size, host) for (category, host), size in left.items() if size)
+            given_back[last] = TapeSegment(middle[last].label, (*middle[last].entries, *back))
     return given_back
 
 
 def rehearse(
-    subject: Subject, *, plan: Plan | str, ranks: int, device: Device = "cpu", shared: bool = False
+    subject: RehearsalSubject, *, plan: Plan | str, ranks: int, device: Device = "cpu", shared: bool = False
 ) -> Rehearsal:
     """Run the plan on a world of so many ranks that is not there; `device` is what each rank would compute on.
 
@@ -166,16 +166,18 @@ def rehearse(
     schedule = schedule_of(plan)
     shares = math.prod(plan.mesh().degree(axis) for axis in plan.data_axes)
     each = -(-rows // (shares * plan.microbatches))
-    batch = StandIn.of(subject.batch, rows=each * plan.microbatches * shares)
+    batch = MetaBatch.of(subject.batch, rows=each * plan.microbatches * shares)
     options = dataclasses.replace(subject.options, example=batch.batch)
     source = shapes_of(subject.model, seed=options.seed)
     check_trains(source.module)
-    with told_of_values(), Constants(batch.values) as constants:
+    with told_of_values(), ShapeConstants(batch.values) as constants:
         like, options = _kinds(source, schedule, plan, options, constants)
     counts: list[float] = []
     loss = _counting(subject.loss, counts=counts)
     subject_here = dataclasses.replace(subject, options=options, batch=batch.batch, loss=loss)
-    part = Part(subject_here, plan, _alike(schedule), source, device, Stages(like), shared, batch.values)
+    part = RehearsedRank(
+        subject_here, plan, _alike(schedule), source, device, StageMessages(like), shared, batch.values
+    )
     tapes = (
         _of_fewer(part, subject.stack or find_stack(subject, source=source)) if all_alike(plan, options=options) else ()
     )
@@ -205,15 +207,15 @@ def _tokens(batch: Any) -> int:
     return tree.rows(batch) if found is None else found.numel()
 
 
-def find_stack(subject: Subject, *, source: Source) -> Stack:
+def find_stack(subject: RehearsalSubject, *, source: ParameterSource) -> BlockStack:
     """That of the subject's model, which is looked at without values."""
-    options, batch = subject.options, StandIn.of(subject.batch, rows=2)
-    with Constants(batch.values) as constants:
+    options, batch = subject.options, MetaBatch.of(subject.batch, rows=2)
+    with ShapeConstants(batch.values) as constants:
         run = in_rehearsal(options.forward or default_forward, constants=constants)
         return stack_of(source.module, batch=batch.batch, forward=run, options=options.parameter_options)
 
 
-def _of_fewer(part: Part, stack: Stack) -> tuple[Tape, ...]:
+def _of_fewer(part: RehearsedRank, stack: BlockStack) -> tuple[Tape, ...]:
     """The tape of a rank that runs the whole model, from those of lower ones; none where these do not tell it.
 
     Whatever the code refuses is refused of the model as it is.
@@ -221,7 +223,7 @@ def _of_fewer(part: Part, stack: Stack) -> tuple[Tape, ...]:
 
     def run(count: int) -> Tape:
         lower = shapes_of(stack.lowered(part.source.module, count=count), seed=part.subject.options.seed)
-        return dataclasses.replace(part, source=lower, stages=Stages((0,))).tapes()[0]
+        return dataclasses.replace(part, source=lower, stages=StageMessages((0,))).tapes()[0]
 
     if not stack.count:
         return ()
@@ -233,7 +235,7 @@ def _of_fewer(part: Part, stack: Stack) -> tuple[Tape, ...]:
 
 
 def _kinds(
-    source: Source, schedule: Schedule, plan: Plan, options: Options, constants: Constants
+    source: ParameterSource, schedule: Schedule, plan: Plan, options: Options, constants: ShapeConstants
 ) -> tuple[tuple[int, ...], Options]:
     """For each rank along pp the one that is rehearsed for it; and options by which all cut and split the model as was
     found.
@@ -248,7 +250,7 @@ def _kinds(
     except ValueError:
         return tuple(range(plan.pp)), options  # for the real code to say
     options = dataclasses.replace(options, parts=parts)
-    wish = Wish(by=plan.partition, where=options.cut, schedule=schedule, pairs=pairs_of(parts))  # type: ignore[arg-type]
+    wish = CutRequest(by=plan.partition, where=options.cut, schedule=schedule, pairs=pairs_of(parts))  # type: ignore[arg-type]
     try:
         cut = cut_for(source.module, stages=schedule.stages, micro=micro, run=forward, wish=wish)
     except CutError:
@@ -264,13 +266,13 @@ def schedule_of(plan: Plan) -> Schedule:
     """What each rank along pp does in a step. Raises PlanError where there is no such schedule."""
     if plan.pp == 1:
         each = range(plan.microbatches)
-        return Schedule((tuple(Action(0, kind, index) for index in each for kind in (Kind.F, Kind.B)),))
+        return Schedule((tuple(Action(0, kind, index) for index in each for kind in (ActionKind.F, ActionKind.B)),))
     return lower(plan_schedule(plan), zero=plan.zero)
 
 
 def _alike(schedule: Schedule) -> frozenset[int]:
     """Micro-batches that stand for all: the first, a middle and the last one of every kind of action of each stage."""
-    found: dict[tuple[int, Kind], list[int]] = defaultdict(list)
+    found: dict[tuple[int, ActionKind], list[int]] = defaultdict(list)
     for action in schedule.actions():
         if action.microbatch is not None:
             found[action.stage, action.kind].append(action.microbatch)

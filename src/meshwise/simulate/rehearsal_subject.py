@@ -12,13 +12,13 @@ from torch import nn
 from meshwise.engine.parallelize import Options
 from meshwise.model.forward import Loss
 from meshwise.optim.flat_optimizer import OptimizerClass
-from meshwise.simulate.block_stack import Stack
+from meshwise.simulate.block_stack import BlockStack
 
 Device: TypeAlias = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True)
-class Subject:
+class RehearsalSubject:
     """What is trained: everything of a run but its plan."""
 
     model: nn.Module | Callable[[], nn.Module]
@@ -37,5 +37,5 @@ class Subject:
 
     options: Options = field(default_factory=Options)
 
-    stack: Stack | None = None
+    stack: BlockStack | None = None
     """What `stack_of` has told of the model; it is not asked again."""

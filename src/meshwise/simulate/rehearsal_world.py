@@ -19,16 +19,16 @@ from torch import Tensor
 
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flat_parts import Parts
-from meshwise.comm.api.flight_recorder import Stamp
+from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.comm.api.group import Group
 from meshwise.comm.api.world import Axes, Work
 from meshwise.comm.in_process.trace_world import TraceWorld
 from meshwise.comm.shared_memory.board import PAYLOAD_BYTES
 from meshwise.simulate.recorder import Recorder
-from meshwise.simulate.tape import Call, Category, Wait
+from meshwise.simulate.tape import Category, TapeCall, TapeWait
 
 
-class Stages:
+class StageMessages:
     """What the stages' threads tell each other.
 
     One of them runs at a time, until it waits for another: threads that compete for the interpreter would pass it on at
@@ -91,7 +91,9 @@ class Stages:
 class RehearsalWorld(TraceWorld):
     """Rank `rank` of a mesh, with what it calls recorded."""
 
-    def __init__(self, *, rank: int, mesh: Mesh, recorder: Recorder, stages: Stages, shared: bool = False) -> None:
+    def __init__(
+        self, *, rank: int, mesh: Mesh, recorder: Recorder, stages: StageMessages, shared: bool = False
+    ) -> None:
         """`shared`: all ranks are of one host, and share its memory."""
         super().__init__(rank=rank, mesh=mesh, device="meta", journal=recorder.journal)
         self._recorder = recorder
@@ -144,15 +146,15 @@ class RehearsalWorld(TraceWorld):
         self._received[source] += 1
         return self._stages.receive(self._received[source] - 1, source=source, target=self.group(axis).index)
 
-    def waited(self, stamp: Stamp) -> None:
+    def waited(self, stamp: CallRecord) -> None:
         """This rank waits for a call."""
         self._recorder.look()
-        self._recorder.note(Wait(stamp.sequence))
+        self._recorder.note(TapeWait(stamp.sequence))
 
-    def _stamp(self, kind: str, group: Group, x: Parts, *, how: str = "") -> Stamp:
+    def _stamp(self, kind: str, group: Group, x: Parts, *, how: str = "") -> CallRecord:
         stamp = super()._stamp(kind, group, x, how=how)
         if kind == "all_gather" and all(map(self._recorder.is_common, [x] if isinstance(x, Tensor) else x)):
             stamp = stamp._replace(bytes=0)  # everybody sees what is written
         self._recorder.look()
-        self._recorder.note(Call(stamp, group.ranks))
+        self._recorder.note(TapeCall(stamp, group.ranks))
         return stamp

@@ -8,14 +8,14 @@ from functools import cache
 from typing import NamedTuple
 
 from meshwise.pipeline.schedules.action import COMPUTE, Action
-from meshwise.simulate.cluster_prices import Prices
-from meshwise.simulate.tape import Call, Entry, Operation, Segment, Wait
+from meshwise.simulate.cluster_prices import ClusterPrices
+from meshwise.simulate.tape import Entry, TapeCall, TapeOperation, TapeSegment, TapeWait
 
 
-class Moment(NamedTuple):
+class EntryTime(NamedTuple):
     """When an entry happens: an operation while it computes, a collective while it runs, a wait while it lasts."""
 
-    segment: Segment
+    segment: TapeSegment
     entry: Entry
     start: float
     stop: float
@@ -27,7 +27,7 @@ def computes(label: str) -> bool:
     return label[:1].isdigit() and Action.parse(label).kind in COMPUTE
 
 
-def moments(segments: Iterable[Segment], *, prices: Prices) -> Iterator[Moment]:
+def moments(segments: Iterable[TapeSegment], *, prices: ClusterPrices) -> Iterator[EntryTime]:
     """Every entry, from 0 on, without messages between stages.
 
     The collectives along each set of axes run on a stream of their own, one after the other; the rank goes on beside
@@ -43,25 +43,25 @@ def moments(segments: Iterable[Segment], *, prices: Prices) -> Iterator[Moment]:
             host = (host if beside else now) + action
             now = now if beside else host
         for entry in segment.entries:
-            if isinstance(entry, Operation):
+            if isinstance(entry, TapeOperation):
                 host = (host if beside else now) + launch
                 start = max(now, host)
                 now = start + prices.seconds(entry)
-                yield Moment(segment, entry, start, now)
-            elif isinstance(entry, Call):
+                yield EntryTime(segment, entry, start, now)
+            elif isinstance(entry, TapeCall):
                 if entry.stamp.point_to_point:
                     continue
                 start = max(now, free[entry.stamp.axes])
                 end = free[entry.stamp.axes] = ends[entry.stamp.sequence] = start + prices.collective(entry)
-                yield Moment(segment, entry, start, end)
+                yield EntryTime(segment, entry, start, end)
                 if not cluster.overlap:
-                    yield Moment(segment, Wait(entry.stamp.sequence), now, end)
+                    yield EntryTime(segment, TapeWait(entry.stamp.sequence), now, end)
                     now = end
-            elif isinstance(entry, Wait):
+            elif isinstance(entry, TapeWait):
                 end = max(now, ends.get(entry.sequence, 0.0))
-                yield Moment(segment, entry, now, end)
+                yield EntryTime(segment, entry, now, end)
                 now = end
             else:
                 start = now
                 now += prices.allocation(entry)
-                yield Moment(segment, entry, start, now)
+                yield EntryTime(segment, entry, start, now)

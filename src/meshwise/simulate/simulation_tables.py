@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from meshwise.simulate.measured_ranks import Measured
+from meshwise.simulate.measured_ranks import MeasuredRank
 from meshwise.simulate.memory_use import RankMemory
 from meshwise.simulate.prediction import Prediction
 from meshwise.simulate.tape import Category
@@ -14,7 +14,7 @@ Table = list[tuple[str, ...]]
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def memory_table(ranks: Sequence[RankMemory], *, measured: Sequence[Measured] = ()) -> Table:
+def memory_table(ranks: Sequence[RankMemory], *, measured: Sequence[MeasuredRank] = ()) -> Table:
     """The peak of each rank along pp, by category; what was measured beside it."""
     held = [category for category in Category if any(rank.peak.device.get(category) for rank in ranks)]
     hosts = any(moment.host for rank in ranks for moment in rank.steady)

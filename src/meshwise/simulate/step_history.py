@@ -15,13 +15,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from meshwise.base.timeline import Event, Stream, Timeline
+from meshwise.base.timeline import Event, Timeline, TimelineRow
 from meshwise.pipeline.schedules.action import COMPUTE, RECEIVES, Action
 from meshwise.pipeline.schedules.schedule_clock import event_of
-from meshwise.simulate.cluster_prices import Prices
+from meshwise.simulate.cluster_prices import ClusterPrices
 from meshwise.simulate.prediction import Prediction, kind_of
-from meshwise.simulate.segment_times import Moment, moments
-from meshwise.simulate.tape import Call, Category, Memory, Segment, Wait
+from meshwise.simulate.segment_times import EntryTime, moments
+from meshwise.simulate.tape import Category, MemoryChange, TapeCall, TapeSegment, TapeWait
 
 _MOST_EVENTS = 20_000
 """Collectives and waits within actions that a timeline shows. Where there would be more, what an action waits for along
@@ -29,7 +29,7 @@ the same axes is one wait, at its end."""
 
 
 @dataclass(frozen=True)
-class Level:
+class MemoryLevel:
     """The memory of a rank at one moment."""
 
     seconds: float
@@ -46,18 +46,18 @@ class Level:
 
 
 @dataclass(frozen=True)
-class History:
+class StepHistory:
     """The memory of one rank along pp over a step."""
 
     index: int
     seconds: float
     """Of the step."""
 
-    levels: tuple[Level, ...]
+    levels: tuple[MemoryLevel, ...]
     """For each of as many parts of the step, all as long, the moment when there is most; seconds tell its begin."""
 
     @property
-    def peak(self) -> Level:
+    def peak(self) -> MemoryLevel:
         """When there is most."""
         return max(self.levels, key=lambda level: level.bytes)
 
@@ -73,8 +73,8 @@ class _Played:
     label: str
     start: float
     stop: float
-    moments: tuple[Moment, ...]
-    inside: tuple[tuple[Stream, str, float, float], ...]
+    moments: tuple[EntryTime, ...]
+    inside: tuple[tuple[TimelineRow, str, float, float], ...]
     """Its collectives, and those that the rank waits for: which, from when to when."""
 
     @cached_property
@@ -82,12 +82,12 @@ class _Played:
         """How long the rank waits for the collectives along some axes."""
         total: dict[str, float] = defaultdict(float)
         for stream, call, start, stop in self.inside:
-            if stream is Stream.WAIT:
+            if stream is TimelineRow.WAIT:
                 total[call.split()[-1]] += stop - start
         return total
 
 
-def _play(segments: Iterable[Segment], *, prices: Prices) -> Iterator[_Played]:
+def _play(segments: Iterable[TapeSegment], *, prices: ClusterPrices) -> Iterator[_Played]:
     """Segments of a rank that nothing else comes between."""
     calls: dict[int, str] = {}
     now = 0.0
@@ -95,13 +95,13 @@ def _play(segments: Iterable[Segment], *, prices: Prices) -> Iterator[_Played]:
         start, own = now, tuple(each)
         inside = []
         for _, entry, begin, end in own:
-            if isinstance(entry, Call):
+            if isinstance(entry, TapeCall):
                 calls[entry.stamp.sequence] = f"{entry.stamp.kind} {'·'.join(entry.stamp.axes)}"
-                inside.append((Stream.COLLECTIVE, calls[entry.stamp.sequence], begin, end))
+                inside.append((TimelineRow.COLLECTIVE, calls[entry.stamp.sequence], begin, end))
                 continue
             now = end
-            if isinstance(entry, Wait) and end > begin:
-                inside.append((Stream.WAIT, calls[entry.sequence], begin, end))
+            if isinstance(entry, TapeWait) and end > begin:
+                inside.append((TimelineRow.WAIT, calls[entry.sequence], begin, end))
         yield _Played(own[0].segment.label, start, now, own, tuple(inside))
 
 
@@ -130,17 +130,17 @@ class _Act:
         stop = self.stop
         for axes, seconds in self.played.waits.items() if self.played else ():
             start = stop - (self.at(seconds) - self.at(0.0))
-            yield Event(rank, Stream.WAIT, axes, start, stop)
+            yield Event(rank, TimelineRow.WAIT, axes, start, stop)
             stop = start
 
 
-class Replay:
+class PredictionReplay:
     """A prediction, taken through its step."""
 
     def __init__(self, prediction: Prediction) -> None:
         self.prediction = prediction
         self._rehearsal = prediction.rehearsal
-        self._prices: dict[tuple[int, int], Prices] = {}
+        self._prices: dict[tuple[int, int], ClusterPrices] = {}
         self._alone: dict[tuple[int, int], _Played | None] = {}
 
     @cached_property
@@ -154,32 +154,34 @@ class Replay:
             events += act.inside(rank=index) if every else act.waits(rank=index)
         return Timeline(tuple(events), (tuple(ranks),))
 
-    def history(self, index: int, *, columns: int = 360) -> History:
+    def history(self, index: int, *, columns: int = 360) -> StepHistory:
         """The memory of the rank with this index along pp, in so many parts of the step."""
         seconds, apart = self.prediction.seconds, self._rehearsal.device != "cpu"
         held = Counter(self.prediction.memory[index].rest)
-        levels = [Level(0.0, "begin", dict(held))]
+        levels = [MemoryLevel(0.0, "begin", dict(held))]
         most = total = sum(held.values())
         for act, time, entry in self._changes(index):
             if entry.host and apart:
                 continue
             while (start := len(levels) * seconds / columns) <= time and len(levels) < columns:
-                levels.append(Level(start, act.label if start >= act.start else f"before {act.label}", dict(held)))
+                levels.append(
+                    MemoryLevel(start, act.label if start >= act.start else f"before {act.label}", dict(held))
+                )
                 most = total
             held[entry.category] += entry.bytes
             total += entry.bytes
             if total > most:
-                levels[-1] = Level(levels[-1].seconds, act.label, dict(held))
+                levels[-1] = MemoryLevel(levels[-1].seconds, act.label, dict(held))
                 most = total
         end = self._acts[index][-1].label
-        rest = (Level(step * seconds / columns, end, dict(held)) for step in range(len(levels), columns))
-        return History(index, seconds, (*levels, *rest))
+        rest = (MemoryLevel(step * seconds / columns, end, dict(held)) for step in range(len(levels), columns))
+        return StepHistory(index, seconds, (*levels, *rest))
 
-    def _changes(self, index: int) -> Iterator[tuple[_Act, float, Memory]]:
+    def _changes(self, index: int) -> Iterator[tuple[_Act, float, MemoryChange]]:
         """Of memory, in order."""
         for act in self._acts[index]:
             for _, entry, time, _ in act.played.moments if act.played else ():
-                if isinstance(entry, Memory):
+                if isinstance(entry, MemoryChange):
                     yield act, act.at(time), entry
 
     @cached_property
@@ -196,7 +198,7 @@ class Replay:
         row = self.prediction.timeline
         for act in (act for act in self._acts[index] if act.stop > act.start):
             if kind_of(act.label) is None:
-                yield Event(index, Stream.COLLECTIVE, act.label, act.start, act.stop)
+                yield Event(index, TimelineRow.COLLECTIVE, act.label, act.start, act.stop)
             elif row is None:
                 yield event_of(Action.parse(act.label), rank=index, start=act.start, stop=act.stop)
         if row is not None:
@@ -205,9 +207,9 @@ class Replay:
             computed = max(event.stop for events in row.computing for event in events)
             axes = "·".join(self._rehearsal.plan.data_axes)
             if computed < row.seconds:  # everybody waits for the last reductions
-                yield Event(index, Stream.WAIT, axes, self._free + computed, self._free + row.seconds)
+                yield Event(index, TimelineRow.WAIT, axes, self._free + computed, self._free + row.seconds)
         if self._host:
-            yield Event(index, Stream.WAIT, "host", self.prediction.seconds - self._host, self.prediction.seconds)
+            yield Event(index, TimelineRow.WAIT, "host", self.prediction.seconds - self._host, self.prediction.seconds)
 
     def _scheduled(self, index: int, row: Timeline) -> Iterator[_Act]:
         """Segments that the pipeline's clock has placed, and those before and after."""
@@ -244,7 +246,7 @@ class Replay:
         after = (part for part in parts if kind_of(part.label) is None and part.label != "begin")
         return _play(after, prices=self._prices_of(index))
 
-    def _played(self, segment: Segment, index: int) -> _Played | None:
+    def _played(self, segment: TapeSegment, index: int) -> _Played | None:
         """One segment alone; None for one in which nothing happens."""
         prices = self._prices_of(index)
         key = id(segment.entries), id(prices)
@@ -252,12 +254,12 @@ class Replay:
             self._alone[key] = next(_play([segment], prices=prices), None)
         return self._alone[key]
 
-    def _prices_of(self, index: int) -> Prices:
+    def _prices_of(self, index: int) -> ClusterPrices:
         """Those of a rank: they depend on which rank was rehearsed for it, and where in a node it is."""
         tape, cluster = self._rehearsal.tapes[index].index, self.prediction.cluster
         each = self._rehearsal.plan.mesh().size // len(self._rehearsal.tapes)
         key = tape, index * each % cluster.ranks_per_node
-        return self._prices.setdefault(key, Prices(cluster, shift=(index - tape) * each))
+        return self._prices.setdefault(key, ClusterPrices(cluster, shift=(index - tape) * each))
 
 
 def _acts(parts: Iterable[_Played], *, start: float) -> Iterator[_Act]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
-from meshwise.comm.api.flight_recorder import Stamp
+from meshwise.comm.api.flight_recorder import CallRecord
 
 
 class Category(StrEnum):
@@ -27,7 +27,7 @@ class Category(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class MatrixProduct:
     """The largest matrix product of an operation: `batch` products of (m, k) and (k, n)."""
 
     batch: int
@@ -37,7 +37,7 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class TapeOperation:
     """One kernel, with its sizes."""
 
     name: str
@@ -46,7 +46,7 @@ class Operation:
     bytes: int
     """Read and written."""
 
-    product: Product | None = None
+    product: MatrixProduct | None = None
     """For what multiplies matrices."""
 
     part: float = 1.0
@@ -57,23 +57,23 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class TapeCall:
     """A collective, or one end of a message, is started."""
 
-    stamp: Stamp
+    stamp: CallRecord
     ranks: tuple[int, ...]
     """The ranks of the group in the world's numbers; of a message, its source and target."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class TapeWait:
     """The call with this number has to be over."""
 
     sequence: int
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryChange:
     """So many bytes more, or less."""
 
     category: Category
@@ -86,11 +86,11 @@ class Memory:
     another name, or is given back."""
 
 
-Entry: TypeAlias = Operation | Call | Wait | Memory
+Entry: TypeAlias = TapeOperation | TapeCall | TapeWait | MemoryChange
 
 
 @dataclass(frozen=True)
-class Segment:
+class TapeSegment:
     """What a rank did for one action, in order."""
 
     label: str
@@ -99,15 +99,15 @@ class Segment:
     @property
     def flops(self) -> int:
         """Of all operations."""
-        return sum(entry.flops for entry in self.entries if isinstance(entry, Operation))
+        return sum(entry.flops for entry in self.entries if isinstance(entry, TapeOperation))
 
-    def calls(self) -> Iterator[Call]:
+    def calls(self) -> Iterator[TapeCall]:
         """The collectives, in order."""
-        return (entry for entry in self.entries if isinstance(entry, Call))
+        return (entry for entry in self.entries if isinstance(entry, TapeCall))
 
 
 @dataclass(frozen=True)
-class Traffic:
+class TierTraffic:
     """Bytes of a rank that move between tiers."""
 
     link: int = 0
@@ -124,17 +124,17 @@ class Tape:
     index: int
     """Of the rank along pp."""
 
-    build: Segment
-    first: tuple[Segment, ...]
-    steady: tuple[Segment, ...]
+    build: TapeSegment
+    first: tuple[TapeSegment, ...]
+    steady: tuple[TapeSegment, ...]
 
     away: Mapping[str, int]
     """Bytes that rest elsewhere than on the device, by tier: `cpu`, `disk`."""
 
-    beside: Traffic = field(default_factory=Traffic)
+    beside: TierTraffic = field(default_factory=TierTraffic)
     """What moves between tiers beside the micro-batches of a step."""
 
-    at_update: Traffic = field(default_factory=Traffic)
+    at_update: TierTraffic = field(default_factory=TierTraffic)
     """What moves between them when it updates."""
 
     asked: bool = False

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from meshwise.model.shape_constants import Constants
+from meshwise.model.shape_constants import ShapeConstants
 
 ASKED = "a rehearsal's tensors have no values, and the model seems to ask for some"
 
@@ -46,7 +46,7 @@ def told_of_values() -> Iterator[None]:
         raise
 
 
-def in_rehearsal(call: Callable[..., Any], *, constants: Constants) -> Callable[..., Any]:
+def in_rehearsal(call: Callable[..., Any], *, constants: ShapeConstants) -> Callable[..., Any]:
     """The same, in which a tensor that the user's code makes on no device in particular is where all others are, and
     what follows from sizes alone is known.
     """

@@ -17,21 +17,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwise.base.batch_norm_classes import BatchNorm
-from meshwise.layout.layout import ANYWHERE, Cut, Layout
+from meshwise.layout.layout import ANYWHERE, DimSplit, Layout
 from meshwise.model.parameter_table import Placement
 from meshwise.plan import Plan
 from meshwise.tensor.checks.first_forward import FirstForward
 from meshwise.tensor.checks.own_head_check import watch_heads
 from meshwise.tensor.checks.sharded_activation_check import watch
 from meshwise.tensor.core import activation_reshard as region
-from meshwise.tensor.core.gathered_outputs import Leaving
+from meshwise.tensor.core.gathered_outputs import GatheredOutputs
 from meshwise.tensor.core.linear import DATA, Projection, ShardedHead, ShardedLinear
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.sharded_batch_norm import ShardedBatchNorm, SplitStatistics
 from meshwise.tensor.core.sharded_embedding import ShardedEmbedding, SplitTable
-from meshwise.tensor.core.sharded_multihead import Sharding
+from meshwise.tensor.core.sharded_multihead import MultiheadSharding
 from meshwise.tensor.core.sharded_norm import ShardedNorm, SplitNorm
-from meshwise.tensor.core.split_context import Context
+from meshwise.tensor.core.split_context import SplitContext
 from meshwise.tensor.detect.attention_heads import set_count
 from meshwise.tensor.detect.matrix_modules import CONVOLUTIONS, computes_as
 from meshwise.tensor.schemes.kv_replicas import scheme_on
@@ -41,7 +41,7 @@ _TO_STREAM = ("norm", "single", "embedding")
 
 
 def tensor_parallel(
-    module: nn.Module, *, plan: Plan, parts: Mapping[str, Part], outside: Context
+    module: nn.Module, *, plan: Plan, parts: Mapping[str, Part], outside: SplitContext
 ) -> Mapping[str, Placement]:
     """Make a model compute on what each rank stores, and say where each parameter is stored, by its first name.
 
@@ -64,7 +64,9 @@ def tensor_parallel(
 class _Split:
     """A model on its way: its contexts inside and outside of the blocks, and the placements so far."""
 
-    def __init__(self, module: nn.Module, parts: Mapping[str, Part], *, outside: Context, inside: Context) -> None:
+    def __init__(
+        self, module: nn.Module, parts: Mapping[str, Part], *, outside: SplitContext, inside: SplitContext
+    ) -> None:
         self._root = module
         self._parts = parts
         self._modules = dict(module.named_modules(remove_duplicate=False))
@@ -212,7 +214,7 @@ class _Split:
         inner = context.scheme.inner
         for attribute, grain in part.counts:
             count = operator.attrgetter(attribute)(module)
-            layout = Layout((inner,), cuts=(Cut(grain=grain),))
+            layout = Layout((inner,), cuts=(DimSplit(grain=grain),))
             counts = [context.own(layout, size=size) for size in (count if isinstance(count, tuple) else (count,))]
             set_count(module, attribute=attribute, count=tuple(counts) if isinstance(count, tuple) else counts[0])
         keys = tuple(axis for axis in inner if axis not in context.scheme.twins)
@@ -224,14 +226,14 @@ class _Split:
             # of all heads, before those of others are left out
             region.hand_over(module, context=context, widths=self._read_by_first(name))
         if part.by_head and context.degree(inner) > 1:
-            heads = Layout((inner,), cuts=(Cut(grain=part.grain),))
+            heads = Layout((inner,), cuts=(DimSplit(grain=part.grain),))
             region.take_heads(module, context=context, names=part.by_head, heads=heads, size=part.heads)
         if part.gathers:
             region.gather_stream(module, context=context, features=self._width(), readers=part.readers)
         if part.even_rows:
             region.require_even_rows(module, name=name, context=context)
         if part.narrows:
-            own = context.own(Layout((context.scheme.inner,), cuts=(Cut(grain=part.narrows),)), size=self._width())
+            own = context.own(Layout((context.scheme.inner,), cuts=(DimSplit(grain=part.narrows),)), size=self._width())
             inside = [self._modules[key] for key, other in self._parts.items() if other.gathered]
             region.show_narrow(module, readers=[m for m in module.children() if m in inside], features=own)
         if part.becomes is None:
@@ -242,7 +244,7 @@ class _Split:
             for key, own in held.items()
             if own is not None and own.role in ("first", "second")
         }
-        _become(module, part.becomes, sharding=Sharding(context, projections))
+        _become(module, part.becomes, sharding=MultiheadSharding(context, projections))
 
     def _read_by_first(self, name: str) -> set[int]:
         """How many features the inputs of the first matrices in a module have, all of them and on this rank."""
@@ -280,7 +282,7 @@ class _Split:
             if whole and (self._inside.degree(self._inside.scheme.tokens) > 1 or self._parts[names[0]].whole_features):
                 cut.append({name: self._modules[name] for name in names})
         FirstForward(self._root, split=self._matrices(), stacks=cut)
-        leaving = Leaving()
+        leaving = GatheredOutputs()
         if self._inside.degree((*self._inside.scheme.stream, *self._inside.scheme.tokens)) > 1:
             parts = {name: (part, self._context(name, part).scheme) for name, part in self._parts.items()}
             watch(
@@ -294,7 +296,7 @@ class _Split:
         leaving.follow(self._root)
         self._watch_what_leaves(leaving, whole=whole)
 
-    def _watch_what_leaves(self, leaving: Leaving, *, whole: bool) -> None:
+    def _watch_what_leaves(self, leaving: GatheredOutputs, *, whole: bool) -> None:
         """Streams that are parts, and what attentions have for their own heads."""
         for name, part in self._parts.items():
             if part.elsewhere and name not in self._modules:
@@ -317,7 +319,7 @@ class _Split:
         names = [name if name in self._parameters else f"{name}.weight" for name in playing]
         return {self._parameters[name]: name for name in names if name in self._placed}
 
-    def _context(self, name: str, part: Part) -> Context:
+    def _context(self, name: str, part: Part) -> SplitContext:
         within = any(name == block or name.startswith(f"{block}.") for block in self._blocks)
         return self._inside if within and not part.whole_tokens else self._outside
 

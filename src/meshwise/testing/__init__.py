@@ -4,7 +4,7 @@
 - `agree`: two outcomes are the same, up to a bound
 - `count`: the collectives of a block, against a formula
 - `SavedForBackward`: the bytes that a forward leaves for its backward
-- `outcome`, `alone`: what training came to, under a plan and on one process (`Single`, in plain torch)
+- `outcome`, `alone`: what training came to, under a plan and on one process (`ReferenceRun`, in plain torch)
 
 As one test:
 
@@ -19,7 +19,7 @@ from meshwise.testing.agree import Disagreement, agree
 from meshwise.testing.count import Counts, count
 from meshwise.testing.difference import Difference, difference
 from meshwise.testing.processes import Processes
-from meshwise.testing.reference_run import Single
+from meshwise.testing.reference_run import ReferenceRun
 from meshwise.testing.run_ranks import run
 from meshwise.testing.saved import SavedForBackward
 from meshwise.testing.training_outcome import alone, outcome
@@ -29,8 +29,8 @@ __all__ = [
     "Difference",
     "Disagreement",
     "Processes",
+    "ReferenceRun",
     "SavedForBackward",
-    "Single",
     "agree",
     "alone",
     "count",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from meshwise.comm.api.flight_recorder import Stamp
+from meshwise.comm.api.flight_recorder import CallRecord
 
 
 class Counts(Mapping[str, tuple[int, int]]):
@@ -46,7 +46,7 @@ class Counts(Mapping[str, tuple[int, int]]):
         raise AssertionError(f"the collectives are not the expected ones\n{_table(lines)}")
 
 
-def count(stamps: Iterable[Stamp]) -> Counts:
+def count(stamps: Iterable[CallRecord]) -> Counts:
     """The collectives of a recording, summed by kind and axes, in alphabetical order."""
     rows: dict[str, tuple[int, int]] = {}
     for stamp in stamps:

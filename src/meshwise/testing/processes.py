@@ -27,7 +27,7 @@ from typing import Any
 from meshwise.comm.launch.fork_server import starting
 from meshwise.comm.network.loopback import LOOPBACK, loopback_store
 from meshwise.testing import warm_worker as worker
-from meshwise.testing.worker_job import Answer, Job
+from meshwise.testing.worker_job import WorkerAnswer, WorkerJob
 
 _GRACE_SECONDS = 1.0
 _LOG_BYTES = 8192
@@ -52,7 +52,7 @@ class Processes:
         when a rank ended; TimeoutError, with the Python stack of every rank that had not answered. ValueError when
         `main` cannot be imported by another process.
         """
-        job = Job.of(main, args=args)
+        job = WorkerJob.of(main, args=args)
         crew = self._crews.get(size) or self._crews.setdefault(size, _Crew(size))
         try:
             return crew.run(job, self.timeout)
@@ -89,10 +89,10 @@ class _Crew:
             self.kill()
             raise
 
-    def run(self, job: Job, timeout: float) -> list[Any]:
+    def run(self, job: WorkerJob, timeout: float) -> list[Any]:
         for rank in self._ranks:
             rank.send(job)
-        answers: dict[int, Answer] = {}
+        answers: dict[int, WorkerAnswer] = {}
         deadline = time.monotonic() + timeout
         while len(answers) < len(self._ranks):
             pending = {rank.pipe: rank for rank in self._ranks if rank.number not in answers}
@@ -122,13 +122,13 @@ class _Crew:
             rank.pipe.close()
             rank.log.close()
 
-    def _answer(self, job: Job, rank: _Rank) -> Answer:
+    def _answer(self, job: WorkerJob, rank: _Rank) -> WorkerAnswer:
         """The answer of a rank that has sent one or has ended. Raises what went wrong there."""
         try:
             answer = rank.pipe.recv()
         except (EOFError, OSError):
             raise self._ended(job, rank) from None
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, WorkerAnswer)
         if answer.result is None:
             error = answer.exception()
             error.add_note(f"on rank {rank.number} of {len(self._ranks)} processes, in {job}:\n{answer.traceback}")
@@ -136,7 +136,7 @@ class _Crew:
             raise error
         return answer
 
-    def _ended(self, job: Job, rank: _Rank) -> RuntimeError:
+    def _ended(self, job: WorkerJob, rank: _Rank) -> RuntimeError:
         # The ranks that waited for this one may be about to say so; their words belong in the report.
         time.sleep(_GRACE_SECONDS)
         rank.process.join()
@@ -146,7 +146,7 @@ class _Crew:
         _add_outputs(error, self._ranks)
         return error
 
-    def _hung(self, job: Job, ranks: list[_Rank], timeout: float) -> TimeoutError:
+    def _hung(self, job: WorkerJob, ranks: list[_Rank], timeout: float) -> TimeoutError:
         for rank in ranks:
             rank.signal(signal.SIGUSR1)
         time.sleep(_GRACE_SECONDS)
@@ -176,7 +176,7 @@ class _Rank:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
-    def send(self, job: Job | None) -> None:
+    def send(self, job: WorkerJob | None) -> None:
         # A process that has ended cannot take a job; that it ended is found, and said, when its answer is read.
         with contextlib.suppress(BrokenPipeError):
             self.pipe.send(job)

@@ -23,16 +23,16 @@ from torch import Tensor, nn
 
 from meshwise.base.tensor_tree import map_tensors, rows
 from meshwise.engine.parallelize import Options
-from meshwise.model.deferred_init import born, install
+from meshwise.model.deferred_init import build_with_values, install
 from meshwise.model.forward import Loss, call_loss, default_forward
 from meshwise.model.module_copy import duplicate
 from meshwise.model.parameter_table import matrices_decay, parameter_table
-from meshwise.model.random_draws import Draws, Rows
-from meshwise.precision.conversion import Doors, computing, convert, for_loss
+from meshwise.model.random_draws import RandomDraws, SampleRows
+from meshwise.precision.conversion import CastHooks, computing, convert, for_loss
 from meshwise.precision.dtype_policy import Precision
 
 
-class Single:
+class ReferenceRun:
     """One process that trains a whole model, on the CPU or on `device`. Other arguments as those of `parallelize`.
 
     A model given as a function has the parameters that it has under every plan with the same seed; a module is copied.
@@ -56,12 +56,12 @@ class Single:
         self._precision = self._options.precision or Precision()
         unrounded = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
         convert(self.model, precision=self._precision)
-        Doors(self.model, precision=self._precision)
+        CastHooks(self.model, precision=self._precision)
         self._trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self._updated = {name: self._master(p, unrounded[name]) for name, p in self._trained.items()}
         groups = [{"params": [p], **rule(name, self._trained[name])} for name, p in self._updated.items()]
         self._optimizer = optimizer(groups, **optimizer_arguments)
-        self.draws = Draws(self.model, seed=self._options.seed)
+        self.draws = RandomDraws(self.model, seed=self._options.seed)
         self._steps = 0
 
     def backward(self, batch: Any) -> tuple[float, float]:
@@ -127,12 +127,12 @@ class Single:
 
 def whole(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> nn.Module:
     """The model with all its parameters and buffers on the CPU, as it is born under every plan; a copy of a module."""
-    source = born(duplicate(model) if isinstance(model, nn.Module) else model, seed=seed)
+    source = build_with_values(duplicate(model) if isinstance(model, nn.Module) else model, seed=seed)
     source.buffers()
     for row in parameter_table(source.module).rows:
         install(source.module, row=row, tensor=source.full(row.name).detach().clone())
     return source.module
 
 
-def _all_of(batch: Any) -> Rows:
-    return Rows(0, rows(batch))
+def _all_of(batch: Any) -> SampleRows:
+    return SampleRows(0, rows(batch))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from meshwise.engine.trainer import Trainer
 from meshwise.model.forward import Loss
-from meshwise.testing.reference_run import Single
+from meshwise.testing.reference_run import ReferenceRun
 
 Steps: TypeAlias = list[dict[str, Any]]
 
@@ -35,10 +35,10 @@ def outcome(trainer: Trainer, *, batches: Iterable[Any]) -> Steps:
 
 
 def alone(model: nn.Module | Callable[[], nn.Module], *, loss: Loss, batches: Iterable[Any], **training: Any) -> Steps:
-    """The same of one process, which is `Single`. `training`: the optimizer, its arguments and the options, as
+    """The same of one process, which is `ReferenceRun`. `training`: the optimizer, its arguments and the options, as
     `parallelize` takes them.
     """
-    single = Single(model, loss=loss, **training)
+    single = ReferenceRun(model, loss=loss, **training)
     steps = []
     for batch in batches:
         mean, tokens = single.backward(batch)

@@ -20,10 +20,10 @@ from queue import SimpleQueue
 import torch
 
 from meshwise.comm.launch.joining import connect
-from meshwise.testing.worker_job import Answer, Job
+from meshwise.testing.worker_job import WorkerAnswer, WorkerJob
 
 
-def _receive(connection: Connection, jobs: SimpleQueue[Job | None]) -> None:
+def _receive(connection: Connection, jobs: SimpleQueue[WorkerJob | None]) -> None:
     try:
         while True:
             jobs.put(connection.recv())
@@ -32,12 +32,12 @@ def _receive(connection: Connection, jobs: SimpleQueue[Job | None]) -> None:
 
 
 def _work(connection: Connection) -> None:
-    jobs: SimpleQueue[Job | None] = SimpleQueue()
+    jobs: SimpleQueue[WorkerJob | None] = SimpleQueue()
     threading.Thread(target=_receive, args=(connection, jobs), daemon=True).start()
     world = connect(device=torch.device("cpu"))
     while (job := jobs.get()) is not None:
         torch.manual_seed(0)
-        answer = Answer.by(partial(job.call, world))
+        answer = WorkerAnswer.by(partial(job.call, world))
         sys.stdout.flush()
         sys.stderr.flush()
         connection.send(answer)

@@ -20,7 +20,7 @@ _MAIN = "__main__"
 
 
 @dataclass(frozen=True)
-class Job:
+class WorkerJob:
     """A call of an importable function; its arguments stay pickled until the function's module is there."""
 
     module: str
@@ -29,7 +29,7 @@ class Job:
     arguments: bytes
 
     @classmethod
-    def of(cls, main: Callable[..., Any], *, args: tuple[Any, ...]) -> Job:
+    def of(cls, main: Callable[..., Any], *, args: tuple[Any, ...]) -> WorkerJob:
         """The call `main(world, *args)`.
 
         Raises ValueError when another process could not import `main`, and what pickle raises for the arguments.
@@ -55,7 +55,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Answer:
+class WorkerAnswer:
     """What became of a job on one rank: the pickled result, or the error with the text of its traceback."""
 
     result: bytes | None = None
@@ -63,7 +63,7 @@ class Answer:
     traceback: str = ""
 
     @classmethod
-    def by(cls, call: Callable[[], Any]) -> Answer:
+    def by(cls, call: Callable[[], Any]) -> WorkerAnswer:
         """Run `call` and keep what it returns or raises."""
         try:
             return cls(result=pickle.dumps(call()))
@@ -71,7 +71,7 @@ class Answer:
             return cls.of(error)
 
     @classmethod
-    def of(cls, error: Exception) -> Answer:
+    def of(cls, error: Exception) -> WorkerAnswer:
         """What there is to tell of an error."""
         return cls(error=_pickled(error), traceback="".join(format_exception(error)))
 

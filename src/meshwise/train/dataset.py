@@ -25,14 +25,14 @@ from meshwise.base.tensor_tree import take_rows
 from meshwise.train.counted import counted
 from meshwise.train.job import DataJob, JobError
 from meshwise.train.named_objects import bind, locate
-from meshwise.train.sample_order import Order
+from meshwise.train.sample_order import SampleOrder
 from meshwise.train.token_file import default_cache, digest, open_tokens, token_file
 
 Share: TypeAlias = Callable[[int], tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Data:
+class RunData:
     """What a run trains and validates on.
 
     picture     one line for the reader
@@ -47,7 +47,7 @@ class Data:
     content: str
 
 
-class Text(Dataset[tuple[Tensor, Tensor]]):
+class TextDataset(Dataset[tuple[Tensor, Tensor]]):
     """Windows of a token file: sample i is tokens i·context … (i+1)·context and the same one token further on."""
 
     def __init__(self, path: Path, *, start: int, stop: int, context: int) -> None:
@@ -69,10 +69,10 @@ class Text(Dataset[tuple[Tensor, Tensor]]):
         return _text, (path, start, stop, context)
 
 
-class Drawn(Dataset[Any]):
+class DatasetPart(Dataset[Any]):
     """The part `start` to `stop` of a dataset in the order of a permutation, in constant memory."""
 
-    def __init__(self, dataset: Dataset[Any], *, order: Order, start: int, stop: int) -> None:
+    def __init__(self, dataset: Dataset[Any], *, order: SampleOrder, start: int, stop: int) -> None:
         self._dataset = dataset
         self._order = order
         self._start = start
@@ -86,7 +86,7 @@ class Drawn(Dataset[Any]):
         return self._dataset[self._order.indices(number, stop=number + 1)[0]]
 
 
-def load_data(job: DataJob) -> Data:
+def load_data(job: DataJob) -> RunData:
     """The datasets of a job. Raises JobError when there is no data, or too little for a single sample."""
     return _load_text(job) if job.dataset is None else _load_dataset(job)
 
@@ -103,7 +103,7 @@ def length(dataset: Dataset[Any]) -> int:
 
 
 def read(
-    dataset: Dataset[Any], *, numbers: range, share: Share, order: Order | None = None, workers: int = 0
+    dataset: Dataset[Any], *, numbers: range, share: Share, order: SampleOrder | None = None, workers: int = 0
 ) -> Iterator[Any]:
     """This rank's rows of one global batch after the other, collated by torch.
 
@@ -131,7 +131,7 @@ class _Rows:
 
     numbers: range
     share: Share
-    order: Order | None
+    order: SampleOrder | None
 
     def bounds(self) -> Iterator[tuple[int, int]]:
         for first in self.numbers:
@@ -148,11 +148,11 @@ class _Rows:
         return len(self.numbers)
 
 
-def _text(path: Path, start: int, stop: int, context: int) -> Text:
-    return Text(path, start=start, stop=stop, context=context)
+def _text(path: Path, start: int, stop: int, context: int) -> TextDataset:
+    return TextDataset(path, start=start, stop=stop, context=context)
 
 
-def _load_text(job: DataJob) -> Data:
+def _load_text(job: DataJob) -> RunData:
     path = token_file(job.files, cache=default_cache() if job.cache is None else Path(job.cache))
     size = path.stat().st_size
     sample = job.context + 1
@@ -163,14 +163,14 @@ def _load_text(job: DataJob) -> Data:
             f"data.files hold {size} bytes, but a sample takes data.context + 1 = {sample} and the run needs at least "
             f"{parts}; use more text, a smaller data.context{' or data.validation = 0' * bool(job.validation)}"
         )
-    train = Text(path, start=0, stop=size - held_out, context=job.context)
-    validation = Text(path, start=size - held_out, stop=size, context=job.context) if held_out else None
+    train = TextDataset(path, start=0, stop=size - held_out, context=job.context)
+    validation = TextDataset(path, start=size - held_out, stop=size, context=job.context) if held_out else None
     picture = f"{size / 1e6:,.2f} MB of text ({', '.join(job.files)}): {_counts(train, validation)}"
     content = f"{size} bytes, {digest(open_tokens(path))}"
-    return Data(train, validation, f"{picture} of {counted(job.context, of='byte')}", text=True, content=content)
+    return RunData(train, validation, f"{picture} of {counted(job.context, of='byte')}", text=True, content=content)
 
 
-def _load_dataset(job: DataJob) -> Data:
+def _load_dataset(job: DataJob) -> RunData:
     assert job.dataset is not None
     made = bind(locate(job.dataset, key="data.dataset"), arguments=job.arguments, key="data.arguments")()
     train, validation = made if isinstance(made, tuple) else (made, None)
@@ -183,15 +183,15 @@ def _load_dataset(job: DataJob) -> Data:
     size = length(train)
     if validation is None and job.validation:
         held_out = max(1, round(size * job.validation))
-        order = Order(max(1, size), seed=0)
-        whole, train = train, Drawn(train, order=order, start=0, stop=max(0, size - held_out))
-        validation = Drawn(whole, order=order, start=size - held_out, stop=size)
+        order = SampleOrder(max(1, size), seed=0)
+        whole, train = train, DatasetPart(train, order=order, start=0, stop=max(0, size - held_out))
+        validation = DatasetPart(whole, order=order, start=size - held_out, stop=size)
     if length(train) < 1 or (validation is not None and length(validation) < 1):
         raise JobError(
             f"data.dataset = {job.dataset!r} holds {counted(size, of='sample')}; training and validation need one each"
         )
     counts = _counts(train, validation)
-    return Data(train, validation, f"{job.dataset}: {counts}", text=False, content=counts)
+    return RunData(train, validation, f"{job.dataset}: {counts}", text=False, content=counts)
 
 
 def _counts(train: Dataset[Any], validation: Dataset[Any] | None) -> str:

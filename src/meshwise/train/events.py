@@ -94,7 +94,7 @@ class NonFinite:
 
 
 @dataclass(frozen=True)
-class Slow:
+class SlowRank:
     """A rank that the others waited for: `seconds` and `others` are the mean busy times of it and of them in `steps`.
 
     `step` is the last step that was looked at.
@@ -108,7 +108,7 @@ class Slow:
 
 
 @dataclass(frozen=True)
-class Measured:
+class StepTimes:
     """Where the time of a step went: the one of the last `steps` steps whose time is the median, action by action.
 
     table   per rank, in words
@@ -149,7 +149,7 @@ class Validation:
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampleText:
     """Text that the model wrote after `prompt`."""
 
     step: int
@@ -158,7 +158,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Compared:
+class PredictionCompared:
     """What was predicted of the plan, on the cluster `on`, and what rank 0 measured: the median of its steps after the
     first, and the most bytes it used, less what its process held before there was a trainer: the interpreter and
     the libraries, which nothing predicts.
@@ -188,18 +188,18 @@ Event: TypeAlias = (
     | Step
     | NonFinite
     | Budgeted
-    | Slow
-    | Measured
+    | SlowRank
+    | StepTimes
     | Saved
     | SaveFailed
     | Validation
-    | Sample
-    | Compared
+    | SampleText
+    | PredictionCompared
     | End
 )
 
 
-class Sink(Protocol):
+class EventSink(Protocol):
     """Somewhere events are written."""
 
     def write(self, event: Event) -> None:
@@ -212,7 +212,7 @@ class Sink(Protocol):
 class Events:
     """The stream of one run; a context manager that closes the sinks."""
 
-    def __init__(self, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(self, sinks: Sequence[EventSink] = ()) -> None:
         self._sinks = tuple(sinks)
 
     def emit(self, event: Event) -> None:

@@ -19,8 +19,8 @@ import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from meshwise.engine.nonfinite import SkipPolicy
-from meshwise.memory.staging_buffers import Swap
-from meshwise.pipeline.cut.model_cut import Where
+from meshwise.memory.staging_buffers import SwapConfig
+from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import Plan
 
 
@@ -117,9 +117,9 @@ class ModelJob:
     `["blocks.3", "head"]`. Default: as even as can be, as the plan's `partition` says. `meshwise draw cut` shows it."""
 
     @property
-    def where(self) -> Where:
+    def where(self) -> CutOptions:
         """Where it may be cut."""
-        return Where(at=self.cut_at, how=self.cut)
+        return CutOptions(at=self.cut_at, how=self.cut)
 
     def __post_init__(self) -> None:
         for pattern, part in self.tensor_rules.items():
@@ -263,9 +263,9 @@ class SwapJob:
     """Size of each."""
 
     @property
-    def made(self) -> Swap:
+    def made(self) -> SwapConfig:
         """As `parallelize` takes it."""
-        return Swap(None if self.folder is None else Path(self.folder), self.buffers, self.megabytes * 2**20)
+        return SwapConfig(None if self.folder is None else Path(self.folder), self.buffers, self.megabytes * 2**20)
 
     def __post_init__(self) -> None:
         _least("swap.buffers", self.buffers, 2)
@@ -345,7 +345,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Studied(Job):
+class StudiedJob(Job):
     """A training job for a command that does not train it: what only a run needs is passed over, and not offered."""
 
     restarts: tyro.conf.Suppress[int] = 0

@@ -25,7 +25,7 @@ from rich.console import Console
 from torch.utils.data import Dataset, default_collate
 
 from meshwise.base.tensor_tree import map_tensors
-from meshwise.comm.api.job_attempt import Attempt
+from meshwise.comm.api.job_attempt import JobAttempt
 from meshwise.comm.api.world import World
 from meshwise.engine.nonfinite import NonFiniteError
 from meshwise.engine.parallelize import parallelize
@@ -35,20 +35,30 @@ from meshwise.memory.memory_error import is_shortage
 from meshwise.plan import Plan
 from meshwise.simulate.fitting_plans import ShortageError
 from meshwise.train.dataset import length, read
-from meshwise.train.events import Budgeted, Compared, End, Events, NonFinite, Sample, Start, Step, Validation
+from meshwise.train.events import (
+    Budgeted,
+    End,
+    Events,
+    NonFinite,
+    PredictionCompared,
+    SampleText,
+    Start,
+    Step,
+    Validation,
+)
 from meshwise.train.failure_report import leave_traceback
 from meshwise.train.job import Job
 from meshwise.train.lr_schedule import rate
-from meshwise.train.output_stream import Screen
+from meshwise.train.output_stream import OutputConsole
 from meshwise.train.parameter_export import write_parameters
 from meshwise.train.prepare import Prepared, prepare
-from meshwise.train.resume import Progress, checked_origin, kept, on_first_rank, take_up
-from meshwise.train.run_checkpoints import Checkpoints
+from meshwise.train.resume import RunProgress, checked_origin, kept, on_first_rank, take_up
+from meshwise.train.run_checkpoints import RunCheckpoints
 from meshwise.train.run_folder import RunFolder
-from meshwise.train.run_start import Origin
-from meshwise.train.sample_order import Order
-from meshwise.train.slow_ranks import Pace, Stopwatch
-from meshwise.train.step_timelines import Timelines
+from meshwise.train.run_start import RunStart
+from meshwise.train.sample_order import SampleOrder
+from meshwise.train.slow_ranks import BusyTimer, RankPace
+from meshwise.train.step_timelines import StepTimelines
 from meshwise.train.text_sample import generate
 
 
@@ -70,7 +80,7 @@ def train(world: World, *, job: Job, console: Console | None = None) -> Summary:
     """
     prepared = prepare(job, ranks=world.size)
     job = prepared.job
-    attempt = Attempt.current()
+    attempt = JobAttempt.current()
     origin = on_first_rank(lambda: checked_origin(prepared, attempt=attempt), world=world)
     had = _held_memory(world.device)
     trainer = parallelize(
@@ -83,7 +93,7 @@ def train(world: World, *, job: Job, console: Console | None = None) -> Summary:
         **prepared.optimizer_arguments,
     )
     folder = on_first_rank(lambda: RunFolder.claim(job, path=origin.folder, attempt=attempt), world=world)
-    sinks = [] if world.rank else folder.sinks(console or Screen(), every=job.train.log_every)
+    sinks = [] if world.rank else folder.sinks(console or OutputConsole(), every=job.train.log_every)
     try:
         with Events(sinks) as events:
             return _Run(trainer, prepared, folder, events, had=had).run(origin)
@@ -108,17 +118,17 @@ class _Run:
         self._data = prepared.data
         self._folder = folder
         self._emit = events.emit
-        self._progress = Progress()
+        self._progress = RunProgress()
         self._peaks = [group["lr"] for group in trainer.optimizer.param_groups]
         self._rate = rate(job.schedule, steps=job.train.steps)
         self._validation: float | None = None
         self._seconds: list[float] = []
         self._had = had
-        self._checkpoints = Checkpoints(
+        self._checkpoints = RunCheckpoints(
             trainer, root=folder.checkpoints, keep_last=job.train.keep_last, emit=events.emit
         )
 
-    def run(self, origin: Origin) -> Summary:
+    def run(self, origin: RunStart) -> Summary:
         """Start, steps, end."""
         job, trainer = self._job, self._trainer
         started = time.monotonic()
@@ -130,7 +140,7 @@ class _Run:
         self._validate(self._progress.step)
         if job.sample.length:
             text = generate(trainer, sample=job.sample, context=job.data.context, seed=job.train.seed)
-            self._emit(Sample(self._progress.step, job.sample.prompt, text))
+            self._emit(SampleText(self._progress.step, job.sample.prompt, text))
         self._end(time.monotonic() - started)
         where = None if trainer.world.rank else str(self._folder.path)
         return Summary(self._progress.loss, self._validation, where)
@@ -154,9 +164,9 @@ class _Run:
 
     def _steps(self) -> None:
         job, trainer, progress = self._job.train, self._trainer, self._progress
-        pace, watched = Pace(trainer.world), Stopwatch(trainer.world)
+        pace, watched = RankPace(trainer.world), BusyTimer(trainer.world)
         before = progress.step
-        timelines = Timelines(trainer, count=job.timeline, path=self._folder.timeline, emit=self._emit)
+        timelines = StepTimelines(trainer, count=job.timeline, path=self._folder.timeline, emit=self._emit)
         timelines.plan(before + 1, last=job.steps)
         began = last = time.monotonic()
         batches = self._batches()
@@ -205,7 +215,7 @@ class _Run:
         told = self._job.predicted
         if len(self._seconds) > 1 and told.seconds and Plan.parse(told.plan) == self._job.plan:
             seconds, memory = statistics.median(self._seconds[1:]), _peak_memory(self._trainer.world.device)
-            self._emit(Compared(told.on, told.seconds, told.memory, seconds, max(0, memory - self._had)))
+            self._emit(PredictionCompared(told.on, told.seconds, told.memory, seconds, max(0, memory - self._had)))
 
     def _step(self, step: int, batch: Any) -> StepResult:
         try:
@@ -234,7 +244,7 @@ class _Run:
         """This rank's rows of each global batch that is left of the run."""
         job, done = self._job.train, self._progress
         numbers = range(done.samples, done.samples + (job.steps - done.step) * job.batch, job.batch)
-        return self._read(self._data.train, numbers, Order(length(self._data.train), seed=job.seed))
+        return self._read(self._data.train, numbers, SampleOrder(length(self._data.train), seed=job.seed))
 
     def _validate(self, step: int) -> None:
         if self._data.validation is None:
@@ -242,12 +252,12 @@ class _Run:
         job = self._job.train
         size = length(self._data.validation)
         most = size if job.validate_batches is None else min(size, job.validate_batches * job.batch)
-        batches = self._read(self._data.validation, range(0, most, job.batch), Order(size, seed=0))
+        batches = self._read(self._data.validation, range(0, most, job.batch), SampleOrder(size, seed=0))
         result = self._trainer.evaluate(batches, local=True)
         self._validation = result.loss
         self._emit(Validation(step, result.loss, result.tokens))
 
-    def _read(self, dataset: Dataset[Any], numbers: range, order: Order) -> Iterator[Any]:
+    def _read(self, dataset: Dataset[Any], numbers: range, order: SampleOrder) -> Iterator[Any]:
         rows = read(dataset, numbers=numbers, share=self._trainer.share, order=order, workers=self._job.data.workers)
         if self._job.train.dtype is None:
             return rows

@@ -38,7 +38,7 @@ _WIDE = 10_000
 """A terminal on which nothing is cut."""
 
 
-class Screen(Console):
+class OutputConsole(Console):
     """A console that leaves no blanks at the ends of drawn lines, and hands on that nobody reads it any more."""
 
     def show(self, drawing: Table | Text) -> None:
@@ -74,9 +74,9 @@ class Screen(Console):
         raise  # noqa: PLE0704 -- the BrokenPipeError that it is being asked about
 
 
-def screen(*, width: int) -> Screen:
+def screen(*, width: int) -> OutputConsole:
     """The terminal; elsewhere, lines of at most this width."""
-    return Screen() if Screen().is_terminal else Screen(width=width)
+    return OutputConsole() if OutputConsole().is_terminal else OutputConsole(width=width)
 
 
 def tolerate() -> None:

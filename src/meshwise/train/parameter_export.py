@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from meshwise.base.atomic_file import write_whole
-from meshwise.checkpoint.safetensors_header import Spec, header
+from meshwise.checkpoint.safetensors_header import TensorSpec, header
 from meshwise.data_parallel.stored_slices import buffers
 from meshwise.engine.trainer import Trainer
 
@@ -32,14 +32,14 @@ def write_parameters(trainer: Trainer, *, path: Path | None, metadata: Mapping[s
         for _ in trainer.full_parameters():
             pass
         return
-    specs = [Spec(row.name, row.dtype, row.shape) for row in trainer.table.rows]
-    specs += [Spec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in kept]
+    specs = [TensorSpec(row.name, row.dtype, row.shape) for row in trainer.table.rows]
+    specs += [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in kept]
 
     def write(place: Path) -> None:
         with place.open("wb") as file:
             file.write(header(specs, metadata=metadata))
             for spec, (name, tensor) in zip(specs, itertools.chain(trainer.full_parameters(), kept), strict=True):
-                assert spec == Spec(name, tensor.dtype, tuple(tensor.shape))
+                assert spec == TensorSpec(name, tensor.dtype, tuple(tensor.shape))
                 file.write(_bytes(tensor))
 
     write_whole(path, write=write, aside=path.with_name(f"{path.name}.partial"))

@@ -25,7 +25,7 @@ from meshwise.model.forward import Loss
 from meshwise.plan import PlanError
 from meshwise.plan.plan_keys import is_path
 from meshwise.train.counted import counted
-from meshwise.train.dataset import Data, length, load_data
+from meshwise.train.dataset import RunData, length, load_data
 from meshwise.train.job import Job, JobError
 from meshwise.train.named_objects import check_text, loss_function, model_function, optimizer
 from meshwise.train.record_files import summary_writer
@@ -44,7 +44,7 @@ class Prepared:
     loss: Loss
     optimizer: type[torch.optim.Optimizer]
     optimizer_arguments: dict[str, Any]
-    data: Data
+    data: RunData
 
     def options(self, example: Any) -> Options:
         """How the job has its model parallelized, whether it trains, is verified or rehearsed.

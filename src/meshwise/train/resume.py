@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 
 from meshwise.checkpoint.checkpoint_index import read_index
-from meshwise.checkpoint.training_state import Restored
-from meshwise.comm.api.job_attempt import Attempt
+from meshwise.checkpoint.training_state import RestoredState
+from meshwise.comm.api.job_attempt import JobAttempt
 from meshwise.comm.api.world import World
 from meshwise.engine.step_result import StepResult
 from meshwise.engine.trainer import Trainer
@@ -27,13 +27,13 @@ from meshwise.train.job import JobError
 from meshwise.train.job_changes import changes
 from meshwise.train.job_config import to_toml
 from meshwise.train.prepare import Prepared
-from meshwise.train.run_start import Origin, find_origin
+from meshwise.train.run_start import RunStart, find_run_start
 
 T = TypeVar("T")
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """How far a run is. `loss` is that of the last step."""
 
     step: int = 0
@@ -42,7 +42,7 @@ class Progress:
     loss: float = 0.0
 
     @classmethod
-    def of(cls, saved: Mapping[str, Any]) -> Progress:
+    def of(cls, saved: Mapping[str, Any]) -> RunProgress:
         """What `plain` made of one."""
         loss = math.nan if saved["loss"] is None else saved["loss"]
         return cls(saved["step"], saved["samples"], saved["updates"], loss)
@@ -74,9 +74,9 @@ def on_first_rank(call: Callable[[], T], *, world: World) -> T:
     return told
 
 
-def checked_origin(prepared: Prepared, *, attempt: Attempt | None) -> Origin:
+def checked_origin(prepared: Prepared, *, attempt: JobAttempt | None) -> RunStart:
     """Where the run begins. Raises JobError when this is not the job of the checkpoint it would go on from."""
-    origin = find_origin(prepared.job, attempt=attempt)
+    origin = find_run_start(prepared.job, attempt=attempt)
     candidate = origin.candidate()
     if candidate is not None:
         saved = read_index(candidate).extra["user"]
@@ -84,7 +84,7 @@ def checked_origin(prepared: Prepared, *, attempt: Attempt | None) -> Origin:
     return origin
 
 
-def take_up(trainer: Trainer, *, origin: Origin, prepared: Prepared, emit: Callable[[Event], None]) -> Progress:
+def take_up(trainer: Trainer, *, origin: RunStart, prepared: Prepared, emit: Callable[[Event], None]) -> RunProgress:
     """Restore what there is to go on from; every rank calls it.
 
     Raises JobError when this is not the job of the checkpoint, DamageError when there are checkpoints and none is
@@ -94,16 +94,16 @@ def take_up(trainer: Trainer, *, origin: Origin, prepared: Prepared, emit: Calla
     if found is None:
         if origin.folder is not None:
             emit(Resume(0, 0, "", [], []))
-        return Progress()
+        return RunProgress()
     told = changes(found.extra, job=prepared.job, content=prepared.data.content)
-    progress = Progress.of(found.extra["progress"])
+    progress = RunProgress.of(found.extra["progress"])
     if (found.extra["plan"], found.extra["ranks"]) != (str(prepared.job.plan), trainer.world.size):
         _draw_anew(trainer, seed=prepared.job.train.seed, samples=progress.samples)
     emit(Resume(progress.step, progress.samples, str(found.path), told, [str(damage) for damage in found.damaged]))
     return progress
 
 
-def kept(prepared: Prepared, *, progress: Progress, ranks: int) -> dict[str, Any]:
+def kept(prepared: Prepared, *, progress: RunProgress, ranks: int) -> dict[str, Any]:
     """What a checkpoint keeps of the run, for `take_up`."""
     job, content = prepared.job, prepared.data.content
     return {
@@ -115,13 +115,13 @@ def kept(prepared: Prepared, *, progress: Progress, ranks: int) -> dict[str, Any
     }
 
 
-def _restored(trainer: Trainer, origin: Origin, *, own: tuple[str, ...]) -> Restored | None:
+def _restored(trainer: Trainer, origin: RunStart, *, own: tuple[str, ...]) -> RestoredState | None:
     """The state of the newest valid checkpoint, but for the hyperparameters in `own`: the job may change them."""
     groups = trainer.optimizer.param_groups
     wanted = [{name: group[name] for name in own} for group in groups]
     found = next(filter(None, map(trainer.restore, origin.roots)), None)
     if found is None and origin.chosen is not None:
-        found = Restored(origin.chosen, trainer.load(origin.chosen), ())
+        found = RestoredState(origin.chosen, trainer.load(origin.chosen), ())
     for group, values in zip(groups, wanted, strict=True):
         group.update(values)
     return found

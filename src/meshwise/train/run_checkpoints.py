@@ -14,12 +14,12 @@ from typing import Any
 
 from meshwise.checkpoint.checkpoint_errors import SaveError
 from meshwise.checkpoint.checkpoint_index import INDEX
-from meshwise.checkpoint.save_state import Saving
+from meshwise.checkpoint.save_state import PendingSave
 from meshwise.engine.trainer import Trainer
 from meshwise.train.events import Event, Saved, SaveFailed
 
 
-class Checkpoints:
+class RunCheckpoints:
     """Saves `trainer` into `root`/step-N; every rank calls every method but `look` together."""
 
     def __init__(self, trainer: Trainer, *, root: Path, keep_last: int, emit: Callable[[Event], None]) -> None:
@@ -27,7 +27,7 @@ class Checkpoints:
         self._root = root
         self._keep_last = keep_last
         self._emit = emit
-        self._saving: Saving | None = None
+        self._saving: PendingSave | None = None
         self._step = 0
         self._began = 0.0
         self._held = 0.0

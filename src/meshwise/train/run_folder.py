@@ -17,8 +17,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from meshwise.comm.api.job_attempt import Attempt
-from meshwise.train.events import Sink
+from meshwise.comm.api.job_attempt import JobAttempt
+from meshwise.train.events import EventSink
 from meshwise.train.job import Job, JobError
 from meshwise.train.job_config import to_toml
 from meshwise.train.progress_lines import terminal
@@ -37,7 +37,7 @@ class RunFolder:
     tensorboard: bool = False
 
     @classmethod
-    def claim(cls, job: Job, *, path: Path | None = None, attempt: Attempt | None = None) -> RunFolder:
+    def claim(cls, job: Job, *, path: Path | None = None, attempt: JobAttempt | None = None) -> RunFolder:
         """The folder at `path`, or a new one, whose name gets `-2`, `-3` … when it is taken; with the job in it.
 
         Raises JobError.
@@ -75,9 +75,9 @@ class RunFolder:
         """A step, action by action."""
         return self.path / TIMELINE
 
-    def sinks(self, console: Console, *, every: int) -> list[Sink]:
+    def sinks(self, console: Console, *, every: int) -> list[EventSink]:
         """Where the events of the run go; `every`: steps between lines for people."""
-        sinks: list[Sink] = [terminal(console, every=every), JsonLines(self.metrics)]
+        sinks: list[EventSink] = [terminal(console, every=every), JsonLines(self.metrics)]
         if self.tensorboard:
             sinks.append(TensorBoard(self.path / "tensorboard"))
         return sinks

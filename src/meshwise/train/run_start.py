@@ -18,7 +18,7 @@ from pathlib import Path
 
 from meshwise.checkpoint.checkpoint_folder import newest_valid
 from meshwise.checkpoint.checkpoint_index import INDEX
-from meshwise.comm.api.job_attempt import Attempt
+from meshwise.comm.api.job_attempt import JobAttempt
 from meshwise.train.job import Job, JobError
 
 CHECKPOINTS = "checkpoints"
@@ -27,7 +27,7 @@ LAUNCH = "launch"
 
 
 @dataclass(frozen=True)
-class Origin:
+class RunStart:
     """Where a run begins.
 
     folder    the run's folder to go on in; None: a new one
@@ -45,47 +45,47 @@ class Origin:
         return next((path for path in found if path is not None), self.chosen)
 
 
-def find_origin(job: Job, *, attempt: Attempt | None) -> Origin:
+def find_run_start(job: Job, *, attempt: JobAttempt | None) -> RunStart:
     """Where the run of this job begins, at this start of its ranks. Raises JobError for a `resume` to nowhere."""
     asked = _asked(job)
     again = None if attempt is None else _folder_of(attempt, Path(job.train.output))
     if again is None:
         return asked
     own = again / CHECKPOINTS
-    return Origin(again, (own, *(root for root in asked.roots if root != own)), asked.chosen)
+    return RunStart(again, (own, *(root for root in asked.roots if root != own)), asked.chosen)
 
 
-def mark(folder: Path, *, attempt: Attempt | None) -> None:
+def mark(folder: Path, *, attempt: JobAttempt | None) -> None:
     """Note in the run's folder whose it is, if its ranks may be started again. Raises OSError."""
     if attempt is not None and attempt.most:
         (folder / LAUNCH).write_text(attempt.run, encoding="utf-8")
 
 
-def _asked(job: Job) -> Origin:
+def _asked(job: Job) -> RunStart:
     """What `train.resume` asks for."""
     output, resume = Path(job.train.output), job.train.resume
     if resume is None or (resume == "auto" and not output.exists()):
-        return Origin()
+        return RunStart()
     if resume == "auto":
         if not any((output / name).exists() for name in ("job.toml", CHECKPOINTS)):
             raise JobError(
                 f"train.resume = 'auto', but train.output = '{output}' is there and is no run: it has neither job.toml "
                 f"nor {CHECKPOINTS}; name another folder"
             )
-        return Origin(output, (output / CHECKPOINTS,))
+        return RunStart(output, (output / CHECKPOINTS,))
     place = Path(resume)
     if (place / INDEX).is_file():
-        return Origin(chosen=place)
+        return RunStart(chosen=place)
     root = place / CHECKPOINTS if (place / CHECKPOINTS).is_dir() else place
     if not any(root.glob(f"*/{INDEX}")):
         raise JobError(
             f"train.resume = {resume!r}: no checkpoint there; name the folder of a run, one of its {CHECKPOINTS}, "
             "or 'auto'"
         )
-    return Origin(roots=(root,))
+    return RunStart(roots=(root,))
 
 
-def _folder_of(attempt: Attempt, output: Path) -> Path | None:
+def _folder_of(attempt: JobAttempt, output: Path) -> Path | None:
     """The folder that an earlier start of this job has made."""
     if not attempt.is_named and not attempt.number:
         return None

@@ -32,7 +32,7 @@ Words = NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
-class Order:
+class SampleOrder:
     """The order in which a run meets `size` samples, shuffled anew every epoch."""
 
     size: int

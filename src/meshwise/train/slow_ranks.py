@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 
 from meshwise.comm.api.world import World
-from meshwise.train.events import Slow
+from meshwise.train.events import SlowRank
 
 WINDOW = 20
 """Steps between two looks at the times."""
@@ -26,7 +26,7 @@ _FACTOR = 2.0
 _LEAST_SECONDS = 0.05
 
 
-class Stopwatch:
+class BusyTimer:
     """How long this rank is busy: the time between `start` and `stop`, less what it waits for others."""
 
     def __init__(self, world: World) -> None:
@@ -42,7 +42,7 @@ class Stopwatch:
         return time.monotonic() - self._began - (self._journal.waited - self._waited)
 
 
-class Pace:
+class RankPace:
     """The busy time of this rank's steps, and those of all ranks compared."""
 
     def __init__(self, world: World) -> None:
@@ -50,13 +50,13 @@ class Pace:
         self._steps: list[int] = []
         self._seconds: list[float] = []
 
-    def note(self, step: int, *, seconds: float) -> list[Slow]:
+    def note(self, step: int, *, seconds: float) -> list[SlowRank]:
         """Keep what a step took; when it is time, return what the times of all ranks show. Every rank calls it."""
         self._steps.append(step)
         self._seconds.append(seconds)
         return self.compare() if len(self._steps) == WINDOW else []
 
-    def compare(self) -> list[Slow]:
+    def compare(self) -> list[SlowRank]:
         """What the times since the last look show. Every rank calls it."""
         world, steps = self._world, self._steps
         own = torch.tensor(self._seconds, dtype=torch.float64, device=world.device)
@@ -68,7 +68,7 @@ class Pace:
         return list(slow_ranks(steps, times=times.view(world.size, len(steps)).tolist()))
 
 
-def slow_ranks(steps: list[int], *, times: list[list[float]]) -> Iterator[Slow]:
+def slow_ranks(steps: list[int], *, times: list[list[float]]) -> Iterator[SlowRank]:
     """The ranks that were slower than the median of the others, twofold and by at least 50 ms.
 
     times: seconds by rank and step.
@@ -81,4 +81,4 @@ def slow_ranks(steps: list[int], *, times: list[list[float]]) -> Iterator[Slow]:
                 found.append((step, own[number], others))
         if found:
             named, seconds, others_took = zip(*found, strict=True)
-            yield Slow(steps[-1], rank, list(named), statistics.mean(seconds), statistics.mean(others_took))
+            yield SlowRank(steps[-1], rank, list(named), statistics.mean(seconds), statistics.mean(others_took))

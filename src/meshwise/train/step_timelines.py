@@ -6,21 +6,21 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from meshwise.engine.measure_steps import Measuring, measure
+from meshwise.engine.measure_steps import StepMeasurement, measure
 from meshwise.engine.trainer import Trainer
-from meshwise.train.events import Event, Measured
+from meshwise.train.events import Event, StepTimes
 
 _WARMING_UP = 2
 """Steps at the start of a run that take longer than those to come."""
 
 
-class Timelines:
+class StepTimelines:
     """Measures `count` steps after the first ones of a start, and tells of the one whose time is the median."""
 
     def __init__(self, trainer: Trainer, *, count: int, path: Path, emit: Callable[[Event], None]) -> None:
         self._trainer, self._count, self._path, self._emit = trainer, count, path, emit
         self._block = contextlib.ExitStack()
-        self._measuring: Measuring | None = None
+        self._measuring: StepMeasurement | None = None
         self._steps = range(0)
 
     def plan(self, first: int, *, last: int) -> None:
@@ -43,4 +43,4 @@ class Timelines:
         assert typical is not None
         if self._trainer.world.rank == 0:
             typical.write(self._path)
-        self._emit(Measured(step, len(self._steps), str(typical), str(self._path)))
+        self._emit(StepTimes(step, len(self._steps), str(typical), str(self._path)))

@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from meshwise.comm.api.world import World
 from meshwise.engine.trainer import Trainer
 from meshwise.testing.difference import size
-from meshwise.testing.reference_run import Single
-from meshwise.testing.worker_job import Answer
-from meshwise.verify.module_outputs import Outputs, passes_with_data
+from meshwise.testing.reference_run import ReferenceRun
+from meshwise.testing.worker_job import WorkerAnswer
+from meshwise.verify.module_outputs import OutputNorms, passes_with_data
 from meshwise.verify.report import Divergence, ParameterFigures, StepFigures
-from meshwise.verify.rounding_bounds import Figure, Judge, neighbours
-from meshwise.verify.verified_subject import Subject
+from meshwise.verify.rounding_bounds import BoundedDifference, BoundJudge, neighbours
+from meshwise.verify.verified_subject import VerifiedSubject
 
 Result = TypeVar("Result")
 _GRADIENT, _VALUE = "the gradient of", "the value of"
@@ -40,16 +40,16 @@ _COLLINEAR = 1e-6
 _BITS: Mapping[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Oracle:
+class ReferenceSide:
     """One process's training, and its neighbours' where bounds are to be measured. The first is the one to trust."""
 
-    def __init__(self, subject: Subject, *, judge: Judge, device: torch.device) -> None:
+    def __init__(self, subject: VerifiedSubject, *, judge: BoundJudge, device: torch.device) -> None:
         models = [subject.prepared()]
         if not judge.exact:
             models += neighbours(models[0], seed=subject.options.seed, precision=judge.precision)
         self.outputs = [subject.listener() for _ in models]
         self.singles = [
-            Single(m, device=device, **subject.arguments(o)) for m, o in zip(models, self.outputs, strict=True)
+            ReferenceRun(m, device=device, **subject.arguments(o)) for m, o in zip(models, self.outputs, strict=True)
         ]
         for single, outputs in zip(self.singles, self.outputs, strict=True):
             outputs.listen(single.model)
@@ -97,7 +97,7 @@ def on_first(world: World, *, call: Callable[[], Result]) -> Result | None:
             result = call()
         except Exception as error:  # noqa: BLE001 - it is raised below, on every rank
             problem = error
-    told = world.exchange(None if problem is None else Answer.of(problem))[0]
+    told = world.exchange(None if problem is None else WorkerAnswer.of(problem))[0]
     if problem is not None:
         raise problem
     if told is not None:
@@ -105,17 +105,19 @@ def on_first(world: World, *, call: Callable[[], Result]) -> Result | None:
     return result
 
 
-class Comparison:
+class VerificationFigures:
     """The figures of a verification as they come in. Only the first rank, which has the oracle, keeps any."""
 
-    def __init__(self, trainer: Trainer, *, outputs: Outputs, judge: Judge, oracle: Oracle | None) -> None:
+    def __init__(
+        self, trainer: Trainer, *, outputs: OutputNorms, judge: BoundJudge, oracle: ReferenceSide | None
+    ) -> None:
         self._trainer = trainer
         self._outputs = outputs
         self._judge = judge
         self._oracle = oracle
         self._factors: dict[str, float | None] = {}
-        self._gradients: dict[str, Figure] = {}
-        self._values: dict[str, Figure] = {}
+        self._gradients: dict[str, BoundedDifference] = {}
+        self._values: dict[str, BoundedDifference] = {}
         self.steps: list[StepFigures] = []
         self.first: Divergence | None = None
 
@@ -140,7 +142,7 @@ class Comparison:
         mean, count = losses[0]
         loss = self._number(result.loss, [loss for loss, _ in losses], number)
         norm = self._number(result.grad_norm, norms, number)
-        counted = Figure(abs(result.tokens - int(count)) / count, 0.0, number)
+        counted = BoundedDifference(abs(result.tokens - int(count)) / count, 0.0, number)
         self.steps.append(StepFigures(mean, norms[0], loss, norm))
         _keep_worst(self._gradients, gradients)
         _keep_worst(self._values, values)
@@ -162,7 +164,7 @@ class Comparison:
 
     # ---- measuring ---------------------------------------------------------------------------------------------
 
-    def _compare_values(self, step: int) -> tuple[dict[str, Figure], list[Divergence]]:
+    def _compare_values(self, step: int) -> tuple[dict[str, BoundedDifference], list[Divergence]]:
         """Figures of the values, and the values that are not the same on every rank."""
         digests: dict[str, int] = {}
         buffers = ((name, value) for name, value in self._trainer.full_buffers() if value.is_floating_point())
@@ -176,7 +178,7 @@ class Comparison:
             Divergence(
                 f"{_VALUE} {name} on rank {rank}",
                 step,
-                Figure(math.inf, 0.0, step),
+                BoundedDifference(math.inf, 0.0, step),
                 _owner(name),
                 "the ranks hold other values of what is one parameter",
             )
@@ -185,9 +187,9 @@ class Comparison:
         ]
         return figures, others
 
-    def _compare(self, kind: str, ours: Iterator[tuple[str, Tensor]], step: int) -> dict[str, Figure]:
+    def _compare(self, kind: str, ours: Iterator[tuple[str, Tensor]], step: int) -> dict[str, BoundedDifference]:
         """Figures by name on the first rank; the others only take part."""
-        figures: dict[str, Figure] = {}
+        figures: dict[str, BoundedDifference] = {}
         if self._oracle is None:
             for _ in ours:
                 pass
@@ -204,7 +206,7 @@ class Comparison:
                 self._factors[f"{kind} {name}"] = _factor(value, expected)
         return figures
 
-    def _number(self, value: float, sides: Sequence[float], step: int) -> Figure:
+    def _number(self, value: float, sides: Sequence[float], step: int) -> BoundedDifference:
         expected, *neighbours = (torch.tensor(side, dtype=torch.float64) for side in sides)
         ours = torch.tensor(value, dtype=torch.float64)
         return self._judge.measure(ours, expected=expected, neighbours=neighbours, least=0.0, step=step)
@@ -217,13 +219,13 @@ class Comparison:
         if self.first is None and over is not None:
             self.first = over if forward is None else dataclasses.replace(over, module=forward)
 
-    def _named(self, kind: str, figures: Mapping[str, Figure]) -> Iterator[Divergence]:
+    def _named(self, kind: str, figures: Mapping[str, BoundedDifference]) -> Iterator[Divergence]:
         for name, figure in figures.items():
             factor = self._factors.get(f"{kind} {name}")
             detail = "" if factor is None else f"it is {factor:.6g} times the expected one"
             yield Divergence(f"{kind} {name}", figure.step, figure, _owner(name), detail)
 
-    def _backward_order(self, figures: Mapping[str, Figure]) -> dict[str, Figure]:
+    def _backward_order(self, figures: Mapping[str, BoundedDifference]) -> dict[str, BoundedDifference]:
         """The figures of gradients, those of the last module of the forward first."""
         assert self._oracle is not None
         place = {module: number for number, module in enumerate(self._oracle.outputs[0].order)}
@@ -240,13 +242,13 @@ class Comparison:
         return None
 
 
-def _keep_worst(worst: dict[str, Figure], figures: Mapping[str, Figure]) -> None:
+def _keep_worst(worst: dict[str, BoundedDifference], figures: Mapping[str, BoundedDifference]) -> None:
     for name, figure in figures.items():
         if name not in worst or figure.excess > worst[name].excess:
             worst[name] = figure
 
 
-def _scalar(what: str, figure: Figure, value: float, expected: float) -> Divergence:
+def _scalar(what: str, figure: BoundedDifference, value: float, expected: float) -> Divergence:
     factor = f" ({value / expected:.6g} times that)" if expected else ""
     return Divergence(what, figure.step, figure, detail=f"it is {value:.8g}{factor} where {expected:.8g} is expected")
 

@@ -21,7 +21,7 @@ from meshwise.layout.rectangles import even_split
 from meshwise.model.forward import Forward
 
 
-class Outputs:
+class OutputNorms:
     """Listens to a model's forward passes while it is asked to.
 
     `order` names the modules as they first finished: inner ones before those that contain them.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from meshwise.verify.rounding_bounds import Figure
+from meshwise.verify.rounding_bounds import BoundedDifference
 
 Row = tuple[str, ...]
 
@@ -20,8 +20,8 @@ class StepFigures:
 
     loss: float
     grad_norm: float
-    loss_apart: Figure
-    norm_apart: Figure
+    loss_apart: BoundedDifference
+    norm_apart: BoundedDifference
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class ParameterFigures:
     """One parameter or buffer: the worst of its gradient (None: it has none) and of its value over all steps."""
 
     name: str
-    gradient: Figure | None
-    value: Figure
+    gradient: BoundedDifference | None
+    value: BoundedDifference
 
     @property
     def over(self) -> bool:
@@ -55,7 +55,7 @@ class Divergence:
 
     what: str
     step: int
-    figure: Figure
+    figure: BoundedDifference
     module: str | None = None
     detail: str = ""
 
@@ -138,14 +138,14 @@ class Report:
             parts.append(str(self.first))
         return "\n".join([*parts, "", _table(self.step_rows()), "", _table(self.parameter_rows())])
 
-    def _figures(self) -> list[Figure]:
+    def _figures(self) -> list[BoundedDifference]:
         figures = [figure for step in self.steps for figure in (step.loss_apart, step.norm_apart)]
         for line in self.parameters:
             figures += [line.value] if line.gradient is None else [line.gradient, line.value]
         return figures
 
 
-def _cell(figure: Figure) -> str:
+def _cell(figure: BoundedDifference) -> str:
     return f"{figure.difference:.1e}{' !' if figure.over else ''}"
 
 

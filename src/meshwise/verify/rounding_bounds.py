@@ -28,14 +28,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from meshwise.base.tensor_tree import tensors
 from meshwise.model.dispatch_modes import TorchDispatchMode
 from meshwise.testing.difference import difference, floor, size
-from meshwise.testing.reference_run import Single, whole
+from meshwise.testing.reference_run import ReferenceRun, whole
 
 EXACT = 1e-9
 _ROUNDINGS, _MARGIN, _NEIGHBOURS = 16, 16, 2
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrialForward:
     """What a forward pass on one process showed before anything was compared.
 
     precision   the narrowest floating dtype that it computed in, and `where`, the operation that first gave it
@@ -52,7 +52,7 @@ class Trial:
     pooled: str = ""
 
 
-def try_out(single: Single, *, batch: Any) -> Trial:
+def try_out(single: ReferenceRun, *, batch: Any) -> TrialForward:
     """Run a batch forward twice; the buffers are put back. Raises what the model and the loss raise."""
     kept = {name: buffer.detach().clone() for name, buffer in single.model.named_buffers()}
     with _Narrowest(single.model) as seen:
@@ -62,7 +62,7 @@ def try_out(single: Single, *, batch: Any) -> Trial:
         buffer.data.copy_(kept[name])
     apart = abs(first - second) > _ROUNDINGS * torch.finfo(seen.dtype).eps * abs(first)
     unknown = tuple(sorted(single.draws.unknown))
-    return Trial(seen.dtype, seen.where, apart or bool(unknown), single.draws.drew, unknown)
+    return TrialForward(seen.dtype, seen.where, apart or bool(unknown), single.draws.drew, unknown)
 
 
 class _Narrowest(TorchDispatchMode):
@@ -101,7 +101,7 @@ def neighbours(model: nn.Module | Callable[[], nn.Module], *, seed: int, precisi
 
 
 @dataclass(frozen=True)
-class Figure:
+class BoundedDifference:
     """A measured relative difference, and the largest that is allowed; which step it is from, counted from 1."""
 
     difference: float
@@ -120,7 +120,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Judge:
+class BoundJudge:
     """Measures differences and says what is allowed, in a precision."""
 
     precision: torch.dtype
@@ -136,13 +136,13 @@ class Judge:
 
     def measure(
         self, value: Tensor, *, expected: Tensor, neighbours: Sequence[Tensor], least: float, step: int
-    ) -> Figure:
+    ) -> BoundedDifference:
         """The relative difference of `value`; its bound is by the largest of those of the neighbours, if any."""
         found = difference(value, expected, floor=least).relative
         if self.exact:
-            return Figure(found, EXACT, step)
+            return BoundedDifference(found, EXACT, step)
         spread = max(difference(neighbour, expected, floor=least).relative for neighbour in neighbours)
-        return Figure(found, max(_ROUNDINGS * torch.finfo(self.precision).eps, _MARGIN * spread), step)
+        return BoundedDifference(found, max(_ROUNDINGS * torch.finfo(self.precision).eps, _MARGIN * spread), step)
 
     def vague(self, gradient: Tensor, *, neighbours: Sequence[Tensor], largest: float) -> Tensor | None:
         """Where a gradient is so small that rounding may decide its sign, and with it the update (None: nowhere).

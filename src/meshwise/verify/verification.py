@@ -21,10 +21,10 @@ from meshwise.engine.parallelize import Options, parallelize
 from meshwise.model.forward import Loss
 from meshwise.plan import Plan
 from meshwise.precision.dtype_policy import precision_of
-from meshwise.verify.both_sides import Comparison, Oracle, on_first
+from meshwise.verify.both_sides import ReferenceSide, VerificationFigures, on_first
 from meshwise.verify.report import Report
-from meshwise.verify.rounding_bounds import Judge, Trial
-from meshwise.verify.verified_subject import Subject
+from meshwise.verify.rounding_bounds import BoundJudge, TrialForward
+from meshwise.verify.verified_subject import VerifiedSubject
 
 
 def verify(
@@ -54,7 +54,7 @@ def verify(
     plan = Plan.of(plan)
     precision = (training.get("options") or Options()).precision or precision_of(plan)
     dtype = dtype if precision.computes is None else None
-    subject = Subject(
+    subject = VerifiedSubject(
         model,
         loss,
         list(batches),
@@ -73,15 +73,15 @@ def verify(
     return _verify(world, subject, plan)
 
 
-def _verify(world: World, subject: Subject, plan: Plan) -> Report:
-    trial: Trial = world.exchange(on_first(world, call=lambda: subject.try_out(world.device)))[0]
+def _verify(world: World, subject: VerifiedSubject, plan: Plan) -> Report:
+    trial: TrialForward = world.exchange(on_first(world, call=lambda: subject.try_out(world.device)))[0]
     subject = dataclasses.replace(subject, evaluating=trial.random or bool(trial.pooled))
-    judge = Judge(subject.coarsest(trial))
+    judge = BoundJudge(subject.coarsest(trial))
     outputs = subject.listener()
     trainer = parallelize(subject.prepared(), plan, world=world, **subject.arguments(outputs))
     outputs.listen(*trainer.modules)
-    oracle = on_first(world, call=lambda: Oracle(subject, judge=judge, device=world.device))
-    comparison = Comparison(trainer, outputs=outputs, judge=judge, oracle=oracle)
+    oracle = on_first(world, call=lambda: ReferenceSide(subject, judge=judge, device=world.device))
+    comparison = VerificationFigures(trainer, outputs=outputs, judge=judge, oracle=oracle)
     comparison.start()
     for number, batch in enumerate(subject.converted(), start=1):
         comparison.step(number, batch=batch)

@@ -16,16 +16,16 @@ from meshwise.engine.parallelize import Options
 from meshwise.model.forward import Loss, default_forward
 from meshwise.model.module_copy import duplicate
 from meshwise.precision.dtype_policy import Precision
-from meshwise.precision.loss_scale import Scale
-from meshwise.testing.reference_run import Single
-from meshwise.verify.module_outputs import Outputs
-from meshwise.verify.rounding_bounds import Trial, try_out
+from meshwise.precision.loss_scale import LossScale
+from meshwise.testing.reference_run import ReferenceRun
+from meshwise.verify.module_outputs import OutputNorms
+from meshwise.verify.rounding_bounds import TrialForward, try_out
 
 Model = nn.Module | Callable[[], nn.Module]
 
 
 @dataclass(frozen=True)
-class Subject:
+class VerifiedSubject:
     """A model and its training, as `verify` got them.
 
     precision    the dtypes of both sides
@@ -50,7 +50,7 @@ class Subject:
     def options(self) -> Options:
         """The options of the training; a step that is not finite is an error, so no loss is scaled by much."""
         options = self.training.get("options") or Options()
-        return dataclasses.replace(options, nonfinite="raise", precision=self.precision, loss_scale=Scale(256.0))
+        return dataclasses.replace(options, nonfinite="raise", precision=self.precision, loss_scale=LossScale(256.0))
 
     def prepared(self) -> Model:
         """The model in the dtype and mode to compare in; a module is copied, since training would change it."""
@@ -69,22 +69,22 @@ class Subject:
         for batch in self.batches:
             yield map_tensors(lambda x: x.to(dtype) if dtype and x.is_floating_point() else x, batch)
 
-    def arguments(self, outputs: Outputs) -> dict[str, Any]:
-        """The keywords of `parallelize` and of `Single`, with a forward that `outputs` listens to."""
+    def arguments(self, outputs: OutputNorms) -> dict[str, Any]:
+        """The keywords of `parallelize` and of `ReferenceRun`, with a forward that `outputs` listens to."""
         example = next(self.converted()) if self.options.example is None else self.options.example
         options = dataclasses.replace(self.options, forward=outputs.forward, example=example)
         return {**self.training, "loss": self.loss, "options": options}
 
-    def listener(self) -> Outputs:
-        """An `Outputs` for this model's forward."""
-        return Outputs(self.options.forward or default_forward)
+    def listener(self) -> OutputNorms:
+        """An `OutputNorms` for this model's forward."""
+        return OutputNorms(self.options.forward or default_forward)
 
-    def try_out(self, device: torch.device) -> Trial:
+    def try_out(self, device: torch.device) -> TrialForward:
         """Run the first batch forward on one process, on `device`.
 
         Raises ValueError when it gives two losses, in eval mode too, and what the model and the loss raise.
         """
-        single = Single(self.prepared(), device=device, **self.arguments(self.listener()))
+        single = ReferenceRun(self.prepared(), device=device, **self.arguments(self.listener()))
         quietly = dataclasses.replace(self, evaluating=True)
         pooled = [name for name, norm in batch_norms(single.model).items() if norm.training]
         if pooled and self.microbatches > 1:
@@ -99,12 +99,12 @@ class Subject:
             )
         return dataclasses.replace(quietly.try_out(device), random=True, unknown=trial.unknown)
 
-    def coarsest(self, trial: Trial) -> torch.dtype:
+    def coarsest(self, trial: TrialForward) -> torch.dtype:
         """The dtype that rounds most, of those that the forward computes in and those that gradients go through."""
         dtypes = (trial.precision, self.precision.reduction, self.precision.accumulation)
         return max((dtype for dtype in dtypes if dtype), key=lambda dtype: torch.finfo(dtype).eps)
 
-    def notes(self, trial: Trial) -> Iterator[str]:
+    def notes(self, trial: TrialForward) -> Iterator[str]:
         """What a reader of the report has to know about the comparison."""
         if trial.pooled:
             yield (

@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwise.base.timeline import Event, Stream, Timeline
-from meshwise.pipeline.schedules.action import RECEIVES, SENDS, Action, Kind
+from meshwise.base.timeline import Event, Timeline, TimelineRow
+from meshwise.pipeline.schedules.action import RECEIVES, SENDS, Action, ActionKind
 from meshwise.pipeline.schedules.passes import counterpart
-from meshwise.simulate.step_history import History
-from meshwise.view.plan_account import Account
+from meshwise.simulate.step_history import StepHistory
+from meshwise.view.plan_account import PlanAccount
 
-ROWS: Mapping[Stream, int] = {Stream.LINK: 1, Stream.COLLECTIVE: 2, Stream.TIERS: 3}
+ROWS: Mapping[TimelineRow, int] = {TimelineRow.LINK: 1, TimelineRow.COLLECTIVE: 2, TimelineRow.TIERS: 3}
 _NAMES = ("computes", "sends", "collectives", "tiers")
 _APART = 10
 """From a row to the next with the same name, for what overlaps: a row of a trace has one thing at a time."""
@@ -27,7 +27,7 @@ _APART = 10
 _MICRO = 1e6
 
 
-def write_chrome_trace(accounts: Sequence[Account], *, path: Path) -> None:
+def write_chrome_trace(accounts: Sequence[PlanAccount], *, path: Path) -> None:
     """Write the JSON of one or several plans, under their titles; where times have no unit, one is a millisecond.
 
     Raises OSError when the file cannot be written.
@@ -53,7 +53,7 @@ def write_chrome_trace(accounts: Sequence[Account], *, path: Path) -> None:
 
 def _rows(timeline: Timeline) -> Iterator[tuple[Event, int]]:
     """Every event with its row."""
-    free: dict[tuple[int, Stream], list[float]] = defaultdict(list)
+    free: dict[tuple[int, TimelineRow], list[float]] = defaultdict(list)
     for event in sorted(timeline.events, key=lambda event: event.start):
         if not event.beside:
             yield event, 0
@@ -64,7 +64,7 @@ def _rows(timeline: Timeline) -> Iterator[tuple[Event, int]]:
         yield event, ROWS[event.stream] + _APART * lane
 
 
-def _levels(history: History, scale: float, pid: int) -> Iterator[dict[str, Any]]:
+def _levels(history: StepHistory, scale: float, pid: int) -> Iterator[dict[str, Any]]:
     """Memory over time."""
     for level in history.levels:
         held = {str(category): size for category, size in level.device.items()}
@@ -96,7 +96,7 @@ def _events(event: Event, row: int, scale: float, where: _Place) -> Iterator[dic
     message = {"name": "message", "cat": "message", **place}
     yield {
         "ph": "X",
-        "name": f"wait {event}" if event.stream is Stream.WAIT else str(event),
+        "name": f"wait {event}" if event.stream is TimelineRow.WAIT else str(event),
         "cat": event.kind,
         "ts": start,
         "dur": stop - start,
@@ -114,5 +114,5 @@ def _events(event: Event, row: int, scale: float, where: _Place) -> Iterator[dic
         }
     elif event.kind in RECEIVES:
         assert event.stage is not None
-        sent = counterpart(Action(event.stage, Kind(event.kind), event.microbatch))
+        sent = counterpart(Action(event.stage, ActionKind(event.kind), event.microbatch))
         yield {"ph": "f", "bp": "e", "id": where.message(sent, event.rank), "ts": stop, **message}

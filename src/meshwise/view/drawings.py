@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from meshwise.view.memory_text import memory_text
-from meshwise.view.plan_account import Account
+from meshwise.view.plan_account import PlanAccount
 from meshwise.view.schedule_text import strip
 from meshwise.view.time_text import time_text
 
 
-def drawings(accounts: Sequence[Account], *, width: int) -> Iterator[Text]:
+def drawings(accounts: Sequence[PlanAccount], *, width: int) -> Iterator[Text]:
     """One after the other, those of all plans to one scale of time."""
     seconds = max(account.timeline.seconds for account in accounts)
     for account in accounts:

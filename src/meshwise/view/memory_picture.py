@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from meshwise.simulate.simulation_tables import text as size_text
-from meshwise.simulate.step_history import History, Level
+from meshwise.simulate.step_history import MemoryLevel, StepHistory
 from meshwise.simulate.tape import Category
 from meshwise.view.palette import UNSEEN
-from meshwise.view.picture import Bars, Path, Picture, Plot, Shape, Text, legend, ticks
+from meshwise.view.picture import Bars, Picture, PicturePath, PictureText, Plot, Shape, legend, ticks
 from meshwise.view.timeline_picture import LEFT, RIGHT, WIDTH, time_axis
 
 _TITLE, _HEIGHT, _AXIS, _LEGEND = 24.0, 110.0, 24.0, 24.0
@@ -19,7 +19,7 @@ _STEPS = 4
 
 
 def memory_pictures(
-    histories: Sequence[History], *, names: Sequence[str], span: float, most: float, limit: float = 0.0
+    histories: Sequence[StepHistory], *, names: Sequence[str], span: float, most: float, limit: float = 0.0
 ) -> Iterator[Picture]:
     """One for each of some ranks, all to one scale: `most` bytes high, and higher where the `limit` is near.
 
@@ -43,19 +43,22 @@ class _Frame:
     held: Sequence[Category]
 
 
-def _picture(history: History, frame: _Frame, *, last: bool) -> Picture:
+def _picture(history: StepHistory, frame: _Frame, *, last: bool) -> Picture:
     """With the legend below it where it is the last one."""
     plot = Plot(LEFT, _TITLE, WIDTH - LEFT - RIGHT, _HEIGHT, frame.span, "s", ())
     title = f"memory of {frame.name}: at most {size_text(history.peak.bytes)}, during {history.peak.during}"
-    shapes: list[Shape] = [Text(title, LEFT, 12, "faint", 11), Bars("lane", ((LEFT, _TITLE, plot.width, _HEIGHT),))]
+    shapes: list[Shape] = [
+        PictureText(title, LEFT, 12, "faint", 11),
+        Bars("lane", ((LEFT, _TITLE, plot.width, _HEIGHT),)),
+    ]
     for size in _round_sizes(frame.top):
         y = _TITLE + _HEIGHT * (1 - size / frame.top)
-        shapes.append(Path("grid", ((LEFT - 4, y), (LEFT + plot.width, y))))
-        shapes.append(Text(size_text(size), LEFT - 8, y, "faint", 10, "end"))
+        shapes.append(PicturePath("grid", ((LEFT - 4, y), (LEFT + plot.width, y))))
+        shapes.append(PictureText(size_text(size), LEFT - 8, y, "faint", 10, "end"))
     bottom = _TITLE + _HEIGHT + _AXIS
     if last:
         shapes += legend([(category, category) for category in frame.held], x=LEFT, y=bottom + _LEGEND / 2)
-    border = (Path("limit", ((0, y := _HEIGHT * (1 - frame.limit / frame.top)), (plot.width, y))),)
+    border = (PicturePath("limit", ((0, y := _HEIGHT * (1 - frame.limit / frame.top)), (plot.width, y))),)
     inside = (
         *_areas(history, frame, plot),
         *(border if 0 < frame.limit <= frame.top else ()),
@@ -65,7 +68,7 @@ def _picture(history: History, frame: _Frame, *, last: bool) -> Picture:
     return Picture(title, WIDTH, bottom + _LEGEND * last, tuple(shapes), plot)
 
 
-def _areas(history: History, frame: _Frame, plot: Plot) -> Iterator[Path]:
+def _areas(history: StepHistory, frame: _Frame, plot: Plot) -> Iterator[PicturePath]:
     """A staircase for each category, the first at the bottom, each drawn down to the ground behind those before it."""
     moments = [*(level.seconds for level in history.levels), history.seconds]
     for count in range(len(frame.held), 0, -1):
@@ -73,17 +76,17 @@ def _areas(history: History, frame: _Frame, plot: Plot) -> Iterator[Path]:
         for level, (start, stop) in zip(history.levels, pairwise(moments), strict=True):
             y = plot.height * (1 - sum(level.device.get(category, 0) for category in frame.held[:count]) / frame.top)
             points += [(plot.x(start), y), (plot.x(stop), y)]
-        yield Path(frame.held[count - 1], (*points, (plot.x(history.seconds), plot.height)), filled=True)
+        yield PicturePath(frame.held[count - 1], (*points, (plot.x(history.seconds), plot.height)), filled=True)
 
 
-def _told(history: History, plot: Plot, *, row: str) -> Bars:
+def _told(history: StepHistory, plot: Plot, *, row: str) -> Bars:
     """What can be pointed at: every moment, with what is held then."""
     moments = [*(level.seconds for level in history.levels), history.seconds]
     boxes = ((plot.x(start), 0.0, plot.x(stop - start), plot.height) for start, stop in pairwise(moments))
     return Bars(UNSEEN, tuple(boxes), tuple(map(_sizes, history.levels)), row)
 
 
-def _sizes(level: Level) -> str:
+def _sizes(level: MemoryLevel) -> str:
     parts = (f"{category} {size_text(size)}" for category, size in level.device.items() if size)
     return f"{size_text(level.bytes)}{level.during and f' during {level.during}'}: {', '.join(parts)}"
 

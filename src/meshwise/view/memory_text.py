@@ -14,7 +14,7 @@ from itertools import pairwise
 from rich.text import Text
 
 from meshwise.simulate.simulation_tables import text as size_text
-from meshwise.simulate.step_history import History, Level
+from meshwise.simulate.step_history import MemoryLevel, StepHistory
 from meshwise.simulate.tape import Category
 
 LETTERS: Mapping[Category, tuple[str, str]] = {
@@ -31,7 +31,7 @@ LETTERS: Mapping[Category, tuple[str, str]] = {
 _HEIGHT = 8
 
 
-def memory_text(history: History, *, width: int, seconds: float, name: str) -> Text:
+def memory_text(history: StepHistory, *, width: int, seconds: float, name: str) -> Text:
     """The drawing of one rank, `seconds` in `width` characters."""
     peak = history.peak
     heads = [size_text(peak.bytes), *[""] * (_HEIGHT - 1)]
@@ -50,13 +50,13 @@ def memory_text(history: History, *, width: int, seconds: float, name: str) -> T
     return Text("\n").join(lines)
 
 
-def _parts(levels: Sequence[Level], count: int) -> list[Sequence[Level]]:
+def _parts(levels: Sequence[MemoryLevel], count: int) -> list[Sequence[MemoryLevel]]:
     """So many stretches of them, all about as long, each with one at least."""
     cuts = [index * len(levels) // count for index in range(count + 1)]
     return [levels[start : max(stop, start + 1)] for start, stop in pairwise(cuts)]
 
 
-def _bar(level: Level, unit: float) -> list[Category]:
+def _bar(level: MemoryLevel, unit: float) -> list[Category]:
     """From the bottom up, what each row of a column stands for: the category that fills its middle."""
     bar: list[Category] = []
     total = 0.0

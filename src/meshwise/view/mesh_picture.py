@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwise.base.mesh import Mesh
-from meshwise.view.picture import Bars, Box, Picture, Point, Shape, Text, text_width
+from meshwise.view.picture import Bars, Box, Picture, PictureText, Point, Shape, text_width
 
 _MOST = (16, 8, 8, 4)
 """Indices of an axis that are shown: across a grid, down, grids beside one another, below one another."""
@@ -61,17 +61,19 @@ def mesh_picture(mesh: Mesh, *, ranks_per_node: int = 0) -> Picture:
     sheet = _Sheet(mesh, across, down, ranks_per_node)
     if beside.name:
         beside = _Axis.shown(beside.name, degree=mesh.degree(beside.name), most=max(3, int(_WIDEST / sheet.wide)))
-    shapes: list[Shape] = [Text(sheet.title([name for name, _ in named[len(_MOST) :]]), 0, 10, size=13)]
+    shapes: list[Shape] = [PictureText(sheet.title([name for name, _ in named[len(_MOST) :]]), 0, 10, size=13)]
     right, y = _LETTERS, _TITLE
     for under in below.indices:
         x = 0.0
         for next_to in beside.indices:
             if None in (under, next_to):
-                shapes.append(Text("…", x + (sheet.left if under is None else 0), y + sheet.high / 2, "faint", 14))
+                shapes.append(
+                    PictureText("…", x + (sheet.left if under is None else 0), y + sheet.high / 2, "faint", 14)
+                )
                 x += sheet.wide if under is None else _BREAK
                 continue
             heading = "  ".join(axis.label(index) for axis, index in ((below, under), (beside, next_to)) if axis.name)
-            shapes += [Text(heading, x + sheet.left, y + _LABEL / 2, size=11)] if heading else []
+            shapes += [PictureText(heading, x + sheet.left, y + _LABEL / 2, size=11)] if heading else []
             shapes += sheet.grid({**below.at(under), **beside.at(next_to)}, at=(x, y + _LABEL * bool(heading)))
             x += sheet.wide
         right, y = max(right, x), y + sheet.high + _LABEL * bool(beside.name)
@@ -119,7 +121,7 @@ class _Sheet:
         boxes: dict[int, Box] = {}
         for i, along in enumerate(self.across.indices):
             x = left + i * (self.cell + _GAP)
-            yield Text(self.across.label(along), x + self.cell / 2, top - 9, "faint", 10, "middle")
+            yield PictureText(self.across.label(along), x + self.cell / 2, top - 9, "faint", 10, "middle")
             for j, line in enumerate(self.down.indices):
                 y = top + j * (_HIGH + _GAP)
                 place = {**fixed, **self.down.at(line), **self.across.at(along)}
@@ -127,9 +129,9 @@ class _Sheet:
                 if len(known) == len(place):
                     boxes[self.mesh.rank(dict.fromkeys(self.mesh.names, 0) | known)] = x, y, self.cell, _HIGH
                 else:
-                    yield Text("…", x + self.cell / 2, y + _HIGH / 2, "faint", 11, "middle")
+                    yield PictureText("…", x + self.cell / 2, y + _HIGH / 2, "faint", 11, "middle")
         for j, line in enumerate(self.down.indices):
-            yield Text(self.down.label(line), left - 8, top + j * (_HIGH + _GAP) + _HIGH / 2, "faint", 10, "end")
+            yield PictureText(self.down.label(line), left - 8, top + j * (_HIGH + _GAP) + _HIGH / 2, "faint", 10, "end")
         yield from self.cells(boxes)
 
     def cells(self, boxes: Mapping[int, Box]) -> Iterator[Shape]:
@@ -142,7 +144,7 @@ class _Sheet:
             names = tuple(f"rank {rank}{self.place(rank)}{where}" for rank in ranks)
             yield Bars(f"node-{node % _TONES}", tuple(boxes[rank] for rank in ranks), names)
         for rank, (x, y, width, height) in boxes.items():
-            yield Text(str(rank), x + width / 2, y + height / 2, "ink", 11, "middle")
+            yield PictureText(str(rank), x + width / 2, y + height / 2, "ink", 11, "middle")
 
     def place(self, rank: int) -> str:
         """Its indices along the axes that have several."""

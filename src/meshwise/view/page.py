@@ -13,7 +13,7 @@ from pathlib import Path
 
 from meshwise.view.palette import style
 from meshwise.view.pictures import pictures
-from meshwise.view.plan_account import Account
+from meshwise.view.plan_account import PlanAccount
 from meshwise.view.plan_comparison import Row, comparison_picture, comparison_table
 from meshwise.view.svg import svg
 
@@ -21,12 +21,12 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 """Nothing is loaded, whatever is in the page."""
 
 
-def write_page(accounts: Sequence[Account], *, path: Path, title: str) -> None:
+def write_page(accounts: Sequence[PlanAccount], *, path: Path, title: str) -> None:
     """Write it. Raises OSError when it cannot be written."""
     path.write_text(page(accounts, title=title), encoding="utf-8")
 
 
-def page(accounts: Sequence[Account], *, title: str) -> str:
+def page(accounts: Sequence[PlanAccount], *, title: str) -> str:
     """The page: what plans have in common and what not, and then each of them, all to one scale of time."""
     name = escape(title)
     head = (
@@ -40,12 +40,12 @@ def page(accounts: Sequence[Account], *, title: str) -> str:
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body><main>{body}</main>{script}</body></html>\n'
 
 
-def _overview(accounts: Sequence[Account]) -> Iterator[str]:
+def _overview(accounts: Sequence[PlanAccount]) -> Iterator[str]:
     yield f'<section id="overview"><figure>{svg(comparison_picture(accounts))}</figure>'
     yield f'<div class="wide">{_table(comparison_table(accounts))}</div></section>'
 
 
-def _sections(accounts: Sequence[Account]) -> Iterator[str]:
+def _sections(accounts: Sequence[PlanAccount]) -> Iterator[str]:
     for number, (account, drawn) in enumerate(zip(accounts, pictures(accounts), strict=True), start=1):
         figures = "".join(f"<figure>{svg(picture)}</figure>" for picture in drawn)
         yield f'<section class="plan" id="plan-{number}"><h2>{escape(account.title)}</h2>{figures}</section>'

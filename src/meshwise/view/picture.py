@@ -45,20 +45,20 @@ class Bars:
 
 
 @dataclass(frozen=True)
-class Path:
+class PicturePath:
     """A line through points, or what it encloses."""
 
     paint: str
     points: tuple[Point, ...]
     filled: bool = False
 
-    def moved(self, *, right: float, down: float) -> Path:
+    def moved(self, *, right: float, down: float) -> PicturePath:
         """The same, elsewhere."""
         return dataclasses.replace(self, points=tuple((x + right, y + down) for x, y in self.points))
 
 
 @dataclass(frozen=True)
-class Text:
+class PictureText:
     """A line of text."""
 
     text: str
@@ -71,12 +71,12 @@ class Text:
     anchor: str = "start"
     """Which part of it is at x: start, middle or end."""
 
-    def moved(self, *, right: float, down: float) -> Text:
+    def moved(self, *, right: float, down: float) -> PictureText:
         """The same, elsewhere."""
         return dataclasses.replace(self, x=self.x + right, y=self.y + down)
 
 
-Shape: TypeAlias = Bars | Path | Text
+Shape: TypeAlias = Bars | PicturePath | PictureText
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Plot:
     axis: tuple[Shape, ...] = ()
     """Drawn below the shapes: round times. It is drawn anew when a reader stretches time, as are the texts."""
 
-    texts: tuple[Text, ...] = ()
+    texts: tuple[PictureText, ...] = ()
     """Drawn over the shapes: their names, where there is room."""
 
     brief: bool = False
@@ -155,5 +155,5 @@ def legend(entries: Sequence[tuple[str, str]], *, x: float, y: float) -> Iterato
     """A row of (paint, meaning)."""
     for paint, meaning in entries:
         yield Bars(paint, ((x, y - 5, 14, 10),))
-        yield Text(meaning, x + 19, y, "faint", size=11)
+        yield PictureText(meaning, x + 19, y, "faint", size=11)
         x += 19 + text_width(meaning, size=11) + 16

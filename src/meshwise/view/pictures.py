@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 
 from meshwise.view.memory_picture import memory_pictures
 from meshwise.view.mesh_picture import mesh_picture
-from meshwise.view.picture import Picture, Text, stacked
-from meshwise.view.plan_account import Account
+from meshwise.view.picture import Picture, PictureText, stacked
+from meshwise.view.plan_account import PlanAccount
 from meshwise.view.plan_comparison import comparison_picture
 from meshwise.view.time_text import time_text
 from meshwise.view.timeline_picture import WIDTH, timeline_picture
 
 
-def pictures(accounts: Sequence[Account]) -> Iterator[list[Picture]]:
+def pictures(accounts: Sequence[PlanAccount]) -> Iterator[list[Picture]]:
     """Those of each plan."""
     span = max(account.timeline.seconds for account in accounts)
     most = max((history.peak.bytes for account in accounts for history in account.histories), default=0)
@@ -26,15 +26,15 @@ def pictures(accounts: Sequence[Account]) -> Iterator[list[Picture]]:
         yield drawn
 
 
-def sheet(accounts: Sequence[Account]) -> Picture:
+def sheet(accounts: Sequence[PlanAccount]) -> Picture:
     """All of them as one picture."""
     parts = [comparison_picture(accounts)] if len(accounts) > 1 or accounts[0].peak else []
     for account, drawn in zip(accounts, pictures(accounts), strict=True):
-        parts += [Picture(account.title, WIDTH, 24, (Text(account.title, 0, 12, size=15),)), *drawn]
+        parts += [Picture(account.title, WIDTH, 24, (PictureText(account.title, 0, 12, size=15),)), *drawn]
     return stacked(parts)
 
 
-def _timeline(account: Account, span: float) -> Picture:
+def _timeline(account: PlanAccount, span: float) -> Picture:
     step = time_text(account.timeline.seconds, unit=account.unit)
     bubble = 100 * account.spent["bubble"] / account.timeline.seconds
     title = f"step {step}, bubble {bubble:.1f} %"

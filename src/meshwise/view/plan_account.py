@@ -10,19 +10,19 @@ from functools import cached_property
 
 from meshwise.base.mesh import Mesh
 from meshwise.base.timeline import Timeline, spent
-from meshwise.pipeline.run.measured_step import Measured
+from meshwise.pipeline.run.measured_step import MeasuredStep
 from meshwise.plan import Plan
 from meshwise.simulate.memory_use import fullest
 from meshwise.simulate.prediction import Prediction
 from meshwise.simulate.simulation_tables import text as size_text
-from meshwise.simulate.step_history import History, Replay
+from meshwise.simulate.step_history import PredictionReplay, StepHistory
 
 _MOST_HISTORIES = 6
 """Where there are more ranks along pp, the memory of the first, the fullest and the last is shown."""
 
 
 @dataclass(frozen=True)
-class Machine:
+class AccountMachine:
     """What a plan is for."""
 
     name: str = ""
@@ -34,7 +34,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Account:
+class PlanAccount:
     """What a plan takes."""
 
     title: str
@@ -46,14 +46,14 @@ class Account:
     """Of its times: seconds, or nothing for times without a unit."""
 
     plan: Plan | None = None
-    machine: Machine = field(default_factory=Machine)
+    machine: AccountMachine = field(default_factory=AccountMachine)
     facts: Mapping[str, str] = field(default_factory=dict)
     """What else there is to tell of it, in order."""
 
     peak: Mapping[str, int] = field(default_factory=dict)
     """Bytes by category of the rank that needs most, when it does."""
 
-    histories: tuple[History, ...] = ()
+    histories: tuple[StepHistory, ...] = ()
     """Memory over time, of ranks that stand for all."""
 
     @property
@@ -76,9 +76,9 @@ class Account:
         return {what: seconds / self.timeline.ranks for what, seconds in total.items()}
 
 
-def predicted(prediction: Prediction, *, title: str = "") -> Account:
+def predicted(prediction: Prediction, *, title: str = "") -> PlanAccount:
     """What a plan would take on a cluster."""
-    plan, cluster, replay = prediction.rehearsal.plan, prediction.cluster, Replay(prediction)
+    plan, cluster, replay = prediction.rehearsal.plan, prediction.cluster, PredictionReplay(prediction)
     along = len(prediction.rehearsal.tapes)
     memory, each = prediction.memory, plan.mesh().size // along
     peak, room = fullest(memory).peak, max(0.0, cluster.device.memory - cluster.device.own)
@@ -90,22 +90,22 @@ def predicted(prediction: Prediction, *, title: str = "") -> Account:
         "fits": "yes" if prediction.fits else "no",
         **{f"sent {where}": size_text(size) for where, size in prediction.traffic.items()},
     }
-    return Account(
+    return PlanAccount(
         title or str(plan),
         replay.timeline,
         rows=tuple(_ranks(index * each, (index + 1) * each - 1) for index in range(along)),
         plan=plan,
-        machine=Machine(cluster.device.name, room, cluster.ranks_per_node),
+        machine=AccountMachine(cluster.device.name, room, cluster.ranks_per_node),
         facts=facts,
         peak={str(category): size for category, size in peak.device.items() if size},
         histories=tuple(replay.history(index) for index in shown),
     )
 
 
-def measured(run: Measured) -> tuple[Account, ...]:
+def measured(run: MeasuredStep) -> tuple[PlanAccount, ...]:
     """A step of a run, and the same computations by the clock."""
     timelines = {"measured": run.run, "by the clock": run.predicted, "equal stages": run.ideal}
-    return tuple(Account(title, timeline) for title, timeline in timelines.items())
+    return tuple(PlanAccount(title, timeline) for title, timeline in timelines.items())
 
 
 def _ranks(first: int, last: int) -> str:

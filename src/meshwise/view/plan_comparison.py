@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from meshwise.simulate.simulation_tables import text as size_text
 from meshwise.simulate.tape import Category
-from meshwise.view.picture import Bars, Path, Picture, Shape, Text, legend, text_width
-from meshwise.view.plan_account import Account
+from meshwise.view.picture import Bars, Picture, PicturePath, PictureText, Shape, legend, text_width
+from meshwise.view.plan_account import PlanAccount
 from meshwise.view.time_text import time_text
 
 Row = tuple[str, ...]
@@ -21,7 +21,7 @@ _LETTERS = 60
 _WIDTH, _BAR, _PITCH, _TITLE, _LEGEND, _TOTAL = 1180.0, 18.0, 25.0, 26.0, 26.0, 90.0
 
 
-def comparison_table(accounts: Sequence[Account]) -> list[Row]:
+def comparison_table(accounts: Sequence[PlanAccount]) -> list[Row]:
     """Titles, then rows; a column for each plan. What all plans have alike is left out of the plans' keys."""
     rows: list[Row] = [("", *(account.title for account in accounts))]
     plans = [account.plan.to_toml() if account.plan else {} for account in accounts]
@@ -39,19 +39,19 @@ def comparison_table(accounts: Sequence[Account]) -> list[Row]:
     return rows
 
 
-def uses(accounts: Sequence[Account]) -> list[str]:
+def uses(accounts: Sequence[PlanAccount]) -> list[str]:
     """What the step of any of them goes into: computing first, the bubble last."""
     found = dict.fromkeys(what for account in accounts for what in account.spent)
     waits = sorted(what for what in found if what not in _PAINTS)
     return [what for what in ("computes", *waits, "update", "around", "bubble") if what in found]
 
 
-def held(accounts: Sequence[Account]) -> list[str]:
+def held(accounts: Sequence[PlanAccount]) -> list[str]:
     """The categories that the peak of any of them has."""
     return [str(category) for category in Category if any(account.peak.get(category) for account in accounts)]
 
 
-def comparison_picture(accounts: Sequence[Account]) -> Picture:
+def comparison_picture(accounts: Sequence[PlanAccount]) -> Picture:
     """A bar for the step of each plan, and one for the memory of its fullest rank, all to one scale."""
     charts = [_times(accounts)]
     remembering = [account for account in accounts if account.peak]
@@ -98,23 +98,23 @@ class _Chart:
         if self.limit < 1.6 * most:
             most = max(most, self.limit)
         scale = (_WIDTH - left - _TOTAL) / most
-        yield Text(self.title, 0, top + 10, size=13)
+        yield PictureText(self.title, 0, top + 10, size=13)
         for number, bar in enumerate(self.bars):
             x, y = left, top + _TITLE + number * _PITCH
-            yield Text(bar.title, left - 10, y + _BAR / 2, size=11, anchor="end")
+            yield PictureText(bar.title, left - 10, y + _BAR / 2, size=11, anchor="end")
             for what, paint in self.paints.items():
                 if width := scale * bar.parts.get(what, 0):
                     yield Bars(paint, ((x, y, width, _BAR),), (f"{what} {bar.words[what]}",), bar.title)
                     x += width
-            yield Text(bar.total, x + 8, y + _BAR / 2, size=11)
+            yield PictureText(bar.total, x + 8, y + _BAR / 2, size=11)
         bottom = top + _TITLE + _PITCH * len(self.bars)
         if 0 < self.limit <= most:
             x = left + scale * self.limit
-            yield Path("limit", ((x, top + _TITLE - 4), (x, bottom)))
+            yield PicturePath("limit", ((x, top + _TITLE - 4), (x, bottom)))
         yield from legend([(paint, what) for what, paint in self.paints.items()], x=left, y=bottom + _LEGEND / 2)
 
 
-def _times(accounts: Sequence[Account]) -> _Chart:
+def _times(accounts: Sequence[PlanAccount]) -> _Chart:
     names = uses(accounts)
     waits = [name for name in names if name not in _PAINTS]
     paints = {**_PAINTS, **{name: _WAITS[min(number, len(_WAITS) - 1)] for number, name in enumerate(waits)}}
@@ -127,7 +127,7 @@ def _times(accounts: Sequence[Account]) -> _Chart:
     return _Chart(title, {name: paints[name] for name in names}, tuple(bars))
 
 
-def _sizes(accounts: Sequence[Account]) -> _Chart:
+def _sizes(accounts: Sequence[PlanAccount]) -> _Chart:
     bars = []
     for account in accounts:
         words = {category: size_text(size) for category, size in account.peak.items()}
@@ -141,7 +141,7 @@ def _shortened(title: str) -> str:
     return title if len(title) <= _LETTERS else f"{title[: _LETTERS - 2]} …"
 
 
-def _part(account: Account, what: str) -> str:
+def _part(account: PlanAccount, what: str) -> str:
     """A part of the step, as time and as share."""
     time = account.spent.get(what, 0.0)
     return f"{time_text(time, unit=account.unit)} ({100 * time / account.timeline.seconds:.1f} %)" if time else "0"

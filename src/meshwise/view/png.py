@@ -7,7 +7,7 @@ from typing import Any
 
 from meshwise.bench.plot import require_matplotlib
 from meshwise.view.palette import COLORS, UNSEEN
-from meshwise.view.picture import Bars, Picture, Shape, Text
+from meshwise.view.picture import Bars, Picture, PictureText, Shape
 
 _DOTS = 100
 """Pixels of a picture in an inch."""
@@ -38,7 +38,7 @@ def write_png(picture: Picture, *, path: File) -> None:
 def _paint(sheet, shape: Shape, how: dict[str, Any]) -> None:  # type: ignore[no-untyped-def] # matplotlib's Axes, of an extra
     from matplotlib.collections import PolyCollection  # noqa: PLC0415 - of the extra `plot`
 
-    if isinstance(shape, Text):
+    if isinstance(shape, PictureText):
         place = {"ha": _ANCHORS(shape.anchor), "va": "center_baseline"}
         sheet.text(shape.x, shape.y, shape.text, fontsize=shape.size * _POINTS, parse_math=False, **place, **how)
     elif isinstance(shape, Bars):

@@ -14,14 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from meshwise.base.timeline import Event, Stream, Timeline
-from meshwise.pipeline.schedules.action import Kind
+from meshwise.base.timeline import Event, Timeline, TimelineRow
+from meshwise.pipeline.schedules.action import ActionKind
 
-STYLES: Mapping[Kind, str] = {
-    Kind.F: "black on bright_blue",
-    Kind.B: "black on green",
-    Kind.I: "black on cyan",
-    Kind.W: "black on yellow",
+STYLES: Mapping[ActionKind, str] = {
+    ActionKind.F: "black on bright_blue",
+    ActionKind.B: "black on green",
+    ActionKind.I: "black on cyan",
+    ActionKind.W: "black on yellow",
 }
 
 
@@ -81,14 +81,14 @@ def _scaled(timeline: Timeline, rank: int, scale: float) -> Text:
     spots = [
         event
         for event in timeline.events
-        if event.rank == rank and not event.beside and event.stream is not Stream.WAIT
+        if event.rank == rank and not event.beside and event.stream is not TimelineRow.WAIT
     ]
     for event in sorted(spots, key=lambda event: event.start):
         first, last = (math.floor(moment * scale + 0.5) for moment in (event.start, event.stop))
         row.append("." * (first - len(row)), "dim")
-        if event.stream is Stream.COMPUTE:
+        if event.stream is TimelineRow.COMPUTE:
             drawn = label(event, timeline=timeline).ljust(last - first, "─")
-            row.append(drawn[: last - first], STYLES[Kind(event.kind)])
+            row.append(drawn[: last - first], STYLES[ActionKind(event.kind)])
         else:
             row.append(("u" if event.kind == "update" else "░") * (last - max(first, len(row))))
     row.append("." * (math.floor(timeline.seconds * scale + 0.5) - len(row)), "dim")
@@ -109,7 +109,7 @@ def _cells(timeline: Timeline, rank: int, unit: float, columns: int, cell: int) 
     nothing, column = ". ".ljust(cell), 0
     for event, first, last in _placed(timeline, rank, unit):
         yield nothing * (first - column), "dim"
-        yield label(event, timeline=timeline).ljust((last - first) * cell - 1, "─"), STYLES[Kind(event.kind)]
+        yield label(event, timeline=timeline).ljust((last - first) * cell - 1, "─"), STYLES[ActionKind(event.kind)]
         yield " ", ""
         column = last
     yield nothing * (columns - column), "dim"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from meshwise.view.palette import style
-from meshwise.view.picture import Bars, Box, Path, Picture, Plot, Shape, Text
+from meshwise.view.picture import Bars, Box, Picture, PicturePath, PictureText, Plot, Shape
 
 _LEGIBLE = 720.0
 """Pixels of a page below which a wide picture is not drawn smaller."""
@@ -54,10 +54,10 @@ def _shapes(shapes: Iterable[Shape]) -> str:
 
 
 def _shape(shape: Shape) -> str:
-    if isinstance(shape, Text):
+    if isinstance(shape, PictureText):
         place = f'x="{_number(shape.x)}" y="{_number(shape.y)}" font-size="{_number(shape.size)}"'
         return f'<text class="{shape.paint}" {place} text-anchor="{shape.anchor}">{escape(shape.text)}</text>'
-    if isinstance(shape, Path):
+    if isinstance(shape, PicturePath):
         points = "L".join(f"{_number(x)} {_number(y)}" for x, y in shape.points)
         return f'<path class="{"area" if shape.filled else "line"} {shape.paint}" d="M{points}{"z" * shape.filled}"/>'
     return _bars(shape)

@@ -11,15 +11,20 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshwise.base.timeline import AROUND, Event, Stream, Timeline
-from meshwise.pipeline.schedules.action import COMPUTE, Kind
+from meshwise.base.timeline import AROUND, Event, Timeline, TimelineRow
+from meshwise.pipeline.schedules.action import COMPUTE, ActionKind
 from meshwise.view.palette import UNSEEN
-from meshwise.view.picture import Bars, Box, Path, Picture, Plot, Shape, Text, legend, text_width, ticks
+from meshwise.view.picture import Bars, Box, Picture, PicturePath, PictureText, Plot, Shape, legend, text_width, ticks
 from meshwise.view.schedule_text import label
 from meshwise.view.time_text import time_text
 
 WIDTH, LEFT, RIGHT = 1180.0, 104.0, 16.0
-PAINTS: Mapping[str, str] = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input", Kind.W: "weights"}
+PAINTS: Mapping[str, str] = {
+    ActionKind.F: "forward",
+    ActionKind.B: "backward",
+    ActionKind.I: "input",
+    ActionKind.W: "weights",
+}
 MEANINGS: Mapping[str, str] = {
     "forward": "forward",
     "backward": "backward",
@@ -34,7 +39,11 @@ MEANINGS: Mapping[str, str] = {
 }
 """What each paint stands for, in the order of the legend."""
 
-_BESIDE: Mapping[Stream, str] = {Stream.COLLECTIVE: "collective", Stream.LINK: "message", Stream.TIERS: "tier"}
+_BESIDE: Mapping[TimelineRow, str] = {
+    TimelineRow.COLLECTIVE: "collective",
+    TimelineRow.LINK: "message",
+    TimelineRow.TIERS: "tier",
+}
 _HEIGHTS = ((8, 26.0), (24, 18.0), (10**9, 11.0))
 _OVER = 0.62
 """How far down in a bar the waits begin that lie over it."""
@@ -52,10 +61,10 @@ def timeline_picture(
     bars = [bars for rank in range(timeline.ranks) for bars in drawing.bars(rank, plot)]
     used = {bars.paint.removesuffix("-2") for bars in bars}
     texts = tuple(text for rank in range(timeline.ranks) for text in drawing.texts(rank, plot))
-    fixed: list[Shape] = [Text(title, LEFT, 12, "faint", 11)]
+    fixed: list[Shape] = [PictureText(title, LEFT, 12, "faint", 11)]
     for rank, name in enumerate(names):
         fixed.append(Bars("lane", ((LEFT, _TITLE + rank * drawing.pitch, plot.width, drawing.bar),)))
-        fixed.append(Text(name, LEFT - 8, _TITLE + rank * drawing.pitch + drawing.bar / 2, "ink", 11, "end"))
+        fixed.append(PictureText(name, LEFT - 8, _TITLE + rank * drawing.pitch + drawing.bar / 2, "ink", 11, "end"))
     entries = [(paint, meaning) for paint, meaning in MEANINGS.items() if paint in used]
     below = _TITLE + height + _AXIS
     fixed += legend(entries, x=LEFT, y=below + _LEGEND / 2)
@@ -67,8 +76,8 @@ def time_axis(plot: Plot) -> Iterator[Shape]:
     """Lines at round times behind a plot, and the times below it."""
     for time in ticks(plot.span, most=_MOST_TICKS):
         x = plot.x(time)
-        yield Path("grid", ((x, 0), (x, plot.height + 4)))
-        yield Text(time_text(time, unit=plot.unit), x, plot.height + 13, "faint", 10, "middle")
+        yield PicturePath("grid", ((x, 0), (x, plot.height + 4)))
+        yield PictureText(time_text(time, unit=plot.unit), x, plot.height + 13, "faint", 10, "middle")
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,7 @@ class _Drawing:
     timeline: Timeline
     names: Sequence[str]
     bar: float
-    lanes: tuple[Stream, ...]
+    lanes: tuple[TimelineRow, ...]
     events: Mapping[int, Sequence[Event]]
 
     @classmethod
@@ -118,14 +127,14 @@ class _Drawing:
         for paint in sorted(boxes, key=lambda paint: (paint == "wait", paint != UNSEEN)):
             yield Bars(paint, tuple(boxes[paint]), tuple(names[paint]), self.names[rank])
 
-    def texts(self, rank: int, plot: Plot) -> Iterator[Text]:
+    def texts(self, rank: int, plot: Plot) -> Iterator[PictureText]:
         """The names of the computations that have room for them."""
         size = 9.0 if self.bar > _HEIGHTS[-1][1] else 8.0
         for event in self.timeline.computing[rank]:
             name = label(event, timeline=self.timeline)
             if plot.x(event.seconds) > text_width(name, size=size) + 2:
                 middle = plot.x((event.start + event.stop) / 2)
-                yield Text(name, middle, rank * self.pitch + self.bar / 2, "inside", size, "middle")
+                yield PictureText(name, middle, rank * self.pitch + self.bar / 2, "inside", size, "middle")
 
     def _paint(self, event: Event) -> str:
         if event.kind in COMPUTE:
@@ -133,10 +142,10 @@ class _Drawing:
             return PAINTS[event.kind] + ("-2" if stages.index(event.stage or 0) % 2 else "")
         if event.beside:
             return _BESIDE[event.stream]
-        if event.stream is Stream.WAIT:
+        if event.stream is TimelineRow.WAIT:
             return "wait" if event.exposed else UNSEEN
         return "between" if event.kind in AROUND else "update"
 
 
 def _told(event: Event) -> str:
-    return f"waits for {event}" if event.stream is Stream.WAIT else str(event)
+    return f"waits for {event}" if event.stream is TimelineRow.WAIT else str(event)

@@ -41,7 +41,7 @@ Finish: TypeAlias = Callable[[], Tensor]
 Sizes: TypeAlias = Sequence[int] | None
 
 
-class Arriving:
+class PendingResult:
     """The result of a collective under way."""
 
     def __init__(self, passage: _Passage, *, token: Tensor) -> None:
@@ -56,7 +56,7 @@ class Arriving:
         return self._result
 
 
-def all_gather(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> Arriving:
+def all_gather(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> PendingResult:
     """The parts of all ranks along `axes`, one after the other along `dim`: (…, sizes[i], …) → (…, sum(sizes), …).
 
     `sizes`: of each rank's part along `dim`, in group order; all like `x` by default. Backward: reduce_scatter.
@@ -65,12 +65,12 @@ def all_gather(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Size
     return _start(x, _Gather(_Along.of_part(x, world, axes, dim=dim, sizes=sizes), alike=False))
 
 
-def replicate(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> Arriving:
+def replicate(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> PendingResult:
     """As `all_gather`, for a result that every rank uses alike. Backward: take."""
     return _start(x, _Gather(_Along.of_part(x, world, axes, dim=dim, sizes=sizes), alike=True))
 
 
-def reduce_scatter(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> Arriving:
+def reduce_scatter(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> PendingResult:
     """This rank's part along `dim` of the sum of all ranks' `x`: (…, sum(sizes), …) → (…, sizes[i], …).
 
     `sizes`: of each rank's part, in group order; even by default, the first ones larger by one when it does not
@@ -79,7 +79,7 @@ def reduce_scatter(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: 
     return _start(x, _ReduceScatter(_Along.of(x, world, axes, dim=dim, sizes=sizes)))
 
 
-def take(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> Arriving:
+def take(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> PendingResult:
     """This rank's part along `dim` of an `x` that is alike on all ranks; `sizes` as in `reduce_scatter`.
 
     Backward: replicate. Raises ValueError when `sizes` does not describe `x`.
@@ -87,12 +87,12 @@ def take(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = No
     return _start(x, _Take(_Along.of(x, world, axes, dim=dim, sizes=sizes)))
 
 
-def all_reduce(x: Tensor, *, world: World, axes: Axes) -> Arriving:
+def all_reduce(x: Tensor, *, world: World, axes: Axes) -> PendingResult:
     """The sum of all ranks' `x`, of the same shape. Backward: the gradient as it is."""
     return _start(x, _AllReduce(world, axes))
 
 
-def copy(x: Tensor, *, world: World, axes: Axes) -> Arriving:
+def copy(x: Tensor, *, world: World, axes: Axes) -> PendingResult:
     """`x`, which is alike on all ranks, for each to use in its own way. Backward: all_reduce."""
     return _start(x, _Copy(world, axes))
 
@@ -105,7 +105,7 @@ def all_to_all(
     split_dim: int,
     cat_dim: int,
     sizes: tuple[Sequence[int], Sequence[int]] | None = None,
-) -> Arriving:
+) -> PendingResult:
     """Cut `x` along `split_dim`, give each rank its part, and put what arrives together along `cat_dim`.
 
     `sizes`: those of the parts cut along `split_dim`, and those of the arriving ones along `cat_dim`, in group order.
@@ -126,7 +126,7 @@ def all_to_all(
 
 
 @dataclass(frozen=True)
-class Given:
+class CollectiveSource:
     """What a collective of these gave, by the words at the top: over which axes it is which."""
 
     whole: tuple[str, ...] = ()
@@ -134,21 +134,23 @@ class Given:
     split: tuple[str, ...] = ()
 
 
-def given_by(node: Node) -> Given | None:
+def source_of_output(node: Node) -> CollectiveSource | None:
     """What a node of a graph stands for, where a collective gave that."""
     passage = getattr(node, "passage", None)
     if not isinstance(passage, _Passage):
         return None
     collective = passage.collective
     if isinstance(collective, _Copy):
-        return Given(whole=_named(collective.axes))
+        return CollectiveSource(whole=_named(collective.axes))
     if isinstance(collective, _AllReduce):
-        return Given(alike=_named(collective.axes))
+        return CollectiveSource(alike=_named(collective.axes))
     if isinstance(collective, _Gather):
         axes = _named(collective.along.axes)
-        return Given(alike=axes) if collective.alike else Given(whole=axes)
+        return CollectiveSource(alike=axes) if collective.alike else CollectiveSource(whole=axes)
     assert isinstance(collective, _ReduceScatter | _Take | _AllToAll)
-    return Given(split=_named((collective.split if isinstance(collective, _AllToAll) else collective.along).axes))
+    return CollectiveSource(
+        split=_named((collective.split if isinstance(collective, _AllToAll) else collective.along).axes)
+    )
 
 
 def _named(axes: Axes) -> tuple[str, ...]:
@@ -373,6 +375,6 @@ class _Arrive(torch.autograd.Function):
         return gradient.new_empty(0), None
 
 
-def _start(x: Tensor, collective: _Map) -> Arriving:
+def _start(x: Tensor, collective: _Map) -> PendingResult:
     passage = _Passage(collective)
-    return Arriving(passage, token=_Depart.apply(x, passage))
+    return PendingResult(passage, token=_Depart.apply(x, passage))

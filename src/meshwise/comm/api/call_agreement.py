@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from meshwise.comm.api.flight_recorder import (
-    Call,
-    Journal,
-    Line,
+    CallLine,
+    CallRecord,
+    FlightRecorder,
+    PlacedCall,
     RanksDisagree,
-    Stamp,
     disagreement,
     parted,
     ranks_text,
@@ -28,13 +28,13 @@ _BYTES = 4096
 _SITE = 1000
 
 
-def as_tensor(stamp: Stamp) -> Tensor:
+def as_tensor(stamp: CallRecord) -> Tensor:
     """A stamp as bytes, as many for any stamp."""
     text = pickle.dumps(stamp._replace(site=stamp.site[-_SITE:]))
     return torch.frombuffer(bytearray(text.ljust(_BYTES, b"\0")), dtype=torch.uint8)
 
 
-def require_alike(found: Mapping[int, Tensor], *, journal: Journal) -> None:
+def require_alike(found: Mapping[int, Tensor], *, journal: FlightRecorder) -> None:
     """Raise RanksDisagree, with a table of who called what, unless these stamps, in group order by rank, are alike.
 
     They are those of the last call in the journal, which then does not count.
@@ -45,7 +45,7 @@ def require_alike(found: Mapping[int, Tensor], *, journal: Journal) -> None:
         raise RanksDisagree(f"the ranks disagree about what to do together:\n{table}")
 
 
-def require_same(found: Mapping[int, tuple[Sequence[Call], Mapping[Line, int]]]) -> NoReturn:
+def require_same(found: Mapping[int, tuple[Sequence[PlacedCall], Mapping[CallLine, int]]]) -> NoReturn:
     """Raise RanksDisagree with what differs first. `found`: of each rank its last calls, and how many on each line."""
     if apart := parted({rank: recent for rank, (recent, _) in found.items()}):
         raise RanksDisagree(apart[0])

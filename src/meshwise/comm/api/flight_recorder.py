@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from meshwise.comm.api.stopwatch import Stopwatch
+from meshwise.comm.api.stopwatch import ActivityStopwatch
 
 _NOT_CALLERS = (f"{Path(__file__).parent}/", f"{Path(torch.__file__).parent}/")
 _KEPT = 1024
@@ -34,7 +34,7 @@ _MESSAGES = ("send", "recv")
 _SIZES_MAY_DIFFER = ("all_to_all", "gather", "scatter")
 
 
-class Stamp(NamedTuple):
+class CallRecord(NamedTuple):
     """One collective as one rank called it. The ranks of a group agree when `agreed` is equal on all of them.
 
     `bytes` is the payload of the whole collective as one rank sees it: the tensor of a broadcast, reduce, all-reduce,
@@ -89,18 +89,18 @@ def _tag(agreed: str) -> int:
     return zlib.crc32(agreed.encode())
 
 
-class Line(NamedTuple):
+class CallLine(NamedTuple):
     """Ranks whose calls come in one order: those of a group, or the source and the target of messages."""
 
     ranks: tuple[int, ...]
     point_to_point: bool = False
 
 
-class Call(NamedTuple):
+class PlacedCall(NamedTuple):
     """A stamp with its place: call number `ordinal` of its line. Ranks meet in equal ordinals of one line."""
 
-    stamp: Stamp
-    line: Line
+    stamp: CallRecord
+    line: CallLine
     ordinal: int
 
 
@@ -110,7 +110,7 @@ class Position(NamedTuple):
     `waiting_since` is a time of `time.monotonic`.
     """
 
-    stamp: Stamp | None = None
+    stamp: CallRecord | None = None
     waiting_since: float | None = None
 
 
@@ -118,7 +118,7 @@ class RanksDisagree(RuntimeError):
     """The collectives that the ranks called do not fit together, or one of them never comes."""
 
 
-class Journal:
+class FlightRecorder:
     """The calls of one rank: how many (in all, and on each line), the last ones, a digest per group, the position.
 
     `thread` is the identifier of the thread that made the last call, `called_at` its time by `time.monotonic`.
@@ -128,18 +128,18 @@ class Journal:
     def __init__(self) -> None:
         self.process = os.getpid()
         self.calls = 0
-        self.counts: dict[Line, int] = {}
-        self.recent: deque[Call] = deque(maxlen=_KEPT)
+        self.counts: dict[CallLine, int] = {}
+        self.recent: deque[PlacedCall] = deque(maxlen=_KEPT)
         self.position = Position()
         self.thread = threading.get_ident()
         self.called_at = time.monotonic()
         self.waited = 0.0
         self._waiter: int | None = None
         self._doing = ""
-        self._stopwatch: Stopwatch | None = None
+        self._stopwatch: ActivityStopwatch | None = None
         self.digests: dict[tuple[int, ...], int] = {}
         self._before: dict[tuple[int, ...], int] = {}
-        self._recordings: list[list[Stamp]] = []
+        self._recordings: list[list[CallRecord]] = []
 
     @property
     def doing(self) -> str:
@@ -155,18 +155,18 @@ class Journal:
         if self._stopwatch is not None:
             self._stopwatch.begins(what)
 
-    def write(self, stamp: Stamp, *, ranks: tuple[int, ...]) -> None:
+    def write(self, stamp: CallRecord, *, ranks: tuple[int, ...]) -> None:
         """Keep a call that is about to be made among `ranks` (of a message: its source and target).
 
         Raises RuntimeError in a copy of the process: what joins the rank to the others is the rank's own. And where
         another thread of it waits: both would do what is there to do.
         """
         self._require_own(stamp)
-        line = Line(ranks, stamp.point_to_point)
+        line = CallLine(ranks, stamp.point_to_point)
         ordinal = self.counts.get(line, 0)
         self.calls += 1
         self.counts[line] = ordinal + 1
-        self.recent.append(Call(stamp, line, ordinal))
+        self.recent.append(PlacedCall(stamp, line, ordinal))
         self.position = Position(stamp)
         self.thread = threading.get_ident()
         self.called_at = time.monotonic()
@@ -181,7 +181,7 @@ class Journal:
         """The last call among `ranks` was refused on all of them: it does not count as one they made together."""
         self.digests[ranks] = self._before[ranks]
 
-    def waiting(self, stamp: Stamp) -> _Waiting:
+    def waiting(self, stamp: CallRecord) -> _Waiting:
         """Mark this rank as waiting for `stamp` inside the block; one may stand in another.
 
         Raises RuntimeError in a copy of the process, and while another thread waits.
@@ -189,7 +189,7 @@ class Journal:
         self._require_own(stamp)
         return _Waiting(self, stamp)
 
-    def _require_own(self, stamp: Stamp) -> None:
+    def _require_own(self, stamp: CallRecord) -> None:
         if os.getpid() != self.process:
             raise RuntimeError(
                 f"process {os.getpid()} is a copy of a rank, process {self.process}, which alone calls {stamp.kind}; "
@@ -202,9 +202,9 @@ class Journal:
             )
 
     @contextlib.contextmanager
-    def record(self) -> Iterator[list[Stamp]]:
+    def record(self) -> Iterator[list[CallRecord]]:
         """Collect the stamps of the calls made inside the block."""
-        stamps: list[Stamp] = []
+        stamps: list[CallRecord] = []
         self._recordings.append(stamps)
         try:
             yield stamps
@@ -218,14 +218,14 @@ class Journal:
                 self._stopwatch.went_on(what, start=start, stop=stop)
 
     @contextlib.contextmanager
-    def timed(self, device: torch.device) -> Iterator[Stopwatch]:
+    def timed(self, device: torch.device) -> Iterator[ActivityStopwatch]:
         """Note what the rank does inside the block, and what it waits for, and when.
 
         Raises RuntimeError inside another such block.
         """
         if self._stopwatch is not None:
             raise RuntimeError("the times of this rank are being noted already; end the block that does it first")
-        self._stopwatch = Stopwatch(device)
+        self._stopwatch = ActivityStopwatch(device)
         try:
             yield self._stopwatch
         finally:
@@ -235,7 +235,7 @@ class Journal:
 class _Waiting:
     """A block in which a rank waits. A small call takes little longer than a context manager made of a generator."""
 
-    def __init__(self, journal: Journal, stamp: Stamp) -> None:
+    def __init__(self, journal: FlightRecorder, stamp: CallRecord) -> None:
         self._journal = journal
         self._stamp = stamp
 
@@ -257,7 +257,7 @@ class _Waiting:
                 self._watch.waited(f"{self._stamp.kind} {'·'.join(self._stamp.axes)}", since=self._moment)
 
 
-def disagreement(stamps: Mapping[int, Stamp]) -> str | None:
+def disagreement(stamps: Mapping[int, CallRecord]) -> str | None:
     """A table of what each rank called, largest agreeing party first; None when the ranks agree.
 
     `stamps`: by rank, the call each made in the place where all should have made the same.
@@ -274,9 +274,9 @@ def disagreement(stamps: Mapping[int, Stamp]) -> str | None:
     return "\n".join(lines)
 
 
-def parted(recent: Mapping[int, Sequence[Call]]) -> tuple[str, tuple[int, ...]] | None:
+def parted(recent: Mapping[int, Sequence[PlacedCall]]) -> tuple[str, tuple[int, ...]] | None:
     """Where the ranks part first, by their last calls: what is to be told, and who was there; None when they do not."""
-    places: dict[tuple[int, Line], dict[int, Stamp]] = {}
+    places: dict[tuple[int, CallLine], dict[int, CallRecord]] = {}
     for rank, calls in recent.items():
         for call in calls:
             places.setdefault((call.ordinal, call.line), {})[rank] = call.stamp

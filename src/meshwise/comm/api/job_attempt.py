@@ -26,7 +26,7 @@ _TIME = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
-class Attempt:
+class JobAttempt:
     """What the launcher says. run: the name of the job, the same after a restart; number: 0 for the first start."""
 
     run: str
@@ -34,7 +34,7 @@ class Attempt:
     most: int = 0
 
     @classmethod
-    def current(cls) -> Attempt | None:
+    def current(cls) -> JobAttempt | None:
         """That of this process; None when no elastic launcher has started it."""
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return None

@@ -19,27 +19,27 @@ _LAST_PORT = 65535
 
 
 @dataclass(frozen=True)
-class Launched:
+class LaunchedRank:
     """This process as a rank: its number, and how many there are."""
 
     rank: int
     size: int
 
 
-def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
+def launched(environment: Mapping[str, str] | None = None) -> LaunchedRank | None:
     """What was told; None when this process is no rank of anything. Raises ValueError where it makes no sense.
 
     `environment`: by default that of this process.
     """
     told = os.environ if environment is None else environment
-    if not is_told(told):
+    if not is_under_launcher(told):
         return None
-    if wrong := told_wrong(told):
+    if wrong := launch_error(told):
         raise ValueError("; ".join(wrong))
-    return Launched(int(told["RANK"]), int(told["WORLD_SIZE"]))
+    return LaunchedRank(int(told["RANK"]), int(told["WORLD_SIZE"]))
 
 
-def is_told(environment: Mapping[str, str] | None = None) -> bool:
+def is_under_launcher(environment: Mapping[str, str] | None = None) -> bool:
     """Whether anything was told, be it right or wrong."""
     told = os.environ if environment is None else environment
     return any(told.get(name) for name in _OF_A_RANK)
@@ -50,12 +50,12 @@ def is_rank() -> bool:
     return bool(os.environ.get("RANK"))
 
 
-def speaks() -> bool:
+def prints_for_job() -> bool:
     """Whether this process says what all ranks have to say: the first rank, or whoever is none."""
     return not is_rank() or os.environ["RANK"] == "0"
 
 
-def told_wrong(environment: Mapping[str, str]) -> tuple[str, str] | None:
+def launch_error(environment: Mapping[str, str]) -> tuple[str, str] | None:
     """What is wrong with what a rank was told, and what to change; None when it was told all."""
     needed = _OF_A_RANK if environment.get("WORLD_SIZE") == "1" else TOLD
     missing = [name for name in needed if not environment.get(name)]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 
-class Outlook(enum.IntEnum):
+class Progress(enum.IntEnum):
     """It has nothing to do, or something may come up, or it did something."""
 
     NOTHING = 0
@@ -15,4 +15,4 @@ class Outlook(enum.IntEnum):
     DID = 2
 
 
-Meanwhile: TypeAlias = Callable[[], Outlook]
+Meanwhile: TypeAlias = Callable[[], Progress]

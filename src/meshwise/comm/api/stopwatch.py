@@ -15,7 +15,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Span:
+class TimedSpan:
     """What a rank was at, as `Journal.doing` says, or what it waited for, from when to when.
 
     `beside`: it went on beside what the rank was at, on other threads.
@@ -28,7 +28,7 @@ class Span:
     beside: bool = False
 
 
-class Clock(Protocol):
+class RankClock(Protocol):
     """Tells the time."""
 
     def now(self) -> Any:
@@ -69,14 +69,14 @@ class DeviceClock:
         return self._zero + float(self._first.elapsed_time(moment)) / 1e3
 
 
-class Stopwatch:
+class ActivityStopwatch:
     """The notes of one rank."""
 
     def __init__(self, device: torch.device) -> None:
-        self._clock: Clock = DeviceClock() if device.type == "cuda" else HostClock()
+        self._clock: RankClock = DeviceClock() if device.type == "cuda" else HostClock()
         self._marks: list[tuple[str, Any]] = []
         self._waits: list[tuple[str, Any, Any]] = []
-        self._beside: list[Span] = []
+        self._beside: list[TimedSpan] = []
 
     def now(self) -> Any:
         """This moment."""
@@ -92,14 +92,14 @@ class Stopwatch:
 
     def went_on(self, what: str, *, start: float, stop: float) -> None:
         """Something went on beside what the rank was at, by the host's clock."""
-        self._beside.append(Span(what, start, stop, beside=True))
+        self._beside.append(TimedSpan(what, start, stop, beside=True))
 
-    def read(self, *, offset: float = 0.0) -> list[Span]:
+    def read(self, *, offset: float = 0.0) -> list[TimedSpan]:
         """What this rank was at, in order, and then its waits; `offset` is how far its clock is ahead."""
         marks = [(what, self._clock.seconds(moment) - offset) for what, moment in self._marks]
-        spans = [Span(what, start, stop) for (what, start), (_, stop) in pairwise(marks) if what]
+        spans = [TimedSpan(what, start, stop) for (what, start), (_, stop) in pairwise(marks) if what]
         for what, since, until in self._waits:
             start, stop = (self._clock.seconds(moment) - offset for moment in (since, until))
-            spans.append(Span(what, start, stop, waits=True))
+            spans.append(TimedSpan(what, start, stop, waits=True))
         beside = (replace(one, start=one.start - offset, stop=one.stop - offset) for one in self._beside)
         return [*spans, *beside]

@@ -26,10 +26,10 @@ from torch import Tensor
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.call_agreement import as_tensor, require_alike, require_same
 from meshwise.comm.api.flat_parts import Parts, apart, fit, flat, passed, put, split
-from meshwise.comm.api.flight_recorder import Journal, Position, Stamp, call_site
+from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder, Position, call_site
 from meshwise.comm.api.group import Group, line, rooted
 from meshwise.comm.api.ordered_sum import require_op
-from meshwise.comm.api.stopwatch import Stopwatch
+from meshwise.comm.api.stopwatch import ActivityStopwatch
 
 Axes: TypeAlias = str | Sequence[str]
 
@@ -37,7 +37,7 @@ Axes: TypeAlias = str | Sequence[str]
 class Work:
     """A collective under way. Its tensors belong to it until `wait` returns; `wait` may be called more than once."""
 
-    def __init__(self, world: World | None = None, *, stamp: Stamp | None = None) -> None:
+    def __init__(self, world: World | None = None, *, stamp: CallRecord | None = None) -> None:
         self._world = world
         self._stamp = stamp
         self._done = world is None
@@ -77,11 +77,11 @@ class World(abc.ABC):
     medium: ClassVar[str] = ""
     """What carries what ranks give each other, in words for a user."""
 
-    def __init__(self, *, rank: int, mesh: Mesh, device: torch.device, journal: Journal | None = None) -> None:
+    def __init__(self, *, rank: int, mesh: Mesh, device: torch.device, journal: FlightRecorder | None = None) -> None:
         self.rank = rank
         self.mesh = mesh
         self.device = device
-        self.journal = journal or Journal()
+        self.journal = journal or FlightRecorder()
         self.check = False
         self._groups: dict[tuple[str, ...], Group] = {}
 
@@ -150,11 +150,11 @@ class World(abc.ABC):
             known = self._groups[wanted] = Group(shared or key, ranks, ranks.index(self.rank))
         return known
 
-    def record(self) -> AbstractContextManager[list[Stamp]]:
+    def record(self) -> AbstractContextManager[list[CallRecord]]:
         """Collect the stamps of the collectives called inside the block, on any view of this world."""
         return self.journal.record()
 
-    def timed(self) -> AbstractContextManager[Stopwatch]:
+    def timed(self) -> AbstractContextManager[ActivityStopwatch]:
         """Note what this rank does inside the block, on any view of this world, and what it waits for, and when."""
         return self.journal.timed(self.device)
 
@@ -317,37 +317,39 @@ class World(abc.ABC):
     # ---- what an implementation writes: the tensors it gets are flat, contiguous and outside autograd ------------
 
     @abc.abstractmethod
-    def _broadcast(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work: ...
+    def _broadcast(self, stamp: CallRecord, group: Group, x: Tensor, source: int) -> Work: ...
 
     @abc.abstractmethod
-    def _reduce(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[int, str]) -> Work: ...
+    def _reduce(self, stamp: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work: ...
 
     @abc.abstractmethod
-    def _all_reduce(self, stamp: Stamp, group: Group, x: Tensor, op: str) -> Work: ...
+    def _all_reduce(self, stamp: CallRecord, group: Group, x: Tensor, op: str) -> Work: ...
 
     @abc.abstractmethod
-    def _all_gather(self, stamp: Stamp, group: Group, x: Tensor, parts: list[Tensor]) -> Work: ...
+    def _all_gather(self, stamp: CallRecord, group: Group, x: Tensor, parts: list[Tensor]) -> Work: ...
 
     @abc.abstractmethod
-    def _reduce_scatter(self, stamp: Stamp, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work: ...
+    def _reduce_scatter(
+        self, stamp: CallRecord, group: Group, parts: list[Tensor], how: tuple[Tensor, str]
+    ) -> Work: ...
 
     @abc.abstractmethod
-    def _all_to_all(self, stamp: Stamp, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work: ...
+    def _all_to_all(self, stamp: CallRecord, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work: ...
 
     @abc.abstractmethod
-    def _gather(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work: ...
+    def _gather(self, stamp: CallRecord, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work: ...
 
     @abc.abstractmethod
-    def _scatter(self, stamp: Stamp, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work: ...
+    def _scatter(self, stamp: CallRecord, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work: ...
 
     @abc.abstractmethod
-    def _send(self, stamp: Stamp, group: Group, x: Tensor, to: int) -> Work: ...
+    def _send(self, stamp: CallRecord, group: Group, x: Tensor, to: int) -> Work: ...
 
     @abc.abstractmethod
-    def _recv(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work: ...
+    def _recv(self, stamp: CallRecord, group: Group, x: Tensor, source: int) -> Work: ...
 
     @abc.abstractmethod
-    def _barrier(self, stamp: Stamp, group: Group) -> None: ...
+    def _barrier(self, stamp: CallRecord, group: Group) -> None: ...
 
     def _meet_to_close(self) -> None:
         """Return when every rank has called it.
@@ -364,7 +366,7 @@ class World(abc.ABC):
 
     # ---- stamps ------------------------------------------------------------------------------------------------
 
-    def _stamp(self, kind: str, group: Group, x: Parts, *, how: str = "") -> Stamp:
+    def _stamp(self, kind: str, group: Group, x: Parts, *, how: str = "") -> CallRecord:
         """Give the call its number and write it into the journal."""
         first = x if isinstance(x, Tensor) else x[0] if x else None
         if first is not None and first.is_meta and self.device.type != "meta":
@@ -372,17 +374,17 @@ class World(abc.ABC):
         shape = tuple(x.shape) if isinstance(x, Tensor) else (sum(part.numel() for part in x),)
         dtype = "" if first is None else str(first.dtype).removeprefix("torch.")
         size = 0 if first is None else math.prod(shape) * first.element_size()
-        stamp = Stamp(self.journal.calls, kind, group.axes, shape, dtype, size, call_site(), how)
+        stamp = CallRecord(self.journal.calls, kind, group.axes, shape, dtype, size, call_site(), how)
         self.journal.write(stamp, ranks=group.ranks)
         if self.check and not stamp.point_to_point:
             self._require_agreement(stamp, group)
         return stamp
 
-    def _require_agreement(self, stamp: Stamp, group: Group) -> None:
+    def _require_agreement(self, stamp: CallRecord, group: Group) -> None:
         """Raise RanksDisagree unless every rank of the group has called the same."""
         own = as_tensor(stamp).to(self.device)
         parts = list(own.new_empty(group.size, own.numel()))
-        question = Stamp(stamp.sequence, "check", stamp.axes, (), "", 0, stamp.site)
+        question = CallRecord(stamp.sequence, "check", stamp.axes, (), "", 0, stamp.site)
         with self.journal.waiting(stamp):
             self._all_gather(question, dataclasses.replace(group, purpose="check"), own, parts)._finish()
         require_alike(dict(zip(group.ranks, parts, strict=True)), journal=self.journal)

@@ -18,14 +18,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from meshwise.comm.api.flight_recorder import Call, Line, parted, ranks_text
+from meshwise.comm.api.flight_recorder import CallLine, PlacedCall, parted, ranks_text
 
 _MOST_LINES = 16
 _MOST_STACKS = 4
 
 
 @dataclass(frozen=True)
-class Answer:
+class RankAnswer:
     """What a rank says about itself.
 
     `waiting`: the call in which it is blocked, for `waited` seconds. On a GPU, where waiting does not block, None, and
@@ -34,14 +34,14 @@ class Answer:
 
     rank: int
     process: str
-    waiting: Call | None
+    waiting: PlacedCall | None
     waited: float
-    recent: Sequence[Call]
-    counts: Mapping[Line, int]
+    recent: Sequence[PlacedCall]
+    counts: Mapping[CallLine, int]
     stack: str
     lost: str = ""
 
-    def pending(self) -> Sequence[Call]:
+    def pending(self) -> Sequence[PlacedCall]:
         """The calls that this rank may be waiting in."""
         if self.waiting is not None:
             return [self.waiting]
@@ -49,17 +49,17 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Absent:
+class AbsentRank:
     """A rank that did not answer, and what is known of it: its counts if it has finished, else its last stack."""
 
     what: str
     finished: bool = False
     stack: str = ""
-    counts: Mapping[Line, int] = field(default_factory=dict)
+    counts: Mapping[CallLine, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Finding:
+class HangFinding:
     """Why the ranks stand still: a headline, the ranks whose stacks tell more, and whether waiting cannot help."""
 
     headline: str
@@ -68,18 +68,18 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Survey:
+class RankSurvey:
     """The answers of all ranks that gave one, and what is known of those that did not."""
 
     size: int
-    answers: Mapping[int, Answer]
-    absent: Mapping[int, Absent]
+    answers: Mapping[int, RankAnswer]
+    absent: Mapping[int, AbsentRank]
 
-    def finding(self) -> Finding | None:
+    def finding(self) -> HangFinding | None:
         """The reason why somebody waits; None when nobody does."""
         return self._disagreement() or self._lost() or self._finished() or self._circle() or self._slow()
 
-    def report(self, finding: Finding) -> str:
+    def report(self, finding: HangFinding) -> str:
         """The whole story: the finding, where each rank is, and the stacks that matter."""
         ranks = list(range(self.size))
         if self.size > _MOST_LINES:
@@ -92,21 +92,21 @@ class Survey:
         told_stacks = [*last_seen, *stacks][:_MOST_STACKS]
         return "\n".join([f"meshwise: {finding.headline}", *map(self._place, ranks), *more, *told_stacks])
 
-    def _disagreement(self) -> Finding | None:
+    def _disagreement(self) -> HangFinding | None:
         apart = parted({rank: answer.recent for rank, answer in self.answers.items()})
-        return apart and Finding(*apart, certain=True)
+        return apart and HangFinding(*apart, certain=True)
 
-    def _lost(self) -> Finding | None:
+    def _lost(self) -> HangFinding | None:
         silent = sorted(rank for rank, absent in self.absent.items() if not absent.finished)
         told = sorted({answer.lost for answer in self.answers.values() if answer.lost})
         missed = silent if told else sorted(set(silent).intersection(rank for _, rank in self._waits))
         if missed:
-            return Finding(f"{ranks_text(missed)} {_verb(missed, 'does', 'do')} not answer", (), certain=True)
+            return HangFinding(f"{ranks_text(missed)} {_verb(missed, 'does', 'do')} not answer", (), certain=True)
         if told and not self.absent:
-            return Finding(f"ranks have lost each other though all are alive: {told[0]}", (), certain=False)
+            return HangFinding(f"ranks have lost each other though all are alive: {told[0]}", (), certain=False)
         return None
 
-    def _finished(self) -> Finding | None:
+    def _finished(self) -> HangFinding | None:
         gone = {rank for rank, absent in self.absent.items() if absent.finished}
         waits = [(waiting, rank) for waiting, rank in self._waits if rank in gone]
         if not waits and not any(answer.lost for answer in self.answers.values()):
@@ -114,9 +114,9 @@ class Survey:
         missed = sorted({rank for _, rank in waits} or gone)
         others = tuple(sorted({waiting for waiting, _ in waits}))
         headline = f"{ranks_text(missed)} {_verb(missed, 'has', 'have')} finished while others wait"
-        return Finding(headline, others, certain=True)
+        return HangFinding(headline, others, certain=True)
 
-    def _circle(self) -> Finding | None:
+    def _circle(self) -> HangFinding | None:
         blocked = {rank for rank, answer in self.answers.items() if answer.waiting}
         waits = [(waiting, rank) for waiting, rank in self._waits if waiting in blocked]
         stuck = {waiting for waiting, _ in waits}
@@ -124,17 +124,19 @@ class Survey:
             stuck -= free
         if not stuck:
             return None
-        return Finding("ranks wait for each other, and none of them can go on", tuple(sorted(stuck)), certain=True)
+        return HangFinding("ranks wait for each other, and none of them can go on", tuple(sorted(stuck)), certain=True)
 
-    def _slow(self) -> Finding | None:
+    def _slow(self) -> HangFinding | None:
         blocked = sorted(rank for rank, answer in self.answers.items() if answer.waiting)
         missed = sorted({rank for _, rank in self._waits}.difference(blocked))
         if missed:
             longest = max(self.answers[waiting].waited for waiting, _ in self._waits)
-            return Finding(f"others have waited {longest:.0f} s for {ranks_text(missed)}", tuple(missed), certain=False)
+            return HangFinding(
+                f"others have waited {longest:.0f} s for {ranks_text(missed)}", tuple(missed), certain=False
+            )
         if blocked:
             headline = f"what {ranks_text(blocked)} {_verb(blocked, 'has', 'have')} called does not end"
-            return Finding(headline, tuple(blocked), certain=False)
+            return HangFinding(headline, tuple(blocked), certain=False)
         return None
 
     @cached_property

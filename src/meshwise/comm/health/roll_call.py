@@ -23,7 +23,7 @@ _GRACE_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
-class Entry:
+class RollCallEntry:
     """What one process says about itself: its rank, the size of the world it was told, and facts to compare."""
 
     rank: int
@@ -35,7 +35,7 @@ class Entry:
 class RollCall:
     """The entries of everyone who came in time, in the order of the ranks. It keeps rank 0's store open."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[RollCallEntry, ...]
     store: Store
 
 
@@ -53,7 +53,7 @@ def roll_call(facts: Mapping[str, str], *, seconds: float = 10.0) -> RollCall:
         timeout=timedelta(seconds=seconds + _GRACE_SECONDS),
     )
     roll = PrefixStore(f"meshwise/roll call/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    roll.set(f"entry/{roll.add('count', 1)}", json.dumps(asdict(Entry(rank, size, dict(facts)))))
+    roll.set(f"entry/{roll.add('count', 1)}", json.dumps(asdict(RollCallEntry(rank, size, dict(facts)))))
     if rank == 0:
         entries = _await_all(roll, size, until=time.monotonic() + seconds)
         roll.set("all", json.dumps([asdict(entry) for entry in entries]))
@@ -65,7 +65,7 @@ def roll_call(facts: Mapping[str, str], *, seconds: float = 10.0) -> RollCall:
     return RollCall(tuple(sorted(entries, key=lambda entry: entry.rank)), store)
 
 
-def _await_all(roll: Store, size: int, *, until: float) -> list[Entry]:
+def _await_all(roll: Store, size: int, *, until: float) -> list[RollCallEntry]:
     """Rank 0's part: the entries of as many ranks as anyone expects, or of those that came in time."""
 
     def complete() -> bool:
@@ -76,16 +76,16 @@ def _await_all(roll: Store, size: int, *, until: float) -> list[Entry]:
     return _present(roll)
 
 
-def _await_list(roll: Store, *, until: float) -> list[Entry]:
+def _await_list(roll: Store, *, until: float) -> list[RollCallEntry]:
     """The other ranks' part: rank 0's list, or without rank 0 what there is."""
     if _await(lambda: roll.check(["all"]), until=until):
-        return [Entry(**entry) for entry in json.loads(roll.get("all"))]
+        return [RollCallEntry(**entry) for entry in json.loads(roll.get("all"))]
     return _present(roll)
 
 
-def _present(roll: Store) -> list[Entry]:
+def _present(roll: Store) -> list[RollCallEntry]:
     keys = [f"entry/{ticket}" for ticket in range(1, roll.add("count", 0) + 1)]
-    return [Entry(**json.loads(roll.get(key))) for key in keys if roll.check([key])]
+    return [RollCallEntry(**json.loads(roll.get(key))) for key in keys if roll.check([key])]
 
 
 def _await(condition: Callable[[], bool], *, until: float) -> bool:

@@ -31,12 +31,12 @@ from typing import NoReturn, Protocol
 
 from torch.distributed import distributed_c10d as c10d
 
-from meshwise.comm.api.flight_recorder import Call
+from meshwise.comm.api.flight_recorder import PlacedCall
 from meshwise.comm.api.process_life import LauncherProcess, has_ended
 from meshwise.comm.api.rank_lost import RankLostError
 from meshwise.comm.api.stacks import stack_of
 from meshwise.comm.api.world import World
-from meshwise.comm.health.rank_survey import Absent, Answer, Survey
+from meshwise.comm.health.rank_survey import AbsentRank, RankAnswer, RankSurvey
 
 STALL_SECONDS = 300.0
 _VARIABLE = "MESHWISE_STALL_SECONDS"
@@ -61,19 +61,19 @@ class _Pace:
         return cls(beat, max(3 * beat, min(10.0, stall / 5)), max(6 * beat, min(30.0, stall / 3)), stall)
 
 
-class Tell(Protocol):
+class ReportSink(Protocol):
     """What to do with a report; `final` when it is the one the job ends with, not a warning."""
 
     def __call__(self, report: str, *, final: bool) -> None:
         """Take a report."""
 
 
-def tell_stderr(report: str, *, final: bool) -> None:  # noqa: ARG001 - both are for the terminal
+def report_to_stderr(report: str, *, final: bool) -> None:  # noqa: ARG001 - both are for the terminal
     """Print a report."""
     sys.stderr.write(f"{report}\n")
 
 
-class Watch:
+class Watchdog:
     """Watches over one rank. Every rank of the job starts one, over the same store.
 
     stall_seconds: how long a rank may wait in one collective while the others live; by default what the environment
@@ -87,10 +87,10 @@ class Watch:
         *,
         store: c10d.Store,
         stall_seconds: float | None = None,
-        tell: Tell = tell_stderr,
+        tell: ReportSink = report_to_stderr,
         launcher: LauncherProcess | None = None,
     ) -> None:
-        stall = asked_patience() if stall_seconds is None else stall_seconds
+        stall = stall_seconds_from_environment() if stall_seconds is None else stall_seconds
         if not stall > 0:
             raise ValueError(f"stall_seconds is {stall}; it has to be positive")
         self._pace = _Pace.of(stall, size=world.size)
@@ -199,16 +199,16 @@ class Watch:
             since = journal.called_at
         return 0.0 if since is None else time.monotonic() - since
 
-    def _answer(self) -> Answer:
+    def _answer(self) -> RankAnswer:
         journal = self._world.journal
         position, recent = journal.position, journal.recent.copy()
         waited = self._waited()
         if waited < self._pace.suspect / 2:
             waited = 0.0  # it may well be over: two ranks do not answer at the same moment
-        waiting: Call | None = None
+        waiting: PlacedCall | None = None
         if waited and position.waiting_since is not None:
             waiting = next((call for call in recent if call.stamp is position.stamp), None)
-        return Answer(
+        return RankAnswer(
             rank=self._world.rank,
             process=self._process,
             waiting=waiting,
@@ -242,7 +242,7 @@ class Watch:
                 f"{report}\n  the job goes on for {left:.0f} s more ({_VARIABLE}={self._pace.stall:g})", final=False
             )
 
-    def _survey(self, number: int) -> Survey | None:
+    def _survey(self, number: int) -> RankSurvey | None:
         """Everyone's answer; None when this rank finishes meanwhile.
 
         Ranks that do not answer get `silent` seconds; after a broken connection a few beats.
@@ -260,28 +260,28 @@ class Watch:
             self._pause()
         return None
 
-    def _collect(self, number: int) -> Survey:
-        answers: dict[int, Answer] = {}
+    def _collect(self, number: int) -> RankSurvey:
+        answers: dict[int, RankAnswer] = {}
         size = self._world.size
         for rank in range(size):
             if self._store.check([f"answer/{rank}"]):
                 answered, answer = pickle.loads(self._store.get(f"answer/{rank}"))
                 if answered >= number:
                     answers[rank] = answer
-        return Survey(size, answers, {rank: self._absent(rank) for rank in range(size) if rank not in answers})
+        return RankSurvey(size, answers, {rank: self._absent(rank) for rank in range(size) if rank not in answers})
 
-    def _absent(self, rank: int) -> Absent:
+    def _absent(self, rank: int) -> AbsentRank:
         if self._store.check([f"finished/{rank}"]):
             counts = pickle.loads(self._store.get(f"finished/{rank}"))
-            return Absent("has finished", finished=True, counts=counts)
+            return AbsentRank("has finished", finished=True, counts=counts)
         if not self._store.check([f"process/{rank}"]):
-            return Absent("never came")
+            return AbsentRank("never came")
         process = self._store.get(f"process/{rank}").decode()
         if not self._store.check([f"alive/{rank}"]):
-            return Absent(f"({process}) does not answer, and never did{_state(process)}")
+            return AbsentRank(f"({process}) does not answer, and never did{_state(process)}")
         seen, place = pickle.loads(self._store.get(f"alive/{rank}"))
         age = f"{time.time() - seen:.1f} s"
-        return Absent(
+        return AbsentRank(
             f"({process}) does not answer; its last sign of life is {age} old{_state(process)}",
             stack=f"  {age} ago rank {rank} was here:\n{place}" if place else "",
         )
@@ -351,7 +351,7 @@ def _state(process: str) -> str:
         return ""
 
 
-def asked_patience() -> float:
+def stall_seconds_from_environment() -> float:
     """`stall_seconds` by the environment. Raises ValueError when it says no number above 0."""
     text = os.environ.get(_VARIABLE, str(STALL_SECONDS))
     with contextlib.suppress(ValueError):

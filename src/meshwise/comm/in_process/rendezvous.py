@@ -8,29 +8,29 @@ import time
 import torch
 from torch import Tensor
 
-from meshwise.comm.api.flight_recorder import RanksDisagree, Stamp, disagreement, ranks_text
+from meshwise.comm.api.flight_recorder import CallRecord, RanksDisagree, disagreement, ranks_text
 from meshwise.comm.api.ordered_sum import reduce_in_order
 from meshwise.comm.api.stacks import stack_of
-from meshwise.comm.in_process.turn_taking import Turn
+from meshwise.comm.in_process.turn_taking import TurnTaking
 
 
-class Ended(BaseException):
+class RunEnded(BaseException):
     """Unwinds a rank because the run has failed. Not an Exception, so that `except Exception` does not keep it."""
 
 
-class Meeting:
+class PendingCollective:
     """One collective, or one send with its recv: what each of its ranks has called and left there."""
 
     def __init__(self, ranks: tuple[int, ...], *, changed: threading.Condition) -> None:
         """`changed`: notified when the last rank has called it, or none will."""
         self.ranks = ranks
-        self.stamps: dict[int, Stamp] = {}
+        self.stamps: dict[int, CallRecord] = {}
         self.changed = changed
         self._deposits: dict[int, list[Tensor]] = {}
         self._reduced: Tensor | None = None
         self._reducing = threading.Lock()
 
-    def arrive(self, rank: int, *, stamp: Stamp, deposit: list[Tensor]) -> None:
+    def arrive(self, rank: int, *, stamp: CallRecord, deposit: list[Tensor]) -> None:
         """Note a rank's call and keep what it leaves for the others."""
         self.stamps[rank] = stamp
         self._deposits[rank] = deposit
@@ -75,23 +75,23 @@ class Meeting:
         return source
 
 
-class Hub:
+class Rendezvous:
     """All meetings of a run, guarded by one lock. Who waits is woken by what it waits for, and by nothing else."""
 
     def __init__(self, size: int, *, timeout: float | None) -> None:
         self.size = size
         self.timeout = timeout
-        self.turn = Turn()
+        self.turn = TurnTaking()
         self.threads: list[threading.Thread] = []
         self.failure: BaseException | None = None
         self._lock = threading.RLock()
         self._ended = threading.Condition(self._lock)
-        self._meetings: dict[tuple[bool, tuple[int, ...], int], Meeting] = {}
+        self._meetings: dict[tuple[bool, tuple[int, ...], int], PendingCollective] = {}
         self._calls: dict[tuple[int, bool, tuple[int, ...]], int] = {}
-        self._waiting: dict[int, Meeting] = {}
+        self._waiting: dict[int, PendingCollective] = {}
         self._finished: set[int] = set()
 
-    def meet(self, rank: int, *, ranks: tuple[int, ...], stamp: Stamp, deposit: list[Tensor]) -> Meeting:
+    def meet(self, rank: int, *, ranks: tuple[int, ...], stamp: CallRecord, deposit: list[Tensor]) -> PendingCollective:
         """The meeting that this rank's calls among `ranks` have come to, with its call noted.
 
         For a message, `ranks` are its source and target; both count the messages of that line.
@@ -103,12 +103,12 @@ class Hub:
             self._calls[rank, line, ranks] = ordinal + 1
             meeting = self._meetings.get((line, ranks, ordinal))
             if meeting is None:
-                meeting = Meeting(ranks, changed=threading.Condition(self._lock))
+                meeting = PendingCollective(ranks, changed=threading.Condition(self._lock))
                 self._meetings[line, ranks, ordinal] = meeting
             meeting.arrive(rank, stamp=stamp, deposit=deposit)
             if table := disagreement(meeting.stamps):
                 self._fail(RanksDisagree(f"the ranks called different collectives:\n{table}"))
-                raise Ended
+                raise RunEnded
             if meeting.complete():
                 del self._meetings[line, ranks, ordinal]
                 for other in ranks:
@@ -117,7 +117,7 @@ class Hub:
                 meeting.changed.notify_all()
             return meeting
 
-    def wait(self, meeting: Meeting, *, rank: int) -> None:
+    def wait(self, meeting: PendingCollective, *, rank: int) -> None:
         """Block until the meeting is complete."""
         ends = None if self.timeout is None else time.monotonic() + self.timeout
         with self._lock:
@@ -149,7 +149,7 @@ class Hub:
     def abandon(self) -> None:
         """Let every rank end at its next collective."""
         with self._lock:
-            self._fail(Ended())
+            self._fail(RunEnded())
 
     def join(self) -> None:
         """Wait for the ranks' threads; after a failure for no longer than `timeout`."""
@@ -168,7 +168,7 @@ class Hub:
 
     def _end_if_failed(self) -> None:
         if self.failure is not None:
-            raise Ended
+            raise RunEnded
 
     def _look_for_the_impossible(self) -> None:
         """Fail the run when somebody waits for what cannot come."""

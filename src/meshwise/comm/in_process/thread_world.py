@@ -32,14 +32,14 @@ import torch
 from torch import Tensor
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.flight_recorder import Journal, Stamp
+from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder
 from meshwise.comm.api.grad_mode import as_called
 from meshwise.comm.api.group import Group, line
 from meshwise.comm.api.world import Work, World
-from meshwise.comm.in_process.rendezvous import Ended, Hub, Meeting
+from meshwise.comm.in_process.rendezvous import PendingCollective, Rendezvous, RunEnded
 
 Result = TypeVar("Result")
-_Take: TypeAlias = Callable[[Meeting], None]
+_Take: TypeAlias = Callable[[PendingCollective], None]
 
 
 def run_threads(
@@ -54,7 +54,7 @@ def run_threads(
     together. A rank that calls no collective cannot be ended: `timeout` seconds after a failure it is left running
     as a daemon thread.
     """
-    hub = Hub(size, timeout=timeout)
+    hub = Rendezvous(size, timeout=timeout)
     results: dict[int, Result] = {}
 
     def rank_main(rank: int) -> None:
@@ -62,7 +62,7 @@ def run_threads(
             with hub.turn:
                 results[rank] = main(ThreadWorld(hub, rank=rank, mesh=Mesh.of(rank=size)), *args)
             hub.finish(rank)
-        except Ended:
+        except RunEnded:
             pass
         except BaseException as error:  # noqa: BLE001 — whatever ends one rank ends the run, and is raised below
             hub.fail(error, rank=rank)
@@ -93,7 +93,7 @@ class _Held:
         for x, filling in self._outputs:
             x.fill_(filling)
 
-    def check(self, stamp: Stamp | None) -> None:
+    def check(self, stamp: CallRecord | None) -> None:
         """Raise RuntimeError when the caller has written to one of the tensors."""
         intact = all(bool(x.min() == filling) for x, filling in self._outputs)
         if not intact or not all(_same_bits(x, copy) for x, copy in self._inputs):
@@ -107,11 +107,13 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
 class _ThreadWork(Work):
     """A rank's part in a meeting: `take` fetches the results once all have arrived."""
 
-    def __init__(self, world: ThreadWorld, stamp: Stamp, part: tuple[Meeting, _Held, Callable[[], None]]) -> None:
+    def __init__(
+        self, world: ThreadWorld, stamp: CallRecord, part: tuple[PendingCollective, _Held, Callable[[], None]]
+    ) -> None:
         super().__init__(world, stamp=stamp)
         self._hub = world.hub
         self._rank = world.rank
-        self._part: tuple[Meeting, _Held, Callable[[], None]] | None = part
+        self._part: tuple[PendingCollective, _Held, Callable[[], None]] | None = part
 
     def _finish(self) -> None:
         assert self._part is not None
@@ -127,68 +129,68 @@ class ThreadWorld(World):
 
     medium = "threads"
 
-    def __init__(self, hub: Hub, *, rank: int, mesh: Mesh, journal: Journal | None = None) -> None:
+    def __init__(self, hub: Rendezvous, *, rank: int, mesh: Mesh, journal: FlightRecorder | None = None) -> None:
         super().__init__(rank=rank, mesh=mesh, device=torch.device("cpu"), journal=journal)
         self.hub = hub
 
-    def _broadcast(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
+    def _broadcast(self, stamp: CallRecord, group: Group, x: Tensor, source: int) -> Work:
         if group.index == source:
             return self._meet(stamp, group, give=[x], take=_nothing)
         return self._meet(stamp, group, fill=[x], take=lambda met: met.place(x, index=source))
 
-    def _reduce(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
+    def _reduce(self, stamp: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
         target, op = how
 
-        def take(met: Meeting) -> None:
+        def take(met: PendingCollective) -> None:
             if group.index == target:
                 met.reduce(op, into=x)
 
         return self._meet(stamp, group, give=[x], fill=[x], take=take)
 
-    def _all_reduce(self, stamp: Stamp, group: Group, x: Tensor, op: str) -> Work:
-        def take(met: Meeting) -> None:
+    def _all_reduce(self, stamp: CallRecord, group: Group, x: Tensor, op: str) -> Work:
+        def take(met: PendingCollective) -> None:
             x.copy_(met.reduced(op))
 
         return self._meet(stamp, group, give=[x], fill=[x], take=take)
 
-    def _all_gather(self, stamp: Stamp, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
+    def _all_gather(self, stamp: CallRecord, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
         fill = [part for part in parts if part.data_ptr() != x.data_ptr()]
         return self._meet(stamp, group, give=[x], fill=fill, take=lambda met: met.place_all(parts))
 
-    def _reduce_scatter(self, stamp: Stamp, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
+    def _reduce_scatter(self, stamp: CallRecord, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
         into, op = how
         return self._meet(
             stamp, group, give=parts, fill=[into], take=lambda met: met.reduce(op, into=into, part=group.index)
         )
 
-    def _all_to_all(self, stamp: Stamp, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
+    def _all_to_all(self, stamp: CallRecord, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
         return self._meet(stamp, group, give=parts, fill=into, take=lambda met: met.place_all(into, part=group.index))
 
-    def _gather(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
+    def _gather(self, stamp: CallRecord, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
         parts = how[0] or []
         fill = [part for part in parts if part.data_ptr() != x.data_ptr()]
         return self._meet(stamp, group, give=[x], fill=fill, take=lambda met: met.place_all(parts))
 
-    def _scatter(self, stamp: Stamp, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
+    def _scatter(self, stamp: CallRecord, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
         parts, source = how
 
-        def take(met: Meeting) -> None:
+        def take(met: PendingCollective) -> None:
             met.place(into, index=source, part=group.index)
 
         return self._meet(stamp, group, give=parts or [], fill=[into], take=take)
 
-    def _send(self, stamp: Stamp, group: Group, x: Tensor, to: int) -> Work:
+    def _send(self, stamp: CallRecord, group: Group, x: Tensor, to: int) -> Work:
         return self._meet(stamp, line(group, source=group.index, target=to), give=[x], take=_nothing)
 
-    def _recv(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
+    def _recv(self, stamp: CallRecord, group: Group, x: Tensor, source: int) -> Work:
         ends = line(group, source=source, target=group.index)
         return self._meet(stamp, ends, fill=[x], take=lambda met: met.place(x, index=0))
 
-    def _barrier(self, stamp: Stamp, group: Group) -> None:
+    def _barrier(self, stamp: CallRecord, group: Group) -> None:
         self._meet(stamp, group, take=_nothing).wait()
 
     def _meet(
-        self, stamp: Stamp, group: Group, *, take: _Take, give: Sequence[Tensor] = (), fill: Sequence[Tensor] = ()
+        self, stamp: CallRecord, group: Group, *, take: _Take, give: Sequence[Tensor] = (), fill: Sequence[Tensor] = ()
     ) -> Work:
         """Leave copies of `give` and go on; at `wait`, `take` brings the results into `fill`."""
         copies = [x.clone() for x in give]
@@ -197,5 +199,5 @@ class ThreadWorld(World):
         return _ThreadWork(self, stamp, (meeting, held, as_called(partial(take, meeting))))
 
 
-def _nothing(met: Meeting) -> None:
+def _nothing(met: PendingCollective) -> None:
     """What a rank takes that only gives."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.flight_recorder import Journal, Stamp
+from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder
 from meshwise.comm.api.group import Group
 from meshwise.comm.api.world import Axes, Work, World
 
@@ -39,7 +39,7 @@ class TraceWorld(World):
     """Rank `rank` of `mesh`, alone. Its `device` is where buffers are made: meta unless told otherwise."""
 
     def __init__(
-        self, *, rank: int, mesh: Mesh, device: torch.device | str = "meta", journal: Journal | None = None
+        self, *, rank: int, mesh: Mesh, device: torch.device | str = "meta", journal: FlightRecorder | None = None
     ) -> None:
         if not 0 <= rank < mesh.size:
             raise ValueError(f"no rank {rank} in the mesh {mesh}; its ranks are 0 to {mesh.size - 1}")
@@ -49,7 +49,7 @@ class TraceWorld(World):
         """This rank's value, as if every rank of the group had the same. Records nothing."""
         return [value] * self.group(self.mesh.names if axes is None else axes).size
 
-    def _require_agreement(self, stamp: Stamp, group: Group) -> None:
+    def _require_agreement(self, stamp: CallRecord, group: Group) -> None:
         """Nobody else is there to disagree."""
 
     def totals(self, x: Tensor, *, said: int = 0) -> tuple[list[float], float]:
@@ -59,54 +59,54 @@ class TraceWorld(World):
         self.all_reduce(x.new_empty(x.numel() + 1), axes=self.mesh.names).wait()
         return [1.0] * x.numel(), 0.0
 
-    def waited(self, stamp: Stamp) -> None:
+    def waited(self, stamp: CallRecord) -> None:
         """This rank has come to wait for one of its calls, the first time. For whoever follows it."""
 
-    def _broadcast(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
+    def _broadcast(self, stamp: CallRecord, group: Group, x: Tensor, source: int) -> Work:
         if group.index != source:
             x.zero_()
         return _Waited(self, stamp=stamp)
 
-    def _reduce(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
+    def _reduce(self, stamp: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
         return self._all_reduce(stamp, group, x, how[1])
 
-    def _all_reduce(self, stamp: Stamp, group: Group, x: Tensor, op: str) -> Work:
+    def _all_reduce(self, stamp: CallRecord, group: Group, x: Tensor, op: str) -> Work:
         _with_zeros(x, op)
         return _Waited(self, stamp=stamp)
 
-    def _all_gather(self, stamp: Stamp, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
+    def _all_gather(self, stamp: CallRecord, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
         _only(group.index, x, parts)
         return _Waited(self, stamp=stamp)
 
-    def _reduce_scatter(self, stamp: Stamp, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
+    def _reduce_scatter(self, stamp: CallRecord, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
         into, op = how
         into.copy_(parts[group.index])
         _with_zeros(into, op)
         return _Waited(self, stamp=stamp)
 
-    def _all_to_all(self, stamp: Stamp, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
+    def _all_to_all(self, stamp: CallRecord, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
         _only(group.index, parts[group.index], into)
         return _Waited(self, stamp=stamp)
 
-    def _gather(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
+    def _gather(self, stamp: CallRecord, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
         _only(group.index, x, how[0] or [])
         return _Waited(self, stamp=stamp)
 
-    def _scatter(self, stamp: Stamp, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
+    def _scatter(self, stamp: CallRecord, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
         if how[0] is None:
             into.zero_()
         else:
             into.copy_(how[0][group.index])
         return _Waited(self, stamp=stamp)
 
-    def _send(self, stamp: Stamp, group: Group, x: Tensor, to: int) -> Work:
+    def _send(self, stamp: CallRecord, group: Group, x: Tensor, to: int) -> Work:
         return _Waited(self, stamp=stamp)
 
-    def _recv(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
+    def _recv(self, stamp: CallRecord, group: Group, x: Tensor, source: int) -> Work:
         x.zero_()
         return _Waited(self, stamp=stamp)
 
-    def _barrier(self, stamp: Stamp, group: Group) -> None:
+    def _barrier(self, stamp: CallRecord, group: Group) -> None:
         return
 
 

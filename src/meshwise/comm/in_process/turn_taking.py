@@ -16,7 +16,7 @@ import threading
 _PATIENCE_SECONDS = 1.0
 
 
-class Turn:
+class TurnTaking:
     """Whose turn it is. Threads that have not entered are not held up."""
 
     def __init__(self) -> None:

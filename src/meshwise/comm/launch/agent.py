@@ -34,7 +34,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from meshwise.comm.api.process_life import has_ended
 from meshwise.comm.launch.job_folder import last_start
 from meshwise.comm.launch.job_semaphores import named_after
-from meshwise.comm.launch.rank_outcome import Outcome, save_statuses
+from meshwise.comm.launch.rank_outcome import RankOutcome, save_statuses
 from meshwise.comm.launch.rank_process import POLL_SECONDS
 from meshwise.comm.network.loopback import LOOPBACK, LoopbackRendezvous
 
@@ -114,7 +114,7 @@ class _Agent(LocalElasticAgent):
         return {
             one.global_rank: ProcessFailure(one.local_rank, pid=one.id, exitcode=0, error_file="")
             for one in worker_group.workers
-            if one.id in self._gone and not Outcome.is_there(outcomes, rank=one.global_rank)
+            if one.id in self._gone and not RankOutcome.is_there(outcomes, rank=one.global_rank)
         }
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
@@ -131,7 +131,7 @@ class _Agent(LocalElasticAgent):
     def _may_yet_tell(self, worker_group: WorkerGroup) -> bool:
         """Whether a rank has ended without a word just now, and one that lives has said nothing yet."""
         outcomes = last_start(self._folder)
-        quiet = {one.id for one in worker_group.workers if not Outcome.is_there(outcomes, rank=one.global_rank)}
+        quiet = {one.id for one in worker_group.workers if not RankOutcome.is_there(outcomes, rank=one.global_rank)}
         known, self._silent = self._silent, {process for process in quiet if _has_ended(process)}
         if known != self._silent:
             self._silent_since = time.monotonic()

@@ -8,7 +8,7 @@ libraries may run threads once they are imported.
     launcher ──asks── server ──forks── rank 0, rank 1, …        the parent of a rank is the server, not the launcher
 
 A forked rank inherits the environment of the server, as it was when the server started. So the launcher sends its own
-environment along (`Surroundings`). A rank asks multiprocessing whether its launcher lives (`LauncherProcess`).
+environment along (`LauncherEnvironment`). A rank asks multiprocessing whether its launcher lives (`LauncherProcess`).
 
 The server itself starts afresh. A command that has only imported modules may be copied instead (`copied`), which saves
 the seconds.
@@ -243,7 +243,7 @@ def end_quietly() -> None:
     atexit.register(_end_server)  # what was registered last comes first
 
 
-class Surroundings:
+class LauncherEnvironment:
     """The environment, the folder and the output of the process that makes it, and how it would start others, for a
     process that it starts.
     """
@@ -264,7 +264,7 @@ class Surroundings:
         """In the process that got them: be surrounded by them, where it is not by birth."""
         # Or its workers would be started as it was, later than by a fork, and a server would keep them when it is gone.
         multiprocessing.set_start_method(self._method, force=True)
-        util.register_after_fork(Surroundings, _watch_for_the_end)
+        util.register_after_fork(LauncherEnvironment, _watch_for_the_end)
         if not self._streams:
             return
         for number, stream in zip(_STREAMS, self._streams, strict=True):

@@ -17,7 +17,7 @@ from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.api.process_life import LauncherProcess
 from meshwise.comm.api.rank_lost import RankLostError
 from meshwise.comm.api.world import World
-from meshwise.comm.health.watchdog import Tell, Watch, tell_stderr
+from meshwise.comm.health.watchdog import ReportSink, Watchdog, report_to_stderr
 from meshwise.comm.network.loopback import is_opened_by_launcher
 from meshwise.comm.network.torch_world import COMM_VARIABLE, Comm, default_device, meeting_place, torch_world
 
@@ -39,10 +39,12 @@ def connect(
     stay away for ten minutes.
     """
     with joined_by(comm):
-        return joined(device, stall_seconds=stall_seconds, tell=tell_stderr)
+        return joined(device, stall_seconds=stall_seconds, tell=report_to_stderr)
 
 
-def joined(device: torch.device | str | None, *, stall_seconds: float | None = None, tell: Tell = tell_stderr) -> World:
+def joined(
+    device: torch.device | str | None, *, stall_seconds: float | None = None, tell: ReportSink = report_to_stderr
+) -> World:
     """`connect`, with its own way to tell what the watch has found."""
     wanted = default_device() if device is None else torch.device(device)
     if wanted.type == "cuda":
@@ -62,14 +64,14 @@ def _worlds() -> dict[torch.device, World]:
     return {}
 
 
-def _join(device: torch.device, stall_seconds: float | None, tell: Tell) -> World:
+def _join(device: torch.device, stall_seconds: float | None, tell: ReportSink) -> World:
     store = meeting_place()
     world = torch_world(device, store=store, comm=asked_comm())
     watch = None
     if store is not None:
         launcher = LauncherProcess() if "TORCHELASTIC_RUN_ID" in os.environ else None
         own = c10d.PrefixStore(device.type, store)
-        watch = Watch(world, store=own, stall_seconds=stall_seconds, tell=tell, launcher=launcher)
+        watch = Watchdog(world, store=own, stall_seconds=stall_seconds, tell=tell, launcher=launcher)
         watch.start()
         if not is_opened_by_launcher():
             atexit.register(_leave_store, own, rank=world.rank, size=world.size)
@@ -91,7 +93,7 @@ def _end_as_a_copy() -> None:
         atexit.unregister(last)
 
 
-def _close(world: World, watch: Watch | None) -> None:
+def _close(world: World, watch: Watchdog | None) -> None:
     """Close at exit. That another rank is lost has been said by then, or it does not matter any more. That the ranks
     disagree has not, and what is raised at exit would end the process with status 0.
     """

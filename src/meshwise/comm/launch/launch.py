@@ -30,10 +30,10 @@ import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from meshwise.comm.api.launch_environment import launched
-from meshwise.comm.health.watchdog import asked_patience
+from meshwise.comm.health.watchdog import stall_seconds_from_environment
 from meshwise.comm.launch.agent import launch
 from meshwise.comm.launch.cores import cores
-from meshwise.comm.launch.fork_server import Surroundings, end_quietly, starting, temporary
+from meshwise.comm.launch.fork_server import LauncherEnvironment, end_quietly, starting, temporary
 from meshwise.comm.launch.job_folder import job_folder, last_start
 from meshwise.comm.launch.joining import connect, joined_by, leave_undone
 from meshwise.comm.launch.rank_outcome import first_error, results
@@ -83,12 +83,12 @@ def run(
         return world.exchange(result)
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"cannot run on {size!r} ranks")
-    asked_patience()
+    stall_seconds_from_environment()
     method = _start_method(main)
     ended: BaseException | signal.Signals
     try:
         with _as_launcher(size), joined_by(comm), job_folder() as folder:
-            passed = (folder, Surroundings(), main, tuple(args), device)
+            passed = (folder, LauncherEnvironment(), main, tuple(args), device)
             statuses = launch(rank_main, args=passed, size=size, restarts=restarts, method=method, folder=folder)
             outcomes = last_start(folder)
             if not statuses:

@@ -23,7 +23,7 @@ _STATUSES = "statuses"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankOutcome:
     """The result of a rank's main, or the exception that ended it, where it was raised (as text) and when."""
 
     result: Any = None
@@ -32,7 +32,7 @@ class Outcome:
     seconds: float = 0.0
 
     @classmethod
-    def of(cls, error: BaseException) -> Outcome:
+    def of(cls, error: BaseException) -> RankOutcome:
         """How `error` ended a rank just now."""
         told, words = map("".join, (traceback.format_exception(error), traceback.format_exception_only(error)))
         return cls(error=_picklable(error), trace=told.removesuffix(words), seconds=time.time())
@@ -69,7 +69,7 @@ class Outcome:
         return (folder / str(rank)).exists()
 
     @classmethod
-    def load(cls, folder: Path, *, rank: int) -> Outcome | None:
+    def load(cls, folder: Path, *, rank: int) -> RankOutcome | None:
         """What that rank wrote, or None when it ended without a word."""
         if not cls.is_there(folder, rank=rank):
             return None
@@ -80,7 +80,7 @@ class Outcome:
 
 def results(folder: Path, *, size: int) -> list[Any]:
     """What `main` returned on every rank. Raises `first_error` when some ranks left it by `sys.exit`."""
-    outcomes = [Outcome.load(folder, rank=rank) for rank in range(size)]
+    outcomes = [RankOutcome.load(folder, rank=rank) for rank in range(size)]
     if any(outcome is not None and outcome.error is not None for outcome in outcomes):
         raise first_error(folder, size=size, statuses={})
     for rank, outcome in enumerate(outcomes):
@@ -107,7 +107,7 @@ def first_error(folder: Path, *, size: int, statuses: Mapping[int, int]) -> Base
     rank ended, or else that some have left by `sys.exit`. `statuses` are those of the processes that failed, by rank;
     of one that a signal ended, less than 0.
     """
-    outcomes = {rank: Outcome.load(folder, rank=rank) for rank in range(size)}
+    outcomes = {rank: RankOutcome.load(folder, rank=rank) for rank in range(size)}
     raised = {rank: outcome for rank, outcome in outcomes.items() if outcome is not None and outcome.error is not None}
     silent = [rank for rank in statuses if rank not in raised]
     if not silent and not raised:
@@ -142,7 +142,7 @@ def _ended(ranks: Sequence[int], *, size: int, status: int) -> str:
     return f"rank {ranks[0]} of {size} ended without an exception, {how}"
 
 
-def _with_notes(error: BaseException, others: Mapping[int, Outcome]) -> BaseException:
+def _with_notes(error: BaseException, others: Mapping[int, RankOutcome]) -> BaseException:
     for rank, outcome in others.items():
         error.add_note(f"rank {rank} then met: {outcome.error}")
     return error

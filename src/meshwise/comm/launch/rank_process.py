@@ -1,4 +1,4 @@
-"""One rank from start to end, in a process that `run` has started. What it leaves is an `Outcome`.
+"""One rank from start to end, in a process that `run` has started. What it leaves is an `RankOutcome`.
 
 A rank that blocks in a collective cannot answer Ctrl-C, nor the signal that its launcher is gone: it dies of both at
 once. A rank that worked cannot fail at interpreter exit, where threads of torch may abort the process.
@@ -23,14 +23,14 @@ from typing import Any
 import torch
 
 from meshwise.comm.api.flight_recorder import RanksDisagree
-from meshwise.comm.api.job_attempt import Attempt
+from meshwise.comm.api.job_attempt import JobAttempt
 from meshwise.comm.api.process_life import LauncherProcess
-from meshwise.comm.health.watchdog import tell_stderr
-from meshwise.comm.launch.fork_server import ENDING, Surroundings
+from meshwise.comm.health.watchdog import report_to_stderr
+from meshwise.comm.launch.fork_server import ENDING, LauncherEnvironment
 from meshwise.comm.launch.job_folder import hold, start_folder
 from meshwise.comm.launch.job_semaphores import named_as_ever
 from meshwise.comm.launch.joining import joined
-from meshwise.comm.launch.rank_outcome import Outcome, first_error, load_statuses, status_of
+from meshwise.comm.launch.rank_outcome import RankOutcome, first_error, load_statuses, status_of
 
 POLL_SECONDS = 0.1
 """How often the launcher looks at its ranks."""
@@ -45,7 +45,7 @@ the others then.
 
 
 def rank_main(
-    folder: Path, surroundings: Surroundings, main: Callable[..., Any], args: tuple[Any, ...], device: str | None
+    folder: Path, surroundings: LauncherEnvironment, main: Callable[..., Any], args: tuple[Any, ...], device: str | None
 ) -> None:
     """One rank from start to end; `folder` is that of the job."""
     _die_of(SIGNALS)
@@ -56,15 +56,15 @@ def rank_main(
         _leave(1)
     atexit.register(_leave, 0)
     rank = int(os.environ["RANK"])
-    attempt = Attempt.current()
+    attempt = JobAttempt.current()
     assert attempt is not None, "torch's launcher names the start"
     starts, folder = folder, start_folder(folder, number=attempt.number)
 
     def tell(report: str, *, final: bool) -> None:
         if final:
-            Outcome(error=RanksDisagree(report), seconds=time.time()).save(folder, rank=rank)
+            RankOutcome(error=RanksDisagree(report), seconds=time.time()).save(folder, rank=rank)
         else:
-            tell_stderr(report, final=final)
+            report_to_stderr(report, final=final)
 
     own = os.getpid()
     try:
@@ -83,7 +83,7 @@ def rank_main(
         if os.getpid() != own:
             _leave(status_of(error))
         try:
-            outcome = Outcome.of(error)
+            outcome = RankOutcome.of(error)
             try:
                 outcome.save(folder, rank=rank)
             except OSError:  # a full disk, say: then it is told here, or nowhere
@@ -119,13 +119,13 @@ def _keep_lines_whole() -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-def _outcome(main: Callable[[], Any]) -> Outcome:
+def _outcome(main: Callable[[], Any]) -> RankOutcome:
     """What it returned, or that it left by `sys.exit` as one does at a good end."""
     own = os.getpid()
     try:
-        return Outcome(main())
+        return RankOutcome(main())
     except SystemExit as left:
-        outcome = Outcome.of(left)
+        outcome = RankOutcome.of(left)
         if outcome.left_well and os.getpid() == own:
             return outcome
         raise
@@ -139,12 +139,12 @@ def asked_threads() -> int | None:
     return int(first) if re.fullmatch("0*[1-9][0-9]{0,5}", first) else None
 
 
-def _tell_restart(folder: Path, attempt: Attempt) -> None:
+def _tell_restart(folder: Path, attempt: JobAttempt) -> None:
     """Say why the ranks are started again, from what those of the last start have left."""
     previous = start_folder(folder, number=attempt.number - 1)
     error = first_error(previous, size=int(os.environ["WORLD_SIZE"]), statuses=load_statuses(previous))
     why = f"{type(error).__name__}: {error}"
-    tell_stderr(f"meshwise: restart {attempt.number} of {attempt.most}, because {why}", final=False)
+    report_to_stderr(f"meshwise: restart {attempt.number} of {attempt.most}, because {why}", final=False)
 
 
 def _leave(status: int) -> None:

@@ -18,31 +18,31 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from meshwise.comm.api.flight_recorder import Stamp
+from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.comm.api.grad_mode import each_as_called
 from meshwise.comm.api.group import Group
-from meshwise.comm.api.progress import Outlook
+from meshwise.comm.api.progress import Progress
 from meshwise.comm.api.world import Work, World
 
 Steps: TypeAlias = Iterator[Work]
 
 
-class Chains:
+class ChainedCollectives:
     """All chains of one rank."""
 
     def __init__(self) -> None:
         self._queues: dict[tuple[tuple[int, ...], str], _Queue] = {}
 
-    def begin(self, steps: Steps, *, world: World, stamp: Stamp, group: Group) -> Work:
+    def begin(self, steps: Steps, *, world: World, stamp: CallRecord, group: Group) -> Work:
         """The chain of these steps of a call of the group, begun: its first step is called at once."""
         queue = self._queues.setdefault((group.ranks, group.purpose), _Queue())
         chain = _Chain(world, stamp=stamp, steps=each_as_called(steps), queue=queue)
         queue.add(chain)
         return chain
 
-    def come_by(self) -> Outlook:
+    def come_by(self) -> Progress:
         """Go on with every chain whose step is complete."""
-        return max((queue.advance() for queue in tuple(self._queues.values())), default=Outlook.NOTHING)
+        return max((queue.advance() for queue in tuple(self._queues.values())), default=Progress.NOTHING)
 
     def finish(self) -> None:
         """Wait for all of them."""
@@ -61,24 +61,24 @@ class _Queue:
         chain.go_on()
         self._chains.append(chain)
 
-    def advance(self) -> Outlook:
+    def advance(self) -> Progress:
         """Go on with what is ready, no chain being further than the one before it."""
         if self._advancing:  # a call of a step came by while it waited for its turn
-            return Outlook.LATER
+            return Progress.LATER
         self._advancing = True
-        outlook = Outlook.NOTHING
+        outlook = Progress.NOTHING
         try:
             most = math.inf
             for chain in tuple(self._chains):
                 while chain.begun < most and chain.step.ready:
                     chain.go_on()
-                    outlook = Outlook.DID
+                    outlook = Progress.DID
                 most = chain.begun
         finally:
             self._advancing = False
         while self._chains and self._chains[0].over:
             self._chains.popleft()
-        return outlook or (Outlook.LATER if self._chains else Outlook.NOTHING)
+        return outlook or (Progress.LATER if self._chains else Progress.NOTHING)
 
     def wait(self) -> None:
         """Until the first chain is a step further."""
@@ -93,7 +93,7 @@ class _Queue:
 class _Chain(Work):
     """One of them. `begun`: how many steps have been called."""
 
-    def __init__(self, world: World, *, stamp: Stamp, steps: Steps, queue: _Queue) -> None:
+    def __init__(self, world: World, *, stamp: CallRecord, steps: Steps, queue: _Queue) -> None:
         super().__init__(world, stamp=stamp)
         self.step = Work()
         self.begun: float = 0

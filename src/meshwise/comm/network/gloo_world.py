@@ -29,24 +29,24 @@ from torch import Tensor
 
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flat_parts import put
-from meshwise.comm.api.flight_recorder import Journal, Stamp
+from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder
 from meshwise.comm.api.grad_mode import as_called
 from meshwise.comm.api.group import Group
 from meshwise.comm.api.ordered_sum import reduce_in_order, require_op
 from meshwise.comm.api.progress import Meanwhile
 from meshwise.comm.api.world import Work, World
-from meshwise.comm.network.mailbox import Mailbox, Messages
-from meshwise.comm.network.worker_thread import Carrier, Ticket
-from meshwise.comm.shared_memory.scratch_memory import Scratch
+from meshwise.comm.network.mailbox import Mailbox, PendingMessages
+from meshwise.comm.network.worker_thread import ThreadJob, WorkerThread
+from meshwise.comm.shared_memory.scratch_memory import ScratchMemory
 
-Steps: TypeAlias = Iterator[Messages]
+Steps: TypeAlias = Iterator[PendingMessages]
 Program: TypeAlias = Callable[[list[Tensor], list[Tensor]], Steps]
 
 # Up to here a second round of messages costs more than sending everything to everyone.
 _ONE_PHASE_BYTES = 256 << 10
 
 
-class Transport:
+class GlooTransport:
     """What all views of one rank's world share: the mailbox, the carriers, and the works nobody has waited for.
 
     `meanwhile`: what is due while this rank waits. With it, threads carry on all that is under way.
@@ -55,14 +55,14 @@ class Transport:
     def __init__(self, mailbox: Mailbox, *, meanwhile: Meanwhile | None = None) -> None:
         self.mailbox = mailbox
         self.meanwhile = meanwhile
-        self.scratch = Scratch()
+        self.scratch = ScratchMemory()
         self.unfinished: set[Work] = set()
-        self._carriers: dict[str, Carrier] = {}
+        self._carriers: dict[str, WorkerThread] = {}
 
-    def carrier(self, lane: str) -> Carrier:
+    def carrier(self, lane: str) -> WorkerThread:
         """The thread that carries on, in order, what was called on this lane."""
         if lane not in self._carriers:
-            self._carriers[lane] = Carrier(f"meshwise {lane}")
+            self._carriers[lane] = WorkerThread(f"meshwise {lane}")
         return self._carriers[lane]
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class Transport:
 
 @dataclass(frozen=True)
 class _Call:
-    stamp: Stamp
+    stamp: CallRecord
     group: Group
     lane: str = ""
 
@@ -95,7 +95,7 @@ class _Call:
 
 
 class GlooWorld(World):
-    """Ranks joined by a `Transport`; a world of one has none."""
+    """Ranks joined by a `GlooTransport`; a world of one has none."""
 
     medium = "gloo"
 
@@ -105,8 +105,8 @@ class GlooWorld(World):
         rank: int,
         mesh: Mesh,
         device: torch.device,
-        transport: Transport | None,
-        journal: Journal | None = None,
+        transport: GlooTransport | None,
+        journal: FlightRecorder | None = None,
     ) -> None:
         super().__init__(rank=rank, mesh=mesh, device=device, journal=journal)
         self._transport = transport
@@ -119,7 +119,7 @@ class GlooWorld(World):
 
     # ---- one phase ---------------------------------------------------------------------------------------------
 
-    def _broadcast(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
+    def _broadcast(self, stamp: CallRecord, group: Group, x: Tensor, source: int) -> Work:
         call = _Call(stamp, group)
 
         def program(reads: list[Tensor], writes: list[Tensor]) -> Steps:
@@ -132,7 +132,7 @@ class GlooWorld(World):
         here = group.index == source
         return self._start(call, program, reads=[x] if here else [], writes=[] if here else [x])
 
-    def _all_gather(self, stamp: Stamp, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
+    def _all_gather(self, stamp: CallRecord, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
         call = _Call(stamp, group)
 
         def program(reads: list[Tensor], writes: list[Tensor]) -> Steps:
@@ -147,7 +147,7 @@ class GlooWorld(World):
 
         return self._start(call, program, reads=[x], writes=parts)
 
-    def _all_to_all(self, stamp: Stamp, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
+    def _all_to_all(self, stamp: CallRecord, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
         call = _Call(stamp, group)
 
         def program(reads: list[Tensor], writes: list[Tensor]) -> Steps:
@@ -161,7 +161,7 @@ class GlooWorld(World):
 
         return self._start(call, program, reads=parts, writes=into)
 
-    def _gather(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
+    def _gather(self, stamp: CallRecord, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
         parts, target = how
         call = _Call(stamp, group)
 
@@ -176,7 +176,7 @@ class GlooWorld(World):
 
         return self._start(call, program, reads=[x], writes=parts or [])
 
-    def _scatter(self, stamp: Stamp, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
+    def _scatter(self, stamp: CallRecord, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
         parts, source = how
         call = _Call(stamp, group)
 
@@ -191,7 +191,7 @@ class GlooWorld(World):
 
         return self._start(call, program, reads=parts or [], writes=[into])
 
-    def _reduce_scatter(self, stamp: Stamp, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
+    def _reduce_scatter(self, stamp: CallRecord, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
         into, op = how
         require_op(op)
         call = _Call(stamp, group)
@@ -201,7 +201,7 @@ class GlooWorld(World):
 
         return self._start(call, program, reads=parts, writes=[into])
 
-    def _send(self, stamp: Stamp, group: Group, x: Tensor, to: int) -> Work:
+    def _send(self, stamp: CallRecord, group: Group, x: Tensor, to: int) -> Work:
         call = _Call(stamp, group, f"to {to}")
 
         def program(reads: list[Tensor], _writes: list[Tensor]) -> Steps:
@@ -209,7 +209,7 @@ class GlooWorld(World):
 
         return self._start(call, program, reads=[x], writes=[])
 
-    def _recv(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
+    def _recv(self, stamp: CallRecord, group: Group, x: Tensor, source: int) -> Work:
         call = _Call(stamp, group, f"from {source}")
 
         def program(_reads: list[Tensor], writes: list[Tensor]) -> Steps:
@@ -217,14 +217,14 @@ class GlooWorld(World):
 
         return self._start(call, program, reads=[], writes=[x])
 
-    def _barrier(self, stamp: Stamp, group: Group) -> None:
+    def _barrier(self, stamp: CallRecord, group: Group) -> None:
         token = torch.zeros(group.size, dtype=torch.uint8)
         parts = list(token.split(1))
         self._all_gather(stamp, group, parts[group.index], parts)._finish()
 
     # ---- two phases --------------------------------------------------------------------------------------------
 
-    def _all_reduce(self, stamp: Stamp, group: Group, x: Tensor, op: str) -> Work:
+    def _all_reduce(self, stamp: CallRecord, group: Group, x: Tensor, op: str) -> Work:
         require_op(op)
         call = _Call(stamp, group)
         return self._start(
@@ -250,7 +250,7 @@ class GlooWorld(World):
             label=f"{call.label} sums",
         )
 
-    def _reduce(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
+    def _reduce(self, stamp: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
         target, op = how
         require_op(op)
         call = _Call(stamp, group)
@@ -311,7 +311,7 @@ class GlooWorld(World):
         sends: Iterable[tuple[int, Tensor]] = (),
         receives: Iterable[tuple[int, Tensor]] = (),
         label: str = "",
-    ) -> Messages:
+    ) -> PendingMessages:
         assert self._transport is not None
         label = label or call.label
         return self._transport.mailbox.post(sends=sends, receives=receives, label=label, about=call.stamp)
@@ -323,10 +323,10 @@ class _Started(Work):
     def __init__(
         self,
         world: World,
-        stamp: Stamp,
-        transport: Transport,
+        stamp: CallRecord,
+        transport: GlooTransport,
         finish: Callable[[], None],
-        ticket: Ticket | None = None,
+        ticket: ThreadJob | None = None,
     ) -> None:
         super().__init__(world, stamp=stamp)
         self._transport = transport
@@ -365,7 +365,7 @@ def _once(job: Callable[[], None]) -> Callable[[], None]:
     return do
 
 
-def _staged(program: Program, reads: list[Tensor], writes: list[Tensor], carrier: Carrier) -> Callable[[], None]:
+def _staged(program: Program, reads: list[Tensor], writes: list[Tensor], carrier: WorkerThread) -> Callable[[], None]:
     """Carry `program` out on pinned copies of CUDA tensors; what it returns puts the results back."""
     copies = [torch.empty_like(x, device="cpu", pin_memory=True) for x in (*reads, *writes)]
     for copy, x in zip(copies, reads, strict=False):

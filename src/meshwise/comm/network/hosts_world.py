@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.flight_recorder import Journal, Stamp
+from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder
 from meshwise.comm.api.group import Group
 from meshwise.comm.api.ordered_sum import is_narrow
 from meshwise.comm.api.world import Axes, Work, World
-from meshwise.comm.network.chained_collectives import Chains, Steps
-from meshwise.comm.network.gloo_world import GlooWorld, Transport
+from meshwise.comm.network.chained_collectives import ChainedCollectives, Steps
+from meshwise.comm.network.gloo_world import GlooTransport, GlooWorld
 from meshwise.comm.network.mailbox import Mailbox
-from meshwise.comm.shared_memory.group_queue import Lanes
-from meshwise.comm.shared_memory.host_ranks import Room
+from meshwise.comm.shared_memory.group_queue import GroupQueues
+from meshwise.comm.shared_memory.host_ranks import HostRanks
 from meshwise.comm.shared_memory.local_world import LocalWorld
 
 
@@ -60,7 +60,9 @@ class HostsWorld(World):
 
     medium = "shared memory and gloo"
 
-    def __init__(self, *, inside: LocalWorld, between: GlooWorld, hosts: Sequence[int], chains: Chains) -> None:
+    def __init__(
+        self, *, inside: LocalWorld, between: GlooWorld, hosts: Sequence[int], chains: ChainedCollectives
+    ) -> None:
         super().__init__(rank=between.rank, mesh=between.mesh, device=between.device, journal=between.journal)
         self._inside = inside
         self._between = between
@@ -68,16 +70,16 @@ class HostsWorld(World):
         self._chains = chains
 
     @classmethod
-    def joined(cls, room: Room, *, mailbox: Mailbox, mesh: Mesh, hosts: Sequence[int]) -> HostsWorld:
+    def joined(cls, room: HostRanks, *, mailbox: Mailbox, mesh: Mesh, hosts: Sequence[int]) -> HostsWorld:
         """The world of this rank, which shares a room with those of its host and exchanges messages with the others.
 
         Whatever it waits for, it does its part in everything else that is under way.
         """
-        chains = Chains()
-        lanes = Lanes(room, errands=[chains.come_by])
-        journal = Journal()
+        chains = ChainedCollectives()
+        lanes = GroupQueues(room, errands=[chains.come_by])
+        journal = FlightRecorder()
         inside = LocalWorld(rank=room.rank, mesh=mesh, lanes=lanes, journal=journal)
-        transport = Transport(mailbox, meanwhile=lanes.come_by)
+        transport = GlooTransport(mailbox, meanwhile=lanes.come_by)
         device = torch.device("cpu")
         between = GlooWorld(rank=room.rank, mesh=mesh, device=device, transport=transport, journal=journal)
         return cls(inside=inside, between=between, hosts=hosts, chains=chains)
@@ -103,15 +105,15 @@ class HostsWorld(World):
 
     # ---- in steps ----------------------------------------------------------------------------------------------
 
-    def _all_reduce(self, stamp: Stamp, group: Group, x: Tensor, op: str) -> Work:
+    def _all_reduce(self, stamp: CallRecord, group: Group, x: Tensor, op: str) -> Work:
         way = self._way(group)
         return way._all_reduce(stamp, group, x, op) if isinstance(way, World) else self._summed(stamp, way, x, op)
 
-    def _reduce(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
+    def _reduce(self, stamp: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
         way = self._way(group)
         return way._reduce(stamp, group, x, how) if isinstance(way, World) else self._summed(stamp, way, x, how[1])
 
-    def _summed(self, stamp: Stamp, grid: _Grid, x: Tensor, op: str) -> Work:
+    def _summed(self, stamp: CallRecord, grid: _Grid, x: Tensor, op: str) -> Work:
         def steps() -> Steps:
             total = _wide(x, op)
             slices = list(total.tensor_split(len(grid.rows[0])))
@@ -124,7 +126,7 @@ class HostsWorld(World):
 
         return self._chain(stamp, grid, steps())
 
-    def _reduce_scatter(self, stamp: Stamp, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
+    def _reduce_scatter(self, stamp: CallRecord, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
         grid = self._way(group)
         if isinstance(grid, World):
             return grid._reduce_scatter(stamp, group, parts, how)
@@ -141,7 +143,7 @@ class HostsWorld(World):
 
         return self._chain(stamp, grid, steps())
 
-    def _all_gather(self, stamp: Stamp, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
+    def _all_gather(self, stamp: CallRecord, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
         grid = self._way(group)
         if isinstance(grid, World):
             return grid._all_gather(stamp, group, x, parts)
@@ -154,7 +156,7 @@ class HostsWorld(World):
 
         return self._chain(stamp, grid, steps())
 
-    def _broadcast(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
+    def _broadcast(self, stamp: CallRecord, group: Group, x: Tensor, source: int) -> Work:
         grid = self._way(group)
         if isinstance(grid, World):
             return grid._broadcast(stamp, group, x, source)
@@ -168,22 +170,22 @@ class HostsWorld(World):
 
     # ---- in one way or the other ---------------------------------------------------------------------------------
 
-    def _all_to_all(self, stamp: Stamp, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
+    def _all_to_all(self, stamp: CallRecord, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
         return self._one(group)._all_to_all(stamp, group, parts, into)
 
-    def _gather(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
+    def _gather(self, stamp: CallRecord, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
         return self._one(group)._gather(stamp, group, x, how)
 
-    def _scatter(self, stamp: Stamp, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
+    def _scatter(self, stamp: CallRecord, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
         return self._one(group)._scatter(stamp, group, how, into)
 
-    def _send(self, stamp: Stamp, group: Group, x: Tensor, to: int) -> Work:
+    def _send(self, stamp: CallRecord, group: Group, x: Tensor, to: int) -> Work:
         return self._to(group.ranks[to])._send(stamp, group, x, to)
 
-    def _recv(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
+    def _recv(self, stamp: CallRecord, group: Group, x: Tensor, source: int) -> Work:
         return self._to(group.ranks[source])._recv(stamp, group, x, source)
 
-    def _barrier(self, stamp: Stamp, group: Group) -> None:
+    def _barrier(self, stamp: CallRecord, group: Group) -> None:
         self._one(group)._barrier(stamp, group)
 
     def _to(self, rank: int) -> World:
@@ -206,7 +208,7 @@ class HostsWorld(World):
         host = list(rows).index(self._hosts[self.rank])
         return _Grid(group, list(rows.values()), host, own.index(group.index))
 
-    def _chain(self, stamp: Stamp, grid: _Grid, steps: Steps) -> Work:
+    def _chain(self, stamp: CallRecord, grid: _Grid, steps: Steps) -> Work:
         return self._chains.begin(steps, world=self, stamp=stamp, group=grid.group)
 
 

@@ -42,7 +42,7 @@ class _Pending:
 
 
 @dataclass(frozen=True)
-class Messages:
+class PendingMessages:
     """Sends and receives under way."""
 
     pending: Sequence[_Pending]
@@ -75,7 +75,7 @@ class Mailbox:
         receives: Iterable[tuple[int, Tensor]],
         label: str,
         about: object,
-    ) -> Messages:
+    ) -> PendingMessages:
         """Start these messages, (rank, contiguous CPU tensor) each; empty tensors need none.
 
         A receive takes the first message from that rank with the same label, size and dtype that no earlier receive
@@ -89,7 +89,7 @@ class Mailbox:
                         pending.append(start(peer, tensor, label))
                     except RuntimeError as error:
                         raise lost(peer, about=about, error=error) from error
-        return Messages(pending, about)
+        return PendingMessages(pending, about)
 
     def close(self) -> None:
         """Close the connections. Messages still under way fail."""

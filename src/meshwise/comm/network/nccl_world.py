@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.flight_recorder import Journal, Stamp
+from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder
 from meshwise.comm.api.group import Group
 from meshwise.comm.api.ordered_sum import reduce_in_order, require_op
 from meshwise.comm.api.world import Work, World
-from meshwise.comm.network.worker_thread import Carrier
+from meshwise.comm.network.worker_thread import WorkerThread
 
 Backend: TypeAlias = Callable[[c10d.Store, int, int], c10d.ProcessGroup]
 Post: TypeAlias = Callable[[c10d.ProcessGroup], c10d.Work]
@@ -56,7 +56,7 @@ class Communicators:
         self._store = store
         self._backend = backend
         self._made: dict[tuple[str, tuple[int, ...]], c10d.ProcessGroup] = {}
-        self._carriers: dict[tuple[int, int], Carrier] = {}
+        self._carriers: dict[tuple[int, int], WorkerThread] = {}
         self.closed = False
 
     def of(self, ranks: tuple[int, ...], *, rank: int, lane: str = "") -> c10d.ProcessGroup:
@@ -70,10 +70,10 @@ class Communicators:
             self._made[lane, ranks] = self._backend(store, ranks.index(rank), len(ranks))
         return self._made[lane, ranks]
 
-    def carrier(self, ends: tuple[int, int]) -> Carrier:
+    def carrier(self, ends: tuple[int, int]) -> WorkerThread:
         """The thread that posts the messages from one rank to another."""
         if ends not in self._carriers:
-            self._carriers[ends] = Carrier(f"meshwise messages from {ends[0]} to {ends[1]}")
+            self._carriers[ends] = WorkerThread(f"meshwise messages from {ends[0]} to {ends[1]}")
         return self._carriers[ends]
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class NcclWorld(World):
         mesh: Mesh,
         device: torch.device,
         communicators: Communicators,
-        journal: Journal | None = None,
+        journal: FlightRecorder | None = None,
     ) -> None:
         super().__init__(rank=rank, mesh=mesh, device=device, journal=journal)
         self._communicators = communicators
@@ -109,31 +109,31 @@ class NcclWorld(World):
             self._meet_to_close()
             self._communicators.close()
 
-    def _broadcast(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
+    def _broadcast(self, stamp: CallRecord, group: Group, x: Tensor, source: int) -> Work:
         options = c10d.BroadcastOptions()
         options.rootRank = source
         return _Started(self, stamp, self._together(group).broadcast([x], options).wait, [x])
 
-    def _reduce(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
+    def _reduce(self, stamp: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
         target, op = how
         require_op(op)
         options = c10d.ReduceOptions()
         options.rootRank, options.reduceOp = target, _OPS[op]
         return _Started(self, stamp, self._together(group).reduce([x], options).wait, [x])
 
-    def _all_reduce(self, stamp: Stamp, group: Group, x: Tensor, op: str) -> Work:
+    def _all_reduce(self, stamp: CallRecord, group: Group, x: Tensor, op: str) -> Work:
         require_op(op)
         options = c10d.AllreduceOptions()
         options.reduceOp = _OPS[op]
         return _Started(self, stamp, self._together(group).allreduce([x], options).wait, [x])
 
-    def _all_gather(self, stamp: Stamp, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
+    def _all_gather(self, stamp: CallRecord, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
         whole = _joined(parts)
         if whole is None:
             return self._all_to_all(stamp, group, [x] * group.size, parts)
         return _Started(self, stamp, self._together(group)._allgather_base(whole, x).wait, [x, whole])
 
-    def _reduce_scatter(self, stamp: Stamp, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
+    def _reduce_scatter(self, stamp: CallRecord, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
         into, op = how
         require_op(op)
         whole = _joined(parts)
@@ -151,30 +151,30 @@ class NcclWorld(World):
 
         return _Started(self, stamp, finish, [*parts, *received, into])
 
-    def _all_to_all(self, stamp: Stamp, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
+    def _all_to_all(self, stamp: CallRecord, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
         return _Started(self, stamp, self._together(group).alltoall(into, parts).wait, [*parts, *into])
 
-    def _gather(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
+    def _gather(self, stamp: CallRecord, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
         parts, target = how
         nothing = x.new_empty(0)
         sends = [x if index == target else nothing for index in range(group.size)]
         return self._all_to_all(stamp, group, sends, parts or [nothing] * group.size)
 
-    def _scatter(self, stamp: Stamp, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
+    def _scatter(self, stamp: CallRecord, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
         parts, source = how
         nothing = into.new_empty(0)
         receives = [into if index == source else nothing for index in range(group.size)]
         return self._all_to_all(stamp, group, parts or [nothing] * group.size, receives)
 
-    def _send(self, stamp: Stamp, group: Group, x: Tensor, to: int) -> Work:
+    def _send(self, stamp: CallRecord, group: Group, x: Tensor, to: int) -> Work:
         ends = (self.rank, group.ranks[to])
         return self._message(stamp, ends, x, lambda between: between.send([x], 1, 0))
 
-    def _recv(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
+    def _recv(self, stamp: CallRecord, group: Group, x: Tensor, source: int) -> Work:
         ends = (group.ranks[source], self.rank)
         return self._message(stamp, ends, x, lambda between: between.recv([x], 0, 0))
 
-    def _message(self, stamp: Stamp, ends: tuple[int, int], x: Tensor, post: Post) -> Work:
+    def _message(self, stamp: CallRecord, ends: tuple[int, int], x: Tensor, post: Post) -> Work:
         """Let the thread of this direction post a message behind what the current stream does now."""
         behind = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
         posted: list[c10d.Work] = []
@@ -197,7 +197,7 @@ class NcclWorld(World):
 
         return _Started(self, stamp, finish, [x])
 
-    def _barrier(self, stamp: Stamp, group: Group) -> None:
+    def _barrier(self, stamp: CallRecord, group: Group) -> None:
         token = torch.zeros(1, device=self.device)
         self._all_reduce(stamp, group, token, "sum")._finish()
         token.item()
@@ -210,7 +210,7 @@ class NcclWorld(World):
 class _Started(Work):
     """An operation on a stream of NCCL's, with the tensors it reads and writes."""
 
-    def __init__(self, world: World, stamp: Stamp, finish: Callable[[], Any], tensors: list[Tensor]) -> None:
+    def __init__(self, world: World, stamp: CallRecord, finish: Callable[[], Any], tensors: list[Tensor]) -> None:
         super().__init__(world, stamp=stamp)
         self._complete = finish
         self._tensors = tensors

@@ -26,15 +26,15 @@ from meshwise.comm.api.hosts import hosts_of
 from meshwise.comm.api.job_attempt import fresh
 from meshwise.comm.api.launch_environment import launched
 from meshwise.comm.api.world import World
-from meshwise.comm.network.gloo_world import GlooWorld, Transport
+from meshwise.comm.network.gloo_world import GlooTransport, GlooWorld
 from meshwise.comm.network.hosts_world import HostsWorld
 from meshwise.comm.network.loopback import is_opened_by_launcher, store_of
 from meshwise.comm.network.mailbox import Mailbox
 from meshwise.comm.network.nccl_world import Communicators, NcclWorld, nccl
-from meshwise.comm.shared_memory.group_queue import Lanes
-from meshwise.comm.shared_memory.host_ranks import Room
+from meshwise.comm.shared_memory.group_queue import GroupQueues
+from meshwise.comm.shared_memory.host_ranks import HostRanks
 from meshwise.comm.shared_memory.local_world import LocalWorld
-from meshwise.comm.shared_memory.process_memory import Memory
+from meshwise.comm.shared_memory.process_memory import ProcessMemory
 
 Comm: TypeAlias = Literal["auto", "local", "gloo"]
 COMM_VARIABLE = "MESHWISE_COMM"
@@ -79,14 +79,14 @@ def torch_world(
     rooms = hosts_of(own, rank=rank, size=size, name=host) if device.type == "cpu" and comm != "gloo" else None
     room = None if rooms is None else _enter(own, rank, rooms, comm)
     if rooms is not None and room is not None and len(set(rooms)) == 1:
-        return LocalWorld(rank=rank, mesh=mesh, lanes=Lanes(room))
+        return LocalWorld(rank=rank, mesh=mesh, lanes=GroupQueues(room))
     mailbox = Mailbox(c10d.PrefixStore("gloo", own), rank=rank, size=size)
     if rooms is not None and room is not None:
         return HostsWorld.joined(room, mailbox=mailbox, mesh=mesh, hosts=rooms)
-    return GlooWorld(rank=rank, mesh=mesh, device=device, transport=Transport(mailbox))
+    return GlooWorld(rank=rank, mesh=mesh, device=device, transport=GlooTransport(mailbox))
 
 
-def _enter(store: c10d.Store, rank: int, hosts: Sequence[int], comm: Comm) -> Room | None:
+def _enter(store: c10d.Store, rank: int, hosts: Sequence[int], comm: Comm) -> HostRanks | None:
     """What this rank shares with those of its host; None on all ranks when one of them cannot share.
 
     Raises ValueError when they were told to.
@@ -96,9 +96,9 @@ def _enter(store: c10d.Store, rank: int, hosts: Sequence[int], comm: Comm) -> Ro
         reason = "no two ranks are on one host"
     else:
         here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-        memory = Memory(c10d.PrefixStore("memory", store), rank=rank, size=len(hosts))
+        memory = ProcessMemory(c10d.PrefixStore("memory", store), rank=rank, size=len(hosts))
         try:
-            room = Room.enter(c10d.PrefixStore("room", store), rank=rank, ranks=here, memory=memory)
+            room = HostRanks.enter(c10d.PrefixStore("room", store), rank=rank, ranks=here, memory=memory)
         except OSError as error:
             reason = str(error)
         store.set(f"room/{rank}", reason)

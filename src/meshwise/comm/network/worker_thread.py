@@ -10,12 +10,12 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from meshwise.comm.api.progress import Meanwhile, Outlook
+from meshwise.comm.api.progress import Meanwhile, Progress
 
 _NAP_SECONDS = 0.0005
 
 
-class Ticket:
+class ThreadJob:
     """One job of a carrier."""
 
     def __init__(self, job: Callable[[], None]) -> None:
@@ -41,26 +41,26 @@ class Ticket:
         """Block until the job is done, doing what is due; raises what the job raised."""
         while meanwhile is not None and not self.done:
             outlook = meanwhile()
-            if outlook is Outlook.NOTHING:
+            if outlook is Progress.NOTHING:
                 break
-            if outlook is Outlook.LATER:
+            if outlook is Progress.LATER:
                 self._done.wait(_NAP_SECONDS)
         self._done.wait()
         if self._error is not None:
             raise self._error
 
 
-class Carrier:
+class WorkerThread:
     """One thread, started with the first job."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: SimpleQueue[Ticket | None] = SimpleQueue()
+        self._jobs: SimpleQueue[ThreadJob | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def carry(self, job: Callable[[], None]) -> Ticket:
+    def carry(self, job: Callable[[], None]) -> ThreadJob:
         """Do `job` after all earlier ones."""
-        ticket = Ticket(job)
+        ticket = ThreadJob(job)
         self._jobs.put(ticket)
         return ticket
 

@@ -28,7 +28,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from meshwise.comm.shared_memory.segment import Segment, open_segment, words_of
+from meshwise.comm.shared_memory.segment import SharedSegment, open_segment, words_of
 
 PAYLOAD_BYTES = 64 << 10
 """Up to so many bytes travel in the board itself."""
@@ -59,7 +59,7 @@ class _Span(ctypes.Structure):
 class Board:
     """One rank's board, as its owner or another rank maps it."""
 
-    def __init__(self, memory: Tensor, *, place: int, segment: Segment | None = None) -> None:
+    def __init__(self, memory: Tensor, *, place: int, segment: SharedSegment | None = None) -> None:
         """`segment`: that of its owner."""
         self.place = place
         self._segment = segment
@@ -77,7 +77,7 @@ class Board:
     def make(cls) -> Board:
         """This rank's own. Raises OSError when the system has no memory to share."""
         few = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-        segment = Segment.make(0, size=_BYTES_OF_FEW if few else _BYTES)
+        segment = SharedSegment.make(0, size=_BYTES_OF_FEW if few else _BYTES)
         return cls(segment.memory, place=segment.place, segment=segment)
 
     @classmethod

@@ -27,20 +27,20 @@ from functools import partial
 
 from torch import Tensor
 
-from meshwise.comm.api.flight_recorder import RanksDisagree, Stamp
+from meshwise.comm.api.flight_recorder import CallRecord, RanksDisagree
 from meshwise.comm.api.group import Group
-from meshwise.comm.api.progress import Meanwhile, Outlook
+from meshwise.comm.api.progress import Meanwhile, Progress
 from meshwise.comm.api.rank_lost import lost
 from meshwise.comm.api.world import Work, World
 from meshwise.comm.shared_memory.board import Board
-from meshwise.comm.shared_memory.host_ranks import Room
-from meshwise.comm.shared_memory.queue_state import IN_COMMON, IN_PAYLOAD, IN_PRIVATE, RING, Place, Side
-from meshwise.comm.shared_memory.remote_span import Far, Near, Span
+from meshwise.comm.shared_memory.host_ranks import HostRanks
+from meshwise.comm.shared_memory.queue_state import IN_COMMON, IN_PAYLOAD, IN_PRIVATE, RING, Place, QueueState
+from meshwise.comm.shared_memory.remote_span import MappedSpan, RemoteSpan, Span
 
 _PRIME, _WORD = 0x100000001B3, 0x7FFFFFFFFFFFFFFF  # that of the FNV hash, and what a word of a board holds
 
 
-class Call(Work):
+class QueuedCall(Work):
     """One rank's part in a collective.
 
     gives   its tensors: the others read them, and in some collectives write them
@@ -62,7 +62,7 @@ class Call(Work):
     acted = False
     adds = False  # it has begun to write to what it reads: done again, it would add up twice
 
-    def __init__(self, world: World, *, stamp: Stamp, lane: Lane) -> None:
+    def __init__(self, world: World, *, stamp: CallRecord, lane: GroupQueue) -> None:
         super().__init__(world, stamp=stamp)
         self.stamp = stamp
         self.tag = stamp.tag
@@ -82,7 +82,7 @@ class Call(Work):
         """What every rank gave to it, of the size of what this rank gave."""
         lane = self.lane
         return [
-            Near(own) if index == lane.index else lane.span(self, index=index, like=own, which=which)
+            MappedSpan(own) if index == lane.index else lane.span(self, index=index, like=own, which=which)
             for index in range(len(lane.ranks))
         ]
 
@@ -96,11 +96,11 @@ class Call(Work):
         self.lane.finish(self)
 
 
-class Lane:
+class GroupQueue:
     """One rank's side of a lane."""
 
     def __init__(
-        self, room: Room, *, key: int, ranks: tuple[int, ...], meanwhile: Callable[[int | None], Outlook]
+        self, room: HostRanks, *, key: int, ranks: tuple[int, ...], meanwhile: Callable[[int | None], Progress]
     ) -> None:
         self.ranks = ranks
         self.index = ranks.index(room.rank)
@@ -111,24 +111,24 @@ class Lane:
         self._room = room
         self._meanwhile = meanwhile
         self._key = key
-        self._own = Side.make(room.board, key=key, ranks=len(ranks))
-        self._sides: list[Side | None] = [self._own if rank == room.rank else None for rank in ranks]
+        self._own = QueueState.make(room.board, key=key, ranks=len(ranks))
+        self._sides: list[QueueState | None] = [self._own if rank == room.rank else None for rank in ranks]
         self._told = 0
         """All calls so far as a number."""
         self._posted = 0
         self._done = 0
         self._free = RING
         """Calls up to this number overwrite nothing that somebody may still read."""
-        self._kept: deque[Call] = deque()
+        self._kept: deque[QueuedCall] = deque()
         """Calls that are not known to the others yet."""
-        self._due: deque[Call] = deque()
-        self._held: deque[Call] = deque()
+        self._due: deque[QueuedCall] = deque()
+        self._held: deque[QueuedCall] = deque()
         self._is_awaited = False
         self._is_acting = False
 
     # ---- what this rank does -----------------------------------------------------------------------------------
 
-    def post(self, call: Call) -> None:
+    def post(self, call: QueuedCall) -> None:
         """Make the call known to the others, as soon as there is room."""
         call.number = self._posted + len(self._kept)
         call.tag = self._told = (_PRIME * self._told + call.tag) & _WORD
@@ -148,7 +148,7 @@ class Lane:
             self._free = RING + min(self._done, *map(self._count_done, self.others))
         return number < self._free
 
-    def _write(self, call: Call) -> None:
+    def _write(self, call: QueuedCall) -> None:
         number = call.number
         if call.brings:
             places = [(IN_COMMON, call.common, 0)] if call.common else self._own.bring(number, gives=call.gives)
@@ -174,7 +174,7 @@ class Lane:
             acted = True
         return acted
 
-    def finish(self, call: Call) -> None:
+    def finish(self, call: QueuedCall) -> None:
         """Block until the results of the call are in place and nobody uses its tensors any more."""
         self._catch_up(call.number)
         if not call.brings:
@@ -187,7 +187,7 @@ class Lane:
         while self._held and self.is_over(self._held[0]):
             self._held.popleft().end()
 
-    def is_over(self, call: Call) -> bool:
+    def is_over(self, call: QueuedCall) -> bool:
         """Whether its results are in place and nobody uses its tensors any more."""
         if not call.acted:
             return False
@@ -221,13 +221,13 @@ class Lane:
             if not call.acted:
                 self._act(call)
 
-    def _make_room(self, call: Call) -> None:
+    def _make_room(self, call: QueuedCall) -> None:
         """Wait until everyone has done what the call overwrites, and make it known."""
         for index in self.others:
             self._await_done(call, index, call.number - RING)
         self._publish()
 
-    def _act(self, call: Call) -> None:
+    def _act(self, call: QueuedCall) -> None:
         """Do this rank's part of the call that comes next. Raises RuntimeError when another thread is at it."""
         if self._is_acting:
             raise RuntimeError(f"two threads of rank {self._room.rank} are at {call.stamp}; a rank has one at a time")
@@ -256,17 +256,17 @@ class Lane:
 
     # ---- what the others have done -----------------------------------------------------------------------------
 
-    def span(self, call: Call, *, index: int, like: Tensor, which: int = 0) -> Span:
+    def span(self, call: QueuedCall, *, index: int, like: Tensor, which: int = 0) -> Span:
         """The tensor that a rank gave to this call, of the size and dtype of `like`.
 
         Raises RanksDisagree when it has another size.
         """
         place, offset, size = self._given(call, index, like, which)
         if place == IN_PAYLOAD:
-            return Near(self._board(index).view(offset, size, like.dtype))
+            return MappedSpan(self._board(index).view(offset, size, like.dtype))
         return self._elsewhere(index, place, offset, like)
 
-    def take(self, call: Call, *, index: int, into: Tensor, which: int = 0) -> None:
+    def take(self, call: QueuedCall, *, index: int, into: Tensor, which: int = 0) -> None:
         """Copy the tensor that a rank gave to this call, of the size and dtype of `into`.
 
         Raises RanksDisagree when it has another size, OSError when the other process's memory cannot be read.
@@ -277,7 +277,7 @@ class Lane:
         else:
             self._elsewhere(index, place, offset, into).copy_to(into)
 
-    def _given(self, call: Call, index: int, like: Tensor, which: int) -> Place:
+    def _given(self, call: QueuedCall, index: int, like: Tensor, which: int) -> Place:
         """Where the tensor is."""
         side = self._side(index)
         assert side is not None, "the rank has called it"
@@ -291,14 +291,14 @@ class Lane:
             )
         return found
 
-    def require_common(self, call: Call) -> None:
+    def require_common(self, call: QueuedCall) -> None:
         """Raises RanksDisagree unless every rank has written to the memory that this one names, and all hold."""
         for index in self.others:
             side = self._side(index)
             if side is None or side.given(call.number, which=0)[:2] != (IN_COMMON, call.common):
                 raise self._apart(self.index, self.ranks[index], call)
 
-    def _apart(self, index: int, other: int, call: Call) -> RanksDisagree:
+    def _apart(self, index: int, other: int, call: QueuedCall) -> RanksDisagree:
         return RanksDisagree(
             f"rank {self.ranks[index]} passes memory that the ranks hold together, and rank {other} other memory, in "
             f"{call.stamp}; all of them pass the same of what one call of World.common has returned, or none does"
@@ -310,15 +310,15 @@ class Lane:
         self._is_awaited = True
         if place == IN_PRIVATE:
             assert self._room.memory is not None
-            return Far(self._room.memory, rank, offset, like.numel(), like.element_size())
-        return Near(self._room.peer(rank).slabs.at(place)[offset : offset + like.nbytes].view(like.dtype))
+            return RemoteSpan(self._room.memory, rank, offset, like.numel(), like.element_size())
+        return MappedSpan(self._room.peer(rank).slabs.at(place)[offset : offset + like.nbytes].view(like.dtype))
 
-    def _is_there(self, index: int, call: Call) -> bool:
+    def _is_there(self, index: int, call: QueuedCall) -> bool:
         """Whether that rank has made the same call. One that made another is waited for: the hang report tells."""
         side = self._sides[index] or self._side(index)
         return side is not None and side.has_posted(call.number, tag=call.tag)
 
-    def _is_over_or_there(self, index: int, call: Call) -> bool:
+    def _is_over_or_there(self, index: int, call: QueuedCall) -> bool:
         """The same, or this rank has come by and done its part, after which the record may be another call's."""
         return call.acted or self._is_there(index, call)
 
@@ -326,19 +326,19 @@ class Lane:
         side = self._side(index)
         return 0 if side is None else side.done
 
-    def _side(self, index: int) -> Side | None:
+    def _side(self, index: int) -> QueueState | None:
         """That rank's side; None as long as it has not called anything in the lane."""
         if self._sides[index] is None:
-            self._sides[index] = Side.find(self._board(index), key=self._key, ranks=len(self.ranks))
+            self._sides[index] = QueueState.find(self._board(index), key=self._key, ranks=len(self.ranks))
         return self._sides[index]
 
     def _board(self, index: int) -> Board:
         return self._room.peer(self.ranks[index]).board
 
-    def _await_done(self, call: Call, index: int, number: int) -> None:
+    def _await_done(self, call: QueuedCall, index: int, number: int) -> None:
         self._await(call, index, lambda: self._count_done(index) > number)
 
-    def _await(self, call: Call, index: int, condition: Callable[[], bool]) -> None:
+    def _await(self, call: QueuedCall, index: int, condition: Callable[[], bool]) -> None:
         if not condition():
             rank, stamp, meanwhile = self.ranks[index], call.stamp, self._meanwhile
             self._room.wait_for(
@@ -346,38 +346,38 @@ class Lane:
             )
 
 
-class Lanes:
+class GroupQueues:
     """All lanes of one rank. `errands`: what else it does when it comes by."""
 
-    def __init__(self, room: Room, *, errands: Sequence[Meanwhile] = ()) -> None:
+    def __init__(self, room: HostRanks, *, errands: Sequence[Meanwhile] = ()) -> None:
         self.room = room
         self.closed = False
         self._process = os.getpid()
         self._errands = errands
-        self._lanes: dict[tuple[tuple[int, ...], str], Lane] = {}
+        self._lanes: dict[tuple[tuple[int, ...], str], GroupQueue] = {}
 
-    def of(self, group: Group) -> Lane:
+    def of(self, group: Group) -> GroupQueue:
         """The lane of these ranks for their purpose."""
         assert not self.closed, "the world was closed"
         name = group.ranks, group.purpose
         if name not in self._lanes:
-            self._lanes[name] = Lane(self.room, key=_key(*name), ranks=group.ranks, meanwhile=self.come_by)
+            self._lanes[name] = GroupQueue(self.room, key=_key(*name), ranks=group.ranks, meanwhile=self.come_by)
         return self._lanes[name]
 
-    def come_by(self, bell: int | None = None) -> Outlook:
+    def come_by(self, bell: int | None = None) -> Progress:
         """Do what has become due in any lane, and the errands. What that rank's bell will tell of is no outlook.
 
         A copy of the process has nothing to do: its rank does it.
         """
-        outlook = Outlook.NOTHING
+        outlook = Progress.NOTHING
         if os.getpid() != self._process:
             return outlook
         for lane in self._lanes.values():
             if lane.busy:
                 if lane.advance():
-                    outlook = Outlook.DID
+                    outlook = Progress.DID
                 elif lane.lacks != bell:
-                    outlook = max(outlook, Outlook.LATER)
+                    outlook = max(outlook, Progress.LATER)
         for errand in self._errands:
             outlook = max(outlook, errand())
         return outlook

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from torch.distributed import distributed_c10d as c10d
 
-from meshwise.comm.api.flight_recorder import Stamp
+from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.comm.api.process_life import ProcessLife
-from meshwise.comm.api.progress import Meanwhile, Outlook
+from meshwise.comm.api.progress import Meanwhile, Progress
 from meshwise.comm.api.rank_lost import lost
 from meshwise.comm.shared_memory.board import Board
-from meshwise.comm.shared_memory.process_memory import Memory
-from meshwise.comm.shared_memory.scratch_memory import Scratch
-from meshwise.comm.shared_memory.segment import Commons, Mappings, Slabs
+from meshwise.comm.shared_memory.process_memory import ProcessMemory
+from meshwise.comm.shared_memory.scratch_memory import ScratchMemory
+from meshwise.comm.shared_memory.segment import JointTensors, PeerMappings, TensorSlabs
 
 _PROOF_WORD = 1
 # How often to look, and how often to let others run and look again: another rank may wait for this very core.
@@ -40,29 +40,29 @@ _OF_AN_END = (errno.ESRCH, errno.ENOENT, None)
 
 
 @dataclass(frozen=True)
-class Peer:
+class HostPeer:
     """Another rank of this host."""
 
     rank: int
     life: ProcessLife
     board: Board
-    slabs: Mappings
+    slabs: PeerMappings
 
 
-class Room:
+class HostRanks:
     """What a rank shares with the others of its host. `memory`: who can read whose private memory, if anyone may."""
 
-    def __init__(self, rank: int, *, board: Board, peers: Sequence[Peer], memory: Memory | None) -> None:
+    def __init__(self, rank: int, *, board: Board, peers: Sequence[HostPeer], memory: ProcessMemory | None) -> None:
         self.rank = rank
         self.board = board
-        self.slabs = Slabs()
-        self.commons = Commons()
+        self.slabs = TensorSlabs()
+        self.commons = JointTensors()
         self.memory = memory
-        self.scratch = Scratch()
+        self.scratch = ScratchMemory()
         self._peers = {peer.rank: peer for peer in peers}
 
     @classmethod
-    def enter(cls, store: c10d.Store, *, rank: int, ranks: Sequence[int], memory: Memory | None) -> Room:
+    def enter(cls, store: c10d.Store, *, rank: int, ranks: Sequence[int], memory: ProcessMemory | None) -> HostRanks:
         """Map the boards of `ranks`, all of whom call this over the same store. Raises OSError."""
         board, own = None, ""
         try:
@@ -79,12 +79,12 @@ class Room:
             raise OSError(f"rank {rank}: {json.loads(own)}")
         return cls(rank, board=board, peers=peers, memory=memory)
 
-    def peer(self, rank: int) -> Peer:
+    def peer(self, rank: int) -> HostPeer:
         """Another rank of the room."""
         return self._peers[rank]
 
     def wait_for(
-        self, rank: int, *, condition: Callable[[], bool], among: Sequence[int], about: Stamp, meanwhile: Meanwhile
+        self, rank: int, *, condition: Callable[[], bool], among: Sequence[int], about: CallRecord, meanwhile: Meanwhile
     ) -> None:
         """Return when what another rank has to bring about is so.
 
@@ -103,9 +103,9 @@ class Room:
             if condition():
                 return
             outlook = meanwhile()
-            if outlook is not Outlook.DID:
+            if outlook is not Progress.DID:
                 if rung < _IN_VAIN:
-                    board.sleep(seen, seconds=_NAP_SECONDS if outlook is Outlook.LATER else _SLEEP_SECONDS)
+                    board.sleep(seen, seconds=_NAP_SECONDS if outlook is Progress.LATER else _SLEEP_SECONDS)
                 else:
                     time.sleep(_DOZE_SECONDS)
             rung = 0 if board.bell == seen else rung + 1
@@ -135,7 +135,7 @@ class Room:
         return gone
 
 
-def _peer(rank: int, text: str) -> Peer:
+def _peer(rank: int, text: str) -> HostPeer:
     """Raises OSError when that rank has no board, or this one cannot map it."""
     told = json.loads(text)
     if isinstance(told, str):
@@ -144,4 +144,4 @@ def _peer(rank: int, text: str) -> Peer:
     board = Board.open(process, place=place)
     if board.words[_PROOF_WORD] != proof:
         raise OSError(f"process {process} is another one here than for rank {rank}")
-    return Peer(rank, ProcessLife(process), board, Mappings(process))
+    return HostPeer(rank, ProcessLife(process), board, PeerMappings(process))

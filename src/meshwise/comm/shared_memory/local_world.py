@@ -25,13 +25,13 @@ from torch import Tensor
 
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flat_parts import put
-from meshwise.comm.api.flight_recorder import Journal, RanksDisagree, Stamp
+from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder, RanksDisagree
 from meshwise.comm.api.grad_mode import as_called
 from meshwise.comm.api.group import Group, line
 from meshwise.comm.api.rank_lost import lost
 from meshwise.comm.api.world import Axes, Work, World
 from meshwise.comm.shared_memory.board import PAYLOAD_BYTES
-from meshwise.comm.shared_memory.group_queue import Call, Lanes
+from meshwise.comm.shared_memory.group_queue import GroupQueues, QueuedCall
 from meshwise.comm.shared_memory.queue_state import travels_in_payload
 from meshwise.comm.shared_memory.remote_span import Span, reduce_spans
 
@@ -44,7 +44,7 @@ class LocalWorld(World):
 
     medium = "shared memory"
 
-    def __init__(self, *, rank: int, mesh: Mesh, lanes: Lanes, journal: Journal | None = None) -> None:
+    def __init__(self, *, rank: int, mesh: Mesh, lanes: GroupQueues, journal: FlightRecorder | None = None) -> None:
         super().__init__(rank=rank, mesh=mesh, device=torch.device("cpu"), journal=journal)
         self._lanes = lanes
 
@@ -100,13 +100,13 @@ class LocalWorld(World):
 
     # ---- everyone takes what it wants --------------------------------------------------------------------------
 
-    def _broadcast(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
+    def _broadcast(self, stamp: CallRecord, group: Group, x: Tensor, source: int) -> Work:
         call = self._call(stamp, group)
         if group.index == source:
             return self._begin(call, gives=[x], users=call.others)
         return self._begin(call, needs=[source], act=lambda: call.take(source, into=x))
 
-    def _all_gather(self, stamp: Stamp, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
+    def _all_gather(self, stamp: CallRecord, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
         call = self._call(stamp, group)
         call.common = self._lanes.room.commons.name(parts, ranks=group.ranks)
         if call.common:
@@ -120,7 +120,7 @@ class LocalWorld(World):
 
         return self._begin(call, gives=[x], needs=call.others, users=call.others, act=act)
 
-    def _all_to_all(self, stamp: Stamp, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
+    def _all_to_all(self, stamp: CallRecord, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
         call = self._call(stamp, group)
 
         def act() -> None:
@@ -130,7 +130,7 @@ class LocalWorld(World):
 
         return self._begin(call, gives=parts, needs=call.others, users=call.others, act=act)
 
-    def _gather(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
+    def _gather(self, stamp: CallRecord, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
         parts, target = how
         call = self._call(stamp, group)
         if parts is None:
@@ -143,7 +143,7 @@ class LocalWorld(World):
 
         return self._begin(call, needs=call.others, act=act)
 
-    def _scatter(self, stamp: Stamp, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
+    def _scatter(self, stamp: CallRecord, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
         parts, source = how
         call = self._call(stamp, group)
         if parts is None:
@@ -155,23 +155,23 @@ class LocalWorld(World):
         put(parts[source], into=into)
         return self._begin(call, gives=parts, users=call.others)
 
-    def _send(self, stamp: Stamp, group: Group, x: Tensor, to: int) -> Work:
+    def _send(self, stamp: CallRecord, group: Group, x: Tensor, to: int) -> Work:
         ends = line(group, source=group.index, target=to)
         call = self._call(stamp, ends)
         return self._begin(call, gives=[x], users=[1])
 
-    def _recv(self, stamp: Stamp, group: Group, x: Tensor, source: int) -> Work:
+    def _recv(self, stamp: CallRecord, group: Group, x: Tensor, source: int) -> Work:
         ends = line(group, source=source, target=group.index)
         call = self._call(stamp, ends)
         return self._begin(call, needs=[0], act=lambda: call.take(0, into=x))
 
-    def _barrier(self, stamp: Stamp, group: Group) -> None:
+    def _barrier(self, stamp: CallRecord, group: Group) -> None:
         call = self._call(stamp, group)
         self._begin(call, needs=call.others)._finish()
 
     # ---- sums --------------------------------------------------------------------------------------------------
 
-    def _reduce_scatter(self, stamp: Stamp, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
+    def _reduce_scatter(self, stamp: CallRecord, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
         into, op = how
         call = self._call(stamp, group)
 
@@ -180,13 +180,13 @@ class LocalWorld(World):
 
         return self._begin(call, gives=parts, needs=call.others, users=call.others, act=act)
 
-    def _all_reduce(self, stamp: Stamp, group: Group, x: Tensor, op: str) -> Work:
+    def _all_reduce(self, stamp: CallRecord, group: Group, x: Tensor, op: str) -> Work:
         call = self._call(stamp, group)
         if travels_in_payload([x]):
             return self._begin(call, gives=[x], needs=call.others, act=lambda: self._sum(call, call.spans(x), x, op))
         return self._begin_sum(call, group, x, op, targets=range(group.size))
 
-    def _reduce(self, stamp: Stamp, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
+    def _reduce(self, stamp: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
         target, op = how
         call = self._call(stamp, group)
         if not travels_in_payload([x]):
@@ -195,7 +195,7 @@ class LocalWorld(World):
             return self._begin(call, gives=[x], needs=call.others, act=lambda: self._sum(call, call.spans(x), x, op))
         return self._begin(call, gives=[x], users=[target])
 
-    def _begin_sum(self, call: Call, group: Group, x: Tensor, op: str, *, targets: Sequence[int]) -> Work:
+    def _begin_sum(self, call: QueuedCall, group: Group, x: Tensor, op: str, *, targets: Sequence[int]) -> Work:
         """Every rank reduces its slice of everyone's `x`, and writes it into that of the targets."""
         start = sum(piece.numel() for piece in x.tensor_split(group.size)[: group.index])
         stop = start + x.tensor_split(group.size)[group.index].numel()
@@ -213,7 +213,7 @@ class LocalWorld(World):
 
         return self._begin(call, gives=[held], needs=call.others, users=call.others, act=act, after=after)
 
-    def _sum(self, call: Call, spans: Sequence[Span], into: Tensor, op: str, copies: Sequence[Span] = ()) -> None:
+    def _sum(self, call: QueuedCall, spans: Sequence[Span], into: Tensor, op: str, copies: Sequence[Span] = ()) -> None:
         if call.adds:
             raise RuntimeError(
                 f"rank {self.rank} was interrupted while it added up in {call.stamp}, which leaves neither what was "
@@ -224,21 +224,21 @@ class LocalWorld(World):
 
     # ---- how they are carried out ------------------------------------------------------------------------------
 
-    def _call(self, stamp: Stamp, group: Group) -> Call:
+    def _call(self, stamp: CallRecord, group: Group) -> QueuedCall:
         lane = self._lanes.of(group)
         lane.tidy()
-        return Call(self, stamp=stamp, lane=lane)
+        return QueuedCall(self, stamp=stamp, lane=lane)
 
     def _begin(
         self,
-        call: Call,
+        call: QueuedCall,
         *,
         gives: Sequence[Tensor] = (),
         needs: Sequence[int] = (),
         users: Sequence[int] = (),
         act: Callable[[], None] | None = None,
         after: Callable[[], None] | None = None,
-    ) -> Call:
+    ) -> QueuedCall:
         """Post the call, and do what is due."""
         call.needs = needs
         call.act, call.after = (None if job is None else as_called(job) for job in (act, after))

@@ -32,7 +32,7 @@ class _Span(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-class Memory:
+class ProcessMemory:
     """Which ranks can read which other ranks' memory. Every rank makes one, over the same store."""
 
     def __init__(self, store: c10d.Store, *, rank: int, size: int) -> None:

@@ -42,7 +42,7 @@ def travels_in_payload(tensors: Sequence[Tensor]) -> bool:
     return size <= PAYLOAD_BYTES
 
 
-class Side:
+class QueueState:
     """The side of one rank in a lane of so many."""
 
     def __init__(self, board: Board, *, start: int, ranks: int) -> None:
@@ -52,13 +52,13 @@ class Side:
         self._payloads = 8 * (start + _payload_words(ranks))
 
     @classmethod
-    def make(cls, board: Board, *, key: int, ranks: int) -> Side:
+    def make(cls, board: Board, *, key: int, ranks: int) -> QueueState:
         """This rank's own, on its board."""
         start = board.add_lane(key, words=_payload_words(ranks) + RING * PAGE_WORDS)
         return cls(board, start=start, ranks=ranks)
 
     @classmethod
-    def find(cls, board: Board, *, key: int, ranks: int) -> Side | None:
+    def find(cls, board: Board, *, key: int, ranks: int) -> QueueState | None:
         """Another rank's; None as long as it has not called anything in the lane."""
         start = board.lane(key)
         return None if start is None else cls(board, start=start, ranks=ranks)

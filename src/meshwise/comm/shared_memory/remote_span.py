@@ -18,22 +18,22 @@ from torch import Tensor
 
 from meshwise.comm.api.ordered_sum import reduce_block
 from meshwise.comm.api.single_thread_kernels import Elements, copy, elements
-from meshwise.comm.shared_memory.process_memory import Memory
-from meshwise.comm.shared_memory.scratch_memory import Scratch
+from meshwise.comm.shared_memory.process_memory import ProcessMemory
+from meshwise.comm.shared_memory.scratch_memory import ScratchMemory
 
 # Bytes of all ranks' blocks, which stay in a core's own cache; the least of one, which pays for its calls; and what one
 # is a multiple of, as vectors are added sooner that begin where a line of the cache does.
 _CACHED_BYTES, _LEAST_BYTES, _ALIGNED_BYTES = 512 << 10, 64 << 10, 4 << 10
 
 
-class Near(NamedTuple):
+class MappedSpan(NamedTuple):
     """Elements in memory that this process maps."""
 
     tensor: Tensor
 
-    def cut(self, start: int, *, stop: int) -> Near:
+    def cut(self, start: int, *, stop: int) -> MappedSpan:
         """The elements [start, stop)."""
-        return Near(self.tensor[start:stop])
+        return MappedSpan(self.tensor[start:stop])
 
     def copy_to(self, into: Tensor) -> None:
         """Copy all of it."""
@@ -51,16 +51,16 @@ class Near(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Far:
+class RemoteSpan:
     """Elements in another process's own memory."""
 
-    memory: Memory
+    memory: ProcessMemory
     rank: int
     address: int
     numel: int
     itemsize: int
 
-    def cut(self, start: int, *, stop: int) -> Far:
+    def cut(self, start: int, *, stop: int) -> RemoteSpan:
         """The elements [start, stop)."""
         return replace(self, address=self.address + start * self.itemsize, numel=stop - start)
 
@@ -83,25 +83,27 @@ class Far:
         return lambda number, x: self.memory.write(self.rank, address=self.address + number * step * self.itemsize, x=x)
 
 
-Span: TypeAlias = Near | Far
+Span: TypeAlias = MappedSpan | RemoteSpan
 _Reader: TypeAlias = Callable[[int], Elements]
 _Writer: TypeAlias = Callable[[int, Tensor], object]
 
 
-def reduce_spans(spans: Sequence[Span], *, into: Tensor, copies: Sequence[Span], op: str, scratch: Scratch) -> None:
+def reduce_spans(
+    spans: Sequence[Span], *, into: Tensor, copies: Sequence[Span], op: str, scratch: ScratchMemory
+) -> None:
     """Reduce two or more spans in their order into `into`, which may be one of them, and copy the result to `copies`.
 
     Raises OSError when memory of another process cannot be read or written.
     """
     size = max(_LEAST_BYTES, _CACHED_BYTES // len(spans) // _ALIGNED_BYTES * _ALIGNED_BYTES)
     step = size // into.element_size()
-    near = [span.tensor for span in spans if isinstance(span, Near)]
+    near = [span.tensor for span in spans if isinstance(span, MappedSpan)]
     if into.numel() <= step and len(near) == len(spans) and not copies:
         reduce_block(near, into=into, scratch=torch.empty_like(into) if len(near) > 2 else into, op=op)
         return
     parts = into.split(step)
     total = scratch.borrow(like=parts[0])
-    borrowed = [scratch.borrow(like=total) if isinstance(span, Far) else total for span in spans]
+    borrowed = [scratch.borrow(like=total) if isinstance(span, RemoteSpan) else total for span in spans]
     readers = [span.reader(step, block=block, op=op) for span, block in zip(spans, borrowed, strict=True)]
     writers = [span.writer(step) for span in copies]
     sums = elements(total, op=op)

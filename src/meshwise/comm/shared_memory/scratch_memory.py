@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-class Scratch:
+class ScratchMemory:
     """CPU buffers to borrow and give back, from any thread."""
 
     def __init__(self) -> None:

@@ -42,7 +42,7 @@ _C = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(eq=False)
-class Segment:
+class SharedSegment:
     """Shared memory that this process made, as bytes. `place` is how the others find it."""
 
     memory: Tensor
@@ -50,7 +50,7 @@ class Segment:
     lease: weakref.ref[memoryview] | None = None
 
     @classmethod
-    def make(cls, number: int, *, size: int) -> Segment:
+    def make(cls, number: int, *, size: int) -> SharedSegment:
         """New memory of `size` bytes, zero where nobody has written. Raises OSError when the system refuses."""
         fd = _memfd(f"{_LABEL}{number}")
         place = number << _FD_BITS | fd
@@ -115,14 +115,14 @@ def fits(size: int, *, slab: int) -> bool:
     return size <= slab <= size + size // 4 + _PAGE
 
 
-class Slabs:
+class TensorSlabs:
     """The shared memory of one rank's tensors."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
         self._numbers = itertools.count(1)
-        self._lent: dict[int, Segment] = {}
-        self._free: list[Segment] = []
+        self._lent: dict[int, SharedSegment] = {}
+        self._free: list[SharedSegment] = []
         self._kept = KEPT
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
@@ -149,9 +149,9 @@ class Slabs:
         slab.lease = weakref.ref(lease, lambda _: self._give_back(address))
         return torch.frombuffer(lease, dtype=torch.uint8, count=size)[: numel * dtype.itemsize].view(dtype)
 
-    def make(self, size: int) -> Segment:
+    def make(self, size: int) -> SharedSegment:
         """New memory of whole pages, for whoever keeps it. Raises OSError when the system refuses."""
-        return Segment.make(next(self._numbers), size=-(-size // _PAGE) * _PAGE)
+        return SharedSegment.make(next(self._numbers), size=-(-size // _PAGE) * _PAGE)
 
     def locate(self, x: Tensor) -> tuple[int, int] | None:
         """(place, offset in bytes) of a tensor in this memory; None for one that is elsewhere."""
@@ -159,7 +159,7 @@ class Slabs:
         slab = self._lent.get(start)
         return None if slab is None else (slab.place, x.data_ptr() - start)
 
-    def _fitting(self, size: int) -> Segment | None:
+    def _fitting(self, size: int) -> SharedSegment | None:
         """The smallest free slab for so many bytes, no longer free. Where Python collects garbage meanwhile, tensors
         go, and what is free may be discarded.
         """
@@ -187,7 +187,7 @@ class Slabs:
                 self._free.pop(0).discard()
 
 
-class Commons:
+class JointTensors:
     """Memory that this rank holds together with others: which of its tensors lie in it."""
 
     def __init__(self) -> None:
@@ -224,7 +224,7 @@ class Commons:
         del self._held[address], self._leases[address]
 
 
-class Mappings:
+class PeerMappings:
     """Another process's slabs, as far as this one has seen them."""
 
     def __init__(self, process: int) -> None:

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from meshwise.pipeline.cut.meta_values import is_bare
-from meshwise.pipeline.cut.partition import CutError, Steps, divide, quicken, worthwhile
+from meshwise.pipeline.cut.partition import CutError, CutSteps, divide, quicken, worthwhile
 from meshwise.pipeline.cut.probe import ROUNDS
-from meshwise.pipeline.cut.probe_result import Seen
+from meshwise.pipeline.cut.probe_result import ProbeResult
 from meshwise.pipeline.cut.profile_module import now
 from meshwise.pipeline.schedules.action import Schedule
 from meshwise.pipeline.schedules.schedule_clock import StepClock
@@ -49,7 +49,7 @@ OPERATIONS_PER_BYTE = 10.0
 
 
 @dataclass(frozen=True)
-class Aim:
+class BalanceAim:
     """What is to be balanced."""
 
     by: str
@@ -63,10 +63,10 @@ class Aim:
 
 
 @dataclass(frozen=True)
-class Balanced:
+class BalancedSteps:
     """A row of steps with its bounds."""
 
-    seen: Seen
+    seen: ProbeResult
     """The steps, with those blocks opened that a boundary is in."""
 
     bounds: tuple[int, ...]
@@ -76,7 +76,7 @@ class Balanced:
     """Those blocks."""
 
 
-def by_hand(seen: Seen, *, at: Sequence[str], stages: int, opens: Collection[str] = ()) -> Balanced:
+def bounds_by_name(seen: ProbeResult, *, at: Sequence[str], stages: int, opens: Collection[str] = ()) -> BalancedSteps:
     """Stages that begin at these pieces, or at modules inside of these blocks.
 
     Raises CutError when they are too few or too many, are no place to begin at, or out of order.
@@ -95,7 +95,7 @@ def by_hand(seen: Seen, *, at: Sequence[str], stages: int, opens: Collection[str
     return _opened(seen, opens, bounds)
 
 
-def balance(model: nn.Module, *, seen: Seen, aim: Aim, opens: Collection[str]) -> Balanced:
+def balance(model: nn.Module, *, seen: ProbeResult, aim: BalanceAim, opens: Collection[str]) -> BalancedSteps:
     """The best bounds between whole pieces, or inside of these blocks where that is worth it.
 
     Raises CutError when fewer stages fit.
@@ -111,10 +111,10 @@ def balance(model: nn.Module, *, seen: Seen, aim: Aim, opens: Collection[str]) -
         found, finer = inner.best(seconds, also=[(*pieces, len(fine.places))[bound] for bound in bounds], slack=WORTH)
         if finer < price * (1 - WORTH):
             return _opened(seen, opens, found)
-    return Balanced(seen, bounds)
+    return BalancedSteps(seen, bounds)
 
 
-def balance_trace(model: nn.Module, *, seen: Seen, aim: Aim) -> Balanced:
+def balance_trace(model: nn.Module, *, seen: ProbeResult, aim: BalanceAim) -> BalancedSteps:
     """The best bounds between the operations of a trace.
 
     Raises CutError when fewer stages fit.
@@ -122,27 +122,27 @@ def balance_trace(model: nn.Module, *, seen: Seen, aim: Aim) -> Balanced:
     row = _Row(_steps(model, seen, aim))
     if len(seen.steps) > LONG:
         row = row.fewer(aim, always=(0,))
-    return Balanced(seen, row.places_of(divide(row.steps, slack=SLACK)))
+    return BalancedSteps(seen, row.places_of(divide(row.steps, slack=SLACK)))
 
 
-def _opened(seen: Seen, opens: Collection[str], bounds: Sequence[int]) -> Balanced:
+def _opened(seen: ProbeResult, opens: Collection[str], bounds: Sequence[int]) -> BalancedSteps:
     """The row with no more blocks opened than these bounds, of the row with all of them opened, need."""
     named = {place: name for name, place in reversed(seen.begins(opens).items())}
     names = [named[bound] for bound in bounds[:-1]]
     needed = [step.key for step in seen.steps if {part.key for part in step.inside[:-1]}.intersection(names)]
     row, begins = seen.opened(needed), seen.begins(needed)
-    return Balanced(row, (*(begins[name] for name in names), len(row.steps)), tuple(needed))
+    return BalancedSteps(row, (*(begins[name] for name in names), len(row.steps)), tuple(needed))
 
 
 class _Row:
     """Steps, and the places that they may be cut at."""
 
-    def __init__(self, steps: Steps, places: Sequence[int] | None = None) -> None:
+    def __init__(self, steps: CutSteps, places: Sequence[int] | None = None) -> None:
         self.places = range(len(steps.solid)) if places is None else places
         self.steps = steps if places is None else steps.merged(places)
         self._all = steps
 
-    def fewer(self, aim: Aim, *, always: Collection[int], never: Collection[int] = ()) -> _Row:
+    def fewer(self, aim: BalanceAim, *, always: Collection[int], never: Collection[int] = ()) -> _Row:
         """With those places alone that are worth trying, as long as the stages fit."""
         apart = NEAR * sum(self._all.loads[0]) / aim.stages
         row = _Row(self._all, worthwhile(self._all, apart=apart, always=always, never=never))
@@ -171,17 +171,17 @@ class _Row:
         return tuple((*self.places, len(self._all.solid))[bound] for bound in bounds)
 
 
-def _steps(model: nn.Module, seen: Seen, aim: Aim) -> Steps:
+def _steps(model: nn.Module, seen: ProbeResult, aim: BalanceAim) -> CutSteps:
     """What each step adds to a stage, and what a cut before it costs."""
     solid = [bool(step.parameters) for step in seen.steps]
     loads = loads_of(model, seen=seen, aim=aim)
     if aim.by != "time":
-        return Steps(loads, solid, seen.sent)
+        return CutSteps(loads, solid, seen.sent)
     took = [step.took for step in seen.steps]
-    return Steps(loads, solid, seen.sent, [one.between for one in took], [one.earlier for one in took])
+    return CutSteps(loads, solid, seen.sent, [one.between for one in took], [one.earlier for one in took])
 
 
-def loads_of(model: nn.Module, *, seen: Seen, aim: Aim) -> list[list[float]]:
+def loads_of(model: nn.Module, *, seen: ProbeResult, aim: BalanceAim) -> list[list[float]]:
     """Per stage, the load of each step."""
     if aim.by == "time":
         work = [step.took.work for step in seen.steps]
@@ -195,7 +195,7 @@ def loads_of(model: nn.Module, *, seen: Seen, aim: Aim) -> list[list[float]]:
     return [[state + times * kept for state, kept in zip(states, held, strict=True)] for times in times_held]
 
 
-def _seconds(model: nn.Module, aim: Aim) -> _Seconds | None:
+def _seconds(model: nn.Module, aim: BalanceAim) -> _Seconds | None:
     """The clock, where it can tell."""
     if aim.by != "time" or aim.schedule is None:
         return None

@@ -37,7 +37,7 @@ CALL = functional.scaled_dot_product_attention.__name__
 _GIVEN = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
-class Attention(nn.Module):
+class AttentionCall(nn.Module):
     """The module that a block's call of attention is as if in. It is no part of the model, and has no hooks: to what is
     drawn in it, it is the block that draws.
     """
@@ -53,7 +53,7 @@ def laid_out(value: Tensor, *, like: Tensor) -> Tensor:
     return value.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
 
 
-class Handed(TorchFunctionMode):
+class AttentionCalls(TorchFunctionMode):
     """Inside, calls of attention are handed to another, with what they give by its names."""
 
     def __init__(self, to: Callable[..., Any]) -> None:
@@ -71,7 +71,7 @@ def module_at(model: nn.Module, *, name: str) -> nn.Module:
     """A module of the model; for a block's call of attention one that does the same."""
     around, _, own = name.rpartition(".")
     block = model.get_submodule(around)
-    return Attention() if own == CALL and CALL not in block._modules else model.get_submodule(name)
+    return AttentionCall() if own == CALL and CALL not in block._modules else model.get_submodule(name)
 
 
 def inside(block: nn.Module) -> tuple[str, ...]:

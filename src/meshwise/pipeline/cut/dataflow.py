@@ -34,7 +34,7 @@ from meshwise.pipeline.run.packed_tree import passes_entrance
 
 
 @dataclass(frozen=True)
-class Past:
+class Dependencies:
     """What something was made of."""
 
     needs: frozenset[str] = frozenset()
@@ -46,11 +46,11 @@ class Past:
     parameters: frozenset[str] = frozenset()
     """Parameters of pieces that something between the pieces has put into it."""
 
-    def __or__(self, other: Past) -> Past:
-        return Past(self.needs | other.needs, self.effects | other.effects, self.parameters | other.parameters)
+    def __or__(self, other: Dependencies) -> Dependencies:
+        return Dependencies(self.needs | other.needs, self.effects | other.effects, self.parameters | other.parameters)
 
 
-_NOTHING = Past()
+_NOTHING = Dependencies()
 
 
 def _as_it_is(value: Any) -> Any:
@@ -61,16 +61,16 @@ def _as_it_is(value: Any) -> Any:
 class _Hand:
     """A piece that puts something somewhere."""
 
-    past: Past
+    past: Dependencies
     put: Callable[[Any], Any]
     """What stands for a value, where it is put."""
 
 
-class ThroughPieces(CutError):
+class GradientThroughPieces(CutError):
     """A model asks for a gradient that has to go through its pieces."""
 
 
-class StaysWhole(Exception):
+class UnsplittableBlock(Exception):
     """A block that cannot be opened, as it asks for a gradient through its modules; or not at this part."""
 
     def __init__(self, name: str, *, part: str = "") -> None:
@@ -82,7 +82,7 @@ class StaysWhole(Exception):
         return tuple(part for part in parts if self.part and part != self.part)
 
 
-class Provenance(TorchDispatchMode):
+class DataflowTracer(TorchDispatchMode):
     """Knows the past of every tensor that was made while it was entered; of all others, that they have none."""
 
     def __init__(self) -> None:
@@ -93,15 +93,15 @@ class Provenance(TorchDispatchMode):
         self.differentiates = False
         """Whether the model has asked for a gradient between its pieces."""
 
-        self._pasts: WeakKeyDictionary[torch.UntypedStorage, Past] = WeakKeyDictionary()
+        self._pasts: WeakKeyDictionary[torch.UntypedStorage, Dependencies] = WeakKeyDictionary()
         self._outputs: WeakKeyDictionary[torch.UntypedStorage, str] = WeakKeyDictionary()
         self._names: WeakKeyDictionary[torch.UntypedStorage, str] = WeakKeyDictionary()
         self._read = self._used = _NOTHING
         self._piece: str | None = None
-        self._kept: WeakKeyDictionary[nn.Module, dict[str, Past]] = WeakKeyDictionary()
+        self._kept: WeakKeyDictionary[nn.Module, dict[str, Dependencies]] = WeakKeyDictionary()
         self._reads = _Reads(self)
 
-    def __enter__(self) -> Provenance:
+    def __enter__(self) -> DataflowTracer:
         self._reads.__enter__()
         super().__enter__()
         return self
@@ -110,7 +110,7 @@ class Provenance(TorchDispatchMode):
         super().__exit__(*error)
         self._reads.__exit__(*error)
 
-    def of(self, values: Any) -> Past:
+    def of(self, values: Any) -> Dependencies:
         """That of a tree of tensors, and of the numbers that the model has read so far."""
         return self._of(values) | self._read
 
@@ -125,7 +125,7 @@ class Provenance(TorchDispatchMode):
     def output(self, tensor: Tensor, *, key: str, made: bool) -> Tensor:
         """What a piece returns, in memory of its own: one that was not `made` for it may be what it was given."""
         own = tensor.detach() if made else tensor.detach().clone()
-        self._pasts[own.untyped_storage()] = Past(frozenset((key,)))
+        self._pasts[own.untyped_storage()] = Dependencies(frozenset((key,)))
         self._outputs[own.untyped_storage()] = key
         return own
 
@@ -142,7 +142,7 @@ class Provenance(TorchDispatchMode):
                 self._keeps(one, was=was, now=vars(one), key=key)
             self._piece, self._used = before
 
-    def reads(self, past: Past) -> None:
+    def reads(self, past: Dependencies) -> None:
         """Python reads something with this past."""
         if self._piece is None:
             self._read |= past
@@ -157,7 +157,7 @@ class Provenance(TorchDispatchMode):
             return
         self.differentiates = True
         if passes_entrance(tensors(outputs), inputs=tensors(inputs)):
-            raise ThroughPieces(
+            raise GradientThroughPieces(
                 "the model asks torch.autograd.grad for a gradient through its pieces, of which a stage runs only "
                 "some; ask for it inside of one piece, or by the outputs of the last pieces that it is taken of"
             )
@@ -169,7 +169,7 @@ class Provenance(TorchDispatchMode):
             self._kept[module] = {}
             _tell(module, self._kept[module], self)
         for name in names:
-            self._kept[module][name] = Past(effects=frozenset((key,)))
+            self._kept[module][name] = Dependencies(effects=frozenset((key,)))
 
     @contextlib.contextmanager
     def given(self, values: Any, *, held: Any, key: str, put: Callable[[Any], Any] = _as_it_is) -> Iterator[None]:
@@ -177,30 +177,30 @@ class Provenance(TorchDispatchMode):
         before = map_tensors(_as_it_is, held)
         yield
         if held is not values:
-            self._back(values, before, held, _Hand(Past(effects=frozenset((key,))), put))
+            self._back(values, before, held, _Hand(Dependencies(effects=frozenset((key,))), put))
 
     @contextlib.contextmanager
     def in_place_of(self, module: nn.Module, *, held: nn.Module, key: str, put: Callable[[Any], Any]) -> Iterator[None]:
         """Inside, a copy of a piece runs in its place; what that keeps in attributes is then here too."""
         before = [dict(vars(one)) for one in held.modules()]
         yield
-        hand = _Hand(Past(effects=frozenset((key,))), put)
+        hand = _Hand(Dependencies(effects=frozenset((key,))), put)
         for one, other, was in zip(module.modules(), held.modules(), before, strict=True):
             kept = {name: value for name, value in vars(other).items() if value is not was.get(name)}
             vars(one).update((name, self._copy(value, hand)) for name, value in kept.items())
             self._keeps(one, was=was, now=kept, key=key)
 
     @property
-    def own(self) -> Past:
+    def own(self) -> Dependencies:
         """What the piece that runs puts somewhere has been made of."""
-        return _NOTHING if self._piece is None else Past(effects=frozenset((self._piece,)))
+        return _NOTHING if self._piece is None else Dependencies(effects=frozenset((self._piece,)))
 
     @property
-    def used(self) -> Past:
+    def used(self) -> Dependencies:
         """What the piece that runs has used so far, however it came by it."""
-        return Past(self._used.needs, self._used.effects - {self._piece})
+        return Dependencies(self._used.needs, self._used.effects - {self._piece})
 
-    def changes(self, tensor: Tensor, *, past: Past) -> None:
+    def changes(self, tensor: Tensor, *, past: Dependencies) -> None:
         """A tensor is changed in place, by something with this past."""
         memory = tensor.untyped_storage()
         self._pasts[memory] = self._pasts.get(memory, _NOTHING) | past
@@ -248,10 +248,10 @@ class Provenance(TorchDispatchMode):
         past = self._of((args, kwargs))
         if self._piece is not None:
             self._used |= past
-            past = Past(effects=frozenset((self._piece,)))
+            past = Dependencies(effects=frozenset((self._piece,)))
         elif not func.is_view and func.overloadpacket not in _SHAPED:
             memories = (tensor.untyped_storage() for tensor in tensors((args, kwargs)))
-            past |= Past(parameters=frozenset(self._names[one] for one in memories if one in self._names))
+            past |= Dependencies(parameters=frozenset(self._names[one] for one in memories if one in self._names))
         given = {tensor.untyped_storage() for tensor in tensors((args, kwargs))}
         for tensor in _written(func, args, kwargs):
             self.changes(tensor, past=past)
@@ -263,7 +263,7 @@ class Provenance(TorchDispatchMode):
             self._read |= decided if made else past
         return result
 
-    def _of(self, values: Any) -> Past:
+    def _of(self, values: Any) -> Dependencies:
         found = _NOTHING
         for tensor in tensors(values):
             found |= self._pasts.get(tensor.untyped_storage(), _NOTHING)
@@ -293,7 +293,7 @@ def _zeros_elsewhere(func: Any, args: Any, kwargs: Any) -> Tensor | None:
 class _Reads(TorchFunctionMode):
     """Notices what Python reads out of tensors past torch's operations."""
 
-    def __init__(self, provenance: Provenance) -> None:
+    def __init__(self, provenance: DataflowTracer) -> None:
         super().__init__()
         self._provenance = provenance
 
@@ -345,7 +345,7 @@ class _Quiet(nn.Module):
         pass
 
 
-def _tell(module: nn.Module, kept: dict[str, Past], provenance: Provenance) -> None:
+def _tell(module: nn.Module, kept: dict[str, Dependencies], provenance: DataflowTracer) -> None:
     """From now on it is noticed when one of these attributes of a module is read, and who writes it."""
     kind = type(module)
 

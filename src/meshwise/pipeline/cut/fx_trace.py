@@ -25,24 +25,24 @@ from torch.fx.node import map_aggregate
 
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.memory.malloc_settings import kept
-from meshwise.model.deferred_init import without_values
-from meshwise.model.forward import Left
+from meshwise.model.deferred_init import build_without_values
+from meshwise.model.forward import StageForwardLeft
 from meshwise.model.module_copy import copied
 from meshwise.model.random_draws import DRAWING
-from meshwise.pipeline.cut.dataflow import Past
+from meshwise.pipeline.cut.dataflow import Dependencies
 from meshwise.pipeline.cut.meta_values import as_zeros, device_of, is_bare, on_meta
 from meshwise.pipeline.cut.module_hooks import refuse_untraced
 from meshwise.pipeline.cut.partition import CutError
 from meshwise.pipeline.cut.probe import ROUNDS, Call
-from meshwise.pipeline.cut.probe_result import Seen, Step, typical
-from meshwise.pipeline.cut.profile_module import Tail, alone, cut_off, size
+from meshwise.pipeline.cut.probe_result import ProbedStep, ProbeResult, typical
+from meshwise.pipeline.cut.profile_module import LossTail, cut_off, profile_module, size
 
 OUTSIDE = ("placeholder", "get_attr", "output")
 """Operations that are no steps: inputs, which every stage has, and parameters, which go with what uses them."""
 
 
 @dataclass(frozen=True)
-class Trace:
+class FxTrace:
     """The operations of a model's forward. Pickles: one rank traces, for all of them.
 
     That is more than thrift: while fx traces it stands in for the calls of every module of the process.
@@ -103,7 +103,7 @@ def _named_function(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _unpickled(data: bytes) -> Trace:
+def _unpickled(data: bytes) -> FxTrace:
     rows, constants = pickle.loads(data)
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}
@@ -112,7 +112,7 @@ def _unpickled(data: bytes) -> Trace:
         args, kwargs = map_aggregate(inputs, node_of)
         made[name] = graph.create_node(op, target, args, kwargs, name=name)
         assert made[name].name == name
-    return Trace(graph, constants)
+    return FxTrace(graph, constants)
 
 
 class _Tracer(fx.Tracer):
@@ -128,7 +128,7 @@ class _Tracer(fx.Tracer):
         return super().call_module(m, forward, args, kwargs)
 
 
-def trace_model(model: nn.Module, *, call: Call) -> Trace:
+def trace_model(model: nn.Module, *, call: Call) -> FxTrace:
     """The operations of the model's forward, for the arguments that `call(model)` gives it.
 
     Raises CutError for a model that cannot be traced.
@@ -148,7 +148,7 @@ def trace_model(model: nn.Module, *, call: Call) -> Trace:
     for node in graph.nodes:
         if node.op == "placeholder" and node.target not in names:
             node.target = node.target.rpartition("_")[0]  # a fixed argument, which fx gave a number
-    return Trace(graph, {name: tensor for tensor, name in tracer.tensor_attrs.items() if isinstance(tensor, Tensor)})
+    return FxTrace(graph, {name: tensor for tensor, name in tracer.tensor_attrs.items() if isinstance(tensor, Tensor)})
 
 
 def _arguments(model: nn.Module, call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -158,12 +158,12 @@ def _arguments(model: nn.Module, call: Call) -> tuple[tuple[Any, ...], dict[str,
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         seen.append((args, kwargs))
-        raise Left
+        raise StageForwardLeft
 
     stand_in.forward = forward
     try:
         call(stand_in)
-    except Left:
+    except StageForwardLeft:
         return seen[0]
     raise CutError(f"the example does not call the model, a {type(model).__name__}")
 
@@ -175,12 +175,12 @@ def _named(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return dict(list(given.arguments.items())[1:])
 
 
-def probe_trace(model: nn.Module, *, trace: Trace, call: Call, timed: bool = False) -> Seen:
+def probe_trace(model: nn.Module, *, trace: FxTrace, call: Call, timed: bool = False) -> ProbeResult:
     """Run a model's trace once, or more often to take times, as `call(model)` calls the model. See `probe`."""
-    buffers = {buffer: without_values(buffer) for buffer in model.buffers()} if is_bare(model) else {}
+    buffers = {buffer: build_without_values(buffer) for buffer in model.buffers()} if is_bare(model) else {}
     clocked = timed and not is_bare(model)
 
-    def run() -> Seen:
+    def run() -> ProbeResult:
         watched = copied(model, tensors={parameter: parameter for parameter in model.parameters()} | buffers)
         first = {id(parameter): name for name, parameter in model.named_parameters()}
         watch = _Watch(watched, trace, names=first, timed=timed)
@@ -204,18 +204,18 @@ def steps_of(graph: fx.Graph) -> list[fx.Node]:
 class _Watch(fx.Interpreter):
     """Runs a graph operation by operation, each on its own, and notes what it took."""
 
-    def __init__(self, model: nn.Module, trace: Trace, *, names: Mapping[int, str], timed: bool) -> None:
+    def __init__(self, model: nn.Module, trace: FxTrace, *, names: Mapping[int, str], timed: bool) -> None:
         super().__init__(model, graph=trace.graph)
         self._model, self._trace, self._names, self._timed = model, trace, names, timed
         self._bare = is_bare(model)
         self._own = set(steps_of(trace.graph))
-        self._steps: list[Step] = []
+        self._steps: list[ProbedStep] = []
         self._called: set[str] = set()
         self._buffers = {id(buffer): buffer for buffer in model.buffers()}
         self._metas: dict[int, Tensor] = {}
         self._read: dict[int, set[str]] = defaultdict(set)
         self._written: dict[int, set[str]] = defaultdict(set)
-        self.since = Tail(())
+        self.since = LossTail(())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, with its arguments as they come."""
@@ -226,7 +226,7 @@ class _Watch(fx.Interpreter):
                 output = self.run(*on_meta(inputs))
             return as_zeros(output, device=device_of(inputs))
         output = map_tensors(_cut_off, self.run(*inputs))
-        self.since = Tail(output)
+        self.since = LossTail(output)
         return output
 
     def run_node(self, n: fx.Node) -> Any:
@@ -241,11 +241,11 @@ class _Watch(fx.Interpreter):
         versions = self._versions()
         inputs = cut_off(self.fetch_args_kwargs_from_env(n))
         run: Callable[..., Any] = lambda *args, **kwargs: getattr(self, n.op)(n.target, args, kwargs)  # noqa: E731
-        output, took = alone(run, inputs=inputs, parameters=used, timed=self._timed)
+        output, took = profile_module(run, inputs=inputs, parameters=used, timed=self._timed)
         names = tuple(dict.fromkeys(self._names[id(parameter)] for parameter in used))
         module = str(n.target) if n.op == "call_module" else ""
         needs = self._needs(n) | self._effects(n, before=versions)
-        self._steps.append(Step(n.name, module, names, needs, size(output), took))
+        self._steps.append(ProbedStep(n.name, module, names, needs, size(output), took))
         return output
 
     def _refuse_draws(self, n: fx.Node) -> None:
@@ -262,7 +262,7 @@ class _Watch(fx.Interpreter):
             )
         self._called.add(module)
 
-    def _effects(self, n: fx.Node, *, before: Mapping[int, tuple[int, int]]) -> Past:
+    def _effects(self, n: fx.Node, *, before: Mapping[int, tuple[int, int]]) -> Dependencies:
         """Which operations are to be on the stage of this one: those that have changed a buffer that it reads, and
         those that have read one that it changes, as they do in the next step.
         """
@@ -280,7 +280,7 @@ class _Watch(fx.Interpreter):
             self._read[key].add(n.name)
         for key in written:
             self._written[key].add(n.name)
-        return Past(effects=frozenset(found))
+        return Dependencies(effects=frozenset(found))
 
     def _versions(self) -> dict[int, tuple[int, int]]:
         """How often each buffer was written to, and what stands for it where it has no values."""
@@ -289,13 +289,13 @@ class _Watch(fx.Interpreter):
             for key, buffer in self._buffers.items()
         }
 
-    def seen(self) -> Seen:
+    def seen(self) -> ProbeResult:
         """What the run has shown."""
         result = next(node for node in self.graph.nodes if node.op == "output")
-        return Seen(tuple(self._steps), self._needs(result), (), frozenset())
+        return ProbeResult(tuple(self._steps), self._needs(result), (), frozenset())
 
-    def _needs(self, node: fx.Node) -> Past:
-        return Past(frozenset(source.name for source in node.all_input_nodes if source in self._own))
+    def _needs(self, node: fx.Node) -> Dependencies:
+        return Dependencies(frozenset(source.name for source in node.all_input_nodes if source in self._own))
 
     def _parameters(self, node: fx.Node) -> list[Tensor]:
         """The parameters of a module, or those given to an operation."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.model.meta_kernels import MetaKernels
-from meshwise.model.shape_constants import Constants
+from meshwise.model.shape_constants import ShapeConstants
 
 
 def is_bare(model: nn.Module) -> bool:
@@ -35,7 +35,7 @@ def device_of(inputs: Any) -> torch.device:
 
 
 @contextlib.contextmanager
-def sizes_known() -> Iterator[Constants]:
+def sizes_known() -> Iterator[ShapeConstants]:
     """Inside, pieces run without values, but for what follows from sizes alone."""
-    with MetaKernels(), Constants() as constants, constants.forward():
+    with MetaKernels(), ShapeConstants() as constants, constants.forward():
         yield constants

@@ -16,20 +16,20 @@ from typing import Literal
 from torch import nn
 
 from meshwise.model.blocks import Patterns, partition
-from meshwise.pipeline.cut.balance import Aim, Balanced, balance, balance_trace, by_hand, loads_of
-from meshwise.pipeline.cut.fx_trace import Trace, probe_trace, trace_model
+from meshwise.pipeline.cut.balance import BalanceAim, BalancedSteps, balance, balance_trace, bounds_by_name, loads_of
+from meshwise.pipeline.cut.fx_trace import FxTrace, probe_trace, trace_model
 from meshwise.pipeline.cut.meta_values import is_bare
 from meshwise.pipeline.cut.module_hooks import refuse_global, refuse_hooks
 from meshwise.pipeline.cut.partition import CutError
 from meshwise.pipeline.cut.probe import Call, probe
-from meshwise.pipeline.cut.probe_result import Seen
+from meshwise.pipeline.cut.probe_result import ProbeResult
 from meshwise.pipeline.run.remote_parameter import REMEDY
 from meshwise.pipeline.schedules.action import Schedule
 
 
 @dataclass(frozen=True)
-class Where:
-    """Where a model may be cut. `Options(cut=Where(at=("blocks.3", "head")))` cuts it by hand."""
+class CutOptions:
+    """Where a model may be cut. `Options(cut=CutOptions(at=("blocks.3", "head")))` cuts it by hand."""
 
     at: tuple[str, ...] = ()
     """By hand: the piece, the module or the call of attention inside of a block, or the operation of a trace, at which
@@ -43,7 +43,7 @@ class Where:
     `auto` opens blocks where boundaries inside of them make a difference, and traces when there are not enough
     pieces."""
 
-    made: Cut | None = field(default=None, compare=False, repr=False)
+    made: ModelCut | None = field(default=None, compare=False, repr=False)
     """A cut that was made of the same model in the same way, and is not made again."""
 
     def __post_init__(self) -> None:
@@ -52,7 +52,7 @@ class Where:
 
 
 @dataclass(frozen=True)
-class Pairs:
+class UncutModules:
     """Modules between which no stage can begin: those that open a pair of tensor parallelism, those that close one."""
 
     first: frozenset[str] = frozenset()
@@ -67,26 +67,26 @@ class Pairs:
 
 
 @dataclass(frozen=True)
-class Wish:
+class CutRequest:
     """How a model is to be cut."""
 
     by: Literal["time", "params", "memory"] = "time"
     """What makes two stages equal: seconds of forward and backward (of a model without values, operations), parameters,
     or bytes of parameters, their states and activations."""
 
-    where: Where = Where()
+    where: CutOptions = CutOptions()
     """Where it may be cut."""
 
     schedule: Schedule | None = None
     """What the stages will run. `memory` then counts the activations that each stage holds at a time, and `time` makes
     the step short, which is more than small stages: some come earlier than others, and some share a rank."""
 
-    pairs: Pairs = Pairs()
+    pairs: UncutModules = UncutModules()
     """What tensor parallelism splits."""
 
 
 @dataclass(frozen=True)
-class Met:
+class StageContents:
     """What a stage meets as the model runs, in order."""
 
     keys: tuple[str, ...]
@@ -106,7 +106,7 @@ class Met:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ModelCut:
     """A model in stages. Prints as a table."""
 
     keys: tuple[str, ...]
@@ -152,7 +152,7 @@ class Cut:
     writes: bool = False
     """Whether the model changes its batch in place: then each stage is given a copy."""
 
-    trace: Trace | None = field(default=None, compare=False)
+    trace: FxTrace | None = field(default=None, compare=False)
     """The operations that the keys are, of a model that is cut between them."""
 
     @property
@@ -165,7 +165,7 @@ class Cut:
         """Parameters that several stages hold: each is one logical parameter, whose gradients have to be summed."""
         return {name: stages for name, stages in self.holders.items() if len(stages) > 1}
 
-    def met(self, stage: int) -> Met:
+    def met(self, stage: int) -> StageContents:
         """What a stage meets: blocks that it has no boundary in are whole."""
         start, stop = self.bounds[stage : stage + 2]
         kept, opened = list(range(len(self.keys))), []
@@ -176,7 +176,7 @@ class Cut:
                 opened.append(name)
             else:
                 kept = [place for place in kept if not first <= place < last]
-        return Met(
+        return StageContents(
             keys=tuple(self.keys[place] for place in kept),
             modules=tuple(self.modules[place] for place in kept),
             start=sum(place < start for place in kept),
@@ -184,7 +184,7 @@ class Cut:
             opened=tuple(opened),
         )
 
-    def coarser(self, at: Sequence[str], *, model: nn.Module) -> Cut:
+    def coarser(self, at: Sequence[str], *, model: nn.Module) -> ModelCut:
         """The same model cut at these only of the places that it is cut at: by the keys that stages begin with.
 
         Raises ValueError for another key.
@@ -230,7 +230,7 @@ class Cut:
         return "\n".join(lines)
 
 
-def cut_model(model: nn.Module, *, stages: int, call: Call, wish: Wish = Wish()) -> Cut:
+def cut_model(model: nn.Module, *, stages: int, call: Call, wish: CutRequest = CutRequest()) -> ModelCut:
     """Cut a model into stages, as even as can be.
 
     `call(model)` runs an example micro-batch, on the device of the model's parameters, and returns the result or the
@@ -260,7 +260,7 @@ def cut_model(model: nn.Module, *, stages: int, call: Call, wish: Wish = Wish())
     fit = sum(bool(step.parameters) for step in seen.opened(opens).steps)
     if where.how == "blocks" or fit >= stages:
         if where.at:
-            return _cut(model, by_hand(seen, at=where.at, stages=stages, opens=opens), wish)
+            return _cut(model, bounds_by_name(seen, at=where.at, stages=stages, opens=opens), wish)
         return _cut(model, balance(model, seen=seen, aim=_aim(wish, stages), opens=opens), wish)
     try:
         return _cut_trace(model, call, stages, wish)
@@ -271,11 +271,11 @@ def cut_model(model: nn.Module, *, stages: int, call: Call, wish: Wish = Wish())
         ) from None
 
 
-def cut_pieces(model: nn.Module, *, call: Call, pieces: Patterns = ()) -> Cut:
+def cut_pieces(model: nn.Module, *, call: Call, pieces: Patterns = ()) -> ModelCut:
     """Cut a model before each piece with parameters but the first. Raises CutError as `cut_model` does."""
     seen = probe(model, call=call, pieces=pieces)
     begins = [place for place, step in enumerate(seen.steps) if step.parameters]
-    return _cut(model, Balanced(seen, (0, *begins[1:], len(seen.steps))), Wish(by="params"))
+    return _cut(model, BalancedSteps(seen, (0, *begins[1:], len(seen.steps))), CutRequest(by="params"))
 
 
 def _are_pieces(names: Sequence[str], model: nn.Module) -> bool:
@@ -284,19 +284,19 @@ def _are_pieces(names: Sequence[str], model: nn.Module) -> bool:
     return all(name.partition(":")[0] in pieces for name in names)
 
 
-def _cut_trace(model: nn.Module, call: Call, stages: int, wish: Wish) -> Cut:
+def _cut_trace(model: nn.Module, call: Call, stages: int, wish: CutRequest) -> ModelCut:
     trace = trace_model(model, call=call)
     seen = probe_trace(model, trace=trace, call=call, timed=wish.by == "time")
     if wish.where.at:
-        return _cut(model, by_hand(seen, at=wish.where.at, stages=stages), wish, trace=trace)
+        return _cut(model, bounds_by_name(seen, at=wish.where.at, stages=stages), wish, trace=trace)
     return _cut(model, balance_trace(model, seen=seen, aim=_aim(wish, stages)), wish, trace=trace)
 
 
-def _aim(wish: Wish, stages: int) -> Aim:
-    return Aim(wish.by, stages, wish.schedule)
+def _aim(wish: CutRequest, stages: int) -> BalanceAim:
+    return BalanceAim(wish.by, stages, wish.schedule)
 
 
-def _cut(model: nn.Module, balanced: Balanced, wish: Wish, *, trace: Trace | None = None) -> Cut:
+def _cut(model: nn.Module, balanced: BalancedSteps, wish: CutRequest, *, trace: FxTrace | None = None) -> ModelCut:
     seen, bounds = balanced.seen, balanced.bounds
     if len(bounds) > 2:
         refuse_hooks(model, pieces={step.module for step in seen.steps}, traced=trace is not None)
@@ -305,7 +305,7 @@ def _cut(model: nn.Module, balanced: Balanced, wish: Wish, *, trace: Trace | Non
     holders = _holders(model, seen, bounds)
     _refuse_readers(seen, bounds, holders)
     loads = loads_of(model, seen=seen, aim=_aim(wish, stages))
-    return Cut(
+    return ModelCut(
         keys=keys,
         modules=tuple(step.module for step in seen.steps),
         bounds=bounds,
@@ -323,7 +323,7 @@ def _cut(model: nn.Module, balanced: Balanced, wish: Wish, *, trace: Trace | Non
     )
 
 
-def _refuse_effects(seen: Seen, bounds: Sequence[int]) -> None:
+def _refuse_effects(seen: ProbeResult, bounds: Sequence[int]) -> None:
     """Raise CutError for what only some stages would change, and for a bound over which something is needed that no
     output is: stages send outputs.
     """
@@ -345,7 +345,7 @@ def _refuse_effects(seen: Seen, bounds: Sequence[int]) -> None:
             )
 
 
-def _refuse_readers(seen: Seen, bounds: Sequence[int], holders: Mapping[str, Sequence[int]]) -> None:
+def _refuse_readers(seen: ProbeResult, bounds: Sequence[int], holders: Mapping[str, Sequence[int]]) -> None:
     """Raise CutError where what lies between pieces computes with a parameter that its stage does not hold."""
     users = [(step.key, bisect_right(bounds, place) - 1, step.past) for place, step in enumerate(seen.steps)]
     for user, stage, past in (*users, ("the result", len(bounds) - 2, seen.result)):
@@ -357,7 +357,7 @@ def _refuse_readers(seen: Seen, bounds: Sequence[int], holders: Mapping[str, Seq
                 )
 
 
-def _holders(model: nn.Module, seen: Seen, bounds: Sequence[int]) -> dict[str, tuple[int, ...]]:
+def _holders(model: nn.Module, seen: ProbeResult, bounds: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """The stages that use each parameter; one that nothing uses is on the last."""
     last = len(bounds) - 2
     stages: dict[str, set[int]] = {name: set(range(last + 1)) for name in seen.everywhere}

@@ -29,7 +29,7 @@ GLOBAL = (
 )
 
 
-class BackwardHooks:
+class PieceBackwardHooks:
     """Those of a piece in a stage, which torch no longer knows of."""
 
     def __init__(self, module: nn.Module, *, computes: bool) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from torch import Tensor, nn
 
 
-class Outside:
+class OutsideBuffers:
     """Watches these buffers during one run."""
 
     def __init__(self, model: nn.Module, *, pieces: Collection[str]) -> None:

@@ -20,7 +20,7 @@ class CutError(ValueError):
 
 
 @dataclass(frozen=True)
-class Steps:
+class CutSteps:
     """What is cut: one entry per step, in the order in which they run."""
 
     loads: Sequence[Sequence[float]]
@@ -42,10 +42,10 @@ class Steps:
         """The load of the largest of the stages between these bounds."""
         return max(_Table(self).loads(bounds))
 
-    def merged(self, places: Sequence[int]) -> Steps:
+    def merged(self, places: Sequence[int]) -> CutSteps:
         """The row with fewer places to cut at: those before these steps, the first of which is step 0."""
         parts = list(pairwise((*places, len(self.solid))))
-        return Steps(
+        return CutSteps(
             loads=[[sum(row[start:stop]) for start, stop in parts] for row in self.loads],
             solid=[any(self.solid[start:stop]) for start, stop in parts],
             **{
@@ -55,7 +55,7 @@ class Steps:
         )
 
 
-def worthwhile(steps: Steps, *, apart: float, always: Collection[int], never: Collection[int]) -> list[int]:
+def worthwhile(steps: CutSteps, *, apart: float, always: Collection[int], never: Collection[int]) -> list[int]:
     """The places to cut at that are worth trying: `always` these, `never` those, and of others that are less than
     `apart` from each other, in loads, the one where least crosses.
     """
@@ -71,7 +71,7 @@ def worthwhile(steps: Steps, *, apart: float, always: Collection[int], never: Co
     return sorted(kept)
 
 
-def divide(steps: Steps, *, slack: float = 0.0) -> tuple[int, ...]:
+def divide(steps: CutSteps, *, slack: float = 0.0) -> tuple[int, ...]:
     """The bounds of the stages: stage k is steps[bounds[k]:bounds[k + 1]].
 
     The largest load is the least possible, or up to `slack` (a part of it) more where less is then sent in all; among
@@ -107,7 +107,7 @@ class StepSeconds(Protocol):
 
 
 def quicken(
-    steps: Steps, *, bounds: tuple[int, ...], seconds: StepSeconds, tries: int = 10_000
+    steps: CutSteps, *, bounds: tuple[int, ...], seconds: StepSeconds, tries: int = 10_000
 ) -> tuple[tuple[int, ...], float]:
     """Bounds from which no move makes a step of the schedule shorter, and that step's time.
 
@@ -167,7 +167,7 @@ def _cheapest(table: _Table, limit: float) -> tuple[int, ...]:
 class _Table:
     """Loads of ranges of steps, by differences of running sums."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: CutSteps) -> None:
         self.stages, self.count, self.crossing = len(steps.loads), len(steps.solid), steps.crossing
         self._sums = [[0.0, *accumulate(row)] for row in steps.loads]
         self._solid = [0, *accumulate(steps.solid)]

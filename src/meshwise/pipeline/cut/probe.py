@@ -29,29 +29,29 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.memory.malloc_settings import kept
-from meshwise.model.blocks import Patterns, Piece, partition
-from meshwise.model.deferred_init import without_values
+from meshwise.model.blocks import GatheredModule, Patterns, partition
+from meshwise.model.deferred_init import build_without_values
 from meshwise.model.meta_kernels import MetaKernels
 from meshwise.model.module_copy import copied
-from meshwise.model.shape_constants import Constants
-from meshwise.pipeline.cut.block_entry import CALL, Handed, inside, is_repeated, module_at
-from meshwise.pipeline.cut.dataflow import Past, Provenance, StaysWhole, ThroughPieces
+from meshwise.model.shape_constants import ShapeConstants
+from meshwise.pipeline.cut.block_entry import CALL, AttentionCalls, inside, is_repeated, module_at
+from meshwise.pipeline.cut.dataflow import DataflowTracer, Dependencies, GradientThroughPieces, UnsplittableBlock
 from meshwise.pipeline.cut.meta_values import as_zeros, device_of, is_bare, on_meta
-from meshwise.pipeline.cut.outside_buffers import Outside
+from meshwise.pipeline.cut.outside_buffers import OutsideBuffers
 from meshwise.pipeline.cut.partition import CutError
-from meshwise.pipeline.cut.probe_result import Seen, Step, Took, typical
+from meshwise.pipeline.cut.probe_result import ProbedStep, ProbeResult, StepCost, typical
 from meshwise.pipeline.cut.profile_module import (
-    Tail,
-    alone,
+    LossTail,
     as_it_is,
     cut_off,
     is_alike,
     kind_of,
     noting,
+    profile_module,
     reading,
     size,
 )
-from meshwise.pipeline.run.packed_tree import Entrance
+from meshwise.pipeline.run.packed_tree import StageEntrance
 from meshwise.pipeline.run.split_backward import is_reentrant
 
 Call = Callable[[nn.Module], Any]
@@ -60,7 +60,9 @@ ROUNDS = 3
 """Runs that time is measured in; the median of a piece, and of those like it, counts. Operations are counted once."""
 
 
-def probe(model: nn.Module, *, call: Call, pieces: Patterns = (), timed: bool = False, opens: bool = False) -> Seen:
+def probe(
+    model: nn.Module, *, call: Call, pieces: Patterns = (), timed: bool = False, opens: bool = False
+) -> ProbeResult:
     """Run `call(model)` on a copy that shares the model's parameters and nothing else.
 
     `pieces` are patterns over module names that override how the model is divided (see `meshwise.model.blocks`).
@@ -74,7 +76,7 @@ def probe(model: nn.Module, *, call: Call, pieces: Patterns = (), timed: bool = 
         raise CutError(str(error)) from None
     seen = _seen(model, call, found, timed=timed)
     if counting := sorted({owner for owner in map(_owner, seen.early | seen.late) if _counts(model, owner)}):
-        found += [Piece(owner, ()) for owner in counting]
+        found += [GatheredModule(owner, ()) for owner in counting]
         again = _seen(model, call, found, timed=timed)
         ran = {step.module for step in again.steps}  # those that are not called are changed as any other
         early, late = ({name for name in names if _owner(name) not in ran} for names in (seen.early, seen.late))
@@ -86,7 +88,7 @@ def probe(model: nn.Module, *, call: Call, pieces: Patterns = (), timed: bool = 
             return seen
         try:
             opened = _seen(model, call, found, timed=timed, parts=parts)
-        except StaysWhole as whole:
+        except UnsplittableBlock as whole:
             kind = type(model.get_submodule(whole.name))
             alike = {name for name in parts if type(model.get_submodule(name)) is kind}
             parts |= {name: whole.left(parts[name]) for name in alike}
@@ -111,8 +113,8 @@ def _counts(model: nn.Module, name: str) -> bool:
 class _Modes:
     """Who sees the operations of a run: what pieces without values know, and what everything is made of."""
 
-    known: Constants = field(default_factory=Constants)
-    followed: Provenance = field(default_factory=Provenance)
+    known: ShapeConstants = field(default_factory=ShapeConstants)
+    followed: DataflowTracer = field(default_factory=DataflowTracer)
 
 
 _Parts: TypeAlias = Mapping[str, Sequence[str]]
@@ -120,8 +122,8 @@ _Parts: TypeAlias = Mapping[str, Sequence[str]]
 
 
 def _seen(
-    model: nn.Module, call: Call, found: Sequence[Piece], *, timed: bool, parts: _Parts = MappingProxyType({})
-) -> Seen:
+    model: nn.Module, call: Call, found: Sequence[GatheredModule], *, timed: bool, parts: _Parts = MappingProxyType({})
+) -> ProbeResult:
     """What runs show, with these parts of blocks watched in place of the blocks."""
     modes = _Modes()
     with contextlib.ExitStack() as stack:
@@ -136,7 +138,7 @@ def _seen(
     return dataclasses.replace(seen, steps=_with_costs(seen.steps, costs.steps), tail=costs.tail)
 
 
-def _with_costs(steps: Sequence[Step], costs: Sequence[Step]) -> tuple[Step, ...]:
+def _with_costs(steps: Sequence[ProbedStep], costs: Sequence[ProbedStep]) -> tuple[ProbedStep, ...]:
     """The same steps with what they took in another run."""
     return tuple(
         dataclasses.replace(step, took=cost.took, inside=_with_costs(step.inside, cost.inside) if step.inside else ())
@@ -144,18 +146,20 @@ def _with_costs(steps: Sequence[Step], costs: Sequence[Step]) -> tuple[Step, ...
     )
 
 
-def _run(model: nn.Module, call: Call, found: Sequence[Piece], modes: _Modes, *, timed: bool, parts: _Parts) -> Seen:
+def _run(
+    model: nn.Module, call: Call, found: Sequence[GatheredModule], modes: _Modes, *, timed: bool, parts: _Parts
+) -> ProbeResult:
     """One run."""
     everywhere = tuple(name for piece in found if piece.spans for name in piece.parameters)
     bare = is_bare(model)
     watched = copied(model, tensors={parameter: parameter for parameter in model.parameters()})
-    shadow = copied(model, tensors={t: without_values(t) for t in _tensors(model)}) if bare else watched
+    shadow = copied(model, tensors={t: build_without_values(t) for t in _tensors(model)}) if bare else watched
     if bare:
         watched.register_forward_pre_hook(partial(_give_zeros, names=everywhere), with_kwargs=True)
     pieces = {piece.module: watched.get_submodule(piece.module) for piece in found if not piece.spans}
     owned = [name for piece in found if not piece.spans for name in piece.parameters]
     modes.followed.name({name: watched.get_parameter(name) for name in owned})
-    outside = Outside(watched, pieces=pieces)
+    outside = OutsideBuffers(watched, pieces=pieces)
     watch = _Watch({piece.module: piece.parameters for piece in found}, modes, outside, timed=timed)
     for name, module in pieces.items():
         own = shadow.get_submodule(name) if bare else None
@@ -188,15 +192,15 @@ class _Watch:
     """What has been seen so far."""
 
     def __init__(
-        self, parameters: Mapping[str, tuple[str, ...]], modes: _Modes, outside: Outside, *, timed: bool
+        self, parameters: Mapping[str, tuple[str, ...]], modes: _Modes, outside: OutsideBuffers, *, timed: bool
     ) -> None:
         self.timed, self.outside = timed, outside
-        self.steps: list[Step] = []
-        self.counted: dict[Hashable, Took] = {}
+        self.steps: list[ProbedStep] = []
+        self.counted: dict[Hashable, StepCost] = {}
         """Of modules without values, by their kind: those that are alike do the same, and to count takes its time."""
         self.parameters = parameters
         self.followed, self.known = modes.followed, modes.known
-        self.since = Tail(())
+        self.since = LossTail(())
         self._calls: Counter[str] = Counter()
         self._hidden: list[str] = []
 
@@ -208,7 +212,7 @@ class _Watch:
             self._hidden.append(key)
         return key
 
-    def past(self, values: Any) -> Past:
+    def past(self, values: Any) -> Dependencies:
         """What values between the pieces were made of. Raises CutError where a checkpoint hides it from autograd."""
         if self._hidden and is_reentrant(tensors(values)):
             raise CutError(
@@ -225,22 +229,22 @@ class _Watch:
         own = self.followed.output(tensor, key=key, made=made)
         if not own.dtype.is_floating_point:
             return own
-        entered: Tensor = Entrance.apply(own.requires_grad_())
+        entered: Tensor = StageEntrance.apply(own.requires_grad_())
         return entered
 
-    def seen(self, result: Any, everywhere: tuple[str, ...]) -> Seen:
+    def seen(self, result: Any, everywhere: tuple[str, ...]) -> ProbeResult:
         """All of it. Only a block that is called once, and whose output is all that leaves it, can be opened."""
         past = self.past(result)
         pasts = {step.key: [step.past, *(part.past for part in step.inside)] for step in self.steps}
 
-        def opens(step: Step) -> bool:
+        def opens(step: ProbedStep) -> bool:
             others = [past, *(one for key, several in pasts.items() if key != step.key for one in several)]
             used = {key for one in others for key in one.needs | one.effects}
             return self._calls[step.module] == 1 and used.isdisjoint(part.key for part in step.inside[:-1])
 
         steps = (step if opens(step) else dataclasses.replace(step, inside=()) for step in self.steps)
         changed, outside = frozenset(self.followed.changed), self.outside
-        seen = Seen(tuple(steps), past, everywhere, changed, early=outside.early, late=outside.late)
+        seen = ProbeResult(tuple(steps), past, everywhere, changed, early=outside.early, late=outside.late)
         return dataclasses.replace(seen, differentiates=self.followed.differentiates)
 
 
@@ -276,10 +280,10 @@ class _Watched:
             output = put(output)
         watch.steps.append(dataclasses.replace(step, past=past | step.past))
         output = watch.output(output, key=key, made=self._shadow is not None)
-        watch.since = Tail(output)
+        watch.since = LossTail(output)
         return output
 
-    def _without_values(self, key: str, shadow: nn.Module, inputs: tuple[Any, Any]) -> tuple[Any, Step]:
+    def _without_values(self, key: str, shadow: nn.Module, inputs: tuple[Any, Any]) -> tuple[Any, ProbedStep]:
         try:
             return self._step(key, shadow, inputs)
         except RuntimeError as error:
@@ -289,14 +293,18 @@ class _Watched:
                 "experts_implementation='batched_mm' asks for none)"
             ) from error
 
-    def _step(self, key: str, module: nn.Module, inputs: tuple[Any, Any]) -> tuple[Any, Step]:
+    def _step(self, key: str, module: nn.Module, inputs: tuple[Any, Any]) -> tuple[Any, ProbedStep]:
         watch, parameters = self._watch, self._watch.parameters[self._name]
         if self._parts and not is_repeated():
             block = _Inside(self._name, module, watch, parts=self._parts)
             output = block.run(*inputs)
-            return output, Step(key, self._name, parameters, Past(), size(output), Took(0.0, 0.0), inside=block.steps)
+            return output, ProbedStep(
+                key, self._name, parameters, Dependencies(), size(output), StepCost(0.0, 0.0), inside=block.steps
+            )
         output, took, used = _own_forward(module, key, watch, inputs=inputs)
-        return output, Step(key, self._name, parameters, used, size(output), took, is_alike(output, inputs=inputs))
+        return output, ProbedStep(
+            key, self._name, parameters, used, size(output), took, is_alike(output, inputs=inputs)
+        )
 
 
 def _share_hooks(module: nn.Module, *, other: nn.Module) -> None:
@@ -313,12 +321,12 @@ class _Inside:
     """A run of a block in which the modules in it are watched as the pieces of the model are."""
 
     def __init__(self, name: str, module: nn.Module, watch: _Watch, *, parts: Sequence[str]) -> None:
-        self.steps: tuple[Step, ...] = ()
+        self.steps: tuple[ProbedStep, ...] = ()
         self._name, self._module, self._watch, self._parts = name, module, watch, parts
         names = {id(p): own for own, p in zip(watch.parameters[name], module.parameters(), strict=True)}
         self._held = {part: tuple(names[id(p)] for p in module_at(module, name=part).parameters()) for part in parts}
         self._calls, self._within = 0, False
-        self._found: list[Step] = []
+        self._found: list[ProbedStep] = []
         self._repeated = False
         self._kept: dict[int, int] = {}
         self._read: Callable[[], float] = float
@@ -332,25 +340,25 @@ class _Inside:
         keep = noting(self._kept, parameters=self._module.parameters())
         for name, part in parts.items():
             part.forward = partial(self._part, name, part)
-        calls = Handed(partial(self._attend, parts[CALL])) if CALL in parts else contextlib.nullcontext()
+        calls = AttentionCalls(partial(self._attend, parts[CALL])) if CALL in parts else contextlib.nullcontext()
         try:
             with reading(inputs, timed=self._watch.timed) as self._read, saved_tensors_hooks(keep, as_it_is), calls:
                 self._since = self._read()
                 output = type(self._module).forward(self._module, *args, **kwargs)
                 between, kept = self._between()
-        except ThroughPieces:
-            raise StaysWhole(self._name) from None
+        except GradientThroughPieces:
+            raise UnsplittableBlock(self._name) from None
         finally:
             for part in parts.values():
                 del part.forward
         found, own = [step.module for step in self._found], f"{self._name}.{CALL}"
         if own in found and self._calls > 1:
-            raise StaysWhole(self._name, part=CALL)
+            raise UnsplittableBlock(self._name, part=CALL)
         due = (f"{self._name}.{name}" for name in parts if name != CALL or own in found)
         if not self._repeated and sorted(found) == sorted(due):
-            took = Took(kept, _WITH_BACKWARD * between, between)
+            took = StepCost(kept, _WITH_BACKWARD * between, between)
             past, alike = self._watch.followed.of(output), is_alike(output, inputs=inputs)
-            self.steps = (*self._found, Step(self._name, self._name, (), past, size(output), took, alike))
+            self.steps = (*self._found, ProbedStep(self._name, self._name, (), past, size(output), took, alike))
         return output
 
     def _attend(self, attention: nn.Module, query: Tensor, **given: Any) -> Any:
@@ -368,8 +376,10 @@ class _Inside:
         self._within = True
         output, took, used = _own_forward(module, full, watch, inputs=inputs)
         self._within = False
-        took = Took(took.activations + kept, took.work + _WITH_BACKWARD * between, between)
-        step = Step(full, full, self._held[name], past | used, size(output), took, is_alike(output, inputs=inputs))
+        took = StepCost(took.activations + kept, took.work + _WITH_BACKWARD * between, between)
+        step = ProbedStep(
+            full, full, self._held[name], past | used, size(output), took, is_alike(output, inputs=inputs)
+        )
         self._found.append(step)
         output = watch.output(output, key=full)
         self._since = self._read()
@@ -382,16 +392,18 @@ class _Inside:
         return self._read() - self._since, kept
 
 
-def _own_forward(module: nn.Module, key: str, watch: _Watch, *, inputs: tuple[Any, Any]) -> tuple[Any, Took, Past]:
+def _own_forward(
+    module: nn.Module, key: str, watch: _Watch, *, inputs: tuple[Any, Any]
+) -> tuple[Any, StepCost, Dependencies]:
     """What its class computes, whatever stands in place of its `forward`, what that took and what it has used."""
     run, parameters, held = partial(type(module).forward, module), list(module.parameters()), cut_off(inputs)
     counts = watch.timed and any(tensor.is_meta for tensor in (*parameters, *tensors(held)))
     kind = kind_of(module, inputs=held)
     known = watch.counted.get(kind) if counts else None
     with watch.followed.inside(key, module=module), watch.followed.given(inputs, held=held, key=key):
-        output, took = alone(run, inputs=held, parameters=parameters, timed=watch.timed and known is None)
+        output, took = profile_module(run, inputs=held, parameters=parameters, timed=watch.timed and known is None)
         if known is not None and known.activations != took.activations:
-            output, took = alone(run, inputs=held, parameters=parameters, timed=True)
+            output, took = profile_module(run, inputs=held, parameters=parameters, timed=True)
         elif counts:
             took = watch.counted[kind] = known or took
         return output, took, watch.followed.used

@@ -13,11 +13,11 @@ from typing import Any
 from torch import nn
 
 from meshwise.pipeline.cut.block_entry import module_at
-from meshwise.pipeline.cut.dataflow import Past
+from meshwise.pipeline.cut.dataflow import Dependencies
 
 
 @dataclass(frozen=True)
-class Took:
+class StepCost:
     """What a step costs."""
 
     activations: float
@@ -35,7 +35,7 @@ class Took:
 
 
 @dataclass(frozen=True)
-class Step:
+class ProbedStep:
     """One call of one piece."""
 
     key: str
@@ -47,41 +47,41 @@ class Step:
     parameters: tuple[str, ...]
     """First names of the parameters it uses."""
 
-    past: Past
+    past: Dependencies
     """What it is given was made of."""
 
     output: int
     """Bytes that it returns."""
 
-    took: Took
+    took: StepCost
     """What it took."""
 
     alike: bool = False
     """Whether it returns one tensor, of the shape and dtype of the first that it is given, as blocks of a stream do."""
 
-    inside: tuple[Step, ...] = ()
+    inside: tuple[ProbedStep, ...] = ()
     """Of a block that can be opened, its steps: the modules in it, and under the block's own key what it does last."""
 
-    def parts(self) -> Iterator[Step]:
+    def parts(self) -> Iterator[ProbedStep]:
         """Its steps inside, which take together what it takes."""
         kept = self.took.activations / (sum(step.took.activations for step in self.inside) or 1.0)
         worked = self.took.work / (sum(step.took.work for step in self.inside) or 1.0)
         earlier = 0.0
         for step in self.inside:
             between = step.took.between * worked if step is not self.inside[0] else 0.0
-            took = Took(step.took.activations * kept, step.took.work * worked, between, earlier)
+            took = StepCost(step.took.activations * kept, step.took.work * worked, between, earlier)
             yield dataclasses.replace(step, took=took)
             earlier += step.took.between * worked
 
 
 @dataclass(frozen=True)
-class Seen:
+class ProbeResult:
     """What the run has shown."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[ProbedStep, ...]
     """The calls, in order."""
 
-    result: Past
+    result: Dependencies
     """What the result was made of."""
 
     everywhere: tuple[str, ...]
@@ -102,7 +102,7 @@ class Seen:
     tail: float = 0.0
     """Seconds of forward and backward of what follows the last step, the loss for one; 0 where nobody asked."""
 
-    def opened(self, keys: Collection[str]) -> Seen:
+    def opened(self, keys: Collection[str]) -> ProbeResult:
         """The same with these blocks opened, those of them that can be."""
         steps = (
             part for step in self.steps for part in (step.parts() if step.key in keys and step.inside else (step,))
@@ -166,22 +166,22 @@ class Seen:
         return tuple(last)
 
 
-def typical(runs: Sequence[Seen], *, model: nn.Module) -> Seen:
+def typical(runs: Sequence[ProbeResult], *, model: nn.Module) -> ProbeResult:
     """The first of several runs of one model, with the median work of each step and of those that are like it.
 
     Steps that are alike (blocks of one kind) do the same, so where their times differ, the machine did something else.
     The least would be too little for many blocks beside one head: of more times, the least is less.
     """
-    found: dict[Any, list[Took]] = {}
+    found: dict[Any, list[StepCost]] = {}
     for run in runs:
         for kind, step in _kinds(run.steps, model):
             found.setdefault(kind, []).append(step.took)
     medians = {
-        kind: Took(some[0].activations, median(one.work for one in some), median(one.between for one in some))
+        kind: StepCost(some[0].activations, median(one.work for one in some), median(one.between for one in some))
         for kind, some in found.items()
     }
 
-    def with_medians(steps: Sequence[Step], *within: Any) -> tuple[Step, ...]:
+    def with_medians(steps: Sequence[ProbedStep], *within: Any) -> tuple[ProbedStep, ...]:
         return tuple(
             dataclasses.replace(step, took=medians[kind], inside=with_medians(step.inside, *kind))
             for kind, step in _kinds(steps, model, *within)
@@ -191,7 +191,7 @@ def typical(runs: Sequence[Seen], *, model: nn.Module) -> Seen:
     return dataclasses.replace(runs[0], steps=with_medians(runs[0].steps), tail=median(run.tail for run in runs))
 
 
-def _kinds(steps: Sequence[Step], model: nn.Module, *within: Any) -> Iterator[tuple[Any, Step]]:
+def _kinds(steps: Sequence[ProbedStep], model: nn.Module, *within: Any) -> Iterator[tuple[Any, ProbedStep]]:
     """Each step, those inside of blocks too, with what is the same of steps that do the same."""
     for place, step in enumerate(steps):
         what = type(module_at(model, name=step.module)) if step.module else step.key.rstrip("_0123456789")

@@ -13,13 +13,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwise.base.tensor_tree import map_tensors, tensors
-from meshwise.pipeline.cut.probe_result import Took
-from meshwise.pipeline.run.packed_tree import Entrance
+from meshwise.pipeline.cut.probe_result import StepCost
+from meshwise.pipeline.run.packed_tree import StageEntrance
 
 
-def alone(
+def profile_module(
     run: Callable[..., Any], *, inputs: tuple[Any, Any], parameters: Sequence[Tensor], timed: bool
-) -> tuple[Any, Took]:
+) -> tuple[Any, StepCost]:
     """Run a part of a model; its backward too, when it is timed."""
     args, kwargs = inputs
     kept: dict[int, int] = {}
@@ -34,7 +34,7 @@ def alone(
             with _gradients_kept(parameters):
                 torch.autograd.backward(results, [torch.ones_like(one) for one in results])
         work = read() - begin
-    return output, Took(sum(kept.values()), work)
+    return output, StepCost(sum(kept.values()), work)
 
 
 def cut_off(inputs: Any) -> Any:
@@ -43,13 +43,13 @@ def cut_off(inputs: Any) -> Any:
     def own(tensor: Tensor) -> Tensor:
         if not tensor.requires_grad:
             return tensor
-        entered: Tensor = Entrance.apply(tensor.detach().requires_grad_())
+        entered: Tensor = StageEntrance.apply(tensor.detach().requires_grad_())
         return entered
 
     return map_tensors(own, inputs)
 
 
-class Tail:
+class LossTail:
     """What is computed from the output of the last step on: forward, and backward to that output."""
 
     def __init__(self, output: Any) -> None:

@@ -1,8 +1,8 @@
 """What of a model's output other stages have computed, and the last one has not received.
 
-A stage has NaN, of integers 0, in place of what it does not need (`stage.Void`). The loss never meets that: the cut has
-seen what it uses. A prediction is all that the model returns, and what its loss leaves out would be NaN in it. So from
-those values on the operations of a prediction are followed:
+A stage has NaN, of integers 0, in place of what it does not need (`stage.NanPlaceholder`). The loss never meets that:
+the cut has seen what it uses. A prediction is all that the model returns, and what its loss leaves out would be NaN in
+it. So from those values on the operations of a prediction are followed:
 
     hidden[0] = embedding(x)      of another stage: absent
     hidden[0].mean(1) · 2         absent
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from meshwise.base.tensor_tree import tensors
 from meshwise.model.dispatch_modes import TorchDispatchMode
-from meshwise.pipeline.run.stage import Void
+from meshwise.pipeline.run.stage import NanPlaceholder
 
 _SHOWN = 3
 _OF_SHAPES = ("zeros", "ones", "full", "rand", "randn", "new")
@@ -32,12 +32,12 @@ _UNFILLED = ("empty_like", "new_empty")
 """Those whose result somebody fills, who may be a collective."""
 
 
-class Absent(TorchDispatchMode):
+class AbsentOutputs(TorchDispatchMode):
     """Inside, what is made of that is followed."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, voids: Iterable[Void]) -> None:
+    def __init__(self, voids: Iterable[NanPlaceholder]) -> None:
         super().__init__()
         self._found: dict[int, weakref.ref[Tensor]] = {}
         self._voids = tuple(voids)

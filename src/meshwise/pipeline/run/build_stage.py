@@ -7,27 +7,29 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from meshwise.model.deferred_init import without_values
+from meshwise.model.deferred_init import build_without_values
 from meshwise.model.module_copy import copied
 from meshwise.pipeline.cut.block_entry import CALL, module_at
 from meshwise.pipeline.cut.fx_trace import part_of
-from meshwise.pipeline.cut.model_cut import Cut, Met
-from meshwise.pipeline.run.remote_parameter import Elsewhere
-from meshwise.pipeline.run.stage import Crossing, Opened, Piece, Route, Stage
+from meshwise.pipeline.cut.model_cut import ModelCut, StageContents
+from meshwise.pipeline.run.remote_parameter import RemoteParameter
+from meshwise.pipeline.run.stage import OpenedBlock, PieceForward, Stage, StageRoute, StageRun
 
 
 def bare(model: nn.Module) -> nn.Module:
     """A copy of a model without values."""
-    return copied(model, tensors={tensor: without_values(tensor) for tensor in (*model.parameters(), *model.buffers())})
+    return copied(
+        model, tensors={tensor: build_without_values(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    )
 
 
-def make_stage(model: nn.Module, *, cut: Cut, index: int, like: nn.Module | None = None) -> Stage:
+def make_stage(model: nn.Module, *, cut: ModelCut, index: int, like: nn.Module | None = None) -> Stage:
     """Stage `index` of a model that was cut. `like`: the model without values, in the dtypes that it is to run in.
 
     Its parameters and buffers are the model's own tensors, not copies (but for `cut.own`): what the stage trains is the
     model. Those of other stages are let go; where nobody else holds the model, their memory is free.
     """
-    crossing = Crossing(cut.crossing[index] if index + 1 < cut.stages else (), changed=cut.changed, alike=cut.alike)
+    crossing = StageRun(cut.crossing[index] if index + 1 < cut.stages else (), changed=cut.changed, alike=cut.alike)
     crossing.differentiates = cut.differentiates
     module = (
         _blocks(model, cut, index, crossing, like or bare(model))
@@ -38,7 +40,7 @@ def make_stage(model: nn.Module, *, cut: Cut, index: int, like: nn.Module | None
     return Stage(module, index=index, count=cut.stages, crossing=crossing, receives=receives)
 
 
-def _blocks(model: nn.Module, cut: Cut, index: int, crossing: Crossing, like: nn.Module) -> nn.Module:
+def _blocks(model: nn.Module, cut: ModelCut, index: int, crossing: StageRun, like: nn.Module) -> nn.Module:
     """The model, with the pieces of other stages without parameters."""
     met = cut.met(index)
     held = {id(model.get_parameter(name)) for name, stages in cut.holders.items() if index in stages}
@@ -47,13 +49,13 @@ def _blocks(model: nn.Module, cut: Cut, index: int, crossing: Crossing, like: nn
     module = copied(model, tensors=dict(zip(tensors, tensors, strict=True)))
     pieces = {name: module_at(module, name=name) for name in met.modules}
     modules = [pieces[name] for name in met.modules]
-    route = Route(met.keys, modules=modules, start=met.start, stop=met.stop)
+    route = StageRoute(met.keys, modules=modules, start=met.start, stop=met.stop)
     for (path, owner), bare_owner in zip(module.named_modules(), like.modules(), strict=True):
         _let_go(owner, owner._parameters, held, bare_owner._parameters, path=path)
     for name, piece in pieces.items():
         if name in met.opened:
             attention = pieces.get(f"{name}.{CALL}")
-            piece.forward = Opened(piece, route=route, crossing=crossing, attention=attention)
+            piece.forward = OpenedBlock(piece, route=route, crossing=crossing, attention=attention)
             continue
         if name not in met.modules[met.start : met.stop]:
             for (path, owner), bare_owner in zip(
@@ -61,11 +63,11 @@ def _blocks(model: nn.Module, cut: Cut, index: int, crossing: Crossing, like: nn
             ):
                 _let_go(owner, owner._buffers, held, bare_owner._buffers, path=path)
         shadow = module_at(like, name=name) if _is_asked(name, met, cut) else None
-        piece.forward = Piece(piece, shadow=shadow, route=route, crossing=crossing)
+        piece.forward = PieceForward(piece, shadow=shadow, route=route, crossing=crossing)
     return module
 
 
-def _is_asked(name: str, met: Met, cut: Cut) -> bool:
+def _is_asked(name: str, met: StageContents, cut: ModelCut) -> bool:
     """Whether a piece may be asked for the shapes of its output.
 
     Where it computes it never is, and not where the shapes are those of its input either.
@@ -86,10 +88,10 @@ def _let_go(
         bare = like[name]
         if tensor is not None and bare is not None and id(tensor) not in held:
             del tensors[name]
-            setattr(owner, name, Elsewhere.named(f"{path}.{name}" if path else name, like=bare))
+            setattr(owner, name, RemoteParameter.named(f"{path}.{name}" if path else name, like=bare))
 
 
-def _traced(model: nn.Module, cut: Cut, index: int, crossing: Crossing) -> nn.Module:
+def _traced(model: nn.Module, cut: ModelCut, index: int, crossing: StageRun) -> nn.Module:
     """The stage's part of the model's operations."""
     assert cut.trace is not None
     start, stop = cut.bounds[index : index + 2]
@@ -105,7 +107,7 @@ def _traced(model: nn.Module, cut: Cut, index: int, crossing: Crossing) -> nn.Mo
     return module
 
 
-def _keep_state(module: nn.Module, *, model: nn.Module, cut: Cut, index: int) -> None:
+def _keep_state(module: nn.Module, *, model: nn.Module, cut: ModelCut, index: int) -> None:
     """Let a traced stage hold what a stage of pieces would: also parameters and buffers that no operation reads, of
     which fx knows nothing, the buffers on the last stage; and no state that the model has not, of which fx makes some:
     to it every tensor that an operation reads is a buffer.
@@ -158,7 +160,7 @@ def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
 class _Received(nn.Module):
     """In a trace: a value from an earlier stage."""
 
-    def __init__(self, crossing: Crossing) -> None:
+    def __init__(self, crossing: StageRun) -> None:
         super().__init__()
         self._crossing = crossing
 
@@ -170,7 +172,7 @@ class _Received(nn.Module):
 class _Leaves(nn.Module):
     """In a trace: the end of a stage that is not the last."""
 
-    def __init__(self, crossing: Crossing) -> None:
+    def __init__(self, crossing: StageRun) -> None:
         super().__init__()
         self._crossing = crossing
 

@@ -7,23 +7,23 @@ from typing import Any
 
 from torch import nn
 
-from meshwise.model.deferred_init import Source
+from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.parameter_hooks import hooks_on
-from meshwise.pipeline.cut.model_cut import Cut
+from meshwise.pipeline.cut.model_cut import ModelCut
 from meshwise.pipeline.cut.module_hooks import GLOBAL, are_global, around, has_backward_hooks
 from meshwise.plan import PlanError
 
 _KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-class HooksSince:
+class LateHooks:
     """Whether hooks were put on or taken off since a model was cut, where its stages know nothing of it.
 
     The stages have copies of the modules that were given. A parameter's hooks are carried along, those that are taken
     off later too, so that only the first ones can be missed. Nobody has a model that was born here.
     """
 
-    def __init__(self, source: Source, *, stages: Collection[nn.Module], cut: Cut) -> None:
+    def __init__(self, source: ParameterSource, *, stages: Collection[nn.Module], cut: ModelCut) -> None:
         cut_through = around(cut.modules).union(cut.modules) - {""} if cut.trace is None else set()
         given = () if source.deferred else tuple(source.module.named_modules())
         self._given = [(name, held, tuple(held)) for name, module in given for held in _held(module)]

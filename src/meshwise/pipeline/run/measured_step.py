@@ -22,19 +22,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
 
-from meshwise.base.timeline import Event, Stream, Timeline, within
-from meshwise.comm.api.stopwatch import Span, Stopwatch
+from meshwise.base.timeline import Event, Timeline, TimelineRow, within
+from meshwise.comm.api.stopwatch import ActivityStopwatch, TimedSpan
 from meshwise.comm.api.world import World
 from meshwise.comm.health.clock_offset import clock_offset
-from meshwise.pipeline.schedules.action import COMPUTE, Action, Kind, Schedule, ScheduleError
-from meshwise.pipeline.schedules.schedule_clock import Cost, clock, event_of
+from meshwise.pipeline.schedules.action import COMPUTE, Action, ActionKind, Schedule, ScheduleError
+from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock, event_of
 
-_Means: TypeAlias = Mapping[Kind, float]
+_Means: TypeAlias = Mapping[ActionKind, float]
 """How long each kind of computation takes, of those that there are."""
 
 
 @dataclass(frozen=True)
-class Lost:
+class LostTime:
     """What one rank does not compute, in seconds, and where it went."""
 
     ideal: float
@@ -50,7 +50,7 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """One step, measured. Prints as a table."""
 
     schedule: Schedule
@@ -80,7 +80,7 @@ class Measured:
     @cached_property
     def ideal(self) -> Timeline:
         """The same by the clock, with all stages equal."""
-        taken: dict[Kind, list[float]] = {}
+        taken: dict[ActionKind, list[float]] = {}
         for means in (means for stages in self._means for means in stages):
             for kind, mean in means.items():
                 taken.setdefault(kind, []).append(mean)
@@ -88,32 +88,32 @@ class Measured:
         return self._clocked([[equal] * len(stages) for stages in self._means])
 
     @cached_property
-    def lost(self) -> tuple[Lost, ...]:
+    def lost(self) -> tuple[LostTime, ...]:
         """Per rank, what it does not compute from the first action of any rank to the last."""
         return tuple(map(self._lost, range(self.run.ranks)))
 
-    def _lost(self, rank: int) -> Lost:
+    def _lost(self, rank: int) -> LostTime:
         run = self.run
-        own = [event for event in run.events if event.rank == rank and event.stream is not Stream.LINK]
+        own = [event for event in run.events if event.rank == rank and event.stream is not TimelineRow.LINK]
         computing, waits = run.computing[rank], run.waiting[rank]
         receives = sum(event.seconds for event in waits if event.stage is not None)
         around = run.seconds - (max(event.stop for event in own) - min(event.start for event in own))
-        collectives = within(computing, inner=waits) + sum(e.seconds for e in own if e.stream is Stream.COLLECTIVE)
+        collectives = within(computing, inner=waits) + sum(e.seconds for e in own if e.stream is TimelineRow.COLLECTIVE)
         ideal, predicted = (line.seconds - line.busy[rank] for line in (self.ideal, self.predicted))
         other = run.seconds - run.busy[rank] - receives - around - collectives
         idle = receives + around
         hidden = min(collectives, max(0.0, predicted - idle))
-        return Lost(ideal, predicted - ideal, idle + hidden - predicted, collectives - hidden, other)
+        return LostTime(ideal, predicted - ideal, idle + hidden - predicted, collectives - hidden, other)
 
     @cached_property
     def _means(self) -> list[list[_Means]]:
         """How long each kind of computation takes on the mean, of each pipeline's stages."""
-        taken: dict[tuple[int, int, Kind], list[float]] = {}
+        taken: dict[tuple[int, int, ActionKind], list[float]] = {}
         for rank, (row, waits) in enumerate(zip(self.run.computing, self.run.waiting, strict=True)):
             for event in row:
                 assert event.stage is not None
                 seconds = event.seconds - within((event,), inner=waits)
-                taken.setdefault((rank, event.stage, Kind(event.kind)), []).append(seconds)
+                taken.setdefault((rank, event.stage, ActionKind(event.kind)), []).append(seconds)
         return [
             [
                 {kind: statistics.fmean(times) for (rank, of, kind), times in taken.items() if (rank, of) == place}
@@ -134,7 +134,7 @@ class Measured:
 
     def __str__(self) -> str:
         run = self.run
-        head = ("rank", "stages", "computes", "lost", *(field.name for field in dataclasses.fields(Lost)))
+        head = ("rank", "stages", "computes", "lost", *(field.name for field in dataclasses.fields(LostTime)))
         rows = [head]
         for rank, lost in enumerate(self.lost):
             parts = (lost.seconds, *dataclasses.astuple(lost))
@@ -163,18 +163,18 @@ class Measured:
         path.write_text(json.dumps(told), encoding="utf-8")
 
     @classmethod
-    def read(cls, path: Path) -> Measured:
+    def read(cls, path: Path) -> MeasuredStep:
         """What `write` has kept. Raises OSError, and ValueError, naming the file, for one that holds something else."""
         try:
             told = json.loads(path.read_text(encoding="utf-8"))
-            events = [Event(rank, Stream(stream), *rest) for rank, stream, *rest in told["events"]]
+            events = [Event(rank, TimelineRow(stream), *rest) for rank, stream, *rest in told["events"]]
             pipelines = tuple(map(tuple, told["pipelines"]))
             return cls(Schedule.parse(told["schedule"]), Timeline(tuple(events), pipelines))
         except (LookupError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a timeline of a run: {error}") from None
 
 
-def measured(watch: Stopwatch, *, world: World, schedule: Schedule) -> list[Measured]:
+def measured_step(watch: ActivityStopwatch, *, world: World, schedule: Schedule) -> list[MeasuredStep]:
     """The steps that were noted on all ranks of `world`, whose rows are those of `schedule`. Every rank calls it."""
     every = world.exchange(watch.read(offset=clock_offset(world)))
     pipelines = world.mesh.groups(["pp"])
@@ -182,11 +182,11 @@ def measured(watch: Stopwatch, *, world: World, schedule: Schedule) -> list[Meas
     made = []
     for ranks in steps:
         events = [event for own in ranks for event in own]
-        made.append(Measured(schedule, Timeline(_from_zero(events), pipelines)))
+        made.append(MeasuredStep(schedule, Timeline(_from_zero(events), pipelines)))
     return made
 
 
-def _steps(rank: int, spans: Sequence[Span]) -> Iterator[list[Event]]:
+def _steps(rank: int, spans: Sequence[TimedSpan]) -> Iterator[list[Event]]:
     """The events of a rank, step by step, each from its begin to its update."""
     others = [span for span in spans if span.waits or span.beside]
     step: list[Event] = []
@@ -195,7 +195,7 @@ def _steps(rank: int, spans: Sequence[Span]) -> Iterator[list[Event]]:
             step.append(_event(rank, span))
         if span.what == "update" and step:
             own = (other for other in others if step[0].start <= other.start and other.stop <= span.stop)
-            streams = [(Stream.WAIT if other.waits else Stream.TIERS, other) for other in own]
+            streams = [(TimelineRow.WAIT if other.waits else TimelineRow.TIERS, other) for other in own]
             yield step + [Event(rank, stream, other.what, other.start, other.stop) for stream, other in streams]
             step = []
 
@@ -206,14 +206,14 @@ def _from_zero(events: Sequence[Event]) -> tuple[Event, ...]:
     return tuple(dataclasses.replace(one, start=one.start - start, stop=one.stop - start) for one in events)
 
 
-def _event(rank: int, span: Span) -> Event:
+def _event(rank: int, span: TimedSpan) -> Event:
     try:
         return event_of(Action.parse(span.what), rank=rank, start=span.start, stop=span.stop)
     except ScheduleError:
-        return Event(rank, Stream.COLLECTIVE, span.what, span.start, span.stop)
+        return Event(rank, TimelineRow.COLLECTIVE, span.what, span.start, span.stop)
 
 
-def _cost(means: _Means) -> Cost:
+def _cost(means: _Means) -> ActionCost:
     """The cost of a stage; what it does not do is not asked for."""
     absent = dict.fromkeys(COMPUTE, 0.0) | dict(means)
-    return Cost(absent[Kind.F], absent[Kind.I], absent[Kind.W], backward=absent[Kind.B])
+    return ActionCost(absent[ActionKind.F], absent[ActionKind.I], absent[ActionKind.W], backward=absent[ActionKind.B])

@@ -17,7 +17,7 @@ from meshwise.base.tensor_tree import map_tensors, tensors
 
 
 @dataclass(frozen=True)
-class Parcel:
+class PackedTree:
     """Values taken apart."""
 
     skeleton: Mapping[str, Any]
@@ -27,7 +27,7 @@ class Parcel:
     """The tensors, each once, in the order of the skeleton."""
 
 
-def pack(values: Mapping[str, Any]) -> Parcel:
+def pack(values: Mapping[str, Any]) -> PackedTree:
     """Take values apart. The tensors are those of the values, still part of their graph."""
     seen: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -38,22 +38,22 @@ def pack(values: Mapping[str, Any]) -> Parcel:
         return seen[id(tensor)][1]
 
     skeleton = map_tensors(bone, dict(values))
-    return Parcel(skeleton, tuple(tensor for tensor, _ in seen.values()))
+    return PackedTree(skeleton, tuple(tensor for tensor, _ in seen.values()))
 
 
-def bones(skeleton: Mapping[str, Any]) -> tuple[Tensor, ...]:
+def tensor_specs(skeleton: Mapping[str, Any]) -> tuple[Tensor, ...]:
     """The meta tensors of a skeleton, each once: what to expect, and `requires_grad` where a gradient goes back."""
     return tuple({id(tensor): tensor for tensor in tensors(dict(skeleton))}.values())
 
 
 def unpack(skeleton: Mapping[str, Any], *, arrived: Sequence[Tensor]) -> dict[str, Any]:
-    """The values again, with the tensors that arrived in the order of `bones(skeleton)`."""
-    places = {id(bone): tensor for bone, tensor in zip(bones(skeleton), arrived, strict=True)}
+    """The values again, with the tensors that arrived in the order of `tensor_specs(skeleton)`."""
+    places = {id(bone): tensor for bone, tensor in zip(tensor_specs(skeleton), arrived, strict=True)}
     unpacked: dict[str, Any] = map_tensors(lambda bone: places[id(bone)], dict(skeleton))
     return unpacked
 
 
-class Entrance(torch.autograd.Function):
+class StageEntrance(torch.autograd.Function):
     """The identity, whose result is no leaf and no view: a model may change in place what it was given.
 
     What comes back to it is the leaf's gradient, itself: torch would copy one that somebody else holds, as whoever sent
@@ -74,8 +74,8 @@ class Entrance(torch.autograd.Function):
 
 
 def passes_entrance(outputs: Iterable[Tensor], *, inputs: Iterable[Tensor]) -> bool:
-    """Whether the graph of `outputs`, as far as it may lead to `inputs`, goes back to an `Entrance` that is none of
-    them: one that is older than an input does not lead there.
+    """Whether the graph of `outputs`, as far as it may lead to `inputs`, goes back to an `StageEntrance` that is none
+    of them: one that is older than an input does not lead there.
     """
     nodes = [torch.autograd.graph.get_gradient_edge(one).node for one in inputs if one.requires_grad]
     made = min((node._sequence_nr() for node in nodes), default=0) if all(node.next_functions for node in nodes) else -1
@@ -85,21 +85,23 @@ def passes_entrance(outputs: Iterable[Tensor], *, inputs: Iterable[Tensor]) -> b
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(node, Entrance._backward_cls) and not 0 <= node._sequence_nr() < made:
+        if isinstance(node, StageEntrance._backward_cls) and not 0 <= node._sequence_nr() < made:
             return True
         stack += [following for following, _ in node.next_functions]
     return False
 
 
 def enter(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values as a stage may use them: leaves that want a gradient go through an `Entrance`, one for each tensor."""
+    """Values as a stage may use them: leaves that want a gradient go through an `StageEntrance`, one for each
+    tensor.
+    """
     made: dict[int, Tensor] = {}
 
     def inside(tensor: Tensor) -> Tensor:
         if not (tensor.requires_grad and tensor.is_leaf):
             return tensor
         if id(tensor) not in made:
-            entered: Tensor = Entrance.apply(tensor)
+            entered: Tensor = StageEntrance.apply(tensor)
             made[id(tensor)] = entered
         return made[id(tensor)]
 

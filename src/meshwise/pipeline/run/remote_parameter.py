@@ -35,16 +35,16 @@ _SHAPED = frozenset(
 """What makes another tensor, of which nothing is elsewhere where its device is told."""
 
 
-class Elsewhere(Tensor):
+class RemoteParameter(Tensor):
     """A parameter or a buffer that another stage holds. To compute with it raises StageError."""
 
     known_as: str
     """Its name in the model."""
 
     @staticmethod
-    def named(name: str, *, like: Tensor) -> Elsewhere:
+    def named(name: str, *, like: Tensor) -> RemoteParameter:
         """That of this name; `like`: without values."""
-        one = like.detach().as_subclass(Elsewhere)
+        one = like.detach().as_subclass(RemoteParameter)
         one.known_as = name
         return one
 
@@ -59,20 +59,20 @@ class Elsewhere(Tensor):
         """Answer what asks for its shape; views of it, and what is made of nothing else, are elsewhere, too."""
         known = kwargs or {}
         given = list(tensors((args, known)))
-        where = next(tensor.__dict__["known_as"] for tensor in given if isinstance(tensor, Elsewhere))
-        asked = func in _LIKE and not isinstance(args[0], Elsewhere)
-        if not asked and any(not isinstance(tensor, Elsewhere) for tensor in given):
+        where = next(tensor.__dict__["known_as"] for tensor in given if isinstance(tensor, RemoteParameter))
+        asked = func in _LIKE and not isinstance(args[0], RemoteParameter)
+        if not asked and any(not isinstance(tensor, RemoteParameter) for tensor in given):
             raise StageError(
                 f"a stage computes with {where}, which another stage holds and the example did not show it to need. "
                 f"{REMEDY}"
             )
         with torch._C.DisableTorchFunctionSubclass():
             if asked and func in _CASTS:
-                return args[0].to(next(tensor.dtype for tensor in given if isinstance(tensor, Elsewhere)))
+                return args[0].to(next(tensor.dtype for tensor in given if isinstance(tensor, RemoteParameter)))
             found = func(*args, **known)
             if asked or (func in _SHAPED and "device" in known):
                 return found
-            return map_tensors(lambda tensor: Elsewhere.named(where, like=tensor), found)
+            return map_tensors(lambda tensor: RemoteParameter.named(where, like=tensor), found)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Elsewhere:
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteParameter:
         return self

@@ -27,15 +27,15 @@ from torch import Tensor, nn
 
 from meshwise.base.tensor_tree import tensors
 from meshwise.comm.api.world import Work, World
-from meshwise.pipeline.run.packed_tree import bones, pack, unpack
+from meshwise.pipeline.run.packed_tree import pack, tensor_specs, unpack
 from meshwise.pipeline.run.split_backward import WeightBackward, backward_input
 from meshwise.pipeline.run.stage import Stage, StageError, signature
-from meshwise.pipeline.schedules.action import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
+from meshwise.pipeline.schedules.action import COMPUTE, RECEIVES, SENDS, Action, ActionKind, Schedule
 from meshwise.pipeline.schedules.passes import counterpart
 
 
 @dataclass(frozen=True)
-class Job:
+class MicrobatchJob:
     """One micro-batch: what calls the model on it, and what its shapes depend on, the same on every rank.
 
     On the last stage `call` returns the loss to go backward from.
@@ -45,7 +45,7 @@ class Job:
     shapes: Hashable
 
 
-class Keeper(Protocol):
+class StageStorage(Protocol):
     """Who keeps the parameters of a stage."""
 
     def running(self, index: int, *, again: bool) -> AbstractContextManager[None]:
@@ -82,15 +82,15 @@ Header = Sequence[tuple[int, Any]]
 """What crosses, each with its number among what the stage sends: stages that are alike have the same."""
 
 
-class Runtime:
+class PipelineRuntime:
     """This rank's stages over the axis `pp`."""
 
-    def __init__(self, stages: Mapping[int, Stage], *, keepers: Mapping[int, Keeper], world: World) -> None:
+    def __init__(self, stages: Mapping[int, Stage], *, keepers: Mapping[int, StageStorage], world: World) -> None:
         self._stages, self._keepers, self._world = stages, keepers, world
         self._rank = world.group("pp").index
         self._agreed: dict[tuple[int, Hashable], Mapping[str, Any]] = {}
 
-    def run(self, schedule: Schedule, *, jobs: Mapping[int, Job]) -> dict[int, Any]:
+    def run(self, schedule: Schedule, *, jobs: Mapping[int, MicrobatchJob]) -> dict[int, Any]:
         """Do this rank's row for the micro-batches that there are; what the last stage returned, where that is here.
 
         Raises StageError when what crosses differs between micro-batches of the same shapes, and what a stage raises.
@@ -101,13 +101,13 @@ class Runtime:
 class _Walk:
     """One step."""
 
-    def __init__(self, runtime: Runtime, schedule: Schedule, jobs: Mapping[int, Job]) -> None:
+    def __init__(self, runtime: PipelineRuntime, schedule: Schedule, jobs: Mapping[int, MicrobatchJob]) -> None:
         self._stages, self._keepers = runtime._stages, runtime._keepers
         self._world, self._rank, self._agreed = runtime._world, runtime._rank, runtime._agreed
         self._ranks, self._jobs = schedule.rank_of, jobs
         self._rows = [[one for one in row if one.microbatch is None or one.microbatch in jobs] for row in schedule.rows]
         self._flights: dict[Place, _Flight] = defaultdict(_Flight)
-        self._leaving: dict[tuple[Kind, Place], tuple[Header | None, Sequence[Tensor]]] = {}
+        self._leaving: dict[tuple[ActionKind, Place], tuple[Header | None, Sequence[Tensor]]] = {}
         self._returned: dict[int, Any] = {}
         self._coming = deque(action for action in self._rows[self._rank] if action.kind in RECEIVES)
         self._posted: tuple[Sequence[Tensor], Sequence[Work]] | None = None
@@ -139,26 +139,26 @@ class _Walk:
             self._send(action)
         elif kind in RECEIVES:
             self._receive(action)
-        elif kind is Kind.GATHER:
+        elif kind is ActionKind.GATHER:
             keeper.gather()
-        elif kind is Kind.FREE:
+        elif kind is ActionKind.FREE:
             keeper.free()
         else:
             keeper.reduce()
 
     # ---- computing ---------------------------------------------------------------------------------------------
 
-    def _compute(self, kind: Kind, place: Place) -> None:
-        with self._keepers[place[0]].running(place[1], again=kind is not Kind.F):
-            if kind is Kind.F:
+    def _compute(self, kind: ActionKind, place: Place) -> None:
+        with self._keepers[place[0]].running(place[1], again=kind is not ActionKind.F):
+            if kind is ActionKind.F:
                 self._forward(place)
-            elif kind is Kind.W:
+            elif kind is ActionKind.W:
                 weights = self._flights[place].weights
                 assert weights is not None
                 weights.run()
             else:
-                self._backward(place, whole=kind is Kind.B)
-        if kind in (Kind.B, Kind.W) or not torch.is_grad_enabled():
+                self._backward(place, whole=kind is ActionKind.B)
+        if kind in (ActionKind.B, ActionKind.W) or not torch.is_grad_enabled():
             del self._flights[place]
 
     def _forward(self, place: Place) -> None:
@@ -177,7 +177,7 @@ class _Walk:
         if self._ranks[stage.index + 1] == self._rank:
             self._enter((stage.index + 1, index), parcel.skeleton, detached)
         else:
-            self._leaving[Kind.SEND_F, place] = self._header(stage.index, index, parcel.skeleton), detached
+            self._leaving[ActionKind.SEND_F, place] = self._header(stage.index, index, parcel.skeleton), detached
 
     def _backward(self, place: Place, *, whole: bool) -> None:
         stage, index = place
@@ -200,12 +200,12 @@ class _Walk:
             if self._ranks[stage - 1] == self._rank:
                 self._flights[stage - 1, index].gradients = back
             else:
-                self._leaving[Kind.SEND_B, place] = None, back
+                self._leaving[ActionKind.SEND_B, place] = None, back
 
     def _enter(self, place: Place, skeleton: Mapping[str, Any], arrived: Sequence[Tensor]) -> None:
         """Give a stage what it receives."""
         flight = self._flights[place]
-        for tensor, bone in zip(arrived, bones(skeleton), strict=True):
+        for tensor, bone in zip(arrived, tensor_specs(skeleton), strict=True):
             tensor.requires_grad_(bone.requires_grad)
         flight.received = unpack(skeleton, arrived=arrived)
         flight.leaves = [tensor for tensor in arrived if tensor.requires_grad]
@@ -275,11 +275,11 @@ class _Walk:
     def _expected(self, action: Action) -> Sequence[Tensor] | None:
         """Tensors like those that will arrive; None while it is not known."""
         stage, index = _place(action)
-        if action.kind is Kind.RECV_B:
+        if action.kind is ActionKind.RECV_B:
             flight = self._flights.get((stage, index))
             return None if flight is None else flight.outputs
         agreed = self._agreed.get((stage - 1, self._jobs[index].shapes))
-        return None if agreed is None else bones(agreed)
+        return None if agreed is None else tensor_specs(agreed)
 
     def _receive(self, action: Action) -> None:
         stage, index = place = _place(action)
@@ -293,7 +293,7 @@ class _Walk:
         for work in works:
             work.wait()
         self._release(self._other_end(action), self._arrived[action])
-        if action.kind is Kind.RECV_B:
+        if action.kind is ActionKind.RECV_B:
             self._flights[place].gradients = list(arrived)
         else:
             self._enter(place, self._agreed[stage - 1, self._jobs[index].shapes], arrived)
@@ -310,7 +310,7 @@ def _place_text(action: Action) -> str:
 
 def _described(skeleton: Mapping[str, Any]) -> dict[str, Any]:
     """What has to be the same of each value; which tensors are one, too, for that travels once."""
-    number = {id(bone): place for place, bone in enumerate(bones(skeleton))}
+    number = {id(bone): place for place, bone in enumerate(tensor_specs(skeleton))}
     return {
         name: (signature(value, other=pickle.dumps), [(number[id(one)], one.requires_grad) for one in tensors(value)])
         for name, value in skeleton.items()

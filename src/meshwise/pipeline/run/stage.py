@@ -34,11 +34,11 @@ from torch import Tensor, nn
 
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.model.dispatch_modes import unseen
-from meshwise.model.forward import Left
-from meshwise.pipeline.cut.block_entry import Handed, laid_out
+from meshwise.model.forward import StageForwardLeft
+from meshwise.pipeline.cut.block_entry import AttentionCalls, laid_out
 from meshwise.pipeline.cut.meta_values import sizes_known
-from meshwise.pipeline.cut.module_hooks import BackwardHooks
-from meshwise.pipeline.run.packed_tree import Entrance, enter
+from meshwise.pipeline.cut.module_hooks import PieceBackwardHooks
+from meshwise.pipeline.run.packed_tree import StageEntrance, enter
 
 
 class StageError(RuntimeError):
@@ -50,7 +50,7 @@ Place: TypeAlias = tuple[bool, int, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Width:
+class FeatureWidth:
     """The features of what runs from piece to piece: how many a rank has, and how many there are. `made`: the pieces
     that make it of something else, as an embedding does, and the dim of what they return that has the features.
     `tokens`: the same of its tokens, in the forward under way; between `blocks` and in them a rank may have a part.
@@ -108,13 +108,13 @@ def _first(tree: Any) -> Tensor | None:
     return next(tensors(tree), None)
 
 
-class Crossing:
+class StageRun:
     """What one run of a stage has received and computed so far. Lives as long as the stage, open during a run."""
 
     def __init__(self, sends: Sequence[str], *, changed: Collection[str], alike: Collection[str]) -> None:
         self.sends, self.changed, self.alike = sends, changed, alike
-        self.void = Void()
-        self.width = Width()
+        self.void = NanPlaceholder()
+        self.width = FeatureWidth()
         self.open = self.repeats = self.differentiates = False
         self.received: dict[str, Any] = {}
         self.sent: dict[str, Any] = {}
@@ -146,7 +146,7 @@ class Crossing:
     def leave(self) -> None:
         """End the model's forward. One that is repeated ends by itself."""
         if not self.repeats:
-            raise Left
+            raise StageForwardLeft
 
     def here(self) -> Place:
         """The point of the forward that the model is at (see `meshwise.model.forward_replay.Remembered`)."""
@@ -177,7 +177,7 @@ class Stage:
     """
 
     def __init__(
-        self, module: nn.Module, *, index: int, count: int, crossing: Crossing, receives: Sequence[str]
+        self, module: nn.Module, *, index: int, count: int, crossing: StageRun, receives: Sequence[str]
     ) -> None:
         self.module = module
         self.index = index
@@ -204,7 +204,7 @@ class Stage:
         self.crossing.start(received)
         try:
             returned = call(self.module)
-        except Left:
+        except StageForwardLeft:
             return self._checked(self.crossing.stop())
         finally:
             self.crossing.open = False
@@ -221,12 +221,12 @@ class Stage:
         return sent
 
 
-class Piece:
+class PieceForward:
     """The forward of one piece in one stage: computes, returns what was received, or returns NaN, call by call."""
 
-    def __init__(self, module: nn.Module, *, shadow: nn.Module | None, route: Route, crossing: Crossing) -> None:
+    def __init__(self, module: nn.Module, *, shadow: nn.Module | None, route: StageRoute, crossing: StageRun) -> None:
         self._module, self._shadow, self._route, self._crossing = module, shadow, route, crossing
-        self._hooks = BackwardHooks(module, computes=route.computes(module))
+        self._hooks = PieceBackwardHooks(module, computes=route.computes(module))
         self._shapes: dict[Any, Any] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -260,7 +260,7 @@ class Piece:
         nothing = map_tensors(lambda like: crossing.void.like(like, device=device, fresh=fresh), shapes)
         if not (crossing.differentiates and torch.is_grad_enabled()):
             return nothing
-        return map_tensors(lambda x: Entrance.apply(x.requires_grad_()) if x.is_floating_point() else x, nothing)
+        return map_tensors(lambda x: StageEntrance.apply(x.requires_grad_()) if x.is_floating_point() else x, nothing)
 
     def _shapes_for(self, key: str, args: Any, kwargs: Any) -> Any:
         """What the piece would return, on the meta device; computed once per shapes of its inputs."""
@@ -282,15 +282,19 @@ class Piece:
         return self._shapes[asked]
 
 
-class Opened:
+class OpenedBlock:
     """The forward of a block that a stage has a part of: the modules inside are pieces, the block itself the last.
 
     `attention`: the piece that stands for the block's call of attention, where it is one.
     """
 
-    def __init__(self, module: nn.Module, *, route: Route, crossing: Crossing, attention: nn.Module | None) -> None:
+    def __init__(
+        self, module: nn.Module, *, route: StageRoute, crossing: StageRun, attention: nn.Module | None
+    ) -> None:
         self._module, self._route, self._crossing = module, route, crossing
-        self._calls = contextlib.nullcontext() if attention is None else Handed(partial(self._attend, attention))
+        self._calls = (
+            contextlib.nullcontext() if attention is None else AttentionCalls(partial(self._attend, attention))
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Stands where the module's `forward` was."""
@@ -315,7 +319,7 @@ class Opened:
         return laid_out(output, like=query)
 
 
-class Void:
+class NanPlaceholder:
     """NaN (of integers 0) in any shape, all in the same memory: a stage of a deep model returns it many times.
 
     `told`, where there is one, is told of every tensor of it that is handed out.
@@ -345,7 +349,7 @@ class Void:
         return flat[: tensor.numel()].view(tensor.shape)
 
 
-class Route:
+class StageRoute:
     """The order of all pieces' calls, and the part of it that is one stage's."""
 
     def __init__(self, keys: Sequence[str], *, modules: Sequence[nn.Module], start: int, stop: int) -> None:

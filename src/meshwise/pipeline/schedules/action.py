@@ -23,7 +23,7 @@ class ScheduleError(ValueError):
     """A schedule that cannot work, or one asked for in a way that it does not allow."""
 
 
-class Kind(StrEnum):
+class ActionKind(StrEnum):
     """What an action does. The first four compute; B is I and W in one."""
 
     F = "F"  # forward
@@ -39,13 +39,13 @@ class Kind(StrEnum):
     REDUCE = "REDUCE"  # the stage's gradients, summed over the data axes
 
 
-COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
-SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
-RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
-UNITS = frozenset({Kind.GATHER, Kind.FREE, Kind.REDUCE})
+COMPUTE = frozenset({ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W})
+SENDS = frozenset({ActionKind.SEND_F, ActionKind.SEND_B})
+RECEIVES = frozenset({ActionKind.RECV_F, ActionKind.RECV_B})
+UNITS = frozenset({ActionKind.GATHER, ActionKind.FREE, ActionKind.REDUCE})
 """What concerns a stage as a whole and carries no micro-batch."""
 
-_ACTION = re.compile(rf"(\d+)({'|'.join(sorted(Kind, key=len, reverse=True))})(\d*)")
+_ACTION = re.compile(rf"(\d+)({'|'.join(sorted(ActionKind, key=len, reverse=True))})(\d*)")
 
 
 class Action(NamedTuple):
@@ -54,7 +54,7 @@ class Action(NamedTuple):
     """
 
     stage: int
-    kind: Kind
+    kind: ActionKind
     microbatch: int | None = None
 
     def __str__(self) -> str:
@@ -67,10 +67,10 @@ class Action(NamedTuple):
         if found is None:
             raise ScheduleError(f"{text!r} is not an action; write stage, kind and micro-batch as in 2F0 or 2SEND_F0")
         stage, kind, microbatch = found.groups()
-        if (Kind(kind) in UNITS) == bool(microbatch):
+        if (ActionKind(kind) in UNITS) == bool(microbatch):
             form = f"{stage}{kind}" if microbatch else f"{stage}{kind}0"
             raise ScheduleError(f"{text!r} is not an action; {kind} is written as in {form}")
-        return cls(int(stage), Kind(kind), int(microbatch) if microbatch else None)
+        return cls(int(stage), ActionKind(kind), int(microbatch) if microbatch else None)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Schedule:
     @cached_property
     def splits_backward(self) -> bool:
         """Whether some backward is in two parts, I and W."""
-        return any(action.kind is Kind.I for action in self.actions())
+        return any(action.kind is ActionKind.I for action in self.actions())
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank holds, ascending."""

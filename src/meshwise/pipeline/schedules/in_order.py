@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshwise.pipeline.schedules.action import Action, Kind, Schedule
+from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule
 
 
 def naive(pp: int, *, microbatches: int) -> Schedule:
     """One micro-batch at a time goes all the way down and up: the model is split, nothing overlaps."""
     return Schedule(
         tuple(
-            tuple(Action(rank, kind, index) for index in range(microbatches) for kind in (Kind.F, Kind.B))
+            tuple(Action(rank, kind, index) for index in range(microbatches) for kind in (ActionKind.F, ActionKind.B))
             for rank in range(pp)
         )
     )
@@ -72,7 +72,9 @@ class _Steps:
         return Schedule(tuple(self._row(rank, min(ahead[rank], len(self._order))) for rank in range(self._pp)))
 
     def _row(self, rank: int, ahead: int) -> tuple[Action, ...]:
-        forwards = [Action(lap * self._pp + rank, Kind.F, index) for lap, index in self._order]
-        backwards = [Action((self._laps - 1 - lap) * self._pp + rank, Kind.B, index) for lap, index in self._order]
+        forwards = [Action(lap * self._pp + rank, ActionKind.F, index) for lap, index in self._order]
+        backwards = [
+            Action((self._laps - 1 - lap) * self._pp + rank, ActionKind.B, index) for lap, index in self._order
+        ]
         turns = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
         return (*forwards[:ahead], *turns, *backwards[len(forwards) - ahead :])

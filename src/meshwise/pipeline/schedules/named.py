@@ -15,7 +15,7 @@ from meshwise.plan.plan_keys import in_words, is_path
 
 
 @dataclass(frozen=True)
-class Recipe:
+class NamedSchedule:
     """A schedule of a given name: the function, and what it can be asked for."""
 
     build: Callable[[int, int, int], Schedule]
@@ -43,21 +43,21 @@ class Recipe:
         return max(self.least(pp), wanted), max(least, min(virtual_stages, most or virtual_stages))
 
 
-SCHEDULES: Mapping[str, Recipe] = {
-    "naive": Recipe(lambda pp, m, _v: naive(pp, microbatches=m), (1, 1), overlaps=False),
-    "gpipe": Recipe(lambda pp, m, _v: gpipe(pp, microbatches=m), (1, 1)),
-    "1f1b": Recipe(lambda pp, m, _v: one_forward_one_backward(pp, microbatches=m), (1, 1)),
-    "interleaved": Recipe(
+SCHEDULES: Mapping[str, NamedSchedule] = {
+    "naive": NamedSchedule(lambda pp, m, _v: naive(pp, microbatches=m), (1, 1), overlaps=False),
+    "gpipe": NamedSchedule(lambda pp, m, _v: gpipe(pp, microbatches=m), (1, 1)),
+    "1f1b": NamedSchedule(lambda pp, m, _v: one_forward_one_backward(pp, microbatches=m), (1, 1)),
+    "interleaved": NamedSchedule(
         lambda pp, m, v: interleaved(pp, microbatches=m, virtual_stages=v),
         (2, None),
         least=lambda pp: pp,
         step=lambda pp: pp,
     ),
-    "looped": Recipe(lambda pp, m, v: looped(pp, microbatches=m, virtual_stages=v), (2, None)),
-    "zb-h1": Recipe(lambda pp, m, _v: zb_h1(pp, microbatches=m), (1, 1)),
-    "zb-h2": Recipe(lambda pp, m, _v: zb_h2(pp, microbatches=m), (1, 1)),
-    "zb-v": Recipe(lambda pp, m, _v: zb_v(pp, microbatches=m), (2, 2), least=lambda pp: 2 * pp),
-    "dualpipev": Recipe(lambda pp, m, _v: dualpipev(pp, microbatches=m), (2, 2), least=lambda pp: 2 * pp),
+    "looped": NamedSchedule(lambda pp, m, v: looped(pp, microbatches=m, virtual_stages=v), (2, None)),
+    "zb-h1": NamedSchedule(lambda pp, m, _v: zb_h1(pp, microbatches=m), (1, 1)),
+    "zb-h2": NamedSchedule(lambda pp, m, _v: zb_h2(pp, microbatches=m), (1, 1)),
+    "zb-v": NamedSchedule(lambda pp, m, _v: zb_v(pp, microbatches=m), (2, 2), least=lambda pp: 2 * pp),
+    "dualpipev": NamedSchedule(lambda pp, m, _v: dualpipev(pp, microbatches=m), (2, 2), least=lambda pp: 2 * pp),
 }
 
 

@@ -16,13 +16,13 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import pairwise
 
-from meshwise.pipeline.schedules.action import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule, ScheduleError
+from meshwise.pipeline.schedules.action import COMPUTE, RECEIVES, SENDS, Action, ActionKind, Schedule, ScheduleError
 
-_OTHER_END: Mapping[Kind, tuple[int, Kind]] = {
-    Kind.SEND_F: (1, Kind.RECV_F),
-    Kind.RECV_F: (-1, Kind.SEND_F),
-    Kind.SEND_B: (-1, Kind.RECV_B),
-    Kind.RECV_B: (1, Kind.SEND_B),
+_OTHER_END: Mapping[ActionKind, tuple[int, ActionKind]] = {
+    ActionKind.SEND_F: (1, ActionKind.RECV_F),
+    ActionKind.RECV_F: (-1, ActionKind.SEND_F),
+    ActionKind.SEND_B: (-1, ActionKind.RECV_B),
+    ActionKind.RECV_B: (1, ActionKind.SEND_B),
 }
 """How many stages away the other end of a transfer is, and what it does there."""
 
@@ -48,15 +48,15 @@ def send_first(schedule: Schedule) -> Schedule:
     """
     rows = []
     for row in schedule.rows:
-        last = max((place for place, action in enumerate(row) if action.kind is Kind.F), default=-1) + 1
+        last = max((place for place, action in enumerate(row) if action.kind is ActionKind.F), default=-1) + 1
         rows.append((*row[:last], *(part for action in row[last:] for part in _parts(action))))
     return Schedule(tuple(rows))
 
 
 def _parts(action: Action) -> tuple[Action, ...]:
-    if action.kind is not Kind.B:
+    if action.kind is not ActionKind.B:
         return (action,)
-    return tuple(Action(action.stage, kind, action.microbatch) for kind in (Kind.I, Kind.W))
+    return tuple(Action(action.stage, kind, action.microbatch) for kind in (ActionKind.I, ActionKind.W))
 
 
 def merge_backward(schedule: Schedule) -> Schedule:
@@ -71,9 +71,9 @@ def _merged(row: tuple[Action, ...]) -> Iterator[Action]:
     skip = False
     for action, following in pairwise((*row, None)):
         assert action is not None
-        merges = action.kind is Kind.I and following == Action(action.stage, Kind.W, action.microbatch)
+        merges = action.kind is ActionKind.I and following == Action(action.stage, ActionKind.W, action.microbatch)
         if not skip:
-            yield Action(action.stage, Kind.B, action.microbatch) if merges else action
+            yield Action(action.stage, ActionKind.B, action.microbatch) if merges else action
         skip = merges
 
 
@@ -112,20 +112,20 @@ def add_transfers(schedule: Schedule) -> Schedule:
 def sent(action: Action, *, schedule: Schedule) -> Action | None:
     """The send that an action of computing gives rise to: none inside a rank, and none at the ends of the model."""
     stage, kind, microbatch = action.stage, action.kind, action.microbatch
-    if kind is Kind.F and _crosses(schedule, stage, stage + 1):
-        return Action(stage, Kind.SEND_F, microbatch)
-    if kind in (Kind.B, Kind.I) and _crosses(schedule, stage - 1, stage):
-        return Action(stage, Kind.SEND_B, microbatch)
+    if kind is ActionKind.F and _crosses(schedule, stage, stage + 1):
+        return Action(stage, ActionKind.SEND_F, microbatch)
+    if kind in (ActionKind.B, ActionKind.I) and _crosses(schedule, stage - 1, stage):
+        return Action(stage, ActionKind.SEND_B, microbatch)
     return None
 
 
 def received(action: Action, *, schedule: Schedule) -> Action | None:
     """The receive that an action of computing waits for."""
     stage, kind, microbatch = action.stage, action.kind, action.microbatch
-    if kind is Kind.F and _crosses(schedule, stage - 1, stage):
-        return Action(stage, Kind.RECV_F, microbatch)
-    if kind in (Kind.B, Kind.I) and _crosses(schedule, stage, stage + 1):
-        return Action(stage, Kind.RECV_B, microbatch)
+    if kind is ActionKind.F and _crosses(schedule, stage - 1, stage):
+        return Action(stage, ActionKind.RECV_F, microbatch)
+    if kind in (ActionKind.B, ActionKind.I) and _crosses(schedule, stage, stage + 1):
+        return Action(stage, ActionKind.RECV_B, microbatch)
     return None
 
 
@@ -149,12 +149,12 @@ def add_reductions(schedule: Schedule) -> Schedule:
     """REDUCE after the last action of each stage that adds to its gradients."""
     rows = []
     for row in schedule.rows:
-        last = {action.stage: place for place, action in enumerate(row) if action.kind in (Kind.B, Kind.W)}
+        last = {action.stage: place for place, action in enumerate(row) if action.kind in (ActionKind.B, ActionKind.W)}
         rows.append(
             tuple(
                 added
                 for place, action in enumerate(row)
-                for added in (action, Action(action.stage, Kind.REDUCE))
+                for added in (action, Action(action.stage, ActionKind.REDUCE))
                 if added is action or last.get(action.stage) == place
             )
         )
@@ -184,13 +184,13 @@ def _gathered(row: tuple[Action, ...], whole: int | None) -> tuple[Action, ...]:
         gathered_at = place - 1 if place and len(held) < most else place
         for done in [one for one in held if one not in computed[place:]]:
             held.remove(done)
-            before[place].append(Action(done, Kind.FREE))
+            before[place].append(Action(done, ActionKind.FREE))
         if stage not in held:
             if len(held) == most:
                 furthest = max(held, key=computed[place:].index)
                 held.remove(furthest)
-                before[place].append(Action(furthest, Kind.FREE))
-            before[gathered_at].append(Action(stage, Kind.GATHER))
+                before[place].append(Action(furthest, ActionKind.FREE))
+            before[gathered_at].append(Action(stage, ActionKind.GATHER))
             held.add(stage)
     lowered: list[Action] = []
     place = 0
@@ -199,4 +199,4 @@ def _gathered(row: tuple[Action, ...], whole: int | None) -> tuple[Action, ...]:
             lowered += before[place]
             place += 1
         lowered.append(action)
-    return (*lowered, *(Action(stage, Kind.FREE) for stage in sorted(held)))
+    return (*lowered, *(Action(stage, ActionKind.FREE) for stage in sorted(held)))

@@ -13,14 +13,14 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from meshwise.base.timeline import Event, Stream, Timeline
-from meshwise.pipeline.schedules.action import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule, ScheduleError
+from meshwise.base.timeline import Event, Timeline, TimelineRow
+from meshwise.pipeline.schedules.action import COMPUTE, RECEIVES, SENDS, Action, ActionKind, Schedule, ScheduleError
 from meshwise.pipeline.schedules.passes import add_transfers, other_end
 from meshwise.pipeline.schedules.validate import walk
 
 
 @dataclass(frozen=True)
-class Cost:
+class ActionCost:
     """What one micro-batch of one stage costs; times in seconds, or in any one unit."""
 
     forward: float = 1.0
@@ -51,7 +51,7 @@ class Cost:
     """The part of them that I leaves for W."""
 
 
-def clock(schedule: Schedule, *, costs: Cost | Sequence[Cost] = Cost()) -> Timeline:
+def clock(schedule: Schedule, *, costs: ActionCost | Sequence[ActionCost] = ActionCost()) -> Timeline:
     """Time a table, given one cost for all stages or one for each. Transfers are added when it has none.
 
     An event of a send is when the message is on the link. Raises ScheduleError for costs of another number of stages,
@@ -63,8 +63,8 @@ def clock(schedule: Schedule, *, costs: Cost | Sequence[Cost] = Cost()) -> Timel
     return Timeline(events, (tuple(range(schedule.ranks)),))
 
 
-def peaks(schedule: Schedule, *, costs: Cost | Sequence[Cost] = Cost()) -> tuple[float, ...]:
-    """The most that each rank holds at a time, in the unit of `Cost.held`.
+def peaks(schedule: Schedule, *, costs: ActionCost | Sequence[ActionCost] = ActionCost()) -> tuple[float, ...]:
+    """The most that each rank holds at a time, in the unit of `ActionCost.held`.
 
     Raises ScheduleError for costs of another number of stages.
     """
@@ -89,14 +89,14 @@ class StepClock:
             number = len(self._events) + 1
             if action.kind in SENDS:
                 channel = rank, other_end(action, schedule=lowered)
-                edge = action.stage - (action.kind is Kind.SEND_B)
+                edge = action.stage - (action.kind is ActionKind.SEND_B)
                 event = now[rank], links[channel], 2 * schedule.stages + 1 + edge
                 links[channel] = number
                 arrivals[channel].append(number)
             elif action.kind in RECEIVES:
                 event = now[rank], arrivals[other_end(action, schedule=lowered), rank].popleft(), 0
             else:
-                event = now[rank], now[rank], 1 + 2 * action.stage + (action.kind is Kind.B)
+                event = now[rank], now[rank], 1 + 2 * action.stage + (action.kind is ActionKind.B)
             if action.kind not in SENDS:
                 now[rank] = number
             self._events.append(event)
@@ -124,14 +124,14 @@ class StepClock:
         return max(ends)
 
 
-def _each(costs: Cost | Sequence[Cost], schedule: Schedule) -> tuple[Cost, ...]:
-    each = (costs,) * schedule.stages if isinstance(costs, Cost) else tuple(costs)
+def _each(costs: ActionCost | Sequence[ActionCost], schedule: Schedule) -> tuple[ActionCost, ...]:
+    each = (costs,) * schedule.stages if isinstance(costs, ActionCost) else tuple(costs)
     if len(each) != schedule.stages:
         raise ScheduleError(f"{len(each)} costs for {schedule.stages} stages; give one for each, or one for all")
     return each
 
 
-def _peak(row: tuple[Action, ...], changes: Sequence[Mapping[Kind, float]]) -> float:
+def _peak(row: tuple[Action, ...], changes: Sequence[Mapping[ActionKind, float]]) -> float:
     held = peak = 0.0
     for action in row:
         held += changes[action.stage].get(action.kind, 0.0)
@@ -139,13 +139,13 @@ def _peak(row: tuple[Action, ...], changes: Sequence[Mapping[Kind, float]]) -> f
     return peak
 
 
-def _changes(cost: Cost) -> Mapping[Kind, float]:
+def _changes(cost: ActionCost) -> Mapping[ActionKind, float]:
     """What each kind of action adds to what a rank holds."""
     return {
-        Kind.F: cost.held,
-        Kind.B: -cost.held,
-        Kind.I: -cost.held * (1 - cost.kept),
-        Kind.W: -cost.held * cost.kept,
+        ActionKind.F: cost.held,
+        ActionKind.B: -cost.held,
+        ActionKind.I: -cost.held * (1 - cost.kept),
+        ActionKind.W: -cost.held * cost.kept,
     }
 
 
@@ -154,7 +154,7 @@ class _Run:
     """The clocks of the ranks, of their links and of their collectives."""
 
     schedule: Schedule
-    costs: Sequence[Cost]
+    costs: Sequence[ActionCost]
     now: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     links: dict[tuple[int, int], float] = field(default_factory=lambda: defaultdict(float))
     arrivals: dict[tuple[int, int], deque[float]] = field(default_factory=lambda: defaultdict(deque))
@@ -172,20 +172,20 @@ class _Run:
         elif action.kind in COMPUTE:
             start = max(start, self.whole[action.stage])
             end = self.now[rank] = start + _seconds(action.kind, cost)
-        elif action.kind is Kind.FREE:
+        elif action.kind is ActionKind.FREE:
             end = start
         else:
             start = max(start, self.collectives[rank])
-            end = start + (cost.gather if action.kind is Kind.GATHER else cost.reduce)
+            end = start + (cost.gather if action.kind is ActionKind.GATHER else cost.reduce)
             self.collectives[rank] = end
-            if action.kind is Kind.GATHER:
+            if action.kind is ActionKind.GATHER:
                 self.whole[action.stage] = end
         return event_of(action, rank=rank, start=start, stop=end)
 
     def _send(self, rank: int, action: Action) -> Event:
         channel = rank, other_end(action, schedule=self.schedule)
         start = max(self.now[rank], self.links[channel])
-        end = start + self.costs[action.stage - (action.kind is Kind.SEND_B)].link
+        end = start + self.costs[action.stage - (action.kind is ActionKind.SEND_B)].link
         self.links[channel] = end
         self.arrivals[channel].append(end)
         return event_of(action, rank=rank, start=start, stop=end)
@@ -194,14 +194,14 @@ class _Run:
 def event_of(action: Action, *, rank: int, start: float, stop: float) -> Event:
     """The event that an action is."""
     if action.kind in COMPUTE:
-        stream = Stream.COMPUTE
+        stream = TimelineRow.COMPUTE
     elif action.kind in RECEIVES:
-        stream = Stream.WAIT
+        stream = TimelineRow.WAIT
     else:
-        stream = Stream.LINK if action.kind in SENDS else Stream.COLLECTIVE
+        stream = TimelineRow.LINK if action.kind in SENDS else TimelineRow.COLLECTIVE
     return Event(rank, stream, action.kind, start, stop, action.stage, action.microbatch)
 
 
-def _seconds(kind: Kind, cost: Cost) -> float:
+def _seconds(kind: ActionKind, cost: ActionCost) -> float:
     whole = cost.input + cost.weight if cost.backward is None else cost.backward
-    return {Kind.F: cost.forward, Kind.B: whole, Kind.I: cost.input, Kind.W: cost.weight}[kind]
+    return {ActionKind.F: cost.forward, ActionKind.B: whole, ActionKind.I: cost.input, ActionKind.W: cost.weight}[kind]

@@ -10,7 +10,16 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 
-from meshwise.pipeline.schedules.action import COMPUTE, RECEIVES, SENDS, UNITS, Action, Kind, Schedule, ScheduleError
+from meshwise.pipeline.schedules.action import (
+    COMPUTE,
+    RECEIVES,
+    SENDS,
+    UNITS,
+    Action,
+    ActionKind,
+    Schedule,
+    ScheduleError,
+)
 from meshwise.pipeline.schedules.passes import add_transfers, counterpart, other_end, received, sent
 
 
@@ -73,7 +82,7 @@ def held_after(row: tuple[Action, ...]) -> Iterator[float]:
     """After each action of a row, how many micro-batches (times stages) the rank holds activations of."""
     held = 0
     for action in row:
-        held += (action.kind is Kind.F) - (action.kind in (Kind.B, Kind.W))
+        held += (action.kind is ActionKind.F) - (action.kind in (ActionKind.B, ActionKind.W))
         yield float(held)
 
 
@@ -85,12 +94,15 @@ def in_flight(schedule: Schedule) -> tuple[float, ...]:
 
 def _once(schedule: Schedule) -> None:
     """Every stage has one forward and one backward, whole or in two parts, of every micro-batch."""
-    counts = Counter(action for action in schedule.actions() if action.kind not in UNITS - {Kind.REDUCE})
+    counts = Counter(action for action in schedule.actions() if action.kind not in UNITS - {ActionKind.REDUCE})
     if twice := [action for action, count in counts.items() if count > 1]:
         raise ScheduleError(f"rank {schedule.rank_of[twice[0].stage]} does {twice[0]} twice")
     for stage, rank in enumerate(schedule.rank_of):
         for index in range(schedule.microbatches):
-            f, b, i, w = (Action(stage, kind, index) in counts for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
+            f, b, i, w = (
+                Action(stage, kind, index) in counts
+                for kind in (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
+            )
             if not f:
                 raise ScheduleError(f"rank {rank} has no {stage}F{index}")
             if b + (i and w) != 1 or (b and (i or w)):
@@ -127,43 +139,43 @@ def _ordered(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None:
 def _before(schedule: Schedule, action: Action) -> Iterator[tuple[Action, ...]]:
     """What has to come earlier in the same row: of each tuple, one."""
     stage, kind, index = action.stage, action.kind, action.microbatch
-    backward = (Action(stage, Kind.B, index), Action(stage, Kind.I, index))
-    if kind in (Kind.SEND_F, Kind.B, Kind.I):
-        yield (Action(stage, Kind.F, index),)
-    if kind is Kind.SEND_B:
+    backward = (Action(stage, ActionKind.B, index), Action(stage, ActionKind.I, index))
+    if kind in (ActionKind.SEND_F, ActionKind.B, ActionKind.I):
+        yield (Action(stage, ActionKind.F, index),)
+    if kind is ActionKind.SEND_B:
         yield backward
-    if kind is Kind.W:
+    if kind is ActionKind.W:
         yield backward[1:]
     receive = received(action, schedule=schedule)
     if receive is not None:
         yield (receive,)
-    elif kind is Kind.F and stage > 0:
-        yield (Action(stage - 1, Kind.F, index),)
-    elif kind in (Kind.B, Kind.I) and stage + 1 < schedule.stages:
-        yield (Action(stage + 1, Kind.B, index), Action(stage + 1, Kind.I, index))
+    elif kind is ActionKind.F and stage > 0:
+        yield (Action(stage - 1, ActionKind.F, index),)
+    elif kind in (ActionKind.B, ActionKind.I) and stage + 1 < schedule.stages:
+        yield (Action(stage + 1, ActionKind.B, index), Action(stage + 1, ActionKind.I, index))
 
 
 def _units(rank: int, row: tuple[Action, ...]) -> None:
     """Stages that are gathered at all are whole when they compute; a stage is reduced after all its backwards."""
-    sharded = {action.stage for action in row if action.kind is Kind.GATHER}
+    sharded = {action.stage for action in row if action.kind is ActionKind.GATHER}
     whole: set[int] = set()
     reduced: set[int] = set()
     for action in row:
         stage = action.stage
-        if action.kind is Kind.GATHER:
+        if action.kind is ActionKind.GATHER:
             if stage in whole:
                 raise ScheduleError(f"rank {rank} does {action}, but stage {stage} is whole already")
             whole.add(stage)
-        elif action.kind is Kind.FREE:
+        elif action.kind is ActionKind.FREE:
             if stage not in whole:
                 raise ScheduleError(f"rank {rank} does {action}, but stage {stage} is not gathered")
             whole.remove(stage)
-        elif action.kind is Kind.REDUCE:
+        elif action.kind is ActionKind.REDUCE:
             reduced.add(stage)
         elif action.kind in COMPUTE:
             if stage in sharded - whole:
                 raise ScheduleError(f"rank {rank} does {action} while stage {stage} is not gathered")
-            if stage in reduced and action.kind in (Kind.B, Kind.W):
+            if stage in reduced and action.kind in (ActionKind.B, ActionKind.W):
                 raise ScheduleError(f"rank {rank} does {action} after {stage}REDUCE")
     if whole:
         raise ScheduleError(f"rank {rank} never frees stage {min(whole)}")

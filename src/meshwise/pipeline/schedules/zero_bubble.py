@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshwise.pipeline.schedules.action import Action, Kind, Schedule
+from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule
 
 
 def zb_h1(pp: int, *, microbatches: int) -> Schedule:
@@ -41,19 +41,19 @@ def _greedy(microbatches: int, *, ahead: Sequence[int], most: int) -> Schedule:
     """
     ranks = range(len(ahead))
     rows: list[list[Action]] = [[] for _ in ranks]
-    done = [dict.fromkeys((Kind.F, Kind.I, Kind.W), 0) for _ in ranks]
-    while any(rank[Kind.W] < microbatches for rank in done):
+    done = [dict.fromkeys((ActionKind.F, ActionKind.I, ActionKind.W), 0) for _ in ranks]
+    while any(rank[ActionKind.W] < microbatches for rank in done):
         before = [dict(rank) for rank in done]
         for rank in ranks:
             f, i, w = done[rank].values()
-            received = before[rank - 1][Kind.F] if rank > 0 else microbatches
-            returned = before[rank + 1][Kind.I] if rank + 1 < len(ahead) else microbatches
+            received = before[rank - 1][ActionKind.F] if rank > 0 else microbatches
+            returned = before[rank + 1][ActionKind.I] if rank + 1 < len(ahead) else microbatches
             if f < received and f - w < most and f - i < ahead[rank]:
-                kind = Kind.F
+                kind = ActionKind.F
             elif i < min(f, returned):
-                kind = Kind.I
+                kind = ActionKind.I
             elif w < i:
-                kind = Kind.W
+                kind = ActionKind.W
             else:
                 continue
             rows[rank].append(Action(rank, kind, done[rank][kind]))
@@ -110,21 +110,21 @@ class _Row:
     def __init__(self, *stages: int) -> None:
         self.actions: list[Action] = []
         self._stages = stages
-        self._next: dict[tuple[int, Kind], int] = {}
+        self._next: dict[tuple[int, ActionKind], int] = {}
         self._left: list[Action] = []
 
     def add(self, words: str, *, times: int) -> None:
         """Do the words, so many times."""
         for word in words.split() * times:
-            kind, stage = Kind(word[0]), self._stages[int(word[1:] or 0)]
-            if kind is Kind.W:
+            kind, stage = ActionKind(word[0]), self._stages[int(word[1:] or 0)]
+            if kind is ActionKind.W:
                 weight = next(action for action in self._left if word == "W" or action.stage == stage)
                 self._left.remove(weight)
                 self.actions.append(weight)
                 continue
-            counted = (stage, Kind.F if kind is Kind.F else Kind.B)
+            counted = (stage, ActionKind.F if kind is ActionKind.F else ActionKind.B)
             index = self._next.get(counted, 0)
             self._next[counted] = index + 1
             self.actions.append(Action(stage, kind, index))
-            if kind is Kind.I:
-                self._left.append(Action(stage, Kind.W, index))
+            if kind is ActionKind.I:
+                self._left.append(Action(stage, ActionKind.W, index))

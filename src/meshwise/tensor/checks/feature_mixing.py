@@ -27,7 +27,7 @@ Arguments: TypeAlias = Mapping[str, Any]
 Mixed: TypeAlias = Callable[[Tensor, Arguments], Sequence[int]]
 
 
-class Piece(NamedTuple):
+class SplitDim(NamedTuple):
     """A dim along which a tensor is a part: so many `places` of it, `step` apart, are those of this rank."""
 
     dim: int
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
     places: int
 
 
-class MixedError(Exception):
+class MixedFeaturesError(Exception):
     """More than one place along a dim that is split is needed for a place of the result."""
 
 
@@ -140,8 +140,8 @@ def arguments(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def after(
-    func: OpOverload, *, operand: str, x: Tensor, pieces: Sequence[Piece], given: Arguments, made: Tensor
-) -> list[Piece]:
+    func: OpOverload, *, operand: str, x: Tensor, pieces: Sequence[SplitDim], given: Arguments, made: Tensor
+) -> list[SplitDim]:
     """Where `made` is a part because `x`, one operand of an operation, is. Raises MixedError."""
     name = func.overloadpacket.__name__
     if name in _RESHAPED and "size" in given:
@@ -155,10 +155,10 @@ def after(
     )
     if dims is None:
         if x.dim() and not made.dim() and name not in _CHECKS:
-            raise MixedError
+            raise MixedFeaturesError
         return list(pieces) if made.shape == x.shape else []
     if any(piece.dim in dims for piece in pieces):
-        raise MixedError
+        raise MixedFeaturesError
     new = given.get("dim") if name == "stack" else None
     return list(_aligned(pieces, x=x, made=made, dims=dims, new=new))
 
@@ -178,8 +178,8 @@ def _mixed(name: str, *, operand: str, x: Tensor, given: Arguments, reduces: boo
 
 
 def _aligned(
-    pieces: Sequence[Piece], *, x: Tensor, made: Tensor, dims: Sequence[int], new: int | None
-) -> Iterator[Piece]:
+    pieces: Sequence[SplitDim], *, x: Tensor, made: Tensor, dims: Sequence[int], new: int | None
+) -> Iterator[SplitDim]:
     """Of a result with the dims of `x`, those that it mixes left out or not, or with others in front of them."""
     for piece in pieces:
         dim = piece.dim + made.dim() - x.dim()
@@ -191,7 +191,7 @@ def _aligned(
             yield piece._replace(dim=dim)
 
 
-def _reshaped(pieces: Sequence[Piece], *, x: Tensor, made: Tensor, size: Sequence[int]) -> Iterator[Piece]:
+def _reshaped(pieces: Sequence[SplitDim], *, x: Tensor, made: Tensor, size: Sequence[int]) -> Iterator[SplitDim]:
     """Of the same elements in the same order: what lay between two steps through memory lies there still. A dim that is
     cut into several is a part along each, unless the first is as large as comes out of it.
     """
@@ -203,11 +203,13 @@ def _reshaped(pieces: Sequence[Piece], *, x: Tensor, made: Tensor, size: Sequenc
             step = math.prod(made.shape[dim + 1 :])
             begin, end = max(low, step), min(high, step * count)
             if begin < end:
-                found.append(Piece(dim, begin // step, end // begin))
+                found.append(SplitDim(dim, begin // step, end // begin))
         yield from found[:1] if found and size[found[0].dim] == -1 else found
 
 
-def _viewed(pieces: Sequence[Piece], *, func: OpOverload, operand: str, x: Tensor, given: Arguments) -> Iterator[Piece]:
+def _viewed(
+    pieces: Sequence[SplitDim], *, func: OpOverload, operand: str, x: Tensor, given: Arguments
+) -> Iterator[SplitDim]:
     """Of a view: a tensor without memory, whose strides tell its dims apart, is looked at in the same way."""
     if func.overloadpacket.__name__ == "as_strided":
         return
@@ -224,4 +226,4 @@ def _viewed(pieces: Sequence[Piece], *, func: OpOverload, operand: str, x: Tenso
         if kept:
             yield piece._replace(dim=kept[0])
         elif size > 1:
-            raise MixedError
+            raise MixedFeaturesError

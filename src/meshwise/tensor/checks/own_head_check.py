@@ -18,18 +18,18 @@ from torch import Tensor, nn
 
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.scheme import Axes
-from meshwise.tensor.core.split_context import Context
+from meshwise.tensor.core.split_context import SplitContext
 from meshwise.tensor.detect.known_names import of_all_blocks
 
-Look = Callable[[str, Tensor, Context], None]
+Look = Callable[[str, Tensor, SplitContext], None]
 
 
 def watch_heads(
     model: nn.Module,
     *,
     parts: Mapping[str, Part],
-    context_of: Callable[[str, Part], Context],
-    entries: Mapping[str, Context],
+    context_of: Callable[[str, Part], SplitContext],
+    entries: Mapping[str, SplitContext],
 ) -> None:
     """Look at what each matrix is given, the first time that it is given something trained. `entries`: the blocks where
     the stream begins, and what is outside of them.
@@ -43,7 +43,7 @@ def watch_heads(
         _look_once(modules[name], name, look=_outside, context=outside)
 
 
-def _look_once(matrix: nn.Module, name: str, *, look: Look, context: Context) -> None:
+def _look_once(matrix: nn.Module, name: str, *, look: Look, context: SplitContext) -> None:
     def before(_module: nn.Module, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
         x = args[0] if args else given.get("hidden_states")
         if torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad:
@@ -53,7 +53,7 @@ def _look_once(matrix: nn.Module, name: str, *, look: Look, context: Context) ->
     handle = matrix.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def _inside(name: str, x: Tensor, context: Context) -> None:
+def _inside(name: str, x: Tensor, context: SplitContext) -> None:
     axes = _axes(context)
     found = {each for each in context.origins.of(x, axes=axes) if not {*each.summed, *each.split}.issuperset(axes)}
     if not found:
@@ -73,7 +73,7 @@ def _inside(name: str, x: Tensor, context: Context) -> None:
     )
 
 
-def _outside(name: str, x: Tensor, context: Context) -> None:
+def _outside(name: str, x: Tensor, context: SplitContext) -> None:
     axes = tuple(axis for axis in _axes(context) if axis not in context.scheme.tokens)
     for origin in context.origins.of(x, axes=axes) if axes else ():
         if origin.name and set(axes).intersection(origin.summed):
@@ -85,6 +85,6 @@ def _outside(name: str, x: Tensor, context: Context) -> None:
             )
 
 
-def _axes(context: Context) -> Axes:
+def _axes(context: SplitContext) -> Axes:
     axes = context.scheme.apart
     return axes if context.degree(axes) > 1 else ()

@@ -31,13 +31,20 @@ from torch.utils.hooks import RemovableHandle
 
 from meshwise.base.tensor_tree import tensors
 from meshwise.model.dispatch_modes import TorchDispatchMode
-from meshwise.model.forward import Left
+from meshwise.model.forward import StageForwardLeft
 from meshwise.model.parameter_table import Placement
-from meshwise.tensor.checks.feature_mixing import MixedError, Piece, after, arguments, is_pointwise, is_product
-from meshwise.tensor.core.gathered_outputs import Leaving
+from meshwise.tensor.checks.feature_mixing import (
+    MixedFeaturesError,
+    SplitDim,
+    after,
+    arguments,
+    is_pointwise,
+    is_product,
+)
+from meshwise.tensor.core.gathered_outputs import GatheredOutputs
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.scheme import Scheme
-from meshwise.tensor.core.split_context import Context
+from meshwise.tensor.core.split_context import SplitContext
 from meshwise.tensor.core.tensor_origins import leaves
 from meshwise.tensor.detect.matrix_modules import CONVOLUTIONS
 
@@ -47,7 +54,7 @@ _OTHERS = ("first", "head", "inner", "each_head")
 
 
 @dataclass(frozen=True)
-class Split:
+class HiddenSplit:
     """How the stream is split.
 
     what      of it, in words
@@ -62,10 +69,10 @@ class Split:
     instead: str
 
 
-_Noted: TypeAlias = dict[int, tuple[weakref.ref[Tensor], tuple[Piece, ...]]]
+_Noted: TypeAlias = dict[int, tuple[weakref.ref[Tensor], tuple[SplitDim, ...]]]
 
 
-class StreamWatch(TorchDispatchMode):
+class ShardedActivationCheck(TorchDispatchMode):
     """Watches a model until its first forward with gradients is over.
 
     parts     the modules that play a part, which know what is split; with the dim in which what they return is a part
@@ -81,11 +88,11 @@ class StreamWatch(TorchDispatchMode):
         self,
         model: nn.Module,
         *,
-        split: Split,
+        split: HiddenSplit,
         parts: Mapping[nn.Module, int | None],
         blocks: Mapping[nn.Module, bool],
         names: tuple[Collection[str], Collection[str]],
-        leaving: Leaving,
+        leaving: GatheredOutputs,
     ) -> None:
         super().__init__()
         self._split = split
@@ -169,7 +176,9 @@ class StreamWatch(TorchDispatchMode):
     def _end(self, model: nn.Module, _args: Any, output: Any) -> None:
         """A forward that raised an exception, and has no output, is watched again; unless it left a stage."""
         parts = [x for x in tensors(output) if self._pieces(x) and not self._leaving.brings_together(x)]
-        self._over = bool(self._hooks) and not parts and (output is not None or isinstance(sys.exception(), Left))
+        self._over = (
+            bool(self._hooks) and not parts and (output is not None or isinstance(sys.exception(), StageForwardLeft))
+        )
         self._stop()
         if parts:
             what = self._split.what
@@ -197,30 +206,30 @@ class StreamWatch(TorchDispatchMode):
         count = self._split.count()
         if x is not None and count and x.dim() >= -dim and x.size(dim) % count == 0:
             whole = self._split.dim == -1 and x.size(dim) != count
-            self._note(x, () if whole else (Piece(x.dim() + dim, 1, count),))
+            self._note(x, () if whole else (SplitDim(x.dim() + dim, 1, count),))
 
-    def _note(self, x: Tensor, pieces: Sequence[Piece]) -> None:
+    def _note(self, x: Tensor, pieces: Sequence[SplitDim]) -> None:
         if pieces:
             self._found[id(x)] = weakref.ref(x), tuple(pieces)
         else:
             self._found.pop(id(x), None)
 
-    def _pieces(self, x: Tensor) -> tuple[Piece, ...]:
-        return (Piece(x.dim() - 1, 1, x.size(-1)),) if x in self._held else _of(x, self._found)
+    def _pieces(self, x: Tensor) -> tuple[SplitDim, ...]:
+        return (SplitDim(x.dim() - 1, 1, x.size(-1)),) if x in self._held else _of(x, self._found)
 
     def _follow_count(self, func: OpOverload, *, given: Mapping[str, Any], made: Tensor) -> None:
         """Numbers as many as the rank has of what is split, and what is made of them: right only if it has all."""
         name, count = func.overloadpacket.__name__, self._split.count()
-        pieces: tuple[Piece, ...] = ()
+        pieces: tuple[SplitDim, ...] = ()
         if name == "arange" and made.numel() == count:
-            pieces = (Piece(0, 1, count),)
+            pieces = (SplitDim(0, 1, count),)
         elif name == "slice" and not given["start"] and given["step"] == 1:
             dim = given["dim"] % made.dim()
-            pieces = (Piece(dim, 1, count),) if made.size(dim) == count < given["self"].size(dim) else ()
+            pieces = (SplitDim(dim, 1, count),) if made.size(dim) == count < given["self"].size(dim) else ()
         for operand, value in given.items():
             for x in tensors(value):
                 if known := _of(x, self._counts):
-                    with contextlib.suppress(MixedError):
+                    with contextlib.suppress(MixedFeaturesError):
                         pieces = tuple(after(func, operand=operand, x=x, pieces=known, given=given, made=made))
         if pieces and count > 1:
             self._counts[id(made)] = weakref.ref(made), pieces
@@ -258,9 +267,9 @@ class StreamWatch(TorchDispatchMode):
             self._note(made, pieces)
         return output
 
-    def _together(self, func: OpOverload, *, given: Mapping[str, Any], made: Tensor) -> Sequence[Piece]:
+    def _together(self, func: OpOverload, *, given: Mapping[str, Any], made: Tensor) -> Sequence[SplitDim]:
         """Where a result is a part. What is a part in one place meets nothing that is one in another."""
-        found: set[tuple[Piece, ...]] = set()
+        found: set[tuple[SplitDim, ...]] = set()
         chosen = any(map(self._pieces, tensors(given.get("indices"))))
         for operand, value in given.items():
             for x in tensors(value):
@@ -269,7 +278,7 @@ class StreamWatch(TorchDispatchMode):
                     continue
                 try:
                     found.add(tuple(after(func, operand=operand, x=x, pieces=pieces, given=given, made=made)))
-                except MixedError:
+                except MixedFeaturesError:
                     message = self._message(func.overloadpacket.__name__, f"mixes the {self._split.what} of")
                     self._use(func, message, made=made)
         found.discard(())
@@ -292,7 +301,7 @@ class StreamWatch(TorchDispatchMode):
                     raise ValueError(self._message(name, does))
 
     def _require_gradients(
-        self, func: OpOverload, *, given: Mapping[str, Any], made: Tensor, pieces: Sequence[Piece]
+        self, func: OpOverload, *, given: Mapping[str, Any], made: Tensor, pieces: Sequence[SplitDim]
     ) -> None:
         """What all ranks have alike and every place of a part meets gets a gradient from each of them."""
         if not pieces or not torch.is_grad_enabled():
@@ -330,7 +339,7 @@ class StreamWatch(TorchDispatchMode):
         )
 
 
-def _of(x: Tensor, noted: _Noted) -> tuple[Piece, ...]:
+def _of(x: Tensor, noted: _Noted) -> tuple[SplitDim, ...]:
     found = noted.get(id(x))
     return found[1] if found is not None and found[0]() is x else ()
 
@@ -347,10 +356,10 @@ def watch(
     model: nn.Module,
     *,
     parts: Mapping[str, tuple[Part, Scheme]],
-    inside: Context,
+    inside: SplitContext,
     width: int,
     placed: Mapping[str, Placement],
-    leaving: Leaving,
+    leaving: GatheredOutputs,
 ) -> None:
     """Watch a model that was split into `parts`, each with the scheme of its place, until its first forward is over.
 
@@ -361,11 +370,11 @@ def watch(
     index = inside.world.group(scheme.stream or scheme.tokens).index
     if scheme.stream:
         own = inside.stream_sizes(width)[index]
-        split = Split("features", -1, lambda: own, "Under tp_mode=1d every rank has all of them")
+        split = HiddenSplit("features", -1, lambda: own, "Under tp_mode=1d every rank has all of them")
         held = tuple(f"{name}." for name, (part, _) in parts.items() if part.role == "vector")
     else:
         said = "With sequence_parallel=0 every rank has all of them"
-        split = Split("tokens", -2, lambda: (inside.extents.tokens or {index: 0})[index], said)
+        split = HiddenSplit("tokens", -2, lambda: (inside.extents.tokens or {index: 0})[index], said)
     modules = dict(model.named_modules(remove_duplicate=False))
     playing: dict[nn.Module, int | None] = {}
     for name, (part, place) in parts.items():
@@ -379,4 +388,4 @@ def watch(
     blocks = {modules[name]: lasts[name.rpartition(".")[0]] == name for name in stacked}
     split_too = [name for name in placed if f"{name}.".startswith(held)]
     summed = [name for name, at in placed.items() if {*scheme.stream, *scheme.tokens} <= {*at.summed}]
-    StreamWatch(model, split=split, parts=playing, blocks=blocks, names=(split_too, summed), leaving=leaving)
+    ShardedActivationCheck(model, split=split, parts=playing, blocks=blocks, names=(split_too, summed), leaving=leaving)

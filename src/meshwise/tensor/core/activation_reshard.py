@@ -22,7 +22,7 @@ from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.layout.layout import Layout
 from meshwise.layout.rectangles import even_split
 from meshwise.tensor.core.scheme import Axes
-from meshwise.tensor.core.split_context import Context
+from meshwise.tensor.core.split_context import SplitContext
 from meshwise.tensor.detect.known_names import BY_HEAD, MASKS
 
 Change: TypeAlias = Callable[[Tensor], Tensor]
@@ -31,7 +31,7 @@ _STREAM = "hidden_states"
 _POSITIONS = ("position_embeddings", "position_ids", "cos", "sin")
 
 
-def watch_rows(module: nn.Module, *, context: Context) -> None:
+def watch_rows(module: nn.Module, *, context: SplitContext) -> None:
     """Whenever the whole model runs, agree on how many rows of the batch each rank has (only where rows move)."""
     axes = context.scheme.first.x.axes
     if context.scheme.first.x.dim != "rows" or context.degree(axes) == 1:
@@ -44,7 +44,7 @@ def watch_rows(module: nn.Module, *, context: Context) -> None:
     module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
 
 
-def enter_tokens(block: nn.Module, *, context: Context) -> None:
+def enter_tokens(block: nn.Module, *, context: SplitContext) -> None:
     """Cut the stream along the tokens when it enters this block."""
     axes, world = context.scheme.tokens, context.world
 
@@ -56,7 +56,7 @@ def enter_tokens(block: nn.Module, *, context: Context) -> None:
     _change_input(block, take)
 
 
-def leave_tokens(block: nn.Module, *, context: Context) -> None:
+def leave_tokens(block: nn.Module, *, context: SplitContext) -> None:
     """Put the tokens of the stream together when it leaves this block."""
 
     def replicate(x: Tensor) -> Tensor:
@@ -66,17 +66,17 @@ def leave_tokens(block: nn.Module, *, context: Context) -> None:
     _change_output(block, replicate)
 
 
-def enter_features(block: nn.Module, *, context: Context, features: int) -> None:
+def enter_features(block: nn.Module, *, context: SplitContext, features: int) -> None:
     """Cut the stream along its features when it enters this block."""
     _change_input(block, functools.partial(context.features_apart, sizes=context.stream_sizes(features)))
 
 
-def leave_features(module: nn.Module, *, context: Context, features: int) -> None:
+def leave_features(module: nn.Module, *, context: SplitContext, features: int) -> None:
     """Put the features of the stream together when it leaves this module."""
     _change_output(module, functools.partial(context.features_together, sizes=context.stream_sizes(features)))
 
 
-def gather_stream(module: nn.Module, *, context: Context, features: int, readers: int) -> None:
+def gather_stream(module: nn.Module, *, context: SplitContext, features: int, readers: int) -> None:
     """Gather the stream of `features` at the entry of a module, for so many linears inside that open a pair."""
     move = context.scheme.first.x
     sizes = context.sizes(Layout((move.axes,)), size=features, axes=move.axes)
@@ -88,7 +88,7 @@ def gather_stream(module: nn.Module, *, context: Context, features: int, readers
         _change_input(module, gather)
 
 
-def require_even_rows(module: nn.Module, *, name: str, context: Context) -> None:
+def require_even_rows(module: nn.Module, *, name: str, context: SplitContext) -> None:
     """Refuse to run a module that reads the number of rows off its input where the rows inside of it are others."""
 
     def before(_module: nn.Module, _args: Any) -> None:
@@ -128,12 +128,12 @@ def show_narrow(module: nn.Module, *, readers: Sequence[nn.Module], features: in
     module.register_forward_hook(forget, always_call=True)
 
 
-def gather_features(module: nn.Module, *, context: Context, features: int) -> None:
+def gather_features(module: nn.Module, *, context: SplitContext, features: int) -> None:
     """Give a module that is computed whole all features of the stream."""
     _change_input(module, functools.partial(context.features_together, sizes=context.stream_sizes(features)))
 
 
-def share_channels(convolution: Convolution, *, context: Context, axes: Axes) -> None:
+def share_channels(convolution: Convolution, *, context: SplitContext, axes: Axes) -> None:
     """Let every rank along `axes` use all channels of the same input in its own way: its gradients are summed. An input
     that is the stream has a part of them.
     """
@@ -148,16 +148,16 @@ def share_channels(convolution: Convolution, *, context: Context, axes: Axes) ->
     _change_input(convolution, share)
 
 
-def share_input(module: nn.Module, *, context: Context, axes: Axes) -> None:
+def share_input(module: nn.Module, *, context: SplitContext, axes: Axes) -> None:
     """Let every rank along `axes` use the same input in its own way: its gradients are summed."""
     _change_input(module, functools.partial(_copied, context=context, axes=axes))
 
 
-def _copied(x: Tensor, *, context: Context, axes: Axes) -> Tensor:
+def _copied(x: Tensor, *, context: SplitContext, axes: Axes) -> Tensor:
     return gradient.copy(x, world=context.world, axes=axes).wait() if x.requires_grad else x
 
 
-def to_inner_rows(x: Tensor, *, context: Context) -> Tensor:
+def to_inner_rows(x: Tensor, *, context: SplitContext) -> Tensor:
     """A tensor with the stream's rows in dim 0, such as an attention mask, with the rows that a pair has inside.
 
     The tensor itself where both are the same, and where dim 0 is something else; rows may be the slower index of it.
@@ -179,7 +179,7 @@ def to_inner_rows(x: Tensor, *, context: Context) -> Tensor:
     return inner
 
 
-def to_stream_rows(x: Tensor, *, context: Context) -> Tensor:
+def to_stream_rows(x: Tensor, *, context: SplitContext) -> Tensor:
     """The way back, for what all ranks with the same rows of a pair have alike."""
     there, back, rows = context.scheme.first.x, context.scheme.first.y, context.extents.rows
     if there.dim != "rows" or context.degree(there.axes) == 1:
@@ -188,7 +188,7 @@ def to_stream_rows(x: Tensor, *, context: Context) -> Tensor:
     return gradient.take(whole, world=context.world, axes=there.axes, dim=0, sizes=rows).wait()
 
 
-def used_apart(x: Tensor, *, context: Context) -> Tensor:
+def used_apart(x: Tensor, *, context: SplitContext) -> Tensor:
     """A tensor from outside of a pair, for each rank to use for its own heads, or features: its gradient is the sum,
     unless what it was made of has its gradients summed in the end.
     """
@@ -199,7 +199,7 @@ def used_apart(x: Tensor, *, context: Context) -> Tensor:
     return gradient.copy(x, world=context.world, axes=axes).wait() if context.degree(axes) > 1 else x
 
 
-def hand_over(module: nn.Module, *, context: Context, widths: Collection[int]) -> None:
+def hand_over(module: nn.Module, *, context: SplitContext, widths: Collection[int]) -> None:
     """Bring what a module around a pair is handed besides the stream to the rows, and the use, that it has inside.
 
     `widths`: of what the first matrices read, who bring it together themselves. That has as many dims as the stream.
@@ -219,7 +219,7 @@ def hand_over(module: nn.Module, *, context: Context, widths: Collection[int]) -
     _change_arguments(module, lambda name: None if name in BY_HEAD else functools.partial(change, name))
 
 
-def take_heads(attention: nn.Module, *, context: Context, names: Sequence[str], heads: Layout, size: int) -> None:
+def take_heads(attention: nn.Module, *, context: SplitContext, names: Sequence[str], heads: Layout, size: int) -> None:
     """Of what an attention is handed for each of `size` heads, under these names, keep that of its own heads. A mask
     may be the same for all.
     """

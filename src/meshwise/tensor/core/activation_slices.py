@@ -17,12 +17,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from torch import nn
 
 from meshwise.layout.layout import Layout
-from meshwise.model.random_draws import Cut, Points, Region
+from meshwise.model.random_draws import ActivationRegion, DimSlice, Points
 from meshwise.plan import Plan
 from meshwise.tensor.core.linear import Projection, ShardedLinear
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.sharded_multihead import ShardedMultiheadAttention
-from meshwise.tensor.core.split_context import Context
+from meshwise.tensor.core.split_context import SplitContext
 from meshwise.tensor.schemes.kv_replicas import scheme_on
 
 _TO_STREAM = ("second", "single", "embedding", "positions", "patches")
@@ -33,7 +33,7 @@ def slices(
     *,
     plan: Plan,
     parts: Mapping[str, Part],
-    outside: Context,
+    outside: SplitContext,
     absent: Collection[str] = (),
 ) -> tuple[Points, Points]:
     """The regions that begin before, and after, modules of a model that `tensor_parallel` has split into `parts`, with
@@ -47,17 +47,17 @@ def slices(
         return {}, {}
     inside = dataclasses.replace(outside, scheme=scheme_on(outside.world.mesh, plan=plan, blocks=True))
     blocks = [name for name, part in parts.items() if part.role == "block"]
-    before: dict[str, Callable[[], Region]] = {}
-    after: dict[str, Callable[[], Region]] = {}
+    before: dict[str, Callable[[], ActivationRegion]] = {}
+    after: dict[str, Callable[[], ActivationRegion]] = {}
     for name, part in parts.items():
         within = any(name.startswith(f"{block}.") for block in blocks)
         if part.role == "head":
-            after[name] = Region  # who draws on logits draws on all of them
+            after[name] = ActivationRegion  # who draws on logits draws on all of them
         elif part.role in _TO_STREAM:
             stream = functools.partial(_stream, inside if within else outside, width)
-            after[name] = Region if part.whole_features else stream
+            after[name] = ActivationRegion if part.whole_features else stream
         elif part.role == "whole" and not within:
-            before[name] = Region
+            before[name] = ActivationRegion
         elif part.shared:
             continue  # keys and values of twins: the queries say which heads the rank has
         elif name in projections and part.role == "first":
@@ -67,12 +67,12 @@ def slices(
         if not within and (name in before or name in after):
             words = name.split(".")
             around = {".".join(words[:depth]) for depth in range(1, len(words))}
-            after |= dict.fromkeys(around.intersection(absent), after.get(name, Region))
+            after |= dict.fromkeys(around.intersection(absent), after.get(name, ActivationRegion))
     for stack in {block.rpartition(".")[0]: None for block in blocks}:
         names = [block for block in blocks if block.rpartition(".")[0] == stack]
         before[names[0]] = functools.partial(_stream, inside, width)
         whole = parts[names[-1]].whole_features
-        after[names[-1]] = Region if whole else functools.partial(_stream, outside, width)
+        after[names[-1]] = ActivationRegion if whole else functools.partial(_stream, outside, width)
     return before, after
 
 
@@ -92,26 +92,26 @@ def _projections(module: nn.Module, parts: Mapping[str, Part]) -> Iterator[tuple
             yield name, next(own for own in held.sharding.projections.values() if own.part.role == "first")
 
 
-def _inner(projection: Projection) -> Region:
+def _inner(projection: Projection) -> ActivationRegion:
     """Behind a linear that opens a pair: the first of its sections, and the heads that are the same features."""
     context = projection.context
     world, data, inner = context.world, context.scheme.rows, context.scheme.inner_rows
     shares = world.group(inner).index - world.group(data).index if data != inner else 0
     if context.degree(projection.product.features) == 1:
-        return Region(shares=shares)
+        return ActivationRegion(shares=shares)
     part = projection.bias_layout.pieces((sum(projection.out_sizes),), mesh=world.mesh, rank=world.rank)[0]
     start, size = part.offsets[0], part.sizes[0]
-    return Region(hidden=(Cut(-1, start, size),), scores=(Cut(-3, start, size),), shares=shares)
+    return ActivationRegion(hidden=(DimSlice(-1, start, size),), scores=(DimSlice(-3, start, size),), shares=shares)
 
 
-def _stream(context: Context, width: int) -> Region:
+def _stream(context: SplitContext, width: int) -> ActivationRegion:
     """On the stream of so many features."""
     world, features, axes = context.world, context.scheme.stream, context.scheme.tokens
     cuts = []
     if context.degree(features) > 1:
         part = Layout((features,)).local((width,), mesh=world.mesh, rank=world.rank)
-        cuts.append(Cut(-1, part.offsets[0], part.sizes[0]))
+        cuts.append(DimSlice(-1, part.offsets[0], part.sizes[0]))
     if context.degree(axes) > 1 and context.extents.tokens is not None and sum(context.extents.tokens) > 1:
         index = world.group(axes).index
-        cuts.append(Cut(-2, sum(context.extents.tokens[:index]), context.extents.tokens[index]))
-    return Region(hidden=tuple(cuts))
+        cuts.append(DimSlice(-2, sum(context.extents.tokens[:index]), context.extents.tokens[index]))
+    return ActivationRegion(hidden=tuple(cuts))

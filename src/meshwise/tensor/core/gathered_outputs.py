@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.comm.api import autograd_collectives as gradient
-from meshwise.layout.layout import Cut, Layout
+from meshwise.layout.layout import DimSplit, Layout
 from meshwise.tensor.core.activation_reshard import to_stream_rows
 from meshwise.tensor.core.part import Part
-from meshwise.tensor.core.split_context import Context
+from meshwise.tensor.core.split_context import SplitContext
 
 Change: TypeAlias = Callable[[Tensor], Tensor]
 
 
-class Leaving:
+class GatheredOutputs:
     """The parts of one model's forward under way."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Leaving:
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end)
 
-    def watch_stream(self, module: nn.Module, *, context: Context, features: int, given: bool) -> None:
+    def watch_stream(self, module: nn.Module, *, context: SplitContext, features: int, given: bool) -> None:
         """What this module returns, alone or first of a tuple, is a part, before hooks that are there change it; and
         so is what it is `given`, after hooks that are there changed that.
         """
@@ -55,10 +55,10 @@ class Leaving:
         if given:
             module.register_forward_pre_hook(before, with_kwargs=True)
 
-    def watch_heads(self, attention: nn.Module, *, context: Context, part: Part) -> None:
+    def watch_heads(self, attention: nn.Module, *, context: SplitContext, part: Part) -> None:
         """What this attention returns besides the stream, (rows, heads, …), is of this rank's heads."""
         inner = context.scheme.inner
-        sizes = context.sizes(Layout((inner,), cuts=(Cut(grain=part.grain),)), size=part.heads, axes=inner)
+        sizes = context.sizes(Layout((inner,), cuts=(DimSplit(grain=part.grain),)), size=part.heads, axes=inner)
         own = sizes[context.world.group(inner).index]
         whole = functools.partial(_all_heads, context=context, sizes=sizes)
 
@@ -100,7 +100,7 @@ class Leaving:
         return map_tensors(leave, output)
 
 
-def _whole_stream(x: Tensor, *, context: Context, features: int, tokens: tuple[int, ...] | None) -> Tensor:
+def _whole_stream(x: Tensor, *, context: SplitContext, features: int, tokens: tuple[int, ...] | None) -> Tensor:
     """All tokens and all features of the stream of which this is a part."""
     axes = context.scheme.tokens
     if context.degree(axes) > 1 and tokens is not None:
@@ -108,7 +108,7 @@ def _whole_stream(x: Tensor, *, context: Context, features: int, tokens: tuple[i
     return context.features_together(x, sizes=context.stream_sizes(features))
 
 
-def _all_heads(x: Tensor, *, context: Context, sizes: tuple[int, ...]) -> Tensor:
+def _all_heads(x: Tensor, *, context: SplitContext, sizes: tuple[int, ...]) -> Tensor:
     """(inner rows, own heads, …) to (rows of the stream, all heads, …)."""
     x = gradient.replicate(x, world=context.world, axes=context.scheme.inner, dim=1, sizes=sizes).wait()
     return to_stream_rows(x, context=context)

@@ -36,7 +36,7 @@ OF_THE_PART = frozenset(
 """What is asked of the part."""
 
 
-class LooksWhole(Tensor):
+class GlobalShapeTensor(Tensor):
     """A tensor without memory of its own; `local` is this rank's part. `too_late` is said of {}, a function that torch
     calls below autograd.
     """

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.layout.layout import ANYWHERE, Layout
 from meshwise.model.parameter_table import Placement
-from meshwise.tensor.core.matmul import Moved, Operand, Operation, matmul
+from meshwise.tensor.core.matmul import MatmulCollectives, MatmulInput, OperandMove, matmul
 from meshwise.tensor.core.part import Part
-from meshwise.tensor.core.scheme import NOTHING, Product, Scheme
-from meshwise.tensor.core.split_context import Context
+from meshwise.tensor.core.scheme import NOTHING, Scheme, SchemeProduct
+from meshwise.tensor.core.split_context import SplitContext
 from meshwise.tensor.core.split_logits import SplitLogits
-from meshwise.tensor.core.vocab_parallel_loss import Vocabulary
+from meshwise.tensor.core.vocab_parallel_loss import VocabularySplit
 
 DATA = ("dp",)
 """The axis whose ranks hold other rows of the batch under every scheme."""
@@ -27,7 +27,7 @@ class Projection:
     `shape`: of the full weight, as it is stored: (out, in), or (in, out) when the part is transposed.
     """
 
-    def __init__(self, context: Context, *, part: Part, shape: Sequence[int]) -> None:
+    def __init__(self, context: SplitContext, *, part: Part, shape: Sequence[int]) -> None:
         product = _product(context.scheme, part)
         within = 0 if part.transposed else 1
         out_cut = part.cut if part.role == "first" else ANYWHERE
@@ -67,9 +67,9 @@ class Projection:
         apart = context.apart(x, product=product)
         if apart is not x:
             return self(apart, weight, bias).flatten(0, 1)
-        operation = Operation(
+        operation = MatmulCollectives(
             world=context.world,
-            x=Moved() if self._shares else context.moved(product.x, features=self._x),
+            x=OperandMove() if self._shares else context.moved(product.x, features=self._x),
             w=self._w,
             y=context.moved(product.y),
             features=self._features,
@@ -87,27 +87,27 @@ class Projection:
         local, axes = self(x, weight, bias), self.product.features
         if self.context.degree(axes) == 1:
             return local
-        logits = SplitLogits(local, vocabulary=Vocabulary(self.context.world, axes, self.out_sizes))
+        logits = SplitLogits(local, vocabulary=VocabularySplit(self.context.world, axes, self.out_sizes))
         return logits.whole() if self.part.whole_features else logits
 
-    def _operand(self, x: Tensor) -> Operand:
+    def _operand(self, x: Tensor) -> MatmulInput:
         """What is multiplied when the module is given `x`: with others that read it, what arrived for all of them."""
         context = self.context
         arrived = context.arrival.take(x) if self._shares or self.part.gathered else None
         if arrived is not None or not self._shares:
-            return arrived or Operand(x)
+            return arrived or MatmulInput(x)
         return context.arrive(x, moved=context.moved(self.product.x, features=self._x), readers=self.part.readers - 1)
 
-    def _weight_moves(self, shape: tuple[int, ...]) -> tuple[Moved, int]:
+    def _weight_moves(self, shape: tuple[int, ...]) -> tuple[OperandMove, int]:
         """How the weight is gathered, and how many input features are multiplied then."""
         move, world = self.product.w, self.context.world
         own = self.layout.local_shape(shape, mesh=world.mesh, rank=world.rank)
         if self.context.degree(move.axes) == 1:
-            return Moved(), own[self._within]
+            return OperandMove(), own[self._within]
         dim = self._within if move.dim == "in" else 1 - self._within
         ranks = world.group(move.axes).ranks
         sizes = tuple(self.layout.local_shape(shape, mesh=world.mesh, rank=rank)[dim] for rank in ranks)
-        return Moved(move.axes, dim, sizes), sum(sizes) if dim == self._within else own[self._within]
+        return OperandMove(move.axes, dim, sizes), sum(sizes) if dim == self._within else own[self._within]
 
 
 class ShardedLinear(nn.Module):
@@ -130,10 +130,10 @@ class ShardedHead(ShardedLinear):
         return self.sharding.logits(input, weight=self.weight, bias=self.bias)
 
 
-def _product(scheme: Scheme, part: Part) -> Product:
+def _product(scheme: Scheme, part: Part) -> SchemeProduct:
     if part.role in ("single", "head"):
         return scheme.head
-    product: Product = {"first": scheme.first, "second": scheme.second}[part.role]
+    product: SchemeProduct = {"first": scheme.first, "second": scheme.second}[part.role]
     if part.shared:
         out = tuple(axis for axis in product.out if axis not in scheme.twins)
         product = dataclasses.replace(product, out=out, rows=(*product.rows, *scheme.twins))

@@ -16,8 +16,8 @@ not in which order they stream, so this is one argument, and the result is the s
 What ranks add up is written where they reach it soonest (`World.summand`).
 
 Several products may read one X: q, k and v do. Then it is gathered for all of them, once, and, since a rank keeps its
-own part only, once more in the backward for all gradients of their weights (`Gathering`); the gradients of X are added
-up before they travel. So they move what one product with all their columns would move.
+own part only, once more in the backward for all gradients of their weights (`InputGather`); the gradients of X are
+added up before they travel. So they move what one product with all their columns would move.
 
 A backward in two parts gathers for each what it multiplies: W for dX, X for dW. What Y scattered is gathered for both:
 in between, for as many micro-batches as wait for their dW, a rank keeps its own part of dY, as it does of X before.
@@ -40,7 +40,7 @@ from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
 from meshwise.layout.rectangles import even_split
 from meshwise.model.dispatch_modes import asked_for
-from meshwise.model.forward_replay import Recall, same_memory
+from meshwise.model.forward_replay import ForwardReplay, same_memory
 
 Finish: TypeAlias = Callable[[], Tensor]
 Panel: TypeAlias = tuple[int, int]
@@ -63,7 +63,7 @@ class Streaming:
 
 
 @dataclass(frozen=True)
-class Moved:
+class OperandMove:
     """A collective on one operand: over `axes` (none: not at all), of parts along `dim`.
 
     dim None: the operand is the same on all ranks, and its counterpart in the other direction is their sum. `sizes`:
@@ -76,7 +76,7 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Operation:
+class MatmulCollectives:
     """The collectives of one product on this rank.
 
     `features`: K, as it is multiplied. `within`: the dim of the stored weight that is K: 1 as torch stores it, (out,
@@ -84,13 +84,13 @@ class Operation:
     """
 
     world: World
-    x: Moved
-    w: Moved
-    y: Moved
+    x: OperandMove
+    w: OperandMove
+    y: OperandMove
     features: int
     within: int = 1
     streaming: Streaming = dataclasses.field(default_factory=Streaming)
-    recall: Recall = dataclasses.field(default_factory=Recall)
+    recall: ForwardReplay = dataclasses.field(default_factory=ForwardReplay)
 
     @property
     def panels(self) -> list[Panel]:
@@ -111,10 +111,10 @@ class Operation:
         return not self.y.axes or self.world.group(self.y.axes).index == 0
 
 
-class Gathering:
+class InputGather:
     """An X that several products read, brought together once for all their backwards."""
 
-    def __init__(self, world: World, *, moved: Moved) -> None:
+    def __init__(self, world: World, *, moved: OperandMove) -> None:
         self._world = world
         self._moved = moved
         self._readers = 0
@@ -138,7 +138,7 @@ class Gathering:
 
 
 @dataclass(frozen=True)
-class Operand:
+class MatmulInput:
     """X as a product reads it.
 
     value       what is multiplied, or the part that the product gathers by itself
@@ -147,7 +147,7 @@ class Operand:
 
     value: Tensor
     stored: Tensor | None = None
-    gathering: Gathering | None = None
+    gathering: InputGather | None = None
 
 
 @dataclass(frozen=True)
@@ -156,10 +156,10 @@ class _Slice:
 
     start: int
     size: int
-    moved: Moved
+    moved: OperandMove
 
     @classmethod
-    def along(cls, world: World, moved: Moved, panel: Panel, *, dim: int) -> _Slice:
+    def along(cls, world: World, moved: OperandMove, panel: Panel, *, dim: int) -> _Slice:
         """Of a panel along `dim` of an operand that is gathered as `moved` says, maybe along that dim."""
         start, stop = panel
         if not moved.axes or moved.dim != dim:
@@ -169,21 +169,21 @@ class _Slice:
         shares = [(max(low, start), max(low, start, min(high, stop)), low) for low, high in bounds]
         low, high, first = shares[world.group(moved.axes).index]
         sizes = tuple(end - begin for begin, end, _ in shares)
-        return cls(low - first if high > low else 0, high - low, Moved(moved.axes, moved.dim, sizes))
+        return cls(low - first if high > low else 0, high - low, OperandMove(moved.axes, moved.dim, sizes))
 
     def of(self, stored: Tensor, *, dim: int) -> Tensor:
         """Cut it out."""
         return stored if self.size == stored.size(dim) else stored.narrow(dim, self.start, self.size)
 
 
-def matmul(x: Operand, *, weight: Tensor, bias: Tensor | None = None, operation: Operation) -> Tensor:
+def matmul(x: MatmulInput, *, weight: Tensor, bias: Tensor | None = None, operation: MatmulCollectives) -> Tensor:
     """X·W plus the bias, this rank's part of it: (…, its K) and its part of (out, in) to (…, its out).
 
     The gradients are those of what this rank stores; that of the bias is the sum over its own rows of Y. Under
     autocast, operands are converted before they travel. Raises ValueError for parts that do not fit `operation`.
     """
     value, weight, bias = travelling(x.value), travelling(weight), None if bias is None else travelling(bias)
-    kept = x if x.stored is None or x.stored.dtype == value.dtype else Operand(value)
+    kept = x if x.stored is None or x.stored.dtype == value.dtype else MatmulInput(value)
     result: Tensor = _Multiply.apply(value, weight, bias, operation, kept)
     return result
 
@@ -201,7 +201,7 @@ class _Multiply(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, operation: Operation, operand: Operand
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, operation: MatmulCollectives, operand: MatmulInput
     ) -> Tensor:
         added = bias if operation.adds_bias else None
         kept: list[Tensor] = []
@@ -230,10 +230,10 @@ class _Multiply(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        operation: Operation = ctx.operation
+        operation: MatmulCollectives = ctx.operation
         x, weight, *kept = (_there(tensor) for tensor in ctx.saved_tensors)
         for_x, for_w, for_bias = asked_for(ctx)[:3]
-        arriving = _gather(_there(dy), operation.y if for_x or for_w else Moved(), world=operation.world)
+        arriving = _gather(_there(dy), operation.y if for_x or for_w else OperandMove(), world=operation.world)
         whole = x if ctx.gathering is None or not for_w else ctx.gathering.again(x())
         wanted = whole if for_w else None, weight() if for_x else None
         operands = zip(kept[::2], kept[1::2], strict=True) if kept else _operands(*wanted, operation)
@@ -257,7 +257,7 @@ class _Multiply(torch.autograd.Function):
         return _together(dxs, dim=-1), _together(dws, dim=operation.within), d_bias, None, None
 
 
-def _operands(x: Finish | None, weight: Tensor | None, operation: Operation) -> Iterator[tuple[Finish, Finish]]:
+def _operands(x: Finish | None, weight: Tensor | None, operation: MatmulCollectives) -> Iterator[tuple[Finish, Finish]]:
     """X and W, (out, in), as they come, panel by panel; the next panel is on its way while one is used. What is None
     nobody asks for.
     """
@@ -289,14 +289,14 @@ def _there(x: Tensor) -> Finish:
     return lambda: x
 
 
-def _gather(part: Finish, moved: Moved, *, world: World) -> Finish:
+def _gather(part: Finish, moved: OperandMove, *, world: World) -> Finish:
     """Start to bring the parts of an operand together."""
     if not moved.axes or moved.dim is None:
         return part
     return gradient.all_gather(part(), world=world, axes=moved.axes, dim=moved.dim, sizes=moved.sizes).wait
 
 
-def _product(x: Tensor, w: Tensor, *, bias: Tensor | None = None, summed: Moved, world: World) -> Tensor:
+def _product(x: Tensor, w: Tensor, *, bias: Tensor | None = None, summed: OperandMove, world: World) -> Tensor:
     """X·W plus the bias, for W (out, in); where the ranks `summed` adds up reach it, if they all get the whole sum."""
     if not summed.axes or summed.dim is not None:
         return functional.linear(x, w, bias)
@@ -309,7 +309,7 @@ def _product(x: Tensor, w: Tensor, *, bias: Tensor | None = None, summed: Moved,
     return y
 
 
-def _reduce(summand: Tensor, moved: Moved, *, world: World) -> Finish:
+def _reduce(summand: Tensor, moved: OperandMove, *, world: World) -> Finish:
     """Start to add up a tensor that nobody else uses; a rank gets the part that it would give to a gather."""
     if not moved.axes:
         return lambda: summand

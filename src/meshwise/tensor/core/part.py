@@ -35,7 +35,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from meshwise.layout.layout import Cut
+from meshwise.layout.layout import DimSplit
 
 ROLES = (
     "first",
@@ -175,6 +175,6 @@ class Part:
         return self.role == "attention" and self.becomes is None
 
     @property
-    def cut(self) -> Cut:
+    def cut(self) -> DimSplit:
         """How the inner dim may be cut."""
-        return Cut(self.sections, self.grain)
+        return DimSplit(self.sections, self.grain)

@@ -15,7 +15,7 @@ from meshwise.comm.api.world import World
 from meshwise.layout.layout import Layout
 from meshwise.plan import Plan
 from meshwise.tensor.core.part import Part
-from meshwise.tensor.core.split_context import Extents
+from meshwise.tensor.core.split_context import ShardSizes
 from meshwise.tensor.detect.matrix_modules import CONVOLUTIONS
 from meshwise.tensor.schemes.kv_replicas import scheme_on
 
@@ -29,7 +29,7 @@ def stream_width(parts: Mapping[str, Part], *, plan: Plan, world: World) -> tupl
     return layout.local_shape((whole,), mesh=world.mesh, rank=world.rank)[0], whole
 
 
-def stream_tokens(extents: Extents, *, plan: Plan, world: World) -> Callable[[], tuple[int, int]]:
+def stream_tokens(extents: ShardSizes, *, plan: Plan, world: World) -> Callable[[], tuple[int, int]]:
     """What tells how many tokens of the stream this rank has between blocks in the forward under way, and how many
     there are; 0 where nothing splits them.
     """

@@ -1,9 +1,9 @@
 """A scheme of tensor parallelism as data.
 
 For `Y[T,N] = X[T,K] · W[K,N]` every scheme in the field is a choice of three sets of axes: X is gathered over A, W
-over B, Y is reduced over C; the backward of a gather is a reduce-scatter and the reverse. So a `Product` states A, B, C
-and where W is stored; a `Scheme` states the products of each part. One matmul carries all of them out, and nothing is
-written per scheme but its page in `schemes/`.
+over B, Y is reduced over C; the backward of a gather is a reduce-scatter and the reverse. So a `SchemeProduct` states
+A, B, C and where W is stored; a `Scheme` states the products of each part. One matmul carries all of them out, and
+nothing is written per scheme but its page in `schemes/`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DIMS: Mapping[str, int] = {"rows": 0, "tokens": -2, "features": -1}
 
 
 @dataclass(frozen=True)
-class Move:
+class OperandLayoutMove:
     """A collective on one operand, and its conjugate in the backward.
 
     axes   over which; () moves nothing
@@ -31,11 +31,11 @@ class Move:
     dim: str = "alike"
 
 
-NOTHING = Move()
+NOTHING = OperandLayoutMove()
 
 
 @dataclass(frozen=True)
-class Product:
+class SchemeProduct:
     """Y = X·W: what is gathered and reduced, and where W (out, in) is stored.
 
     out, within   the axes that split W's output and input features, outermost first
@@ -45,9 +45,9 @@ class Product:
 
     out: Axes
     within: Axes
-    x: Move = NOTHING
-    w: Move = NOTHING
-    y: Move = NOTHING
+    x: OperandLayoutMove = NOTHING
+    w: OperandLayoutMove = NOTHING
+    y: OperandLayoutMove = NOTHING
     rows: Axes = ()
 
     @property
@@ -57,7 +57,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Lookup:
+class SchemeLookup:
     """An embedding: a product whose X selects rows of W (vocabulary, features), stored like the head's weight.
 
     `w` gathers W's features (dim `in` of the head's weight); a rank looks up the part of the vocabulary it has, and
@@ -66,8 +66,8 @@ class Lookup:
 
     vocabulary: Axes
     features: Axes
-    w: Move
-    y: Move
+    w: OperandLayoutMove
+    y: OperandLayoutMove
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ class Scheme:
     twins              of `inner`, the axes whose ranks share their keys and values; see `twins`
     """
 
-    first: Product
-    second: Product
-    head: Product
-    embedding: Lookup
+    first: SchemeProduct
+    second: SchemeProduct
+    head: SchemeProduct
+    embedding: SchemeLookup
     stream: Axes
     inner: Axes
     rows: Axes = ()

@@ -17,10 +17,10 @@ from meshwise.layout.layout import Layout
 from meshwise.model.dispatch_modes import in_backward
 from meshwise.model.parameter_table import Placement
 from meshwise.tensor.core.linear import DATA, Projection
-from meshwise.tensor.core.matmul import Moved
+from meshwise.tensor.core.matmul import OperandMove
 from meshwise.tensor.core.part import Part
-from meshwise.tensor.core.scheme import Move
-from meshwise.tensor.core.split_context import Context
+from meshwise.tensor.core.scheme import OperandLayoutMove
+from meshwise.tensor.core.split_context import SplitContext
 from meshwise.tensor.core.table_weight import TableWeight
 
 
@@ -30,7 +30,7 @@ class SplitTable:
     `shape`: of the full table, (vocabulary, features). While the model is `running`, its forward may multiply with it.
     """
 
-    def __init__(self, context: Context, *, shape: tuple[int, int], padding_idx: int | None) -> None:
+    def __init__(self, context: SplitContext, *, shape: tuple[int, int], padding_idx: int | None) -> None:
         lookup, world = context.scheme.embedding, context.world
         self.context = context
         self.shape = shape
@@ -41,10 +41,10 @@ class SplitTable:
         self._first, self._count = own.offsets[0], own.sizes[0]
         held = padding_idx is not None and self._first <= padding_idx < self._first + self._count
         self._padding = padding_idx - self._first if held and padding_idx is not None else None
-        self._w = Moved()
+        self._w = OperandMove()
         if context.degree(lookup.w.axes) > 1:
             features = Layout((lookup.w.axes,))
-            self._w = Moved(lookup.w.axes, 1, context.sizes(features, size=shape[1], axes=lookup.w.axes))
+            self._w = OperandMove(lookup.w.axes, 1, context.sizes(features, size=shape[1], axes=lookup.w.axes))
         self._y = context.sizes(Layout((lookup.y.axes,)), size=shape[1], axes=lookup.y.axes)
 
     @property
@@ -87,7 +87,7 @@ class SplitTable:
         own = numbers - self._first
         return own.masked_fill((own < 0) | (own >= self._count), -1)
 
-    def _added(self, parts: Tensor, move: Move) -> Tensor:
+    def _added(self, parts: Tensor, move: OperandLayoutMove) -> Tensor:
         world = self.context.world
         if self.context.degree(move.axes) == 1:
             return parts

@@ -24,14 +24,14 @@ from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.layout.layout import Layout
 from meshwise.tensor.core.activation_reshard import to_inner_rows, to_stream_rows, used_apart
 from meshwise.tensor.core.linear import Projection
-from meshwise.tensor.core.split_context import Context
+from meshwise.tensor.core.split_context import SplitContext
 
 
 @dataclass(frozen=True)
-class Sharding:
+class MultiheadSharding:
     """What the module needs of its rank: where it is, and the projections of the matrices that it holds, by name."""
 
-    context: Context
+    context: SplitContext
     projections: Mapping[str, Projection]
 
 
@@ -56,7 +56,7 @@ class _Call:
 class ShardedMultiheadAttention(nn.MultiheadAttention):
     """Stands in front of the module's class; `num_heads` counts the heads of this rank."""
 
-    sharding: Sharding
+    sharding: MultiheadSharding
 
     @property
     def _qkv_same_embed_dim(self) -> bool:

@@ -12,14 +12,14 @@ from torch import Tensor
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
 from meshwise.layout.layout import Layout
-from meshwise.model.forward_replay import Recall
-from meshwise.tensor.core.matmul import Gathering, Moved, Operand, Streaming, travelling
-from meshwise.tensor.core.scheme import DIMS, Axes, Move, Product, Scheme
-from meshwise.tensor.core.tensor_origins import Origins
+from meshwise.model.forward_replay import ForwardReplay
+from meshwise.tensor.core.matmul import InputGather, MatmulInput, OperandMove, Streaming, travelling
+from meshwise.tensor.core.scheme import DIMS, Axes, OperandLayoutMove, Scheme, SchemeProduct
+from meshwise.tensor.core.tensor_origins import TensorOrigins
 
 
 @dataclass
-class Extents:
+class ShardSizes:
     """How the activations of the forward under way are cut, where a rank's own part does not say how large the others
     are; None is alike.
 
@@ -30,12 +30,12 @@ class Extents:
     rows: tuple[int, ...] | None = None
     tokens: tuple[int, ...] | None = None
 
-    def here(self) -> Extents:
+    def here(self) -> ShardSizes:
         """Those of the forward under way, for `at`."""
         return dataclasses.replace(self)
 
     @contextlib.contextmanager
-    def at(self, place: Extents) -> Iterator[None]:
+    def at(self, place: ShardSizes) -> Iterator[None]:
         """Inside, a part of that forward is repeated."""
         left = self.here()
         self.rows, self.tokens = place.rows, place.tokens
@@ -46,7 +46,7 @@ class Extents:
 
 
 @dataclass
-class Arrival:
+class SharedGather:
     """What was brought together last, for the matrices that are still to read it.
 
     Which tensor a matrix reads shows when it is called. The first that reads one brings it together, or the module
@@ -55,15 +55,15 @@ class Arrival:
 
     part: Tensor | None = None
     version: int = 0
-    operand: Operand | None = None
+    operand: MatmulInput | None = None
     readers: int = 0
 
-    def put(self, part: Tensor, *, operand: Operand, readers: int) -> None:
+    def put(self, part: Tensor, *, operand: MatmulInput, readers: int) -> None:
         """What `part` became, for so many matrices."""
         if readers and not part.is_inference():  # whose changes nobody counts
             self.part, self.version, self.operand, self.readers = part, part._version, operand, readers
 
-    def take(self, x: Tensor) -> Operand | None:
+    def take(self, x: Tensor) -> MatmulInput | None:
         """What `x` became, or what has become `x`, for one of the matrices; None when `x` is something else."""
         operand = self.operand
         if operand is None or not (x is operand.value or (x is self.part and x._version == self.version)):
@@ -75,18 +75,18 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Context:
+class SplitContext:
     """The world, the scheme, the extents and the arrival of the forward under way, how operands stream, and whose
     gradients are summed in the end.
     """
 
     world: World
     scheme: Scheme
-    extents: Extents = dataclasses.field(default_factory=Extents)
-    arrival: Arrival = dataclasses.field(default_factory=Arrival)
+    extents: ShardSizes = dataclasses.field(default_factory=ShardSizes)
+    arrival: SharedGather = dataclasses.field(default_factory=SharedGather)
     streaming: Streaming = dataclasses.field(default_factory=Streaming)
-    recall: Recall = dataclasses.field(default_factory=Recall)
-    origins: Origins = dataclasses.field(default_factory=Origins)
+    recall: ForwardReplay = dataclasses.field(default_factory=ForwardReplay)
+    origins: TensorOrigins = dataclasses.field(default_factory=TensorOrigins)
 
     def degree(self, axes: tuple[str, ...]) -> int:
         """How many ranks lie along `axes`."""
@@ -101,16 +101,16 @@ class Context:
         """How much of a dim of `size`, laid out by `layout`, this rank has."""
         return layout.local_shape((size,), mesh=self.world.mesh, rank=self.world.rank)[0]
 
-    def moved(self, move: Move, *, features: tuple[int, ...] | None = None) -> Moved:
+    def moved(self, move: OperandLayoutMove, *, features: tuple[int, ...] | None = None) -> OperandMove:
         """A scheme's move of an activation, with the sizes it has now; `features`: those of the parts of that dim."""
         if self.degree(move.axes) == 1:
-            return Moved()
+            return OperandMove()
         if move.dim == "alike":
-            return Moved(move.axes)
+            return OperandMove(move.axes)
         sizes = {"rows": self.extents.rows, "tokens": self.extents.tokens, "features": features}[move.dim]
-        return Moved(move.axes, DIMS[move.dim], sizes)
+        return OperandMove(move.axes, DIMS[move.dim], sizes)
 
-    def apart(self, x: Tensor, *, product: Product) -> Tensor:
+    def apart(self, x: Tensor, *, product: SchemeProduct) -> Tensor:
         """The X of a product whose rows or tokens move, with a dim for each, of a model that flattens them into one."""
         if x.dim() != 2:
             return x
@@ -138,10 +138,10 @@ class Context:
         """How many of the stream's features each rank along the axes that split them has."""
         return self.sizes(Layout((self.scheme.stream,)), size=features, axes=self.scheme.stream)
 
-    def arrive(self, x: Tensor, *, moved: Moved, readers: int) -> Operand:
+    def arrive(self, x: Tensor, *, moved: OperandMove, readers: int) -> MatmulInput:
         """`x` brought together, for so many matrices to read it, of which this call is not one."""
         if not moved.axes:
-            return Operand(x)
+            return MatmulInput(x)
         sent, gathering = travelling(x), None
         if moved.dim is None:
             whole = gradient.copy(sent, world=self.world, axes=moved.axes).wait()
@@ -149,7 +149,7 @@ class Context:
             whole = gradient.all_gather(
                 sent, world=self.world, axes=moved.axes, dim=moved.dim, sizes=moved.sizes
             ).wait()
-            gathering = None if self.streaming.keep else Gathering(self.world, moved=moved)
-        operand = Operand(whole, None if gathering is None else sent.detach(), gathering)
+            gathering = None if self.streaming.keep else InputGather(self.world, moved=moved)
+        operand = MatmulInput(whole, None if gathering is None else sent.detach(), gathering)
         self.arrival.put(x, operand=operand, readers=readers)
         return operand

@@ -18,18 +18,18 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from meshwise.comm.api import autograd_collectives as gradient
-from meshwise.tensor.core.global_shape_tensor import OF_THE_PART, LooksWhole
-from meshwise.tensor.core.vocab_parallel_loss import LossOptions, Vocabulary, cross_entropy
+from meshwise.tensor.core.global_shape_tensor import OF_THE_PART, GlobalShapeTensor
+from meshwise.tensor.core.vocab_parallel_loss import LossOptions, VocabularySplit, cross_entropy
 
 
-class SplitLogits(LooksWhole):
+class SplitLogits(GlobalShapeTensor):
     """This rank's part of logits, as a tensor of their full shape.
 
     `local` is the part, with the vocabulary along `dim_of_vocabulary`; autograd goes through it. `altered`: somebody
     wrote into the logits; they are whole from then on. `derived`: made from others, whose memory they may share.
     """
 
-    vocabulary: Vocabulary
+    vocabulary: VocabularySplit
     dim_of_vocabulary: int
     altered: bool
     derived: bool
@@ -37,7 +37,7 @@ class SplitLogits(LooksWhole):
     _whole: Tensor | None
 
     @staticmethod
-    def __new__(cls, local: Tensor, *, vocabulary: Vocabulary, dim: int = -1) -> SplitLogits:
+    def __new__(cls, local: Tensor, *, vocabulary: VocabularySplit, dim: int = -1) -> SplitLogits:
         """`local`: its `dim` is as large as this rank's part of `vocabulary`."""
         shape = list(local.shape)
         shape[dim] = vocabulary.size

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from meshwise.tensor.core.global_shape_tensor import OF_THE_PART, LooksWhole
+from meshwise.tensor.core.global_shape_tensor import OF_THE_PART, GlobalShapeTensor
 
 _FLIPS = frozenset({Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__})  # type: ignore[attr-defined]
 _EXCHANGES = frozenset({Tensor.transpose, torch.transpose, Tensor.swapaxes})
@@ -27,7 +27,7 @@ _CUTS_OFF = frozenset({Tensor.detach, torch.detach, Tensor.data.__get__})  # typ
 _PRODUCTS = frozenset({Tensor.matmul, torch.matmul, Tensor.__matmul__, Tensor.mm, torch.mm})
 
 
-class TableWeight(LooksWhole):
+class TableWeight(GlobalShapeTensor):
     """This rank's part of a table of `size` rows and features, as a tensor of its full shape.
 
     `head` computes this rank's logits from the stream and the part; `flipped`: it stands as (features, rows).

@@ -20,11 +20,11 @@ from torch.autograd.graph import Node
 
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.model.parameter_table import Placement
-from meshwise.tensor.core.matmul import Operation
+from meshwise.tensor.core.matmul import MatmulCollectives
 from meshwise.tensor.core.scheme import Axes
 
 
-class Origin(NamedTuple):
+class TensorOrigin(NamedTuple):
     """Something that a tensor was made of.
 
     name     of the parameter that it is, or ""
@@ -37,7 +37,7 @@ class Origin(NamedTuple):
     split: Axes
 
 
-class Origins:
+class TensorOrigins:
     """The parameters of one model, and where the gradient of each is summed in the end."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Origins:
         done = next(iter(found), ())
         return tuple(axis for axis in axes if axis not in done)
 
-    def of(self, x: Tensor, *, axes: Axes) -> Iterator[Origin]:
+    def of(self, x: Tensor, *, axes: Axes) -> Iterator[TensorOrigin]:
         """What `x` was made of since the last products, and collectives over some of these axes, as far as it is
         trained.
         """
@@ -87,28 +87,32 @@ class Origins:
                 seen |= following
                 waiting.extend(following)
 
-    def _leaf(self, x: Tensor, *, axes: Axes) -> Origin:
+    def _leaf(self, x: Tensor, *, axes: Axes) -> TensorOrigin:
         """A parameter; or what came from another stage, or into a forward that is repeated: it may be a part."""
         if not self._names and self._model is not None:
             held = self._model.named_parameters(remove_duplicate=False)
             self._names = {parameter: name for name, parameter in held if name in self._placed}
         name = self._names.get(x, "")
-        return Origin(name, self._placed[name].summed, self._placed[name].layout.axes) if name else Origin("", (), axes)
+        return (
+            TensorOrigin(name, self._placed[name].summed, self._placed[name].layout.axes)
+            if name
+            else TensorOrigin("", (), axes)
+        )
 
     def _begin(self, _model: nn.Module, _args: Any) -> None:
         self._names = {}  # an engine may have put others in their place
 
 
-def _made(node: Node, *, axes: Axes) -> Origin | None:
+def _made(node: Node, *, axes: Axes) -> TensorOrigin | None:
     """What a product gave, or a collective over some of these axes."""
     operation = getattr(node, "operation", None)
-    if isinstance(operation, Operation):
+    if isinstance(operation, MatmulCollectives):
         alike = operation.y.axes if operation.y.dim is None else ()
-        return Origin("", (), tuple(axis for axis in axes if axis not in alike))
-    given = gradient.given_by(node)
+        return TensorOrigin("", (), tuple(axis for axis in axes if axis not in alike))
+    given = gradient.source_of_output(node)
     if given is None or not {*given.whole, *given.alike, *given.split}.intersection(axes):
         return None
-    return Origin("", given.whole, given.split)
+    return TensorOrigin("", given.whole, given.split)
 
 
 def leaves(x: Tensor) -> Iterator[Tensor]:

@@ -28,7 +28,7 @@ _GPU_BLOCK = 1 << 25
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class VocabularySplit:
     """How the classes are split: this rank's are `first` and on; `sizes` are those of each rank along `axes`."""
 
     world: World
@@ -60,14 +60,14 @@ class LossOptions:
 class _How:
     """`counts`: 1 for a target that counts, else 0. `weights`: of this rank's classes; `total`: the sum of all."""
 
-    vocabulary: Vocabulary
+    vocabulary: VocabularySplit
     smoothing: float
     counts: Tensor
     weights: Tensor
     total: Tensor
 
 
-def cross_entropy(local: Tensor, *, target: Tensor, vocabulary: Vocabulary, options: LossOptions) -> Tensor:
+def cross_entropy(local: Tensor, *, target: Tensor, vocabulary: VocabularySplit, options: LossOptions) -> Tensor:
     """The cross-entropy in nats of (N, …, local classes) logits, classes last, for (N, …) integer targets.
 
     Alike on all ranks that share the classes, as torch computes it: of shape (N, …) for reduction `none`, else a

@@ -31,13 +31,13 @@ from meshwise.tensor.detect.known_names import (
     KEY_HEADS,
     full_name,
 )
-from meshwise.tensor.detect.matrix_modules import Matrix
+from meshwise.tensor.detect.matrix_modules import MatrixModule
 
 _KEEPS_ORDER = frozenset({"clamp", "contiguous", "float", "to", "type_as"})
 
 
 @dataclass(frozen=True)
-class Heads:
+class AttentionHeads:
     """The heads of one attention."""
 
     count: int
@@ -79,7 +79,7 @@ def _h_counts(own: Mapping[str, Any]) -> bool:
 
 def find_heads(
     homes: Sequence[nn.Module], *, around: Sequence[nn.Module], firsts: Sequence[int], features: int
-) -> Heads | None:
+) -> AttentionHeads | None:
     """The heads of a branch whose first matrices write `firsts` features and whose second reads `features`, told by
     the first that counts them of `homes`, the modules that hold the matrices, and of the modules `around` those; None
     when the sizes are not those of an attention with these heads.
@@ -97,7 +97,7 @@ def find_heads(
             width = width or features // count
             for key_count in dict.fromkeys((keys, count, *_equal_pair(firsts, width=width))):
                 if count % key_count == 0:
-                    heads = Heads(count, key_count, width)
+                    heads = AttentionHeads(count, key_count, width)
                     if heads.features == features and _fits(heads, firsts, sure=sure):
                         return heads
     return None
@@ -120,7 +120,7 @@ def order_of_fused(owner: nn.Module, *, child: str, sizes: Sequence[int], width:
     return "sections" if child in set(_split_at_once(type(owner))) else None
 
 
-def sections_of(matrix: Matrix, *, heads: Heads) -> tuple[int, ...]:
+def sections_of(matrix: MatrixModule, *, heads: AttentionHeads) -> tuple[int, ...]:
     """The sizes of what an attention's first matrix writes, when they lie one after the other."""
     keys = heads.keys
     fused = {heads.features + 2 * keys: (heads.features, keys, keys), heads.features: (heads.features,), keys: (keys,)}
@@ -128,7 +128,7 @@ def sections_of(matrix: Matrix, *, heads: Heads) -> tuple[int, ...]:
 
 
 def by_rule(
-    matrix: Matrix, *, sections: tuple[int, ...], given: Mapping[str, int], default: int
+    matrix: MatrixModule, *, sections: tuple[int, ...], given: Mapping[str, int], default: int
 ) -> tuple[tuple[int, ...], int]:
     """The cut that a rule's numbers ask for. Raises ValueError when they do not fit the matrix."""
     number, grain = given.get("sections", 1), given.get("grain", default)
@@ -140,7 +140,7 @@ def by_rule(
     return (sizes if number > 1 else ()), grain
 
 
-def counted(module: nn.Module, *, heads: Heads, group: int) -> tuple[tuple[str, int], ...]:
+def counted(module: nn.Module, *, heads: AttentionHeads, group: int) -> tuple[tuple[str, int], ...]:
     """The attributes of a module that count query heads or their features, each with how many of those stay together,
     when `group` query heads do. `config.num_heads` is one of the configuration that it reads when it runs.
     """
@@ -153,13 +153,13 @@ def counted(module: nn.Module, *, heads: Heads, group: int) -> tuple[tuple[str, 
     return tuple(found)
 
 
-def counts_of_keys(module: nn.Module, *, heads: Heads) -> tuple[str, ...]:
+def counts_of_keys(module: nn.Module, *, heads: AttentionHeads) -> tuple[str, ...]:
     """The attributes of a module that count key heads."""
     found = _numbers(module).items()
     return tuple(name for name, value in found if name.rpartition(".")[2] in KEY_HEADS and value == heads.key_count)
 
 
-def counts_of_groups(module: nn.Module, *, heads: Heads) -> tuple[str, ...]:
+def counts_of_groups(module: nn.Module, *, heads: AttentionHeads) -> tuple[str, ...]:
     """The attributes of a module that count the query heads of one key head."""
     found = _numbers(module).items()
     return tuple(name for name, value in found if name.rpartition(".")[2] in GROUPS and value == heads.group)
@@ -184,7 +184,7 @@ def _numbers(module: nn.Module) -> dict[str, Any]:
     return {**own, **{f"{holder}.{name}": _fields(own.get(holder)).get(name) for holder, name in sorted(read)}}
 
 
-def _grain(name: str, number: Any, heads: Heads, group: int) -> int:
+def _grain(name: str, number: Any, heads: AttentionHeads, group: int) -> int:
     """How many of the things that a number counts stay together; 0 when it counts something else."""
     if type(number) is not int:
         return 0
@@ -231,7 +231,7 @@ def _equal_pair(firsts: Sequence[int], *, width: int) -> list[int]:
     return [smaller[0] // width] if len(firsts) == 3 and smaller[0] == smaller[1] >= width else []
 
 
-def _fits(heads: Heads, firsts: Sequence[int], *, sure: bool) -> bool:
+def _fits(heads: AttentionHeads, firsts: Sequence[int], *, sure: bool) -> bool:
     """Whether matrices of these sizes are the q, k and v of these heads. Two matrices of an MLP (a gate and what it
     gates) may add up to the same; so less than three matrices must come to the usual three, or heads be `sure`.
     """

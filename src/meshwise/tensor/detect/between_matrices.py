@@ -7,14 +7,14 @@ import re
 from torch import nn
 
 from meshwise.tensor.core.part import Part
-from meshwise.tensor.detect.attention_heads import Heads
+from meshwise.tensor.detect.attention_heads import AttentionHeads
 from meshwise.tensor.detect.norm_modules import as_norm
 
 _OF_QUERY_OR_KEY = re.compile(r"(^|_)(q|k|query|key)(_|$)")
 
 
 def between(
-    owner: nn.Module, *, name: str, heads: Heads, grain: int, shared: bool
+    owner: nn.Module, *, name: str, heads: AttentionHeads, grain: int, shared: bool
 ) -> tuple[dict[str, Part], dict[str, str]]:
     """The parts of what the module with that name holds beside its matrices, and why something gets none, by name.
 

@@ -30,18 +30,18 @@ from dataclasses import dataclass
 from torch import nn
 
 from meshwise.tensor.detect.attention_heads import counts_heads
-from meshwise.tensor.detect.matrix_modules import Matrix, as_matrix, matrices
+from meshwise.tensor.detect.matrix_modules import MatrixModule, as_matrix, matrices
 
 _SQUARES_OF_ATTENTION = 4
 _SQUARES_OF_MLP = 2
 
 
 @dataclass(frozen=True)
-class Branch:
+class BlockBranch:
     """Matrices that read the stream, and the one that writes it."""
 
-    firsts: tuple[Matrix, ...]
-    second: Matrix
+    firsts: tuple[MatrixModule, ...]
+    second: MatrixModule
 
     @property
     def names(self) -> list[str]:
@@ -82,7 +82,7 @@ def stream_width(blocks: Iterable[nn.Module], *, outside: Collection[int]) -> in
 
 
 @dataclass(frozen=True)
-class Reading:
+class BlockReading:
     """How a block is read."""
 
     width: int
@@ -93,13 +93,13 @@ class Reading:
     names: Collection[str]
     """The first names of the model's modules. What has been read under one is not read again under another."""
 
-    def branches(self, block: nn.Module, *, name: str) -> tuple[list[Branch], list[Matrix]]:
+    def branches(self, block: nn.Module, *, name: str) -> tuple[list[BlockBranch], list[MatrixModule]]:
         """The branches of a block called `name`, and the matrices that belong to none."""
-        found: list[Branch] = []
+        found: list[BlockBranch] = []
         left = self._walk(block, name, found)
         return found, [item.matrix for item in left]
 
-    def _walk(self, module: nn.Module, name: str, found: list[Branch]) -> list[_Item]:
+    def _walk(self, module: nn.Module, name: str, found: list[BlockBranch]) -> list[_Item]:
         """Find the branches that end inside a module, and return the matrices of the one that does not."""
         left: list[_Item] = []
         before = len(found)
@@ -134,7 +134,7 @@ class Reading:
             found[-1], left = late, []
         return left
 
-    def _role(self, matrix: Matrix) -> str:
+    def _role(self, matrix: MatrixModule) -> str:
         if matrix.name in self.declared:
             return self.declared[matrix.name]
         if matrix.inputs == matrix.outputs == self.width:
@@ -146,7 +146,7 @@ class Reading:
 class _Item:
     """A matrix, its role as far as it is known, and whether the module that holds it counts heads."""
 
-    matrix: Matrix
+    matrix: MatrixModule
     role: str
     in_attention: bool
 
@@ -161,7 +161,7 @@ def _ends(items: Sequence[_Item]) -> bool:
     return len(items) == (_SQUARES_OF_ATTENTION if attention else _SQUARES_OF_MLP)
 
 
-def _late(items: Sequence[_Item], *, branches: Sequence[Branch], holder: str) -> Branch | None:
+def _late(items: Sequence[_Item], *, branches: Sequence[BlockBranch], holder: str) -> BlockBranch | None:
     """The only branch of a module, with matrices that it registers behind its second, and that write what that reads:
     w1, w2, w3 of a gated MLP, where w2 closes it.
     """
@@ -173,9 +173,9 @@ def _late(items: Sequence[_Item], *, branches: Sequence[Branch], holder: str) ->
         return None
     if any(item.role != "first" or item.matrix.outputs != hidden for item in items):
         return None
-    return Branch((*branches[0].firsts, *(item.matrix for item in items)), branches[0].second)
+    return BlockBranch((*branches[0].firsts, *(item.matrix for item in items)), branches[0].second)
 
 
-def _branch(items: Sequence[_Item]) -> Branch:
+def _branch(items: Sequence[_Item]) -> BlockBranch:
     *firsts, second = (item.matrix for item in items)
-    return Branch(tuple(firsts), second)
+    return BlockBranch(tuple(firsts), second)

@@ -18,7 +18,7 @@ from meshwise.base.batch_norm_classes import BatchNorm
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.sharded_multihead import ShardedMultiheadAttention
 from meshwise.tensor.detect.attention_heads import (
-    Heads,
+    AttentionHeads,
     by_rule,
     counted,
     counts_heads,
@@ -29,12 +29,12 @@ from meshwise.tensor.detect.attention_heads import (
     sections_of,
 )
 from meshwise.tensor.detect.between_matrices import between
-from meshwise.tensor.detect.block_branch import Branch
+from meshwise.tensor.detect.block_branch import BlockBranch
 from meshwise.tensor.detect.input_use import only_read_by, sizes_unused, splits_by_width
 from meshwise.tensor.detect.known_names import BY_HEAD, HEADS, MASKS
-from meshwise.tensor.detect.matrix_modules import Matrix
-from meshwise.tensor.detect.pair_sharing import Sharing
-from meshwise.tensor.detect.split_trial import Trial
+from meshwise.tensor.detect.matrix_modules import MatrixModule
+from meshwise.tensor.detect.pair_sharing import PairSharing
+from meshwise.tensor.detect.split_trial import SplitTrial
 
 _GATED = 2
 """How many hidden features of an MLP one matrix writes at most, in multiples of what the next reads: gate and value."""
@@ -44,11 +44,11 @@ _SQUARES = 4
 
 
 @dataclass(frozen=True)
-class Attention:
+class FoundAttention:
     """An attention that was found, by the name of the module that holds its first matrices."""
 
     name: str
-    heads: Heads
+    heads: AttentionHeads
 
     alike: bool
     """Whether one rule cuts q, k and v, so that no two ranks can hold the same key head."""
@@ -60,7 +60,7 @@ class Attention:
     """Whether its forward sees its input as its first matrices read it, so that sizes it takes from there are right."""
 
 
-class Pairs:
+class ColumnRowPairs:
     """The parts of all pairs of a model.
 
     modules    the model's, by name
@@ -75,16 +75,16 @@ class Pairs:
         *,
         options: Mapping[str, Mapping[str, int]],
         reasons: dict[str, str],
-        sharing: Sharing,
+        sharing: PairSharing,
     ) -> None:
-        self.attentions: list[Attention] = []
+        self.attentions: list[FoundAttention] = []
         self._tried: dict[Hashable, bool | None] = {}
         self._modules = modules
         self._options = options
         self._reasons = reasons
         self._sharing = sharing
 
-    def parts(self, branches: Iterable[Branch], *, block: str) -> dict[str, Part]:
+    def parts(self, branches: Iterable[BlockBranch], *, block: str) -> dict[str, Part]:
         """The parts of a block's branches. Of two attentions, the second reads what comes from outside of the blocks:
         an encoder's output.
         """
@@ -101,15 +101,15 @@ class Pairs:
                 found |= self._mlp(branch)
         return found
 
-    def of_squares(self, left: Sequence[Matrix], *, stated: Mapping[str, str]) -> list[Branch]:
+    def of_squares(self, left: Sequence[MatrixModule], *, stated: Mapping[str, str]) -> list[BlockBranch]:
         """Of matrices whose sizes and order do not tell, the pairs that their module is seen to make of all it holds:
         every feature goes by itself from the others to one of them. Of four that are seen to be an attention's, the
         reason tells the rule.
         """
-        found: list[Branch] = []
+        found: list[BlockBranch] = []
         for home in dict.fromkeys(matrix.home for matrix in left):
             own = [matrix for matrix in left if matrix.home == home]
-            could = [Branch(tuple(matrix for matrix in own if matrix != second), second) for second in own]
+            could = [BlockBranch(tuple(matrix for matrix in own if matrix != second), second) for second in own]
             could = [
                 branch
                 for branch in could
@@ -120,11 +120,11 @@ class Pairs:
                 self._reasons |= dict.fromkeys(could[-1].names, _rule_for_heads(home, heads))
         return found
 
-    def _goes_by_feature(self, branch: Branch) -> bool:
+    def _goes_by_feature(self, branch: BlockBranch) -> bool:
         """Whether the module is seen to treat every feature between the matrices by itself."""
         return bool(self._verdict(branch, self._mlp_parts(branch), ranks=branch.second.inputs))
 
-    def _why_no_heads(self, branch: Branch, *, block: str) -> str:
+    def _why_no_heads(self, branch: BlockBranch, *, block: str) -> str:
         """Why what looks like attention has no heads, with a rule that its forward is seen to allow."""
         home = branch.firsts[0].home
         around = next((name for name in reversed(_above(home)) if len(name) > len(block)), home)
@@ -138,21 +138,21 @@ class Pairs:
             f"{why}, and how many there are does not show: state them by 'attention heads=…'{whole and f', or {whole}'}"
         )
 
-    def _seen_heads(self, branch: Branch) -> Heads | None:
+    def _seen_heads(self, branch: BlockBranch) -> AttentionHeads | None:
         """The most heads with which a module is seen to compute each of them by itself."""
         features, reasons = branch.second.inputs, dict(self._reasons)
         seen = None
         for count in range(features, 1, -1):
             keys = branch.firsts[-1].outputs * count // features if len(branch.firsts) == 3 else count
             if seen is None and features % count == 0 and keys > 1 and count % keys == 0:
-                heads = Heads(count, keys, features // count)
+                heads = AttentionHeads(count, keys, features // count)
                 if self._verdict(branch, self._attention_parts(branch, heads, cross=False)[0], ranks=keys):
                     seen = heads
         self._reasons.clear()
         self._reasons |= reasons
         return seen
 
-    def _heads(self, branch: Branch, *, block: str) -> Heads | None:
+    def _heads(self, branch: BlockBranch, *, block: str) -> AttentionHeads | None:
         homes = list(dict.fromkeys(matrix.home for matrix in (*branch.firsts, branch.second)))
         around = [name for name in _above(homes[0]) if name == block or name.startswith(f"{block}.") or not block]
         features = branch.second.inputs
@@ -165,7 +165,7 @@ class Pairs:
                         f"{name}: heads={count} kv_heads={keys}, but {branch.second} reads {features} features; heads "
                         "has to divide them, and kv_heads the heads"
                     )
-                heads = Heads(count, keys, features // count)
+                heads = AttentionHeads(count, keys, features // count)
                 for matrix in branch.firsts:
                     if matrix.outputs < heads.keys:
                         raise ValueError(
@@ -177,7 +177,7 @@ class Pairs:
         firsts = [matrix.outputs for matrix in branch.firsts]
         return find_heads(modules, around=[self._modules[n] for n in around], firsts=firsts, features=features)
 
-    def _attention(self, branch: Branch, heads: Heads, *, cross: bool) -> dict[str, Part]:
+    def _attention(self, branch: BlockBranch, heads: AttentionHeads, *, cross: bool) -> dict[str, Part]:
         found, attention = self._attention_parts(branch, heads, cross=cross)
         stated = any("heads" in self._options.get(name, {}) for name in (attention.name, *_above(attention.name)))
         if heads.key_count > 1 and not stated and self._fails(branch, found, ranks=heads.key_count, what="heads"):
@@ -185,7 +185,9 @@ class Pairs:
         self.attentions.append(attention)
         return found
 
-    def _attention_parts(self, branch: Branch, heads: Heads, *, cross: bool) -> tuple[dict[str, Part], Attention]:
+    def _attention_parts(
+        self, branch: BlockBranch, heads: AttentionHeads, *, cross: bool
+    ) -> tuple[dict[str, Part], FoundAttention]:
         home = branch.firsts[0].home
         owner = self._modules[home]
         alike = len(branch.firsts) < 3 or any(isinstance(vars(owner).get(name), tuple) for name in HEADS)
@@ -234,13 +236,13 @@ class Pairs:
         inner, unclear = between(owner, name=home, heads=heads, grain=grain, shared=twins > 1)
         self._reasons |= unclear
         found |= inner
-        return found, Attention(home, heads, even=alike and heads.group > 1, alike=alike, enters_whole=whole)
+        return found, FoundAttention(home, heads, even=alike and heads.group > 1, alike=alike, enters_whole=whole)
 
-    def _mlp(self, branch: Branch) -> dict[str, Part]:
+    def _mlp(self, branch: BlockBranch) -> dict[str, Part]:
         found = self._mlp_parts(branch)
         return {} if self._fails(branch, found, ranks=2, what="features") else found
 
-    def _mlp_parts(self, branch: Branch) -> dict[str, Part]:
+    def _mlp_parts(self, branch: BlockBranch) -> dict[str, Part]:
         hidden = branch.second.inputs
         found = {branch.second.name: Part("second", transposed=branch.second.flipped)}
         if hidden != branch.second.outputs:
@@ -263,7 +265,7 @@ class Pairs:
                 )
         return found
 
-    def _fails(self, branch: Branch, found: Mapping[str, Part], *, ranks: int, what: str) -> bool:
+    def _fails(self, branch: BlockBranch, found: Mapping[str, Part], *, ranks: int, what: str) -> bool:
         """Whether the module that holds the first matrices is seen not to let ranks share out what lies between."""
         if self._verdict(branch, found, ranks=ranks) is not False:
             return False
@@ -272,7 +274,7 @@ class Pairs:
         self._reasons |= dict.fromkeys(branch.names, f"{reason}; rule for {home}: 'whole'")
         return True
 
-    def _verdict(self, branch: Branch, found: Mapping[str, Part], *, ranks: int) -> bool | None:
+    def _verdict(self, branch: BlockBranch, found: Mapping[str, Part], *, ranks: int) -> bool | None:
         """Whether the module that holds the first matrices is seen to let ranks share out what lies between, or not to;
         None where it cannot be tried.
         """
@@ -285,7 +287,7 @@ class Pairs:
             return None
         below = f"{home}." if home else ""
         parts = {name.removeprefix(below): part for name, part in found.items() if name.startswith(below)}
-        trial = Trial(
+        trial = SplitTrial(
             self._modules[home],
             firsts={matrix.child: matrix.outputs for matrix in branch.firsts},
             second=branch.second.child if closes else None,
@@ -298,7 +300,7 @@ class Pairs:
             self._tried[tried] = trial.verdict(ranks=ranks)
         return self._tried[tried]
 
-    def _share_input(self, branch: Branch, outside: Sequence[Matrix] = ()) -> bool:
+    def _share_input(self, branch: BlockBranch, outside: Sequence[MatrixModule] = ()) -> bool:
         """Whether the first matrices, but those that read what comes from `outside`, read one and the same tensor, the
         input of the module that holds them.
         """
@@ -311,7 +313,7 @@ class Pairs:
         )
 
     def _cut(
-        self, matrix: Matrix, sections: tuple[int, ...], *, grain: int, heads: Heads | None
+        self, matrix: MatrixModule, sections: tuple[int, ...], *, grain: int, heads: AttentionHeads | None
     ) -> tuple[tuple[int, ...], int] | None:
         """The sections and the grain of a first matrix; None, with the reason noted, when its order is not known."""
         given = self._options.get(matrix.name, {})
@@ -336,7 +338,13 @@ class Pairs:
         """The parts of torch's own attention, whose matrices are parameters that it holds itself."""
         width = module.head_dim
         self.attentions.append(
-            Attention(name, Heads(module.num_heads, module.num_heads, width), even=False, alike=True, enters_whole=True)
+            FoundAttention(
+                name,
+                AttentionHeads(module.num_heads, module.num_heads, width),
+                even=False,
+                alike=True,
+                enters_whole=True,
+            )
         )
         fused, below = (module.embed_dim,) * 3, f"{name}." if name else ""
         found = {
@@ -353,7 +361,7 @@ class Pairs:
         }
 
 
-def _rule_for_heads(home: str, heads: Heads) -> str:
+def _rule_for_heads(home: str, heads: AttentionHeads) -> str:
     keys = f" kv_heads={heads.key_count}" if heads.group > 1 else ""
     counts = f"{home} counts no heads that fit, and computes as with {heads.count}"
     return f"attention, it seems, but {counts}; rule for {home}: 'attention heads={heads.count}{keys}'"

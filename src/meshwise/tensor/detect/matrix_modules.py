@@ -21,7 +21,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
-class Matrix:
+class MatrixModule:
     """A module that maps (..., inputs) to (..., outputs)."""
 
     name: str
@@ -45,13 +45,13 @@ class Matrix:
         return f"{self.name} ({self.inputs} -> {self.outputs})"
 
 
-def as_matrix(module: nn.Module, *, name: str) -> Matrix | None:
+def as_matrix(module: nn.Module, *, name: str) -> MatrixModule | None:
     """The module as a matrix, or None when it is something else."""
     if full_name(type(module)) in STORED_AS_INPUTS_BY_OUTPUTS:
         inputs, outputs = module.get_parameter("weight").shape
-        return Matrix(name, inputs, outputs, flipped=True)
+        return MatrixModule(name, inputs, outputs, flipped=True)
     if isinstance(module, nn.Linear) and (computes_as(module, kind=nn.Linear) or _multiplies(module)):
-        return Matrix(name, module.in_features, module.out_features)
+        return MatrixModule(name, module.in_features, module.out_features)
     return None
 
 
@@ -110,7 +110,7 @@ class _Gives(nn.Embedding):
         return self.numbers()
 
 
-def matrices(module: nn.Module, *, name: str) -> Iterator[Matrix]:
+def matrices(module: nn.Module, *, name: str) -> Iterator[MatrixModule]:
     """The matrices inside a module called `name`, in the order in which they were registered."""
     for inner, child in module.named_modules(prefix=name):
         if matrix := as_matrix(child, name=inner):

@@ -21,18 +21,18 @@ from meshwise.base.batch_norm_classes import BatchNorm
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.sharded_multihead import UnnestedEncoder
 from meshwise.tensor.detect.attention_heads import by_rule
-from meshwise.tensor.detect.block_branch import Reading, stream_width
-from meshwise.tensor.detect.column_row_pairs import Attention, Pairs
+from meshwise.tensor.detect.block_branch import BlockReading, stream_width
+from meshwise.tensor.detect.column_row_pairs import ColumnRowPairs, FoundAttention
 from meshwise.tensor.detect.input_use import asks_for_last_size
 from meshwise.tensor.detect.matrix_modules import CONVOLUTIONS, as_matrix, computes_as, looks_up, matrices
 from meshwise.tensor.detect.norm_modules import as_norm, goes_feature_by_feature
-from meshwise.tensor.detect.pair_sharing import Sharing
+from meshwise.tensor.detect.pair_sharing import PairSharing
 
 _KNOWN = ("torch", "transformers", "meshwise")
 """Packages whose modules take what they make for each feature from parameters."""
 
 
-class Structure:
+class ModelStructure:
     """A model, read for its parts.
 
     stated    the roles that someone else gave, by name of a module or parameter
@@ -46,14 +46,14 @@ class Structure:
         *,
         stated: Mapping[str, str],
         options: Mapping[str, Mapping[str, int]],
-        sharing: Sharing,
+        sharing: PairSharing,
     ) -> None:
         self.modules = dict(module.named_modules())
         self.blocks = dict(_blocks(module, name=""))
         self._stated = stated
         self._options = options
         self._reasons: dict[str, str] = {}
-        self._pairs = Pairs(self.modules, options=options, reasons=self._reasons, sharing=sharing)
+        self._pairs = ColumnRowPairs(self.modules, options=options, reasons=self._reasons, sharing=sharing)
         self._regions = self.blocks or {"": module}
         outside = [p for name, p in module.named_parameters() if p.dim() and not self._in_block(name)]
         self.width = stream_width(self._regions.values(), outside={parameter.size(-1) for parameter in outside})
@@ -73,7 +73,7 @@ class Structure:
         return self._parts
 
     @property
-    def attentions(self) -> tuple[Attention, ...]:
+    def attentions(self) -> tuple[FoundAttention, ...]:
         """The attentions that were found, with their heads."""
         return tuple(self._pairs.attentions)
 
@@ -100,7 +100,7 @@ class Structure:
     def _read_block(self, block: nn.Module, name: str) -> None:
         if self.width is None:
             return
-        branches, left = Reading(self.width, self._stated, self.modules.keys()).branches(block, name=name)
+        branches, left = BlockReading(self.width, self._stated, self.modules.keys()).branches(block, name=name)
         seen = self._pairs.of_squares(left, stated=self._stated)
         branches += seen
         left = [matrix for matrix in left if not any(matrix in (*each.firsts, each.second) for each in seen)]

@@ -10,7 +10,7 @@ from meshwise.tensor.schemes import scheme
 
 
 @dataclass(frozen=True)
-class Sharing:
+class PairSharing:
     """What a plan does to an attention."""
 
     ranks: int
@@ -21,7 +21,7 @@ class Sharing:
     for all its linears at once, and no axis of the heads can be cut in two, as it splits rows elsewhere."""
 
     @classmethod
-    def of(cls, plan: Plan) -> Sharing:
+    def of(cls, plan: Plan) -> PairSharing:
         """Raises ValueError for a plan whose dp is not known yet."""
         mesh = plan.mesh()
         ranks = math.prod(mesh.degree(axis) for axis in scheme(plan, blocks=True).inner)

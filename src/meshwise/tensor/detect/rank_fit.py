@@ -10,13 +10,13 @@ from torch import nn
 from meshwise.base.batch_norm_classes import BatchNorm
 from meshwise.plan import Plan, PlanError
 from meshwise.tensor.core.part import Part
-from meshwise.tensor.detect.column_row_pairs import Attention
+from meshwise.tensor.detect.column_row_pairs import FoundAttention
 from meshwise.tensor.detect.known_names import of_all_blocks
 from meshwise.tensor.detect.matrix_modules import CONVOLUTIONS
-from meshwise.tensor.detect.pair_sharing import Sharing
+from meshwise.tensor.detect.pair_sharing import PairSharing
 
 
-def refuse_misfits(attentions: Sequence[Attention], *, plan: Plan, sharing: Sharing) -> None:
+def refuse_misfits(attentions: Sequence[FoundAttention], *, plan: Plan, sharing: PairSharing) -> None:
     """Raise PlanError when an attention has no head for some of the ranks that split them, cannot share them out, or
     would take the number of its tokens from a part of them.
     """
@@ -145,7 +145,7 @@ def _reads_all(module: nn.Module | None, part: Part, width: int | None) -> bool:
     return part.role == "whole" and isinstance(module, nn.Linear) and module.in_features == width
 
 
-def _fits(attention: Attention, *, ranks: int, sharing: Sharing) -> bool:
+def _fits(attention: FoundAttention, *, ranks: int, sharing: PairSharing) -> bool:
     """Whether so many ranks can share out the heads, each getting whole groups of queries with their key."""
     keys = attention.heads.key_count
     if keys >= ranks:
@@ -153,7 +153,7 @@ def _fits(attention: Attention, *, ranks: int, sharing: Sharing) -> bool:
     return sharing.rows_stay and not attention.alike and attention.heads.twins(ranks) > 0
 
 
-def _whole(unfit: Sequence[Attention], attentions: Sequence[Attention]) -> str:
+def _whole(unfit: Sequence[FoundAttention], attentions: Sequence[FoundAttention]) -> str:
     """Rules that keep attentions whole, and the blocks' other ones as they are."""
     names = [attention.name for attention in unfit]
     patterns = {of_all_blocks(name) for name in names}
@@ -161,7 +161,7 @@ def _whole(unfit: Sequence[Attention], attentions: Sequence[Attention]) -> str:
     return ", ".join(f"'{name}': 'whole'" for name in (sorted(patterns) if alike else names))
 
 
-def _nearest(attentions: Sequence[Attention], *, plan: Plan, sharing: Sharing) -> str:
+def _nearest(attentions: Sequence[FoundAttention], *, plan: Plan, sharing: PairSharing) -> str:
     most = max(attention.heads.count for attention in attentions)
     works = [n for n in range(1, most + 1) if all(_fits(each, ranks=n, sharing=sharing) for each in attentions)]
     near = sorted(sorted(works, key=lambda n: abs(math.log(n / sharing.ranks)))[:2])

@@ -28,9 +28,9 @@ from torch import nn
 from meshwise.plan import Plan
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.detect.known_names import DECLARED, branch_around, of_all_blocks
-from meshwise.tensor.detect.model_structure import Structure
+from meshwise.tensor.detect.model_structure import ModelStructure
 from meshwise.tensor.detect.outside_blocks import whole_outside
-from meshwise.tensor.detect.pair_sharing import Sharing
+from meshwise.tensor.detect.pair_sharing import PairSharing
 from meshwise.tensor.detect.rank_fit import refuse_compiled, refuse_misfits, refuse_modes
 
 Rules: TypeAlias = Mapping[str, str]
@@ -104,7 +104,7 @@ def find_parts(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -> 
 class _Found:
     """What the sources tell: the parts, the modules kept whole by a rule, and the parameters without a part."""
 
-    structure: Structure
+    structure: ModelStructure
     parts: Mapping[str, Part]
     whole: Collection[str]
     left: Sequence[str]
@@ -114,11 +114,11 @@ def _read(module: nn.Module, *, plan: Plan, rules: Rules) -> _Found:
     given = _matched(module, rules)
     stated = {name: rule.role for name, rule in given.items()}
     declared = _declared(module, stated=stated)
-    structure = Structure(
+    structure = ModelStructure(
         module,
         stated={**declared, **stated},
         options={name: rule.options for name, rule in given.items()},
-        sharing=Sharing.of(plan),
+        sharing=PairSharing.of(plan),
     )
     whole = {name for name, role in stated.items() if role == "whole"}
     parts = {
@@ -139,7 +139,7 @@ def _fitting(found: _Found, *, plan: Plan) -> Mapping[str, Part]:
     """The parts as a plan has them. Raises PlanError where it has none."""
     structure, whole = found.structure, found.whole
     split = [each for each in structure.attentions if each.name not in whole and not _lies_in(each.name, holders=whole)]
-    refuse_misfits(split, plan=plan, sharing=Sharing.of(plan))
+    refuse_misfits(split, plan=plan, sharing=PairSharing.of(plan))
     parts = whole_outside(found.parts, plan=plan, counts=structure.counts_features)
     refuse_modes(parts, modules=structure.modules, plan=plan, width=structure.width)
     return parts

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.base.batch_norm_classes import BatchNorm
-from meshwise.layout.layout import Cut
+from meshwise.layout.layout import DimSplit
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.detect.attention_heads import set_count
 from meshwise.tensor.detect.matrix_modules import matrices
@@ -37,7 +37,7 @@ _OTHERWISE = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, 
 
 
 @dataclass(frozen=True)
-class Trial:
+class SplitTrial:
     """A module that reads the stream, and how ranks would share out what lies between its matrices.
 
     firsts   its children that open the pair, with how many features each gives
@@ -50,7 +50,7 @@ class Trial:
     module: nn.Module
     firsts: Mapping[str, int]
     second: str | None
-    read: Cut
+    read: DimSplit
     sizes: tuple[int, int]
     parts: Mapping[str, Part]
 
@@ -88,7 +88,7 @@ class Trial:
         }
         closing, x = numbers(1, _TOKENS, width), numbers(1, _TOKENS, width)
         if grain := self.parts[""].narrows:
-            x = x[..., : _share(features, Cut(grain=grain), at=at)]
+            x = x[..., : _share(features, DimSplit(grain=grain), at=at)]
         takes = _Takes(closing)
         gives: dict[str | None, _Takes] = {name: _Takes(part) for name, part in given.items()}
         try:
@@ -127,7 +127,7 @@ class Trial:
         for attribute, grain in (*own.counts, *((name, 1) for name in own.key_counts)):
             count = operator.attrgetter(attribute)(asked)
             shares = [
-                _share(size, Cut(grain=grain), at=at) for size in (count if isinstance(count, tuple) else (count,))
+                _share(size, DimSplit(grain=grain), at=at) for size in (count if isinstance(count, tuple) else (count,))
             ]
             set_count(asked, attribute=attribute, count=tuple(shares) if isinstance(count, tuple) else shares[0])
         for name, part in self.parts.items():
@@ -201,11 +201,11 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _share(size: int, cut: Cut, *, at: Place) -> int:
+def _share(size: int, cut: DimSplit, *, at: Place) -> int:
     return sum(stop - start for start, stop in cut.spans(size, places=[at]))
 
 
-def _cut(x: Tensor, cut: Cut, *, at: Place, dim: int = -1) -> Tensor:
+def _cut(x: Tensor, cut: DimSplit, *, at: Place, dim: int = -1) -> Tensor:
     """A rank's part of a tensor along a dim."""
     spans = cut.spans(x.size(dim), places=[at])
     return torch.cat([x.narrow(dim, start, stop - start) for start, stop in spans], dim)

@@ -15,19 +15,19 @@ the forward and the head's in the backward.
 
 from __future__ import annotations
 
-from meshwise.tensor.core.scheme import Lookup, Move, Product, Scheme
+from meshwise.tensor.core.scheme import OperandLayoutMove, Scheme, SchemeLookup, SchemeProduct
 
 _TP = ("tp",)
 
 
 def one_d(*, sequence: bool) -> Scheme:
     """`sequence`: the tokens of the stream are split over tp."""
-    stream = Move(_TP, "tokens" if sequence else "alike")
+    stream = OperandLayoutMove(_TP, "tokens" if sequence else "alike")
     return Scheme(
-        first=Product(out=_TP, within=(), x=stream),
-        second=Product(out=(), within=_TP, y=stream, rows=_TP if sequence else ()),
-        head=Product(out=_TP, within=(), x=Move(_TP, "alike")),
-        embedding=Lookup(vocabulary=_TP, features=(), w=Move(), y=Move(_TP, "alike")),
+        first=SchemeProduct(out=_TP, within=(), x=stream),
+        second=SchemeProduct(out=(), within=_TP, y=stream, rows=_TP if sequence else ()),
+        head=SchemeProduct(out=_TP, within=(), x=OperandLayoutMove(_TP, "alike")),
+        embedding=SchemeLookup(vocabulary=_TP, features=(), w=OperandLayoutMove(), y=OperandLayoutMove(_TP, "alike")),
         stream=(),
         inner=_TP,
         tokens=_TP if sequence else (),

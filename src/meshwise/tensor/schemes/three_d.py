@@ -21,32 +21,41 @@ would reduce b·s·v/p². The embedding is stored like it and is that product ba
 
 from __future__ import annotations
 
-from meshwise.tensor.core.scheme import Lookup, Move, Product, Scheme
+from meshwise.tensor.core.scheme import OperandLayoutMove, Scheme, SchemeLookup, SchemeProduct
 
 
 def three_d() -> Scheme:
     """The only form it has."""
     return Scheme(
-        first=Product(
+        first=SchemeProduct(
             out=("j",),
             within=("l", "i"),
-            x=Move(("j",), "rows"),
-            w=Move(("i",), "in"),
-            y=Move(("l",), "rows"),
+            x=OperandLayoutMove(("j",), "rows"),
+            w=OperandLayoutMove(("i",), "in"),
+            y=OperandLayoutMove(("l",), "rows"),
             rows=("i", "l"),
         ),
-        second=Product(
+        second=SchemeProduct(
             out=("l", "i"),
             within=("j",),
-            x=Move(("l",), "rows"),
-            w=Move(("i",), "out"),
-            y=Move(("j",), "rows"),
+            x=OperandLayoutMove(("l",), "rows"),
+            w=OperandLayoutMove(("i",), "out"),
+            y=OperandLayoutMove(("j",), "rows"),
             rows=("i", "j"),
         ),
-        head=Product(
-            out=("l",), within=("i", "j"), x=Move(("l",), "features"), w=Move(("i", "j"), "in"), rows=("i", "j")
+        head=SchemeProduct(
+            out=("l",),
+            within=("i", "j"),
+            x=OperandLayoutMove(("l",), "features"),
+            w=OperandLayoutMove(("i", "j"), "in"),
+            rows=("i", "j"),
         ),
-        embedding=Lookup(vocabulary=("l",), features=("i", "j"), w=Move(("i", "j"), "in"), y=Move(("l",), "features")),
+        embedding=SchemeLookup(
+            vocabulary=("l",),
+            features=("i", "j"),
+            w=OperandLayoutMove(("i", "j"), "in"),
+            y=OperandLayoutMove(("l",), "features"),
+        ),
         stream=("l",),
         inner=("j",),
         rows=("i", "j"),

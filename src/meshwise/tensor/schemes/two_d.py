@@ -16,17 +16,28 @@ up its part of the vocabulary, and scatters the sum over col along the features.
 
 from __future__ import annotations
 
-from meshwise.tensor.core.scheme import Axes, Lookup, Move, Product, Scheme
+from meshwise.tensor.core.scheme import Axes, OperandLayoutMove, Scheme, SchemeLookup, SchemeProduct
 
 
 def two_d(rows: Axes = ("row",)) -> Scheme:
     """`rows`: the axes that split the batch; W is stored over `row` in any case."""
-    linear = Product(out=("col",), within=("row",), x=Move(("col",), "features"), w=Move(("row",), "in"), rows=rows)
+    linear = SchemeProduct(
+        out=("col",),
+        within=("row",),
+        x=OperandLayoutMove(("col",), "features"),
+        w=OperandLayoutMove(("row",), "in"),
+        rows=rows,
+    )
     return Scheme(
         first=linear,
         second=linear,
         head=linear,
-        embedding=Lookup(vocabulary=("col",), features=("row",), w=Move(("row",), "in"), y=Move(("col",), "features")),
+        embedding=SchemeLookup(
+            vocabulary=("col",),
+            features=("row",),
+            w=OperandLayoutMove(("row",), "in"),
+            y=OperandLayoutMove(("col",), "features"),
+        ),
         stream=("col",),
         inner=("col",),
         rows=rows,
