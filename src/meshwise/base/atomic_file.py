@@ -24,7 +24,7 @@ from pathlib import Path
 
 
 def is_read_only(path: Path) -> bool:
-    """Whether there is something that may not be written."""
+    """Return whether there is something that may not be written."""
     return path.exists() and not os.access(path, os.W_OK)
 
 

@@ -50,12 +50,12 @@ class Mesh:
 
     @classmethod
     def of(cls, **degrees: int) -> Mesh:
-        """The mesh with these axes, outermost first: `Mesh.of(dp=2, tp=2)`."""
+        """Return the mesh with these axes, outermost first: `Mesh.of(dp=2, tp=2)`."""
         return cls(tuple(degrees.items()))
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """The mesh that prints as `text`, such as `dp=2 tp=2`. Raises ValueError for anything else."""
+        """Return the mesh that prints as `text`, such as `dp=2 tp=2`. Raises ValueError for anything else."""
         axes = []
         for word in text.split():
             match = re.fullmatch(r"(\w+)=(\d+)", word)
@@ -74,11 +74,11 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """How many ranks there are: the product of the degrees."""
+        """Number of ranks there are: the product of the degrees."""
         return math.prod(degree for _, degree in self.axes)
 
     def degree(self, axis: str) -> int:
-        """How many ranks lie along `axis`. Raises ValueError when the mesh has no such axis."""
+        """Return the number of ranks lie along `axis`. Raises ValueError when the mesh has no such axis."""
         for name, degree in self.axes:
             if name == axis:
                 return degree
@@ -94,7 +94,7 @@ class Mesh:
         return {name: indices[name] for name in self.names}
 
     def rank(self, coordinate: Mapping[str, int]) -> int:
-        """The rank at `coordinate`, which has one index per axis. Raises ValueError for a missing, unknown or
+        """Return the rank at `coordinate`, which has one index per axis. Raises ValueError for a missing, unknown or
         out-of-range index.
         """
         if set(coordinate) != set(self.names):
@@ -107,7 +107,7 @@ class Mesh:
         return rank
 
     def group(self, rank: int, *, axes: Sequence[str]) -> tuple[int, ...]:
-        """The ranks that differ from `rank` along `axes` only, `rank` among them.
+        """Return the ranks that differ from `rank` along `axes` only, `rank` among them.
 
         They come row-major in the order of the mesh, whatever the order of `axes`, so all of them see the same order.
         Raises ValueError for an unknown axis or rank.
@@ -119,7 +119,7 @@ class Mesh:
         return tuple(first + offset for offset in self._offsets(axes))
 
     def groups(self, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """All groups along `axes`, in the order of their first ranks: every rank is in exactly one of them.
+        """Return all groups along `axes`, in the order of their first ranks: every rank is in exactly one of them.
 
         Raises ValueError for an unknown axis.
         """
@@ -129,7 +129,7 @@ class Mesh:
         return tuple(tuple(first + offset for offset in offsets) for first in firsts)
 
     def picture(self) -> str:
-        """A small drawing of the ranks: one grid of the two innermost axes per coordinate of the others.
+        """Return a small drawing of the ranks: one grid of the two innermost axes per coordinate of the others.
 
         Axes of degree 1 are left out, and what does not fit on a screen is elided.
         """
@@ -146,7 +146,9 @@ class Mesh:
         return "\n".join(lines)
 
     def _grid(self, first: int, axes: list[str]) -> list[str]:
-        """The lines of the grid that begins at rank `first`: the last axis across, the one before it (if any) down."""
+        """Return the lines of the grid that begins at rank `first`: the last axis across, the one before it (if any)
+        down.
+        """
         across, down = axes[-1:], axes[:-1]
         rows = [[str(first + row + column) for column in self._offsets(across)] for row in self._offsets(down)]
         labels = [f"{down[0]} {index}" for index in range(len(rows))] if down else ["rank"]
@@ -168,7 +170,7 @@ class Mesh:
         return strides
 
     def _offsets(self, axes: Iterable[str]) -> Iterator[int]:
-        """The ranks of the group of rank 0 along `axes`, ascending."""
+        """Yield the ranks of the group of rank 0 along `axes`, ascending."""
         strides = self._strides()
         ranges = [range(0, degree * strides[name], strides[name]) for name, degree in self.axes if name in axes]
         return (sum(offsets) for offsets in itertools.product(*ranges))
@@ -182,5 +184,5 @@ class Mesh:
 
 
 def _elide(items: list[_Item], limit: int, gap: _Item) -> list[_Item]:
-    """All items, or the first ones, the gap and the last: `limit` in all."""
+    """Return all items, or the first ones, the gap and the last: `limit` in all."""
     return items if len(items) <= limit else [*items[: limit - 2], gap, items[-1]]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
-    """The same tree with `fn(tensor)` in place of every tensor.
+    """Return the same tree with `fn(tensor)` in place of every tensor.
 
     Goes through mappings, lists, tuples, named tuples and dataclasses; every other value is kept as it is.
     """
@@ -37,7 +37,7 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 def tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors of a tree, in its own order: of the fields, of the keys as inserted, of the items."""
+    """Yield the tensors of a tree, in its own order: of the fields, of the keys as inserted, of the items."""
     if isinstance(tree, Tensor):
         yield tree
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
@@ -52,7 +52,9 @@ def tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def reachable(value: Any) -> Iterator[Tensor]:
-    """The tensors of a tree, and those in the attributes of any other object in it, modules aside; in no order."""
+    """Yield the tensors of a tree, and those in the attributes of any other object in it, modules aside; in no
+    order.
+    """
     seen = set()
     open_ = [value]
     while open_:
@@ -73,7 +75,7 @@ def reachable(value: Any) -> Iterator[Tensor]:
 
 
 def rows(tree: Any) -> int:
-    """How many samples a batch holds: the size of dim 0, the same in all its tensors.
+    """Return the number of samples a batch holds: the size of dim 0, the same in all its tensors.
 
     Raises ValueError when it holds no tensor, a tensor without dims, or tensors of different sizes.
     """
@@ -86,7 +88,8 @@ def rows(tree: Any) -> int:
 
 
 def take_rows(tree: Any, *, start: int, stop: int) -> Any:
-    """Samples `start` to `stop` (excluded) of a batch, as views of its tensors. An empty range gives an empty batch.
+    """Return samples `start` to `stop` (excluded) of a batch, as views of its tensors. An empty range gives an empty
+    batch.
 
     Raises ValueError when the batch does not hold these samples.
     """

@@ -45,12 +45,12 @@ class Event:
 
     @property
     def beside(self) -> bool:
-        """Whether the rank does something else meanwhile."""
+        """True if the rank does something else meanwhile."""
         return self.stream not in (TimelineRow.COMPUTE, TimelineRow.WAIT) and self.kind not in AROUND | {"update"}
 
     @property
     def exposed(self) -> bool:
-        """Whether it is a wait for a collective, which nothing hides. Waits for messages are a pipeline's bubble."""
+        """True if it is a wait for a collective, which nothing hides. Waits for messages are a pipeline's bubble."""
         return self.stream is TimelineRow.WAIT and self.stage is None and not self.kind.startswith(("send", "recv"))
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class Timeline:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Number of there are."""
         return sum(map(len, self.pipelines))
 
     @cached_property
@@ -93,7 +93,7 @@ class Timeline:
 
     @cached_property
     def one_stage_each(self) -> bool:
-        """Whether no rank has several stages."""
+        """True if no rank has several stages."""
         return all(len(stages) == 1 for stages in self.stages)
 
     @cached_property

@@ -11,7 +11,7 @@ _MOST = 2**50
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `4096`, `4K`, `4KB` or `4KiB` (all the same). Raises ValueError for anything else."""
+    """Return bytes of `4096`, `4K`, `4KB` or `4KiB` (all the same). Raises ValueError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     size = float(match[1]) * 1024 ** _UNITS[match[2].upper()] if match else 0
     if not 1 <= size <= _MOST:

@@ -67,7 +67,7 @@ class CalibrationEffort:
         return (4, 200 * self.most_flops) if on_gpu else (1, self.most_flops)
 
     def longest(self, *, on_gpu: bool) -> int:
-        """The largest number that leaves something to measure when it is the only length."""
+        """Return the largest number that leaves something to measure when it is the only length."""
         wide, most = self.scale(on_gpu=on_gpu)
         return int((most / 2) ** (1 / 3) / wide)
 
@@ -125,11 +125,11 @@ class _Stopwatch:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the ranks compute on GPUs."""
+        """True if the ranks compute on GPUs."""
         return self.world.device.type == "cuda"
 
     def __call__(self, run: Callable[[], object], *, repeat: int = 1) -> float:
-        """Seconds of one run."""
+        """Return seconds of one run."""
         took = []
         for _ in range(self._rounds + 1):
             self.world.barrier()
@@ -143,7 +143,7 @@ class _Stopwatch:
         return median
 
     def share(self) -> float:
-        """The part of the time in which the ranks had their processors."""
+        """Return the part of the time in which the ranks had their processors."""
         return statistics.fmean(self.world.exchange(min(1.0, self._had / self._passed)))
 
     def _now(self) -> float:
@@ -153,7 +153,7 @@ class _Stopwatch:
         return time.perf_counter()
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor to compute with."""
+        """Return a tensor to compute with."""
         return torch.rand(*shape, device=self.world.device).to(dtype)
 
 
@@ -165,7 +165,9 @@ class _Base:
     fresh: Curve
 
     def without(self, took: float, *, made: Iterable[Tensor] = ()) -> float:
-        """An operation's own seconds, of those that it took with what goes with it, and with memory for new tensors."""
+        """Return an operation's own seconds, of those that it took with what goes with it, and with memory for new
+        tensors.
+        """
         given = sum(size / at(self.fresh, size=size) for size in (tensor.nbytes for tensor in made) if size)
         return max(took - self.launch - given, took / 10)
 
@@ -200,7 +202,9 @@ def _multiply(pairs: Sequence[tuple[Tensor, Tensor]], into: Tensor) -> None:
 
 
 def _fitted(rows: Sequence[_Row], peak: float) -> MatmulEfficiency:
-    """The constants that come closest: by the sum over a grid of squared errors of the logarithm, weighted by time."""
+    """Return the constants that come closest: by the sum over a grid of squared errors of the logarithm, weighted by
+    time.
+    """
 
     def error(products: MatmulEfficiency) -> float:
         told = (
@@ -242,7 +246,9 @@ def _attention(seconds: _Stopwatch, dtype: torch.dtype, effort: CalibrationEffor
 
 
 def _fresh(seconds: _Stopwatch, effort: CalibrationEffort) -> Curve:
-    """Bytes per second at which new tensors are given memory: of what filling them takes longer than filling again."""
+    """Return bytes per second at which new tensors are given memory: of what filling them takes longer than filling
+    again.
+    """
     if seconds.on_gpu:
         return ()  # torch keeps what was used
     found = []
@@ -257,7 +263,7 @@ def _fresh(seconds: _Stopwatch, effort: CalibrationEffort) -> Curve:
 
 
 def _curve(seconds: _Stopwatch, effort: CalibrationEffort, base: _Base) -> Curve:
-    """Bytes per second of a sum of two tensors into a third."""
+    """Return bytes per second of a sum of two tensors into a third."""
     found: list[tuple[float, float]] = []
     for size in effort.sizes:
         count = max(1, size // 12)
@@ -268,7 +274,7 @@ def _curve(seconds: _Stopwatch, effort: CalibrationEffort, base: _Base) -> Curve
 
 
 def _rates(seconds: _Stopwatch, base: _Base) -> Mapping[str, float]:
-    """Bytes per second of a core's operations that compute more than they move, or are of several passes."""
+    """Return bytes per second of a core's operations that compute more than they move, or are of several passes."""
     if seconds.on_gpu:
         return {}
     x = seconds.empty(512, 1024)
@@ -305,7 +311,7 @@ def _launch(seconds: _Stopwatch) -> float:
 
 
 def _between(world: World, effort: CalibrationEffort) -> tuple[float, float]:
-    """Seconds of each operation of a training, and of each step, beside what they compute: of next to nothing.
+    """Return seconds of each operation of a training, and of each step, beside what they compute: of next to nothing.
 
     Every rank trains two models alone at the same time, which differ in how many operations they are.
     """
@@ -347,7 +353,7 @@ def _link(world: World, effort: CalibrationEffort) -> Link:
     latency = whole / math.ceil(math.log2(world.size))
 
     def curve(kind: str) -> Curve:
-        """The rate once the first byte is there."""
+        """Return the rate once the first byte is there."""
         before = latency if kind == SEND_RECV else whole
         return tuple(
             sorted(
@@ -362,7 +368,7 @@ def _link(world: World, effort: CalibrationEffort) -> Link:
 
 
 def _memory(world: World) -> int:
-    """Bytes for each rank."""
+    """Return bytes for each rank."""
     if world.device.type == "cuda":
         return torch.cuda.get_device_properties(world.device).total_memory
     with open("/proc/meminfo", encoding="utf-8") as file:  # noqa: PTH123

@@ -15,7 +15,9 @@ from meshwise.bench.byte_sizes import size_text
 
 
 def rows(measurements: Sequence[Measurement]) -> list[dict[str, str | int | float]]:
-    """One flat record per measurement, by collective: seconds, bytes per second, and the share of a copy's speed."""
+    """Return one flat record per measurement, by collective: seconds, bytes per second, and the share of a copy's
+    speed.
+    """
     indexed = {(one.kind, one.ranks, one.bytes): one for one in measurements if one.on == "ordinary"}
     records: list[dict[str, str | int | float]] = []
     order = list(BUS_FACTORS)
@@ -39,7 +41,7 @@ def rows(measurements: Sequence[Measurement]) -> list[dict[str, str | int | floa
 
 
 def as_csv(measurements: Sequence[Measurement]) -> str:
-    """The records with a header line."""
+    """Return the records with a header line."""
     records = rows(measurements)
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(records[0]), lineterminator="\n")
@@ -49,7 +51,7 @@ def as_csv(measurements: Sequence[Measurement]) -> str:
 
 
 def as_json(measurements: Sequence[Measurement]) -> str:
-    """The records as a list."""
+    """Return the records as a list."""
     return json.dumps(rows(measurements), indent=1) + "\n"
 
 

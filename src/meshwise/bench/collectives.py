@@ -70,12 +70,12 @@ class SizeSweep:
 
 
 def group_sizes(world_size: int) -> tuple[int, ...]:
-    """The sizes of equal groups that a world divides into, from 2 up."""
+    """Return the sizes of equal groups that a world divides into, from 2 up."""
     return tuple(n for n in range(2, world_size + 1) if world_size % n == 0)
 
 
 def _part(world: World, x: Tensor) -> Tensor:
-    """One rank's share of the whole side `x`."""
+    """Return one rank's share of the whole side `x`."""
     return x.view(world.mesh.degree(_AXIS), -1)[world.group(_AXIS).index]
 
 
@@ -84,7 +84,7 @@ def _on_root(world: World, x: Tensor) -> Tensor | None:
 
 
 def _send_recv(world: World, x: Tensor, y: Tensor) -> list[Work]:
-    """A message to the next rank of a ring and one from the previous."""
+    """Return a message to the next rank of a ring and one from the previous."""
     group = world.group(_AXIS)
     return [
         world.send(x, axis=_AXIS, to=(group.index + 1) % group.size),
@@ -135,7 +135,9 @@ def measure(sweep: SizeSweep, *, world: World) -> list[Measurement]:
 
 
 def _wait(world: World, sweep: SizeSweep) -> list[Measurement]:
-    """The part of a rank outside the group: it meets the others once a round, so that nobody takes it for lost."""
+    """Return the part of a rank outside the group: it meets the others once a round, so that nobody takes it for
+    lost.
+    """
     for _ in range(sweep.warmup + sweep.rounds):
         world.barrier()
     return []
@@ -171,7 +173,7 @@ def _call_of(kind: str, on: str, gloo: Mapping[str, Call]) -> _Call:
 
 
 def _waited(call: Call) -> _Call:
-    """A call that returns when all is done, as one that leaves nothing to wait for."""
+    """Return a call that returns when all is done, as one that leaves nothing to wait for."""
 
     def called(_: World, x: Tensor, y: Tensor) -> list[Work]:
         call(x, y)
@@ -181,7 +183,9 @@ def _waited(call: Call) -> _Call:
 
 
 def _can(kind: str, on: str, gloo: Mapping[str, Call]) -> bool:
-    """Whether a collective is measured that way: on what the ranks hold together only what brings it together."""
+    """Return whether a collective is measured that way: on what the ranks hold together only what brings it
+    together.
+    """
     return kind in gloo if on == "gloo" else on != "common" or kind == "all_gather"
 
 
@@ -197,7 +201,7 @@ def _buffers(world: World, on: str, elements: Sequence[int]) -> dict[int, tuple[
 
 
 def _sample(world: World, call: _Call, buffers: tuple[Tensor, Tensor]) -> float:
-    """Seconds per call on this rank."""
+    """Return seconds per call on this rank."""
     calls = max(1, min(_CALLS_MOST, _CALLS_BYTES // (4 * buffers[0].numel())))
     if calls > 1:
         _call(world, call, buffers, -(-calls // _UNTIMED))

@@ -65,7 +65,7 @@ class Disk:
     """Whether they went past the page cache."""
 
     def of(self, who: str, *, kind: str) -> Rate:
-        """One rate."""
+        """Return one rate."""
         return next(rate for rate in self.rates if (rate.who, rate.kind) == (who, kind))
 
     def best(self, kind: str) -> Rate:

@@ -36,7 +36,7 @@ class DoctorReport:
 
     @property
     def healthy(self) -> bool:
-        """Whether there is no problem."""
+        """True if there is no problem."""
         return all(finding.level != "problem" for finding in self.findings)
 
 
@@ -56,7 +56,7 @@ def consult_local(*, ranks: int | None = None, seconds: float = 30.0) -> DoctorR
 
 
 def consult_job(*, seconds: float = 10.0) -> DoctorReport:
-    """One rank's part under torchrun: reach the meeting place, call the roll, connect, talk.
+    """Return one rank's part under torchrun: reach the meeting place, call the roll, connect, talk.
 
     Takes `seconds` at most for each step that waits for others.
     """
@@ -135,7 +135,7 @@ _REMEDIES = (
 
 
 def _remedy(text: str) -> str:
-    """The advice for the first word of the table that the error has."""
+    """Return the advice for the first word of the table that the error has."""
     for word, remedy in _REMEDIES:
         if word.lower() in text.lower():
             return remedy

@@ -85,7 +85,7 @@ def examine() -> Machine:
 
 
 def software() -> tuple[tuple[str, str], ...]:
-    """Names and versions that all ranks of a job should share."""
+    """Return names and versions that all ranks of a job should share."""
     named = {
         "meshwise": _version("meshwise"),
         "torch": torch.__version__,
@@ -97,7 +97,7 @@ def software() -> tuple[tuple[str, str], ...]:
 
 
 def addresses_of(host: str) -> tuple[str, ...]:
-    """The addresses a host name stands for; none when it does not resolve."""
+    """Return the addresses a host name stands for; none when it does not resolve."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -106,7 +106,7 @@ def addresses_of(host: str) -> tuple[str, ...]:
 
 
 def interface_names() -> tuple[str, ...]:
-    """The network interfaces of this machine."""
+    """Return the network interfaces of this machine."""
     return tuple(name for _, name in socket.if_nameindex())
 
 
@@ -124,7 +124,7 @@ def _processor() -> str:
 
 
 def _memory() -> int:
-    """Bytes of memory, or fewer when the control group's limit is smaller."""
+    """Return bytes of memory, or fewer when the control group's limit is smaller."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _first_line(Path("/sys/fs/cgroup/memory.max"))
     return min(memory, int(limit)) if limit.isdecimal() else memory
@@ -140,7 +140,7 @@ def _gpus() -> tuple[Gpu, ...]:
 
 
 def network_interfaces() -> tuple[Interface, ...]:
-    """All of them, with the rate of the link where Linux knows it."""
+    """Return all of them, with the rate of the link where Linux knows it."""
     interfaces = []
     for name in interface_names():
         folder = Path("/sys/class/net") / name
@@ -151,7 +151,7 @@ def network_interfaces() -> tuple[Interface, ...]:
 
 
 def _first_line(path: Path) -> str:
-    """The file's first line; nothing when there is none to read (`speed` of a link that is down is an error)."""
+    """Return the file's first line; nothing when there is none to read (`speed` of a link that is down is an error)."""
     try:
         return path.read_text().partition("\n")[0].strip()
     except OSError:
@@ -171,7 +171,7 @@ def _tool(*command: str) -> str:
 
 
 def table(machine: Machine) -> Sequence[tuple[str, str]]:
-    """The machine as lines of a name and a text."""
+    """Return the machine as lines of a name and a text."""
     gib = 1 << 30
     return [
         ("software", ", ".join(f"{name} {value}" for name, value in machine.software)),

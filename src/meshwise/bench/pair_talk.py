@@ -45,7 +45,7 @@ class PairTalks:
 
 
 def rounds(size: int) -> list[list[tuple[int, int]]]:
-    """Every pair of `size` ranks once, in rounds in which no rank has two partners (the circle method)."""
+    """Return every pair of `size` ranks once, in rounds in which no rank has two partners (the circle method)."""
     circle = [*range(size), *([-1] if size % 2 else [])]
     plan = []
     for _ in range(len(circle) - 1):
@@ -57,7 +57,7 @@ def rounds(size: int) -> list[list[tuple[int, int]]]:
 
 
 def talk(world: World) -> PairTalks:
-    """Every rank calls it. Takes milliseconds per rank."""
+    """Return every rank calls it. Takes milliseconds per rank."""
     findings = [*_add_up(world)]
     links = []
     for pairs in rounds(world.size):
@@ -76,7 +76,7 @@ def talk(world: World) -> PairTalks:
 
 
 def _add_up(world: World) -> list[MachineFinding]:
-    """An all-reduce of rank + 1 has to give N(N+1)/2 in every element."""
+    """Return an all-reduce of rank + 1 has to give N(N+1)/2 in every element."""
     total = torch.full((1000,), world.rank + 1.0, device=world.device)
     world.all_reduce(total, axes=world.mesh.names).wait()
     expected = world.size * (world.size + 1) / 2
@@ -108,7 +108,7 @@ def _exchange(world: World, pair: tuple[int, int]) -> tuple[PairLink, list[Machi
 
 
 def _ping_pong(world: World, own: Tensor, other: Tensor, peer: int) -> float:
-    """Seconds for one way: the lower rank sends and then receives, the higher one the reverse."""
+    """Return seconds for one way: the lower rank sends and then receives, the higher one the reverse."""
     axis = world.mesh.names[0]
     start = _now(world.device)
     for sending in (world.rank < peer, world.rank > peer):

@@ -40,7 +40,9 @@ class CheckpointSearch:
 
 
 def checkpoints(root: Path) -> list[tuple[Path, CheckpointIndex | DamageError]]:
-    """Every checkpoint of a root with its index, newest first; damaged ones, of which nobody knows when, come last."""
+    """Return every checkpoint of a root with its index, newest first; damaged ones, of which nobody knows when, come
+    last.
+    """
     found: list[tuple[Path, CheckpointIndex | DamageError]] = []
     for path in sorted(_folders(root), reverse=True):
         try:
@@ -51,8 +53,8 @@ def checkpoints(root: Path) -> list[tuple[Path, CheckpointIndex | DamageError]]:
 
 
 def newest_valid(root: Path, *, but: Collection[Path] = ()) -> CheckpointSearch:
-    """The newest checkpoint, of all `but` some, whose index and file sizes are right. Its bytes are compared while they
-    are loaded.
+    """Return the newest checkpoint, of all `but` some, whose index and file sizes are right. Its bytes are compared
+    while they are loaded.
     """
     damaged = []
     path = None
@@ -67,7 +69,9 @@ def newest_valid(root: Path, *, but: Collection[Path] = ()) -> CheckpointSearch:
 
 
 def make_aside(folder: Path) -> Path:
-    """A new folder beside `folder`, to write into. Raises OSError, also where something else is under that name."""
+    """Return a new folder beside `folder`, to write into. Raises OSError, also where something else is under that
+    name.
+    """
     if folder.name == LATEST:
         raise FileExistsError(errno.EEXIST, "the name is that of the file which names the newest one", str(folder))
     if not _may_be_replaced(folder):
@@ -79,7 +83,7 @@ def make_aside(folder: Path) -> Path:
 
 
 def _may_be_replaced(folder: Path) -> bool:
-    """Whether nobody would miss what is there: nothing, or an older checkpoint of this name."""
+    """Return whether nobody would miss what is there: nothing, or an older checkpoint of this name."""
     return not os.path.lexists(folder) or is_checkpoint(folder) or (folder.is_dir() and not any(folder.iterdir()))
 
 
@@ -130,12 +134,12 @@ def remove(path: Path) -> None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether this is a checkpoint, or one that has lost its index."""
+    """Return whether this is a checkpoint, or one that has lost its index."""
     return path.is_dir() and _PARTIAL not in path.name and ((path / INDEX).exists() or any(path.glob(DATA)))
 
 
 def next_sequence(root: Path) -> int:
-    """A number that is larger than that of every checkpoint of a root."""
+    """Return a number that is larger than that of every checkpoint of a root."""
     numbers = [index.sequence for _, index in checkpoints(root) if isinstance(index, CheckpointIndex)]
     return max(numbers, default=0) + 1
 

@@ -105,7 +105,7 @@ class CheckpointIndex:
 
 
 def read_index(folder: Path) -> CheckpointIndex:
-    """The index of a checkpoint, compared with its own checksum and with the sizes of the files it names.
+    """Return the index of a checkpoint, compared with its own checksum and with the sizes of the files it names.
 
     Raises DamageError that names the file, what was expected and what was found.
     """
@@ -131,7 +131,7 @@ def read_index(folder: Path) -> CheckpointIndex:
 
 
 def tensors_of(index: CheckpointIndex, *, file: str) -> Iterator[tuple[str, StoredRectangle]]:
-    """The logical tensors that have a part in a file, with that part."""
+    """Yield the logical tensors that have a part in a file, with that part."""
     for name, stored in index.tensors.items():
         for part in stored.parts:
             if part.file == file:
@@ -155,7 +155,7 @@ def _tensor_row(stored: StoredTensor) -> dict[str, Any]:
 
 
 def parse_index(folder: Path, *, body: Mapping[str, Any]) -> CheckpointIndex:
-    """The index in parsed JSON. Raises ValueError, KeyError or TypeError for what cannot be one."""
+    """Return the index in parsed JSON. Raises ValueError, KeyError or TypeError for what cannot be one."""
     if body["format"] != FORMAT:
         raise ValueError(f"the format is {body['format']!r}")
     files = {plain_name(name): _data_file(name, row) for name, row in body["files"].items()}
@@ -164,7 +164,7 @@ def parse_index(folder: Path, *, body: Mapping[str, Any]) -> CheckpointIndex:
 
 
 def plain_name(name: str) -> str:
-    """The name of a file, which cannot lead out of the folder. Raises ValueError for any other."""
+    """Return the name of a file, which cannot lead out of the folder. Raises ValueError for any other."""
     if not isinstance(name, str) or not _PLAIN.fullmatch(name):
         raise ValueError(f"{name!r} is not the plain name of a file in the folder")
     return name

@@ -22,7 +22,7 @@ _MOST_ELEMENTS = 1 << 20
 
 
 def damages(folder: Path) -> Iterator[Damage]:
-    """All that is wrong with a checkpoint; nothing when every byte is as it was written."""
+    """Yield all that is wrong with a checkpoint; nothing when every byte is as it was written."""
     try:
         index = read_index(folder)
     except DamageError as error:
@@ -41,7 +41,7 @@ def damages(folder: Path) -> Iterator[Damage]:
 
 
 def is_valid(folder: Path) -> bool:
-    """Whether every byte of a checkpoint is as it was written; remembered in the folder once it was."""
+    """Return whether every byte of a checkpoint is as it was written; remembered in the folder once it was."""
     try:
         read_index(folder)
     except DamageError:
@@ -66,7 +66,8 @@ class CheckpointDifference:
 
 
 def differences(first: CheckpointIndex, *, second: CheckpointIndex) -> Iterator[CheckpointDifference]:
-    """The logical tensors that are not bit for bit the same in two checkpoints, whatever plans these were saved under.
+    """Yield the logical tensors that are not bit for bit the same in two checkpoints, whatever plans these were saved
+    under.
 
     Raises DamageError as loading does.
     """

@@ -69,7 +69,7 @@ def _fill(module: nn.Module, reader: CheckpointReader) -> None:
 
 
 def _read_back(saved: nn.Module, folder: Path, build: Callable[[], nn.Module]) -> nn.Module:
-    """The model that is in a folder, read in the way that others would."""
+    """Return the model that is in a folder, read in the way that others would."""
     if _is_transformers(saved):
         dtype = next(saved.parameters()).dtype
         model: nn.Module = type(saved).from_pretrained(folder, dtype=dtype)  # type: ignore[attr-defined]
@@ -92,7 +92,7 @@ def _vocabulary(module: nn.Module) -> int:
 
 
 def _tried(module: nn.Module, tokens: Tensor) -> Tensor:
-    """The logits of a model of which nothing is known yet. Raises ValueError where tokens alone give none."""
+    """Return the logits of a model of which nothing is known yet. Raises ValueError where tokens alone give none."""
     try:
         return _logits(module, tokens)
     except Exception as error:

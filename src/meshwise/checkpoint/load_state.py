@@ -56,7 +56,7 @@ class CheckpointReader:
                 yield from spans(self._source(part), entry=part.entry, rectangle=inside, target=target)
 
     def _source(self, part: StoredRectangle) -> SourceFile:
-        """The file of a part, with the header read and compared with what the index says of the part."""
+        """Return the file of a part, with the header read and compared with what the index says of the part."""
         if part.file not in self._sources:
             path = self.index.folder / part.file
             expected = self.index.files[part.file]
@@ -110,7 +110,9 @@ def together(act: Callable[[], _T], *, world: World) -> _T:
 
 
 def _holds(stored: torch.dtype, holding: StoredSlice) -> bool:
-    """Whether the values of a dtype can be loaded: exactly, or by rounding an fp32 parameter to its narrower use."""
+    """Return whether the values of a dtype can be loaded: exactly, or by rounding an fp32 parameter to its narrower
+    use.
+    """
     wanted = holding.tensor.dtype
     rounded = holding.slot == "parameter" and stored == torch.float32 and wanted in (torch.bfloat16, torch.float16)
     return stored == wanted or rounded or torch.promote_types(stored, wanted) == wanted

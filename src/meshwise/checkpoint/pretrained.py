@@ -46,7 +46,7 @@ _PIECE_ELEMENTS = 1 << 20
 
 
 def read_pretrained(folder: Path) -> CheckpointIndex:
-    """The tensors of a folder of safetensors files, each whole, in the slots `parameter` and `buffer` alike.
+    """Return the tensors of a folder of safetensors files, each whole, in the slots `parameter` and `buffer` alike.
 
     Raises DamageError for a folder that is none, and for files that are not what their headers say.
     """
@@ -68,7 +68,9 @@ def read_pretrained(folder: Path) -> CheckpointIndex:
 
 
 def _files(folder: Path) -> list[str]:
-    """The files that hold the tensors. Raises DamageError when the folder does not say so, or names others' files."""
+    """Return the files that hold the tensors. Raises DamageError when the folder does not say so, or names others'
+    files.
+    """
     if not (folder / PARTS).is_file():
         if not (folder / WHOLE).is_file():
             raise DamageError([Damage(str(folder), f"{WHOLE} or {PARTS}", "neither")])
@@ -81,7 +83,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def under_names(index: CheckpointIndex, *, names: Mapping[str, Sequence[str]], base: str = "") -> CheckpointIndex:
-    """The same tensors under the names that a model has for them.
+    """Return the same tensors under the names that a model has for them.
 
     `names` maps each first name to all names of the parameter. A folder of the model without its head calls
     `transformer.h.0` just `h.0`: `base` is that prefix, which is added or left out where a name is not found as it is.
@@ -97,14 +99,14 @@ def under_names(index: CheckpointIndex, *, names: Mapping[str, Sequence[str]], b
 
 
 def unused(index: CheckpointIndex, *, names: Mapping[str, Sequence[str]], base: str = "") -> list[str]:
-    """The entries of a folder that stand under none of a model's names."""
+    """Return the entries of a folder that stand under none of a model's names."""
     known = {other for all_of_them in names.values() for name in all_of_them for other in _variants(name, base)}
     entries = {part.entry for stored in index.tensors.values() for part in stored.parts}
     return sorted(entries - known)
 
 
 def is_pretrained(folder: Path) -> bool:
-    """Whether a folder is a model's, and no checkpoint."""
+    """Return whether a folder is a model's, and no checkpoint."""
     return not (folder / INDEX).exists() and any((folder / name).is_file() for name in (WHOLE, PARTS))
 
 
@@ -161,7 +163,7 @@ def _split(key: str) -> tuple[str, str]:
 
 
 def _divide(specs: Iterable[TensorSpec]) -> list[_File]:
-    """Tensors in the order given, a new file whenever the next would make one too large."""
+    """Return tensors in the order given, a new file whenever the next would make one too large."""
     groups: list[list[TensorSpec]] = [[]]
     size = 0
     for spec in specs:
@@ -179,7 +181,7 @@ def _divide(specs: Iterable[TensorSpec]) -> list[_File]:
 
 
 def _pieces(reader: CheckpointReader, key: str) -> Iterator[Tensor]:
-    """The elements of a logical tensor in order."""
+    """Yield the elements of a logical tensor in order."""
     stored = reader.index.tensors[key]
     slot, name = _split(key)
     size = torch.Size(stored.shape).numel()
@@ -191,5 +193,5 @@ def _pieces(reader: CheckpointReader, key: str) -> Iterator[Tensor]:
 
 
 def dtypes_of(extra: Mapping[str, Mapping[str, str]]) -> dict[str, torch.dtype]:
-    """The dtypes of the parameters that are updated in a wider one, as `TrainingState` has noted them."""
+    """Return the dtypes of the parameters that are updated in a wider one, as `TrainingState` has noted them."""
     return {name: DTYPES[word] for name, word in extra.get("dtypes", {}).items()}

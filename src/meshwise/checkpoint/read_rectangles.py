@@ -140,5 +140,5 @@ def _deliver(span: ByteSpan, buffer: Tensor, origin: int) -> None:
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a row-major tensor, in elements."""
+    """Return the strides of a row-major tensor, in elements."""
     return tuple(itertools.accumulate(reversed(shape[1:]), int.__mul__, initial=1))[::-1] if shape else ()

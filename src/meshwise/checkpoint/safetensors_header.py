@@ -47,12 +47,12 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes its elements take."""
+        """Number of bytes its elements take."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def header(specs: Iterable[TensorSpec], *, metadata: Mapping[str, str]) -> bytes:
-    """The bytes that come before the first tensor; the tensors follow in the order of `specs`, without gaps.
+    """Return the bytes that come before the first tensor; the tensors follow in the order of `specs`, without gaps.
 
     Raises ValueError for a dtype that the format does not have.
     """
@@ -69,7 +69,7 @@ def header(specs: Iterable[TensorSpec], *, metadata: Mapping[str, str]) -> bytes
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """The tensors of a safetensors file, by name.
+    """Return the tensors of a safetensors file, by name.
 
     Raises DamageError when the file is not one, or says things that its size does not allow; OSError.
     """
@@ -88,7 +88,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 
 def _entry(name: str, row: Mapping[str, Any], base: int, size: int) -> TensorEntry:
-    """One row of a header. Raises ValueError, KeyError or TypeError when it cannot be so."""
+    """Return one row of a header. Raises ValueError, KeyError or TypeError when it cannot be so."""
     dtype = DTYPES[row["dtype"]]
     shape = tuple(int(length) for length in row["shape"])
     start, stop = (base + int(offset) for offset in row["data_offsets"])

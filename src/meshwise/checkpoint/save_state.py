@@ -136,12 +136,12 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """Whether this rank has nothing more to do but `wait`."""
+        """True if this rank has nothing more to do but `wait`."""
         return not self._thread.is_alive()
 
     @property
     def told(self) -> bool:
-        """Whether `wait` has told how it ended."""
+        """True if `wait` has told how it ended."""
         return self._finished
 
     def wait(self) -> Path:
@@ -243,12 +243,12 @@ class PendingSave:
 
 
 def _entry(part: StoredSlice) -> str:
-    """The name of a rectangle within its file."""
+    """Return the name of a rectangle within its file."""
     return f"{part.key}@{','.join(map(str, part.rectangle.offsets))}"
 
 
 def _rows(held: Iterable[StoredSlice], file: str) -> dict[str, Any]:
-    """The rows of the index for what one rank holds."""
+    """Return the rows of the index for what one rank holds."""
     rows: dict[str, Any] = {}
     for part in held:
         row = rows.setdefault(
@@ -260,7 +260,9 @@ def _rows(held: Iterable[StoredSlice], file: str) -> dict[str, Any]:
 
 
 def _merge(shares: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The files and tensors of all ranks. Raises ValueError when two of them saved one tensor as different ones."""
+    """Return the files and tensors of all ranks. Raises ValueError when two of them saved one tensor as different
+    ones.
+    """
     files: dict[str, Any] = {}
     tensors: dict[str, Any] = {}
     for share in shares:

@@ -115,7 +115,7 @@ class StagedWriter:
 
 
 def _runs(tensor: Tensor) -> Iterator[Tensor]:
-    """The elements in order, in one dim; of a tensor with gaps, copies of at most a chunk (or of one element)."""
+    """Yield the elements in order, in one dim; of a tensor with gaps, copies of at most a chunk (or of one element)."""
     if tensor.is_contiguous():
         yield tensor.view(-1)
     elif tensor.numel() * tensor.element_size() <= CHUNK:

@@ -179,18 +179,20 @@ class TrainingState:
             raise ValueError(f"{index.folder} was saved with the optimizer {saved}, and this one is {own}; use {saved}")
 
     def _groups(self) -> list[list[str]]:
-        """The names of the parameters in each group of the optimizer."""
+        """Return the names of the parameters in each group of the optimizer."""
         rows = self._engine.table.rows
         return [
             [row.name for row in rows if row.trainable and row.options == options] for options in self._engine.slices()
         ]
 
     def _groups_of(self, index: CheckpointIndex) -> list[Mapping[str, Any]]:
-        """The hyperparameters of each group in a checkpoint. Raises ValueError where they cannot be one group's."""
+        """Return the hyperparameters of each group in a checkpoint. Raises ValueError where they cannot be one
+        group's.
+        """
         return saved_groups(names=self._groups(), saved=index.extra.get("groups", []))
 
     def _generators(self) -> list[StoredSlice]:
-        """The states of this rank's random generators, as copies."""
+        """Return the states of this rank's random generators, as copies."""
         world = self._engine.world
         states: dict[str, Tensor] = {"random": torch.get_rng_state()}
         if world.device.type == "cuda":

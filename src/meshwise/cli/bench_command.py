@@ -155,7 +155,7 @@ def _tell(console: OutputConsole, flags: Collectives, measurements: Sequence[Mea
 
 
 def _is_link(interface: Interface) -> bool:
-    """Whether its rate is known and it leads to other machines."""
+    """Return whether its rate is known and it leads to other machines."""
     return interface.up and interface.speed > 0
 
 

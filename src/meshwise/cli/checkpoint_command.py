@@ -117,7 +117,7 @@ def _show(flags: argparse.Namespace, console: OutputConsole) -> int:
 
 
 def _check(flags: argparse.Namespace, console: OutputConsole) -> int:
-    """One checkpoint, or all of a run."""
+    """Return one checkpoint, or all of a run."""
     one = is_checkpoint(flags.folder)
     folders = [flags.folder] if one else [path for path, _ in checkpoints(_root(flags.folder))]
     if not folders:
@@ -159,7 +159,7 @@ def _export(flags: argparse.Namespace, console: OutputConsole) -> int:
 
 
 def _job(flags: argparse.Namespace) -> Job:
-    """The job whose model is exported. Raises JobError when none is known."""
+    """Return the job whose model is exported. Raises JobError when none is known."""
     if flags.job is not None:
         return from_toml(flags.job, kind=Job)
     text = read_index(flags.checkpoint).extra.get("user", {}).get("job")
@@ -180,7 +180,9 @@ def _require(folder: Path) -> None:
 
 
 def _root(folder: Path) -> Path:
-    """The folder with the checkpoints: the one given, or that of the run given. Raises JobError when it is none."""
+    """Return the folder with the checkpoints: the one given, or that of the run given. Raises JobError when it is
+    none.
+    """
     if not folder.is_dir():
         raise JobError(f"{folder} is {'a file' if folder.exists() else 'not there'}; name a run or its checkpoints")
     return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder

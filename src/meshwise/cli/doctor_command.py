@@ -68,7 +68,7 @@ def _tell_problems(console: OutputConsole, report: DoctorReport, *, prefix: str 
 
 
 def _talked(held: PairTalks) -> str:
-    """One line about a conversation."""
+    """Return one line about a conversation."""
     pairs = len(held.links)
     if not pairs:
         return f"{held.size} rank on {held.device} has no other to talk to; all-reduce adds up"

@@ -93,7 +93,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def plan_words(text: str) -> dict[str, Any]:
-    """The keys of a plan, the default where it names none, without asking whether the plan as a whole can run.
+    """Return the keys of a plan, the default where it names none, without asking whether the plan as a whole can run.
 
     Raises PlanError for a word that is not key=value, an unknown key, and a value that is none of its key.
     """

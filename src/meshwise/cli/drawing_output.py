@@ -42,12 +42,12 @@ class DrawingFiles:
 
     @property
     def wanted(self) -> bool:
-        """Whether there is any to write."""
+        """True if there is any to write."""
         return any((self.html, self.png, self.svg, self.trace))
 
 
 def drawing_board() -> OutputConsole:
-    """The terminal."""
+    """Return the terminal."""
     return screen(width=_WIDTH)
 
 
@@ -62,7 +62,9 @@ def check(files: DrawingFiles) -> None:
 
 
 def read_step(run: Path) -> MeasuredStep:
-    """The step that was measured of a run: its folder, or its timeline.json. Raises JobError when there is none."""
+    """Return the step that was measured of a run: its folder, or its timeline.json. Raises JobError when there is
+    none.
+    """
     path = run / TIMELINE if run.is_dir() else run
     try:
         return MeasuredStep.read(path)

@@ -109,7 +109,9 @@ def _streams() -> Iterator[None]:
 
 
 def _answer(words: list[str], *, own: bool) -> int:
-    """The status of the command that the words are. `own`: of this process, which has done nothing but import."""
+    """Return the status of the command that the words are. `own`: of this process, which has done nothing but
+    import.
+    """
     if not words or words[0] in ("-h", "--help"):
         print(_overview())
         return 0 if words else 2
@@ -125,7 +127,7 @@ def _answer(words: list[str], *, own: bool) -> int:
 
 
 def _guarded(name: str, words: Sequence[str], *, copy: bool) -> int:
-    """The command's status, whatever it raises. `copy`: its ranks are to be copies of this process."""
+    """Return the command's status, whatever it raises. `copy`: its ranks are to be copies of this process."""
     try:
         if not copy:
             return _carried_out(name, words)

@@ -139,7 +139,7 @@ def _searched(job: PlanJob, cluster: Cluster) -> tuple[RehearsalSubject, PlanSpa
 
 
 def _shown(surveys: Iterator[SearchResult], *, effort: SearchEffort, quiet: bool) -> SearchResult:
-    """The last survey; meanwhile, a line that tells how far the search is."""
+    """Return the last survey; meanwhile, a line that tells how far the search is."""
     console = Console(stderr=True)
     columns = (
         SpinnerColumn(),

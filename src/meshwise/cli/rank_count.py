@@ -34,15 +34,15 @@ def chosen(comm: Comm | Literal["threads"]) -> Comm | None:
 
 
 def asked(ranks: int | None) -> int | None:
-    """The local ranks that were asked for. Raises JobError for none."""
+    """Return the local ranks that were asked for. Raises JobError for none."""
     if ranks is not None and ranks < 1:
         raise JobError(f"ranks = {ranks} has to be at least 1")
     return ranks
 
 
 def launched_ranks() -> int | None:
-    """The ranks that a launcher says it has started; None when this process is none of them. Raises JobError when what
-    it says makes no sense.
+    """Return the ranks that a launcher says it has started; None when this process is none of them. Raises JobError
+    when what it says makes no sense.
     """
     try:
         told = launched()
@@ -52,7 +52,7 @@ def launched_ranks() -> int | None:
 
 
 def local_ranks(job: Job) -> int:
-    """The ranks of this job: torchrun's, or those asked for, or what the plan needs.
+    """Return the ranks of this job: torchrun's, or those asked for, or what the plan needs.
 
     A plan with `dp=auto` gets a rank for each core, at most four, rounded down to what its other axes allow.
     """

@@ -111,7 +111,7 @@ def _tell(predictions: Sequence[Prediction], *, step: Step | None, job: Simulate
 
 
 def _cluster(job: SimulateJob) -> Cluster | None:
-    """The one that is named. Raises JobError when there is none and it is needed."""
+    """Return the one that is named. Raises JobError when there is none and it is needed."""
     check(job)
     if job.measure and not job.memory:
         raise JobError("--measure is told beside the prediction of --memory: give that too")
@@ -155,7 +155,7 @@ def _everything(size: int) -> tuple[int, int]:
 
 
 def shown(rows: Sequence[tuple[str, ...]]) -> Table:
-    """A table for the terminal."""
+    """Return a table for the terminal."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title, *cells in zip(*rows, strict=True):
         table.add_column(title, justify="right" if title else "left", min_width=max(map(len, cells), default=0))

@@ -106,7 +106,7 @@ def _rank(world: World, job: VerifyJob) -> Report:
 
 
 def _batches(prepared: Prepared, job: VerifyJob) -> Iterator[Any]:
-    """The first global batches of the job, whole on every rank."""
+    """Yield the first global batches of the job, whole on every rank."""
     dataset = prepared.data.train
     numbers = range(0, job.steps * job.train.batch, job.train.batch)
     return read(dataset, numbers=numbers, share=_everything, order=SampleOrder(length(dataset), seed=job.train.seed))

@@ -103,7 +103,7 @@ class BatchStatistics(ForwardAndBackwardMode):
         return torch.addcmul(shift.view(shape), x, scale.view(shape)).to(call.input.dtype)
 
     def _each_normalised(self, call: inspect.BoundArguments) -> Tensor:
-        """An instance norm, after which the running statistics are those of all ranks."""
+        """Return an instance norm, after which the running statistics are those of all ranks."""
         call.apply_defaults()
         given = call.arguments
         kept = [given[name] for name in ("running_mean", "running_var") if given[name] is not None]
@@ -123,7 +123,8 @@ class BatchStatistics(ForwardAndBackwardMode):
         return output
 
     def _of_all(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The mean [C], the sum of squared deviations [C] and the number [1] of the values of x[B, C, …] on all ranks.
+        """Return the mean [C], the sum of squared deviations [C] and the number [1] of the values of x[B, C, …] on all
+        ranks.
 
         Raises ValueError, as torch does, when there is one value only.
         """
@@ -158,7 +159,7 @@ class _OneOfMany(nn.SyncBatchNorm):
 
 
 def batch_norms(module: nn.Module) -> dict[str, BatchNorm]:
-    """The modules of a model that take statistics over the batch, by name."""
+    """Return the modules of a model that take statistics over the batch, by name."""
     return {name: part for name, part in module.named_modules() if isinstance(part, BatchNorm)}
 
 

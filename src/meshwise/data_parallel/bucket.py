@@ -145,7 +145,7 @@ class Bucket:
         return UpdateChunk(tuple(slices), self.master[here], narrow, gradient, lambda: self.factor)
 
     def views(self) -> list[Tensor]:
-        """The full parameters, in piece order, as views of `whole`."""
+        """Return the full parameters, in piece order, as views of `whole`."""
         return [self.whole[piece.start : piece.stop].view(piece.shape) for piece in self.place.pieces]
 
     def gather(self) -> Work:
@@ -208,7 +208,9 @@ class Bucket:
             self._filled.add(index)
 
     def accumulated(self, index: int) -> Tensor:
-        """One parameter's gradient as this rank has accumulated it in this step, zero without any; to be written to."""
+        """Return one parameter's gradient as this rank has accumulated it in this step, zero without any; to be written
+        to.
+        """
         piece = self.place.pieces[index]
         view = self._buffer()[piece.start : piece.stop].view(piece.shape)
         if index not in self._filled:
@@ -252,7 +254,7 @@ class Bucket:
         self._rounds += 1
 
     def _on_wire(self, buffer: Tensor) -> Tensor:
-        """The gradients in the dtype that they travel in; as they are where they travel nowhere."""
+        """Return the gradients in the dtype that they travel in; as they are where they travel nowhere."""
         dtype = self.replication.precision.reduction_of(self.dtype)
         if self.replication.size == 1 or dtype == buffer.dtype:
             return buffer
@@ -309,7 +311,9 @@ class Bucket:
         self.gradient = None
 
     def square(self) -> Tensor:
-        """The squared norm, fp64, of the reduced gradient that this rank counts: over all ranks, each element once."""
+        """Return the squared norm, fp64, of the reduced gradient that this rank counts: over all ranks, each element
+        once.
+        """
         if self._square is None:
             assert self.reduced is not None
             self._square = _square(self._counted(self.reduced))
@@ -329,7 +333,7 @@ class Bucket:
         return shard if self.counts else shard[:0]
 
     def full_gradient(self) -> Tensor:
-        """The whole reduced gradient on every rank (a collective)."""
+        """Return the whole reduced gradient on every rank (a collective)."""
         assert self.reduced is not None
         reduced = self.reduced.to(self.device)
         reduced = reduced if self.factor == 1.0 else reduced * self.factor

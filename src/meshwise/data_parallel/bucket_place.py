@@ -45,7 +45,7 @@ class OptionRun:
     stop: int
 
     def within(self, start: int, *, stop: int) -> OptionRun | None:
-        """The part of the run inside [start, stop), or None."""
+        """Return the part of the run inside [start, stop), or None."""
         low, high = max(self.start, start), min(self.stop, stop)
         return OptionRun(self.options, low, high) if low < high else None
 

@@ -105,7 +105,7 @@ class CheckpointRefill:
             yield from unit.buckets
 
     def _common_keys(self) -> tuple[str, ...]:
-        """The slots of the optimizer's state, the same for all trained parameters. Raises ValueError otherwise.
+        """Return the slots of the optimizer's state, the same for all trained parameters. Raises ValueError otherwise.
 
         Under one plan parameters are updated together that are apart under another, so none can begin anew alone.
         Those without elements have no state.
@@ -142,7 +142,7 @@ class CheckpointRefill:
         self._states.append((parameter, new))
 
     def _like(self, parameter: nn.Parameter, slots: Slots, *, slot: str, old: object) -> Tensor:
-        """A tensor for state of a slice: what is there already, where it is of the kind needed.
+        """Return a tensor for state of a slice: what is there already, where it is of the kind needed.
 
         State that was saved in the dtype of its parameter follows the parameter to the dtype it has now.
         """
@@ -161,7 +161,7 @@ class CheckpointRefill:
 
 
 def _inside(part: BucketSlice) -> list[BucketPiece]:
-    """The parameters that have elements in a slice; of padding, none."""
+    """Return the parameters that have elements in a slice; of padding, none."""
     pieces = part.bucket.place.pieces
     return [piece for piece in pieces if max(piece.start, part.start) < min(piece.stop, part.stop)]
 

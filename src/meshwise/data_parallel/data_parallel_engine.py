@@ -96,7 +96,7 @@ class DataParallel:
 
     @property
     def _awaited(self) -> bool:
-        """Whether somebody waits for each reduced gradient."""
+        """True if somebody waits for each reduced gradient."""
         return any(bucket.told is not None for bucket in self.buckets)
 
     @property
@@ -229,7 +229,7 @@ class DataParallel:
             work.wait()
 
     def memory(self) -> dict[str, int]:
-        """Bytes of parameters and gradients on this rank, and of the parameters that were gathered at most."""
+        """Return bytes of parameters and gradients on this rank, and of the parameters that were gathered at most."""
         held = [each for unit in self.units for bucket in unit.buckets for each in bucket.tensors()]
         return {"parameters": 0, "gradients": 0, **self.tiers.bytes(held), "gathered_peak": self.gatherer.peak}
 
@@ -340,11 +340,13 @@ class DataParallel:
         return self.module.named_buffers()
 
     def saves(self, buffer: str) -> bool:  # noqa: ARG002 - every rank has all of them
-        """Whether this rank is the one that saves a buffer."""
+        """Return whether this rank is the one that saves a buffer."""
         return self.world.rank == 0
 
     def _together(self, row: ParameterRow, part: Tensor) -> Tensor:
-        """The full tensor of which this rank and the others along the layout's axes store parts (a collective)."""
+        """Return the full tensor of which this rank and the others along the layout's axes store parts (a
+        collective).
+        """
         mesh, group = self.world.mesh, self.world.group(row.layout.axes)
         if group.size == 1:
             return part

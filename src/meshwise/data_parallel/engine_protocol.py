@@ -63,10 +63,10 @@ class Engine(Protocol):
         """(name, value) of the buffers, on every rank."""
 
     def saves(self, buffer: str) -> bool:
-        """Whether this rank is the one that saves a buffer."""
+        """Return whether this rank is the one that saves a buffer."""
 
     def memory(self) -> dict[str, int]:
-        """Bytes of parameters and gradients on this rank, and of the parameters that were gathered at most."""
+        """Return bytes of parameters and gradients on this rank, and of the parameters that were gathered at most."""
 
     def close(self) -> None:
         """Remove the hooks from the model."""

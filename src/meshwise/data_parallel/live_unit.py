@@ -45,7 +45,7 @@ class LiveUnit:
 
     @property
     def at_rest(self) -> bool:
-        """Whether parameters exist as shards between uses."""
+        """True if parameters exist as shards between uses."""
         return any(bucket.at_rest for bucket in self.buckets)
 
     def load(self, source: ParameterSource, *, place: Callable[[ParameterRow, Tensor], nn.Parameter]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def reached(loss: Tensor) -> set[int] | None:
-    """The ids of the leaf tensors whose gradient `loss.backward()` accumulates.
+    """Return the ids of the leaf tensors whose gradient `loss.backward()` accumulates.
 
     None when the graph does not say: a reentrant checkpoint runs backwards of its own inside this one, in which
     parameters arrive unannounced, and those that are used elsewhere as well arrive more than once.

@@ -44,7 +44,7 @@ class ShardGroup:
 
     @property
     def size(self) -> int:
-        """How many ranks share the parameters."""
+        """Number of ranks share the parameters."""
         return self.world.group(self.axes).size
 
     @property

@@ -59,12 +59,12 @@ class StoredSlice:
 
     @classmethod
     def whole(cls, tensor: Tensor, *, name: str, slot: str, stable: bool = True) -> StoredSlice:
-        """All of a tensor."""
+        """Return all of a tensor."""
         shape = tuple(tensor.shape)
         return cls(name, slot, shape, Rectangle((0,) * len(shape), shape), tensor, stable).real()
 
     def real(self) -> StoredSlice:
-        """The same with real elements."""
+        """Return the same with real elements."""
         if not self.tensor.is_complex():
             return self
         wide = Rectangle((*self.rectangle.offsets, 0), (*self.rectangle.sizes, 2))
@@ -85,7 +85,7 @@ class BucketSlice:
         return self.start + self.values.numel()
 
     def holdings(self, piece: BucketPiece, *, slot: str, within: tuple[int, int]) -> Iterator[StoredSlice]:
-        """The elements of a parameter in this slice and in elements `within` of the bucket."""
+        """Yield the elements of a parameter in this slice and in elements `within` of the bucket."""
         low = max(self.start, within[0], piece.start)
         high = min(self.stop, within[1], piece.stop)
         if low >= high:
@@ -97,7 +97,9 @@ class BucketSlice:
                 yield StoredSlice(piece.row.name, slot, piece.row.shape, rectangle, block[inside.slices]).real()
 
     def _sections(self, piece: BucketPiece, local: Rectangle) -> Iterator[tuple[Rectangle, Rectangle]]:
-        """A rectangle of what the rank stores, as rectangles of the full tensor, each with its place in the first."""
+        """Yield a rectangle of what the rank stores, as rectangles of the full tensor, each with its place in the
+        first.
+        """
         world, row = self.bucket.replication.world, piece.row
         beside = 0
         for section in row.layout.pieces(row.shape, mesh=world.mesh, rank=world.rank):
@@ -124,7 +126,7 @@ def owned(engine: Engine, *, optimizer: torch.optim.Optimizer) -> Iterator[Store
 
 
 def buffers(modules: Iterable[nn.Module]) -> Iterator[StoredSlice]:
-    """The persistent buffers of modules, which every rank holds whole; a tied one once."""
+    """Yield the persistent buffers of modules, which every rank holds whole; a tied one once."""
     seen: set[int] = set()
     for path, owner in (named for module in modules for named in module.named_modules()):
         for key, buffer in owner.named_buffers(recurse=False):
@@ -135,7 +137,7 @@ def buffers(modules: Iterable[nn.Module]) -> Iterator[StoredSlice]:
 
 
 def stored(bucket: Bucket) -> BucketSlice:
-    """The parameters that this rank keeps between steps, as they are updated: what a load has to fill."""
+    """Return the parameters that this rank keeps between steps, as they are updated: what a load has to fill."""
     if bucket.master is not None:
         return BucketSlice(bucket, bucket.owned[0], bucket.master)
     return BucketSlice(bucket, bucket.kept_from, bucket.kept)
@@ -166,13 +168,13 @@ def _owned(bucket: Bucket, piece: BucketPiece, optimizer: torch.optim.Optimizer)
 
 
 def _has_first(part: BucketSlice, piece: BucketPiece) -> bool:
-    """Whether the first element of the full parameter is this rank's to save: one rank's, whatever the plan."""
+    """Return whether the first element of the full parameter is this rank's to save: one rank's, whatever the plan."""
     here = part.holdings(piece, slot="parameter", within=part.bucket.shard)
     return any(not any(held.rectangle.offsets) for held in here)
 
 
 def _number(name: str, key: str, value: Any) -> tuple[str, Tensor]:
-    """A state of one element, with its slot. Raises ValueError for any other."""
+    """Return a state of one element, with its slot. Raises ValueError for any other."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return f"scalar/{key}", value.detach().reshape(())
     if isinstance(value, bool | int | float):

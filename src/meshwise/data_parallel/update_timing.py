@@ -42,7 +42,7 @@ class UpdateTiming(Protocol):
         """Update by the gradients times `factor`, and bring it to the other ranks; the step is sound."""
 
     def leave_out(self) -> bool:
-        """The step is not sound; whether something of it is updated all the same, on any rank."""
+        """Return the step is not sound; whether something of it is updated all the same, on any rank."""
 
 
 class StepAfterBackward:
@@ -118,7 +118,7 @@ class StepInBackward:
             work.wait()
 
     def leave_out(self) -> bool:
-        """Other ranks own other parts of a gradient: what of it is finite is updated there."""
+        """Return other ranks own other parts of a gradient: what of it is finite is updated there."""
         self._count = None
         broken = any(self._world.exchange(self._update.abandon()))
         if broken:
@@ -147,7 +147,7 @@ class StepInBackward:
 
 
 def updating(engine: Engine, *, optimizer: torch.optim.Optimizer, early: bool) -> tuple[ChunkedUpdate, UpdateTiming]:
-    """The update of an engine; `early`: as gradients arrive, where the update is done beside the device."""
+    """Return the update of an engine; `early`: as gradients arrive, where the update is done beside the device."""
     early = early and engine.tiers.offload.updates_on_cpu and engine.world.device.type != "meta"
     chunks = [bucket.chunks for bucket in engine.buckets]
     update = ChunkedUpdate(optimizer, chunks=chunks, tiers=engine.tiers, early=early)

@@ -44,7 +44,7 @@ class BatchShards:
         return cls(even_split(size, ranks), index)
 
     def cuts(self, parts: int) -> list[tuple[int, int]]:
-        """The rows [start, stop) of this rank's micro-batches, the first ones a row larger if need be."""
+        """Return the rows [start, stop) of this rank's micro-batches, the first ones a row larger if need be."""
         start, stop = self.shares[self.index]
         return [(start + low, start + high) for low, high in even_split(stop - start, parts)]
 
@@ -68,11 +68,11 @@ class BatchSharder:
 
     @property
     def ranks(self) -> int:
-        """How many have rows of their own."""
+        """Number of have rows of their own."""
         return self.world.group(self.axes).size
 
     def deal(self, size: int) -> BatchShards:
-        """A global batch of `size` rows."""
+        """Return a global batch of `size` rows."""
         return BatchShards.of(size, ranks=self.ranks, index=self.world.group(self.axes).index)
 
     def cut(self, batch: Any, *, local: bool, total: int | None, parts: int) -> list[MicroBatch]:

@@ -38,7 +38,7 @@ class CutExample:
 
 
 def plan_schedule(plan: Plan) -> Schedule:
-    """The plan's table, which sends first where that is ours to say. Raises PlanError when there is none for its
+    """Return the plan's table, which sends first where that is ours to say. Raises PlanError when there is none for its
     numbers.
     """
     try:
@@ -50,7 +50,7 @@ def plan_schedule(plan: Plan) -> Schedule:
 
 
 def agreed_schedule(plan: Plan, *, world: World) -> Schedule:
-    """The same, of a file on every rank. Raises PlanError when they have read different ones."""
+    """Return the same, of a file on every rank. Raises PlanError when they have read different ones."""
     schedule = plan_schedule(plan)
     if is_path(plan.schedule) and len(set(world.exchange(str(schedule)))) > 1:
         raise PlanError(f"the ranks have different tables in schedule={plan.schedule}; give all hosts the same file")
@@ -60,7 +60,8 @@ def agreed_schedule(plan: Plan, *, world: World) -> Schedule:
 def cut_source(
     source: ParameterSource, *, plan: Plan, schedule: Schedule, example: CutExample, device: torch.device
 ) -> ModelCut:
-    """The cut of a model for the stages of a schedule; `device` is where an example goes whose model has no values.
+    """Return the cut of a model for the stages of a schedule; `device` is where an example goes whose model has no
+    values.
 
     Raises PlanError without an example, when the model has too few pieces, and when it cannot be cut.
     """
@@ -107,7 +108,7 @@ class CopiedBatchRun:
 def cut_for(
     model: nn.Module, *, stages: int, micro: Any, run: Callable[[nn.Module, Any], Any], wish: CutRequest
 ) -> ModelCut:
-    """The cut of a model that runs on copies of a micro-batch, with whether it writes to them."""
+    """Return the cut of a model that runs on copies of a micro-batch, with whether it writes to them."""
     call = CopiedBatchRun(micro, run=run)
     cut = cut_model(model, stages=stages, call=call, wish=wish)
     return dataclasses.replace(cut, writes=call.written or cut.writes)  # one that was made before is not made again
@@ -116,15 +117,15 @@ def cut_for(
 def finest_cut(
     model: nn.Module, *, micro: Any, run: Callable[[nn.Module, Any], Any], pieces: Patterns = ()
 ) -> ModelCut | None:
-    """The same with a stage for each piece that has parameters; None where that is one."""
+    """Return the same with a stage for each piece that has parameters; None where that is one."""
     call = CopiedBatchRun(micro, run=run)
     cut = cut_pieces(model, call=call, pieces=pieces)
     return dataclasses.replace(cut, writes=call.written) if cut.stages > 1 else None
 
 
 def first_ranks(make: Callable[[], ModelCut], *, world: World) -> ModelCut:
-    """The cut that the first rank makes. What it refuses is refused on every rank; of what the model itself raises
-    there, the others only tell that it did, so that whoever asks what went wrong is shown the model's own error.
+    """Return the cut that the first rank makes. What it refuses is refused on every rank; of what the model itself
+    raises there, the others only tell that it did, so that whoever asks what went wrong is shown the model's own error.
     """
     cut: ModelCut | None = None
     error: Exception | None = None
@@ -148,7 +149,7 @@ def first_ranks(make: Callable[[], ModelCut], *, world: World) -> ModelCut:
 
 
 def pairs_of(parts: Mapping[str, Part]) -> UncutModules:
-    """The matrices between which ranks of tensor parallelism have different features."""
+    """Return the matrices between which ranks of tensor parallelism have different features."""
     first, second = (
         frozenset(name for name, part in parts.items() if part.role == role) for role in ("first", "second")
     )

@@ -25,11 +25,11 @@ class StepMeasurement:
         self._trainer, self._watch = trainer, watch
 
     def steps(self) -> list[MeasuredStep]:
-        """The steps of all ranks, each with where its time went. Every rank calls it, after the block."""
+        """Return the steps of all ranks, each with where its time went. Every rank calls it, after the block."""
         return measured_step(self._watch, world=self._trainer.world, schedule=self._trainer.schedule)
 
     def typical(self) -> MeasuredStep | None:
-        """The step whose time is the median one; None when there was no step. Every rank calls it."""
+        """Return the step whose time is the median one; None when there was no step. Every rank calls it."""
         steps = sorted(self.steps(), key=lambda one: one.step.seconds)
         return steps[len(steps) // 2] if steps else None
 

@@ -75,7 +75,7 @@ class MicrobatchRunner(Protocol):
         """Forward and backward again, for the gradients to be looked at."""
 
     def predict(self, batch: Any) -> Any:
-        """The output for a batch."""
+        """Return the output for a batch."""
 
     def close(self) -> None:
         """Take the hooks off the model."""
@@ -160,7 +160,7 @@ class WholeModelRunner:
         self._engine.gatherer.rest()
 
     def predict(self, batch: Any) -> Any:
-        """The output for a batch."""
+        """Return the output for a batch."""
         with self._engine.gatherer.guard:
             output = self._task.forward(self._engine.module, self._begin_forward(batch))
         self._engine.gatherer.rest()
@@ -188,12 +188,12 @@ class WholeModelRunner:
 
 
 def scaled(loss: Tensor, *, by: float) -> Tensor:
-    """The loss to go backward from."""
+    """Return the loss to go backward from."""
     return loss if by == 1.0 else loss * by
 
 
 def placed(rows: Any, *, world: World) -> Any:
-    """A tree of tensors on the device."""
+    """Return a tree of tensors on the device."""
     return tree.map_tensors(lambda tensor: tensor.to(world.device, non_blocking=True), rows)
 
 

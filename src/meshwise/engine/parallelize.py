@@ -184,7 +184,7 @@ class ParallelSetting:
 
 
 def _told(forward: Forward, *, plan: Plan) -> Forward:
-    """The forward, which says what to change where the model does not fit what tensor parallelism gives it."""
+    """Return the forward, which says what to change where the model does not fit what tensor parallelism gives it."""
 
     def run(model: nn.Module, batch: Any) -> Any:
         with misfits_told(model, plan=plan):
@@ -194,7 +194,7 @@ def _told(forward: Forward, *, plan: Plan) -> Forward:
 
 
 def _computed(forward: Forward, precision: Precision, device: torch.device) -> Forward:
-    """The forward in the dtype of the record, its output wide enough for a loss."""
+    """Return the forward in the dtype of the record, its output wide enough for a loss."""
 
     def run(model: nn.Module, batch: Any) -> Any:
         with computing(precision, device=device):
@@ -265,7 +265,7 @@ def _live(
 
 
 def _whole(source: ParameterSource, *, setting: ParallelSetting) -> tuple[Engine, MicrobatchRunner]:
-    """The model as one, on every rank."""
+    """Return the model as one, on every rank."""
     shared, recall = _Shared.by(source, setting), ForwardReplay()
     blocks = setting.around.blocks.names(source.module)
     _place_buffers(source, shared.world, setting.keeping.precision)
@@ -282,7 +282,7 @@ def _whole(source: ParameterSource, *, setting: ParallelSetting) -> tuple[Engine
 
 
 def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[Engine, MicrobatchRunner]:
-    """The stages of the model that this rank has, after the cut that the first rank makes of it."""
+    """Return the stages of the model that this rank has, after the cut that the first rank makes of it."""
     plan, options = setting.plan, setting.options
     shared = _Shared.by(source, setting)
     world, parts = shared.world, shared.parts
@@ -329,7 +329,9 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
 
 
 def _recomputed(module: nn.Module, setting: ParallelSetting, cut: ModelCut) -> list[str]:
-    """The modules that stages recompute: blocks. A trace calls none, so each of its stages is recomputed as one."""
+    """Return the modules that stages recompute: blocks. A trace calls none, so each of its stages is recomputed as
+    one.
+    """
     plan, named = setting.plan, setting.options.recomputed
     if cut.trace is None or named:
         names = setting.around.blocks.names(module)
@@ -348,7 +350,7 @@ def _recomputed(module: nn.Module, setting: ParallelSetting, cut: ModelCut) -> l
 
 
 def _rows_meet(plan: Plan, world: World) -> bool:
-    """Whether ranks share out the rows of one product, so that none can do without the others."""
+    """Return whether ranks share out the rows of one product, so that none can do without the others."""
     return world.group(plan.data_axes).size > world.group("dp").size
 
 
@@ -392,7 +394,7 @@ def _place_buffers(source: ParameterSource, world: World, precision: Precision) 
 
 
 def _batch_norms_join(module: nn.Module, setting: ParallelSetting, world: World) -> bool:
-    """Whether ranks take the statistics of batch norms together. Raises PlanError where they cannot."""
+    """Return whether ranks take the statistics of batch norms together. Raises PlanError where they cannot."""
     norms = list(running_norms(module))
     setting.around.undo.push(take_over(module))
     if norms and _rows_meet(setting.plan, world):

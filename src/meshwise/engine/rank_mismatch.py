@@ -45,7 +45,7 @@ def batch_digest(batch: Any, *, contents: bool) -> int:
 
 
 def _ends(tensor: Tensor) -> Tensor:
-    """The bytes at both ends of a tensor."""
+    """Return the bytes at both ends of a tensor."""
     most = _LOOKED_AT // tensor.element_size()
     flat = tensor.reshape(-1)
     ends = flat if flat.numel() <= 2 * most else torch.cat([flat[:most], flat[-most:]])

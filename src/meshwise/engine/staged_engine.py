@@ -126,13 +126,13 @@ class StagedEngine:
             yield name, value
 
     def saves(self, buffer: str) -> bool:
-        """Whether this rank is the one that saves a buffer."""
+        """Return whether this rank is the one that saves a buffer."""
         others = [axis for axis in self.world.mesh.names if axis != "pp"]
         holder = self._ranks[self._buffers[buffer][0]]
         return self.world.group("pp").index == holder and self.world.group(others).index == 0
 
     def memory(self) -> dict[str, int]:
-        """Bytes of parameters and gradients on this rank, and of the parameters that were gathered at most."""
+        """Return bytes of parameters and gradients on this rank, and of the parameters that were gathered at most."""
         total: Counter[str] = Counter()
         for engine in self._stages.values():
             total.update(engine.memory())
@@ -184,7 +184,7 @@ class StagedEngine:
         *,
         trainable: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
-        """The values of every stage's engine, sent by its rank to the others along `pp`."""
+        """Yield the values of every stage's engine, sent by its rank to the others along `pp`."""
         for index, table in self._tables.items():
             here = self._stages.get(index)
             found = iter(()) if here is None else values(here)

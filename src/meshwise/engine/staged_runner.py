@@ -102,8 +102,8 @@ class StagedRunner:
         self._runtime.run(self.schedule, jobs=self._jobs(parts, zeros(self._world)))
 
     def predict(self, batch: Any) -> Any:
-        """The output for a batch, which the last stage sends to the others. Raises PlanError where it has not received
-        all of that.
+        """Return the output for a batch, which the last stage sends to the others. Raises PlanError where it has not
+        received all of that.
         """
         absent = AbsentOutputs(live.stage.crossing.void for live in self._stages.values())
 
@@ -142,7 +142,7 @@ class StagedRunner:
         }
 
     def _given(self, batch: Any) -> Any:
-        """A batch as a stage may have it."""
+        """Return a batch as a stage may have it."""
         rows = placed(batch, world=self._world)
         return map_tensors(torch.clone, rows) if self._copies else rows
 
@@ -158,7 +158,7 @@ class StagedRunner:
 
 
 def _forwards(schedule: Schedule) -> Schedule:
-    """Every micro-batch through every stage, one after the other."""
+    """Return every micro-batch through every stage, one after the other."""
     return Schedule(
         tuple(
             tuple(

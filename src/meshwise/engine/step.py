@@ -68,7 +68,7 @@ class TrainingSteps:
         self._takes_shape = not isinstance(self._world, ThreadWorld)
 
     def step(self, batch: Any, *, local: bool, total: int | None, only: Collection[int] | None) -> StepResult:
-        """One step, as `Trainer.step` says."""
+        """Return one step, as `Trainer.step` says."""
         started, began = time.perf_counter(), time.monotonic()
         self._world.journal.doing = "begin"
         self._engine.check_parameters()
@@ -152,7 +152,7 @@ class TrainingSteps:
 
     @property
     def _speaks(self) -> bool:
-        """Whether what this rank counts is not what another one counts."""
+        """True if what this rank counts is not what another one counts."""
         others = [axis for axis in self._world.mesh.names if axis not in ("pp", *self._plan.data_axes)]
         return self._world.group(others).index == 0
 

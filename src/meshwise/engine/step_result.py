@@ -61,7 +61,7 @@ class StepTotals:
 
     @property
     def overflowed(self) -> bool:
-        """Whether the loss is finite and its gradient is not."""
+        """True if the loss is finite and its gradient is not."""
         return bool(self.count) and math.isfinite(self.mean) and not math.isfinite(self.squared)
 
     @property
@@ -97,7 +97,7 @@ class UpdateRecipe:
 
     @property
     def early(self) -> bool:
-        """Whether a unit may be updated before anything is known of the others."""
+        """True if a unit may be updated before anything is known of the others."""
         return self.nonfinite.ends and self.clip_norm is None and self.scale is None
 
 

@@ -142,7 +142,7 @@ class Trainer:
     def step(
         self, batch: Any, *, local: bool = False, total: int | None = None, only: Collection[int] | None = None
     ) -> StepResult:
-        """One optimizer step on a batch: a tree of tensors whose dim 0 counts the samples.
+        """Return one optimizer step on a batch: a tree of tensors whose dim 0 counts the samples.
 
         `batch` is the global batch, the same on every rank, of which each rank takes its share; with `local=True` it
         is this rank's part already, and may have no rows. Rows that do not divide evenly are fine. Dropout goes by the
@@ -161,7 +161,9 @@ class Trainer:
 
     @shortage_noted
     def evaluate(self, batches: Iterable[Any], *, local: bool = False) -> EvalResult:
-        """The loss over `batches` without training, the model in eval mode. Every rank passes as many batches."""
+        """Return the loss over `batches` without training, the model in eval mode. Every rank passes as many
+        batches.
+        """
         total, tokens = zeros(self.world)
         with torch.no_grad(), eval_mode(self.model):
             for number, batch in enumerate(batches):
@@ -211,7 +213,7 @@ class Trainer:
         return self._engine.full_buffers()
 
     def memory(self) -> dict[str, int]:
-        """Bytes of model state on this rank.
+        """Return bytes of model state on this rank.
 
         `parameters` (with fp32 masters), `gradients`, `optimizer` state, and `gathered_peak`, the most parameters that
         were gathered for use at one time. What rests elsewhere is apart, as in `disk/optimizer`, and `staging` are the

@@ -35,12 +35,12 @@ class DimSplit:
 
     @classmethod
     def parse(cls, text: str) -> DimSplit:
-        """The cut that prints as `text`."""
+        """Return the cut that prints as `text`."""
         sections, _, grain = text.strip("[]").partition(":")
         return cls(tuple(int(size) for size in sections.split("|") if size), int(grain or 1))
 
     def spans(self, size: int, *, places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """The (start, stop) of every section that is left after a cut for each (index, degree) in turn.
+        """Return the (start, stop) of every section that is left after a cut for each (index, degree) in turn.
 
         Raises ValueError when the sections do not add up to `size` or are no multiples of the grain.
         """
@@ -96,12 +96,12 @@ class Layout:
 
     @classmethod
     def replicated(cls, ndim: int) -> Layout:
-        """The layout of a tensor of `ndim` dims that every rank holds whole."""
+        """Return the layout of a tensor of `ndim` dims that every rank holds whole."""
         return cls(((),) * ndim)
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """The layout that prints as `text`, such as `dp,- +tp`. Raises ValueError for anything else."""
+        """Return the layout that prints as `text`, such as `dp,- +tp`. Raises ValueError for anything else."""
         dim = r"(?:-|\w+(?:\.\w+)*)(?:\[\d*(?:\|\d+)*(?::\d+)?\])?"
         match = re.fullmatch(rf"\s*(\(\)|{dim}(?:,{dim})*)((?:\s*\+\w+)*)\s*", text)
         if match is None:
@@ -121,7 +121,7 @@ class Layout:
         return tuple(axis for axes in self.splits for axis in axes)
 
     def local(self, shape: Sequence[int], *, mesh: Mesh, rank: int) -> Rectangle:
-        """The part of a tensor of full shape `shape` that `rank` holds, where that is one rectangle.
+        """Return the part of a tensor of full shape `shape` that `rank` holds, where that is one rectangle.
 
         Raises ValueError as `pieces` does, and for a layout with sections.
         """
@@ -129,7 +129,8 @@ class Layout:
         return part
 
     def pieces(self, shape: Sequence[int], *, mesh: Mesh, rank: int) -> tuple[Rectangle, ...]:
-        """The parts of a tensor of full shape `shape` that `rank` holds, side by side along the dim with sections.
+        """Return the parts of a tensor of full shape `shape` that `rank` holds, side by side along the dim with
+        sections.
 
         A dim is split evenly in grains, the first parts larger by one when it does not divide, by one axis after the
         other: what two axes split is what the first of them splits, cut further. A part is empty when there are more
@@ -143,7 +144,9 @@ class Layout:
         )
 
     def local_shape(self, shape: Sequence[int], *, mesh: Mesh, rank: int) -> tuple[int, ...]:
-        """The shape of what `rank` holds of a tensor of full shape `shape`. Raises ValueError as `pieces` does."""
+        """Return the shape of what `rank` holds of a tensor of full shape `shape`. Raises ValueError as `pieces`
+        does.
+        """
         bounds = self._bounds(shape, mesh=mesh, coordinate=mesh.coordinate(rank))
         return tuple(sum(stop - start for start, stop in spans) for spans in bounds)
 

@@ -22,7 +22,7 @@ class Rectangle:
 
     @property
     def numel(self) -> int:
-        """How many elements it holds."""
+        """Number of elements it holds."""
         return math.prod(self.sizes)
 
     @property
@@ -38,12 +38,12 @@ class Rectangle:
         return Rectangle(starts, sizes) if min(sizes, default=1) > 0 else None
 
     def seen_from(self, origin: Sequence[int]) -> Rectangle:
-        """The same part with its offsets counted from `origin`."""
+        """Return the same part with its offsets counted from `origin`."""
         return Rectangle(tuple(start - zero for start, zero in zip(self.offsets, origin, strict=True)), self.sizes)
 
 
 def even_split(size: int, parts: int) -> list[tuple[int, int]]:
-    """The (start, stop) of `parts` contiguous parts of `size` things, the first ones larger by one when uneven.
+    """Return the (start, stop) of `parts` contiguous parts of `size` things, the first ones larger by one when uneven.
 
     A part is empty when there are more parts than things. Raises ValueError for a negative size or no parts.
     """
@@ -55,7 +55,8 @@ def even_split(size: int, parts: int) -> list[tuple[int, int]]:
 
 
 def rectangles(shape: Sequence[int], *, start: int, stop: int) -> list[Rectangle]:
-    """The elements `start` to `stop` (excluded) of a row-major tensor, as rectangles in the order of the elements.
+    """Return the elements `start` to `stop` (excluded) of a row-major tensor, as rectangles in the order of the
+    elements.
 
     At most 2·ndim - 1 of them, so three for a matrix: the rest of a first row, whole rows, the beginning of a last row.
 

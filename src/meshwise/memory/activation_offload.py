@@ -115,7 +115,7 @@ class _Line:
         return self._how.least <= size <= _VIEWS * tensor.nbytes and not self._is_the_models(storage._cdata)
 
     def _is_the_models(self, storage: int) -> bool:
-        """Whether it holds parameters (which are somewhere else before they are gathered) or buffers."""
+        """Return whether it holds parameters (which are somewhere else before they are gathered) or buffers."""
         if storage in self._own:
             return True
         found = {parameter.untyped_storage()._cdata for parameter in self._model.parameters()}
@@ -126,7 +126,7 @@ class _Line:
 def activations(
     tier: str, *, device: torch.device, swap: SwapConfig, how: ActivationTransfers
 ) -> ActivationTier | None:
-    """The tier that a plan names; None where activations stay: those of a CPU are on the CPU already.
+    """Return the tier that a plan names; None where activations stay: those of a CPU are on the CPU already.
 
     Raises TierError for a disk that cannot be written to.
     """

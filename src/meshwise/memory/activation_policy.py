@@ -22,7 +22,7 @@ class ActivationPolicy:
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def saved(self, forward: Forward) -> Forward:
-        """The forward, with what it saves for its backward in its tier."""
+        """Return the forward, with what it saves for its backward in its tier."""
         tier = self.activations
         if tier is None:
             return forward
@@ -34,7 +34,7 @@ class ActivationPolicy:
         return run
 
     def memory(self) -> dict[str, int]:
-        """The most bytes of activations that were in another tier at one time."""
+        """Return the most bytes of activations that were in another tier at one time."""
         return {} if self.activations is None else {f"{self.activations.tier}/activations": self.activations.peak}
 
     def finish(self) -> None:

@@ -47,7 +47,7 @@ class BlockInputs:
 
 
 def _reached(arguments: tuple[Any, ...]) -> Iterator[Holder]:
-    """Each holder once."""
+    """Yield each holder once."""
     seen: set[int] = set()
     open_ = [*arguments]
     while open_:

@@ -57,7 +57,7 @@ class StoredChunk:
             start += parameter.numel()
 
     def state(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """The keys of the state on disk that the optimizer has by now."""
+        """Return the keys of the state on disk that the optimizer has by now."""
         begun = [optimizer.state.get(parameter, {}).keys() for parameter in self.chunk.slices]
         own = self.rests.keys() - {"master", "narrow", "gradient"}
         return [key for key in self.rests if key in own and any(key in keys for keys in begun)]
@@ -99,7 +99,7 @@ class ChunkVisit:
 
     @property
     def finite(self) -> bool:
-        """Whether all gradients are, after `bring`."""
+        """True if all gradients are, after `bring`."""
         gradients = [parameter.grad for one in self.round for parameter in one.chunk.slices]
         return all(bool(torch.linalg.vector_norm(each).isfinite()) for each in gradients if each is not None)
 

@@ -140,7 +140,7 @@ class ChunkedUpdate:
             self._thread.shutdown()
 
     def zero_state(self, parameter: nn.Parameter, *, key: str, dtype: torch.dtype) -> Tensor:
-        """A tensor of zeros for the optimizer's state of a slice, where that rests."""
+        """Return a tensor of zeros for the optimizer's state of a slice, where that rests."""
         rest = self._rests.get(parameter, {}).get(key)
         if rest is not None and rest.dtype == dtype:
             return rest.zero_()
@@ -201,7 +201,9 @@ class ChunkedUpdate:
         return resting
 
     def _kept(self, chunk: UpdateChunk) -> Mapping[str, torch.dtype]:
-        """The tensors that the optimizer keeps of a chunk: found out by a step of a small one with its options."""
+        """Return the tensors that the optimizer keeps of a chunk: found out by a step of a small one with its
+        options.
+        """
         kept: dict[str, torch.dtype] = {}
         for parameter in chunk.slices:
             group = next(group for group in self._groups if any(parameter is member for member in group["params"]))
@@ -247,7 +249,7 @@ class _Coming:
         self._queue.put(None)
 
     def next(self, *, wait: bool) -> Round | None:
-        """The next one; None when there is none any more, or, if not to `wait`, yet."""
+        """Return the next one; None when there is none any more, or, if not to `wait`, yet."""
         while not self._here and not self._over:
             try:
                 told = self._queue.get(block=wait)

@@ -25,14 +25,14 @@ class MemoryHolder(Protocol):
     plan: Plan
 
     def memory(self) -> dict[str, int]:
-        """Bytes by category."""
+        """Return bytes by category."""
 
 
 Whole = TypeVar("Whole", bound=MemoryHolder)
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether an error says that there is no memory left, on the device or in the process."""
+    """Return whether an error says that there is no memory left, on the device or in the process."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if isinstance(error, OSError):
@@ -54,7 +54,7 @@ def shortage_told(plan: Plan, *, held: Callable[[], Mapping[str, int]] = dict) -
 def shortage_noted(
     method: Callable[Concatenate[Whole, Given], Result],
 ) -> Callable[Concatenate[Whole, Given], Result]:
-    """The method, with errors of memory noted as `shortage_told` does."""
+    """Return the method, with errors of memory noted as `shortage_told` does."""
 
     @functools.wraps(method)
     def run(self: Whole, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:

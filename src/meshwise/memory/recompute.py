@@ -66,7 +66,7 @@ class RecomputedBlock:
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of the module."""
+        """Return the forward of the module."""
         if self.mode == "none" or not torch.is_grad_enabled():
             return self.run(*args, **kwargs)
         if self.measures:
@@ -120,7 +120,7 @@ class RecomputedBlock:
         }
 
     def _measured(self, args: Any, kwargs: Any) -> Any:
-        """The forward under `full`, while the cost of every mode is found out."""
+        """Return the forward under `full`, while the cost of every mode is found out."""
         device = next((parameter.device for parameter in self._module.parameters()), torch.device("cpu"))
         whole, products = DeviceTimer(device), DeviceTimer(device)
         known = {parameter.untyped_storage()._cdata for parameter in self._module.parameters()}
@@ -262,7 +262,7 @@ def _names_cache(name: str) -> bool:
 
 
 def _is_kept(given: Any) -> bool:
-    """Whether an argument is an object that keeps things, and no tensor, number or None."""
+    """Return whether an argument is an object that keeps things, and no tensor, number or None."""
     return not (given is None or isinstance(given, Tensor | bool | int | float | str))
 
 
@@ -299,7 +299,7 @@ class _Enough(Exception):
 
 
 def _again(tensor: Tensor) -> Tensor:
-    """A backward inside a forward that is repeated."""
+    """Return a backward inside a forward that is repeated."""
     return tensor
 
 
@@ -342,7 +342,7 @@ class _Inputs:
         return saved
 
     def leaves(self) -> tuple[Any, Any]:
-        """The arguments, their tensors cut off from what they came from."""
+        """Return the arguments, their tensors cut off from what they came from."""
         saved = zip(self._saved(), self._requires_grad, strict=True)
         found = [tensor.detach().requires_grad_(needs) for tensor, needs in saved]
         leaves = iter([found[place] for place in self._places])

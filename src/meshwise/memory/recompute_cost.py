@@ -34,7 +34,7 @@ class RecomputeCost:
     in_flight: float = 1.0
 
     def held(self, mode: str) -> int:
-        """Bytes of all micro-batches in flight."""
+        """Return bytes of all micro-batches in flight."""
         return int(self.bytes[mode] * self.in_flight)
 
     def least(self, other: RecomputeCost) -> RecomputeCost:
@@ -47,7 +47,7 @@ class RecomputeCost:
 
 
 def pick(costs: Mapping[str, RecomputeCost], *, budget: int, allowed: Sequence[str]) -> dict[str, str]:
-    """The mode of every block with which all of them keep at most `budget` bytes, at little cost in time.
+    """Return the mode of every block with which all of them keep at most `budget` bytes, at little cost in time.
 
     From everything computed again, the block that wins most seconds a byte is let keep more, for as long as that fits.
     Raises PlanError, with the least budget that works, when nothing fits.
@@ -89,7 +89,7 @@ class DeviceTimer:
         self._spans.append((self._began, self._now()))
 
     def seconds(self) -> float:
-        """The sum of all spans."""
+        """Return the sum of all spans."""
         if not self._cuda:
             return float(sum(ended - began for began, ended in self._spans))
         torch.cuda.synchronize()

@@ -49,7 +49,7 @@ class RecomputedBlocks:
         return {block.name: block.mode for block in self._blocks}
 
     def names(self, module: nn.Module) -> list[str]:
-        """The modules of a whole model that are blocks; none when nothing is to be recomputed.
+        """Return the modules of a whole model that are blocks; none when nothing is to be recomputed.
 
         Raises PlanError for a model in which there are none.
         """

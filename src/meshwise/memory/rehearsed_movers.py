@@ -39,7 +39,7 @@ class RehearsedFile:
         self._writes: deque[_Slow] = deque()
 
     def allocate(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """A tensor in one dim."""
+        """Return a tensor in one dim."""
         self.tensors.append(torch.empty(numel, dtype=dtype, device="meta"))
         self.size += numel * dtype.itemsize
         return self.tensors[-1]
@@ -50,7 +50,7 @@ class RehearsedFile:
         return 0 if any(own.untyped_storage()._cdata == storage for own in self.tensors) else None
 
     def place(self, tensor: Tensor) -> int:
-        """The same for one that was."""
+        """Return the same for one that was."""
         offset = self.locate(tensor)
         assert offset is not None
         return offset

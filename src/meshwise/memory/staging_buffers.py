@@ -63,7 +63,7 @@ class StagingBuffers:
         self.bytes = 0
 
     def take(self, *, wait: bool = True) -> Tensor | None:
-        """A buffer; None when none is free and `wait` is False."""
+        """Return a buffer; None when none is free and `wait` is False."""
         with self._returned:
             while not self._free:
                 if self._left:

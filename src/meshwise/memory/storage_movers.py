@@ -102,7 +102,7 @@ class _Room:
         self._changed = threading.Condition()
 
     def take(self, size: int, *, on: torch.device) -> Tensor:
-        """A buffer; one that is larger than all the room is alone in it."""
+        """Return a buffer; one that is larger than all the room is alone in it."""
         with self._changed:
             while self._taken and self._taken + size > self._most:
                 self._changed.wait()
@@ -133,7 +133,7 @@ class HostMover(StorageMover):
         self._used = 0
 
     def park(self, values: Tensor, *, before: ParkedStorage | None) -> ParkedStorage:
-        """The stream that computes does not wait: the copies' stream waits for it."""
+        """Return the stream that computes does not wait: the copies' stream waits for it."""
         size = values.numel()
         self._used += size
         self.peak = max(self.peak, self._used)

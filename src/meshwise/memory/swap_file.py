@@ -123,7 +123,9 @@ class SwapFile:
     # ---- tensors at rest ---------------------------------------------------------------------------------------
 
     def allocate(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """A tensor in one dim that rests in the file, all zero. Raises TierError when the disk has no room for it."""
+        """Return a tensor in one dim that rests in the file, all zero. Raises TierError when the disk has no room for
+        it.
+        """
         size = max(1, -(-numel * dtype.itemsize // BLOCK)) * BLOCK
         self._reserve(size)
         if size > self._room.numel():
@@ -144,7 +146,7 @@ class SwapFile:
         return None if start is None else start + tensor.data_ptr() - base
 
     def place(self, tensor: Tensor) -> int:
-        """The same for one that does."""
+        """Return the same for one that does."""
         offset = self.locate(tensor)
         assert offset is not None
         return offset
@@ -227,7 +229,7 @@ class SwapFile:
 
 
 def aligned(size: int, *, on: torch.device | None = None) -> Tensor:
-    """Bytes of memory that begin where a direct read may; `on` a GPU: pinned, for copies to and from it."""
+    """Return bytes of memory that begin where a direct read may; `on` a GPU: pinned, for copies to and from it."""
     kind = "cpu" if on is None else on.type
     raw = torch.empty(
         size + BLOCK, dtype=torch.uint8, device="meta" if kind == "meta" else "cpu", pin_memory=kind == "cuda"
@@ -249,7 +251,7 @@ def traffic(moved: Sequence[MovedChunk]) -> Iterator[tuple[str, int, float]]:
 
 
 def _nameless(folder: Path) -> int:
-    """A file for reading and writing that no folder lists."""
+    """Return a file for reading and writing that no folder lists."""
     with suppress(IsADirectoryError, NotImplementedError, AttributeError):  # macOS has no such flag
         try:
             return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)

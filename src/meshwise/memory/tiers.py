@@ -41,7 +41,7 @@ class BorrowedTensor:
         self._release = release
 
     def wait(self) -> Tensor:
-        """The values, when they are there. Raises TierError when they do not come."""
+        """Return the values, when they are there. Raises TierError when they do not come."""
         if self._ready is not None:
             self._ready()
         return self._values
@@ -118,12 +118,12 @@ class Tiers:
     # ---- at rest -----------------------------------------------------------------------------------------------
 
     def leaves(self, what: str) -> bool:
-        """Whether it rests elsewhere than where it is used."""
+        """Return whether it rests elsewhere than where it is used."""
         tier = getattr(self.offload, what)
         return tier == "disk" or (tier == "cpu" and self._on_gpu)
 
     def empty(self, what: str, *, numel: int, dtype: torch.dtype) -> Tensor:
-        """A tensor in one dim where parameters, masters, gradients or the optimizer's state rest.
+        """Return a tensor in one dim where parameters, masters, gradients or the optimizer's state rest.
 
         Contents are unspecified. Raises TierError when the disk has no room.
         """
@@ -136,13 +136,15 @@ class Tiers:
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self._on_gpu)
 
     def where(self, tensor: Tensor) -> str:
-        """The tier that a tensor lies in."""
+        """Return the tier that a tensor lies in."""
         if self.on_disk(tensor):
             return "disk"
         return "device" if tensor.device.type == self.device.type else "cpu"
 
     def bytes(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-        """Bytes of tensors by what they are, those that are not on the device with their tier: `disk/optimizer`."""
+        """Return bytes of tensors by what they are, those that are not on the device with their tier:
+        `disk/optimizer`.
+        """
         total: Counter[str] = Counter()
         for what, tensor in tensors:
             tier = self.where(tensor)
@@ -160,7 +162,7 @@ class Tiers:
         return self._away
 
     def on_disk(self, tensor: Tensor) -> bool:
-        """Whether it rests on disk."""
+        """Return whether it rests on disk."""
         return self.file is not None and self.file.locate(tensor) is not None
 
     @property
@@ -257,7 +259,7 @@ class Tiers:
 
     @property
     def _moves(self) -> bool:
-        """Whether anything that an update needs is elsewhere."""
+        """True if anything that an update needs is elsewhere."""
         return any(self.leaves(what) for what in ("optimizer", "masters", "gradients", "params"))
 
     def _read(self, rest: Tensor, offset: int, buffer: Tensor, staging: StagingBuffers) -> BorrowedTensor:
@@ -292,5 +294,5 @@ class Tiers:
 
 
 def blocks(size: int) -> int:
-    """Bytes of the whole blocks that hold `size`."""
+    """Return bytes of the whole blocks that hold `size`."""
     return -(-size // BLOCK) * BLOCK

@@ -20,7 +20,7 @@ _LITTLE = 0.05
 
 
 def glance(tensor: Tensor) -> Tensor | None:
-    """Some elements, evenly spread; None of a tensor that has no values, or not where its shape says.
+    """Return some elements, evenly spread; None of a tensor that has no values, or not where its shape says.
 
     Bytes are not looked at: they are the workspace of a kernel (an LSTM on a CPU saves one), of which it may have
     written a part only.
@@ -38,7 +38,7 @@ def glance(tensor: Tensor) -> Tensor | None:
 
 
 def is_alike(tensor: Tensor, *, before: Tensor) -> bool:
-    """Whether a tensor can be the one that was glanced at."""
+    """Return whether a tensor can be the one that was glanced at."""
     now = glance(tensor)
     assert now is not None
     kind = torch.complex128 if before.is_complex() else torch.float64

@@ -60,7 +60,7 @@ class GatheredModule:
 
 
 def partition(module: nn.Module, *, units: Patterns = ()) -> list[list[GatheredModule]]:
-    """The model's units, each as the pieces that share it, in forward order; every parameter is in some piece.
+    """Return the model's units, each as the pieces that share it, in forward order; every parameter is in some piece.
 
     `units` are patterns over module names (`*` stands for one part of a dotted name): each module a pattern matches is
     a unit of its own; the modules that a sequence of patterns matches are one unit together. Raises ValueError for a
@@ -111,7 +111,7 @@ class _Walk:
         self._seen: set[int] = set()
 
     def pieces(self) -> Iterator[GatheredModule]:
-        """The pieces in the order of their modules."""
+        """Yield the pieces in the order of their modules."""
         for name, piece in self._found.items():
             yield GatheredModule(name, tuple(self._direct[name]), spans=True) if piece.spans else piece
 
@@ -157,12 +157,12 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def _is_composite(module: nn.Module) -> bool:
-    """Whether a child holds parameters."""
+    """Return whether a child holds parameters."""
     return any(any(True for _ in child.parameters()) for child in module.children())
 
 
 def _holds_stack(module: nn.Module) -> bool:
-    """Whether the module is or contains a list or sequence of two or more blocks."""
+    """Return whether the module is or contains a list or sequence of two or more blocks."""
     stacks = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
     return any(
         isinstance(inner, stacks) and sum(_is_composite(entry) for entry in inner.children()) > 1
@@ -171,7 +171,7 @@ def _holds_stack(module: nn.Module) -> bool:
 
 
 def _merge(pieces: list[GatheredModule], chosen: dict[str, int], numel: dict[str, int]) -> list[list[GatheredModule]]:
-    """Rules 5 and 6: put tied and small neighbouring pieces into one unit."""
+    """Return rules 5 and 6: put tied and small neighbouring pieces into one unit."""
     owner: dict[str, int] = {}
     for index, piece in enumerate(pieces):
         for name in piece.parameters:

@@ -67,7 +67,7 @@ class _Traits:
 
 
 def _with_generator(func: Any) -> Any:
-    """The overload of a random operation that takes a generator. Raises ValueError where torch has none."""
+    """Return the overload of a random operation that takes a generator. Raises ValueError where torch has none."""
     taken = {argument.name: str(argument.type) for argument in func._schema.arguments}
     if "generator" in taken:
         return func
@@ -103,7 +103,7 @@ class _Recorder(TorchDispatchMode):
             return self._run(func, args, kwargs)
 
     def _on_meta(self, t: Tensor) -> Tensor:
-        """The meta tensor that stands for `t`: itself, or for a real tensor the same view of a constant."""
+        """Return the meta tensor that stands for `t`: itself, or for a real tensor the same view of a constant."""
         if t.is_meta and not self._record.knows(t):
             raise ValueError(
                 f"the model's constructor uses a meta tensor of shape {tuple(t.shape)}, whose values are unknown; "
@@ -171,19 +171,19 @@ class _Recorder(TorchDispatchMode):
 
 
 def _values(record: ConstructionRecord, tree: Any) -> Any:
-    """The same tree with real tensors in place of meta tensors."""
+    """Return the same tree with real tensors in place of meta tensors."""
     with unseen():
         found = iter(record.values(list(tensors(tree))))
         return map_tensors(lambda _: next(found), tree)
 
 
 def _fills(t: Tensor) -> bool:
-    """Whether a tensor looks at all of its storage, each element once."""
+    """Return whether a tensor looks at all of its storage, each element once."""
     return t.is_contiguous() and t.numel() * t.element_size() == t.untyped_storage().nbytes()
 
 
 def _index(index: Any) -> Any:
-    """An index with its lists and arrays as tensors, which would lose their values on the meta device."""
+    """Return an index with its lists and arrays as tensors, which would lose their values on the meta device."""
     if isinstance(index, tuple):
         return tuple(_index(item) for item in index)
     if isinstance(index, np.ndarray | range) or (isinstance(index, list) and all(isinstance(i, int) for i in index)):
@@ -223,7 +223,7 @@ class _Pretence(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _skips_to_record(self, asker: FrameType) -> bool:
-        """Whether the asker is torch's truncated normal, which is then recorded as one operation.
+        """Return whether the asker is torch's truncated normal, which is then recorded as one operation.
 
         It draws until no element lies outside, so it looks at its own random numbers. Answered with real values, each
         such parameter would be computed during the construction, before the name that its random numbers hang on is

@@ -66,7 +66,7 @@ class ConstructionOperation:
 
 
 def storage(t: Tensor) -> int:
-    """The identity of the memory a tensor looks at."""
+    """Return the identity of the memory a tensor looks at."""
     identity: int = t.untyped_storage()._cdata
     return identity
 
@@ -84,7 +84,7 @@ class ConstructionRecord:
         self._counts: Counter[str] = Counter()
 
     def knows(self, t: Tensor) -> bool:
-        """Whether the tensor's memory was seen during the construction."""
+        """Return whether the tensor's memory was seen during the construction."""
         return storage(t) in self._known
 
     def learn(self, t: Tensor) -> int:
@@ -110,7 +110,7 @@ class ConstructionRecord:
                 self._counts[name] += 1
 
     def values(self, wanted: Sequence[Tensor], *, poison: bool = True) -> list[Tensor]:
-        """The real values, on the CPU, of meta tensors as they are at the end of the record.
+        """Return the real values, on the CPU, of meta tensors as they are at the end of the record.
 
         Memory that was never written reads as NaN (the largest value of an integer type), or as zero without `poison`.
         """
@@ -129,7 +129,7 @@ class ConstructionRecord:
             return [_view(t, memory) for t in wanted]
 
     def unwritten(self, t: Tensor, *, values: Tensor) -> int:
-        """How many elements of `values`, which are those of `t`, depend on memory that was never written.
+        """Return the number of elements of `values`, which are those of `t`, depend on memory that was never written.
 
         NaN spreads through arithmetic, so floating-point values without NaN are free of it. Otherwise the values are
         computed again with other poison: what differs depends on it, and what does not was meant (a mask of NaN).
@@ -144,12 +144,12 @@ class ConstructionRecord:
         return int((~((values == other) | (values.isnan() & other.isnan()))).sum())
 
     def is_blank(self, t: Tensor) -> bool:
-        """Whether all that was ever done with the memory of a tensor was to take it."""
+        """Return whether all that was ever done with the memory of a tensor was to take it."""
         needed = [self._operations[index] for index in self._needed([t])]
         return bool(needed) and all(operation.uninitialised for operation in needed)
 
     def _needed(self, wanted: Sequence[Tensor]) -> list[int]:
-        """The operations that `wanted` depends on, in order."""
+        """Return the operations that `wanted` depends on, in order."""
         found: set[int] = set()
         open_ = [(storage(t), len(self._operations)) for t in wanted]
         while open_:
@@ -165,7 +165,7 @@ class ConstructionRecord:
         return sorted(found)
 
     def _start(self, indices: Sequence[int], wanted: Sequence[Tensor]) -> dict[int, torch.UntypedStorage]:
-        """The constants that take part; those that will be written, or handed out, as copies."""
+        """Return the constants that take part; those that will be written, or handed out, as copies."""
         operations = [self._operations[index] for index in indices]
         changed = {key for operation in operations for key in operation.writes} | {storage(t) for t in wanted}
         used = changed | {key for operation in operations for key in operation.reads}
@@ -202,7 +202,7 @@ class ConstructionRecord:
 
 
 def _view(t: Tensor, memory: Mapping[int, torch.UntypedStorage]) -> Tensor:
-    """The real tensor that looks at its memory as the meta tensor `t` looks at its own."""
+    """Return the real tensor that looks at its memory as the meta tensor `t` looks at its own."""
     source = memory[storage(t)]
     real = torch.empty(0, dtype=t.dtype, device=source.device)
     real = real.set_(source, t.storage_offset(), t.size(), t.stride())
@@ -218,7 +218,7 @@ def _as_laid_out(was: Tensor, got: Tensor) -> Tensor:
 
 
 def _has_nan(t: Tensor) -> bool:
-    """Whether an element is NaN, without a mask of the tensor's size."""
+    """Return whether an element is NaN, without a mask of the tensor's size."""
     flat = t.reshape(-1)
     return any(bool(flat[start : start + _CHUNK].isnan().any()) for start in range(0, flat.numel(), _CHUNK))
 

@@ -50,7 +50,7 @@ class ParameterSource:
                 record.settle([tensor], name=name)
 
     def full(self, name: str) -> Tensor:
-        """The full values of a parameter or buffer, under any of its names.
+        """Return the full values of a parameter or buffer, under any of its names.
 
         Computed, on the CPU, when the model is deferred; the existing data, not a copy, otherwise. Raises ValueError
         for an unknown name and for elements that the constructor never initialises.
@@ -80,7 +80,7 @@ class ParameterSource:
         )
 
     def agreed(self, name: str, *, world: World) -> Tensor:
-        """The full values, of a model that every rank has those of the first rank; every rank asks for the same.
+        """Return the full values, of a model that every rank has those of the first rank; every rank asks for the same.
 
         They are the caller's until the next are asked for: one piece of memory takes them all, because a copy of every
         parameter, freed among those still in use, would leave the process with holes of the size of the model's blocks.
@@ -97,7 +97,9 @@ class ParameterSource:
         return staged
 
     def part(self, module: nn.Module) -> ParameterSource:
-        """The same values for a module with some of the parameters, under the same names, which are to be made anew."""
+        """Return the same values for a module with some of the parameters, under the same names, which are to be made
+        anew.
+        """
         part = copy.copy(self)
         part.module, part.deferred = module, True
         return part
@@ -119,7 +121,7 @@ class ParameterSource:
 
 
 def build_with_values(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> ParameterSource:
-    """A model with its values as it is, or the model that a function builds, without them.
+    """Return a model with its values as it is, or the model that a function builds, without them.
 
     The function is called once, with its tensor operations recorded and carried out on meta tensors. Raises ValueError
     for a module on the meta device, for a function that does not return a module, and for one that draws random
@@ -142,7 +144,7 @@ def build_with_values(model: nn.Module | Callable[[], nn.Module], *, seed: int) 
 
 
 def shapes_of(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> ParameterSource:
-    """A model, or the one that a function builds, on the meta device, whose values nobody will ask for.
+    """Return a model, or the one that a function builds, on the meta device, whose values nobody will ask for.
 
     A module is left as it is. Raises ValueError as `build_with_values` does, and for a tensor that nothing was ever
     written to: that some elements of one were not, only their values tell.
@@ -159,7 +161,7 @@ def shapes_of(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> Param
 
 
 def build_without_values(tensor: Tensor) -> Tensor:
-    """The tensor on the meta device; a parameter stays one."""
+    """Return the tensor on the meta device; a parameter stays one."""
     bare = tensor.detach().to("meta")
     return nn.Parameter(bare, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
 
@@ -181,7 +183,7 @@ def install(module: nn.Module, *, row: ParameterRow, tensor: Tensor) -> nn.Param
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, then buffers, then tensors held as plain attributes, each under all its names."""
+    """Yield parameters, then buffers, then tensors held as plain attributes, each under all its names."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
     for path, owner in module.named_modules():
@@ -208,7 +210,7 @@ def _plain_attributes(module: nn.Module) -> dict[str, object]:
 
 
 def _entries(name: str, tree: object) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an attribute, parameters aside, with their names: `name`, or `name[i]` in a container."""
+    """Yield the tensors of an attribute, parameters aside, with their names: `name`, or `name[i]` in a container."""
     for index, tensor in enumerate(tensors(tree)):
         if not isinstance(tensor, nn.Parameter):
             yield name if tensor is tree else f"{name}[{index}]", tensor

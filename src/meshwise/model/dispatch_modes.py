@@ -13,7 +13,7 @@ __all__ = ["TorchDispatchMode", "asked_for", "in_backward", "unseen"]
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward in this thread, which may repeat a part of a forward."""
+    """Return whether autograd is running a backward in this thread, which may repeat a part of a forward."""
     return torch._C._current_graph_task_id() != -1
 
 

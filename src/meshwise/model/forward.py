@@ -99,7 +99,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _attached(total: Tensor, output: Any) -> Tensor:
-    """The loss, with a gradient of zero where it has none: its backward is run as other ranks run theirs."""
+    """Return the loss, with a gradient of zero where it has none: its backward is run as other ranks run theirs."""
     if torch.is_grad_enabled() and not total.requires_grad:
         for tensor in reachable(output):
             if tensor.requires_grad:

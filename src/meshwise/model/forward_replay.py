@@ -125,6 +125,6 @@ class ForwardReplay:
 
 
 def same_memory(tensor: Tensor) -> Tensor:
-    """Another tensor over the same memory, which autograd knows nothing of: not even that it is a view."""
+    """Return another tensor over the same memory, which autograd knows nothing of: not even that it is a view."""
     memory = tensor.untyped_storage()
     return tensor.new_empty(0).set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())

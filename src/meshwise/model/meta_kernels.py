@@ -35,7 +35,7 @@ def computed(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _computed(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The same of what torch takes."""
+    """Return the same of what torch takes."""
     if _is_update(func):
         return None
     place = _LABELLED.get(func._overloadpacket)
@@ -61,13 +61,15 @@ class MetaKernels(TorchDispatchMode):
 
 
 def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor:
-    """Products of groups of the rows, the columns or the terms, of any dtype: torch knows bfloat16 alone here."""
+    """Return products of groups of the rows, the columns or the terms, of any dtype: torch knows bfloat16 alone
+    here.
+    """
     groups = (offs.shape[0],) if a.dim() == b.dim() == 2 and offs is not None else ()
     return a.new_empty((*(a.shape[:1] if a.dim() == b.dim() == 3 else groups), a.shape[-2], b.shape[-1]))
 
 
 def _is_doubtful(func: OpOverload, args: Sequence[Any]) -> bool:
-    """Whether torch may refuse these dtypes where there are values, and does not where there are none."""
+    """Return whether torch may refuse these dtypes where there are values, and does not where there are none."""
     if func._overloadpacket in _PRODUCTS:
         return len({tensor.dtype for tensor in tensors(args)}) > 1
     place = _LABELLED.get(func._overloadpacket)
@@ -76,7 +78,7 @@ def _is_doubtful(func: OpOverload, args: Sequence[Any]) -> bool:
 
 @cache
 def _is_update(func: OpOverload) -> bool:
-    """Whether this is an optimizer's fused update, which changes values and nothing else."""
+    """Return whether this is an optimizer's fused update, which changes values and nothing else."""
     schema = func._schema
     return schema.name.startswith("aten::_fused_") and schema.name.endswith("_") and not schema.returns
 

@@ -18,7 +18,9 @@ _CONTAINERS = (OrderedDict, dict, set)
 
 
 def copied(model: nn.Module, *, tensors: Mapping[Tensor, Tensor]) -> nn.Module:
-    """A copy of the modules, with other tensors in place of some of the model's; the rest of the tensors are copied."""
+    """Return a copy of the modules, with other tensors in place of some of the model's; the rest of the tensors are
+    copied.
+    """
     memo: dict[int, object] = {id(old): new for old, new in tensors.items()}
     for module in model.modules():
         held = vars(module).values()
@@ -30,7 +32,9 @@ def copied(model: nn.Module, *, tensors: Mapping[Tensor, Tensor]) -> nn.Module:
 
 
 def duplicate(model: nn.Module) -> nn.Module:
-    """A copy of the model and of all that it holds, with the hooks of its parameters, which `deepcopy` lets go."""
+    """Return a copy of the model and of all that it holds, with the hooks of its parameters, which `deepcopy` lets
+    go.
+    """
     made = copy.deepcopy(model)
     for old, new in zip(model.parameters(), made.parameters(), strict=True):
         carry_hooks(old, to=new)

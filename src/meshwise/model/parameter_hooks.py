@@ -44,7 +44,7 @@ def put_last(handle: RemovableHandle, *, on: nn.Parameter) -> None:
 
 
 def hooks_on(parameter: nn.Parameter) -> bool:
-    """Whether there are any."""
+    """Return whether there are any."""
     return bool(parameter._backward_hooks) or bool(_post_hooks(parameter))
 
 

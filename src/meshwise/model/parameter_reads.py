@@ -25,7 +25,7 @@ _NOT_VALUES = frozenset({"dtype", "device", "shape", "ndim", "size", "dim", "num
 
 
 def read_from_children(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of descendants whose values `module.forward` names, in the order of their names."""
+    """Return the parameters of descendants whose values `module.forward` names, in the order of their names."""
     found: dict[nn.Parameter, None] = {}
     for path in sorted(dotted_names(type(module))):
         owner: nn.Module | None = module
@@ -40,7 +40,9 @@ def read_from_children(module: nn.Module) -> list[nn.Parameter]:
 
 
 def dotted_names(kind: type[nn.Module]) -> set[tuple[str, ...]]:
-    """All names `self.a.b` in `forward` and in the methods it mentions, as ("a", "b"), each as long as it goes."""
+    """Return all names `self.a.b` in `forward` and in the methods it mentions, as ("a", "b"), each as long as it
+    goes.
+    """
     found: set[tuple[str, ...]] = set()
     seen: set[str] = set()
     waiting = ["forward"]
@@ -55,7 +57,7 @@ def dotted_names(kind: type[nn.Module]) -> set[tuple[str, ...]]:
 
 
 def _definitions(kind: type[nn.Module], method: str) -> Iterator[Any]:
-    """The method as the class and its bases below nn.Module define it, since one may call the other."""
+    """Yield the method as the class and its bases below nn.Module define it, since one may call the other."""
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         function = inspect.unwrap(vars(base)[method]) if callable(vars(base).get(method)) else None
         if inspect.isfunction(function):
@@ -77,7 +79,7 @@ def _names_in(function: Any) -> frozenset[tuple[str, ...]]:
 
 
 def _path(node: ast.AST) -> tuple[str, ...]:
-    """The names of `a.b.c`; none for anything else."""
+    """Return the names of `a.b.c`; none for anything else."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)
@@ -87,7 +89,7 @@ def _path(node: ast.AST) -> tuple[str, ...]:
 
 @lru_cache(256)
 def source_of(function: Any) -> ast.Module:
-    """The syntax tree of a function's source, not to be changed.
+    """Return the syntax tree of a function's source, not to be changed.
 
     Raises OSError when it has none, SyntaxError when it is part of a larger expression.
 

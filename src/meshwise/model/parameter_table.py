@@ -79,11 +79,11 @@ class ParameterRow:
         return torch.Size(self.shape).numel()
 
     def at(self, placement: Placement) -> ParameterRow:
-        """The same parameter, stored like this."""
+        """Return the same parameter, stored like this."""
         return replace(self, layout=placement.layout, summed=placement.summed)
 
     def copies(self, mesh: Mesh) -> tuple[str, ...]:
-        """The axes over which both the parameter and its gradient are the same on every rank."""
+        """Return the axes over which both the parameter and its gradient are the same on every rank."""
         return tuple(axis for axis in mesh.names if axis not in (*self.layout.axes, *self.summed, *self.apart))
 
     def part(self, full: Tensor, *, mesh: Mesh, rank: int) -> Tensor:
@@ -140,13 +140,13 @@ class ParameterTable:
         return sum(row.numel for row in self.rows)
 
     def placed(self, placements: Mapping[str, Placement]) -> ParameterTable:
-        """The table of a model whose parameters, by first name, are stored like this; all of them are given."""
+        """Return the table of a model whose parameters, by first name, are stored like this; all of them are given."""
         return ParameterTable(
             tuple(replace(unit, rows=tuple(row.at(placements[row.name]) for row in unit.rows)) for unit in self.units)
         )
 
     def of_stage(self, *, spare: Collection[str]) -> ParameterTable:
-        """The table of a stage, of whose parameters earlier stages hold and count those called `spare`."""
+        """Return the table of a stage, of whose parameters earlier stages hold and count those called `spare`."""
         return ParameterTable(
             tuple(
                 replace(unit, rows=tuple(replace(row, apart=("pp",), spare=row.name in spare) for row in unit.rows))
@@ -155,7 +155,9 @@ class ParameterTable:
         )
 
     def row(self, name: str) -> ParameterRow:
-        """The row of a parameter under any of its names. Raises ValueError, with near misses, for another name."""
+        """Return the row of a parameter under any of its names. Raises ValueError, with near misses, for another
+        name.
+        """
         if name not in self._by_name:
             near = difflib.get_close_matches(name, self._by_name, n=3, cutoff=0.4)
             raise ValueError(f"no parameter {name!r}; near names: {near or list(self._by_name)[:3]}")
@@ -163,8 +165,8 @@ class ParameterTable:
 
 
 def matrices_decay(name: str, parameter: Tensor) -> Mapping[str, Any]:  # noqa: ARG001 (the signature of all such rules)
-    """The default options: biases, norms' gains and other vectors are not decayed (Loshchilov & Hutter leave it open;
-    GPT-2 and its successors do this).
+    """Return the default options: biases, norms' gains and other vectors are not decayed (Loshchilov & Hutter leave it
+    open; GPT-2 and its successors do this).
     """
     return {"weight_decay": 0.0} if parameter.ndim < 2 else {}
 

@@ -50,7 +50,7 @@ class Distribution:
 
 
 def draw(part: IndexBlock, *, key: int, kind: Distribution, device: torch.device, into: Tensor | None = None) -> Tensor:
-    """The draw of a part (of two dims or more) under `key`, any signed 64-bit integer.
+    """Return the draw of a part (of two dims or more) under `key`, any signed 64-bit integer.
 
     `into`: a contiguous tensor of as many elements and the kind's dtype, to be filled and returned.
     """
@@ -89,7 +89,7 @@ def kept(probability: float, *, dtype: torch.dtype = torch.bool) -> Distribution
 
 
 def uniform(dtype: torch.dtype) -> Distribution:
-    """Numbers in [0, 1), on a grid of 2^-32 or of the dtype's own precision where that is coarser."""
+    """Return numbers in [0, 1), on a grid of 2^-32 or of the dtype's own precision where that is coarser."""
     bits = min(32, round(-math.log2(torch.finfo(dtype).eps)) + 1)
     return Distribution(
         dtype, lambda word, out: out.copy_(word >> (32 - bits)).add_(2 ** (bits - 1)).mul_(math.ldexp(1, -bits))
@@ -107,22 +107,24 @@ def exponential(dtype: torch.dtype) -> Distribution:
 
 
 def _middle(word: Tensor) -> Tensor:
-    """The middle of a word's interval when 0 to 1 is cut into 2^32 of them."""
+    """Return the middle of a word's interval when 0 to 1 is cut into 2^32 of them."""
     return word.double().add_(2**31 + 0.5).mul_(math.ldexp(1, -32))
 
 
 def _mixed(state: Tensor) -> Tensor:
-    """The finaliser of splitmix64: a permutation of 64-bit integers that changes half of the bits for any one bit."""
+    """Return the finaliser of splitmix64: a permutation of 64-bit integers that changes half of the bits for any one
+    bit.
+    """
     state = state.bitwise_xor_(_shifted(state, 30)).mul_(_FIRST)
     state = state.bitwise_xor_(_shifted(state, 27)).mul_(_SECOND)
     return state.bitwise_xor_(_shifted(state, 31))
 
 
 def _shifted(state: Tensor, by: int) -> Tensor:
-    """A shift to the right that fills with zeros; torch has signed integers only."""
+    """Return a shift to the right that fills with zeros; torch has signed integers only."""
     return (state >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
 def _high(state: Tensor) -> Tensor:
-    """The upper half of each 64-bit integer."""
+    """Return the upper half of each 64-bit integer."""
     return (state >> 32).to(torch.int32)

@@ -118,7 +118,7 @@ class _Frame:
     draws: int = 0
 
     def copied(self) -> _Frame:
-        """The same call, to go on from here once more."""
+        """Return the same call, to go on from here once more."""
         return replace(self, calls=dict(self.calls))
 
 
@@ -212,11 +212,11 @@ class RandomDraws:
 
     @property
     def drew(self) -> bool:
-        """Whether the model drew anything since the step began."""
+        """True if the model drew anything since the step began."""
         return self._drew
 
     def here(self) -> Place:
-        """The point of the forward that the model is at."""
+        """Return the point of the forward that the model is at."""
         return self._stack[-1].copied(), self._region
 
     @contextlib.contextmanager
@@ -232,7 +232,8 @@ class RandomDraws:
     # ---- what a draw asks --------------------------------------------------------------------------------------
 
     def key(self) -> int:
-        """A signed 64-bit integer for the next draw: of the seed, the step, the place and the draw's number there.
+        """Return a signed 64-bit integer for the next draw: of the seed, the step, the place and the draw's number
+        there.
 
         Raises ValueError in a repeated forward that cannot be told from another.
         """
@@ -339,7 +340,7 @@ class RandomDraws:
 
 
 def _silent(module: nn.Module) -> bool:
-    """Whether a module is torch's own, with none inside, and draws nothing."""
+    """Return whether a module is torch's own, with none inside, and draws nothing."""
     own = type(module).__module__.startswith("torch.nn.")
     return own and not isinstance(module, DRAWING) and next(module.children(), None) is None
 

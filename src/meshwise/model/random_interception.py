@@ -54,7 +54,7 @@ class DrawContext(Protocol):
     local: bool
 
     def key(self) -> int:
-        """A key for the next draw."""
+        """Return a key for the next draw."""
 
     def part(self, shape: Sequence[int], *, scores: bool) -> tuple[IndexBlock, bool]:
         """Which part of the whole draw a tensor is, and whether its first two dims stand the other way round."""
@@ -155,7 +155,7 @@ class RandomInterception(ForwardAndBackwardMode):
 
 
 def _halves(tensor: Tensor) -> Tensor:
-    """A tensor, or its parts if it is complex, to be written to."""
+    """Return a tensor, or its parts if it is complex, to be written to."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
@@ -187,13 +187,13 @@ class _Below(TorchDispatchMode):
         return answer if into is None else into.resize_(answer.shape).copy_(answer)
 
     def draw(self, shape: Sequence[int], kind: Distribution, device: torch.device) -> Tensor:
-        """A draw for a tensor of this shape."""
+        """Return a draw for a tensor of this shape."""
         part, turned = self._source.part(shape, scores=self.scores)
         drawn = draw(part, key=self._source.key(), kind=kind, device=device)
         return drawn.view(shape[1], shape[0], *shape[2:]).transpose(0, 1) if turned else drawn.view(shape)
 
     def _fill(self, target: Tensor, kind: Callable[[torch.dtype], Distribution]) -> Tensor:
-        """The tensor, filled with a draw of a kind; a complex one part by part."""
+        """Return the tensor, filled with a draw of a kind; a complex one part by part."""
         if target.is_complex():
             for half in _halves(target).unbind(-1):
                 self._fill(half, kind)
@@ -201,7 +201,9 @@ class _Below(TorchDispatchMode):
         return self._filled(target, kind(target.dtype))
 
     def _normal(self, target: Tensor) -> Tensor:
-        """The tensor, filled with a standard normal draw: a complex one's parts have half of the variance each."""
+        """Return the tensor, filled with a standard normal draw: a complex one's parts have half of the variance
+        each.
+        """
         filled = self._fill(target, normal)
         return filled.mul_(math.sqrt(0.5)) if target.is_complex() else filled
 

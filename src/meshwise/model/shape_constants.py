@@ -119,7 +119,9 @@ class ShapeConstants(TorchDispatchMode):
         return output
 
     def _is_drawn(self, func: OpOverload, given: Sequence[Tensor]) -> bool:
-        """Whether what it returns depends on a generator. Of tensors without values those that do are not known."""
+        """Return whether what it returns depends on a generator. Of tensors without values those that do are not
+        known.
+        """
         if func._overloadpacket in _LIKE:
             return False
         return _is_seeded(func) or any(not one.is_meta and one in self._drawn for one in given)
@@ -128,8 +130,8 @@ class ShapeConstants(TorchDispatchMode):
         return any(held.by_batch for held in map(self._values.get, given) if held is not None)
 
     def _is_models(self, output: Any) -> bool:
-        """Whether what was made of no tensor, or of its sizes, was made by a model. In a backward, where an engine
-        makes zeros as large as parameters, that is what counts, or may have a gradient.
+        """Return whether what was made of no tensor, or of its sizes, was made by a model. In a backward, where an
+        engine makes zeros as large as parameters, that is what counts, or may have a gradient.
         """
         if self._forwards:
             return True
@@ -164,7 +166,7 @@ class ShapeConstants(TorchDispatchMode):
         return given
 
     def _keep(self, values: Tensor, *, by_batch: bool) -> Tensor:
-        """A tensor without values that has these."""
+        """Return a tensor without values that has these."""
         held = torch.empty_like(values, device="meta")
         self._note(held, values, by_batch=by_batch)
         return held
@@ -221,7 +223,7 @@ class ShapeConstants(TorchDispatchMode):
 
 
 def _is_answer(func: OpOverload, args: Any) -> bool:
-    """Whether what it returns, or how large that is, follows from values."""
+    """Return whether what it returns, or how large that is, follows from values."""
     if func._overloadpacket is aten.index:  # by numbers, it is as large as they are
         return any(one.dtype in _MASKS for one in tensors(args[1]))
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
@@ -233,7 +235,7 @@ def _is_seeded(func: OpOverload) -> bool:
 
 
 def _is_of(func: OpOverload, given: Sequence[Tensor]) -> bool:
-    """Whether its values come of those of tensors."""
+    """Return whether its values come of those of tensors."""
     return bool(given) and func._overloadpacket not in _LIKE
 
 

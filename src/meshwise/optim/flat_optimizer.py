@@ -62,7 +62,7 @@ def flat_optimizer(
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The optimizer's state on this rank, each tensor once."""
+    """Return the optimizer's state on this rank, each tensor once."""
     tensors = {
         id(value): value
         for state in optimizer.state.values()

@@ -25,7 +25,7 @@ def describe_groups(optimizer: torch.optim.Optimizer, *, names: Sequence[Sequenc
 
 
 def saved_groups(*, names: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The hyperparameters that the parameters of each group were saved with; none where they were not trained.
+    """Return the hyperparameters that the parameters of each group were saved with; none where they were not trained.
 
     Raises ValueError when parameters of one group were saved with different ones.
     """

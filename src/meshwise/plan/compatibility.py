@@ -29,7 +29,7 @@ class Refusal:
     instead: str
 
     def applies(self, plan: object) -> bool:
-        """Whether every condition holds for `plan`. A degree that is not known yet (`auto`) meets none."""
+        """Return whether every condition holds for `plan`. A degree that is not known yet (`auto`) meets none."""
         keys = keys_of(plan)
         for key, part, holds, bound in _conditions(self.when):
             value = getattr(plan, key)
@@ -39,7 +39,7 @@ class Refusal:
         return True
 
     def changes(self, plan: object) -> dict[str, int | str | None]:
-        """The values that `instead` gives the keys it names."""
+        """Return the values that `instead` gives the keys it names."""
         keys = keys_of(plan)
         changed: dict[str, int | str | None] = {}
         for change in self.instead.split():
@@ -54,7 +54,7 @@ class Refusal:
 
 @cache
 def _conditions(when: str) -> Sequence[tuple[str, str, Callable[[Any, Any], bool], str]]:
-    """The key, the part of its value, and what has to hold between that and a bound."""
+    """Return the key, the part of its value, and what has to hold between that and a bound."""
     comparisons: Mapping[str, Callable[[Any, Any], bool]] = {">": gt, ">=": ge, "=": eq, "!=": ne}
     found = []
     for condition in when.split():

@@ -30,7 +30,7 @@ GRIDS: Mapping[str, TensorGrid] = {
 
 
 def factorisations(number: int, *, parts: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write `number` as a product of `parts` ordered factors."""
+    """Yield all ways to write `number` as a product of `parts` ordered factors."""
     if parts == 1:
         yield (number,)
         return

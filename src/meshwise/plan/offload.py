@@ -73,12 +73,12 @@ class Offload:
 
     @property
     def updates_on_cpu(self) -> bool:
-        """Whether the optimizer runs on the CPU whatever the device."""
+        """True if the optimizer runs on the CPU whatever the device."""
         return self.optimizer != "device"
 
     @property
     def uses_disk(self) -> bool:
-        """Whether any state rests on disk."""
+        """True if any state rests on disk."""
         return "disk" in (self.optimizer, self.masters, self.gradients, self.params)
 
 
@@ -90,14 +90,14 @@ class OffloadKey(Key):
     """A key whose values are texts of `Offload`."""
 
     def read(self, value: Any) -> Any:
-        """A short text that means the same; what cannot be read stays, for `check` to refuse."""
+        """Return a short text that means the same; what cannot be read stays, for `check` to refuse."""
         try:
             return str(Offload.parse(value)) if isinstance(value, str) else value
         except PlanError:
             return value
 
     def range(self) -> str:
-        """The values in words, as markdown."""
+        """Return the values in words, as markdown."""
         return f"`none`, or `what:tier` joined by commas: {', '.join(WHAT)}; {', '.join(TIERS[1:])}"
 
     def check(self, value: Any, *, name: str) -> None:
@@ -108,12 +108,12 @@ class OffloadKey(Key):
 
 
 def offload(means: str) -> Any:
-    """A field that takes texts of `Offload`, none by default."""
+    """Return a field that takes texts of `Offload`, none by default."""
     return field(default=NONE, metadata={"key": OffloadKey(means, words=(NONE,))})
 
 
 def _followed(given: dict[str, str]) -> dict[str, str]:
-    """All tiers, those that are not given after those that are."""
+    """Return all tiers, those that are not given after those that are."""
     tiers = dict.fromkeys(WHAT, "device") | given
     if "optimizer" not in given and (tiers["masters"], tiers["params"]) != ("device", "device"):
         tiers["optimizer"] = "cpu"

@@ -77,12 +77,12 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """The plan written as `key=value` words in any order. Raises PlanError."""
+        """Return the plan written as `key=value` words in any order. Raises PlanError."""
         return cls.from_toml(read_words(text))
 
     @classmethod
     def of(cls, plan: Plan | str) -> Plan:
-        """The plan that was given, as it is or as text. Raises PlanError."""
+        """Return the plan that was given, as it is or as text. Raises PlanError."""
         if isinstance(plan, Plan):
             return plan
         if isinstance(plan, str):
@@ -94,12 +94,12 @@ class Plan:
 
     @classmethod
     def from_toml(cls, table: Mapping[str, Any]) -> Plan:
-        """The plan of a TOML table, as in `{"dp": "auto", "zero": 1}`. Raises PlanError."""
+        """Return the plan of a TOML table, as in `{"dp": "auto", "zero": 1}`. Raises PlanError."""
         check_keys(table, known=keys_of(cls))
         return cls(**table)
 
     def to_toml(self) -> dict[str, int | str]:
-        """Every key with its value, as a TOML table that `from_toml` reads back."""
+        """Return every key with its value, as a TOML table that `from_toml` reads back."""
         keys = keys_of(self)
         return {key: keys[key].show(value) for key, value in self._items()}
 
@@ -149,7 +149,7 @@ class Plan:
         )
 
     def mesh(self) -> Mesh:
-        """The mesh with the axes `pp dp cp ep` and those of tp's grid. Raises ValueError while dp is auto.
+        """Return the mesh with the axes `pp dp cp ep` and those of tp's grid. Raises ValueError while dp is auto.
 
         tp_mode    1d: tp    2d: row col    2.5d: depth row col    3d: i j l
         """
@@ -173,7 +173,7 @@ class Plan:
         return Offload.parse(self.offload)
 
     def _grid(self) -> tuple[tuple[str, int], ...]:
-        """The axes of tp's grid with their degrees. Raises PlanError when tp ranks do not form it."""
+        """Return the axes of tp's grid with their degrees. Raises PlanError when tp ranks do not form it."""
         grid = GRIDS[self.tp_mode]
         depth = self.tp_depth if "depth" in grid.axes else 1
         side = max(1, round((self.tp / depth) ** (1 / grid.power)))
@@ -189,7 +189,7 @@ class Plan:
         return ((key, getattr(self, key)) for key in keys_of(self))
 
     def _degrees(self) -> dict[str, int]:
-        """The degree of each axis, 1 for one that is not known yet."""
+        """Return the degree of each axis, 1 for one that is not known yet."""
         return {axis: getattr(self, axis) or 1 for axis in AXES}
 
     def _unchecked(self, changes: Mapping[str, int | str | None]) -> Plan:

@@ -52,14 +52,14 @@ class Key:
     file: bool = False
 
     def read(self, value: Any) -> Any:
-        """The value written in TOML; what cannot be read stays, for `check` to refuse."""
+        """Return the value written in TOML; what cannot be read stays, for `check` to refuse."""
         if self.auto and value == "auto":
             return None
         size = read_size(value) if self.size and isinstance(value, str) else None
         return value if size is None else size
 
     def show(self, value: Any) -> int | str:
-        """The shortest value that `read` gives back."""
+        """Return the shortest value that `read` gives back."""
         if value is None:
             return "auto"
         if not (self.size and isinstance(value, int) and value):
@@ -68,7 +68,7 @@ class Key:
         return f"{value // _POWERS[letter]}{letter}" if letter else value
 
     def range(self) -> str:
-        """The values in words, as markdown."""
+        """Return the values in words, as markdown."""
         if self.words:
             file = ", or the path of a file" if self.file else ""
             return ", ".join(f"`{word}`" for word in self.words) + file
@@ -103,23 +103,23 @@ class Key:
 
 
 def whole_number(default: int, *, means: str, least: int = 1, most: int | None = None, auto: bool = False) -> Any:
-    """A field that takes whole numbers."""
+    """Return a field that takes whole numbers."""
     return field(default=default, metadata={"key": Key(means, least, most, auto=auto)})
 
 
 def byte_count(means: str) -> Any:
-    """A field that takes a number of bytes, none by default."""
+    """Return a field that takes a number of bytes, none by default."""
     return field(default=0, metadata={"key": Key(means, size=True)})
 
 
 def one_of(words: str, *, means: str, file: bool = False) -> Any:
-    """A field that takes one of `words`, the first by default; `file`: or a path."""
+    """Return a field that takes one of `words`, the first by default; `file`: or a path."""
     choices = tuple(words.split())
     return field(default=choices[0], metadata={"key": Key(means, words=choices, file=file)})
 
 
 def is_path(value: object) -> bool:
-    """Whether a value is the path of a file rather than a word."""
+    """Return whether a value is the path of a file rather than a word."""
     return isinstance(value, str) and ("/" in value or "." in value) and value.isprintable() and '"' not in value
 
 
@@ -133,7 +133,7 @@ def in_words(value: int | str) -> str:
 
 
 def keys_of(plan: Any) -> Mapping[str, Key]:
-    """The keys of a plan, or of the class, in the order they are declared."""
+    """Return the keys of a plan, or of the class, in the order they are declared."""
     return _keys_of(plan if isinstance(plan, type) else type(plan))
 
 

@@ -18,7 +18,9 @@ _EQUALS = re.compile(rf"\s*=\s*{_UNQUOTED}")
 
 
 def read_words(text: str) -> dict[str, int | str]:
-    """The keys of `key=value` words in any order, with their values, of which numbers are numbers. Raises PlanError."""
+    """Return the keys of `key=value` words in any order, with their values, of which numbers are numbers. Raises
+    PlanError.
+    """
     values: dict[str, int | str] = {}
     if text.count('"') % 2:
         raise PlanError(f'a quote in the plan {text!r} is not closed; write " before and after what has spaces')

@@ -6,7 +6,7 @@ from meshwise.plan.plan_keys import keys_of
 
 
 def plans_page() -> str:
-    """The keys and the compatibility table, as markdown."""
+    """Return the keys and the compatibility table, as markdown."""
     defaults = Plan()
     keys = [
         f"| `{name}` | `{getattr(defaults, name)}` | {key.range()} | {key.meaning} |"

@@ -33,7 +33,7 @@ class ForkedWorkers:
 
     @property
     def free(self) -> bool:
-        """Whether another piece can be started."""
+        """True if another piece can be started."""
         return self.busy < self.count
 
     def start(self, key: Hashable, *, work: Callable[[], Any]) -> None:

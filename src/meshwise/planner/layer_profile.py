@@ -155,7 +155,7 @@ class ModelPieces:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of there are."""
         return self.finest.stages
 
     @classmethod
@@ -179,7 +179,7 @@ class ModelPieces:
         return cls(source.module, whole, source.module, whole, tuple(range(len(names))))
 
     def stages(self, at: Sequence[str]) -> tuple[range, ...]:
-        """The pieces of each stage, where every stage but the first begins at one of these names."""
+        """Return the pieces of each stage, where every stage but the first begins at one of these names."""
         names = self.names
         bounds = [0, *(names.index(name) for name in at), self.count]
         return tuple(range(start, stop) for start, stop in pairwise(bounds))
@@ -193,7 +193,7 @@ class ModelPieces:
 
 
 def thinned(model: nn.Module) -> tuple[nn.Module, Callable[[str], str]]:
-    """A copy with three of each run of children that are alike, and what a child's name becomes there."""
+    """Return a copy with three of each run of children that are alike, and what a child's name becomes there."""
     thin = copy.deepcopy(model)
     places: dict[str, list[int]] = {}
     for name, container in model.named_modules():
@@ -307,7 +307,7 @@ def profile_layers(
 
 
 def _glue(steps: Sequence[Sequence[TapeSegment]], index: int) -> int:
-    """How many operations a forward begins with as the last one does; the last one as the one before it."""
+    """Return the number of operations a forward begins with as the last one does; the last one as the one before it."""
     other = len(steps) - 1 if index != len(steps) - 1 else index - 1
     pairs = zip(_forward(steps[index]), _forward(steps[other]), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0].name == pair[1].name, pairs))

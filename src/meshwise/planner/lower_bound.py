@@ -141,7 +141,7 @@ def _top(works: Sequence[PieceWork]) -> int:
 
 @cache
 def _rank_of(schedule: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
-    """The rank of each stage."""
+    """Return the rank of each stage."""
     if pp == 1:
         return (0,)
     recipe = SCHEDULES[schedule]
@@ -184,7 +184,7 @@ def bound(
 
 
 def _least(plan: Plan, ranks: Sequence[Sequence[int]], stages: Sequence[_Stage], shard: _Shard) -> float:
-    """The formula above."""
+    """Return the formula above."""
     count = plan.microbatches
     if plan.pp == 1:
         return shard.alone(stages[0], along=count * stages[0].whole)
@@ -251,7 +251,7 @@ class _Shard:
     cluster: Cluster
 
     def rests(self, stages: Sequence[_Stage]) -> float:
-        """Bytes between steps on the device."""
+        """Return bytes between steps on the device."""
         zero, tiers, shares = self.plan.zero, self.plan.tiers, self.plan.dp or 1
         host = self.cluster.device.kind == "cpu"
         away = lambda tier: tier == "disk" or (tier == "cpu" and not host)  # noqa: E731
@@ -271,39 +271,39 @@ class _Shard:
         return total
 
     def gathered(self, stage: _Stage) -> float:
-        """Bytes of a stage's parameters on the device while they are whole, beside those that rest there."""
+        """Return bytes of a stage's parameters on the device while they are whole, beside those that rest there."""
         used = sum(piece.states.get(Category.PARAMETERS, 0) for piece in stage.pieces) * self._used
         resting = 0.0 if self.plan.tiers.params == "disk" else used / (self.plan.dp or 1)
         return used - resting if self.plan.zero == 3 and not self.cluster.shared else 0.0
 
     def accumulated(self, stage: _Stage) -> float:
-        """Bytes of a stage's gradients until they are reduced, beside those that rest there."""
+        """Return bytes of a stage's gradients until they are reduced, beside those that rest there."""
         whole = sum(piece.states.get(Category.GRADIENTS, 0) for piece in stage.pieces)
         return whole * (1 - 1 / (self.plan.dp or 1)) if self.plan.zero >= 2 else 0.0
 
     def update(self, stages: Sequence[_Stage]) -> float:
-        """Seconds of updating a rank's share, on the device, after the last gradient."""
+        """Return seconds of updating a rank's share, on the device, after the last gradient."""
         if self.plan.tiers.updates_on_cpu:
             return 0.0
         whole = sum(piece.update for stage in stages for piece in stage.pieces)
         return whole / (self.plan.dp or 1) if self.plan.zero else whole
 
     def gather(self, stages: Sequence[_Stage]) -> float:
-        """Seconds of bringing together what each rank has updated, where that is not left to the next step."""
+        """Return seconds of bringing together what each rank has updated, where that is not left to the next step."""
         if self.plan.zero not in (1, 2) or self.cluster.shared:
             return 0.0
         return sum(self._collective("all_gather", stage, 1.0) for stage in stages)
 
     def whole(self, stage: _Stage) -> float:
-        """Seconds of bringing a stage's parameters together at once, where ranks have parts of them."""
+        """Return seconds of bringing a stage's parameters together at once, where ranks have parts of them."""
         return self._collective("all_gather", stage, 1.0) if self.plan.zero == 3 and not self.cluster.shared else 0.0
 
     def reduce(self, stage: _Stage) -> float:
-        """Seconds of reducing a stage's gradients at once."""
+        """Return seconds of reducing a stage's gradients at once."""
         return self._collective("reduce_scatter" if self.plan.zero else "all_reduce", stage, self._wire)
 
     def alone(self, stage: _Stage, *, along: float) -> float:
-        """Seconds of a rank without a pipeline until its gradients are reduced; `along`: those that it computes.
+        """Return seconds of a rank without a pipeline until its gradients are reduced; `along`: those that it computes.
 
         The reduction can begin with the last backward where a rank can do both at once. Else all of it comes on top,
         and only the host goes on meanwhile. Parameters that ranks have parts of are brought together for each forward
@@ -318,14 +318,16 @@ class _Shard:
         return max(along, moved, along - stage.backward + self.reduce(stage))
 
     def _collective(self, kind: str, stage: _Stage, width: float) -> float:
-        """Seconds of moving a stage's parameters along dp; `width`: in so many times the bytes they are used in."""
+        """Return seconds of moving a stage's parameters along dp; `width`: in so many times the bytes they are used
+        in.
+        """
         if (self.plan.dp or 1) == 1:
             return 0.0
         size = sum(piece.states.get(Category.PARAMETERS, 0) for piece in stage.pieces) * self._used * width
         return self._prices.collective(TapeCall(CallRecord(0, kind, ("dp",), (), "", int(size), ""), self._replicas))
 
     def link(self, stage: _Stage, number: int, rank_of: Sequence[int]) -> float:
-        """Seconds of a message to the next stage."""
+        """Return seconds of a message to the next stage."""
         if number + 1 >= len(rank_of) or rank_of[number] == rank_of[number + 1]:
             return 0.0
         apart = self.plan.mesh().size // self.plan.pp

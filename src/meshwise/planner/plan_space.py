@@ -106,7 +106,7 @@ class PlanSpace:
         return min(max(ROWS), self.batch)
 
     def plans(self) -> Iterator[Plan]:
-        """All plans that keep as much as they can."""
+        """Yield all plans that keep as much as they can."""
         for tensor, pp in itertools.product(self._tensor(), _divisors(self.ranks)):
             dp, rest = divmod(self.ranks, tensor["tp"] * pp)
             if rest or dp > self.batch or pp > self.pieces or not self._holds({"pp": pp, "dp": dp}):
@@ -115,7 +115,7 @@ class PlanSpace:
                 yield from self._with({"dp": dp, "pp": pp, **tensor, **schedule})
 
     def leaner(self, plan: Plan, *, tiers: bool) -> Iterator[Plan]:
-        """The plans that keep one thing less than this one; `tiers`: those that move state elsewhere, too."""
+        """Yield the plans that keep one thing less than this one; `tiers`: those that move state elsewhere, too."""
         for key, values in {**self.lean, **(self.tiers if tiers else {})}.items():
             now = getattr(plan, key)
             useless = (key == "zero" and plan.dp == 1) or (key == "partition" and (plan.pp == 1 or self.stages))
@@ -125,7 +125,7 @@ class PlanSpace:
                 yield from self._made({**_values(plan), key: value})
 
     def _with(self, chosen: Mapping[str, Any]) -> Iterator[Plan]:
-        """The plans of these degrees and this schedule."""
+        """Yield the plans of these degrees and this schedule."""
         piped = chosen["pp"] > 1
         cuts = ("time",) if piped and self.stages is None else (self.base.partition,)
         zeros = (0, 1, 3) if chosen["dp"] > 1 else (0,)
@@ -139,7 +139,7 @@ class PlanSpace:
                 yield from self._made({**_values(self.base), **changes})
 
     def _repeats(self, chosen: Mapping[str, Any], *, microbatches: int) -> bool:
-        """Whether a schedule that is tried as well does the very same with so few micro-batches."""
+        """Return whether a schedule that is tried as well does the very same with so few micro-batches."""
         name, pp, virtual = chosen["schedule"], chosen["pp"], chosen["virtual_stages"]
         if pp == 1 or microbatches > _FEW or "schedule" in self.fixed:
             return False
@@ -149,7 +149,7 @@ class PlanSpace:
         )
 
     def _microbatches(self, chosen: Mapping[str, Any]) -> list[int]:
-        """How many micro-batches there may be."""
+        """Return the number of micro-batches there may be."""
         mine = -(-self.batch // rows_shared(Plan(**{key: chosen[key] for key in ("dp", "tp", "tp_mode", "tp_depth")})))
         counts = {-(-mine // rows) for rows in ROWS if rows <= mine} | ({1} if chosen["pp"] == 1 else set())
         wanted = [self.fixed["microbatches"]] if "microbatches" in self.fixed else sorted(counts)
@@ -178,7 +178,7 @@ class PlanSpace:
                     yield chosen
 
     def _schedules(self, pp: int) -> Iterator[dict[str, Any]]:
-        """The schedules for so many ranks along pp, with the numbers of stages that they can have."""
+        """Yield the schedules for so many ranks along pp, with the numbers of stages that they can have."""
         wanted = self.fixed.get("schedule")
         if pp == 1:
             yield {"schedule": Plan.schedule, "virtual_stages": 1}
@@ -193,7 +193,7 @@ class PlanSpace:
                     yield {"schedule": name, "virtual_stages": count}
 
     def _cuts(self, stages: int) -> bool:
-        """Whether the model can be cut into so many stages."""
+        """Return whether the model can be cut into so many stages."""
         ruled = self.begins is None or len(self.begins(stages)) == stages - 1
         return stages <= self.pieces and self.stages in (None, stages) and ruled
 
@@ -202,7 +202,7 @@ class PlanSpace:
         return VIRTUAL_STAGES if held is None else (held,)
 
     def _holds(self, values: Mapping[str, Any]) -> bool:
-        """Whether these are no other values than those that are held."""
+        """Return whether these are no other values than those that are held."""
         return all(self.fixed.get(key, value) in (value, None) for key, value in values.items())
 
 
@@ -215,7 +215,7 @@ def _table(name: str, pp: int, microbatches: int, virtual: int) -> str:
 
 
 def splits_backward(plan: Plan) -> bool:
-    """Whether its schedule has backwards in two parts."""
+    """Return whether its schedule has backwards in two parts."""
     return plan.pp > 1 and plan.schedule.startswith(("zb-", "dual"))
 
 
@@ -225,7 +225,7 @@ def rows_shared(plan: Plan) -> int:
 
 
 def parse_fixed(text: str) -> dict[str, Any]:
-    """The keys and values of `tp=2 zero=1`. Raises PlanError as a plan would."""
+    """Return the keys and values of `tp=2 zero=1`. Raises PlanError as a plan would."""
     words = read_words(text)
     piped = {"pp": 2} if words.keys() & set(PIPELINED) else {}
     plan = Plan.from_toml(piped | words)

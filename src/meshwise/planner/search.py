@@ -81,7 +81,7 @@ class Candidate:
 
     @property
     def rehearsed(self) -> bool:
-        """Whether it could be rehearsed, and was."""
+        """True if it could be rehearsed, and was."""
         return self.rung is SearchRung.REHEARSED and not self.refused
 
 
@@ -132,7 +132,7 @@ class SearchResult:
         return sorted(found, key=lambda one: (one.figures.seconds, one.figures.memory, str(one.plan)))
 
     def lost(self, *, top: int) -> list[Candidate]:
-        """All others."""
+        """Return all others."""
         best = {candidate.plan for candidate in self.best()[:top]}
         return [candidate for candidate in self.candidates.values() if candidate.plan not in best]
 
@@ -250,7 +250,7 @@ class PlanSearch:
             raise outcome
 
     def _is_over(self) -> bool:
-        """Whether the best are known: nothing left can be quicker than they are."""
+        """Return whether the best are known: nothing left can be quicker than they are."""
         left = [self._heap[0][0]] if self._heap else []
         left += [one.figures.seconds for asked in self._asked.values() for one in asked]
         left += [one.figures.seconds for one in self._running.values()]
@@ -286,7 +286,7 @@ class PlanSearch:
     # ---- rungs -------------------------------------------------------------------------------------------------
 
     def _way(self, plan: Plan, rung: SearchRung) -> ProfileKey | None:
-        """The sounding that a rung stands on."""
+        """Return the sounding that a rung stands on."""
         if self._pieces is None or self._pieces.count < 2:
             return None
         own = ProfileKey.of(plan, batch=self._space.batch, pieces=self._pieces.count)
@@ -309,7 +309,7 @@ class PlanSearch:
         return self._splits.get(split, "")
 
     def _undivided(self, own: ProfileKey) -> ProfileKey:
-        """The model as it is, of no fewer rows than a plan's micro-batches: what is scaled up is no bound."""
+        """Return the model as it is, of no fewer rows than a plan's micro-batches: what is scaled up is no bound."""
         return dataclasses.replace(self._whole, rows=max(self._whole.rows, own.rows))
 
     def _bounded(self, candidate: Candidate, rung: SearchRung, sounding: LayerProfile) -> Candidate:
@@ -330,7 +330,7 @@ class PlanSearch:
         return dataclasses.replace(candidate, rung=rung, at=at, figures=dataclasses.replace(figures, memory=memory))
 
     def _as(self, way: ProfileKey, *, sounding: LayerProfile) -> LayerProfile:
-        """A sounding as another way's; many plans share one."""
+        """Return a sounding as another way's; many plans share one."""
         if sounding.way == way:
             return sounding
         if (sounding.way, way) not in self._scaled:

@@ -17,7 +17,7 @@ UNTRIED = "not rehearsed: its bounds leave it a chance"
 
 
 def best_table(survey: SearchResult, *, top: int) -> Table:
-    """The best plans, and where the time of each goes."""
+    """Return the best plans, and where the time of each goes."""
     rows: Table = [("", "step", "", "memory", "bubble", "waits", "plan")]
     best = survey.best()[:top]
     for number, one in enumerate(best):
@@ -45,7 +45,7 @@ def lost_table(survey: SearchResult, *, top: int) -> Table:
 
 
 def survey_record(survey: SearchResult, *, top: int) -> dict[str, Any]:
-    """All of that for JSON."""
+    """Return all of that for JSON."""
     return {
         "considered": len(survey.candidates),
         "rehearsed": survey.rehearsals,
@@ -83,7 +83,7 @@ def _record(one: Candidate) -> dict[str, Any]:
 
 
 def _reasons(survey: SearchResult, top: int) -> Mapping[str, list[Candidate]]:
-    """The plans that lost, by the reason."""
+    """Return the plans that lost, by the reason."""
     best = survey.best()[:top]
     last = best[-1].figures.seconds if best else 0.0
     found: dict[str, list[Candidate]] = defaultdict(list)
@@ -104,13 +104,13 @@ def _reasons(survey: SearchResult, top: int) -> Mapping[str, list[Candidate]]:
 
 
 def _where(one: Candidate, best: Candidate) -> str:
-    """The part of a step that a plan takes most more of than the best."""
+    """Return the part of a step that a plan takes most more of than the best."""
     parts, least = one.figures.parts(), best.figures.parts()
     return max(parts, key=lambda part: parts[part] - least.get(part, 0.0))
 
 
 def _excess(one: Candidate, survey: SearchResult, reason: str) -> float:
-    """Bytes too many, or time that is lost as a part of the best plan's."""
+    """Return bytes too many, or time that is lost as a part of the best plan's."""
     best = survey.best()
     if reason == FULL or not best:
         return one.figures.memory - survey.limit
@@ -122,7 +122,7 @@ def _furthest(candidates: Sequence[Candidate], survey: SearchResult, reason: str
 
 
 def _unplanned(one: Candidate) -> str:
-    """A refusal in one line, without the plan, so that those with the same reason are told once."""
+    """Return a refusal in one line, without the plan, so that those with the same reason are told once."""
     message = re.sub(r"the plan '[^']*' cannot work(?: for this model)?: ", "", one.refused)
     message = re.sub(r"'(?:\w+=[^' ]+ ?)+'", "the plan", message)  # with a cut of its own it is another than `one.plan`
     told = " ".join(word for line in message.splitlines()[:2] for word in line.split())

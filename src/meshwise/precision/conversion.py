@@ -40,7 +40,7 @@ def convert(module: nn.Module, *, precision: Precision) -> None:
 
 
 def place_buffer(buffer: Tensor, *, precision: Precision, device: torch.device) -> Tensor:
-    """A buffer on the device, in its dtype."""
+    """Return a buffer on the device, in its dtype."""
     dtype = precision.buffers if precision.buffers and buffer.is_floating_point() else buffer.dtype
     return buffer.to(device, dtype).contiguous()
 
@@ -80,7 +80,7 @@ def _has_statistics(module: nn.Module) -> bool:
 
 
 def _floating(module: nn.Module) -> Iterator[Tensor]:
-    """The floating parameters of the module's own. Their values are not asked for: they may be at rest."""
+    """Yield the floating parameters of the module's own. Their values are not asked for: they may be at rest."""
     return (parameter for parameter in module.parameters(recurse=False) if parameter.dtype.is_floating_point)
 
 

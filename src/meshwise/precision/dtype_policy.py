@@ -60,7 +60,7 @@ class Precision:
 
     @property
     def scaled(self) -> bool:
-        """Whether gradients underflow without a loss scale."""
+        """True if gradients underflow without a loss scale."""
         return torch.float16 in (self.parameters, self.compute, self.reduction)
 
     def master_of(self, dtype: torch.dtype) -> torch.dtype:
@@ -96,6 +96,6 @@ WIRES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat1
 
 
 def precision_of(plan: Plan) -> Precision:
-    """The record that a plan asks for."""
+    """Return the record that a plan asks for."""
     record = RECORDS[plan.precision]
     return record if plan.wire == "auto" else replace(record, reduction=WIRES[plan.wire])

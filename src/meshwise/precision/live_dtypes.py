@@ -14,6 +14,6 @@ NOTHING = "none"
 
 
 def live(found: Mapping[str, Iterable[torch.dtype]]) -> dict[str, str]:
-    """The dtypes of every kind by name, or NOTHING."""
+    """Return the dtypes of every kind by name, or NOTHING."""
     names = {kind: sorted({str(dtype).removeprefix("torch.") for dtype in found.get(kind, ())}) for kind in KINDS}
     return {kind: " ".join(dtypes) or NOTHING for kind, dtypes in names.items()}

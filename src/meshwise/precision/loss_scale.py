@@ -68,7 +68,7 @@ class LossScale:
 
     @property
     def exhausted(self) -> bool:
-        """Whether a smaller scale cannot help."""
+        """True if a smaller scale cannot help."""
         return self.overflowed().value < self.LEAST
 
     def overflowed(self) -> LossScale:
@@ -87,10 +87,10 @@ class LossScale:
 
     @classmethod
     def restored(cls, state: Mapping[str, float] | None) -> LossScale:
-        """The scale that a checkpoint kept; a first one where it kept none."""
+        """Return the scale that a checkpoint kept; a first one where it kept none."""
         return cls() if state is None else cls(**state)  # type: ignore[arg-type] # as `state` has made them
 
 
 def likely_count(batch: Any) -> int:
-    """The elements of its smallest tensor."""
+    """Return the elements of its smallest tensor."""
     return min((tensor.numel() for tensor in tensors(batch) if tensor.dim()), default=0)

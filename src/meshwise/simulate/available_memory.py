@@ -37,7 +37,9 @@ _SECOND = _Version("", "memory.max", "memory.current", "inactive_file")
 
 
 def room_left(device: torch.device, *, ranks: int = 1, held: int = 0) -> int:
-    """Bytes that each of the `ranks` of this host may take of its device, where all but this one hold `held` now."""
+    """Return bytes that each of the `ranks` of this host may take of its device, where all but this one hold `held`
+    now.
+    """
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what torch keeps of what was freed is no other process's, and free here
         return torch.cuda.mem_get_info(device)[0]
@@ -48,7 +50,8 @@ def room_left(device: torch.device, *, ranks: int = 1, held: int = 0) -> int:
 
 
 def left_by_groups(own: str, *, root: Path) -> Iterator[int]:
-    """Bytes that each control group leaves of those that `own` names, and the groups around them, when it has a limit.
+    """Yield bytes that each control group leaves of those that `own` names, and the groups around them, when it has a
+    limit.
 
     `own`: the text of /proc/self/cgroup. Inside a container its paths may be those outside; what is not under `root`
     is passed over, and what is around it there is the container's.
@@ -85,6 +88,6 @@ def _left_by_limits() -> Iterator[int]:
 
 
 def _told(file: Path) -> dict[str, int]:
-    """Bytes by name."""
+    """Return bytes by name."""
     rows = (line.split() for line in file.read_text().splitlines() if line.endswith(" kB"))
     return {name.rstrip(":"): int(size) * 1024 for name, size, *_ in rows}

@@ -109,7 +109,7 @@ def lengthened(
 
 
 def grown(tapes: Sequence[Tape], *, more: int) -> Tape:
-    """The tape of a model with so many blocks more than the first of these, which are one block apart.
+    """Return the tape of a model with so many blocks more than the first of these, which are one block apart.
 
     Raises UnevenError.
     """
@@ -132,7 +132,7 @@ def _apart(tape: Tape) -> tuple[Hashable, ...]:
 
 
 def _calls(parts: Sequence[TapeSegment]) -> dict[int, TapeCall]:
-    """The calls of a tape by their numbers, which they are without."""
+    """Return the calls of a tape by their numbers, which they are without."""
     return {
         call.stamp.sequence: TapeCall(call.stamp._replace(sequence=0), call.ranks)
         for part in parts
@@ -182,7 +182,7 @@ def _number(entry: Entry) -> int:
 
 
 def _with(entry: Entry, number: int) -> Entry:
-    """The same with another number."""
+    """Return the same with another number."""
     if isinstance(entry, TapeCall):
         return TapeCall(entry.stamp._replace(sequence=number), entry.ranks)
     if isinstance(entry, TapeWait):

@@ -44,7 +44,7 @@ class BlockStack:
     """How many they are; of a model without such a stack, 0."""
 
     def lowered(self, model: nn.Module, *, count: int) -> nn.Module:
-        """The model with so many of them, the first and the last; everything else is shared with it."""
+        """Return the model with so many of them, the first and the last; everything else is shared with it."""
         blocks = model.get_submodule(self.name)
         names, last = list(blocks._modules), count // 2
         left = [*names[: self.start + count - last], *names[self.start + self.count - last :]]
@@ -56,7 +56,7 @@ NONE = BlockStack("", 0, 0)
 
 
 def all_alike(plan: Plan, *, options: Options) -> bool:
-    """Whether a plan treats like blocks alike, so that a few can stand for many.
+    """Return whether a plan treats like blocks alike, so that a few can stand for many.
 
     Not where its names tell one from another, and not where how much they all take decides what is done.
     """
@@ -67,7 +67,7 @@ def all_alike(plan: Plan, *, options: Options) -> bool:
 
 
 def _with(module: nn.Module, path: Sequence[str], children: dict[str, nn.Module | None]) -> nn.Module:
-    """A module with other children at the end of a path through it."""
+    """Return a module with other children at the end of a path through it."""
     shell = copy.copy(module)
     if path:
         children = {**module._modules, path[0]: _with(module.get_submodule(path[0]), path[1:], children)}
@@ -78,7 +78,7 @@ def _with(module: nn.Module, path: Sequence[str], children: dict[str, nn.Module 
 def stack_of(
     model: nn.Module, *, batch: Any, forward: Callable[..., Any], options: ParameterOptions | None = None
 ) -> BlockStack:
-    """The highest stack of a model on the meta device, which is left as it is; `NONE` where none is high enough.
+    """Return the highest stack of a model on the meta device, which is left as it is; `NONE` where none is high enough.
 
     `forward(model, batch)` runs it. `options`: of the optimizer, by which blocks may differ.
     """
@@ -131,8 +131,8 @@ def _kind(block: nn.Module, around: str, options: ParameterOptions, holders: Cou
 
 
 def _seen(model: nn.Module, batch: Any, forward: Callable[..., Any]) -> list[Hashable]:
-    """The operations of a forward and its backward, with what they return: blocks that are run again in the backward,
-    or have no gradient, do the same forward as others.
+    """Return the operations of a forward and its backward, with what they return: blocks that are run again in the
+    backward, or have no gradient, do the same forward as others.
     """
     seen = _Seen()
     bare = shapes_of(model, seed=0).module

@@ -202,12 +202,12 @@ class Cluster:
 
     @property
     def shared(self) -> bool:
-        """Whether all ranks are processes of one host, on its CPUs, and so share memory."""
+        """True if all ranks are processes of one host, on its CPUs, and so share memory."""
         return self.device.kind == "cpu" and self.nodes == 1
 
 
 def at(curve: Curve, *, size: float) -> float:
-    """The rate of a curve for so many bytes; beyond its ends, that of the end."""
+    """Return the rate of a curve for so many bytes; beyond its ends, that of the end."""
     if not curve or size <= curve[0][0]:
         return curve[0][1] if curve else math.inf
     for (low, slow), (high, fast) in itertools.pairwise(curve):
@@ -219,7 +219,7 @@ def at(curve: Curve, *, size: float) -> float:
 
 
 def load(name: str | Path) -> Cluster:
-    """A cluster that is shipped (`h100`), or described in a TOML file. Raises ClusterError for anything else."""
+    """Return a cluster that is shipped (`h100`), or described in a TOML file. Raises ClusterError for anything else."""
     path = Path(name)
     shipped = resources.files("meshwise.simulate") / "clusters"
     known = sorted(entry.name.removesuffix(".toml") for entry in shipped.iterdir() if entry.name.endswith(".toml"))
@@ -301,7 +301,7 @@ def to_table(value: Any) -> Any:
 
 
 def _read(kind: type[T], table: Mapping[str, Any], *, at: str) -> T:
-    """A dataclass from a table, with no key too many."""
+    """Return a dataclass from a table, with no key too many."""
     hints = typing.get_type_hints(kind)
     values: dict[str, Any] = {}
     for key, value in table.items():

@@ -81,11 +81,11 @@ class ClusterPrices:
         return waited + moved / self._rate(kind, size, ranks)
 
     def crosses(self, ranks: tuple[int, ...]) -> bool:
-        """Whether ranks lie in more than one node."""
+        """Return whether ranks lie in more than one node."""
         return self._nodes(ranks) > 1
 
     def here(self, ranks: tuple[int, ...]) -> float:
-        """How many of them share a node, on average."""
+        """Return the number of of them share a node, on average."""
         return max(1.0, len(ranks) / self._nodes(ranks))
 
     def _nodes(self, ranks: tuple[int, ...]) -> int:
@@ -102,7 +102,7 @@ class ClusterPrices:
         return (nodes - 1) * self.cluster.between.hop + (len(ranks) - nodes) * self.cluster.inside.hop
 
     def _rate(self, kind: str, size: float, ranks: tuple[int, ...]) -> float:
-        """Bytes per second of one rank.
+        """Return bytes per second of one rank.
 
         A ring through several nodes enters and leaves each once for every adapter that its ranks there have, and each
         carries its part; the other groups of the same axes are at it at the same time, with the adapters of theirs.

@@ -174,7 +174,7 @@ def needs(
 
 
 def _changed(plan: Plan, change: str, *, needs: MemoryNeeds) -> Iterator[Plan]:
-    """The plan with a change, under every zero that shares out as much or more, in that order."""
+    """Yield the plan with a change, under every zero that shares out as much or more, in that order."""
     if needs.device == "cpu" and "optimizer:cpu" in change:
         return  # there is no other memory to go to
     words = dict(word.split("=", 1) for word in change.split())

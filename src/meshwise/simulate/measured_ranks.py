@@ -76,7 +76,7 @@ def measure(world: World, *, subject: RehearsalSubject, plan: Plan, steps: int =
 
 
 def _held(device: torch.device) -> int:
-    """Bytes that this rank has now."""
+    """Return bytes that this rank has now."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return _told(_STATUS, "RssAnon") + _told(_ROLLUP, "Pss_Shmem")
@@ -90,7 +90,7 @@ def _forget_peak(device: torch.device) -> None:
 
 
 def _peak(device: torch.device) -> int:
-    """Bytes that this rank had at most since the peak was forgotten.
+    """Return bytes that this rank had at most since the peak was forgotten.
 
     The system knows the peak of all that is resident. What of it is shared hardly changes from step to step, and is
     counted in as many parts as there are processes that share it.

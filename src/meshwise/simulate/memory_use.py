@@ -67,13 +67,13 @@ class RankMemory:
 
 
 def memory_of(rehearsal: Rehearsal) -> tuple[RankMemory, ...]:
-    """The memory of every rank along pp."""
+    """Return the memory of every rank along pp."""
     known: dict[int, _Change] = {}
     return tuple(_rank(rehearsal, index, known) for index in range(len(rehearsal.tapes)))
 
 
 def fullest(ranks: Iterable[RankMemory]) -> RankMemory:
-    """The rank that needs most."""
+    """Return the rank that needs most."""
     return max(ranks, key=lambda rank: rank.peak.bytes)
 
 

@@ -46,13 +46,13 @@ class MetaBatch:
 
 
 def of_rows(batch: Any, *, rows: int) -> Any:
-    """The same for who makes a rehearsal of it: in place of those without values are those that have them."""
+    """Return the same for who makes a rehearsal of it: in place of those without values are those that have them."""
     made = MetaBatch.of(batch, rows=rows)
     values = {id(bare): held for bare, held in made.values}
     return tree.map_tensors(lambda bare: values.get(id(bare), bare), made.batch)
 
 
 def _tells(tensor: Tensor) -> bool:
-    """Whether it has values that a model may ask for."""
+    """Return whether it has values that a model may ask for."""
     counts = not (tensor.is_floating_point() or tensor.is_complex())
     return counts and type(tensor) is Tensor and not (tensor.is_meta or tensor.is_sparse) and len(tensor) > 0

@@ -43,7 +43,9 @@ def at_update(tiers: Offload, *, sizes: Mapping[str, int], updated: Mapping[str,
 
 
 def with_host(tape: Tape, *, took: float, cluster: Cluster, on_host: bool) -> float:
-    """The seconds of a step of which a rank's own takes so long. `on_host`: a GPU's optimizer runs on the host."""
+    """Return the seconds of a step of which a rank's own takes so long. `on_host`: a GPU's optimizer runs on the
+    host.
+    """
     updates = 0
     if on_host:
         operations = (entry for part in tape.steady for entry in part.entries if isinstance(entry, TapeOperation))

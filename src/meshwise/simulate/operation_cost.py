@@ -60,7 +60,7 @@ NOTHING = frozenset(
 
 @cache
 def moves_nothing(func: OpOverload) -> bool:
-    """Whether an operation neither computes nor moves anything: it makes a view, or memory without values."""
+    """Return whether an operation neither computes nor moves anything: it makes a view, or memory without values."""
     name = func._schema.name
     if name in NOTHING:
         return True
@@ -70,7 +70,7 @@ def moves_nothing(func: OpOverload) -> bool:
 
 @cache
 def makes_anew(func: OpOverload) -> bool:
-    """Whether all that an operation does is to return new tensors."""
+    """Return whether all that an operation does is to return new tensors."""
     schema = func._schema
     return (
         func is not aten._unsafe_view.default
@@ -80,7 +80,7 @@ def makes_anew(func: OpOverload) -> bool:
 
 
 def operation(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> TapeOperation:
-    """The cost of one call."""
+    """Return the cost of one call."""
     inputs = [*tensors(args), *tensors(kwargs)]
     outputs = list(tensors(output))
     flops = _flops(func, args, kwargs, output)
@@ -96,7 +96,8 @@ def operation(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def causal_part(keys: int, *, cpu: bool) -> float:
-    """The part of attention's products that is computed where queries see so many keys, but none after their own.
+    """Return the part of attention's products that is computed where queries see so many keys, but none after their
+    own.
 
     A GPU's kernels are said to compute half, by how the rates are counted that are published of them, though they take
     tiles whole, so that short sequences need more. torch's for CPUs takes 512 keys at a time (`kvSplitSize` in
@@ -145,7 +146,7 @@ def _written(
 
 
 def held(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that a tensor's memory is in: two of a sparse one."""
+    """Return the tensors that a tensor's memory is in: two of a sparse one."""
     return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
 
 
@@ -159,7 +160,7 @@ def _nbytes(tensor: Tensor) -> int:
 def _product(
     func: OpOverload, args: Sequence[Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> MatrixProduct | None:
-    """The sizes of a product of two matrices, or of as many as a batch has."""
+    """Return the sizes of a product of two matrices, or of as many as a batch has."""
     packet = func._overloadpacket
     if packet is aten.convolution:
         return _windows(args[0], args[1], outputs[0], transposed=args[6], groups=args[8])
@@ -182,14 +183,16 @@ def _product(
 
 
 def _grouped(a: Tensor, b: Tensor, output: Tensor) -> MatrixProduct:
-    """Products whose groups share out the rows, the columns or the terms of one: of each there are as many in all."""
+    """Return products whose groups share out the rows, the columns or the terms of one: of each there are as many in
+    all.
+    """
     batch = output.shape[0] if output.dim() == 3 else 1
     terms = a.shape[-1] // (batch if a.dim() == b.dim() == 2 else 1)
     return MatrixProduct(batch, a.shape[-2], max(1, terms), b.shape[-1])
 
 
 def _windows(x: Tensor, weight: Tensor, y: Tensor, *, transposed: bool, groups: int) -> MatrixProduct:
-    """A convolution as the product that it is, for each group, of all windows and the weight."""
+    """Return a convolution as the product that it is, for each group, of all windows and the weight."""
     places = x if transposed else y
     channels, window = weight.shape[0] // groups, math.prod(weight.shape[1:])
     k, n = (channels, window) if transposed else (window, channels)

@@ -68,7 +68,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank's peak, and what libraries take, is within the device's memory."""
+        """True if every rank's peak, and what libraries take, is within the device's memory."""
         device = self.cluster.device
         return fullest(self.memory).peak.bytes + device.own <= device.memory
 
@@ -143,7 +143,7 @@ def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
 def _with_host(
     rehearsal: Rehearsal, cluster: Cluster, took: float, exposed: Mapping[str, float]
 ) -> tuple[float, Mapping[str, float]]:
-    """A step's seconds and waits, with those for what rests elsewhere."""
+    """Return a step's seconds and waits, with those for what rests elsewhere."""
     on_host = rehearsal.device == "cuda" and rehearsal.plan.tiers.updates_on_cpu
     whole = max(with_host(tape, took=took, cluster=cluster, on_host=on_host) for tape in rehearsal.tapes)
     return (whole, {**exposed, "host": whole - took}) if whole > took else (took, exposed)
@@ -194,7 +194,7 @@ def _places(rehearsal: Rehearsal, cluster: Cluster) -> list[_Place]:
 
 
 def _first(places: Sequence[_Place]) -> dict[_Place, int]:
-    """The first rank along pp of each place."""
+    """Return the first rank along pp of each place."""
     return {place: index for index, place in reversed(list(enumerate(places)))}
 
 
@@ -253,11 +253,13 @@ class _Rank:
         return self.play(self._around)
 
     def busy(self) -> float:
-        """Seconds in which it computes its micro-batches."""
+        """Return seconds in which it computes its micro-batches."""
         return sum(self._seconds(part) * times for action, part, times in self._actions if action.kind in COMPUTE)
 
     def waits(self) -> Mapping[str, float]:
-        """Seconds in which it waits for collectives, by their axes, but for what goes on beside its micro-batches."""
+        """Return seconds in which it waits for collectives, by their axes, but for what goes on beside its
+        micro-batches.
+        """
         found = Counter(self.around().exposed)
         for action, part, times in self._actions:
             if action.kind in COMPUTE:
@@ -265,8 +267,8 @@ class _Rank:
         return found
 
     def sent(self) -> dict[str, float]:
-        """Bytes that it sends, by the links that they go over. A ring over several nodes leaves each once, through an
-        adapter of one of its ranks there; the others of these pass on inside what they send.
+        """Return bytes that it sends, by the links that they go over. A ring over several nodes leaves each once,
+        through an adapter of one of its ranks there; the others of these pass on inside what they send.
         """
         found = {"inside": 0.0, "between": 0.0}
         for part, times in (

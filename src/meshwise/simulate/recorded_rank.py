@@ -125,7 +125,7 @@ class RehearsedRank:
 
 
 def _updated(trainer: Trainer) -> Mapping[str, int]:
-    """Bytes of the parameters that a rank updates, and of their gradients as they update."""
+    """Return bytes of the parameters that a rank updates, and of their gradients as they update."""
     updated: Counter[str] = Counter()
     for bucket in (bucket for unit in trainer.units for bucket in unit.buckets):
         count = bucket.owned[1] - bucket.owned[0]
@@ -135,13 +135,13 @@ def _updated(trainer: Trainer) -> Mapping[str, int]:
 
 
 def _staged(trainer: Trainer) -> int:
-    """Bytes of the buffers that activations pass through."""
+    """Return bytes of the buffers that activations pass through."""
     tier = trainer.activations
     return tier.mover.staged if tier is not None and isinstance(tier.mover, RehearsedMover) else 0
 
 
 def _played(plan: Plan, device: Device) -> Plan:
-    """The plan as it is played: what leaves a GPU for the host's memory goes where that for the disk goes."""
+    """Return the plan as it is played: what leaves a GPU for the host's memory goes where that for the disk goes."""
     tiers = {what: "disk" if tier == "cpu" else tier for what, tier in dataclasses.asdict(plan.tiers).items()}
     return plan if device == "cpu" else dataclasses.replace(plan, offload=str(Offload(**tiers)))
 

@@ -98,7 +98,7 @@ class Recorder:
         self.note(MemoryChange(*self._sizes[key], fresh=fresh))
 
     def borrowed(self, numel: int, *, dtype: torch.dtype, category: Category | None = None) -> Tensor:
-        """A tensor in shared memory, which is lent: what the last tensors have left waits for another one."""
+        """Return a tensor in shared memory, which is lent: what the last tensors have left waits for another one."""
         with unseen():
             tensor = torch.empty(numel, dtype=dtype, device="meta")
         fitting = min((slab for slab in self._left if fits(tensor.nbytes, slab=slab)), default=None)
@@ -130,7 +130,7 @@ class Recorder:
         self._holders[tensor.untyped_storage()._cdata] = ranks
 
     def is_common(self, tensor: Tensor) -> bool:
-        """Whether the rank holds a tensor's memory together with others."""
+        """Return whether the rank holds a tensor's memory together with others."""
         return tensor.untyped_storage()._cdata in self._holders
 
     def look(self) -> None:
@@ -145,7 +145,7 @@ class Recorder:
             self._sizes[watched.storage._cdata] = (category, now, host)
 
     def _part(self, storage: torch.UntypedStorage) -> int:
-        """The bytes of a storage that are this rank's."""
+        """Return the bytes of a storage that are this rank's."""
         return storage.nbytes() // self._holders.get(storage._cdata, 1)
 
     def _released(self, key: int) -> None:
@@ -162,7 +162,7 @@ class Recorder:
 
 
 def _repeats() -> bool:
-    """Whether a forward is repeated: inside of a backward, which by itself computes without gradients."""
+    """Return whether a forward is repeated: inside of a backward, which by itself computes without gradients."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() >= 0
 
 
@@ -343,7 +343,7 @@ def _attention(kind: str, given: dict[str, Any]) -> Tensor:
 
 
 def _fused(kind: str, given: dict[str, Any]) -> bool:
-    """Whether there is one: on the CPU torch is asked, of small tensors of the same kind."""
+    """Return whether there is one: on the CPU torch is asked, of small tensors of the same kind."""
     query, key, value = given["query"], given["key"], given["value"]
     if query.dim() != 4 or query.shape[-1] != value.shape[-1]:
         return False
@@ -375,7 +375,7 @@ class _Pretence(TorchFunctionMode):
 
 
 def as_if_on(kind: str, *, optimizer: OptimizerClass) -> OptimizerClass:
-    """An optimizer that chooses its implementation for parameters on meta as it would for ones on the device."""
+    """Return an optimizer that chooses its implementation for parameters on meta as it would for ones on the device."""
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         return optimizer  # for the real code to say
 

@@ -72,7 +72,7 @@ class Rehearsal:
 
     @property
     def asked(self) -> bool:
-        """Whether the model or the loss asked its batch for values: with others it may do something else."""
+        """True if the model or the loss asked its batch for values: with others it may do something else."""
         return any(tape.asked for tape in self.tapes)
 
     def step(self, index: int, *, first: bool = False) -> tuple[TapeSegment, ...]:
@@ -110,12 +110,16 @@ class Rehearsal:
 
 
 def _is_alone(label: str, parts: Mapping[str, TapeSegment]) -> bool:
-    """Whether this is a forward without a backward: of a micro-batch that was passed over, which may leave buffers."""
+    """Return whether this is a forward without a backward: of a micro-batch that was passed over, which may leave
+    buffers.
+    """
     return label[:1].isdigit() and label.replace("F", "B") not in parts
 
 
 def _renamed(label: str, stages: Mapping[int, int], *, first: bool = False) -> str:
-    """The label of what another rank does, for the stages of this one; `first`: as if of the first micro-batch."""
+    """Return the label of what another rank does, for the stages of this one; `first`: as if of the first
+    micro-batch.
+    """
     if not label[:1].isdigit():
         return label
     action = Action.parse(label)
@@ -187,7 +191,9 @@ def rehearse(
 
 
 def _counting(loss: Loss, *, counts: list[float]) -> Loss:
-    """The same loss, which leaves how many it counts in a row, where that is a number and no tensor without values."""
+    """Return the same loss, which leaves how many it counts in a row, where that is a number and no tensor without
+    values.
+    """
 
     def run(output: Any, batch: Any) -> Any:
         result = loss(output, batch)
@@ -216,7 +222,7 @@ def find_stack(subject: RehearsalSubject, *, source: ParameterSource) -> BlockSt
 
 
 def _of_fewer(part: RehearsedRank, stack: BlockStack) -> tuple[Tape, ...]:
-    """The tape of a rank that runs the whole model, from those of lower ones; none where these do not tell it.
+    """Return the tape of a rank that runs the whole model, from those of lower ones; none where these do not tell it.
 
     Whatever the code refuses is refused of the model as it is.
     """

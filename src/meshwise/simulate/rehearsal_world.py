@@ -56,7 +56,7 @@ class StageMessages:
                 raise
 
     def exchange(self, index: int, *, value: Any) -> list[Any]:
-        """The value of every stage's rank."""
+        """Return the value of every stage's rank."""
         self._told[index] = value
         with self._waiting():
             self._barrier.wait()
@@ -71,7 +71,7 @@ class StageMessages:
         self._sent.notify_all()
 
     def receive(self, number: int, *, source: int, target: int) -> Any:
-        """The value with this number of those that were left for a stage's rank."""
+        """Return the value with this number of those that were left for a stage's rank."""
         letters = self._letters[self.alike[source], target - source]
         while len(letters) <= number and not self._barrier.broken:
             self._sent.wait()
@@ -119,7 +119,7 @@ class RehearsalWorld(TraceWorld):
         return tensor
 
     def common(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:
-        """One piece of memory for all ranks along `axes`, where the ranks share memory."""
+        """Return one piece of memory for all ranks along `axes`, where the ranks share memory."""
         ranks = self.group(axes).size
         if not self._shared or ranks == 1:
             return None
@@ -128,7 +128,7 @@ class RehearsalWorld(TraceWorld):
         return tensor
 
     def exchange(self, value: Any, *, axes: Axes | None = None) -> list[Any]:
-        """Every rank's value, a rank that is not rehearsed having that of the one of its stage that is."""
+        """Return every rank's value, a rank that is not rehearsed having that of the one of its stage that is."""
         group = self.group(self.mesh.names if axes is None else axes)
         if len(self._stages.alike) == 1 or "pp" not in group.axes:
             return [value] * group.size
@@ -142,7 +142,7 @@ class RehearsalWorld(TraceWorld):
         return []
 
     def recv_value(self, *, axis: str, source: int) -> Any:
-        """The Python value that another stage sends next."""
+        """Return the Python value that another stage sends next."""
         self._received[source] += 1
         return self._stages.receive(self._received[source] - 1, source=source, target=self.group(axis).index)
 

@@ -23,12 +23,12 @@ class EntryTime(NamedTuple):
 
 @cache
 def computes(label: str) -> bool:
-    """Whether a segment with this label is a forward or a backward."""
+    """Return whether a segment with this label is a forward or a backward."""
     return label[:1].isdigit() and Action.parse(label).kind in COMPUTE
 
 
 def moments(segments: Iterable[TapeSegment], *, prices: ClusterPrices) -> Iterator[EntryTime]:
-    """Every entry, from 0 on, without messages between stages.
+    """Yield every entry, from 0 on, without messages between stages.
 
     The collectives along each set of axes run on a stream of their own, one after the other; the rank goes on beside
     them until it waits for one. Where the cluster's ranks cannot do both, a wait follows each call.

@@ -15,7 +15,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def memory_table(ranks: Sequence[RankMemory], *, measured: Sequence[MeasuredRank] = ()) -> Table:
-    """The peak of each rank along pp, by category; what was measured beside it."""
+    """Return the peak of each rank along pp, by category; what was measured beside it."""
     held = [category for category in Category if any(rank.peak.device.get(category) for rank in ranks)]
     hosts = any(moment.host for rank in ranks for moment in rank.steady)
     tiers = [tier for tier in ("cpu", "disk") if any(rank.away.get(tier) for rank in ranks)]
@@ -39,7 +39,7 @@ def memory_table(ranks: Sequence[RankMemory], *, measured: Sequence[MeasuredRank
 
 
 def time_table(prediction: Prediction) -> Table:
-    """A step's time, what is made of it, and where it goes."""
+    """Return a step's time, what is made of it, and where it goes."""
     waits = sorted(prediction.exposed.items(), key=lambda item: -item[1])
     return [
         ("", ""),
@@ -58,7 +58,7 @@ def time_table(prediction: Prediction) -> Table:
 
 
 def by_category(ranks: Sequence[RankMemory]) -> Mapping[str, int]:
-    """The peak of the rank that needs most, in bytes."""
+    """Return the peak of the rank that needs most, in bytes."""
     peak = max((rank.peak for rank in ranks), key=lambda moment: moment.bytes)
     return {str(category): size for category, size in peak.device.items()}
 

@@ -62,7 +62,7 @@ class StepHistory:
         return max(self.levels, key=lambda level: level.bytes)
 
     def holds(self, category: Category) -> bool:
-        """Whether there is ever anything of a category."""
+        """Return whether there is ever anything of a category."""
         return any(level.device.get(category) for level in self.levels)
 
 
@@ -88,7 +88,7 @@ class _Played:
 
 
 def _play(segments: Iterable[TapeSegment], *, prices: ClusterPrices) -> Iterator[_Played]:
-    """Segments of a rank that nothing else comes between."""
+    """Yield segments of a rank that nothing else comes between."""
     calls: dict[int, str] = {}
     now = 0.0
     for _, each in itertools.groupby(moments(segments, prices=prices), key=lambda moment: id(moment.segment)):
@@ -155,7 +155,7 @@ class PredictionReplay:
         return Timeline(tuple(events), (tuple(ranks),))
 
     def history(self, index: int, *, columns: int = 360) -> StepHistory:
-        """The memory of the rank with this index along pp, in so many parts of the step."""
+        """Return the memory of the rank with this index along pp, in so many parts of the step."""
         seconds, apart = self.prediction.seconds, self._rehearsal.device != "cpu"
         held = Counter(self.prediction.memory[index].rest)
         levels = [MemoryLevel(0.0, "begin", dict(held))]
@@ -194,7 +194,7 @@ class PredictionReplay:
         return [list(self._scheduled(index, row)) for index in range(row.ranks)]
 
     def _outline(self, index: int) -> Iterator[Event]:
-        """The acts of a rank, and what the pipeline's clock has beside them."""
+        """Yield the acts of a rank, and what the pipeline's clock has beside them."""
         row = self.prediction.timeline
         for act in (act for act in self._acts[index] if act.stop > act.start):
             if kind_of(act.label) is None:
@@ -212,7 +212,7 @@ class PredictionReplay:
             yield Event(index, TimelineRow.WAIT, "host", self.prediction.seconds - self._host, self.prediction.seconds)
 
     def _scheduled(self, index: int, row: Timeline) -> Iterator[_Act]:
-        """Segments that the pipeline's clock has placed, and those before and after."""
+        """Yield segments that the pipeline's clock has placed, and those before and after."""
         clocked = {str(event): event for event in row.events if event.rank == index}
         parts = self._rehearsal.step(index)
         before = [part for part in parts if part.label == "begin"]
@@ -247,7 +247,7 @@ class PredictionReplay:
         return _play(after, prices=self._prices_of(index))
 
     def _played(self, segment: TapeSegment, index: int) -> _Played | None:
-        """One segment alone; None for one in which nothing happens."""
+        """Return one segment alone; None for one in which nothing happens."""
         prices = self._prices_of(index)
         key = id(segment.entries), id(prices)
         if key not in self._alone:
@@ -263,5 +263,5 @@ class PredictionReplay:
 
 
 def _acts(parts: Iterable[_Played], *, start: float) -> Iterator[_Act]:
-    """One after the other."""
+    """Yield one after the other."""
     return (_Act(part.label, start + part.start, start + part.stop, part) for part in parts)

@@ -102,7 +102,7 @@ class TapeSegment:
         return sum(entry.flops for entry in self.entries if isinstance(entry, TapeOperation))
 
     def calls(self) -> Iterator[TapeCall]:
-        """The collectives, in order."""
+        """Yield the collectives, in order."""
         return (entry for entry in self.entries if isinstance(entry, TapeCall))
 
 

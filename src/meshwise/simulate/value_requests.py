@@ -23,7 +23,7 @@ _NO_VALUES = (
 
 
 def is_of_values(error: Exception) -> bool:
-    """Whether it says that a value was asked for which a tensor of a rehearsal does not have."""
+    """Return whether it says that a value was asked for which a tensor of a rehearsal does not have."""
     return re.search(r"(\b|register_)meta\b", str(error), re.IGNORECASE) is not None
 
 
@@ -47,8 +47,8 @@ def told_of_values() -> Iterator[None]:
 
 
 def in_rehearsal(call: Callable[..., Any], *, constants: ShapeConstants) -> Callable[..., Any]:
-    """The same, in which a tensor that the user's code makes on no device in particular is where all others are, and
-    what follows from sizes alone is known.
+    """Return the same, in which a tensor that the user's code makes on no device in particular is where all others are,
+    and what follows from sizes alone is known.
     """
 
     def run(*given: Any) -> Any:

@@ -105,7 +105,7 @@ class _Split:
         self._roles[part.role](name, part)
 
     def placements(self) -> Mapping[str, Placement]:
-        """Every parameter's. Raises ValueError when one has none."""
+        """Return every parameter's. Raises ValueError when one has none."""
         placed = {**self._kept_whole, **self._placed}
         found: dict[str, Placement] = {}
         by: dict[str, str] = {}
@@ -247,7 +247,9 @@ class _Split:
         _become(module, part.becomes, sharding=MultiheadSharding(context, projections))
 
     def _read_by_first(self, name: str) -> set[int]:
-        """How many features the inputs of the first matrices in a module have, all of them and on this rank."""
+        """Return the number of features the inputs of the first matrices in a module have, all of them and on this
+        rank.
+        """
         widths = set()
         for key, part in self._parts.items():
             if part.role == "first" and (key.startswith(f"{name}.") or not name):
@@ -313,7 +315,7 @@ class _Split:
                 leaving.watch_stream(self._modules[name], context=context, features=self._width(), given=block)
 
     def _matrices(self) -> dict[Tensor, str]:
-        """The parameters that the modules which play their parts compute with in their own way."""
+        """Return the parameters that the modules which play their parts compute with in their own way."""
         roles = ("first", "second", "single", "head", "embedding")
         playing = [name for name, part in self._parts.items() if part.role in roles]
         names = [name if name in self._parameters else f"{name}.weight" for name in playing]
@@ -324,7 +326,9 @@ class _Split:
         return self._inside if within and not part.whole_tokens else self._outside
 
     def _width(self) -> int:
-        """How many features the stream has. A stage of a pipeline may have no matrix, but it knows the blocks."""
+        """Return the number of features the stream has. A stage of a pipeline may have no matrix, but it knows the
+        blocks.
+        """
         for name, part in self._parts.items():
             if part.stream:
                 return part.stream

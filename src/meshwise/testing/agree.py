@@ -51,7 +51,7 @@ def agree(parallel: Outcome, single: Outcome, *, bound: float) -> None:
 
 
 def _leaves(outcome: Outcome, path: tuple[str, ...] = ()) -> Iterator[tuple[str, tuple[str, Tensor]]]:
-    """Every tensor and number of an outcome: its name and, with it, the name of its family."""
+    """Yield every tensor and number of an outcome: its name and, with it, the name of its family."""
     if isinstance(outcome, Tensor):
         yield " · ".join(path), (" · ".join(path[:-1]), outcome)
     elif isinstance(outcome, bool | int | float):

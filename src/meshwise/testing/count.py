@@ -22,7 +22,7 @@ class Counts(Mapping[str, tuple[int, int]]):
         self._rows = dict(rows)
 
     def __getitem__(self, name: str) -> tuple[int, int]:
-        """The (calls, bytes) of one row; KeyError when nothing of that name was called."""
+        """Return the (calls, bytes) of one row; KeyError when nothing of that name was called."""
         return self._rows[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -47,7 +47,7 @@ class Counts(Mapping[str, tuple[int, int]]):
 
 
 def count(stamps: Iterable[CallRecord]) -> Counts:
-    """The collectives of a recording, summed by kind and axes, in alphabetical order."""
+    """Return the collectives of a recording, summed by kind and axes, in alphabetical order."""
     rows: dict[str, tuple[int, int]] = {}
     for stamp in stamps:
         name = f"{stamp.kind}[{'·'.join(stamp.axes)}]"

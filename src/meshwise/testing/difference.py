@@ -41,7 +41,7 @@ class Difference:
 
 
 def difference(value: Tensor, expected: Tensor, *, floor: float = 0.0) -> Difference:
-    """The relative difference of two tensors of the same shape, computed in float64.
+    """Return the relative difference of two tensors of the same shape, computed in float64.
 
     A NaN on either side, an infinity that the other side does not have, or anything but zero where `expected` and
     `floor` are all zero differ infinitely. Raises ValueError when the shapes differ.
@@ -71,7 +71,7 @@ def _index(at: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def size(tensor: Tensor) -> float:
-    """The largest absolute value of a tensor: 0 when it is empty, infinity when it holds a NaN."""
+    """Return the largest absolute value of a tensor: 0 when it is empty, infinity when it holds a NaN."""
     if not tensor.numel():
         return 0.0
     largest = float(tensor.detach().abs().max())
@@ -79,6 +79,6 @@ def size(tensor: Tensor) -> float:
 
 
 def floor(largest: float, *, bound: float, dtype: torch.dtype) -> float:
-    """The magnitude under which a tensor is rounding, in a family whose largest absolute value is `largest`."""
+    """Return the magnitude under which a tensor is rounding, in a family whose largest absolute value is `largest`."""
     eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
     return largest * min(1.0, _ROUNDINGS * eps / bound) if bound > 0 and largest < math.inf else 0.0

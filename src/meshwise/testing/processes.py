@@ -123,7 +123,7 @@ class _Crew:
             rank.log.close()
 
     def _answer(self, job: WorkerJob, rank: _Rank) -> WorkerAnswer:
-        """The answer of a rank that has sent one or has ended. Raises what went wrong there."""
+        """Return the answer of a rank that has sent one or has ended. Raises what went wrong there."""
         try:
             answer = rank.pipe.recv()
         except (EOFError, OSError):
@@ -195,7 +195,7 @@ def _add_outputs(error: Exception, ranks: list[_Rank]) -> None:
 
 
 def _environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """The variables of a torchrun rank, one thread each, and the modules that this process can import."""
+    """Return the variables of a torchrun rank, one thread each, and the modules that this process can import."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     return (

@@ -80,7 +80,7 @@ class ReferenceRun:
         return float(total.detach()) / counted, counted
 
     def evaluate(self, batch: Any) -> float:
-        """The loss of a global batch, without training. Raises as `backward` does."""
+        """Return the loss of a global batch, without training. Raises as `backward` does."""
         with torch.no_grad():
             total, counted = self._run(batch)
         return float(total) / counted
@@ -99,7 +99,7 @@ class ReferenceRun:
         return total, float(count)
 
     def _master(self, parameter: nn.Parameter, unrounded: Tensor) -> nn.Parameter:
-        """The parameter itself, or what is updated in its place."""
+        """Return the parameter itself, or what is updated in its place."""
         dtype = self._precision.master_of(parameter.dtype)
         return parameter if parameter.dtype == dtype else nn.Parameter(unrounded.to(dtype))
 
@@ -126,7 +126,9 @@ class ReferenceRun:
 
 
 def whole(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> nn.Module:
-    """The model with all its parameters and buffers on the CPU, as it is born under every plan; a copy of a module."""
+    """Return the model with all its parameters and buffers on the CPU, as it is born under every plan; a copy of a
+    module.
+    """
     source = build_with_values(duplicate(model) if isinstance(model, nn.Module) else model, seed=seed)
     source.buffers()
     for row in parameter_table(source.module).rows:

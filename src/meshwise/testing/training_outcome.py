@@ -35,8 +35,8 @@ def outcome(trainer: Trainer, *, batches: Iterable[Any]) -> Steps:
 
 
 def alone(model: nn.Module | Callable[[], nn.Module], *, loss: Loss, batches: Iterable[Any], **training: Any) -> Steps:
-    """The same of one process, which is `ReferenceRun`. `training`: the optimizer, its arguments and the options, as
-    `parallelize` takes them.
+    """Return the same of one process, which is `ReferenceRun`. `training`: the optimizer, its arguments and the
+    options, as `parallelize` takes them.
     """
     single = ReferenceRun(model, loss=loss, **training)
     steps = []

@@ -30,7 +30,7 @@ class WorkerJob:
 
     @classmethod
     def of(cls, main: Callable[..., Any], *, args: tuple[Any, ...]) -> WorkerJob:
-        """The call `main(world, *args)`.
+        """Return the call `main(world, *args)`.
 
         Raises ValueError when another process could not import `main`, and what pickle raises for the arguments.
         """
@@ -76,13 +76,15 @@ class WorkerAnswer:
         return cls(error=_pickled(error), traceback="".join(format_exception(error)))
 
     def exception(self) -> Exception:
-        """The error of a failed job, in the type it was raised with whenever that type can travel."""
+        """Return the error of a failed job, in the type it was raised with whenever that type can travel."""
         error = _unpickled(self.error) if self.error else None
         return error or RuntimeError(self.traceback.strip().rpartition("\n")[2])
 
 
 def _load(name: str, file: str | None) -> ModuleType:
-    """The module called `name`: as imported before, as Python finds it if that is the same file, or from the file."""
+    """Return the module called `name`: as imported before, as Python finds it if that is the same file, or from the
+    file.
+    """
     if name in sys.modules and name != _MAIN:
         return sys.modules[name]
     if file is None or (name != _MAIN and _found(name) == file):
@@ -109,7 +111,7 @@ def _found(name: str) -> str | None:
 
 
 def _pickled(error: Exception) -> bytes | None:
-    """The error as bytes that are known to come back; some exceptions pickle and then do not."""
+    """Return the error as bytes that are known to come back; some exceptions pickle and then do not."""
     try:
         data = pickle.dumps(error)
     except Exception:  # noqa: BLE001 - an error that cannot travel is reported by its traceback

@@ -64,7 +64,7 @@ class TextDataset(Dataset[tuple[Tensor, Tensor]]):
         return window[:-1], window[1:]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A worker process maps the file itself; pickling a memory map would copy it."""
+        """Return a worker process maps the file itself; pickling a memory map would copy it."""
         path, start, stop, context = self._arguments
         return _text, (path, start, stop, context)
 
@@ -87,12 +87,12 @@ class DatasetPart(Dataset[Any]):
 
 
 def load_data(job: DataJob) -> RunData:
-    """The datasets of a job. Raises JobError when there is no data, or too little for a single sample."""
+    """Return the datasets of a job. Raises JobError when there is no data, or too little for a single sample."""
     return _load_text(job) if job.dataset is None else _load_dataset(job)
 
 
 def length(dataset: Dataset[Any]) -> int:
-    """Samples in a map-style dataset. Raises JobError for a dataset that has no length."""
+    """Return samples in a map-style dataset. Raises JobError for a dataset that has no length."""
     try:
         return len(dataset)  # type: ignore[arg-type]
     except TypeError as error:

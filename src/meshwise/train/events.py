@@ -231,5 +231,5 @@ class Events:
 
 
 def record(event: Event) -> dict[str, Any]:
-    """The event as a plain mapping, its kind under `event`: the line of metrics.jsonl."""
+    """Return the event as a plain mapping, its kind under `event`: the line of metrics.jsonl."""
     return {"event": type(event).__name__.lower(), **dataclasses.asdict(event)}

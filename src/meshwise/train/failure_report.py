@@ -67,5 +67,5 @@ def _write(error: Exception, file: Path) -> None:
 
 
 def notes(error: Exception) -> list[str]:
-    """The notes of one line. A rank that was started here adds its traceback as one of many."""
+    """Return the notes of one line. A rank that was started here adds its traceback as one of many."""
     return [note for note in getattr(error, "__notes__", []) if "\n" not in note]

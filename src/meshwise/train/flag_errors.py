@@ -42,7 +42,7 @@ def explained(said: str, *, words: Sequence[str], keys: Collection[str]) -> str:
 
 
 def without_flag(message: str) -> str:
-    """The message without the name of the flag, for a place that names the key itself."""
+    """Return the message without the name of the flag, for a place that names the key itself."""
     return re.sub(r"^--[-.\w]+: ", "", message)
 
 
@@ -83,7 +83,9 @@ def _likeness(one: str, other: str) -> float:
 
 
 def _unboxed(text: str) -> str:
-    """The words of a message that was drawn into a box, without its title, its frame and the pointer to --help."""
+    """Return the words of a message that was drawn into a box, without its title, its frame and the pointer to
+    --help.
+    """
     lines = [line.strip("│ ") for line in text.splitlines()]
     rule = re.compile(r"╭.*|[-─╰╯]{3,}")
     sections = [""]

@@ -62,7 +62,7 @@ _stderr_in_hand()  # made here, where there is one thread
 
 
 def flags_of(table: Mapping[str, Any], *, leaves: Collection[Key], prefix: Key = ()) -> Iterator[tuple[Key, list[str]]]:
-    """Each key of a table with the words of its flag. `leaves` are the keys whose value is itself a mapping."""
+    """Yield each key of a table with the words of its flag. `leaves` are the keys whose value is itself a mapping."""
     for name, value in table.items():
         key = (*prefix, name)
         flag = f"--{'.'.join(key)}"
@@ -79,7 +79,7 @@ def flags_of(table: Mapping[str, Any], *, leaves: Collection[Key], prefix: Key =
 
 
 def _inline(value: Any) -> str:
-    """The value as TOML writes it, on one line."""
+    """Return the value as TOML writes it, on one line."""
     return " ".join(tomli_w.dumps({"x": value}).partition("=")[2].split("\n")).strip()
 
 
@@ -94,12 +94,12 @@ def _spelled_out(words: Sequence[str], default: Any) -> list[str]:
 
 
 def _flag(word: str) -> str:
-    """A flag as its key is written: `--train.save-every` is `--train.save_every`."""
+    """Return a flag as its key is written: `--train.save-every` is `--train.save_every`."""
     return word[:2] + word[2:].replace("-", "_")
 
 
 def _leaves(value: Any, prefix: Key = ()) -> Iterator[tuple[Key, Any]]:
-    """The keys of a tree of dataclasses, with their values."""
+    """Yield the keys of a tree of dataclasses, with their values."""
     for item in dataclasses.fields(value):
         inner = getattr(value, item.name)
         if dataclasses.is_dataclass(inner) and not isinstance(inner, Plan):

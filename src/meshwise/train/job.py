@@ -63,7 +63,7 @@ _DTYPES = ("float32", "float64")
 
 
 def _parse_dtype(words: Sequence[str]) -> str | None:
-    """One of `_DTYPES`, or None. Raises ValueError."""
+    """Return one of `_DTYPES`, or None. Raises ValueError."""
     if words[0] not in (*_DTYPES, "None"):
         raise ValueError(
             f"{words[0]!r} is none of {', '.join(_DTYPES)}, which parameters are kept in; half precision is a matter "

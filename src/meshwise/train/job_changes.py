@@ -77,7 +77,7 @@ def _flat(job: Job) -> dict[str, Any]:
 
 
 def _leaves(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a table by dotted key."""
+    """Return the values of a table by dotted key."""
 
     def walk(part: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         for name, value in part.items():

@@ -23,7 +23,7 @@ J = TypeVar("J", bound=Job)
 
 
 def read_job(arguments: Sequence[str], *, prog: str, kind: type[J]) -> J:
-    """The job of a command line: an optional TOML file, then dotted flags.
+    """Return the job of a command line: an optional TOML file, then dotted flags.
 
     `kind` is Job or a frozen dataclass that adds fields to it. Prints and exits with status 0 for `--help`. Raises
     JobError with one readable message, which names the file and the key when it came from the file.
@@ -36,7 +36,7 @@ def read_job(arguments: Sequence[str], *, prog: str, kind: type[J]) -> J:
 
 
 def from_toml(path: Path, *, kind: type[J]) -> J:
-    """The job of a TOML file. Raises JobError that names the file and every key that is wrong."""
+    """Return the job of a TOML file. Raises JobError that names the file and every key that is wrong."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -47,7 +47,9 @@ def from_toml(path: Path, *, kind: type[J]) -> J:
 
 
 def from_text(text: str, *, source: str, kind: type[J]) -> J:
-    """The job of a TOML text that is from `source`. Raises JobError that names it and every key that is wrong."""
+    """Return the job of a TOML text that is from `source`. Raises JobError that names it and every key that is
+    wrong.
+    """
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -61,7 +63,7 @@ def from_text(text: str, *, source: str, kind: type[J]) -> J:
 
 
 def to_toml(job: Job) -> str:
-    """The TOML text that `from_toml` reads back as the same job. A field that is None is left out."""
+    """Return the TOML text that `from_toml` reads back as the same job. A field that is None is left out."""
     return tomli_w.dumps(_table(job))
 
 
@@ -77,7 +79,7 @@ def _table(value: Any) -> Any:
 
 
 def _mappings(kind: type, prefix: Key = ()) -> set[Key]:
-    """The keys of a job whose value is itself a mapping: the arguments of something the job names."""
+    """Return the keys of a job whose value is itself a mapping: the arguments of something the job names."""
     keys: set[Key] = set()
     for name, hint in typing.get_type_hints(kind).items():
         if typing.get_origin(hint) is Mapping:

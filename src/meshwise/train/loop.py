@@ -227,7 +227,7 @@ class _Run:
             raise
 
     def _set_rate(self) -> float:
-        """The learning rate of the coming step, a function of how many updates there have been."""
+        """Return the learning rate of the coming step, a function of how many updates there have been."""
         fraction = self._rate(self._progress.updates)
         for group, peak in zip(self._trainer.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * fraction
@@ -285,7 +285,7 @@ def _device(world: World) -> str:
 
 
 def _held_memory(device: torch.device) -> int:
-    """The bytes this process uses now; where the system does not tell, the most so far."""
+    """Return the bytes this process uses now; where the system does not tell, the most so far."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     try:
@@ -295,7 +295,7 @@ def _held_memory(device: torch.device) -> int:
 
 
 def _peak_memory(device: torch.device) -> int:
-    """The most bytes this process has used so far: of its GPU, or resident."""
+    """Return the most bytes this process has used so far: of its GPU, or resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with contextlib.suppress(OSError, IndexError):

@@ -20,7 +20,7 @@ from meshwise.train.job import ScheduleJob
 
 
 def rate(schedule: ScheduleJob, *, steps: int) -> Callable[[int], float]:
-    """A function from the step (0 … steps-1) to the fraction of the peak learning rate.
+    """Return a function from the step (0 … steps-1) to the fraction of the peak learning rate.
 
     Step k of the warm-up has (k+1)/warmup of the peak; the last step of the run has the floor.
     """

@@ -30,7 +30,7 @@ LOSSES: Mapping[str, Loss] = {"cross-entropy": next_token_loss, "mse": mean_squa
 
 
 def model_function(job: Job) -> Callable[[], nn.Module]:
-    """A function without arguments that builds the model of a job. Raises JobError."""
+    """Return a function without arguments that builds the model of a job. Raises JobError."""
     if job.model.name == "gpt":
         build: Callable[[], nn.Module] = partial(GPT, _configure(job, GPTConfig(context=job.data.context)))
     elif job.model.name == "mlp":
@@ -60,7 +60,7 @@ def check_text(job: Job) -> None:
 
 
 def loss_function(job: Job) -> Loss:
-    """The loss of a job. Raises JobError."""
+    """Return the loss of a job. Raises JobError."""
     if job.loss in LOSSES:
         return LOSSES[job.loss]
     if ":" not in job.loss:
@@ -69,7 +69,7 @@ def loss_function(job: Job) -> Loss:
 
 
 def optimizer(job: OptimizerJob) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The optimizer's class and its arguments, tried on a parameter of one element. Raises JobError."""
+    """Return the optimizer's class and its arguments, tried on a parameter of one element. Raises JobError."""
     kinds = {
         name: kind
         for name, kind in vars(torch.optim).items()
@@ -119,7 +119,7 @@ def locate(name: str, *, key: str) -> Callable[..., Any]:
 
 
 def bind(function: Callable[..., Any], *, arguments: Mapping[str, Any], key: str) -> Callable[[], Any]:
-    """The call of `function` with these arguments. Raises JobError when it does not take them."""
+    """Return the call of `function` with these arguments. Raises JobError when it does not take them."""
     signature = inspect.signature(function)
     unknown = [name for name in arguments if name not in signature.parameters]
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values())
@@ -133,7 +133,7 @@ def bind(function: Callable[..., Any], *, arguments: Mapping[str, Any], key: str
 
 
 def _configure(job: Job, default: Any) -> Any:
-    """The shape of a reference model, its arguments read as flags are."""
+    """Return the shape of a reference model, its arguments read as flags are."""
     words = [word for _, flag in flags_of(job.model.arguments, leaves=()) for word in flag]
     try:
         return parse_flags(words, prog="model", default=default)

@@ -75,7 +75,7 @@ class OutputConsole(Console):
 
 
 def screen(*, width: int) -> OutputConsole:
-    """The terminal; elsewhere, lines of at most this width."""
+    """Return the terminal; elsewhere, lines of at most this width."""
     return OutputConsole() if OutputConsole().is_terminal else OutputConsole(width=width)
 
 
@@ -95,14 +95,14 @@ def _stand_in(error: UnicodeError) -> tuple[str, int]:
 
 
 def is_unread() -> bool:
-    """Whether stdout is a pipe whose reader is gone."""
+    """Return whether stdout is a pipe whose reader is gone."""
     poll = select.poll()
     poll.register(STDOUT, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def takes_no_more() -> bool:
-    """Whether an error may be that of stdout: nobody reads it, or what was written to it finds no room."""
+    """Return whether an error may be that of stdout: nobody reads it, or what was written to it finds no room."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -46,8 +46,8 @@ def write_parameters(trainer: Trainer, *, path: Path | None, metadata: Mapping[s
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    """The elements in order. Of a copy: memory that numpy has seen can no longer be resized, and under zero=3 the
-    parameter's own memory is.
+    """Return the elements in order. Of a copy: memory that numpy has seen can no longer be resized, and under zero=3
+    the parameter's own memory is.
     """
     copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     return copy.reshape(-1).view(torch.uint8).numpy().data

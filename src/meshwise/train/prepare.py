@@ -119,7 +119,7 @@ def check_plan(prepared: Prepared) -> None:
 
 
 def _absolute(job: Job) -> Job:
-    """The job with paths that lead to the same places from any folder."""
+    """Return the job with paths that lead to the same places from any folder."""
     data = dataclasses.replace(
         job.data,
         files=tuple(name if name == STDLIB else str(Path(name).absolute()) for name in job.data.files),

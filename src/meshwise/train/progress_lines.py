@@ -42,7 +42,7 @@ _RECENT_STEPS = 20
 
 
 def terminal(console: Console, *, every: int) -> EventSink:
-    """The sink that suits the console: live on a terminal, else a plain line every `every` steps."""
+    """Return the sink that suits the console: live on a terminal, else a plain line every `every` steps."""
     return LiveTerminal(console) if console.is_terminal else PlainTerminal(console, every=every)
 
 
@@ -125,7 +125,7 @@ class _Recent:
         self._steps: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)
 
     def smoothed(self, event: Event) -> Event:
-        """A step with the tokens per second of the last steps and itself; any other event as it is."""
+        """Return a step with the tokens per second of the last steps and itself; any other event as it is."""
         if isinstance(event, Start):
             self._samples = event.batch
         if not isinstance(event, Step):
@@ -137,7 +137,7 @@ class _Recent:
 
 
 def _told(event: Event, *, of: str) -> str:
-    """The event in words; `of`: what the loss counts."""
+    """Return the event in words; `of`: what the loss counts."""
     match event:
         case Start():
             steps = f"{counted(event.steps, of='step')} of {counted(event.batch, of='sample')}"
@@ -203,7 +203,7 @@ def _resumed(event: Resume) -> list[str]:
 
 
 def _printable(text: str) -> str:
-    """The text without what would steer the terminal: a model that has learnt little writes any byte."""
+    """Return the text without what would steer the terminal: a model that has learnt little writes any byte."""
     return "".join(
         letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text
     )
@@ -230,7 +230,7 @@ def _memory(memory: Mapping[str, int]) -> str:
 
 
 def _dtypes(precision: Mapping[str, str]) -> str:
-    """The kinds that share a dtype, together; not those that a rank has nothing of."""
+    """Return the kinds that share a dtype, together; not those that a rank has nothing of."""
     kinds: dict[str, list[str]] = {}
     for kind, dtype in precision.items():
         if dtype != NOTHING:

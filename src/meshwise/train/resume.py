@@ -48,7 +48,7 @@ class RunProgress:
         return cls(saved["step"], saved["samples"], saved["updates"], loss)
 
     def plain(self) -> dict[str, Any]:
-        """The numbers as JSON has them, which knows no NaN."""
+        """Return the numbers as JSON has them, which knows no NaN."""
         return asdict(self) | {"loss": self.loss if math.isfinite(self.loss) else None}
 
     def count(self, result: StepResult, *, batch: int) -> None:
@@ -116,7 +116,9 @@ def kept(prepared: Prepared, *, progress: RunProgress, ranks: int) -> dict[str, 
 
 
 def _restored(trainer: Trainer, origin: RunStart, *, own: tuple[str, ...]) -> RestoredState | None:
-    """The state of the newest valid checkpoint, but for the hyperparameters in `own`: the job may change them."""
+    """Return the state of the newest valid checkpoint, but for the hyperparameters in `own`: the job may change
+    them.
+    """
     groups = trainer.optimizer.param_groups
     wanted = [{name: group[name] for name in own} for group in groups]
     found = next(filter(None, map(trainer.restore, origin.roots)), None)

@@ -38,7 +38,7 @@ class RunFolder:
 
     @classmethod
     def claim(cls, job: Job, *, path: Path | None = None, attempt: JobAttempt | None = None) -> RunFolder:
-        """The folder at `path`, or a new one, whose name gets `-2`, `-3` … when it is taken; with the job in it.
+        """Return the folder at `path`, or a new one, whose name gets `-2`, `-3` … when it is taken; with the job in it.
 
         Raises JobError.
         """

@@ -40,7 +40,7 @@ class RunStart:
     chosen: Path | None = None
 
     def candidate(self) -> Path | None:
-        """The checkpoint that will be taken up unless its bytes turn out to be damaged; None: from nothing."""
+        """Return the checkpoint that will be taken up unless its bytes turn out to be damaged; None: from nothing."""
         found = (newest_valid(root).path for root in self.roots)
         return next((path for path in found if path is not None), self.chosen)
 
@@ -86,7 +86,7 @@ def _asked(job: Job) -> RunStart:
 
 
 def _folder_of(attempt: JobAttempt, output: Path) -> Path | None:
-    """The folder that an earlier start of this job has made."""
+    """Return the folder that an earlier start of this job has made."""
     if not attempt.is_named and not attempt.number:
         return None
     mine = [path for path in itertools.takewhile(Path.exists, numbered(output)) if _marked(path) == attempt.run]
@@ -94,7 +94,7 @@ def _folder_of(attempt: JobAttempt, output: Path) -> Path | None:
 
 
 def numbered(wanted: Path) -> Iterator[Path]:
-    """The folders that runs with this output claim, one after the other: `demo`, `demo-2`, `demo-3` and so on."""
+    """Yield the folders that runs with this output claim, one after the other: `demo`, `demo-2`, `demo-3` and so on."""
     yield wanted
     for number in itertools.count(2):
         yield wanted.with_name(f"{wanted.name}-{number}")

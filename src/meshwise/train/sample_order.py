@@ -43,7 +43,7 @@ class SampleOrder:
             raise ValueError(f"there is no order of {self.size} samples")
 
     def indices(self, start: int, *, stop: int) -> list[int]:
-        """The samples with the global numbers `start` to `stop` (excluded), each in 0 … size-1."""
+        """Return the samples with the global numbers `start` to `stop` (excluded), each in 0 … size-1."""
         numbers = np.arange(start, stop, dtype=np.uint64)
         size = np.uint64(self.size)
         epoch = numbers // size
@@ -66,7 +66,7 @@ def _permute(index: Words, size: int, key: Words) -> Words:
 
 
 def _mix(x: Words) -> Words:
-    """A bijection of 64-bit words in which every bit of the argument moves half the bits of the result."""
+    """Return a bijection of 64-bit words in which every bit of the argument moves half the bits of the result."""
     x = x + np.uint64(_GOLDEN)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

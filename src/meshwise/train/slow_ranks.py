@@ -38,7 +38,7 @@ class BusyTimer:
         self._began, self._waited = time.monotonic(), self._journal.waited
 
     def stop(self) -> float:
-        """Seconds since `start`, less those of waiting."""
+        """Return seconds since `start`, less those of waiting."""
         return time.monotonic() - self._began - (self._journal.waited - self._waited)
 
 
@@ -69,7 +69,7 @@ class RankPace:
 
 
 def slow_ranks(steps: list[int], *, times: list[list[float]]) -> Iterator[SlowRank]:
-    """The ranks that were slower than the median of the others, twofold and by at least 50 ms.
+    """Yield the ranks that were slower than the median of the others, twofold and by at least 50 ms.
 
     times: seconds by rank and step.
     """

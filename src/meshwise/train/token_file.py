@@ -34,7 +34,7 @@ _LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_
 
 
 def token_file(names: Sequence[str], *, cache: Path) -> Path:
-    """The token file of these texts, built when the cache does not have it.
+    """Return the token file of these texts, built when the cache does not have it.
 
     names: files, folders (all files below that are not hidden), globs, or `python-stdlib`. Raises JobError when a name
     leads to nothing, a file cannot be read, there is no text in any of them, or no room for the token file.
@@ -59,12 +59,14 @@ def token_file(names: Sequence[str], *, cache: Path) -> Path:
 
 
 def open_tokens(path: Path) -> NDArray[np.uint8]:
-    """The tokens, as a read-only memory map."""
+    """Return the tokens, as a read-only memory map."""
     return np.memmap(path, dtype=np.uint8, mode="r")
 
 
 def digest(tokens: NDArray[np.uint8]) -> str:
-    """A digest of 256 blocks of 4 KiB, evenly spaced: another text gives another one, in milliseconds at any size."""
+    """Return a digest of 256 blocks of 4 KiB, evenly spaced: another text gives another one, in milliseconds at any
+    size.
+    """
     starts = np.linspace(0, max(0, len(tokens) - _BLOCK), num=_BLOCKS, dtype=np.int64)
     content = hashlib.sha256()
     for start in starts:
@@ -100,7 +102,7 @@ def _join(files: Sequence[Path], into: Path) -> None:
 
 
 def _files(name: str) -> Iterator[Path]:
-    """The files that a name in `data.files` stands for, in an order that does not depend on the machine."""
+    """Yield the files that a name in `data.files` stands for, in an order that does not depend on the machine."""
     if name == STDLIB:
         folder = Path(sysconfig.get_path("stdlib"))
         found = [path for path in folder.rglob("*.py") if not _LEFT_OUT & set(path.relative_to(folder).parts)]

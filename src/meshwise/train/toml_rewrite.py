@@ -49,7 +49,7 @@ def rewrite(path: Path, *, changes: Mapping[tuple[str, ...], Any]) -> None:
 
 
 def _with(lines: list[str], key: tuple[str, ...], value: Any) -> list[str]:
-    """The lines with a key set, in its table."""
+    """Return the lines with a key set, in its table."""
     *table, name = key
     start, stop = _table(lines, table)
     if start is None:
@@ -82,7 +82,7 @@ def _table(lines: list[str], table: list[str]) -> tuple[int | None, int]:
 
 
 def _assignment(lines: list[str], name: str, start: int, stop: int) -> tuple[int | None, int]:
-    """The lines of a key's assignment: as many as it takes to read its value."""
+    """Return the lines of a key's assignment: as many as it takes to read its value."""
     for number in range(start, stop):
         if re.match(rf"\s*{re.escape(name)}\s*=", lines[number]):
             for end in range(number + 1, stop + 1):

@@ -70,22 +70,24 @@ class ReferenceSide:
         return losses
 
     def comparable(self, name: str, *, value: Tensor) -> Tensor:
-        """A parameter's value where it can be compared, and the expected one where rounding decided an update."""
+        """Return a parameter's value where it can be compared, and the expected one where rounding decided an
+        update.
+        """
         if name not in self._vague:
             return value
         expected = self.singles[0].model.get_parameter(name).detach()
         return torch.where(self._vague[name], expected, value.to(expected.device))
 
     def update(self) -> list[float]:
-        """The gradient norm of each."""
+        """Return the gradient norm of each."""
         return [single.update() for single in self.singles]
 
     def gradients(self) -> list[dict[str, Tensor]]:
-        """The gradients of each, before clipping when asked for before `update`."""
+        """Return the gradients of each, before clipping when asked for before `update`."""
         return [dict(single.gradients()) for single in self.singles]
 
     def values(self) -> list[dict[str, Tensor]]:
-        """The parameters and buffers of each."""
+        """Return the parameters and buffers of each."""
         return [dict(itertools.chain(single.parameters(), _buffers(single.model))) for single in self.singles]
 
 
@@ -159,13 +161,13 @@ class VerificationFigures:
         )
 
     def parameters(self) -> list[ParameterFigures]:
-        """The worst figures of every parameter and buffer."""
+        """Return the worst figures of every parameter and buffer."""
         return [ParameterFigures(name, self._gradients.get(name), value) for name, value in self._values.items()]
 
     # ---- measuring ---------------------------------------------------------------------------------------------
 
     def _compare_values(self, step: int) -> tuple[dict[str, BoundedDifference], list[Divergence]]:
-        """Figures of the values, and the values that are not the same on every rank."""
+        """Return figures of the values, and the values that are not the same on every rank."""
         digests: dict[str, int] = {}
         buffers = ((name, value) for name, value in self._trainer.full_buffers() if value.is_floating_point())
         values = itertools.chain(self._trainer.full_parameters(), buffers)
@@ -188,7 +190,7 @@ class VerificationFigures:
         return figures, others
 
     def _compare(self, kind: str, ours: Iterator[tuple[str, Tensor]], step: int) -> dict[str, BoundedDifference]:
-        """Figures by name on the first rank; the others only take part."""
+        """Return figures by name on the first rank; the others only take part."""
         figures: dict[str, BoundedDifference] = {}
         if self._oracle is None:
             for _ in ours:
@@ -226,14 +228,14 @@ class VerificationFigures:
             yield Divergence(f"{kind} {name}", figure.step, figure, _owner(name), detail)
 
     def _backward_order(self, figures: Mapping[str, BoundedDifference]) -> dict[str, BoundedDifference]:
-        """The figures of gradients, those of the last module of the forward first."""
+        """Return the figures of gradients, those of the last module of the forward first."""
         assert self._oracle is not None
         place = {module: number for number, module in enumerate(self._oracle.outputs[0].order)}
         names = sorted(figures, key=lambda name: -place.get(_owner(name), -1))
         return {name: figures[name] for name in names}
 
     def _first_output(self, ours: Mapping[str, float], step: int) -> str | None:
-        """The first module of the forward whose output differs in size."""
+        """Return the first module of the forward whose output differs in size."""
         assert self._oracle is not None
         sides = [outputs.mean_squares() for outputs in self._oracle.outputs]
         for module in self._oracle.outputs[0].order:
@@ -254,7 +256,7 @@ def _scalar(what: str, figure: BoundedDifference, value: float, expected: float)
 
 
 def _factor(value: Tensor, expected: Tensor) -> float | None:
-    """The f for which value = f · expected, if there is one."""
+    """Return the f for which value = f · expected, if there is one."""
     ours, theirs = value.detach().double().flatten(), expected.detach().to(value.device).double().flatten()
     square = float(theirs @ theirs)
     factor = float(ours @ theirs) / square if 0 < square < math.inf else math.nan
@@ -268,7 +270,7 @@ def _together(sides: Sequence[Mapping[str, Tensor]]) -> Iterator[tuple[Any, ...]
 
 
 def _digested(values: Iterator[tuple[str, Tensor]], digests: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
-    """The same, with the sum of each tensor's bits, read as whole numbers, put into `digests`."""
+    """Yield the same, with the sum of each tensor's bits, read as whole numbers, put into `digests`."""
     for name, value in values:
         digests[name] = int(value.detach().contiguous().view(_BITS[value.element_size()]).sum(dtype=torch.int64))
         yield name, value

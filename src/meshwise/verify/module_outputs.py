@@ -45,7 +45,7 @@ class OutputNorms:
         self._squares, self._elements, self._left = {}, {}, passes
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """The forward pass to listen to."""
+        """Return the forward pass to listen to."""
         try:
             return self._inner(model, batch)
         finally:
@@ -57,7 +57,7 @@ class OutputNorms:
         return list(self._elements)
 
     def mean_squares(self, world: World | None = None) -> dict[str, float]:
-        """The mean square of every module's output, by name; with a world, over all its ranks that hold data."""
+        """Return the mean square of every module's output, by name; with a world, over all its ranks that hold data."""
         own = {name: (float(square), self._elements[name]) for name, square in self._squares.items()}
         squares: dict[str, float] = defaultdict(float)
         elements: dict[str, int] = defaultdict(int)
@@ -80,7 +80,9 @@ class OutputNorms:
 
 
 def passes_with_data(trainer: Trainer, *, batch: Any) -> int:
-    """How many of this rank's forward passes in a step carry data: those after them only keep the ranks in step."""
+    """Return the number of of this rank's forward passes in a step carry data: those after them only keep the ranks in
+    step.
+    """
     start, stop = trainer.share(rows(batch))
     return len(trainer.modules) * sum(
         first < last for first, last in even_split(stop - start, trainer.plan.microbatches)

@@ -34,7 +34,7 @@ class ParameterFigures:
 
     @property
     def over(self) -> bool:
-        """Whether either is over its bound."""
+        """True if either is over its bound."""
         return self.value.over or (self.gradient is not None and self.gradient.over)
 
     @property
@@ -89,7 +89,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every figure is within its bound."""
+        """True if every figure is within its bound."""
         return self.first is None
 
     @property
@@ -105,7 +105,7 @@ class Report:
         return f"{self.plan} is NOT the same model as one process ({over} of {len(self.parameters)} parameters differ)"
 
     def step_rows(self) -> list[Row]:
-        """The table of steps, header first."""
+        """Return the table of steps, header first."""
         header = ("step", "loss", "difference", "gradient norm", "difference")
         return [
             header,
@@ -116,7 +116,9 @@ class Report:
         ]
 
     def parameter_rows(self, lines: Iterable[ParameterFigures] | None = None) -> list[Row]:
-        """The table of parameters (or of some of them), header first: the worst difference and the step it is from."""
+        """Return the table of parameters (or of some of them), header first: the worst difference and the step it is
+        from.
+        """
         header = ("parameter", "gradient", "step", "value", "step")
         return [
             header,

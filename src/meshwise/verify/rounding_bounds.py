@@ -89,7 +89,9 @@ class _Narrowest(TorchDispatchMode):
 
 
 def neighbours(model: nn.Module | Callable[[], nn.Module], *, seed: int, precision: torch.dtype) -> Iterator[nn.Module]:
-    """The whole model, twice, with every element of its parameters moved by one unit in the last place, up or down."""
+    """Yield the whole model, twice, with every element of its parameters moved by one unit in the last place, up or
+    down.
+    """
     generator = torch.Generator().manual_seed(seed)
     for _ in range(_NEIGHBOURS):
         module = whole(model, seed=seed)
@@ -110,7 +112,7 @@ class BoundedDifference:
 
     @property
     def over(self) -> bool:
-        """Whether it is more than is allowed."""
+        """True if it is more than is allowed."""
         return self.difference > self.bound
 
     @property
@@ -127,7 +129,7 @@ class BoundJudge:
 
     @property
     def exact(self) -> bool:
-        """Whether the bound is a constant; otherwise neighbours are needed, to measure it by."""
+        """True if the bound is a constant; otherwise neighbours are needed, to measure it by."""
         return self.precision == torch.float64
 
     def floor(self, largest: float) -> float:
@@ -137,7 +139,7 @@ class BoundJudge:
     def measure(
         self, value: Tensor, *, expected: Tensor, neighbours: Sequence[Tensor], least: float, step: int
     ) -> BoundedDifference:
-        """The relative difference of `value`; its bound is by the largest of those of the neighbours, if any."""
+        """Return the relative difference of `value`; its bound is by the largest of those of the neighbours, if any."""
         found = difference(value, expected, floor=least).relative
         if self.exact:
             return BoundedDifference(found, EXACT, step)

@@ -53,7 +53,7 @@ class VerifiedSubject:
         return dataclasses.replace(options, nonfinite="raise", precision=self.precision, loss_scale=LossScale(256.0))
 
     def prepared(self) -> Model:
-        """The model in the dtype and mode to compare in; a module is copied, since training would change it."""
+        """Return the model in the dtype and mode to compare in; a module is copied, since training would change it."""
 
         def build() -> nn.Module:
             module = duplicate(self.model) if isinstance(self.model, nn.Module) else self.model()
@@ -64,19 +64,19 @@ class VerifiedSubject:
         return build() if isinstance(self.model, nn.Module) else build
 
     def converted(self) -> Iterator[Any]:
-        """The batches, their floating tensors in the dtype to compare in."""
+        """Yield the batches, their floating tensors in the dtype to compare in."""
         dtype = self.dtype
         for batch in self.batches:
             yield map_tensors(lambda x: x.to(dtype) if dtype and x.is_floating_point() else x, batch)
 
     def arguments(self, outputs: OutputNorms) -> dict[str, Any]:
-        """The keywords of `parallelize` and of `ReferenceRun`, with a forward that `outputs` listens to."""
+        """Return the keywords of `parallelize` and of `ReferenceRun`, with a forward that `outputs` listens to."""
         example = next(self.converted()) if self.options.example is None else self.options.example
         options = dataclasses.replace(self.options, forward=outputs.forward, example=example)
         return {**self.training, "loss": self.loss, "options": options}
 
     def listener(self) -> OutputNorms:
-        """An `OutputNorms` for this model's forward."""
+        """Return an `OutputNorms` for this model's forward."""
         return OutputNorms(self.options.forward or default_forward)
 
     def try_out(self, device: torch.device) -> TrialForward:
@@ -100,7 +100,9 @@ class VerifiedSubject:
         return dataclasses.replace(quietly.try_out(device), random=True, unknown=trial.unknown)
 
     def coarsest(self, trial: TrialForward) -> torch.dtype:
-        """The dtype that rounds most, of those that the forward computes in and those that gradients go through."""
+        """Return the dtype that rounds most, of those that the forward computes in and those that gradients go
+        through.
+        """
         dtypes = (trial.precision, self.precision.reduction, self.precision.accumulation)
         return max((dtype for dtype in dtypes if dtype), key=lambda dtype: torch.finfo(dtype).eps)
 

@@ -52,7 +52,7 @@ def write_chrome_trace(accounts: Sequence[PlanAccount], *, path: Path) -> None:
 
 
 def _rows(timeline: Timeline) -> Iterator[tuple[Event, int]]:
-    """Every event with its row."""
+    """Yield every event with its row."""
     free: dict[tuple[int, TimelineRow], list[float]] = defaultdict(list)
     for event in sorted(timeline.events, key=lambda event: event.start):
         if not event.beside:
@@ -80,13 +80,13 @@ class _Place:
         self._pipelines = {rank: ranks for ranks in timeline.pipelines for rank in ranks}
 
     def names(self, title: str, ranks: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """The names of processes."""
+        """Yield the names of processes."""
         for rank, stages in enumerate(self._stages):
             name, pid = f"{title}{ranks[rank]}: stages {' '.join(map(str, stages))}", self.first + rank
             yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
 
     def message(self, action: object, rank: int) -> str:
-        """The name of a message, one in the whole trace."""
+        """Return the name of a message, one in the whole trace."""
         return f"{self.first + self._pipelines[rank][0]}: {action}"
 
 

@@ -21,7 +21,7 @@ _STEPS = 4
 def memory_pictures(
     histories: Sequence[StepHistory], *, names: Sequence[str], span: float, most: float, limit: float = 0.0
 ) -> Iterator[Picture]:
-    """One for each of some ranks, all to one scale: `most` bytes high, and higher where the `limit` is near.
+    """Yield one for each of some ranks, all to one scale: `most` bytes high, and higher where the `limit` is near.
 
     `names` are those of all ranks along pp, `span` is the time that the whole width stands for, `limit` how many bytes
     a rank may use, 0 where that is unknown.
@@ -69,7 +69,9 @@ def _picture(history: StepHistory, frame: _Frame, *, last: bool) -> Picture:
 
 
 def _areas(history: StepHistory, frame: _Frame, plot: Plot) -> Iterator[PicturePath]:
-    """A staircase for each category, the first at the bottom, each drawn down to the ground behind those before it."""
+    """Yield a staircase for each category, the first at the bottom, each drawn down to the ground behind those before
+    it.
+    """
     moments = [*(level.seconds for level in history.levels), history.seconds]
     for count in range(len(frame.held), 0, -1):
         points = [(0.0, plot.height)]

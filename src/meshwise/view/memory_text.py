@@ -32,7 +32,7 @@ _HEIGHT = 8
 
 
 def memory_text(history: StepHistory, *, width: int, seconds: float, name: str) -> Text:
-    """The drawing of one rank, `seconds` in `width` characters."""
+    """Return the drawing of one rank, `seconds` in `width` characters."""
     peak = history.peak
     heads = [size_text(peak.bytes), *[""] * (_HEIGHT - 1)]
     left = max(map(len, heads))

@@ -49,12 +49,12 @@ class _Axis:
         return {self.name: index} if self.name else {}
 
     def label(self, index: _Index) -> str:
-        """The name of an index."""
+        """Return the name of an index."""
         return "…" if index is None else f"{self.name} {index}" if self.name else ""
 
 
 def mesh_picture(mesh: Mesh, *, ranks_per_node: int = 0) -> Picture:
-    """The picture; nodes are told apart where it is known how many ranks one has."""
+    """Return the picture; nodes are told apart where it is known how many ranks one has."""
     named = [(name, degree) for name, degree in reversed(mesh.axes) if degree > 1]
     axes = [_Axis.shown(name, degree=degree, most=most) for (name, degree), most in zip(named, _MOST, strict=False)]
     across, down, beside, below = [*axes, *[_Axis()] * (len(_MOST) - len(axes))]
@@ -110,13 +110,13 @@ class _Sheet:
         return _LABEL + len(self.down.indices) * (_HIGH + _GAP) + 14
 
     def title(self, outermost: Sequence[str]) -> str:
-        """How many ranks there are, and which axes have no room."""
+        """Return the number of ranks there are, and which axes have no room."""
         nodes = f", {self.ranks_per_node} to a node" if self.ranks_per_node else ""
         rest = f"; of {' '.join(outermost)} the first" if outermost else ""
         return f"{self.mesh.size} rank{'s' * (self.mesh.size > 1)}{nodes}{rest}"
 
     def grid(self, fixed: Mapping[str, _Index], *, at: Point) -> Iterator[Shape]:
-        """The ranks with some indices."""
+        """Yield the ranks with some indices."""
         left, top = at[0] + self.left, at[1] + _LABEL
         boxes: dict[int, Box] = {}
         for i, along in enumerate(self.across.indices):
@@ -135,7 +135,7 @@ class _Sheet:
         yield from self.cells(boxes)
 
     def cells(self, boxes: Mapping[int, Box]) -> Iterator[Shape]:
-        """A cell for each rank, those of a node in one colour."""
+        """Yield a cell for each rank, those of a node in one colour."""
         nodes: dict[int, list[int]] = defaultdict(list)
         for rank in boxes:
             nodes[rank // self.ranks_per_node if self.ranks_per_node else 0].append(rank)

@@ -27,7 +27,7 @@ def write_page(accounts: Sequence[PlanAccount], *, path: Path, title: str) -> No
 
 
 def page(accounts: Sequence[PlanAccount], *, title: str) -> str:
-    """The page: what plans have in common and what not, and then each of them, all to one scale of time."""
+    """Return the page: what plans have in common and what not, and then each of them, all to one scale of time."""
     name = escape(title)
     head = (
         f'<meta charset="utf-8"><title>{name}</title>'
@@ -52,7 +52,7 @@ def _sections(accounts: Sequence[PlanAccount]) -> Iterator[str]:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    """The first row are titles of columns, the first column those of rows."""
+    """Return the first row are titles of columns, the first column those of rows."""
     titles = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in rows[0])
     lines = (
         f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'

@@ -53,7 +53,7 @@ LINES = frozenset({"grid", "limit", "faint", "ink"})
 
 
 def style() -> str:
-    """The colours as CSS: a class for each paint, by variables that the dark changes."""
+    """Return the colours as CSS: a class for each paint, by variables that the dark changes."""
     light = "".join(f"--{paint}:{colors[0]};" for paint, colors in COLORS.items())
     dark = "".join(f"--{paint}:{colors[1]};" for paint, colors in COLORS.items())
     fills = "".join(f".picture .{paint}{{fill:var(--{paint})}}" for paint in COLORS)

@@ -35,11 +35,11 @@ class Bars:
 
     @property
     def fine(self) -> bool:
-        """Whether they are too narrow for a line around each."""
+        """True if they are too narrow for a line around each."""
         return sum(width for _, _, width, _ in self.boxes) < _NARROW * len(self.boxes)
 
     def moved(self, *, right: float, down: float) -> Bars:
-        """The same, elsewhere."""
+        """Return the same, elsewhere."""
         boxes = tuple((x + right, y + down, width, height) for x, y, width, height in self.boxes)
         return dataclasses.replace(self, boxes=boxes)
 
@@ -53,7 +53,7 @@ class PicturePath:
     filled: bool = False
 
     def moved(self, *, right: float, down: float) -> PicturePath:
-        """The same, elsewhere."""
+        """Return the same, elsewhere."""
         return dataclasses.replace(self, points=tuple((x + right, y + down) for x, y in self.points))
 
 
@@ -72,7 +72,7 @@ class PictureText:
     """Which part of it is at x: start, middle or end."""
 
     def moved(self, *, right: float, down: float) -> PictureText:
-        """The same, elsewhere."""
+        """Return the same, elsewhere."""
         return dataclasses.replace(self, x=self.x + right, y=self.y + down)
 
 
@@ -121,7 +121,7 @@ class Picture:
     plot: Plot | None = None
 
     def flat(self) -> Iterator[Shape]:
-        """All shapes in place."""
+        """Yield all shapes in place."""
         yield from self.shapes
         if self.plot is not None:
             for shape in (*self.plot.axis, *self.plot.shapes, *self.plot.texts):
@@ -152,7 +152,7 @@ def ticks(span: float, *, most: int) -> list[float]:
 
 
 def legend(entries: Sequence[tuple[str, str]], *, x: float, y: float) -> Iterator[Shape]:
-    """A row of (paint, meaning)."""
+    """Yield a row of (paint, meaning)."""
     for paint, meaning in entries:
         yield Bars(paint, ((x, y - 5, 14, 10),))
         yield PictureText(meaning, x + 19, y, "faint", size=11)

@@ -27,7 +27,7 @@ def pictures(accounts: Sequence[PlanAccount]) -> Iterator[list[Picture]]:
 
 
 def sheet(accounts: Sequence[PlanAccount]) -> Picture:
-    """All of them as one picture."""
+    """Return all of them as one picture."""
     parts = [comparison_picture(accounts)] if len(accounts) > 1 or accounts[0].peak else []
     for account, drawn in zip(accounts, pictures(accounts), strict=True):
         parts += [Picture(account.title, WIDTH, 24, (PictureText(account.title, 0, 12, size=15),)), *drawn]

@@ -103,7 +103,7 @@ def predicted(prediction: Prediction, *, title: str = "") -> PlanAccount:
 
 
 def measured(run: MeasuredStep) -> tuple[PlanAccount, ...]:
-    """A step of a run, and the same computations by the clock."""
+    """Return a step of a run, and the same computations by the clock."""
     timelines = {"measured": run.run, "by the clock": run.predicted, "equal stages": run.ideal}
     return tuple(PlanAccount(title, timeline) for title, timeline in timelines.items())
 

@@ -47,12 +47,12 @@ def uses(accounts: Sequence[PlanAccount]) -> list[str]:
 
 
 def held(accounts: Sequence[PlanAccount]) -> list[str]:
-    """The categories that the peak of any of them has."""
+    """Return the categories that the peak of any of them has."""
     return [str(category) for category in Category if any(account.peak.get(category) for account in accounts)]
 
 
 def comparison_picture(accounts: Sequence[PlanAccount]) -> Picture:
-    """A bar for the step of each plan, and one for the memory of its fullest rank, all to one scale."""
+    """Return a bar for the step of each plan, and one for the memory of its fullest rank, all to one scale."""
     charts = [_times(accounts)]
     remembering = [account for account in accounts if account.peak]
     if remembering:
@@ -142,6 +142,6 @@ def _shortened(title: str) -> str:
 
 
 def _part(account: PlanAccount, what: str) -> str:
-    """A part of the step, as time and as share."""
+    """Return a part of the step, as time and as share."""
     time = account.spent.get(what, 0.0)
     return f"{time_text(time, unit=account.unit)} ({100 * time / account.timeline.seconds:.1f} %)" if time else "0"

@@ -39,7 +39,7 @@ SHADES: Mapping[str, str] = {
 
 
 def picture(timeline: Timeline, *, width: int) -> Text:
-    """The drawing, folded into panels of at most `width` characters."""
+    """Return the drawing, folded into panels of at most `width` characters."""
     unit = min(event.seconds for row in timeline.computing for event in row)
     names = [f"rank {rank:>{len(str(timeline.ranks - 1))}} │" for rank in range(timeline.ranks)]
     cell = 1 + max(len(label(event, timeline=timeline)) for row in timeline.computing for event in row)
@@ -55,8 +55,8 @@ def picture(timeline: Timeline, *, width: int) -> Text:
 
 
 def strip(timeline: Timeline, *, width: int, seconds: float, rows: Sequence[str] = ()) -> Text:
-    """The drawing to scale, a row per rank, `seconds` in `width` characters; what is too short for one is not seen.
-    Below it, what its letters and shades are.
+    """Return the drawing to scale, a row per rank, `seconds` in `width` characters; what is too short for one is not
+    seen. Below it, what its letters and shades are.
 
     `rows` are the names of the ranks.
     """
@@ -71,7 +71,7 @@ def strip(timeline: Timeline, *, width: int, seconds: float, rows: Sequence[str]
 
 
 def _legend() -> Iterator[tuple[str, str]]:
-    """Each letter and shade, as it is drawn."""
+    """Yield each letter and shade, as it is drawn."""
     yield from ((str(kind), style) for kind, style in STYLES.items())
     yield from (("▒", "red"), ("u", ""), ("░", ""), (".", "dim"))
 
@@ -116,7 +116,7 @@ def _cells(timeline: Timeline, rank: int, unit: float, columns: int, cell: int) 
 
 
 def _placed(timeline: Timeline, rank: int, unit: float) -> Iterator[tuple[Event, int, int]]:
-    """The computations of a rank with their first column and the one after their last."""
+    """Yield the computations of a rank with their first column and the one after their last."""
     for event in timeline.computing[rank]:
         yield event, math.floor(event.start / unit + 0.5), math.floor(event.stop / unit + 0.5)
 

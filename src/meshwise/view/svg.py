@@ -13,7 +13,7 @@ _LEGIBLE = 720.0
 
 
 def svg_file(picture: Picture) -> str:
-    """A file, which has its colours with it."""
+    """Return a file, which has its colours with it."""
     return _svg(picture, f"<style>{style()}</style>" + _ground(picture))
 
 
@@ -37,7 +37,7 @@ def _ground(picture: Picture) -> str:
 
 
 def _plot(plot: Plot) -> str:
-    """A sheet of its own, as wide as the time in it: to stretch time is to show less of it."""
+    """Return a sheet of its own, as wide as the time in it: to stretch time is to show less of it."""
     left, top, width, height = map(_number, (plot.left, plot.top, plot.width, plot.height))
     place = f'transform="translate({left} {top})"'
     about = f'data-span="{plot.span!r}" data-unit="{plot.unit}"{" data-brief" * plot.brief}'

@@ -53,7 +53,7 @@ _LANE, _TITLE, _LEGEND, _AXIS, _MOST_TICKS = 4.0, 26.0, 24.0, 24.0, 10
 def timeline_picture(
     timeline: Timeline, *, title: str, rows: Sequence[str] = (), span: float | None = None, unit: str = "s"
 ) -> Picture:
-    """The picture. `rows` are the names of the ranks, `span` is the time that the whole width stands for."""
+    """Return the picture. `rows` are the names of the ranks, `span` is the time that the whole width stands for."""
     names = rows or [f"rank {rank}" for rank in range(timeline.ranks)]
     drawing = _Drawing.of(timeline, names)
     height = drawing.pitch * timeline.ranks
@@ -128,7 +128,7 @@ class _Drawing:
             yield Bars(paint, tuple(boxes[paint]), tuple(names[paint]), self.names[rank])
 
     def texts(self, rank: int, plot: Plot) -> Iterator[PictureText]:
-        """The names of the computations that have room for them."""
+        """Yield the names of the computations that have room for them."""
         size = 9.0 if self.bar > _HEIGHTS[-1][1] else 8.0
         for event in self.timeline.computing[rank]:
             name = label(event, timeline=self.timeline)

@@ -50,14 +50,15 @@ class PendingResult:
         self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The result, when it is there; the same tensor every time."""
+        """Return the result, when it is there; the same tensor every time."""
         if self._result is None:
             self._result = _Arrive.apply(self._token, self._passage)
         return self._result
 
 
 def all_gather(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> PendingResult:
-    """The parts of all ranks along `axes`, one after the other along `dim`: (…, sizes[i], …) → (…, sum(sizes), …).
+    """Return the parts of all ranks along `axes`, one after the other along `dim`: (…, sizes[i], …) → (…, sum(sizes),
+    …).
 
     `sizes`: of each rank's part along `dim`, in group order; all like `x` by default. Backward: reduce_scatter.
     Raises ValueError when `sizes` does not describe `x`.
@@ -88,7 +89,7 @@ def take(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = No
 
 
 def all_reduce(x: Tensor, *, world: World, axes: Axes) -> PendingResult:
-    """The sum of all ranks' `x`, of the same shape. Backward: the gradient as it is."""
+    """Return the sum of all ranks' `x`, of the same shape. Backward: the gradient as it is."""
     return _start(x, _AllReduce(world, axes))
 
 
@@ -169,7 +170,7 @@ class _Map(abc.ABC):
 
     @abc.abstractmethod
     def conjugate(self) -> _Map:
-        """The map of the gradients, the other way."""
+        """Return the map of the gradients, the other way."""
 
 
 @dataclass(frozen=True)
@@ -315,7 +316,7 @@ def _resized(x: Tensor | Sequence[int], dim: int, size: int) -> tuple[int, ...]:
 
 
 def _copied(x: Tensor, world: World) -> Tensor:
-    """A contiguous copy, where the other ranks reach it soonest."""
+    """Return a contiguous copy, where the other ranks reach it soonest."""
     if x.device != world.device:
         return x.clone(memory_format=torch.contiguous_format)
     return world.summand(x.shape, dtype=x.dtype).copy_(x)

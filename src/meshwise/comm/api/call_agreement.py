@@ -29,7 +29,7 @@ _SITE = 1000
 
 
 def as_tensor(stamp: CallRecord) -> Tensor:
-    """A stamp as bytes, as many for any stamp."""
+    """Return a stamp as bytes, as many for any stamp."""
     text = pickle.dumps(stamp._replace(site=stamp.site[-_SITE:]))
     return torch.frombuffer(bytearray(text.ljust(_BYTES, b"\0")), dtype=torch.uint8)
 

@@ -22,7 +22,7 @@ says that it will let the quantized ones go.
 
 
 def flat(x: Tensor, *, given: bool = False) -> Tensor:
-    """A view of `x` in one dim, outside autograd (as in c10d, writing to it does not count as a change of `x`).
+    """Return a view of `x` in one dim, outside autograd (as in c10d, writing to it does not count as a change of `x`).
 
     Of one that is `given`, to be read alone, and that torch conjugates or negates when it is read, a copy as it reads.
     Raises ValueError when another one is like that, when `x` is not contiguous, when torch cannot copy its dtype, and

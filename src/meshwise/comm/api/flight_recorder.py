@@ -54,7 +54,7 @@ class CallRecord(NamedTuple):
 
     @property
     def point_to_point(self) -> bool:
-        """Whether this is one end of a message rather than a collective."""
+        """True if this is one end of a message rather than a collective."""
         return self.kind in _MESSAGES
 
     @property
@@ -258,7 +258,7 @@ class _Waiting:
 
 
 def disagreement(stamps: Mapping[int, CallRecord]) -> str | None:
-    """A table of what each rank called, largest agreeing party first; None when the ranks agree.
+    """Return a table of what each rank called, largest agreeing party first; None when the ranks agree.
 
     `stamps`: by rank, the call each made in the place where all should have made the same.
     """

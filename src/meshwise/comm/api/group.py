@@ -19,19 +19,21 @@ class Group:
 
     @property
     def size(self) -> int:
-        """How many ranks take part."""
+        """Number of ranks take part."""
         return len(self.ranks)
 
 
 def rooted(group: Group, *, root: int) -> Group:
-    """The group, which has a rank of the index `root`. Raises ValueError otherwise."""
+    """Return the group, which has a rank of the index `root`. Raises ValueError otherwise."""
     if not 0 <= root < group.size:
         raise ValueError(f"no index {root} along {'·'.join(group.axes)}, which has {group.size} ranks")
     return group
 
 
 def line(group: Group, *, source: int, target: int) -> Group:
-    """The two ends of a message as a group of their own. Raises ValueError when they are not two ranks of the group."""
+    """Return the two ends of a message as a group of their own. Raises ValueError when they are not two ranks of the
+    group.
+    """
     if source == target or not (0 <= source < group.size and 0 <= target < group.size):
         raise ValueError(
             f"no message from index {source} to {target} along {group.axes[0]}, which has {group.size} ranks"

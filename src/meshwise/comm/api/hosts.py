@@ -11,7 +11,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_name() -> str:
-    """A name that processes have in common when they run on one machine, in one container.
+    """Return a name that processes have in common when they run on one machine, in one container.
 
     A container has a name of its own, and machines may be called alike; no two boots have one id.
     """

@@ -43,12 +43,12 @@ class JobAttempt:
 
     @property
     def is_named(self) -> bool:
-        """Whether the name is this job's own: torchrun calls every job `none` that was given no name."""
+        """True if the name is this job's own: torchrun calls every job `none` that was given no name."""
         return self.run != "none"
 
 
 def fresh(store: c10d.Store, *, rank: int, size: int, timeout: timedelta = _TIME) -> c10d.Store:
-    """A part of the store that no earlier start has written to; every rank calls it.
+    """Return a part of the store that no earlier start has written to; every rank calls it.
 
     Raises TimeoutError (on rank 0, which names them) or torch's DistError when ranks stay away for `timeout`.
     """

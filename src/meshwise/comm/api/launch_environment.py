@@ -40,18 +40,20 @@ def launched(environment: Mapping[str, str] | None = None) -> LaunchedRank | Non
 
 
 def is_under_launcher(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether anything was told, be it right or wrong."""
+    """Return whether anything was told, be it right or wrong."""
     told = os.environ if environment is None else environment
     return any(told.get(name) for name in _OF_A_RANK)
 
 
 def is_rank() -> bool:
-    """Whether a launcher has started this process as one of its ranks, by what `launched` has found to make sense."""
+    """Return whether a launcher has started this process as one of its ranks, by what `launched` has found to make
+    sense.
+    """
     return bool(os.environ.get("RANK"))
 
 
 def prints_for_job() -> bool:
-    """Whether this process says what all ranks have to say: the first rank, or whoever is none."""
+    """Return whether this process says what all ranks have to say: the first rank, or whoever is none."""
     return not is_rank() or os.environ["RANK"] == "0"
 
 

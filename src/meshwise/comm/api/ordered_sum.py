@@ -57,7 +57,7 @@ def reduce_block(parts: Sequence[Elements], *, into: Elements, scratch: Elements
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
-    """Whether sums of it are made in float32."""
+    """Return whether sums of it are made in float32."""
     return dtype in _NARROW
 
 

@@ -14,6 +14,6 @@ class RankKilledError(RankLostError):
 
 
 def lost(peer: int, *, about: object, error: Exception) -> RankLostError:
-    """The error of a call that failed because of what became of `peer`."""
+    """Return the error of a call that failed because of what became of `peer`."""
     what = re.sub(r"^\[.*?\] | This is typically.*$", "", str(error), flags=re.DOTALL)
     return RankLostError(f"rank {peer} was lost in {about} ({what.rstrip('.')})")

@@ -29,5 +29,5 @@ def copy(x: Tensor, *, into: Tensor) -> None:
 
 
 def elements(x: Tensor, *, op: str) -> Elements:
-    """A flat tensor of the CPU as what adds it up, or finds the extremes, soonest."""
+    """Return a flat tensor of the CPU as what adds it up, or finds the extremes, soonest."""
     return x.numpy() if op == "sum" and x.dtype in _ADDED and torch.get_num_threads() == 1 else x

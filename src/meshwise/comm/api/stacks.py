@@ -31,7 +31,7 @@ _LEFT_OUT = (
 
 
 def stack(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """The innermost of these frames, outermost first, indented."""
+    """Return the innermost of these frames, outermost first, indented."""
     summary = traceback.StackSummary.extract(iter(frames))
     entries = [entry for entry in reversed(summary) if not entry.filename.startswith(_LEFT_OUT)]
     lines = [] if len(entries) <= _MOST_FRAMES else [f"… {len(entries) - _MOST_FRAMES} outer frames"]
@@ -57,7 +57,7 @@ def _is_pythons_or_ours(file: str) -> bool:
 
 
 def stack_of(thread: int | None) -> str:
-    """The stack of the thread with this identifier, as it is now; empty when it has ended.
+    """Return the stack of the thread with this identifier, as it is now; empty when it has ended.
 
     Python makes the object of a frame when it is asked for, and may collect garbage for it. What is collected may let
     the thread go on, return from that very frame, and leave an object that tells of memory used for something else:

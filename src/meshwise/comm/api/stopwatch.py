@@ -35,7 +35,7 @@ class RankClock(Protocol):
         """This moment."""
 
     def seconds(self, moment: Any) -> float:
-        """A moment as `time.monotonic` would tell it."""
+        """Return a moment as `time.monotonic` would tell it."""
 
 
 class HostClock:
@@ -46,7 +46,7 @@ class HostClock:
         return time.monotonic()
 
     def seconds(self, moment: float) -> float:
-        """The moment itself."""
+        """Return the moment itself."""
         return moment
 
 
@@ -64,7 +64,7 @@ class DeviceClock:
         return event
 
     def seconds(self, moment: torch.cuda.Event) -> float:
-        """The moment as `time.monotonic` would tell it; waits until it is there."""
+        """Return the moment as `time.monotonic` would tell it; waits until it is there."""
         moment.synchronize()
         return self._zero + float(self._first.elapsed_time(moment)) / 1e3
 

@@ -44,7 +44,7 @@ class Work:
 
     @property
     def ready(self) -> bool:
-        """Whether `wait` is known to return at once. Some worlds only know it of what was waited for."""
+        """True if `wait` is known to return at once. Some worlds only know it of what was waited for."""
         return self._done
 
     def wait(self) -> None:
@@ -87,7 +87,7 @@ class World(abc.ABC):
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks there are."""
         return self.mesh.size
 
     @property
@@ -96,7 +96,7 @@ class World(abc.ABC):
         return self.journal.position
 
     def over(self, mesh: Mesh) -> Self:
-        """The same ranks seen over another mesh of the same size; all but the mesh is shared.
+        """Return the same ranks seen over another mesh of the same size; all but the mesh is shared.
 
         Raises ValueError when the sizes differ.
         """
@@ -107,18 +107,19 @@ class World(abc.ABC):
         return view
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """A tensor in one dim for what collectives move again and again: where the ranks reach it soonest.
+        """Return a tensor in one dim for what collectives move again and again: where the ranks reach it soonest.
 
         Anything else may be given to a collective too. Contents are unspecified.
         """
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def summand(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        """A tensor for an activation, or the gradient of one, that the ranks add up: as `empty` makes it."""
+        """Return a tensor for an activation, or the gradient of one, that the ranks add up: as `empty` makes it."""
         return self.empty(math.prod(shape), dtype=dtype).view(tuple(shape))
 
     def common(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:  # noqa: ARG002 - most have none
-        """A tensor in one dim that is the same memory for all ranks along `axes`; None where they cannot share any.
+        """Return a tensor in one dim that is the same memory for all ranks along `axes`; None where they cannot share
+        any.
 
         Every rank of the group calls it. An all-gather of its equal parts into the whole moves nothing and only waits
         until every rank has written its own. Contents are unspecified.
@@ -159,7 +160,9 @@ class World(abc.ABC):
         return self.journal.timed(self.device)
 
     def digest(self, axes: Axes) -> int:
-        """A 32-bit digest of all collectives this rank's group along `axes` has called: equal on all its ranks."""
+        """Return a 32-bit digest of all collectives this rank's group along `axes` has called: equal on all its
+        ranks.
+        """
         return self.journal.digests.get(self.group(axes).ranks, 0)
 
     @property
@@ -198,7 +201,7 @@ class World(abc.ABC):
         return self._all_reduce(self._stamp("all_reduce", group, x, how=op), group, data, op)
 
     def all_gather(self, x: Tensor, *, into: Parts, axes: Axes) -> Work:
-        """Every rank's `x`, one after the other. `into`: one tensor of size · x.numel() elements, or parts.
+        """Return every rank's `x`, one after the other. `into`: one tensor of size · x.numel() elements, or parts.
 
         `x` may be the very slice of `into` where it belongs.
         """
@@ -232,7 +235,7 @@ class World(abc.ABC):
         return self._all_to_all(self._stamp("all_to_all", group, x), group, parts, targets)
 
     def gather(self, x: Tensor, *, into: Parts | None, axes: Axes, target: int = 0) -> Work:
-        """Every rank's `x` on the target; `into` is None elsewhere."""
+        """Return every rank's `x` on the target; `into` is None elsewhere."""
         group = rooted(self.group(axes), root=target)
         if group.size == 1:
             return _copy(x, passed(into, who="the target of a gather", name="into"))
@@ -244,7 +247,7 @@ class World(abc.ABC):
         return self._gather(self._stamp("gather", group, x, how=f"to {target}"), group, data, (parts, target))
 
     def scatter(self, x: Parts | None, *, into: Tensor, axes: Axes, source: int = 0) -> Work:
-        """The source's parts, one to each rank; `x` is None elsewhere."""
+        """Return the source's parts, one to each rank; `x` is None elsewhere."""
         group = rooted(self.group(axes), root=source)
         if group.size == 1:
             return _copy(passed(x, who="the source of a scatter", name="x"), into)
@@ -276,7 +279,9 @@ class World(abc.ABC):
                 self._barrier(stamp, group)
 
     def exchange(self, value: Any, *, axes: Axes | None = None) -> list[Any]:
-        """Every rank's small Python value, in group order (all ranks by default). For reports, not for tensors."""
+        """Return every rank's small Python value, in group order (all ranks by default). For reports, not for
+        tensors.
+        """
         group = self.group(self.mesh.names if axes is None else axes)
         if group.size == 1:
             return [value]
@@ -289,7 +294,8 @@ class World(abc.ABC):
         return [pickle.loads(bytes(part.tolist())) for part in parts]
 
     def totals(self, x: Tensor, *, said: int = 0) -> tuple[list[float], float]:
-        """The sums over all ranks of a few fp64 numbers, on the host, and that of their `dissent`: one all-reduce.
+        """Return the sums over all ranks of a few fp64 numbers, on the host, and that of their `dissent`: one
+        all-reduce.
 
         The dissent is 0 when all ranks also say the same number, of 32 bits.
         """
@@ -307,7 +313,7 @@ class World(abc.ABC):
         return [self.send(part, axis=axis, to=to) for part in (length, data)]
 
     def recv_value(self, *, axis: str, source: int) -> Any:
-        """The Python value that group index `source` along one axis sends next."""
+        """Return the Python value that group index `source` along one axis sends next."""
         length = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.recv(length, axis=axis, source=source).wait()
         data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
@@ -391,7 +397,7 @@ class World(abc.ABC):
 
 
 def _copy(x: Parts, into: Parts) -> Work:
-    """The collective of a group of one."""
+    """Return the collective of a group of one."""
     [source], [target] = split(x, 1, given=True), split(into, 1)
     fit(source, part=target)
     put(source, into=target)

@@ -42,7 +42,7 @@ class RankAnswer:
     lost: str = ""
 
     def pending(self) -> Sequence[PlacedCall]:
-        """The calls that this rank may be waiting in."""
+        """Return the calls that this rank may be waiting in."""
         if self.waiting is not None:
             return [self.waiting]
         return self.recent if self.waited else []
@@ -76,11 +76,11 @@ class RankSurvey:
     absent: Mapping[int, AbsentRank]
 
     def finding(self) -> HangFinding | None:
-        """The reason why somebody waits; None when nobody does."""
+        """Return the reason why somebody waits; None when nobody does."""
         return self._disagreement() or self._lost() or self._finished() or self._circle() or self._slow()
 
     def report(self, finding: HangFinding) -> str:
-        """The whole story: the finding, where each rank is, and the stacks that matter."""
+        """Return the whole story: the finding, where each rank is, and the stacks that matter."""
         ranks = list(range(self.size))
         if self.size > _MOST_LINES:
             waiting = {rank for rank, answer in self.answers.items() if answer.waiting}

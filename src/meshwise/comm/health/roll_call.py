@@ -77,7 +77,7 @@ def _await_all(roll: Store, size: int, *, until: float) -> list[RollCallEntry]:
 
 
 def _await_list(roll: Store, *, until: float) -> list[RollCallEntry]:
-    """The other ranks' part: rank 0's list, or without rank 0 what there is."""
+    """Return the other ranks' part: rank 0's list, or without rank 0 what there is."""
     if _await(lambda: roll.check(["all"]), until=until):
         return [RollCallEntry(**entry) for entry in json.loads(roll.get("all"))]
     return _present(roll)

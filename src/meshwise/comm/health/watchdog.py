@@ -192,7 +192,9 @@ class Watchdog:
         return self._waited() >= self._pace.suspect and rested >= self._pace.suspect
 
     def _waited(self) -> float:
-        """How many seconds this rank has been waiting, or (on a GPU, where waiting does not block) may have been."""
+        """Return the number of seconds this rank has been waiting, or (on a GPU, where waiting does not block) may have
+        been.
+        """
         journal = self._world.journal
         since = journal.position.waiting_since
         if since is None and self._world.device.type == "cuda" and journal.calls:

@@ -36,15 +36,15 @@ class PendingCollective:
         self._deposits[rank] = deposit
 
     def complete(self) -> bool:
-        """Whether every rank has called it."""
+        """Return whether every rank has called it."""
         return len(self.stamps) == len(self.ranks)
 
     def missing(self) -> list[int]:
-        """The ranks that have not."""
+        """Return the ranks that have not."""
         return [rank for rank in self.ranks if rank not in self.stamps]
 
     def reduced(self, op: str) -> Tensor:
-        """The reduction of what the ranks left; the first rank that asks computes it for all."""
+        """Return the reduction of what the ranks left; the first rank that asks computes it for all."""
         with self._reducing:
             if self._reduced is None:
                 self._reduced = torch.empty_like(self._deposits[self.ranks[0]][0])
@@ -92,7 +92,7 @@ class Rendezvous:
         self._finished: set[int] = set()
 
     def meet(self, rank: int, *, ranks: tuple[int, ...], stamp: CallRecord, deposit: list[Tensor]) -> PendingCollective:
-        """The meeting that this rank's calls among `ranks` have come to, with its call noted.
+        """Return the meeting that this rank's calls among `ranks` have come to, with its call noted.
 
         For a message, `ranks` are its source and target; both count the messages of that line.
         """

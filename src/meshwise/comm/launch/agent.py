@@ -107,7 +107,7 @@ class _Agent(LocalElasticAgent):
         return result
 
     def _left_nothing(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
-        """The ranks that have ended with status 0, for certain, and left no result."""
+        """Return the ranks that have ended with status 0, for certain, and left no result."""
         if time.monotonic() - self._since < _CERTAIN_SECONDS:
             return {}
         outcomes = last_start(self._folder)
@@ -129,7 +129,7 @@ class _Agent(LocalElasticAgent):
                     os.kill(one.id, signal.SIGCONT)
 
     def _may_yet_tell(self, worker_group: WorkerGroup) -> bool:
-        """Whether a rank has ended without a word just now, and one that lives has said nothing yet."""
+        """Return whether a rank has ended without a word just now, and one that lives has said nothing yet."""
         outcomes = last_start(self._folder)
         quiet = {one.id for one in worker_group.workers if not RankOutcome.is_there(outcomes, rank=one.global_rank)}
         known, self._silent = self._silent, {process for process in quiet if _has_ended(process)}
@@ -146,7 +146,7 @@ def _has_ended(process: int) -> bool:
 
 
 def _is_gone(process: int) -> bool:
-    """Whether it has ended, and whoever started it knows."""
+    """Return whether it has ended, and whoever started it knows."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

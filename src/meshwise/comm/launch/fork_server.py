@@ -152,7 +152,9 @@ def tidying() -> Iterator[None]:
 
 
 def _short(folder: str) -> Path:
-    """A folder for sockets, whose paths may have a hundred bytes: this one, or where a system has temporary files."""
+    """Return a folder for sockets, whose paths may have a hundred bytes: this one, or where a system has temporary
+    files.
+    """
     for name in (folder, "/tmp", "/var/tmp"):  # noqa: S108 - of a folder of our own in it
         if len(os.fsencode(name)) <= _LONGEST and os.access(name, os.W_OK):
             return Path(name)
@@ -160,8 +162,8 @@ def _short(folder: str) -> Path:
 
 
 def _start_tracker() -> set[int]:
-    """The process that removes what others forget: deaf, too, or its end would be told. Returns the signals that were
-    blocked before; it lets Ctrl-C through again.
+    """Return the process that removes what others forget: deaf, too, or its end would be told. Returns the signals that
+    were blocked before; it lets Ctrl-C through again.
     """
     heard = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_TERMINAL)
     try:

@@ -77,7 +77,7 @@ def last_start(folder: Path) -> Path:
 
 
 def new_folder(root: Path) -> Path:
-    """The same until `remove_folder`."""
+    """Return the same until `remove_folder`."""
     _sweep(root)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))

@@ -27,7 +27,7 @@ _LEAVING_TIME = timedelta(seconds=5)
 def connect(
     *, device: torch.device | str | None = None, stall_seconds: float | None = None, comm: Comm | None = None
 ) -> World:
-    """The world of this process, over the mesh `rank=N` of all its ranks. Every rank of the job calls it.
+    """Return the world of this process, over the mesh `rank=N` of all its ranks. Every rank of the job calls it.
 
     `device`: where this rank's tensors are; by default the GPU with its local number, or the CPU. The same device gives
     the same world again. It is watched (see `watch`, also for `stall_seconds`) and closed at exit at the latest; once
@@ -60,7 +60,7 @@ def joined(
 
 @functools.cache
 def _worlds() -> dict[torch.device, World]:
-    """The worlds this process has joined. A process is one rank, whoever in it asks."""
+    """Return the worlds this process has joined. A process is one rank, whoever in it asks."""
     return {}
 
 

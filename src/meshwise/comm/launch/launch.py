@@ -108,7 +108,9 @@ def run(
 
 
 def torchrun_line(size: int, argv: Sequence[str], *, restarts: int = 0) -> str:
-    """The command that starts the same ranks with torchrun: `argv` is a script or `-m module`, and its arguments."""
+    """Return the command that starts the same ranks with torchrun: `argv` is a script or `-m module`, and its
+    arguments.
+    """
     again = [f"--max-restarts={restarts}"] if restarts else []
     return shlex.join(["torchrun", "--standalone", f"--nproc-per-node={size}", *again, *argv])
 

@@ -27,7 +27,9 @@ def _tell(kind: type[BaseException], error: BaseException, at: TracebackType | N
 
 
 def _orphaned(at: TracebackType | None, *, patience: float) -> bool:
-    """Whether the error came while a rank was told what to do, by a process that hangs up within so many seconds."""
+    """Return whether the error came while a rank was told what to do, by a process that hangs up within so many
+    seconds.
+    """
     while at is not None and at.tb_frame.f_code is not spawn._main.__code__:
         at = at.tb_next
     if at is None:

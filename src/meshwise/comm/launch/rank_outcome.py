@@ -39,12 +39,12 @@ class RankOutcome:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether the rank only failed because another one was lost."""
+        """True if the rank only failed because another one was lost."""
         return isinstance(self.error, RankLostError)
 
     @property
     def left_well(self) -> bool:
-        """Whether the rank called `sys.exit` as one does at a good end."""
+        """True if the rank called `sys.exit` as one does at a good end."""
         return isinstance(self.error, SystemExit) and not self.error.code
 
     def save(self, folder: Path, *, rank: int) -> None:
@@ -65,7 +65,7 @@ class RankOutcome:
 
     @staticmethod
     def is_there(folder: Path, *, rank: int) -> bool:
-        """Whether that rank has written one."""
+        """Return whether that rank has written one."""
         return (folder / str(rank)).exists()
 
     @classmethod
@@ -149,7 +149,7 @@ def _with_notes(error: BaseException, others: Mapping[int, RankOutcome]) -> Base
 
 
 def _picklable(error: BaseException) -> BaseException:
-    """The exception itself, or when it cannot travel between processes a RuntimeError of the same words."""
+    """Return the exception itself, or when it cannot travel between processes a RuntimeError of the same words."""
     try:
         copy = pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 - whatever its class does when it is pickled
@@ -163,7 +163,7 @@ def _picklable(error: BaseException) -> BaseException:
 
 
 def status_of(error: BaseException) -> int:
-    """The exit status that an exception stands for, which is printed where it says what went wrong."""
+    """Return the exit status that an exception stands for, which is printed where it says what went wrong."""
     if isinstance(error, SystemExit) and isinstance(error.code, int | None):
         return error.code or 0
     traceback.print_exception(error)

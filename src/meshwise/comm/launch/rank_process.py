@@ -132,8 +132,8 @@ def _outcome(main: Callable[[], Any]) -> RankOutcome:
 
 
 def asked_threads() -> int | None:
-    """The threads of a rank by OMP_NUM_THREADS, which may be a list with a number for each level; OpenMP passes over
-    what is none, with a word.
+    """Return the threads of a rank by OMP_NUM_THREADS, which may be a list with a number for each level; OpenMP passes
+    over what is none, with a word.
     """
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if re.fullmatch("0*[1-9][0-9]{0,5}", first) else None

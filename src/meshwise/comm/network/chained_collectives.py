@@ -34,7 +34,7 @@ class ChainedCollectives:
         self._queues: dict[tuple[tuple[int, ...], str], _Queue] = {}
 
     def begin(self, steps: Steps, *, world: World, stamp: CallRecord, group: Group) -> Work:
-        """The chain of these steps of a call of the group, begun: its first step is called at once."""
+        """Return the chain of these steps of a call of the group, begun: its first step is called at once."""
         queue = self._queues.setdefault((group.ranks, group.purpose), _Queue())
         chain = _Chain(world, stamp=stamp, steps=each_as_called(steps), queue=queue)
         queue.add(chain)

@@ -60,7 +60,7 @@ class GlooTransport:
         self._carriers: dict[str, WorkerThread] = {}
 
     def carrier(self, lane: str) -> WorkerThread:
-        """The thread that carries on, in order, what was called on this lane."""
+        """Return the thread that carries on, in order, what was called on this lane."""
         if lane not in self._carriers:
             self._carriers[lane] = WorkerThread(f"meshwise {lane}")
         return self._carriers[lane]
@@ -268,7 +268,7 @@ class GlooWorld(World):
         return self._start(call, program, reads=[x], writes=[x], carried=True)
 
     def _reduced(self, call: _Call, parts: list[Tensor], into: Tensor, op: str) -> Steps:
-        """The reduction of everyone's part for this rank."""
+        """Return the reduction of everyone's part for this rank."""
         own = call.group.index
         assert self._transport is not None
         scratch = self._transport.scratch
@@ -336,7 +336,7 @@ class _Started(Work):
 
     @property
     def ready(self) -> bool:
-        """Whether the thread that carries it on is done."""
+        """True if the thread that carries it on is done."""
         return super().ready or (self._ticket is not None and self._ticket.done)
 
     def _finish(self) -> None:

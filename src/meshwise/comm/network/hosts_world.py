@@ -43,11 +43,11 @@ class _Grid:
     place: int
 
     def inside(self, step: int) -> Group:
-        """The ranks of this host, for the step of that number."""
+        """Return the ranks of this host, for the step of that number."""
         return self._part(self.rows[self.host], self.place, step)
 
     def column(self, step: int) -> Group:
-        """The ranks of this place."""
+        """Return the ranks of this place."""
         return self._part([row[self.place] for row in self.rows], self.host, step)
 
     def _part(self, indices: Sequence[int], index: int, step: int) -> Group:
@@ -71,7 +71,8 @@ class HostsWorld(World):
 
     @classmethod
     def joined(cls, room: HostRanks, *, mailbox: Mailbox, mesh: Mesh, hosts: Sequence[int]) -> HostsWorld:
-        """The world of this rank, which shares a room with those of its host and exchanges messages with the others.
+        """Return the world of this rank, which shares a room with those of its host and exchanges messages with the
+        others.
 
         Whatever it waits for, it does its part in everything else that is under way.
         """
@@ -85,11 +86,13 @@ class HostsWorld(World):
         return cls(inside=inside, between=between, hosts=hosts, chains=chains)
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """A tensor in memory that the other ranks of this host can map."""
+        """Return a tensor in memory that the other ranks of this host can map."""
         return self._inside.empty(numel, dtype=dtype)
 
     def common(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:
-        """A tensor in one dim that is the same memory for all ranks along `axes`; None unless they are on one host."""
+        """Return a tensor in one dim that is the same memory for all ranks along `axes`; None unless they are on one
+        host.
+        """
         here = self._way(self.group(axes)) is self._inside
         return self._inside.over(self.mesh).common(numel, dtype=dtype, axes=axes) if here else None
 

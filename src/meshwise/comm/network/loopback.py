@@ -25,7 +25,7 @@ _TIME = timedelta(minutes=10)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this name or address leads to this machine and never leaves it."""
+    """Return whether this name or address leads to this machine and never leaves it."""
     if host == "localhost":
         return True
     try:
@@ -35,7 +35,7 @@ def is_loopback(host: str) -> bool:
 
 
 def address_towards(host: str) -> str:
-    """The address of this machine by which it reaches that host. Raises OSError when it has no way there."""
+    """Return the address of this machine by which it reaches that host. Raises OSError when it has no way there."""
     family, _, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(place)  # sends nothing: it only chooses the interface
@@ -43,7 +43,9 @@ def address_towards(host: str) -> str:
 
 
 def loopback_store(port: int = 0, *, timeout: timedelta = _TIME) -> TCPStore:
-    """A store of this process on the loopback interface; port 0 takes a free one. Raises OSError when it is taken."""
+    """Return a store of this process on the loopback interface; port 0 takes a free one. Raises OSError when it is
+    taken.
+    """
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((LOOPBACK, port))
@@ -63,8 +65,8 @@ def loopback_store(port: int = 0, *, timeout: timedelta = _TIME) -> TCPStore:
 
 @functools.cache
 def _opened() -> weakref.WeakSet[TCPStore]:
-    """The stores of this process. One that nobody needs any more ends a thread of it, and a copy of the process has no
-    such thread: it died of a segmentation fault when it came to collect the garbage of before. There they stay.
+    """Return the stores of this process. One that nobody needs any more ends a thread of it, and a copy of the process
+    has no such thread: it died of a segmentation fault when it came to collect the garbage of before. There they stay.
     """
     stores: weakref.WeakSet[TCPStore] = weakref.WeakSet()
 
@@ -77,7 +79,7 @@ def _opened() -> weakref.WeakSet[TCPStore]:
 
 
 def store_of(host: str, *, port: int, opens: bool, timeout: timedelta = _TIME) -> TCPStore:
-    """The store at this place; `opens`: this process opens it, unless it has done so before.
+    """Return the store at this place; `opens`: this process opens it, unless it has done so before.
 
     Raises torch's DistError when it cannot be reached, OSError when it cannot be opened.
     """
@@ -116,7 +118,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._store.port))
 
     def is_closed(self) -> bool:
-        """Whether there will be no further round."""
+        """Return whether there will be no further round."""
         return self._closed
 
     def set_closed(self) -> None:
@@ -128,7 +130,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        """The name of the job, in the ranks TORCHELASTIC_RUN_ID."""
+        """Return the name of the job, in the ranks TORCHELASTIC_RUN_ID."""
         return self._run
 
     def shutdown(self) -> bool:
@@ -138,5 +140,5 @@ class LoopbackRendezvous(RendezvousHandler):
 
 
 def is_opened_by_launcher() -> bool:
-    """Whether the launcher holds the store that MASTER_ADDR and MASTER_PORT name; else rank 0 opens it."""
+    """Return whether the launcher holds the store that MASTER_ADDR and MASTER_PORT name; else rank 0 opens it."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

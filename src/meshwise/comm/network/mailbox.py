@@ -65,7 +65,7 @@ class Mailbox:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """True if `close` was called."""
         return self._group is None
 
     def post(
@@ -105,12 +105,12 @@ class Mailbox:
 
 
 def _tag(label: str, tensor: Tensor) -> int:
-    """The number by which a message is known: of what the rank believes it calls, the size and the dtype."""
+    """Return the number by which a message is known: of what the rank believes it calls, the size and the dtype."""
     return zlib.crc32(f"{label} {tensor.numel()} {tensor.dtype}".encode()) & _TAG_BITS
 
 
 def _gloo(store: c10d.Store, rank: int, size: int) -> c10d.ProcessGroup:
-    """A gloo process group of our own: torch's default group stays free for the user."""
+    """Return a gloo process group of our own: torch's default group stays free for the user."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         backend = c10d.ProcessGroupGloo(store, rank, size, _FOREVER)
     else:

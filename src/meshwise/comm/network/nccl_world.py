@@ -39,7 +39,7 @@ _OPS: Mapping[str, c10d.ReduceOp] = {
 
 
 def nccl(store: c10d.Store, rank: int, size: int) -> c10d.ProcessGroup:
-    """A communicator among the ranks that meet under this store."""
+    """Return a communicator among the ranks that meet under this store."""
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = FOREVER
     backend = c10d.ProcessGroupNCCL(store, rank, size, options)
@@ -60,7 +60,7 @@ class Communicators:
         self.closed = False
 
     def of(self, ranks: tuple[int, ...], *, rank: int, lane: str = "") -> c10d.ProcessGroup:
-        """The process group of `ranks`, among which `rank` is this one."""
+        """Return the process group of `ranks`, among which `rank` is this one."""
         assert not self.closed, "the world was closed"
         if (lane, ranks) not in self._made:
             # A connection of its own: one that waits for a key is locked, and two carriers that wait for each other's
@@ -71,7 +71,7 @@ class Communicators:
         return self._made[lane, ranks]
 
     def carrier(self, ends: tuple[int, int]) -> WorkerThread:
-        """The thread that posts the messages from one rank to another."""
+        """Return the thread that posts the messages from one rank to another."""
         if ends not in self._carriers:
             self._carriers[ends] = WorkerThread(f"meshwise messages from {ends[0]} to {ends[1]}")
         return self._carriers[ends]
@@ -203,7 +203,7 @@ class NcclWorld(World):
         token.item()
 
     def _together(self, group: Group) -> c10d.ProcessGroup:
-        """The process group of a collective."""
+        """Return the process group of a collective."""
         return self._communicators.of(group.ranks, rank=self.rank)
 
 
@@ -226,7 +226,7 @@ class _Started(Work):
 
 
 def _joined(parts: list[Tensor]) -> Tensor | None:
-    """The parts as one tensor, when they have one size and lie one after the other in memory."""
+    """Return the parts as one tensor, when they have one size and lie one after the other in memory."""
     size = parts[0].numel()
     for part, following in itertools.pairwise(parts):
         if following.numel() != size or following.data_ptr() != part.data_ptr() + size * part.element_size():

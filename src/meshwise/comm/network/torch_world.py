@@ -41,7 +41,8 @@ COMM_VARIABLE = "MESHWISE_COMM"
 
 
 def meeting_place() -> c10d.Store | None:
-    """The store that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT name; None without them, or for a world of one.
+    """Return the store that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT name; None without them, or for a world of
+    one.
 
     Every rank calls it, and gets a part of the store that no earlier start of the job has used. The store listens on
     the loopback interface alone when MASTER_ADDR leads there. Raises torch's DistError when it cannot be reached in ten
@@ -58,7 +59,8 @@ def meeting_place() -> c10d.Store | None:
 def torch_world(
     device: torch.device, *, store: c10d.Store | None = None, comm: Comm = "auto", host: str | None = None
 ) -> World:
-    """The world of all ranks of this job, over the mesh `rank=N`. Every rank calls it, once for each device type.
+    """Return the world of all ranks of this job, over the mesh `rank=N`. Every rank calls it, once for each device
+    type.
 
     `store`: where the ranks meet, by default the `meeting_place`. `comm`: how CPU ranks of one host are joined, `local`
     (shared memory), `gloo`, or `auto`: shared memory where there is some. `host`: the name of this one, the same for
@@ -125,7 +127,7 @@ def _remedy(reason: str) -> str:
 
 
 def default_device() -> torch.device:
-    """The GPU with this rank's local number (modulo the GPUs there are), or the CPU."""
+    """Return the GPU with this rank's local number (modulo the GPUs there are), or the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -138,7 +140,7 @@ def _numbers() -> tuple[int, int]:
 
 
 def _devices(store: c10d.Store, rank: int, size: int, device: torch.device, comm: Comm) -> list[str]:
-    """Every rank's device: a name of its GPU that no other GPU has, or `cpu` and how it wants to be joined.
+    """Return every rank's device: a name of its GPU that no other GPU has, or `cpu` and how it wants to be joined.
 
     Raises ValueError where ranks differ in what they have to have in common: they would wait for each other.
     """

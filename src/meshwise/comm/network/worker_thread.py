@@ -34,7 +34,7 @@ class ThreadJob:
 
     @property
     def done(self) -> bool:
-        """Whether the job is done."""
+        """True if the job is done."""
         return self._done.is_set()
 
     def wait(self, *, meanwhile: Meanwhile | None = None) -> None:

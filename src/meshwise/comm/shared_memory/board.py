@@ -82,7 +82,7 @@ class Board:
 
     @classmethod
     def open(cls, process: int, *, place: int) -> Board:
-        """Another rank's. Raises OSError when it cannot be mapped."""
+        """Return another rank's. Raises OSError when it cannot be mapped."""
         return cls(open_segment(process, place=place), place=place)
 
     def hide(self) -> None:

@@ -71,7 +71,7 @@ class QueuedCall(Work):
 
     @property
     def ready(self) -> bool:
-        """Whether its results are in place and nobody uses its tensors any more."""
+        """True if its results are in place and nobody uses its tensors any more."""
         return self._done or self.lane.is_over(self)
 
     def take(self, index: int, *, into: Tensor, which: int = 0) -> None:
@@ -143,7 +143,7 @@ class GroupQueue:
         return self._posted > before
 
     def _has_room(self, number: int) -> bool:
-        """Whether everyone has done the call that this one overwrites."""
+        """Return whether everyone has done the call that this one overwrites."""
         if number >= self._free:
             self._free = RING + min(self._done, *map(self._count_done, self.others))
         return number < self._free
@@ -188,7 +188,7 @@ class GroupQueue:
             self._held.popleft().end()
 
     def is_over(self, call: QueuedCall) -> bool:
-        """Whether its results are in place and nobody uses its tensors any more."""
+        """Return whether its results are in place and nobody uses its tensors any more."""
         if not call.acted:
             return False
         return not call.users or all(self._count_done(index) > call.number for index in call.users)
@@ -200,7 +200,7 @@ class GroupQueue:
 
     @property
     def busy(self) -> bool:
-        """Whether this rank has a part left to do."""
+        """True if this rank has a part left to do."""
         return bool(self._due or self._kept)
 
     def _place(self, x: Tensor) -> Place:
@@ -257,7 +257,7 @@ class GroupQueue:
     # ---- what the others have done -----------------------------------------------------------------------------
 
     def span(self, call: QueuedCall, *, index: int, like: Tensor, which: int = 0) -> Span:
-        """The tensor that a rank gave to this call, of the size and dtype of `like`.
+        """Return the tensor that a rank gave to this call, of the size and dtype of `like`.
 
         Raises RanksDisagree when it has another size.
         """
@@ -305,7 +305,7 @@ class GroupQueue:
         )
 
     def _elsewhere(self, index: int, place: int, offset: int, like: Tensor) -> Span:
-        """A tensor that the call did not bring: its owner waits until it has been used."""
+        """Return a tensor that the call did not bring: its owner waits until it has been used."""
         rank = self.ranks[index]
         self._is_awaited = True
         if place == IN_PRIVATE:
@@ -314,12 +314,14 @@ class GroupQueue:
         return MappedSpan(self._room.peer(rank).slabs.at(place)[offset : offset + like.nbytes].view(like.dtype))
 
     def _is_there(self, index: int, call: QueuedCall) -> bool:
-        """Whether that rank has made the same call. One that made another is waited for: the hang report tells."""
+        """Return whether that rank has made the same call. One that made another is waited for: the hang report
+        tells.
+        """
         side = self._sides[index] or self._side(index)
         return side is not None and side.has_posted(call.number, tag=call.tag)
 
     def _is_over_or_there(self, index: int, call: QueuedCall) -> bool:
-        """The same, or this rank has come by and done its part, after which the record may be another call's."""
+        """Return the same, or this rank has come by and done its part, after which the record may be another call's."""
         return call.acted or self._is_there(index, call)
 
     def _count_done(self, index: int) -> int:
@@ -357,7 +359,7 @@ class GroupQueues:
         self._lanes: dict[tuple[tuple[int, ...], str], GroupQueue] = {}
 
     def of(self, group: Group) -> GroupQueue:
-        """The lane of these ranks for their purpose."""
+        """Return the lane of these ranks for their purpose."""
         assert not self.closed, "the world was closed"
         name = group.ranks, group.purpose
         if name not in self._lanes:
@@ -392,6 +394,6 @@ class GroupQueues:
 
 
 def _key(ranks: tuple[int, ...], purpose: str) -> int:
-    """The name of a lane as a number."""
+    """Return the name of a lane as a number."""
     text = f"{purpose} {ranks}".encode()
     return zlib.crc32(text) << 31 | zlib.crc32(text[::-1]) >> 1

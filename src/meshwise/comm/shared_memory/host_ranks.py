@@ -80,7 +80,7 @@ class HostRanks:
         return cls(rank, board=board, peers=peers, memory=memory)
 
     def peer(self, rank: int) -> HostPeer:
-        """Another rank of the room."""
+        """Return another rank of the room."""
         return self._peers[rank]
 
     def wait_for(
@@ -122,12 +122,12 @@ class HostRanks:
             peer.life.forget()
 
     def missing(self, ranks: Sequence[int]) -> int | None:
-        """The first of these ranks whose process has ended, if any has."""
+        """Return the first of these ranks whose process has ended, if any has."""
         return next((rank for rank in ranks if rank != self.rank and self._peers[rank].life.ended), None)
 
     def lost_by(self, ranks: Sequence[int], *, error: OSError) -> int | None:
-        """The same, where what one of them holds could not be had. The memory of a process goes before its end is told,
-        seconds before when it is much: where the error may be of that, it is waited for.
+        """Return the same, where what one of them holds could not be had. The memory of a process goes before its end
+        is told, seconds before when it is much: where the error may be of that, it is waited for.
         """
         deadline = time.monotonic() + (_ENDING_SECONDS if error.errno in _OF_AN_END else 0)
         while (gone := self.missing(ranks)) is None and time.monotonic() < deadline:

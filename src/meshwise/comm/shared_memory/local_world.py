@@ -49,13 +49,13 @@ class LocalWorld(World):
         self._lanes = lanes
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """A tensor in memory that the other ranks can map; one whose contents travel in a call needs none."""
+        """Return a tensor in memory that the other ranks can map; one whose contents travel in a call needs none."""
         if numel * dtype.itemsize <= PAYLOAD_BYTES:
             return super().empty(numel, dtype=dtype)
         return self._lanes.room.slabs.empty(numel, dtype=dtype)
 
     def common(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:
-        """A tensor in one dim that is the same memory for all ranks along `axes`; None for one rank alone.
+        """Return a tensor in one dim that is the same memory for all ranks along `axes`; None for one rank alone.
 
         Nobody owns it: once all have mapped it, it goes with the last of them.
         """
@@ -196,7 +196,7 @@ class LocalWorld(World):
         return self._begin(call, gives=[x], users=[target])
 
     def _begin_sum(self, call: QueuedCall, group: Group, x: Tensor, op: str, *, targets: Sequence[int]) -> Work:
-        """Every rank reduces its slice of everyone's `x`, and writes it into that of the targets."""
+        """Return every rank reduces its slice of everyone's `x`, and writes it into that of the targets."""
         start = sum(piece.numel() for piece in x.tensor_split(group.size)[: group.index])
         stop = start + x.tensor_split(group.size)[group.index].numel()
         [held] = self._reachable([x], group.ranks)

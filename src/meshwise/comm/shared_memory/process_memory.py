@@ -52,11 +52,11 @@ class ProcessMemory:
         self._readers = {other for other, text in enumerate(reads) if rank in json.loads(text)}
 
     def read_by(self, rank: int) -> bool:
-        """Whether that rank can read this one's memory."""
+        """Return whether that rank can read this one's memory."""
         return rank in self._readers
 
     def readable(self, rank: int) -> bool:
-        """Whether this rank can read that one's memory."""
+        """Return whether this rank can read that one's memory."""
         return rank in self._processes
 
     def read(self, rank: int, *, address: int, into: Tensor) -> None:
@@ -88,7 +88,7 @@ def _hint(number: int) -> str:
 
 
 def _readable(process: int, address: int, *, expected: int) -> bool:
-    """Whether the number at that address of a process can be read, and is what it should be."""
+    """Return whether the number at that address of a process can be read, and is what it should be."""
     found = torch.zeros(1, dtype=torch.int64)
     try:
         _copy("read", process, address, found)
@@ -98,7 +98,7 @@ def _readable(process: int, address: int, *, expected: int) -> bool:
 
 
 def _machine() -> str:
-    """A name that processes share when they may be able to read each other's memory; empty where nobody can."""
+    """Return a name that processes share when they may be able to read each other's memory; empty where nobody can."""
     return host_name() if sys.platform == "linux" else ""
 
 

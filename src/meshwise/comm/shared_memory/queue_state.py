@@ -35,7 +35,9 @@ _ALIGNMENT = 16
 
 
 def travels_in_payload(tensors: Sequence[Tensor]) -> bool:
-    """Whether they are so small that a call brings their contents; they are the caller's again once it is known."""
+    """Return whether they are so small that a call brings their contents; they are the caller's again once it is
+    known.
+    """
     size = 0
     for x in tensors:
         size += _aligned(x.nbytes)
@@ -59,7 +61,7 @@ class QueueState:
 
     @classmethod
     def find(cls, board: Board, *, key: int, ranks: int) -> QueueState | None:
-        """Another rank's; None as long as it has not called anything in the lane."""
+        """Return another rank's; None as long as it has not called anything in the lane."""
         start = board.lane(key)
         return None if start is None else cls(board, start=start, ranks=ranks)
 
@@ -67,16 +69,16 @@ class QueueState:
 
     @property
     def posted(self) -> int:
-        """How many calls the rank has made."""
+        """Number of calls the rank has made."""
         return self.board.read(self._posted)
 
     @property
     def done(self) -> int:
-        """How many it has done."""
+        """Number of it has done."""
         return self.board.read(self._done)
 
     def has_posted(self, number: int, *, tag: int) -> bool:
-        """Whether the rank has made the call of that number, and it was that."""
+        """Return whether the rank has made the call of that number, and it was that."""
         return self.posted > number and self.board.words[self._record(number)] == tag
 
     def given(self, number: int, *, which: int) -> Place:

@@ -32,7 +32,7 @@ class MappedSpan(NamedTuple):
     tensor: Tensor
 
     def cut(self, start: int, *, stop: int) -> MappedSpan:
-        """The elements [start, stop)."""
+        """Return the elements [start, stop)."""
         return MappedSpan(self.tensor[start:stop])
 
     def copy_to(self, into: Tensor) -> None:
@@ -61,7 +61,7 @@ class RemoteSpan:
     itemsize: int
 
     def cut(self, start: int, *, stop: int) -> RemoteSpan:
-        """The elements [start, stop)."""
+        """Return the elements [start, stop)."""
         return replace(self, address=self.address + start * self.itemsize, numel=stop - start)
 
     def copy_to(self, into: Tensor) -> None:

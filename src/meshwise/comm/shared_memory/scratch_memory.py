@@ -22,7 +22,7 @@ class ScratchMemory:
         self._lock = threading.Lock()
 
     def borrow(self, *, like: Tensor) -> Tensor:
-        """A tensor of that size and dtype with unspecified contents."""
+        """Return a tensor of that size and dtype with unspecified contents."""
         size = like.numel() * like.element_size()
         if size == 0:
             return torch.empty_like(like)

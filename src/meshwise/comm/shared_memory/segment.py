@@ -106,12 +106,12 @@ def _is_there(process: int, place: int) -> bool:
 
 
 def words_of(memory: Tensor) -> memoryview:
-    """The same memory as numbers of 8 bytes, each read and written at once."""
+    """Return the same memory as numbers of 8 bytes, each read and written at once."""
     return memoryview(memory.numpy()).cast("q")  # type: ignore[arg-type] # an array is a buffer
 
 
 def fits(size: int, *, slab: int) -> bool:
-    """Whether a slab of `slab` bytes is lent to a tensor of `size`."""
+    """Return whether a slab of `slab` bytes is lent to a tensor of `size`."""
     return size <= slab <= size + size // 4 + _PAGE
 
 
@@ -126,7 +126,7 @@ class TensorSlabs:
         self._kept = KEPT
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """A tensor in shared memory, unspecified contents. Its memory is free again when the last view of it is.
+        """Return a tensor in shared memory, unspecified contents. Its memory is free again when the last view of it is.
 
         Each has a file descriptor, of which a process has some thousand: with very many lent, or none left, it is in
         ordinary memory. So is what a copy of the process makes: what is free here is the rank's to lend again.
@@ -137,7 +137,7 @@ class TensorSlabs:
         return torch.empty(numel, dtype=dtype)
 
     def lend(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """The same, in shared memory whatever else is lent. Raises OSError when the system refuses."""
+        """Return the same, in shared memory whatever else is lent. Raises OSError when the system refuses."""
         size = max(1, numel * dtype.itemsize)
         slab = self._fitting(size)
         if slab is None:
@@ -160,8 +160,8 @@ class TensorSlabs:
         return None if slab is None else (slab.place, x.data_ptr() - start)
 
     def _fitting(self, size: int) -> SharedSegment | None:
-        """The smallest free slab for so many bytes, no longer free. Where Python collects garbage meanwhile, tensors
-        go, and what is free may be discarded.
+        """Return the smallest free slab for so many bytes, no longer free. Where Python collects garbage meanwhile,
+        tensors go, and what is free may be discarded.
         """
         for slab in sorted(self._free, key=lambda slab: slab.memory.numel()):
             if fits(size, slab=slab.memory.numel()):
@@ -206,8 +206,8 @@ class JointTensors:
         return torch.frombuffer(lease, dtype=torch.uint8)
 
     def name(self, tensors: Sequence[Tensor], *, ranks: tuple[int, ...]) -> int:
-        """A number that tells all ranks alike which memory these tensors are; 0 unless all of them lie in what exactly
-        these ranks hold together.
+        """Return a number that tells all ranks alike which memory these tensors are; 0 unless all of them lie in what
+        exactly these ranks hold together.
         """
         if not self._held:
             return 0
@@ -232,7 +232,7 @@ class PeerMappings:
         self._mapped: dict[int, Tensor] = {}
 
     def at(self, place: int) -> Tensor:
-        """The bytes of a slab. Raises OSError when it cannot be mapped."""
+        """Return the bytes of a slab. Raises OSError when it cannot be mapped."""
         if place not in self._mapped:
             self._mapped = {known: x for known, x in self._mapped.items() if _is_there(self._process, known)}
             self._mapped[place] = self.map(place)
@@ -240,7 +240,7 @@ class PeerMappings:
         return self._mapped[place]
 
     def map(self, place: int) -> Tensor:
-        """The same, for whoever keeps it."""
+        """Return the same, for whoever keeps it."""
         return open_segment(self._process, place=place)
 
 

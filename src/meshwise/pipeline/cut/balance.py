@@ -77,7 +77,7 @@ class BalancedSteps:
 
 
 def bounds_by_name(seen: ProbeResult, *, at: Sequence[str], stages: int, opens: Collection[str] = ()) -> BalancedSteps:
-    """Stages that begin at these pieces, or at modules inside of these blocks.
+    """Return stages that begin at these pieces, or at modules inside of these blocks.
 
     Raises CutError when they are too few or too many, are no place to begin at, or out of order.
     """
@@ -96,7 +96,7 @@ def bounds_by_name(seen: ProbeResult, *, at: Sequence[str], stages: int, opens: 
 
 
 def balance(model: nn.Module, *, seen: ProbeResult, aim: BalanceAim, opens: Collection[str]) -> BalancedSteps:
-    """The best bounds between whole pieces, or inside of these blocks where that is worth it.
+    """Return the best bounds between whole pieces, or inside of these blocks where that is worth it.
 
     Raises CutError when fewer stages fit.
     """
@@ -115,7 +115,7 @@ def balance(model: nn.Module, *, seen: ProbeResult, aim: BalanceAim, opens: Coll
 
 
 def balance_trace(model: nn.Module, *, seen: ProbeResult, aim: BalanceAim) -> BalancedSteps:
-    """The best bounds between the operations of a trace.
+    """Return the best bounds between the operations of a trace.
 
     Raises CutError when fewer stages fit.
     """
@@ -126,7 +126,7 @@ def balance_trace(model: nn.Module, *, seen: ProbeResult, aim: BalanceAim) -> Ba
 
 
 def _opened(seen: ProbeResult, opens: Collection[str], bounds: Sequence[int]) -> BalancedSteps:
-    """The row with no more blocks opened than these bounds, of the row with all of them opened, need."""
+    """Return the row with no more blocks opened than these bounds, of the row with all of them opened, need."""
     named = {place: name for name, place in reversed(seen.begins(opens).items())}
     names = [named[bound] for bound in bounds[:-1]]
     needed = [step.key for step in seen.steps if {part.key for part in step.inside[:-1]}.intersection(names)]
@@ -153,8 +153,8 @@ class _Row:
     def best(
         self, seconds: _Seconds | None, *, also: Sequence[int] = (), slack: float = 0.0
     ) -> tuple[tuple[int, ...], float]:
-        """The best bounds, and what is made small: the largest load, or up to `slack` more where less is then sent; or
-        the step's time, found from these bounds and from `also`.
+        """Return the best bounds, and what is made small: the largest load, or up to `slack` more where less is then
+        sent; or the step's time, found from these bounds and from `also`.
         """
         even = divide(self.steps, slack=slack)
         if seconds is None:
@@ -167,7 +167,7 @@ class _Row:
         return self.places_of(bounds), price
 
     def places_of(self, bounds: Sequence[int]) -> tuple[int, ...]:
-        """Bounds among all steps."""
+        """Return bounds among all steps."""
         return tuple((*self.places, len(self._all.solid))[bound] for bound in bounds)
 
 
@@ -196,7 +196,7 @@ def loads_of(model: nn.Module, *, seen: ProbeResult, aim: BalanceAim) -> list[li
 
 
 def _seconds(model: nn.Module, aim: BalanceAim) -> _Seconds | None:
-    """The clock, where it can tell."""
+    """Return the clock, where it can tell."""
     if aim.by != "time" or aim.schedule is None:
         return None
     byte = OPERATIONS_PER_BYTE if is_bare(model) else _copying(next(model.parameters()).device)

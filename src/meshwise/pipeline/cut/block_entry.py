@@ -48,7 +48,9 @@ class AttentionCall(nn.Module):
 
 
 def laid_out(value: Tensor, *, like: Tensor) -> Tensor:
-    """The value, in memory as another is: what attention gives is as its queries are, and a view may count on it."""
+    """Return the value, in memory as another is: what attention gives is as its queries are, and a view may count on
+    it.
+    """
     order = sorted(range(like.dim()), key=like.stride, reverse=True)
     return value.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
 
@@ -68,14 +70,14 @@ class AttentionCalls(TorchFunctionMode):
 
 
 def module_at(model: nn.Module, *, name: str) -> nn.Module:
-    """A module of the model; for a block's call of attention one that does the same."""
+    """Return a module of the model; for a block's call of attention one that does the same."""
     around, _, own = name.rpartition(".")
     block = model.get_submodule(around)
     return AttentionCall() if own == CALL and CALL not in block._modules else model.get_submodule(name)
 
 
 def inside(block: nn.Module) -> tuple[str, ...]:
-    """The parts of a block that it could be cut between, by their names in it; none when it cannot be opened.
+    """Return the parts of a block that it could be cut between, by their names in it; none when it cannot be opened.
 
     Whether attention is one of them, that is called once by the block itself, is seen when it runs.
     """
@@ -90,7 +92,7 @@ def inside(block: nn.Module) -> tuple[str, ...]:
 
 
 def is_repeated() -> bool:
-    """Whether what runs now will be run again by torch's checkpoint, or, under a reentrant one, has no graph."""
+    """Return whether what runs now will be run again by torch's checkpoint, or, under a reentrant one, has no graph."""
     if not torch.is_grad_enabled():
         return True
     one = torch.ones((), requires_grad=True)
@@ -100,7 +102,7 @@ def is_repeated() -> bool:
 
 
 def _called(module: nn.Module, path: str) -> Iterator[str]:
-    """The modules with parameters that have a forward, through those that only hold others."""
+    """Yield the modules with parameters that have a forward, through those that only hold others."""
     for name, child in module.named_children():
         if any(True for _ in child.parameters()):
             if _only_holds(child):
@@ -110,7 +112,7 @@ def _called(module: nn.Module, path: str) -> Iterator[str]:
 
 
 def _chooses(block: nn.Module, names: tuple[str, ...]) -> bool:
-    """Whether modules of one list are of one kind."""
+    """Return whether modules of one list are of one kind."""
     lists: dict[str, list[type[nn.Module]]] = {}
     for name in names:
         if "." in name:

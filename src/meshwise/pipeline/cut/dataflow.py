@@ -119,7 +119,7 @@ class DataflowTracer(TorchDispatchMode):
         self._names.update({parameter.untyped_storage(): name for name, parameter in parameters.items()})
 
     def is_of_pieces(self, tensor: Tensor) -> bool:
-        """Whether something that pieces have computed is in it."""
+        """Return whether something that pieces have computed is in it."""
         return self._of(tensor) != _NOTHING
 
     def output(self, tensor: Tensor, *, key: str, made: bool) -> Tensor:
@@ -329,7 +329,7 @@ def _deciding(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _is_plain_change(was: Any, now: Any) -> bool:
-    """Whether something without tensors is in another's place."""
+    """Return whether something without tensors is in another's place."""
     if now is was or next(tensors(now), None) is not None:
         return False
     return not (isinstance(now, _PLAIN) and isinstance(was, _PLAIN) and now == was)

@@ -71,11 +71,11 @@ class FxTrace:
         return _unpickled, (data.getvalue(),)
 
     def knows(self, name: str) -> bool:
-        """Whether it calls a module of this name, or reads such a parameter."""
+        """Return whether it calls a module of this name, or reads such a parameter."""
         return any(node.target == name for node in self.graph.nodes if node.op in ("call_module", "get_attr"))
 
     def reads(self, name: str) -> bool:
-        """Whether it reads this buffer, or calls a module that holds it."""
+        """Return whether it reads this buffer, or calls a module that holds it."""
         used = {str(node.target) for node in self.graph.nodes if node.op in ("call_module", "get_attr")}
         return name in used or any(name.startswith(f"{path}.") for path in used)
 
@@ -129,7 +129,7 @@ class _Tracer(fx.Tracer):
 
 
 def trace_model(model: nn.Module, *, call: Call) -> FxTrace:
-    """The operations of the model's forward, for the arguments that `call(model)` gives it.
+    """Return the operations of the model's forward, for the arguments that `call(model)` gives it.
 
     Raises CutError for a model that cannot be traced.
     """
@@ -169,7 +169,7 @@ def _arguments(model: nn.Module, call: Call) -> tuple[tuple[Any, ...], dict[str,
 
 
 def _named(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of the model's forward by name, those that are not given too."""
+    """Return the arguments of the model's forward by name, those that are not given too."""
     given = inspect.signature(type(model).forward).bind(model, *args, **kwargs)
     given.apply_defaults()
     return dict(list(given.arguments.items())[1:])
@@ -197,7 +197,7 @@ def probe_trace(model: nn.Module, *, trace: FxTrace, call: Call, timed: bool = F
 
 
 def steps_of(graph: fx.Graph) -> list[fx.Node]:
-    """The operations that are cut, in order."""
+    """Return the operations that are cut, in order."""
     return [node for node in graph.nodes if node.op not in OUTSIDE]
 
 
@@ -218,7 +218,7 @@ class _Watch(fx.Interpreter):
         self.since = LossTail(())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward, with its arguments as they come."""
+        """Return the model's forward, with its arguments as they come."""
         given = _named(self._model, args, kwargs)
         inputs = [given[str(node.target)] for node in self.graph.nodes if node.op == "placeholder"]
         if self._bare:
@@ -298,7 +298,7 @@ class _Watch(fx.Interpreter):
         return Dependencies(frozenset(source.name for source in node.all_input_nodes if source in self._own))
 
     def _parameters(self, node: fx.Node) -> list[Tensor]:
-        """The parameters of a module, or those given to an operation."""
+        """Return the parameters of a module, or those given to an operation."""
         if node.op == "call_module":
             return list(self._model.get_submodule(str(node.target)).parameters())
         read = [self.env[source] for source in node.all_input_nodes if source.op == "get_attr"]
@@ -314,7 +314,7 @@ def _cut_off(tensor: Tensor) -> Tensor:
 
 
 def part_of(graph: fx.Graph, *, keys: Sequence[str], sends: Sequence[str], last: bool) -> fx.Graph:
-    """The operations `keys` of a graph; what they need of others is received, and `sends` leaves."""
+    """Return the operations `keys` of a graph; what they need of others is received, and `sends` leaves."""
     part = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     own = set(keys)

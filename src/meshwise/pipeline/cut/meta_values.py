@@ -15,17 +15,17 @@ from meshwise.model.shape_constants import ShapeConstants
 
 
 def is_bare(model: nn.Module) -> bool:
-    """Whether its parameters have no values."""
+    """Return whether its parameters have no values."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
 def on_meta(values: Any) -> Any:
-    """A tree of values with its tensors on the meta device."""
+    """Return a tree of values with its tensors on the meta device."""
     return map_tensors(lambda tensor: tensor.to("meta"), values)
 
 
 def as_zeros(values: Any, *, device: torch.device) -> Any:
-    """A tree of values with zeros in place of its tensors."""
+    """Return a tree of values with zeros in place of its tensors."""
     return map_tensors(lambda tensor: torch.zeros_like(tensor, device=device), values)
 
 

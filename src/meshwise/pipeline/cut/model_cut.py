@@ -59,7 +59,7 @@ class UncutModules:
     second: frozenset[str] = frozenset()
 
     def are_whole(self, module: str) -> bool:
-        """Whether there is no pair that the module has one side of."""
+        """Return whether there is no pair that the module has one side of."""
         first, second = (
             any(f"{name}.".startswith(f"{module}.") for name in side) for side in (self.first, self.second)
         )
@@ -157,7 +157,7 @@ class ModelCut:
 
     @property
     def stages(self) -> int:
-        """How many there are."""
+        """Number of there are."""
         return len(self.bounds) - 1
 
     @property
@@ -185,7 +185,7 @@ class ModelCut:
         )
 
     def coarser(self, at: Sequence[str], *, model: nn.Module) -> ModelCut:
-        """The same model cut at these only of the places that it is cut at: by the keys that stages begin with.
+        """Return the same model cut at these only of the places that it is cut at: by the keys that stages begin with.
 
         Raises ValueError for another key.
         """
@@ -279,7 +279,7 @@ def cut_pieces(model: nn.Module, *, call: Call, pieces: Patterns = ()) -> ModelC
 
 
 def _are_pieces(names: Sequence[str], model: nn.Module) -> bool:
-    """Whether these are calls of whole pieces, so that none lies inside of one."""
+    """Return whether these are calls of whole pieces, so that none lies inside of one."""
     pieces = {piece.module for unit in partition(model) for piece in unit}
     return all(name.partition(":")[0] in pieces for name in names)
 
@@ -358,7 +358,7 @@ def _refuse_readers(seen: ProbeResult, bounds: Sequence[int], holders: Mapping[s
 
 
 def _holders(model: nn.Module, seen: ProbeResult, bounds: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """The stages that use each parameter; one that nothing uses is on the last."""
+    """Return the stages that use each parameter; one that nothing uses is on the last."""
     last = len(bounds) - 2
     stages: dict[str, set[int]] = {name: set(range(last + 1)) for name in seen.everywhere}
     for stage, (start, stop) in enumerate(pairwise(bounds)):

@@ -52,7 +52,7 @@ class PieceBackwardHooks:
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether gradients are shown to hooks on this module."""
+    """Return whether gradients are shown to hooks on this module."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
@@ -97,12 +97,12 @@ def refuse_untraced(module: nn.Module, *, name: str) -> None:
 
 
 def are_global() -> bool:
-    """Whether gradients are shown to hooks on all modules that there are."""
+    """Return whether gradients are shown to hooks on all modules that there are."""
     return bool(torchs._global_backward_hooks or torchs._global_backward_pre_hooks)
 
 
 def around(pieces: Collection[str]) -> set[str]:
-    """The modules that pieces lie inside of, the model itself aside: where that ends, all gradients are."""
+    """Return the modules that pieces lie inside of, the model itself aside: where that ends, all gradients are."""
     parts = (piece.split(".") for piece in pieces)
     return {".".join(path[:end]) for path in parts for end in range(1, len(path))}
 

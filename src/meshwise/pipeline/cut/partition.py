@@ -39,11 +39,11 @@ class CutSteps:
     """What it adds to the stage that begins there."""
 
     def largest(self, bounds: Sequence[int]) -> float:
-        """The load of the largest of the stages between these bounds."""
+        """Return the load of the largest of the stages between these bounds."""
         return max(_Table(self).loads(bounds))
 
     def merged(self, places: Sequence[int]) -> CutSteps:
-        """The row with fewer places to cut at: those before these steps, the first of which is step 0."""
+        """Return the row with fewer places to cut at: those before these steps, the first of which is step 0."""
         parts = list(pairwise((*places, len(self.solid))))
         return CutSteps(
             loads=[[sum(row[start:stop]) for start, stop in parts] for row in self.loads],
@@ -56,8 +56,8 @@ class CutSteps:
 
 
 def worthwhile(steps: CutSteps, *, apart: float, always: Collection[int], never: Collection[int]) -> list[int]:
-    """The places to cut at that are worth trying: `always` these, `never` those, and of others that are less than
-    `apart` from each other, in loads, the one where least crosses.
+    """Return the places to cut at that are worth trying: `always` these, `never` those, and of others that are less
+    than `apart` from each other, in loads, the one where least crosses.
     """
     sums = [0.0, *accumulate(max(steps.loads, key=sum))]
     kept = sorted(always)
@@ -72,7 +72,7 @@ def worthwhile(steps: CutSteps, *, apart: float, always: Collection[int], never:
 
 
 def divide(steps: CutSteps, *, slack: float = 0.0) -> tuple[int, ...]:
-    """The bounds of the stages: stage k is steps[bounds[k]:bounds[k + 1]].
+    """Return the bounds of the stages: stage k is steps[bounds[k]:bounds[k + 1]].
 
     The largest load is the least possible, or up to `slack` (a part of it) more where less is then sent in all; among
     equals, the loads are the most even. By dynamic programming over (stage, end), O(stages · steps²).
@@ -109,7 +109,7 @@ class StepSeconds(Protocol):
 def quicken(
     steps: CutSteps, *, bounds: tuple[int, ...], seconds: StepSeconds, tries: int = 10_000
 ) -> tuple[tuple[int, ...], float]:
-    """Bounds from which no move makes a step of the schedule shorter, and that step's time.
+    """Return bounds from which no move makes a step of the schedule shorter, and that step's time.
 
     From the given ones moves are made that do, until there is none or so many were tried; first those that leave the
     largest stage smallest. Moving a step from stage i to stage j moves every bound between them by one; where steps are
@@ -137,7 +137,7 @@ REACH = 4
 
 
 def _moves(bounds: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
-    """Every inner bound moved by some steps, and every run of them by one, where that leaves no stage empty."""
+    """Yield every inner bound moved by some steps, and every run of them by one, where that leaves no stage empty."""
     for first, last in itertools.combinations_with_replacement(range(1, len(bounds) - 1), 2):
         reach = REACH if first == last else 1
         for by in (by for by in range(-reach, reach + 1) if by):
@@ -147,7 +147,7 @@ def _moves(bounds: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
 
 
 def _cheapest(table: _Table, limit: float) -> tuple[int, ...]:
-    """The bounds with the least sent, then the least sum of squared loads, when no stage may exceed `limit`."""
+    """Return the bounds with the least sent, then the least sum of squared loads, when no stage may exceed `limit`."""
     best: list[dict[int, tuple[tuple[float, float], tuple[int, ...]]]] = [{0: ((0.0, 0.0), (0,))}]
     for stage in range(table.stages):
         ends: dict[int, tuple[tuple[float, float], tuple[int, ...]]] = {}
@@ -190,5 +190,5 @@ class _Table:
         return self.alone(stage, start, end) + self._after[start] + self._before[end]
 
     def alone(self, stage: int, start: int, end: int) -> float:
-        """The same without what the cuts add: the more steps, the more."""
+        """Return the same without what the cuts add: the more steps, the more."""
         return self._sums[stage][end] - self._sums[stage][start]

@@ -105,7 +105,7 @@ def _owner(buffer: str) -> str:
 
 
 def _counts(model: nn.Module, name: str) -> bool:
-    """Whether this is a module without parameters, as some norms over the batch are: it belongs to one stage."""
+    """Return whether this is a module without parameters, as some norms over the batch are: it belongs to one stage."""
     return bool(name) and next(model.get_submodule(name).parameters(), None) is None
 
 
@@ -139,7 +139,7 @@ def _seen(
 
 
 def _with_costs(steps: Sequence[ProbedStep], costs: Sequence[ProbedStep]) -> tuple[ProbedStep, ...]:
-    """The same steps with what they took in another run."""
+    """Return the same steps with what they took in another run."""
     return tuple(
         dataclasses.replace(step, took=cost.took, inside=_with_costs(step.inside, cost.inside) if step.inside else ())
         for step, cost in zip(steps, costs, strict=True)
@@ -149,7 +149,7 @@ def _with_costs(steps: Sequence[ProbedStep], costs: Sequence[ProbedStep]) -> tup
 def _run(
     model: nn.Module, call: Call, found: Sequence[GatheredModule], modes: _Modes, *, timed: bool, parts: _Parts
 ) -> ProbeResult:
-    """One run."""
+    """Return one run."""
     everywhere = tuple(name for piece in found if piece.spans for name in piece.parameters)
     bare = is_bare(model)
     watched = copied(model, tensors={parameter: parameter for parameter in model.parameters()})
@@ -222,7 +222,7 @@ class _Watch:
         return self.followed.of(values)
 
     def output(self, values: Any, *, key: str, made: bool = False) -> Any:
-        """The output of a step, cut off from what it was made of. `made`: in memory that nothing else has."""
+        """Return the output of a step, cut off from what it was made of. `made`: in memory that nothing else has."""
         return map_tensors(lambda tensor: self._output(tensor, key, made=made), values)
 
     def _output(self, tensor: Tensor, key: str, *, made: bool) -> Tensor:
@@ -233,7 +233,7 @@ class _Watch:
         return entered
 
     def seen(self, result: Any, everywhere: tuple[str, ...]) -> ProbeResult:
-        """All of it. Only a block that is called once, and whose output is all that leaves it, can be opened."""
+        """Return all of it. Only a block that is called once, and whose output is all that leaves it, can be opened."""
         past = self.past(result)
         pasts = {step.key: [step.past, *(part.past for part in step.inside)] for step in self.steps}
 
@@ -333,8 +333,8 @@ class _Inside:
         self._since = 0.0
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        """The block's output; afterwards `steps` are those inside, none when the modules do not run once each or, under
-        torch's checkpoint, will again.
+        """Return the block's output; afterwards `steps` are those inside, none when the modules do not run once each
+        or, under torch's checkpoint, will again.
         """
         inputs, parts = (args, kwargs), {name: module_at(self._module, name=name) for name in self._parts}
         keep = noting(self._kept, parameters=self._module.parameters())

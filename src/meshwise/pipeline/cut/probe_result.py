@@ -103,7 +103,7 @@ class ProbeResult:
     """Seconds of forward and backward of what follows the last step, the loss for one; 0 where nobody asked."""
 
     def opened(self, keys: Collection[str]) -> ProbeResult:
-        """The same with these blocks opened, those of them that can be."""
+        """Return the same with these blocks opened, those of them that can be."""
         steps = (
             part for step in self.steps for part in (step.parts() if step.key in keys and step.inside else (step,))
         )
@@ -128,13 +128,13 @@ class ProbeResult:
         return frozenset(place for place, step in enumerate(steps) if step.key in keys)
 
     def crossing(self, position: int) -> tuple[str, ...]:
-        """The steps whose outputs cross a cut before step `position`."""
+        """Return the steps whose outputs cross a cut before step `position`."""
         return tuple(
             step.key for step, last in zip(self.steps[:position], self._last, strict=False) if last >= position
         )
 
     def effect(self, position: int) -> tuple[str, str] | None:
-        """A step before a cut, and who needs what it has done beside returning its output, after the cut."""
+        """Return a step before a cut, and who needs what it has done beside returning its output, after the cut."""
         before = [step.key for step in self.steps[:position]]
         after = [(step.key, step.past) for step in self.steps[position:]]
         for name, past in (*after, ("the result", self.result)):
@@ -167,7 +167,7 @@ class ProbeResult:
 
 
 def typical(runs: Sequence[ProbeResult], *, model: nn.Module) -> ProbeResult:
-    """The first of several runs of one model, with the median work of each step and of those that are like it.
+    """Return the first of several runs of one model, with the median work of each step and of those that are like it.
 
     Steps that are alike (blocks of one kind) do the same, so where their times differ, the machine did something else.
     The least would be too little for many blocks beside one head: of more times, the least is less.
@@ -192,7 +192,7 @@ def typical(runs: Sequence[ProbeResult], *, model: nn.Module) -> ProbeResult:
 
 
 def _kinds(steps: Sequence[ProbedStep], model: nn.Module, *within: Any) -> Iterator[tuple[Any, ProbedStep]]:
-    """Each step, those inside of blocks too, with what is the same of steps that do the same."""
+    """Yield each step, those inside of blocks too, with what is the same of steps that do the same."""
     for place, step in enumerate(steps):
         what = type(module_at(model, name=step.module)) if step.module else step.key.rstrip("_0123456789")
         shapes = tuple(model.get_parameter(name).shape for name in step.parameters)

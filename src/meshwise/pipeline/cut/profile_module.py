@@ -38,7 +38,7 @@ def profile_module(
 
 
 def cut_off(inputs: Any) -> Any:
-    """A tree of tensors without what they came from: the same memory."""
+    """Return a tree of tensors without what they came from: the same memory."""
 
     def own(tensor: Tensor) -> Tensor:
         if not tensor.requires_grad:
@@ -58,7 +58,7 @@ class LossTail:
         self._begin = now(cuda=self._cuda)
 
     def to(self, result: Any) -> float:
-        """The seconds up to here, and of the backward from this result."""
+        """Return the seconds up to here, and of the backward from this result."""
         ends = [tensor for tensor in tensors(result) if tensor.requires_grad]
         if ends and self._from:
             torch.autograd.grad(ends, self._from, [torch.ones_like(end) for end in ends], allow_unused=True)
@@ -104,7 +104,7 @@ def _gradients_kept(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 
 def now(*, cuda: bool) -> float:
-    """Seconds by some clock, when a GPU, if there is one, has done what it was given.
+    """Return seconds by some clock, when a GPU, if there is one, has done what it was given.
 
     Where torch computes with this thread alone, of its processor: a machine that does other work as well makes stages
     that are as even as on a machine that does not.
@@ -115,7 +115,7 @@ def now(*, cuda: bool) -> float:
 
 
 def noting(kept: dict[int, int], *, parameters: Iterable[Tensor]) -> Callable[[Tensor], Tensor]:
-    """A hook on saved tensors that notes the bytes of what is kept, parameters aside.
+    """Return a hook on saved tensors that notes the bytes of what is kept, parameters aside.
 
     The graph holds it, so it leads to nothing that leads to the graph.
     """
@@ -131,12 +131,12 @@ def noting(kept: dict[int, int], *, parameters: Iterable[Tensor]) -> Callable[[T
 
 
 def as_it_is(tensor: Tensor) -> Tensor:
-    """A saved tensor unpacked."""
+    """Return a saved tensor unpacked."""
     return tensor
 
 
 def is_alike(output: Any, *, inputs: Any) -> bool:
-    """Whether a value is one tensor, of the shape and dtype of the first of others."""
+    """Return whether a value is one tensor, of the shape and dtype of the first of others."""
     first = next(tensors(inputs), None)
     if first is None or not isinstance(output, Tensor):
         return False
@@ -144,7 +144,7 @@ def is_alike(output: Any, *, inputs: Any) -> bool:
 
 
 def size(value: Any) -> int:
-    """Bytes of a value's tensors, each counted once."""
+    """Return bytes of a value's tensors, each counted once."""
     return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors(value)}.values())
 
 

@@ -85,7 +85,7 @@ def _shows(x: Tensor) -> bool:
 
 
 def _named(tree: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a tree, with what leads to each."""
+    """Yield the tensors of a tree, with what leads to each."""
     inside: Iterable[tuple[str, Any]] = ()
     if isinstance(tree, Tensor):
         yield name, tree

@@ -17,7 +17,7 @@ from meshwise.pipeline.run.stage import OpenedBlock, PieceForward, Stage, StageR
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """A copy of a model without values."""
+    """Return a copy of a model without values."""
     return copied(
         model, tensors={tensor: build_without_values(tensor) for tensor in (*model.parameters(), *model.buffers())}
     )
@@ -41,7 +41,7 @@ def make_stage(model: nn.Module, *, cut: ModelCut, index: int, like: nn.Module |
 
 
 def _blocks(model: nn.Module, cut: ModelCut, index: int, crossing: StageRun, like: nn.Module) -> nn.Module:
-    """The model, with the pieces of other stages without parameters."""
+    """Return the model, with the pieces of other stages without parameters."""
     met = cut.met(index)
     held = {id(model.get_parameter(name)) for name, stages in cut.holders.items() if index in stages}
     own = {model.get_buffer(name) for name in cut.own}
@@ -68,7 +68,7 @@ def _blocks(model: nn.Module, cut: ModelCut, index: int, crossing: StageRun, lik
 
 
 def _is_asked(name: str, met: StageContents, cut: ModelCut) -> bool:
-    """Whether a piece may be asked for the shapes of its output.
+    """Return whether a piece may be asked for the shapes of its output.
 
     Where it computes it never is, and not where the shapes are those of its input either.
     """
@@ -92,7 +92,7 @@ def _let_go(
 
 
 def _traced(model: nn.Module, cut: ModelCut, index: int, crossing: StageRun) -> nn.Module:
-    """The stage's part of the model's operations."""
+    """Return the stage's part of the model's operations."""
     assert cut.trace is not None
     start, stop = cut.bounds[index : index + 2]
     last = index + 1 == cut.stages
@@ -165,7 +165,7 @@ class _Received(nn.Module):
         self._crossing = crossing
 
     def forward(self, key: str) -> Any:
-        """The value of the operation of this name."""
+        """Return the value of the operation of this name."""
         return self._crossing.received[key]
 
 

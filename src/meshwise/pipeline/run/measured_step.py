@@ -66,7 +66,7 @@ class MeasuredStep:
         return Timeline(_from_zero(events), self.step.pipelines)
 
     def _inside(self, rank: int) -> list[Event]:
-        """The events of one rank's row."""
+        """Return the events of one rank's row."""
         own = [event for event in self.step.events if event.rank == rank]
         start = next(event.stop for event in own if event.kind == "begin")
         stop = next(event.start for event in own if event.kind == "exchange")
@@ -123,7 +123,7 @@ class MeasuredStep:
         ]
 
     def _clocked(self, means: Sequence[Sequence[_Means]]) -> Timeline:
-        """All pipelines by the clock, for the micro-batches that there were."""
+        """Return all pipelines by the clock, for the micro-batches that there were."""
         present = {event.microbatch for row in self.run.computing for event in row}
         rows = [tuple(one for one in row if one.microbatch in present) for row in self.schedule.rows]
         events: list[Event] = []
@@ -175,7 +175,9 @@ class MeasuredStep:
 
 
 def measured_step(watch: ActivityStopwatch, *, world: World, schedule: Schedule) -> list[MeasuredStep]:
-    """The steps that were noted on all ranks of `world`, whose rows are those of `schedule`. Every rank calls it."""
+    """Return the steps that were noted on all ranks of `world`, whose rows are those of `schedule`. Every rank calls
+    it.
+    """
     every = world.exchange(watch.read(offset=clock_offset(world)))
     pipelines = world.mesh.groups(["pp"])
     steps = zip(*(_steps(rank, spans) for rank, spans in enumerate(every)), strict=True)
@@ -187,7 +189,7 @@ def measured_step(watch: ActivityStopwatch, *, world: World, schedule: Schedule)
 
 
 def _steps(rank: int, spans: Sequence[TimedSpan]) -> Iterator[list[Event]]:
-    """The events of a rank, step by step, each from its begin to its update."""
+    """Yield the events of a rank, step by step, each from its begin to its update."""
     others = [span for span in spans if span.waits or span.beside]
     step: list[Event] = []
     for span in (span for span in spans if not (span.waits or span.beside)):
@@ -201,7 +203,7 @@ def _steps(rank: int, spans: Sequence[TimedSpan]) -> Iterator[list[Event]]:
 
 
 def _from_zero(events: Sequence[Event]) -> tuple[Event, ...]:
-    """The same, the first of them at 0."""
+    """Return the same, the first of them at 0."""
     start = min(event.start for event in events)
     return tuple(dataclasses.replace(one, start=one.start - start, stop=one.stop - start) for one in events)
 
@@ -214,6 +216,6 @@ def _event(rank: int, span: TimedSpan) -> Event:
 
 
 def _cost(means: _Means) -> ActionCost:
-    """The cost of a stage; what it does not do is not asked for."""
+    """Return the cost of a stage; what it does not do is not asked for."""
     absent = dict.fromkeys(COMPUTE, 0.0) | dict(means)
     return ActionCost(absent[ActionKind.F], absent[ActionKind.I], absent[ActionKind.W], backward=absent[ActionKind.B])

@@ -42,12 +42,14 @@ def pack(values: Mapping[str, Any]) -> PackedTree:
 
 
 def tensor_specs(skeleton: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """The meta tensors of a skeleton, each once: what to expect, and `requires_grad` where a gradient goes back."""
+    """Return the meta tensors of a skeleton, each once: what to expect, and `requires_grad` where a gradient goes
+    back.
+    """
     return tuple({id(tensor): tensor for tensor in tensors(dict(skeleton))}.values())
 
 
 def unpack(skeleton: Mapping[str, Any], *, arrived: Sequence[Tensor]) -> dict[str, Any]:
-    """The values again, with the tensors that arrived in the order of `tensor_specs(skeleton)`."""
+    """Return the values again, with the tensors that arrived in the order of `tensor_specs(skeleton)`."""
     places = {id(bone): tensor for bone, tensor in zip(tensor_specs(skeleton), arrived, strict=True)}
     unpacked: dict[str, Any] = map_tensors(lambda bone: places[id(bone)], dict(skeleton))
     return unpacked
@@ -62,7 +64,7 @@ class StageEntrance(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        """The same memory."""
+        """Return the same memory."""
         ctx.leaf = leaf
         return leaf.detach()
 
@@ -74,8 +76,8 @@ class StageEntrance(torch.autograd.Function):
 
 
 def passes_entrance(outputs: Iterable[Tensor], *, inputs: Iterable[Tensor]) -> bool:
-    """Whether the graph of `outputs`, as far as it may lead to `inputs`, goes back to an `StageEntrance` that is none
-    of them: one that is older than an input does not lead there.
+    """Return whether the graph of `outputs`, as far as it may lead to `inputs`, goes back to an `StageEntrance` that is
+    none of them: one that is older than an input does not lead there.
     """
     nodes = [torch.autograd.graph.get_gradient_edge(one).node for one in inputs if one.requires_grad]
     made = min((node._sequence_nr() for node in nodes), default=0) if all(node.next_functions for node in nodes) else -1

@@ -237,7 +237,7 @@ class _Walk:
         self._sending[rank].append(sends)
 
     def _acknowledged(self) -> dict[Action, int]:
-        """How many of this rank's messages the other end of each receive has received before it sends."""
+        """Return the number of of this rank's messages the other end of each receive has received before it sends."""
         found: dict[Action, int] = {}
         for row in self._rows:
             count = 0
@@ -273,7 +273,7 @@ class _Walk:
             self._posted = (made, [self._world.recv(part, axis="pp", source=source) for part in made if part.numel()])
 
     def _expected(self, action: Action) -> Sequence[Tensor] | None:
-        """Tensors like those that will arrive; None while it is not known."""
+        """Return tensors like those that will arrive; None while it is not known."""
         stage, index = _place(action)
         if action.kind is ActionKind.RECV_B:
             flight = self._flights.get((stage, index))

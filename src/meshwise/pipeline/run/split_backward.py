@@ -90,7 +90,7 @@ def backward_input(
 
 
 def is_reentrant(values: Iterable[Tensor]) -> bool:
-    """Whether a reentrant checkpoint of torch is in what they were made by."""
+    """Return whether a reentrant checkpoint of torch is in what they were made by."""
     return _Graph([value.grad_fn for value in values if value.grad_fn is not None]).is_reentrant
 
 
@@ -126,7 +126,7 @@ def _nothing(_saved: object) -> None:
 
 
 def _computed_again(node: Node) -> bool:
-    """Whether torch's checkpoint has in its hands what the node has saved."""
+    """Return whether torch's checkpoint has in its hands what the node has saved."""
     return any(type(saved.data).__module__ == checkpoint.__module__ for saved in _saved(node))
 
 
@@ -139,12 +139,12 @@ def _saved(node: Node) -> Iterator[Any]:
 
 @cache
 def _saved_by(kind: type[Node]) -> tuple[str, ...]:
-    """The attributes of a kind of node under which the tensors are that it has saved."""
+    """Return the attributes of a kind of node under which the tensors are that it has saved."""
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 def _node(leaf: Tensor) -> Node:
-    """The node that accumulates a leaf's gradient."""
+    """Return the node that accumulates a leaf's gradient."""
     return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
@@ -168,11 +168,11 @@ class _Graph:
 
     @property
     def is_reentrant(self) -> bool:
-        """Whether there is a reentrant checkpoint."""
+        """True if there is a reentrant checkpoint."""
         return any(node.name() == _REENTRANT for node in self.nodes)
 
     def leading_to(self, leaves: Iterable[Node]) -> set[Node]:
-        """The nodes from which one of the leaves can be reached; the leaves that can be reached as well."""
+        """Return the nodes from which one of the leaves can be reached; the leaves that can be reached as well."""
         found: set[Node] = set()
         waiting = [leaf for leaf in leaves if leaf in self.nodes]
         while waiting:
@@ -183,7 +183,7 @@ class _Graph:
         return found
 
     def entrances(self, leaf: Node, *, spine: set[Node]) -> set[Node | None]:
-        """The nodes of the spine at which ways to the leaf leave it; None for a way that never was on it."""
+        """Return the nodes of the spine at which ways to the leaf leave it; None for a way that never was on it."""
         found: set[Node | None] = set()
         seen: set[Node] = set()
         waiting = [leaf] if leaf in self.nodes else []

@@ -149,7 +149,7 @@ class StageRun:
             raise StageForwardLeft
 
     def here(self) -> Place:
-        """The point of the forward that the model is at (see `meshwise.model.forward_replay.Remembered`)."""
+        """Return the point of the forward that the model is at (see `meshwise.model.forward_replay.Remembered`)."""
         return self.open, self.position, self.received
 
     @contextlib.contextmanager
@@ -191,7 +191,8 @@ class Stage:
         return tuple(self.crossing.sends)
 
     def run(self, call: Callable[[nn.Module], Any], *, received: Mapping[str, Any]) -> Any:
-        """One forward. `call` calls the model on a micro-batch, as in `lambda model: loss(model(tokens), targets)`.
+        """Return one forward. `call` calls the model on a micro-batch, as in `lambda model: loss(model(tokens),
+        targets)`.
 
         The last stage returns what `call` returns, any other what it sends: a value, a tree of tensors, for every key
         in `sends`. `received` is what the stage before returned; a tensor in it that requires a gradient should be
@@ -357,11 +358,11 @@ class StageRoute:
         self.start, self.stop = start, stop
 
     def computes(self, module: nn.Module) -> bool:
-        """Whether a call of this module is the stage's."""
+        """Return whether a call of this module is the stage's."""
         return any(one is module for one in self._modules[self.start : self.stop])
 
     def key(self, position: int, *, module: nn.Module) -> str:
-        """The call at this position, which has to be this module's."""
+        """Return the call at this position, which has to be this module's."""
         if position >= len(self._keys) or self._modules[position] is not module:
             due = self._keys[position] if position < len(self._keys) else "the end"
             name = next(key for key, one in zip(self._keys, self._modules, strict=True) if one is module)

@@ -62,7 +62,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action that prints as `text`. Raises ScheduleError."""
+        """Return the action that prints as `text`. Raises ScheduleError."""
         found = _ACTION.fullmatch(text)
         if found is None:
             raise ScheduleError(f"{text!r} is not an action; write stage, kind and micro-batch as in 2F0 or 2SEND_F0")
@@ -94,30 +94,30 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks there are."""
         return len(self.rows)
 
     @property
     def stages(self) -> int:
-        """How many stages there are, over all ranks."""
+        """Number of stages there are, over all ranks."""
         return len(self.rank_of)
 
     @cached_property
     def microbatches(self) -> int:
-        """How many micro-batches a step has."""
+        """Number of micro-batches a step has."""
         return 1 + max((a.microbatch for a in self.actions() if a.microbatch is not None), default=-1)
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether some backward is in two parts, I and W."""
+        """True if some backward is in two parts, I and W."""
         return any(action.kind is ActionKind.I for action in self.actions())
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank holds, ascending."""
+        """Return the stages that a rank holds, ascending."""
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
     def actions(self) -> Iterator[Action]:
-        """All actions, rank by rank."""
+        """Yield all actions, rank by rank."""
         return (action for row in self.rows for action in row)
 
     def __str__(self) -> str:
@@ -125,7 +125,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """A table of one line per rank. Dots (a pause, for the eye) and what follows `#` are passed over.
+        """Return a table of one line per rank. Dots (a pause, for the eye) and what follows `#` are passed over.
 
         Raises ScheduleError with the line and the word that is not an action.
         """

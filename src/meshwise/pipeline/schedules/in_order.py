@@ -19,7 +19,7 @@ from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule
 
 
 def naive(pp: int, *, microbatches: int) -> Schedule:
-    """One micro-batch at a time goes all the way down and up: the model is split, nothing overlaps."""
+    """Return one micro-batch at a time goes all the way down and up: the model is split, nothing overlaps."""
     return Schedule(
         tuple(
             tuple(Action(rank, kind, index) for index in range(microbatches) for kind in (ActionKind.F, ActionKind.B))
@@ -29,7 +29,7 @@ def naive(pp: int, *, microbatches: int) -> Schedule:
 
 
 def gpipe(pp: int, *, microbatches: int) -> Schedule:
-    """All forwards, then all backwards."""
+    """Return all forwards, then all backwards."""
     return looped(pp, microbatches=microbatches, virtual_stages=1)
 
 
@@ -68,7 +68,7 @@ class _Steps:
         self._pp, self._order, self._laps = pp, order, laps
 
     def schedule(self, ahead: Sequence[int]) -> Schedule:
-        """The table in which rank r does `ahead[r]` forwards before it alternates."""
+        """Return the table in which rank r does `ahead[r]` forwards before it alternates."""
         return Schedule(tuple(self._row(rank, min(ahead[rank], len(self._order))) for rank in range(self._pp)))
 
     def _row(self, rank: int, ahead: int) -> tuple[Action, ...]:

@@ -34,7 +34,7 @@ class NamedSchedule:
     """Whether ranks compute at the same time."""
 
     def nearest(self, pp: int, *, microbatches: int, virtual_stages: int) -> tuple[int, int]:
-        """The nearest (microbatches, virtual_stages) that this schedule can do: those given, if it can."""
+        """Return the nearest (microbatches, virtual_stages) that this schedule can do: those given, if it can."""
         least, most = self.virtual
         step = self.step(pp)
         fewer = microbatches // step * step
@@ -62,7 +62,8 @@ SCHEDULES: Mapping[str, NamedSchedule] = {
 
 
 def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int | None = None) -> Schedule:
-    """The table of a schedule; `virtual_stages`, the stages a rank, is by default the fewest that it can do with.
+    """Return the table of a schedule; `virtual_stages`, the stages a rank, is by default the fewest that it can do
+    with.
 
     A name with a `/` or a `.` in it is the path of a file with a table, which has to be for these numbers.
 
@@ -84,8 +85,8 @@ def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int 
 
 
 def planned_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int | None = None) -> Schedule:
-    """The table that is run for a plan: the same, which sends first (`passes.send_first`), but for what a file has and
-    where nothing is to overlap.
+    """Return the table that is run for a plan: the same, which sends first (`passes.send_first`), but for what a file
+    has and where nothing is to overlap.
 
     Raises ScheduleError as `make_schedule` does.
     """
@@ -109,7 +110,7 @@ def _refusal(name: str, pp: int, *, given: tuple[int, int], works: tuple[int, in
 
 
 def _from_file(path: str, *, pp: int, microbatches: int, virtual_stages: int | None) -> Schedule:
-    """The table of a file, if it is for these numbers."""
+    """Return the table of a file, if it is for these numbers."""
     try:
         schedule = read_schedule(Path(path))
     except OSError as error:
@@ -126,7 +127,7 @@ def _from_file(path: str, *, pp: int, microbatches: int, virtual_stages: int | N
 
 
 def read_schedule(path: Path) -> Schedule:
-    """A table from a file, one line of actions per rank (see `Schedule.parse`), checked.
+    """Return a table from a file, one line of actions per rank (see `Schedule.parse`), checked.
 
     Raises OSError when it cannot be read, and ScheduleError, naming the file, for a table that cannot work.
     """

@@ -29,18 +29,18 @@ _OTHER_END: Mapping[ActionKind, tuple[int, ActionKind]] = {
 
 @lru_cache(maxsize=8)
 def lower(schedule: Schedule, *, zero: int, whole: int | None = None) -> Schedule:
-    """A table of computations with all that a run under ZeRO stage `zero` needs; `whole` as in `add_gathers`."""
+    """Return a table of computations with all that a run under ZeRO stage `zero` needs; `whole` as in `add_gathers`."""
     reduced = add_reductions(schedule)
     return merge_backward(add_transfers(add_gathers(reduced, whole=whole) if zero == 3 else reduced))
 
 
 def split_backward(schedule: Schedule) -> Schedule:
-    """Every B in two parts, side by side."""
+    """Return every B in two parts, side by side."""
     return Schedule(tuple(tuple(part for action in row for part in _parts(action)) for row in schedule.rows))
 
 
 def send_first(schedule: Schedule) -> Schedule:
-    """The backwards after a rank's last forward in two parts, side by side.
+    """Return the backwards after a rank's last forward in two parts, side by side.
 
     From then on every rank waits for gradients alone. In one piece each stage on their way back to the first computes
     those of its weights as well before it lets go of that of its input: (p - 1) w of the (p - 1) (f + i + w) for which
@@ -60,7 +60,7 @@ def _parts(action: Action) -> tuple[Action, ...]:
 
 
 def merge_backward(schedule: Schedule) -> Schedule:
-    """An I directly followed by its own W becomes B.
+    """Return an I directly followed by its own W becomes B.
 
     In a table with transfers these are the ones whose gradient no other rank waits for, and nothing is delayed.
     """
@@ -110,7 +110,9 @@ def add_transfers(schedule: Schedule) -> Schedule:
 
 
 def sent(action: Action, *, schedule: Schedule) -> Action | None:
-    """The send that an action of computing gives rise to: none inside a rank, and none at the ends of the model."""
+    """Return the send that an action of computing gives rise to: none inside a rank, and none at the ends of the
+    model.
+    """
     stage, kind, microbatch = action.stage, action.kind, action.microbatch
     if kind is ActionKind.F and _crosses(schedule, stage, stage + 1):
         return Action(stage, ActionKind.SEND_F, microbatch)
@@ -120,7 +122,7 @@ def sent(action: Action, *, schedule: Schedule) -> Action | None:
 
 
 def received(action: Action, *, schedule: Schedule) -> Action | None:
-    """The receive that an action of computing waits for."""
+    """Return the receive that an action of computing waits for."""
     stage, kind, microbatch = action.stage, action.kind, action.microbatch
     if kind is ActionKind.F and _crosses(schedule, stage - 1, stage):
         return Action(stage, ActionKind.RECV_F, microbatch)
@@ -130,18 +132,18 @@ def received(action: Action, *, schedule: Schedule) -> Action | None:
 
 
 def counterpart(action: Action) -> Action:
-    """The receive of a send, and the send of a receive."""
+    """Return the receive of a send, and the send of a receive."""
     step, kind = _OTHER_END[action.kind]
     return Action(action.stage + step, kind, action.microbatch)
 
 
 def other_end(transfer: Action, *, schedule: Schedule) -> int:
-    """The rank that a send goes to, or a receive comes from."""
+    """Return the rank that a send goes to, or a receive comes from."""
     return schedule.rank_of[transfer.stage + _OTHER_END[transfer.kind][0]]
 
 
 def _crosses(schedule: Schedule, stage: int, following: int) -> bool:
-    """Whether two neighbouring stages exist and are on different ranks."""
+    """Return whether two neighbouring stages exist and are on different ranks."""
     return stage >= 0 and following < schedule.stages and schedule.rank_of[stage] != schedule.rank_of[following]
 
 

@@ -64,7 +64,7 @@ def clock(schedule: Schedule, *, costs: ActionCost | Sequence[ActionCost] = Acti
 
 
 def peaks(schedule: Schedule, *, costs: ActionCost | Sequence[ActionCost] = ActionCost()) -> tuple[float, ...]:
-    """The most that each rank holds at a time, in the unit of `ActionCost.held`.
+    """Return the most that each rank holds at a time, in the unit of `ActionCost.held`.
 
     Raises ScheduleError for costs of another number of stages.
     """
@@ -102,7 +102,7 @@ class StepClock:
             self._events.append(event)
 
     def __len__(self) -> int:
-        """How many events a step has."""
+        """Return the number of events a step has."""
         return len(self._events)
 
     def __call__(self, *, loads: Sequence[float], crossing: Sequence[float] = (), limit: float = math.inf) -> float:
@@ -192,7 +192,7 @@ class _Run:
 
 
 def event_of(action: Action, *, rank: int, start: float, stop: float) -> Event:
-    """The event that an action is."""
+    """Return the event that an action is."""
     if action.kind in COMPUTE:
         stream = TimelineRow.COMPUTE
     elif action.kind in RECEIVES:

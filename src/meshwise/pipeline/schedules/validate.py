@@ -41,7 +41,7 @@ def validate(schedule: Schedule) -> tuple[float, ...]:
 
 
 def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """The (rank, action) of a table with transfers, in an order in which they can happen.
+    """Yield the (rank, action) of a table with transfers, in an order in which they can happen.
 
     Sends do not wait; a receive waits for the next message of its channel, and there is one channel from each rank to
     each other. Raises ScheduleError when messages arrive in another order than they are received in, and when all

@@ -24,7 +24,7 @@ from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule
 
 
 def zb_h1(pp: int, *, microbatches: int) -> Schedule:
-    """The memory of 1F1B with a third of its bubble."""
+    """Return the memory of 1F1B with a third of its bubble."""
     return _greedy(microbatches, ahead=[pp - rank for rank in range(pp)], most=pp)
 
 
@@ -62,7 +62,7 @@ def _greedy(microbatches: int, *, ahead: Sequence[int], most: int) -> Schedule:
 
 
 def zb_v(pp: int, *, microbatches: int) -> Schedule:
-    """The memory of 1F1B and no bubble when F, I and W take the same time; at least 2p micro-batches."""
+    """Return the memory of 1F1B and no bubble when F, I and W take the same time; at least 2p micro-batches."""
     return Schedule(tuple(_zb_v_row(rank, pp, microbatches) for rank in range(pp)))
 
 

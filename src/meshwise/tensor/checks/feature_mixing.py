@@ -65,14 +65,14 @@ def _repeated(x: Tensor, given: Arguments) -> Sequence[int]:
 
 
 def _convolved(x: Tensor, given: Arguments) -> Sequence[int]:
-    """The channels, unless each is by itself, and where the kernel lies."""
+    """Return the channels, unless each is by itself, and where the kernel lies."""
     channels = (1,) if given["groups"] < x.size(1) else ()
     moved = zip(range(2, x.dim()), given["weight"].shape[2:], given["stride"] * x.dim(), strict=False)
     return (*channels, *(dim for dim, kernel, stride in moved if (kernel, stride) != (1, 1)))
 
 
 def _indexed(_x: Tensor, given: Arguments) -> Sequence[int]:
-    """The dims for which there is an index; a mask stands for as many as it has."""
+    """Return the dims for which there is an index; a mask stands for as many as it has."""
     found: list[int] = []
     dim = 0
     for index in given["indices"]:
@@ -123,12 +123,12 @@ _FAR = 1 << 40
 
 
 def is_product(func: OpOverload) -> bool:
-    """Whether every place of an operand meets all those of another."""
+    """Return whether every place of an operand meets all those of another."""
     return func.overloadpacket.__name__ in _PRODUCTS
 
 
 def is_pointwise(func: OpOverload) -> bool:
-    """Whether an operation goes element by element, over operands that are broadcast."""
+    """Return whether an operation goes element by element, over operands that are broadcast."""
     return torch.Tag.pointwise in func.tags
 
 
@@ -164,7 +164,7 @@ def after(
 
 
 def _mixed(name: str, *, operand: str, x: Tensor, given: Arguments, reduces: bool) -> Sequence[int] | None:
-    """The dims of an operand that an operation mixes, counted from 0; None where it is not known."""
+    """Return the dims of an operand that an operation mixes, counted from 0; None where it is not known."""
     known = _MIXES.get(name) or (_ATTENTION if name.startswith(_SDPA) else None)
     named = [given[word] for word in ("dim", "dims") if word in given]
     if known is not None:

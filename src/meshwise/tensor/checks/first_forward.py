@@ -114,7 +114,7 @@ class FirstForward:
 
 
 def _reads(output: Any) -> Iterator[tuple[Tensor, str]]:
-    """The leaves of the graph behind the tensors of an output, each with what computed with it."""
+    """Yield the leaves of the graph behind the tensors of an output, each with what computed with it."""
     waiting = [tensor.grad_fn for tensor in reachable(output) if tensor.grad_fn is not None]
     seen: set[Node] = set(waiting)
     while waiting:

@@ -50,8 +50,8 @@ def _about_sizes(error: Exception) -> bool:
 
 
 def _place(model: nn.Module, trace: TracebackType | None) -> tuple[str, FrameType, int] | None:
-    """The innermost line of the model's own code, and the innermost module with others inside; None where no code of
-    the model's was running, and of a model that is not split.
+    """Return the innermost line of the model's own code, and the innermost module with others inside; None where no
+    code of the model's was running, and of a model that is not split.
     """
     if not any(isinstance(module, ShardedLinear) or region.changes(module) for module in model.modules()):
         return None

@@ -314,7 +314,7 @@ class ShardedActivationCheck(TorchDispatchMode):
                 raise ValueError(self._message(func.overloadpacket.__name__, does))
 
     def _use(self, func: OpOverload, message: str, *, made: Any) -> Any:
-        """Some of a part was taken out as if it were all. For its sizes a forward may do so."""
+        """Return some of a part was taken out as if it were all. For its sizes a forward may do so."""
         if not func.is_view:
             raise ValueError(message)
         self._taken |= {id(x): (weakref.ref(x), message) for x in tensors(made)}
@@ -345,7 +345,7 @@ def _of(x: Tensor, noted: _Noted) -> tuple[SplitDim, ...]:
 
 
 def _running() -> Iterator[nn.Module]:
-    """The modules whose forward is on the stack, innermost first."""
+    """Yield the modules whose forward is on the stack, innermost first."""
     for frame, _line in traceback.walk_stack(None):
         itself = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
         if frame.f_code.co_name == "forward" and isinstance(itself, nn.Module):

@@ -104,7 +104,7 @@ def require_even_rows(module: nn.Module, *, name: str, context: SplitContext) ->
 
 
 def changes(module: nn.Module) -> bool:
-    """Whether something here changes what this module is given."""
+    """Return whether something here changes what this module is given."""
     return any(getattr(hook, "__module__", "") == __name__ for hook in module._forward_pre_hooks.values())
 
 
@@ -158,7 +158,7 @@ def _copied(x: Tensor, *, context: SplitContext, axes: Axes) -> Tensor:
 
 
 def to_inner_rows(x: Tensor, *, context: SplitContext) -> Tensor:
-    """A tensor with the stream's rows in dim 0, such as an attention mask, with the rows that a pair has inside.
+    """Return a tensor with the stream's rows in dim 0, such as an attention mask, with the rows that a pair has inside.
 
     The tensor itself where both are the same, and where dim 0 is something else; rows may be the slower index of it.
     What every rank has alike comes out as it was.
@@ -180,7 +180,7 @@ def to_inner_rows(x: Tensor, *, context: SplitContext) -> Tensor:
 
 
 def to_stream_rows(x: Tensor, *, context: SplitContext) -> Tensor:
-    """The way back, for what all ranks with the same rows of a pair have alike."""
+    """Return the way back, for what all ranks with the same rows of a pair have alike."""
     there, back, rows = context.scheme.first.x, context.scheme.first.y, context.extents.rows
     if there.dim != "rows" or context.degree(there.axes) == 1:
         return x
@@ -189,8 +189,8 @@ def to_stream_rows(x: Tensor, *, context: SplitContext) -> Tensor:
 
 
 def used_apart(x: Tensor, *, context: SplitContext) -> Tensor:
-    """A tensor from outside of a pair, for each rank to use for its own heads, or features: its gradient is the sum,
-    unless what it was made of has its gradients summed in the end.
+    """Return a tensor from outside of a pair, for each rank to use for its own heads, or features: its gradient is the
+    sum, unless what it was made of has its gradients summed in the end.
     """
     axes = context.scheme.apart
     if not x.requires_grad or context.degree(axes) == 1:

@@ -36,10 +36,10 @@ def slices(
     outside: SplitContext,
     absent: Collection[str] = (),
 ) -> tuple[Points, Points]:
-    """The regions that begin before, and after, modules of a model that `tensor_parallel` has split into `parts`, with
-    the same `outside`. Of a stage of a pipeline, `parts` are those of the whole model: what others compute is cut here
-    as it is there. `absent`: the pieces of others, which do not run what is inside of them: they are at an end where
-    what was last inside would be.
+    """Return the regions that begin before, and after, modules of a model that `tensor_parallel` has split into
+    `parts`, with the same `outside`. Of a stage of a pipeline, `parts` are those of the whole model: what others
+    compute is cut here as it is there. `absent`: the pieces of others, which do not run what is inside of them: they
+    are at an end where what was last inside would be.
     """
     projections = dict(_projections(module, parts))
     width = _width(parts, projections)
@@ -77,14 +77,16 @@ def slices(
 
 
 def _width(parts: Mapping[str, Part], projections: Mapping[str, Projection]) -> int:
-    """How many features the stream has; 0 where nothing tells."""
+    """Return the number of features the stream has; 0 where nothing tells."""
     told = max((part.stream for part in parts.values()), default=0)
     closing = (own for own in projections.values() if own.part.role in ("second", "single"))
     return told or next((sum(own.out_sizes) for own in closing), 0)
 
 
 def _projections(module: nn.Module, parts: Mapping[str, Part]) -> Iterator[tuple[str, Projection]]:
-    """The linears, and of a module that holds its matrices itself the one that opens its pair, by its own name."""
+    """Yield the linears, and of a module that holds its matrices itself the one that opens its pair, by its own
+    name.
+    """
     for name, held in module.named_modules():
         if isinstance(held, ShardedLinear) and name in parts:
             yield name, held.sharding

@@ -70,7 +70,7 @@ class GatheredOutputs:
             attention.register_forward_hook(after)
 
     def brings_together(self, x: Tensor) -> bool:
-        """Whether it is a part that the end of this forward brings together."""
+        """Return whether it is a part that the end of this forward brings together."""
         held, _ = self._parts.get(id(x), (None, None))
         return held is not None and held() is x
 
@@ -101,7 +101,7 @@ class GatheredOutputs:
 
 
 def _whole_stream(x: Tensor, *, context: SplitContext, features: int, tokens: tuple[int, ...] | None) -> Tensor:
-    """All tokens and all features of the stream of which this is a part."""
+    """Return all tokens and all features of the stream of which this is a part."""
     axes = context.scheme.tokens
     if context.degree(axes) > 1 and tokens is not None:
         x = gradient.replicate(x, world=context.world, axes=axes, dim=-2, sizes=tokens).wait()

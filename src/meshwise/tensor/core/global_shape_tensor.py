@@ -46,7 +46,7 @@ class GlobalShapeTensor(Tensor):
 
     @classmethod
     def over(cls, local: Tensor, *, shape: Sequence[int]) -> Self:
-        """One of this shape, of which the part is `local`."""
+        """Return one of this shape, of which the part is `local`."""
         self: Self = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
         self.local = local
         return self

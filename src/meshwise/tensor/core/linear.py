@@ -83,7 +83,7 @@ class Projection:
         return y
 
     def logits(self, x: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The same for a head: logits that are left split over the vocabulary; see `SplitLogits`."""
+        """Return the same for a head: logits that are left split over the vocabulary; see `SplitLogits`."""
         local, axes = self(x, weight, bias), self.product.features
         if self.context.degree(axes) == 1:
             return local

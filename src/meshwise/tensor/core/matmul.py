@@ -107,7 +107,7 @@ class MatmulCollectives:
 
     @property
     def adds_bias(self) -> bool:
-        """Whether this rank's Y has the bias in it: one summand of a sum has."""
+        """True if this rank's Y has the bias in it: one summand of a sum has."""
         return not self.y.axes or self.world.group(self.y.axes).index == 0
 
 
@@ -189,7 +189,7 @@ def matmul(x: MatmulInput, *, weight: Tensor, bias: Tensor | None = None, operat
 
 
 def travelling(x: Tensor) -> Tensor:
-    """The operand in the dtype that it is multiplied in: that of autocast, where it is on."""
+    """Return the operand in the dtype that it is multiplied in: that of autocast, where it is on."""
     device = x.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return x.to(torch.get_autocast_dtype(device))
@@ -332,7 +332,7 @@ def _outer(x: Tensor, dy: Tensor, *, within: int) -> Tensor:
 
 
 def _together(parts: list[Finish], *, dim: int) -> Tensor | None:
-    """The gradient that arrived in panels; None of none."""
+    """Return the gradient that arrived in panels; None of none."""
     arrived = [finish() for finish in parts]
     if len(arrived) < 2:
         return arrived[0] if arrived else None

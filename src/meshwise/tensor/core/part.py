@@ -171,7 +171,7 @@ class Part:
 
     @property
     def returns_scores(self) -> bool:
-        """Whether it may return something for each of its heads beside the stream."""
+        """True if it may return something for each of its heads beside the stream."""
         return self.role == "attention" and self.becomes is None
 
     @property

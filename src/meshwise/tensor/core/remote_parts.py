@@ -21,7 +21,9 @@ from meshwise.tensor.schemes.kv_replicas import scheme_on
 
 
 def stream_width(parts: Mapping[str, Part], *, plan: Plan, world: World) -> tuple[int, int]:
-    """How many features of the stream this rank has between blocks, and how many there are; 0 without blocks."""
+    """Return the number of features of the stream this rank has between blocks, and how many there are; 0 without
+    blocks.
+    """
     whole = max((part.stream for part in parts.values()), default=0)
     if not whole:
         return 0, 0
@@ -43,8 +45,8 @@ def stream_tokens(extents: ShardSizes, *, plan: Plan, world: World) -> Callable[
 
 
 def makers(parts: Mapping[str, Part], *, module: nn.Module) -> Mapping[str, int]:
-    """The modules of a model that make the stream of something else, and those around them; each with the dim of what
-    it returns that has the features a rank has of it.
+    """Return the modules of a model that make the stream of something else, and those around them; each with the dim of
+    what it returns that has the features a rank has of it.
     """
     found: dict[str, int] = {}
     for name, part in parts.items():
@@ -57,8 +59,8 @@ def makers(parts: Mapping[str, Part], *, module: nn.Module) -> Mapping[str, int]
 
 
 def parts_of_stage(parts: Mapping[str, Part], *, module: nn.Module, model: nn.Module, last: bool) -> dict[str, Part]:
-    """The parts of a model as a stage has them: those whose parameters other stages have are marked. Logits are split
-    on the `last` stage only, for a loss: others send them.
+    """Return the parts of a model as a stage has them: those whose parameters other stages have are marked. Logits are
+    split on the `last` stage only, for a loss: others send them.
     """
     held, had = _around_parameters(module), _around_parameters(model)
     # Modules without parameters are on every stage that calls them, which all stages do but those of a trace.
@@ -72,6 +74,6 @@ def parts_of_stage(parts: Mapping[str, Part], *, module: nn.Module, model: nn.Mo
 
 
 def _around_parameters(module: nn.Module) -> set[str]:
-    """The names of a module's parameters, and of the modules around them."""
+    """Return the names of a module's parameters, and of the modules around them."""
     names = [name.split(".") for name, _ in module.named_parameters(remove_duplicate=False)]
     return {".".join(words[:depth]) for words in names for depth in range(len(words) + 1)}

@@ -59,7 +59,7 @@ class SplitTable:
         model.register_forward_hook(lambda *_: setattr(self, "running", False), always_call=True)
 
     def as_matrix(self, table: Tensor) -> Tensor:
-        """The table for a forward that multiplies with it."""
+        """Return the table for a forward that multiplies with it."""
         return TableWeight(table, size=self.shape, head=lambda x, part: self._head.logits(x, weight=part))
 
     @functools.cached_property
@@ -77,7 +77,7 @@ class SplitTable:
         return self._added(parts.masked_fill((own < 0)[..., None], 0), self.context.scheme.embedding.y)
 
     def _own(self, numbers: Tensor) -> Tensor:
-        """The numbers as rows of this rank's part, -1 for those of other ranks."""
+        """Return the numbers as rows of this rank's part, -1 for those of other ranks."""
         inside = (numbers >= 0) & (numbers < self.size)
         if numbers.device.type == "cuda":
             torch._assert_async(inside.all())

@@ -124,7 +124,9 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         return k, v, k.size(1) - length
 
     def _mask(self, call: _Call, *, like: Tensor, appended: int) -> Tensor | None:
-        """Both masks as one that is added to the scores, (N or 1, H or 1, L or 1, S); None when there is none."""
+        """Return both masks as one that is added to the scores, (N or 1, H or 1, L or 1, S); None when there is
+        none.
+        """
         masks, context = [], self.sharding.context
         given, padding = (
             None if mask is None else used_apart(mask, context=context)
@@ -144,7 +146,7 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
 
     @property
     def _heads(self) -> int:
-        """How many heads all ranks have together."""
+        """Number of heads all ranks have together."""
         return int(self.embed_dim // self.head_dim)
 
     def _heads_of_rank(self) -> slice:
@@ -153,7 +155,7 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         return layout.local((self._heads,), mesh=context.world.mesh, rank=context.world.rank).slices[0]
 
     def _of_all_heads(self, weights: Tensor, *, average: bool) -> Tensor:
-        """The attention weights of all ranks' heads, (N, heads, L, S), or their average, (N, L, S)."""
+        """Return the attention weights of all ranks' heads, (N, heads, L, S), or their average, (N, L, S)."""
         context = self.sharding.context
         world, axes = context.world, context.scheme.inner
         if average:
@@ -184,7 +186,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, dropout: fl
 
 
 def _added(mask: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """A mask to add to scores: -inf where a mask of truth values says that nothing is to be looked at."""
+    """Return a mask to add to scores: -inf where a mask of truth values says that nothing is to be looked at."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))

@@ -48,7 +48,7 @@ class SplitNorm:
         return normalised.to(x.dtype) if weight is None else weight * normalised.to(x.dtype)
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean (0 when not centred) and the mean squared deviation from it of each token, (…, 1)."""
+        """Return the mean (0 when not centred) and the mean squared deviation from it of each token, (…, 1)."""
         total = sum(self.sizes)
         own = torch.stack((x.mean(-1), x.var(-1, correction=0))) if self.norm.centred else x.square().sum(-1)[None]
         if not self.norm.centred:
@@ -107,7 +107,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _start_dx(g: Tensor, *, normalised: Tensor, scale: Tensor, split: SplitNorm) -> Callable[[], Tensor]:
-    """The formula at the top of the file: starts the means."""
+    """Return the formula at the top of the file: starts the means."""
     sums = [(g * normalised).sum(-1)] + ([g.sum(-1)] if split.norm.centred else [])
     means = torch.stack(sums)
     reducing = split.world.all_reduce(means, axes=split.axes)

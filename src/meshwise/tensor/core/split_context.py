@@ -89,7 +89,7 @@ class SplitContext:
     origins: TensorOrigins = dataclasses.field(default_factory=TensorOrigins)
 
     def degree(self, axes: tuple[str, ...]) -> int:
-        """How many ranks lie along `axes`."""
+        """Return the number of ranks lie along `axes`."""
         return self.world.group(axes).size if axes else 1
 
     def sizes(self, layout: Layout, *, size: int, axes: Axes) -> tuple[int, ...]:
@@ -102,7 +102,9 @@ class SplitContext:
         return layout.local_shape((size,), mesh=self.world.mesh, rank=self.world.rank)[0]
 
     def moved(self, move: OperandLayoutMove, *, features: tuple[int, ...] | None = None) -> OperandMove:
-        """A scheme's move of an activation, with the sizes it has now; `features`: those of the parts of that dim."""
+        """Return a scheme's move of an activation, with the sizes it has now; `features`: those of the parts of that
+        dim.
+        """
         if self.degree(move.axes) == 1:
             return OperandMove()
         if move.dim == "alike":
@@ -111,7 +113,9 @@ class SplitContext:
         return OperandMove(move.axes, DIMS[move.dim], sizes)
 
     def apart(self, x: Tensor, *, product: SchemeProduct) -> Tensor:
-        """The X of a product whose rows or tokens move, with a dim for each, of a model that flattens them into one."""
+        """Return the X of a product whose rows or tokens move, with a dim for each, of a model that flattens them into
+        one.
+        """
         if x.dim() != 2:
             return x
         if product.x.dim == "rows" and (rows := self.extents.rows) is not None:
@@ -129,13 +133,13 @@ class SplitContext:
         return gradient.take(x, world=self.world, axes=self.scheme.stream, dim=-1, sizes=sizes).wait()
 
     def features_together(self, x: Tensor, *, sizes: tuple[int, ...]) -> Tensor:
-        """All features of the stream, with which every rank goes on alike, where `x` is a part of them."""
+        """Return all features of the stream, with which every rank goes on alike, where `x` is a part of them."""
         if len(sizes) == 1 or x.size(-1) == sum(sizes):
             return x
         return gradient.replicate(x, world=self.world, axes=self.scheme.stream, dim=-1, sizes=sizes).wait()
 
     def stream_sizes(self, features: int) -> tuple[int, ...]:
-        """How many of the stream's features each rank along the axes that split them has."""
+        """Return the number of of the stream's features each rank along the axes that split them has."""
         return self.sizes(Layout((self.scheme.stream,)), size=features, axes=self.scheme.stream)
 
     def arrive(self, x: Tensor, *, moved: OperandMove, readers: int) -> MatmulInput:

@@ -50,7 +50,9 @@ class SplitLogits(GlobalShapeTensor):
         return self
 
     def whole(self) -> Tensor:
-        """The whole logits as an ordinary tensor, the same on every rank that shares the vocabulary (a collective)."""
+        """Return the whole logits as an ordinary tensor, the same on every rank that shares the vocabulary (a
+        collective).
+        """
         if self._whole is None:
             words, dim = self.vocabulary, self.dim_of_vocabulary
             parts = gradient.replicate(self.local, world=words.world, axes=words.axes, dim=dim, sizes=words.sizes)
@@ -67,7 +69,7 @@ class SplitLogits(GlobalShapeTensor):
         self.altered = True
 
     def like(self, local: Tensor, *, dim: int | None = None) -> SplitLogits:
-        """Other logits, split alike."""
+        """Return other logits, split alike."""
         other = SplitLogits(local, vocabulary=self.vocabulary, dim=self.dim_of_vocabulary if dim is None else dim)
         other.derived = True
         return other
@@ -90,7 +92,7 @@ class SplitLogits(GlobalShapeTensor):
 
 
 def _writes(func: Any) -> bool:
-    """Whether a function changes its first argument."""
+    """Return whether a function changes its first argument."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         return name in ("__setitem__", *_IN_PLACE)
@@ -138,7 +140,7 @@ def _permuted(x: SplitLogits, func: Any, args: tuple[Any, ...], given: dict[str,
 
 
 def _indexed(x: SplitLogits, func: Any, args: tuple[Any, ...], _given: dict[str, Any]) -> SplitLogits | None:
-    """An index of the dims before the vocabulary, which is the last."""
+    """Return an index of the dims before the vocabulary, which is the last."""
     index = args[0] if isinstance(args[0], tuple) else args
     if x.dim_of_vocabulary != x.dim() - 1 or not all(
         isinstance(i, int | slice | Tensor | EllipsisType | None) for i in index
@@ -153,7 +155,7 @@ def _indexed(x: SplitLogits, func: Any, args: tuple[Any, ...], _given: dict[str,
 
 
 def _largest(x: SplitLogits, _func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Tensor | None:
-    """The argmax over the vocabulary: the first of the largest, as one process finds it."""
+    """Return the argmax over the vocabulary: the first of the largest, as one process finds it."""
     dim = given.get("dim", args[0] if args else None)
     if dim is None or dim % x.dim() != x.dim_of_vocabulary or len(args) > 1 or "keepdim" in given:
         return None

@@ -52,7 +52,7 @@ class TableWeight(GlobalShapeTensor):
 
     @classmethod
     def answer(cls, func: Any, *, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-        """A product is the head's; anything else is computed with what this rank has."""
+        """Return a product is the head's; anything else is computed with what this rank has."""
         if func is functional.linear and len(args) < 2:
             given = {**dict(zip(("input", "weight"), args, strict=False)), **given}
             args = (given.pop("input"), given.pop("weight"))

@@ -88,7 +88,7 @@ class TensorOrigins:
                 waiting.extend(following)
 
     def _leaf(self, x: Tensor, *, axes: Axes) -> TensorOrigin:
-        """A parameter; or what came from another stage, or into a forward that is repeated: it may be a part."""
+        """Return a parameter; or what came from another stage, or into a forward that is repeated: it may be a part."""
         if not self._names and self._model is not None:
             held = self._model.named_parameters(remove_duplicate=False)
             self._names = {parameter: name for name, parameter in held if name in self._placed}

@@ -37,7 +37,7 @@ class VocabularySplit:
 
     @property
     def size(self) -> int:
-        """How many classes there are in all."""
+        """Number of classes there are in all."""
         return sum(self.sizes)
 
     @property
@@ -68,7 +68,7 @@ class _How:
 
 
 def cross_entropy(local: Tensor, *, target: Tensor, vocabulary: VocabularySplit, options: LossOptions) -> Tensor:
-    """The cross-entropy in nats of (N, …, local classes) logits, classes last, for (N, …) integer targets.
+    """Return the cross-entropy in nats of (N, …, local classes) logits, classes last, for (N, …) integer targets.
 
     Alike on all ranks that share the classes, as torch computes it: of shape (N, …) for reduction `none`, else a
     scalar. Raises ValueError for a shape, a reduction or a weight that does not fit, IndexError for a target that is no
@@ -150,7 +150,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _log_sum(local: Tensor) -> Tensor:
-    """The log Σ exp over the last dim, at least float32, a few rows at a time: nothing as large as `local` is made."""
+    """Return the log Σ exp over the last dim, at least float32, a few rows at a time: nothing as large as `local` is
+    made.
+    """
     rows = local.reshape(-1, local.size(-1))
     result = rows.new_empty(rows.size(0), dtype=_wide(local.dtype))
     for part in _blocks(rows):
@@ -159,7 +161,7 @@ def _log_sum(local: Tensor) -> Tensor:
 
 
 def _softmax_times(local: Tensor, log_sum: Tensor, *, factor: Tensor) -> Tensor:
-    """The product factor · exp(local - log_sum), where factor and log_sum are per row."""
+    """Return the product factor · exp(local - log_sum), where factor and log_sum are per row."""
     rows = local.reshape(-1, local.size(-1))
     result = torch.empty_like(rows)
     log_sums, factors = log_sum.reshape(-1, 1), factor.reshape(-1, 1)

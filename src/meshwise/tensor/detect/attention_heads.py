@@ -60,7 +60,9 @@ class AttentionHeads:
         return self.count // self.key_count
 
     def twins(self, degree: int) -> int:
-        """How many of `degree` ranks have to hold the same key head; 0 when they cannot share the heads out."""
+        """Return the number of of `degree` ranks have to hold the same key head; 0 when they cannot share the heads
+        out.
+        """
         if self.key_count >= degree:
             return 1
         ranks, left = divmod(degree, self.key_count)
@@ -68,21 +70,23 @@ class AttentionHeads:
 
 
 def counts_heads(module: nn.Module) -> bool:
-    """Whether the module itself keeps a count of heads."""
+    """Return whether the module itself keeps a count of heads."""
     return any(_is_count(vars(module).get(name)) for name in HEADS if name != "h" or _h_counts(vars(module)))
 
 
 def _h_counts(own: Mapping[str, Any]) -> bool:
-    """Whether `h` is a number of heads, and no height or hidden size: beside how wide one is, and no other name."""
+    """Return whether `h` is a number of heads, and no height or hidden size: beside how wide one is, and no other
+    name.
+    """
     return any(name in own for name in HEAD_WIDTHS) and not any(name in own for name in HEADS if name != "h")
 
 
 def find_heads(
     homes: Sequence[nn.Module], *, around: Sequence[nn.Module], firsts: Sequence[int], features: int
 ) -> AttentionHeads | None:
-    """The heads of a branch whose first matrices write `firsts` features and whose second reads `features`, told by
-    the first that counts them of `homes`, the modules that hold the matrices, and of the modules `around` those; None
-    when the sizes are not those of an attention with these heads.
+    """Return the heads of a branch whose first matrices write `firsts` features and whose second reads `features`, told
+    by the first that counts them of `homes`, the modules that hold the matrices, and of the modules `around` those;
+    None when the sizes are not those of an attention with these heads.
     """
     for module in (*homes, *around):
         own, read = vars(module), _numbers(module)
@@ -121,7 +125,7 @@ def order_of_fused(owner: nn.Module, *, child: str, sizes: Sequence[int], width:
 
 
 def sections_of(matrix: MatrixModule, *, heads: AttentionHeads) -> tuple[int, ...]:
-    """The sizes of what an attention's first matrix writes, when they lie one after the other."""
+    """Return the sizes of what an attention's first matrix writes, when they lie one after the other."""
     keys = heads.keys
     fused = {heads.features + 2 * keys: (heads.features, keys, keys), heads.features: (heads.features,), keys: (keys,)}
     return fused.get(matrix.outputs, (keys,) * (matrix.outputs // keys))
@@ -130,7 +134,7 @@ def sections_of(matrix: MatrixModule, *, heads: AttentionHeads) -> tuple[int, ..
 def by_rule(
     matrix: MatrixModule, *, sections: tuple[int, ...], given: Mapping[str, int], default: int
 ) -> tuple[tuple[int, ...], int]:
-    """The cut that a rule's numbers ask for. Raises ValueError when they do not fit the matrix."""
+    """Return the cut that a rule's numbers ask for. Raises ValueError when they do not fit the matrix."""
     number, grain = given.get("sections", 1), given.get("grain", default)
     sizes = sections if len(sections) == number else (matrix.outputs // number,) * number
     if sum(sizes) != matrix.outputs or any(size % grain for size in sizes):
@@ -141,8 +145,8 @@ def by_rule(
 
 
 def counted(module: nn.Module, *, heads: AttentionHeads, group: int) -> tuple[tuple[str, int], ...]:
-    """The attributes of a module that count query heads or their features, each with how many of those stay together,
-    when `group` query heads do. `config.num_heads` is one of the configuration that it reads when it runs.
+    """Return the attributes of a module that count query heads or their features, each with how many of those stay
+    together, when `group` query heads do. `config.num_heads` is one of the configuration that it reads when it runs.
     """
     found = []
     for name, value in _numbers(module).items():
@@ -154,13 +158,13 @@ def counted(module: nn.Module, *, heads: AttentionHeads, group: int) -> tuple[tu
 
 
 def counts_of_keys(module: nn.Module, *, heads: AttentionHeads) -> tuple[str, ...]:
-    """The attributes of a module that count key heads."""
+    """Return the attributes of a module that count key heads."""
     found = _numbers(module).items()
     return tuple(name for name, value in found if name.rpartition(".")[2] in KEY_HEADS and value == heads.key_count)
 
 
 def counts_of_groups(module: nn.Module, *, heads: AttentionHeads) -> tuple[str, ...]:
-    """The attributes of a module that count the query heads of one key head."""
+    """Return the attributes of a module that count the query heads of one key head."""
     found = _numbers(module).items()
     return tuple(name for name, value in found if name.rpartition(".")[2] in GROUPS and value == heads.group)
 
@@ -185,7 +189,7 @@ def _numbers(module: nn.Module) -> dict[str, Any]:
 
 
 def _grain(name: str, number: Any, heads: AttentionHeads, group: int) -> int:
-    """How many of the things that a number counts stay together; 0 when it counts something else."""
+    """Return the number of of the things that a number counts stay together; 0 when it counts something else."""
     if type(number) is not int:
         return 0
     if name in HEADS and number == heads.count:
@@ -209,7 +213,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _count(source: Mapping[str, Any], names: Sequence[str]) -> int:
-    """The first count under one of the names; of a tuple, such as (heads, key_heads, key_heads), its first."""
+    """Return the first count under one of the names; of a tuple, such as (heads, key_heads, key_heads), its first."""
     for name in names:
         value = source.get(name)
         if isinstance(value, tuple | int) and _is_count(value):
@@ -226,21 +230,21 @@ def _key_count(source: Mapping[str, Any]) -> int:
 
 
 def _equal_pair(firsts: Sequence[int], *, width: int) -> list[int]:
-    """The key heads of three matrices two of which are equal and smaller: k and v."""
+    """Return the key heads of three matrices two of which are equal and smaller: k and v."""
     smaller = sorted(firsts)[:2]
     return [smaller[0] // width] if len(firsts) == 3 and smaller[0] == smaller[1] >= width else []
 
 
 def _fits(heads: AttentionHeads, firsts: Sequence[int], *, sure: bool) -> bool:
-    """Whether matrices of these sizes are the q, k and v of these heads. Two matrices of an MLP (a gate and what it
-    gates) may add up to the same; so less than three matrices must come to the usual three, or heads be `sure`.
+    """Return whether matrices of these sizes are the q, k and v of these heads. Two matrices of an MLP (a gate and what
+    it gates) may add up to the same; so less than three matrices must come to the usual three, or heads be `sure`.
     """
     adds_up = sum(firsts) == heads.features + 2 * heads.keys
     return adds_up and (sure or len(firsts) >= 3 or sum(firsts) == 3 * heads.features)
 
 
 def _split_at_once(kind: type[nn.Module]) -> Iterator[str]:
-    """Names of children whose output is taken apart: in the same expression, or under the name it is given."""
+    """Yield names of children whose output is taken apart: in the same expression, or under the name it is given."""
     try:
         tree = source_of(inspect.unwrap(kind.forward))
     except (OSError, SyntaxError, TypeError):

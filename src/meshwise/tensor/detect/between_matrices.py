@@ -16,7 +16,8 @@ _OF_QUERY_OR_KEY = re.compile(r"(^|_)(q|k|query|key)(_|$)")
 def between(
     owner: nn.Module, *, name: str, heads: AttentionHeads, grain: int, shared: bool
 ) -> tuple[dict[str, Part], dict[str, str]]:
-    """The parts of what the module with that name holds beside its matrices, and why something gets none, by name.
+    """Return the parts of what the module with that name holds beside its matrices, and why something gets none, by
+    name.
 
     `grain`: features that stay on one rank; `shared`: two ranks may hold the same key head.
     """

@@ -50,20 +50,20 @@ class BlockBranch:
 
     @property
     def looks_like_attention(self) -> bool:
-        """Whether the sizes are those of attention, and of little else."""
+        """True if the sizes are those of attention, and of little else."""
         writes = [matrix.outputs for matrix in self.firsts]
         return len(writes) >= 3 or (len(writes) == 1 and writes[0] == 3 * self.second.inputs)
 
     def agrees(self, stated: Mapping[str, str]) -> bool:
-        """Whether no matrix is said to be what it is not in this branch."""
+        """Return whether no matrix is said to be what it is not in this branch."""
         roles = dict.fromkeys((matrix.name for matrix in self.firsts), "first") | {self.second.name: "second"}
         return all(stated.get(name, role) == role for name, role in roles.items())
 
 
 def stream_width(blocks: Iterable[nn.Module], *, outside: Collection[int]) -> int | None:
-    """The size that most matrices of the blocks read or write, among those that are both read and written; None when
-    there is none. Of several, as in blocks of one MLP each, one that parameters `outside` of them have in their last
-    dim, and of those the one that is read first.
+    """Return the size that most matrices of the blocks read or write, among those that are both read and written; None
+    when there is none. Of several, as in blocks of one MLP each, one that parameters `outside` of them have in their
+    last dim, and of those the one that is read first.
     """
     uses: Counter[int] = Counter()
     read: list[int] = []
@@ -94,7 +94,7 @@ class BlockReading:
     """The first names of the model's modules. What has been read under one is not read again under another."""
 
     def branches(self, block: nn.Module, *, name: str) -> tuple[list[BlockBranch], list[MatrixModule]]:
-        """The branches of a block called `name`, and the matrices that belong to none."""
+        """Return the branches of a block called `name`, and the matrices that belong to none."""
         found: list[BlockBranch] = []
         left = self._walk(block, name, found)
         return found, [item.matrix for item in left]
@@ -152,7 +152,7 @@ class _Item:
 
 
 def _ends(items: Sequence[_Item]) -> bool:
-    """Whether the last of these matrices can only be a second."""
+    """Return whether the last of these matrices can only be a second."""
     if not items or items[-1].role or any(item.role == "second" for item in items):
         return False
     if any(item.role == "first" for item in items):
@@ -162,8 +162,8 @@ def _ends(items: Sequence[_Item]) -> bool:
 
 
 def _late(items: Sequence[_Item], *, branches: Sequence[BlockBranch], holder: str) -> BlockBranch | None:
-    """The only branch of a module, with matrices that it registers behind its second, and that write what that reads:
-    w1, w2, w3 of a gated MLP, where w2 closes it.
+    """Return the only branch of a module, with matrices that it registers behind its second, and that write what that
+    reads: w1, w2, w3 of a gated MLP, where w2 closes it.
     """
     if len(branches) != 1 or not items:
         return None

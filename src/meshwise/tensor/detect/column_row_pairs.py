@@ -85,8 +85,8 @@ class ColumnRowPairs:
         self._sharing = sharing
 
     def parts(self, branches: Iterable[BlockBranch], *, block: str) -> dict[str, Part]:
-        """The parts of a block's branches. Of two attentions, the second reads what comes from outside of the blocks:
-        an encoder's output.
+        """Return the parts of a block's branches. Of two attentions, the second reads what comes from outside of the
+        blocks: an encoder's output.
         """
         found: dict[str, Part] = {}
         before = 0
@@ -121,7 +121,7 @@ class ColumnRowPairs:
         return found
 
     def _goes_by_feature(self, branch: BlockBranch) -> bool:
-        """Whether the module is seen to treat every feature between the matrices by itself."""
+        """Return whether the module is seen to treat every feature between the matrices by itself."""
         return bool(self._verdict(branch, self._mlp_parts(branch), ranks=branch.second.inputs))
 
     def _why_no_heads(self, branch: BlockBranch, *, block: str) -> str:
@@ -139,7 +139,7 @@ class ColumnRowPairs:
         )
 
     def _seen_heads(self, branch: BlockBranch) -> AttentionHeads | None:
-        """The most heads with which a module is seen to compute each of them by itself."""
+        """Return the most heads with which a module is seen to compute each of them by itself."""
         features, reasons = branch.second.inputs, dict(self._reasons)
         seen = None
         for count in range(features, 1, -1):
@@ -266,7 +266,9 @@ class ColumnRowPairs:
         return found
 
     def _fails(self, branch: BlockBranch, found: Mapping[str, Part], *, ranks: int, what: str) -> bool:
-        """Whether the module that holds the first matrices is seen not to let ranks share out what lies between."""
+        """Return whether the module that holds the first matrices is seen not to let ranks share out what lies
+        between.
+        """
         if self._verdict(branch, found, ranks=ranks) is not False:
             return False
         home = branch.firsts[0].home
@@ -301,8 +303,8 @@ class ColumnRowPairs:
         return self._tried[tried]
 
     def _share_input(self, branch: BlockBranch, outside: Sequence[MatrixModule] = ()) -> bool:
-        """Whether the first matrices, but those that read what comes from `outside`, read one and the same tensor, the
-        input of the module that holds them.
+        """Return whether the first matrices, but those that read what comes from `outside`, read one and the same
+        tensor, the input of the module that holds them.
         """
         homes = {matrix.home for matrix in branch.firsts}
         inside = [matrix.child for matrix in branch.firsts if matrix not in outside]
@@ -315,7 +317,9 @@ class ColumnRowPairs:
     def _cut(
         self, matrix: MatrixModule, sections: tuple[int, ...], *, grain: int, heads: AttentionHeads | None
     ) -> tuple[tuple[int, ...], int] | None:
-        """The sections and the grain of a first matrix; None, with the reason noted, when its order is not known."""
+        """Return the sections and the grain of a first matrix; None, with the reason noted, when its order is not
+        known.
+        """
         given = self._options.get(matrix.name, {})
         if "sections" in given or "grain" in given:
             return by_rule(matrix, sections=sections, given=given, default=grain)
@@ -335,7 +339,7 @@ class ColumnRowPairs:
         return None
 
     def torch_attention(self, module: nn.MultiheadAttention, *, name: str) -> dict[str, Part]:
-        """The parts of torch's own attention, whose matrices are parameters that it holds itself."""
+        """Return the parts of torch's own attention, whose matrices are parameters that it holds itself."""
         width = module.head_dim
         self.attentions.append(
             FoundAttention(
@@ -368,6 +372,6 @@ def _rule_for_heads(home: str, heads: AttentionHeads) -> str:
 
 
 def _above(name: str) -> list[str]:
-    """The names of the modules that hold a module, innermost first."""
+    """Return the names of the modules that hold a module, innermost first."""
     words = name.split(".")
     return [".".join(words[:depth]) for depth in range(len(words) - 1, -1, -1)]

@@ -23,8 +23,8 @@ _OF_ITS_SHAPE = frozenset({"shape", "size", "dim", "ndim", "dtype", "device"})
 
 
 def only_read_by(module: nn.Module, *, children: Collection[str], others: Collection[str] = ()) -> bool:
-    """Whether the first argument of a module's forward is read by each of the children called by these names, and
-    besides only asked for its sizes.
+    """Return whether the first argument of a module's forward is read by each of the children called by these names,
+    and besides only asked for its sizes.
 
         q, k, v = self.q(x), self.k(x), self.v(x)
         q, k, v = (linear(x) for linear in (self.q, self.k, self.v))
@@ -52,8 +52,8 @@ def only_read_by(module: nn.Module, *, children: Collection[str], others: Collec
 
 
 def sizes_unused(module: nn.Module) -> bool:
-    """Whether a module's forward is known not to ask its first argument for its sizes. A method of its own that it
-    hands that on to may.
+    """Return whether a module's forward is known not to ask its first argument for its sizes. A method of its own that
+    it hands that on to may.
     """
     definition = _forward(module)
     if definition is None:
@@ -67,8 +67,8 @@ def sizes_unused(module: nn.Module) -> bool:
 
 
 def splits_by_width(module: nn.Module) -> bool:
-    """Whether a module's forward takes the number of features from its first argument, and uses it only to view or
-    split what its matrices return, or divides it by a number of heads, as many do.
+    """Return whether a module's forward takes the number of features from its first argument, and uses it only to view
+    or split what its matrices return, or divides it by a number of heads, as many do.
 
         B, T, C = x.size()        q, k, v = self.qkv(x).split(C, dim=2)        q.view(B, T, self.heads, C // self.heads)
     """
@@ -95,7 +95,8 @@ def splits_by_width(module: nn.Module) -> bool:
 
 
 def asks_for_last_size(module: nn.Module) -> bool:
-    """Whether a module's forward takes the last of three sizes from any tensor: the number of features of a stream.
+    """Return whether a module's forward takes the last of three sizes from any tensor: the number of features of a
+    stream.
 
     d = x.shape[-1]        d = x.size(2)        B, T, C = x.shape
     """
@@ -118,14 +119,14 @@ def _is_last_size(node: ast.AST, *, read: set[str]) -> bool:
 
 
 def _is_sizes_of(node: ast.expr, name: str) -> bool:
-    """Whether an expression is `name.shape` or `name.size()`."""
+    """Return whether an expression is `name.shape` or `name.size()`."""
     if isinstance(node, ast.Call) and not node.args:
         node = node.func
     return isinstance(node, ast.Attribute) and node.attr in ("shape", "size") and _is_named(node.value, name)
 
 
 def _second_names(definition: ast.FunctionDef, given: str) -> tuple[str, set[int]]:
-    """The name of what is `given` or something else, as the forward decides; and where it says so."""
+    """Return the name of what is `given` or something else, as the forward decides; and where it says so."""
     for node in _nodes(definition):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.IfExp) and isinstance(node.targets[0], ast.Name):
             either = [branch for branch in (node.value.body, node.value.orelse) if _is_named(branch, given)]
@@ -135,7 +136,7 @@ def _second_names(definition: ast.FunctionDef, given: str) -> tuple[str, set[int
 
 
 def _looped_over(definition: ast.FunctionDef, itself: str) -> dict[str, set[str]]:
-    """Names that stand for one child after the other: `linear`, in `for linear in (self.q, self.k, self.v)`."""
+    """Return names that stand for one child after the other: `linear`, in `for linear in (self.q, self.k, self.v)`."""
     loops = [node for node in _nodes(definition) if isinstance(node, ast.For | ast.comprehension)]
     return {
         node.target.id: {entry.attr for entry in node.iter.elts if isinstance(entry, ast.Attribute)}
@@ -154,7 +155,7 @@ def _children_called(called: ast.expr, itself: str, looped: Mapping[str, set[str
 
 
 def _forward(module: nn.Module) -> ast.FunctionDef | None:
-    """The source of a module's forward, when it is there and takes an argument."""
+    """Return the source of a module's forward, when it is there and takes an argument."""
     try:
         definition = source_of(inspect.unwrap(type(module).forward)).body[0]
     except (OSError, SyntaxError, TypeError):
@@ -164,7 +165,7 @@ def _forward(module: nn.Module) -> ast.FunctionDef | None:
 
 @lru_cache(256)
 def _nodes(definition: ast.FunctionDef) -> tuple[ast.AST, ...]:
-    """All of a definition. A model has many modules of one class."""
+    """Return all of a definition. A model has many modules of one class."""
     return tuple(ast.walk(definition))
 
 

@@ -82,15 +82,15 @@ _BRANCH = re.compile(r".*?\.\d+(\.[^.]+)?")
 
 
 def branch_around(name: str) -> str:
-    """The module in a block that is around what has this name, or all that there is of the name."""
+    """Return the module in a block that is around what has this name, or all that there is of the name."""
     return match[0] if (match := _BRANCH.match(name)) else name
 
 
 def of_all_blocks(name: str) -> str:
-    """The name with `*` for every number: the same for all blocks."""
+    """Return the name with `*` for every number: the same for all blocks."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def full_name(kind: type) -> str:
-    """The name of a class with that of its module."""
+    """Return the name of a class with that of its module."""
     return f"{kind.__module__}.{kind.__qualname__}"

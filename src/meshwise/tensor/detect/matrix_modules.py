@@ -46,7 +46,7 @@ class MatrixModule:
 
 
 def as_matrix(module: nn.Module, *, name: str) -> MatrixModule | None:
-    """The module as a matrix, or None when it is something else."""
+    """Return the module as a matrix, or None when it is something else."""
     if full_name(type(module)) in STORED_AS_INPUTS_BY_OUTPUTS:
         inputs, outputs = module.get_parameter("weight").shape
         return MatrixModule(name, inputs, outputs, flipped=True)
@@ -56,7 +56,9 @@ def as_matrix(module: nn.Module, *, name: str) -> MatrixModule | None:
 
 
 def _multiplies(module: nn.Linear) -> bool:
-    """Whether a linear with a forward of its own computes what torch's does: it is asked, with small random numbers."""
+    """Return whether a linear with a forward of its own computes what torch's does: it is asked, with small random
+    numbers.
+    """
     if module._modules or module._buffers or set(module._parameters) != {"weight", "bias"}:
         return False
     generator = torch.Generator("cpu").manual_seed(0)
@@ -77,12 +79,12 @@ def _multiplies(module: nn.Linear) -> bool:
 
 
 def computes_as(module: nn.Module, *, kind: type[nn.Module]) -> bool:
-    """Whether a module is of a kind and has its forward."""
+    """Return whether a module is of a kind and has its forward."""
     return isinstance(module, kind) and type(module).forward is kind.forward
 
 
 def looks_up(module: nn.Module) -> bool:
-    """Whether a module is an embedding, or scales what an embedding gives: it is asked, with random numbers."""
+    """Return whether a module is an embedding, or scales what an embedding gives: it is asked, with random numbers."""
     if not isinstance(module, nn.Embedding) or computes_as(module, kind=nn.Embedding):
         return isinstance(module, nn.Embedding)
     own = type(module)
@@ -111,7 +113,7 @@ class _Gives(nn.Embedding):
 
 
 def matrices(module: nn.Module, *, name: str) -> Iterator[MatrixModule]:
-    """The matrices inside a module called `name`, in the order in which they were registered."""
+    """Yield the matrices inside a module called `name`, in the order in which they were registered."""
     for inner, child in module.named_modules(prefix=name):
         if matrix := as_matrix(child, name=inner):
             yield matrix

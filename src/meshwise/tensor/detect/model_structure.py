@@ -79,7 +79,7 @@ class ModelStructure:
 
     @property
     def counts_features(self) -> bool:
-        """Whether outside of the blocks something is made for all features of the stream: there is a buffer that wide,
+        """True if outside of the blocks something is made for all features of the stream: there is a buffer that wide,
         or a forward of the user's asks how many there are.
         """
         outside = [module for name, module in self.modules.items() if not self._in_block(name)]
@@ -93,7 +93,7 @@ class ModelStructure:
         return next((f"  ({self._reasons[holder]})" for holder in _holders(name) if holder in self._reasons), "")
 
     def writes_stream(self, name: str) -> bool:
-        """Whether it is a matrix in a block that makes something as wide as the stream."""
+        """Return whether it is a matrix in a block that makes something as wide as the stream."""
         matrix = as_matrix(self.modules[name], name=name) if name in self.modules else None
         return matrix is not None and matrix.outputs == self.width and self._in_block(name)
 
@@ -151,7 +151,7 @@ class ModelStructure:
             self._parts[name] = Part("vector")
 
     def _role_outside(self, module: nn.Module, name: str) -> str | None:
-        """The part of a module outside of the blocks, as far as torch's own layers go."""
+        """Return the part of a module outside of the blocks, as far as torch's own layers go."""
         if matrix := as_matrix(module, name=name):
             if self._vocabulary is not None and matrix.inputs == self.width:
                 tied = getattr(module, "weight", None) is self._vocabulary.weight
@@ -223,7 +223,7 @@ class ModelStructure:
             self._parts[name] = Part(role, grain=given.get("grain", 1), transposed=bool(matrix and matrix.flipped))
 
     def _has_all_features(self, norm: BatchNorm, name: str) -> bool:
-        """Whether a batch norm is given the stream, or something outside of the blocks."""
+        """Return whether a batch norm is given the stream, or something outside of the blocks."""
         return norm.num_features == self.width or not self._in_block(name)
 
     def _in_block(self, name: str) -> bool:
@@ -244,20 +244,20 @@ def _why_unknown(module: nn.Module) -> str:
 
 
 def _replaces_own_forward(module: nn.Module | None, role: str) -> bool:
-    """Whether the part would replace what a class computes that derives from one of torch's."""
+    """Return whether the part would replace what a class computes that derives from one of torch's."""
     if module is None or role not in ("first", "second", "single", "head", "embedding"):
         return False
     return not looks_up(module) if role == "embedding" else as_matrix(module, name="") is None
 
 
 def _holders(name: str) -> list[str]:
-    """A name, and those of all modules around it, innermost first."""
+    """Return a name, and those of all modules around it, innermost first."""
     words = name.split(".")
     return [".".join(words[:depth]) for depth in range(len(words), 0, -1)]
 
 
 def _blocks(module: nn.Module, *, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """The entries of lists that hold pairs, the outermost ones."""
+    """Yield the entries of lists that hold pairs, the outermost ones."""
     for child_name, child in module.named_children():
         below = f"{name}.{child_name}" if name else child_name
         entry = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)

@@ -31,7 +31,7 @@ _USUAL = (1e-5, 1e-6, 1e-8, 1e-12, 1e-30)
 
 
 def as_norm(module: nn.Module) -> tuple[int, Norm] | None:
-    """The features that a module normalises over, and how; None when it agrees with none of the formulas.
+    """Return the features that a module normalises over, and how; None when it agrees with none of the formulas.
 
     Looks at modules without children whose parameters are vectors of one size, and at torch's own without parameters.
     """
@@ -55,7 +55,9 @@ def as_norm(module: nn.Module) -> tuple[int, Norm] | None:
 
 
 def goes_feature_by_feature(module: nn.Module) -> bool:
-    """Whether a module without children gives, for some of the features, what it gives for all: nothing mixes them."""
+    """Return whether a module without children gives, for some of the features, what it gives for all: nothing mixes
+    them.
+    """
     width = _width(module)
     if width is None or width < 2:
         return False
@@ -68,7 +70,7 @@ def goes_feature_by_feature(module: nn.Module) -> bool:
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
-    """Numbers so small that an epsilon is no smaller than what it is added to."""
+    """Return numbers so small that an epsilon is no smaller than what it is added to."""
     generator = torch.Generator("cpu").manual_seed(seed)
     return (torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") + 1) * 1e-3
 
@@ -102,13 +104,13 @@ def _with_random_parameters(module: nn.Module) -> nn.Module:
 
 
 def _kept(module: nn.Module) -> list[float]:
-    """The small positive numbers that a module keeps."""
+    """Return the small positive numbers that a module keeps."""
     return [value for value in vars(module).values() if type(value) is float and 0 < value < 1]
 
 
 def _candidates(module: nn.Module) -> list[Norm]:
-    """Both formulas with every small positive number that the module keeps, and the usual ones; a gain and a bias by
-    any names.
+    """Return both formulas with every small positive number that the module keeps, and the usual ones; a gain and a
+    bias by any names.
     """
     held = [name for name, parameter in module._parameters.items() if parameter is not None]
     usual = set(held) <= {"weight", "bias"}

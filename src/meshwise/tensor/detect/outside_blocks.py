@@ -24,7 +24,9 @@ _SMALL = ("norm", "positions", "patches", "vector")
 
 
 def whole_outside(parts: Mapping[str, Part], *, plan: Plan, counts: bool) -> dict[str, Part]:
-    """The parts of a model, with all features outside of its blocks where it has no head, or `counts` them there."""
+    """Return the parts of a model, with all features outside of its blocks where it has no head, or `counts` them
+    there.
+    """
     blocks = tuple(name for name, part in parts.items() if part.role == "block")
     split = any(part.role == "head" for part in parts.values()) and not counts
     if plan.tp_mode == "1d" or not blocks or split:

@@ -106,7 +106,7 @@ def refuse_modes(parts: Mapping[str, Part], *, modules: Mapping[str, nn.Module],
 
 
 def _is_whole(name: str, parts: Mapping[str, Part]) -> bool:
-    """Whether a module, or one around it, is kept whole."""
+    """Return whether a module, or one around it, is kept whole."""
     words = name.split(".")
     around = (parts.get(".".join(words[:depth])) for depth in range(len(words) + 1))
     return any(part is not None and part.role == "whole" for part in around)
@@ -131,22 +131,22 @@ def _only_1d(module: nn.Module, part: Part, width: int | None, *, rows_move: boo
 
 
 def _reads_side_by_side(module: nn.Module, width: int | None) -> bool:
-    """Whether a module may be given the features of several tokens, such as the first and the mean of all."""
+    """Return whether a module may be given the features of several tokens, such as the first and the mean of all."""
     return isinstance(module, nn.Linear) and width is not None and module.in_features in range(2 * width, 2**62, width)
 
 
 def _may_mix_tokens(module: nn.Module) -> bool:
-    """Whether what a module makes of a token may depend on others."""
+    """Return whether what a module makes of a token may depend on others."""
     return isinstance(module, BatchNorm) or any(True for _ in module.children())
 
 
 def _reads_all(module: nn.Module | None, part: Part, width: int | None) -> bool:
-    """Whether a module is kept whole and is given all features of the stream."""
+    """Return whether a module is kept whole and is given all features of the stream."""
     return part.role == "whole" and isinstance(module, nn.Linear) and module.in_features == width
 
 
 def _fits(attention: FoundAttention, *, ranks: int, sharing: PairSharing) -> bool:
-    """Whether so many ranks can share out the heads, each getting whole groups of queries with their key."""
+    """Return whether so many ranks can share out the heads, each getting whole groups of queries with their key."""
     keys = attention.heads.key_count
     if keys >= ranks:
         return keys % ranks == 0 or not attention.even
@@ -154,7 +154,7 @@ def _fits(attention: FoundAttention, *, ranks: int, sharing: PairSharing) -> boo
 
 
 def _whole(unfit: Sequence[FoundAttention], attentions: Sequence[FoundAttention]) -> str:
-    """Rules that keep attentions whole, and the blocks' other ones as they are."""
+    """Return rules that keep attentions whole, and the blocks' other ones as they are."""
     names = [attention.name for attention in unfit]
     patterns = {of_all_blocks(name) for name in names}
     alike = all(attention.name in names for attention in attentions if of_all_blocks(attention.name) in patterns)

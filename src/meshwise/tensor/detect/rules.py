@@ -136,7 +136,7 @@ def _read(module: nn.Module, *, plan: Plan, rules: Rules) -> _Found:
 
 
 def _fitting(found: _Found, *, plan: Plan) -> Mapping[str, Part]:
-    """The parts as a plan has them. Raises PlanError where it has none."""
+    """Return the parts as a plan has them. Raises PlanError where it has none."""
     structure, whole = found.structure, found.whole
     split = [each for each in structure.attentions if each.name not in whole and not _lies_in(each.name, holders=whole)]
     refuse_misfits(split, plan=plan, sharing=PairSharing.of(plan))
@@ -146,13 +146,13 @@ def _fitting(found: _Found, *, plan: Plan) -> Mapping[str, Part]:
 
 
 def _lies_in(name: str, *, holders: Collection[str]) -> bool:
-    """Whether one of the modules around it is among `holders`."""
+    """Return whether one of the modules around it is among `holders`."""
     words = name.split(".")
     return any(".".join(words[:depth]) in holders for depth in range(len(words)))
 
 
 def _matched(module: nn.Module, rules: Rules) -> dict[str, Rule]:
-    """The rule of every module or parameter that one matches; of several, the last."""
+    """Return the rule of every module or parameter that one matches; of several, the last."""
     modules = [name for name, _ in module.named_modules(remove_duplicate=False)]
     parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     matched: dict[str, Rule] = {}
@@ -166,7 +166,7 @@ def _matched(module: nn.Module, rules: Rules) -> dict[str, Rule]:
 
 
 def matches(name: str, *, pattern: str) -> bool:
-    """Whether a dotted name has as many words as the pattern, each matching."""
+    """Return whether a dotted name has as many words as the pattern, each matching."""
     words, wanted = name.split("."), pattern.split(".")
     return len(words) == len(wanted) and all(map(fnmatch.fnmatchcase, words, wanted))
 
@@ -178,8 +178,8 @@ def _near(pattern: str, names: Sequence[str]) -> str:
 
 
 def _declared(module: nn.Module, *, stated: Collection[str]) -> dict[str, str]:
-    """The parts of the matrices that a transformers model declares, by name. Raises ValueError for a word among them
-    that has no part here, unless a rule is `stated` for the module or one around it.
+    """Return the parts of the matrices that a transformers model declares, by name. Raises ValueError for a word among
+    them that has no part here, unless a rule is `stated` for the module or one around it.
     """
     found: dict[str, str] = {}
     names = [name for name, _ in module.named_modules(remove_duplicate=False)]
@@ -232,8 +232,8 @@ def _no_part(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules) -> s
 
 
 def _work(module: nn.Module, *, plan: Plan, rules: Rules) -> bool:
-    """Whether every parameter has a part by these rules, and the plan has all the parts; a matrix that is kept whole
-    in a block writes all features, which only 1d has there.
+    """Return whether every parameter has a part by these rules, and the plan has all the parts; a matrix that is kept
+    whole in a block writes all features, which only 1d has there.
     """
     try:
         found = _read(module, plan=plan, rules=rules)
@@ -245,8 +245,8 @@ def _work(module: nn.Module, *, plan: Plan, rules: Rules) -> bool:
 
 
 def _example(module: nn.Module, parameter: str, *, reason: str) -> tuple[str, str]:
-    """A rule to copy, a name and a part, for a parameter without one: what its reason tells, or its module can have. It
-    is for all blocks where it names modules of one class.
+    """Return a rule to copy, a name and a part, for a parameter without one: what its reason tells, or its module can
+    have. It is for all blocks where it names modules of one class.
     """
     name = parameter.rpartition(".")[0]
     told = re.search(r"rule(?: for (\S+))?: '([^']+)'", reason)
@@ -262,7 +262,7 @@ def _example(module: nn.Module, parameter: str, *, reason: str) -> tuple[str, st
 
 
 def _places(parts: Mapping[str, Part], name: str) -> bool:
-    """Whether a parameter has a part, by itself or through the module that holds it."""
+    """Return whether a parameter has a part, by itself or through the module that holds it."""
     words = name.split(".")
     around = [parts.get(".".join(words[:depth])) for depth in range(len(words))]
     if any(part is not None and part.role == "whole" for part in around):
@@ -272,5 +272,5 @@ def _places(parts: Mapping[str, Part], name: str) -> bool:
 
 
 def _first_of_each(names: Iterable[str]) -> list[str]:
-    """One name of those that differ in numbers only."""
+    """Return one name of those that differ in numbers only."""
     return list({of_all_blocks(name): name for name in reversed(list(names))}.values())[::-1]

@@ -106,7 +106,7 @@ class SplitTrial:
         return (takes.read, returned, *read) if takes.read is not None and isinstance(returned, Tensor) else None
 
     def _copy(self, stubs: Mapping[str | None, _Takes]) -> nn.Module:
-        """The module with these children, in eval mode. No matrix is copied: others give nothing."""
+        """Return the module with these children, in eval mode. No matrix is copied: others give nothing."""
         asked, inside = copy.copy(self.module), dict(self.module.named_modules())
         memo = {id(inside[matrix.name]): _Nothing(matrix.outputs) for matrix in matrices(self.module, name="")}
         asked._modules = {
@@ -206,7 +206,7 @@ def _share(size: int, cut: DimSplit, *, at: Place) -> int:
 
 
 def _cut(x: Tensor, cut: DimSplit, *, at: Place, dim: int = -1) -> Tensor:
-    """A rank's part of a tensor along a dim."""
+    """Return a rank's part of a tensor along a dim."""
     spans = cut.spans(x.size(dim), places=[at])
     return torch.cat([x.narrow(dim, start, stop - start) for start, stop in spans], dim)
 

@@ -11,7 +11,9 @@ __all__ = ["one_d", "scheme", "three_d", "two_and_a_half_d", "two_d"]
 
 
 def scheme(plan: Plan, *, blocks: bool) -> Scheme:
-    """The scheme that a plan names; `blocks`: inside the repeated blocks, where sequence parallelism splits tokens."""
+    """Return the scheme that a plan names; `blocks`: inside the repeated blocks, where sequence parallelism splits
+    tokens.
+    """
     if plan.tp_mode == "1d":
         return one_d(sequence=blocks and plan.sequence_parallel == 1)
     return {"2d": two_d, "2.5d": two_and_a_half_d, "3d": three_d}[plan.tp_mode]()

@@ -27,7 +27,7 @@ TWIN = "twin"
 
 
 def mesh_with_twins(plan: Plan, *, parts: Iterable[Part]) -> Mesh:
-    """The plan's mesh, with twins where an attention among the parts needs them."""
+    """Return the plan's mesh, with twins where an attention among the parts needs them."""
     mesh, twins = plan.mesh(), max((part.twins for part in parts), default=1)
     if twins == 1:
         return mesh
@@ -39,7 +39,7 @@ def mesh_with_twins(plan: Plan, *, parts: Iterable[Part]) -> Mesh:
 
 
 def scheme_on(mesh: Mesh, *, plan: Plan, blocks: bool) -> Scheme:
-    """The plan's scheme on a mesh that may have twins."""
+    """Return the plan's scheme on a mesh that may have twins."""
     plain = scheme(plan, blocks=blocks)
     if TWIN not in mesh.names:
         return plain
@@ -49,7 +49,7 @@ def scheme_on(mesh: Mesh, *, plan: Plan, blocks: bool) -> Scheme:
 
 
 def _with_twins(value: Any, axis: str) -> Any:
-    """The value with the axis replaced by the two, wherever it holds it."""
+    """Return the value with the axis replaced by the two, wherever it holds it."""
     if isinstance(value, tuple):
         return tuple(name for each in value for name in ((each, TWIN) if each == axis else (each,)))
     if not dataclasses.is_dataclass(value) or isinstance(value, type):

@@ -25,7 +25,7 @@ from meshwise.tensor.core.scheme import OperandLayoutMove, Scheme, SchemeLookup,
 
 
 def three_d() -> Scheme:
-    """The only form it has."""
+    """Return the only form it has."""
     return Scheme(
         first=SchemeProduct(
             out=("j",),
