@@ -85,7 +85,7 @@ class Mesh:
         raise self._unknown([axis])
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where `rank` lies: one index per axis. Raises ValueError when the mesh has no such rank."""
+        """Return the coordinate of `rank`: one index per axis. Raises ValueError when the mesh has no such rank."""
         if not 0 <= rank < self.size:
             raise ValueError(f"no rank {rank} in the mesh {self}: its ranks are 0 to {self.size - 1}")
         indices = {}
@@ -161,7 +161,7 @@ class Mesh:
         ]
 
     def _strides(self) -> dict[str, int]:
-        """How far apart two ranks are that differ by one along each axis."""
+        """Return, per axis, the distance in ranks between neighbours along that axis."""
         strides = {}
         stride = 1
         for name, degree in reversed(self.axes):

@@ -40,7 +40,7 @@ class Event:
 
     @property
     def seconds(self) -> float:
-        """How long it takes."""
+        """Duration of the event."""
         return self.stop - self.start
 
     @property
@@ -68,7 +68,7 @@ class Timeline:
 
     @property
     def ranks(self) -> int:
-        """Number of there are."""
+        """Number of ranks."""
         return sum(map(len, self.pipelines))
 
     @cached_property
@@ -83,7 +83,7 @@ class Timeline:
 
     @cached_property
     def waiting(self) -> tuple[tuple[Event, ...], ...]:
-        """What each rank waits for, in order."""
+        """Waiting events of each rank, in order."""
         return self._of(TimelineRow.WAIT)
 
     @cached_property
@@ -98,7 +98,7 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """How long each rank computes: what it waits for within a computation is not counted."""
+        """Computing time of each rank; waits inside a computation are not counted."""
         pairs = zip(self.computing, self.waiting, strict=True)
         return tuple(sum(one.seconds for one in row) - within(row, inner=waits) for row, waits in pairs)
 
@@ -109,7 +109,7 @@ class Timeline:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """How long each rank does not compute between its first and its last computation.
+        """Time of each rank between its first and last computation in which it does not compute.
 
         The greatest of these is the bubble as it is published: a rank that starts late and ends late by as much
         could spend the difference in the next step, were there no step of the optimizer, common to all, in between.
@@ -126,7 +126,9 @@ class Timeline:
 
 
 def within(outer: tuple[Event, ...], *, inner: tuple[Event, ...]) -> float:
-    """How long the inner events are that lie within one of the outer ones; those are in order and do not overlap."""
+    """Return the total time of the inner events that lie within an outer one; the outer ones are in order and do not
+    overlap.
+    """
     starts = [event.start for event in outer]
     total = 0.0
     for event in inner:
@@ -137,7 +139,7 @@ def within(outer: tuple[Event, ...], *, inner: tuple[Event, ...]) -> float:
 
 
 def spent(timeline: Timeline) -> tuple[dict[str, float], ...]:
-    """Where each rank's part of the step goes, in the timeline's unit; each adds up to the whole step.
+    """Return how each rank spends the step, by activity, in the timeline's unit; each rank's values add up to the step.
 
     computes         what its computations take
     update           the update of the parameters
@@ -154,7 +156,7 @@ def spent(timeline: Timeline) -> tuple[dict[str, float], ...]:
 
 
 def _spent(changes: list[tuple[float, int, str]], seconds: float) -> dict[str, float]:
-    """What a rank is at between each moment when something begins (1) or ends (-1) and the next."""
+    """Return the time per activity from `changes`: (time, +1 at a begin or -1 at an end, activity)."""
     found = dict.fromkeys(("computes", "bubble"), 0.0)
     active: Counter[str] = Counter()
     now = 0.0
@@ -167,7 +169,7 @@ def _spent(changes: list[tuple[float, int, str]], seconds: float) -> dict[str, f
 
 
 def _spent_on(event: Event) -> str | None:
-    """What the time of an event counts as, where nothing else does; None for what goes on beside a rank."""
+    """Return the activity that an event counts as, or None for one that runs beside the rank."""
     if event.beside:
         return None
     if event.stream is TimelineRow.COMPUTE:
@@ -178,5 +180,5 @@ def _spent_on(event: Event) -> str | None:
 
 
 def _precedence(what: str) -> int:
-    """Of what a rank is at at once, the first counts."""
+    """Return the precedence of an activity: of several at once, the one with the lowest value counts."""
     return 2 if what in ("computes", "update", "around") else 0 if what == "bubble" else 1

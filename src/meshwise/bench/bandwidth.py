@@ -86,5 +86,7 @@ class Measurement:
 
 
 def copy_bandwidth(measured: Mapping[tuple[str, int, int], Measurement], *, like: Measurement) -> float:
-    """What a copy of as many bytes by as many ranks at once reached in the same run, bytes per second."""
+    """Return the bandwidth in bytes per second of a plain copy with as many bytes and ranks, measured in the same
+    run.
+    """
     return measured[COPY, like.ranks, like.bytes].bus_bandwidth

@@ -63,7 +63,7 @@ class CalibrationEffort:
     """Of one product: larger ones are left out; on a GPU 200 times that."""
 
     def scale(self, *, on_gpu: bool) -> tuple[int, float]:
-        """What lengths are multiplied by, and the most flops of a product."""
+        """Return the factor for problem sizes and the largest number of flops of one matrix product."""
         return (4, 200 * self.most_flops) if on_gpu else (1, self.most_flops)
 
     def longest(self, *, on_gpu: bool) -> int:
@@ -305,7 +305,7 @@ def _rates(seconds: _Stopwatch, base: _Base) -> Mapping[str, float]:
 
 
 def _launch(seconds: _Stopwatch) -> float:
-    """Of an operation on next to nothing."""
+    """Return the seconds of one operation on a tiny tensor: the cost of a launch."""
     x = seconds.empty(8)
     return seconds(lambda: x + x, repeat=200)
 

@@ -51,7 +51,7 @@ class SizeSweep:
     on: tuple[str, ...] = ("ordinary",)
 
     def check(self, *, world_size: int) -> None:
-        """Raises ValueError for what cannot be measured in a world of this size, with what can."""
+        """Raise ValueError if a world of `world_size` ranks cannot measure this, and say what it can measure."""
         if unknown := set(self.kinds) - BUS_FACTORS.keys():
             raise ValueError(f"no collective {', '.join(sorted(unknown))}; there are {', '.join(BUS_FACTORS)}")
         if strange := set(self.on) - set(WAYS):

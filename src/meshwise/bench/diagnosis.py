@@ -29,7 +29,7 @@ _COMPARED: Mapping[str, str] = {
 
 
 def examine_machine(machine: Machine, *, ranks: int) -> list[MachineFinding]:
-    """What will hinder `ranks` ranks on this machine."""
+    """Return what will hinder `ranks` ranks on this machine."""
     found = []
     if _numbers(torch.__version__) < _OLDEST_TORCH:
         oldest = ".".join(map(str, _OLDEST_TORCH))
@@ -92,7 +92,7 @@ def check_interfaces(environment: Mapping[str, str]) -> list[MachineFinding]:
 
 
 def own_facts(machine: Machine, *, device: str) -> dict[str, str]:
-    """What a rank says about itself in the roll call."""
+    """Return the facts about this machine that a rank puts into the roll call."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     return {
         **dict(machine.software),
@@ -104,7 +104,7 @@ def own_facts(machine: Machine, *, device: str) -> dict[str, str]:
 
 
 def examine_roll(entries: Sequence[RollCallEntry], *, size: int, seconds: float) -> list[MachineFinding]:
-    """What is wrong between the ranks that came, for a rank that was told the world has `size` ranks."""
+    """Return what is wrong between the ranks that answered the roll call, where the launcher announced `size` ranks."""
     found = _sizes(entries)
     if not found:
         found += _missing(entries, size, seconds)

@@ -69,13 +69,13 @@ class Disk:
         return next(rate for rate in self.rates if (rate.who, rate.kind) == (who, kind))
 
     def best(self, kind: str) -> Rate:
-        """Of those of dd, the greatest."""
+        """Return the fastest result of dd for `kind`."""
         return max(
             (rate for rate in self.rates if rate.who != TIER and rate.kind == kind), key=lambda rate: rate.median
         )
 
     def share(self, kind: str) -> float:
-        """What the tier sustains of the best that dd does, the median over rounds."""
+        """Return the median ratio, over rounds, of the tier's bandwidth to the best of dd."""
         rounds = zip(self.of(TIER, kind=kind).rounds, self.best(kind).rounds, strict=True)
         return statistics.median(own / other for own, other in rounds)
 
@@ -113,7 +113,7 @@ def measure(folder: Path, *, size: int, rounds: int) -> Disk:
 
 @contextlib.contextmanager
 def _tier(file: SwapFile, *, size: int) -> Iterator[Contestant]:
-    """The tier's own way: through a fixed number of staging buffers."""
+    """Yield a contestant that uses the tier's own path: a fixed number of staging buffers."""
     source, target = (file.place(file.allocate(size, dtype=torch.uint8)) for _ in range(2))
     staging = StagingBuffers(count=_BUFFERS.buffers, size=min(_BUFFERS.buffer, size), on=torch.device("cpu"))
 
@@ -177,6 +177,6 @@ def dds(folder: Path, *, size: int, direct: bool) -> Iterator[dict[str, Contesta
 
 
 def _wait(started: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Raises OSError when one of them comes to nothing."""
+    """Wait for all processes. Raises OSError when one of them fails."""
     if failed := [process for process in started if process.wait()]:
         raise OSError(f"dd ended with {failed[0].returncode}: {failed[0].args!r}")

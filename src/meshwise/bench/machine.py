@@ -159,7 +159,7 @@ def _first_line(path: Path) -> str:
 
 
 def _tool(*command: str) -> str:
-    """What a command prints; nothing when it is missing, fails or takes too long."""
+    """Return the output of a command, or "" when it is missing, fails or takes too long."""
     path = shutil.which(command[0])
     if path is None:
         return ""

@@ -14,7 +14,7 @@ _RETRY_SECONDS = 0.2
 
 
 def check_environment(environment: Mapping[str, str]) -> list[MachineFinding]:
-    """What a launcher has to set, as torchrun does."""
+    """Return findings for variables that a launcher must set, as torchrun does."""
     wrong = launch_error(environment)
     return [] if wrong is None else [problem(wrong[0], remedy=wrong[1])]
 
@@ -44,7 +44,7 @@ def reach(address: str, *, port: int, seconds: float) -> list[MachineFinding]:
 
 
 def can_open(port: int) -> list[MachineFinding]:
-    """Whether the port is free, for rank 0 when no launcher keeps the meeting place."""
+    """Return a finding if rank 0 cannot open the port and no launcher keeps the store."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -16,7 +16,7 @@ class MissingExtraError(ValueError):
 
 
 def require_matplotlib() -> None:
-    """Raises MissingExtraError when there is none, before anything is measured for a picture."""
+    """Raise MissingExtraError if matplotlib is not installed, before anything is measured."""
     if find_spec("matplotlib") is None:
         raise MissingExtraError("a PNG needs matplotlib: pip install 'meshwise[plot]'")
 

@@ -118,7 +118,7 @@ def write_flushed(path: Path, *, text: str) -> None:
 
 
 def leftovers(root: Path) -> Iterator[Path]:
-    """What saves that came to no end have left in a root."""
+    """Yield the folders in `root` that unfinished saves have left."""
     if root.is_dir():
         yield from (path for path in root.iterdir() if _PARTIAL in path.name)
 

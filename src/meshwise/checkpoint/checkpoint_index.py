@@ -91,7 +91,7 @@ class CheckpointIndex:
         return sum(file.size for file in self.files.values())
 
     def text(self) -> str:
-        """What is written to the file."""
+        """Return the text of the index file."""
         body = {
             "format": FORMAT,
             "sequence": self.sequence,
@@ -139,12 +139,12 @@ def tensors_of(index: CheckpointIndex, *, file: str) -> Iterator[tuple[str, Stor
 
 
 def file_row(file: CheckpointFile) -> dict[str, Any]:
-    """How a file is written in the index."""
+    """Return the row of a file in the index, as JSON values."""
     return {"bytes": file.size, "crc32": [f"{checksum:08x}" for checksum in file.checksums]}
 
 
 def part_row(part: StoredRectangle) -> dict[str, Any]:
-    """How a part is written in the index."""
+    """Return the row of a rectangle in the index, as JSON values."""
     offsets, sizes = list(part.rectangle.offsets), list(part.rectangle.sizes)
     return {"file": part.file, "entry": part.entry, "offsets": offsets, "sizes": sizes}
 

@@ -107,7 +107,7 @@ def _uncheckable(module: nn.Module, why: str) -> ValueError:
 
 
 def _logits(module: nn.Module, tokens: Tensor) -> Tensor:
-    """What a model says to tokens, a decoder beside an encoder to the same: its output, or the logits in it."""
+    """Return the logits of a model for `tokens`; an encoder-decoder gets them on both sides."""
     decodes = _is_transformers(module) and getattr(module.config, "is_encoder_decoder", False)
     given = {"decoder_input_ids": tokens} if decodes else {}
     with torch.no_grad():
@@ -119,5 +119,5 @@ def _logits(module: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def _bound(logits: Tensor) -> float:
-    """Nothing but the order of sums may differ, in the kernels that either side happens to choose."""
+    """Return the largest difference that reordered sums can explain."""
     return 1e-5 * float(logits.abs().max())

@@ -34,7 +34,7 @@ class CheckpointReader:
         read([span for holding in holdings for span in self._spans(holding)])
 
     def stored(self, holding: StoredSlice) -> StoredTensor:
-        """What is stored for a holding. Raises ValueError as `fill` does."""
+        """Return the stored tensor that `holding` is a slice of. Raises ValueError as `fill` does."""
         tensors, first = self.index.tensors, self.index.aliases.get(holding.name, holding.name)
         stored = tensors.get(holding.key) or tensors.get(f"{holding.slot}/{first}")
         if stored is None:
@@ -89,7 +89,7 @@ def fill(index: CheckpointIndex, *, needed: Sequence[StoredSlice], world: World)
 
 
 def together(act: Callable[[], _T], *, world: World) -> _T:
-    """What `act` returns on this rank, when no rank has raised. Raises DamageError or ValueError on all otherwise."""
+    """Return the result of `act` on this rank if no rank raised. Raises DamageError or ValueError on all otherwise."""
     result: list[_T] = []
     damages: tuple[Damage, ...] = ()
     problem = ""

@@ -55,7 +55,7 @@ class ByteSpan:
 
 
 def spans(source: SourceFile, *, entry: str, rectangle: Rectangle, target: Tensor) -> Iterator[ByteSpan]:
-    """What to read for a rectangle of an entry (in its own coordinates), so that it lands in `target`."""
+    """Yield the byte ranges to read for a rectangle of an entry (in the entry's coordinates) into `target`."""
     found = source.entries[entry]
     strides = _strides(found.shape)
     first = sum(map(int.__mul__, rectangle.offsets, strides))

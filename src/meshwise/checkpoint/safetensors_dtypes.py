@@ -31,7 +31,7 @@ _NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtyp
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """How the format calls a dtype. Raises ValueError for one that it does not have."""
+    """Return the name of a dtype in the safetensors format. Raises ValueError for one that it does not have."""
     if dtype not in _NAMES:
         raise ValueError(f"safetensors has no {dtype}; it has {', '.join(str(known) for known in _NAMES)}")
     return _NAMES[dtype]

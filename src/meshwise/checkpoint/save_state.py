@@ -86,7 +86,9 @@ class RankFile:
 
     @classmethod
     def of(cls, content: SaveContent, *, name: str) -> RankFile:
-        """Raises ValueError for what a checkpoint cannot keep."""
+        """Return the file that this rank writes for `content`. Raises ValueError for content that a checkpoint cannot
+        keep.
+        """
         try:
             json.dumps(content.extra, allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -176,7 +178,9 @@ class PendingSave:
         self._thread.join()
 
     def _agree(self, problem: str | None) -> list[str]:
-        """What went wrong, on all ranks. When a rank is lost, this one gives up and raises what says so."""
+        """Return the problems of all ranks; every rank calls it. When a rank is lost, this one gives up and raises what
+        says so.
+        """
         try:
             found = self._world.exchange(problem)
         except BaseException:

@@ -156,7 +156,7 @@ class TrainingState:
         return unused(index, names=names, base=base)
 
     def _search(self, root: Path, tried: set[Path]) -> CheckpointSearch:
-        """What the first rank finds, on every rank."""
+        """Return the checkpoint that the first rank finds, on every rank."""
         world = self._engine.world
         found = together(lambda: newest_valid(root, but=tried) if world.rank == 0 else None, world=world)
         search = world.exchange(found)[0]
@@ -209,7 +209,7 @@ class TrainingState:
 
 
 def _slots(index: CheckpointIndex, engine: Engine) -> dict[str, dict[str, RefillSlot]]:
-    """What there is to load, by the names that parameters have in this model, whatever they were tied to when saved."""
+    """Return the slots to load, by the parameter names of this model; ties at save time do not matter."""
     found: dict[str, dict[str, RefillSlot]] = {}
     for key, stored in index.tensors.items():
         kind, _, rest = key.partition("/")

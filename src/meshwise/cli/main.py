@@ -94,8 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _streams() -> Iterator[None]:
-    """Where stdout or stderr is closed, what is said is lost, and nothing that is opened later is taken for it. What
-    stdout cannot say, it says otherwise.
+    """Replace a closed stdout or stderr by a sink, and escape characters that stdout cannot encode, within the
+    block.
     """
     open_streams()
     with contextlib.ExitStack() as stack:

@@ -117,7 +117,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _searched(job: PlanJob, cluster: Cluster) -> tuple[RehearsalSubject, PlanSpace]:
-    """What is trained, and the plans for it."""
+    """Return the training of a job, and the plans to search."""
     fixed = parse_fixed(job.fix)
     unknown = sorted(set(fixed) - set(SEARCHED))
     if unknown:
@@ -225,7 +225,7 @@ def _table(rows: Sequence[tuple[str, ...]]) -> Table:
 
 
 def _closest(survey: SearchResult) -> str:
-    """What to say where nothing fits: the plan that needs least, and what it lacks."""
+    """Return a message for the case that no plan fits: the plan that needs least, and how much it lacks."""
     tried = [one for one in survey.candidates.values() if not one.refused]
     if not tried:
         reasons = sorted({one.refused for one in survey.candidates.values()})

@@ -18,8 +18,8 @@ MOST_BY_DEFAULT = 4
 
 
 def chosen(comm: Comm | Literal["threads"]) -> Comm | None:
-    """What `--comm` asks of a run: None leaves it to the environment. Raises JobError when that asks for what there is
-    not.
+    """Return the value of `--comm` for `run`; None leaves the choice to the environment. Raises JobError when that asks
+    for what there is not.
     """
     if comm == "threads":
         return None

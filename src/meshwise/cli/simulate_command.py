@@ -135,7 +135,7 @@ def _measured(job: SimulateJob, size: int, comm: Comm | None) -> Sequence[Measur
 
 
 def subject_of(prepared: Prepared) -> RehearsalSubject:
-    """What a job trains, with its first global batch."""
+    """Return the training of a job as a rehearsal subject, with its first global batch."""
     job, data = prepared.job, prepared.data.train
     order = SampleOrder(length(data), seed=job.train.seed)
     batch: Any = next(read(data, numbers=range(0, job.train.batch, job.train.batch), share=_everything, order=order))

@@ -68,7 +68,7 @@ def _rank(world: World, job: Job) -> None:
 
 
 def _answered(error: Exception, world: World, job: Job) -> ShortageError:
-    """What the rank has run out of, and which plan would not, when what it held is free again."""
+    """Return the error for a rank that ran out of memory, with a plan that fits; called after its tensors are freed."""
     held = error.held if isinstance(error, ShortageError) else {}
     seen: BaseException | None = error
     while seen is not None:
@@ -84,7 +84,7 @@ def _answered(error: Exception, world: World, job: Job) -> ShortageError:
 
 
 def _killed(error: RankKilledError, prepared: Prepared, *, size: int) -> ShortageError | None:
-    """What ranks on the CPUs of this machine lacked, so that the system killed one; None when there was enough."""
+    """Return the memory shortage that made the system kill a CPU rank, or None if there was enough memory."""
     plan, needs = prepared.job.plan, MemoryNeeds(subject_of(prepared), ranks=size, shared=True)
     room = room_left(torch.device("cpu"), ranks=size)
     if needs.device != "cpu" or not room < needs.total(plan) < math.inf:

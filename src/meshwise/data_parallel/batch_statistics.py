@@ -77,7 +77,7 @@ class BatchStatistics(ForwardAndBackwardMode):
             yield
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What `func` gives: of the whole micro-batch, where it is a batch norm that takes statistics."""
+        """Return the result of `func`: over the whole micro-batch for a batch norm that takes statistics."""
         if func is functional.batch_norm and (call := _Call(*args, **kwargs)).training:
             return self._normalised(call)
         if func is functional.instance_norm:

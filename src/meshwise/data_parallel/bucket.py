@@ -130,7 +130,7 @@ class Bucket:
         self.chunks = [self._chunk(runs) for runs in self.place.chunks(self.owned, most=tiers.most)]
 
     def _chunk(self, runs: Sequence[OptionRun]) -> UpdateChunk:
-        """Runs next to each other, to be updated at once."""
+        """Return neighbouring runs as one chunk to update."""
         assert self.master is not None
         low = self.owned[0]
         slices = [nn.Parameter(self.master[run.start - low : run.stop - low]) for run in runs]
@@ -163,7 +163,7 @@ class Bucket:
         return self._loan
 
     def let_go(self) -> None:
-        """The shard has been gathered, or is not wanted after all."""
+        """Release the gathered parameters: the shard was gathered, or is not needed."""
         if self._loan is not None:
             self._loan.release()
             self._loan = None
@@ -320,7 +320,9 @@ class Bucket:
         return self._square
 
     def scaled(self, factor: float) -> list[Tensor]:
-        """Of the reduced gradient, what has to be multiplied by `factor` now: on disk it is when it is read."""
+        """Return the tensors of the reduced gradient to multiply by `factor` now; on disk it is multiplied when
+        read.
+        """
         if self.reduced is None:
             return []
         if not self.replication.tiers.on_disk(self.reduced):
@@ -346,7 +348,7 @@ class Bucket:
     # ---- what is there -----------------------------------------------------------------------------------------
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Of its tensors; of those that a step makes, before the first one, what they will be."""
+        """Return the dtypes of its tensors, including those that only a step makes."""
         found = {"parameters": self.whole.dtype}
         if self.master is not None:
             precision = self.replication.precision
@@ -363,7 +365,7 @@ class Bucket:
         return self.whole.untyped_storage().nbytes() if self.at_rest and not self.shared else 0
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What this rank holds now besides, each with what it is: parameters (and their masters), or gradients."""
+        """Yield the tensors that this rank holds besides, each with its category: parameters, masters or gradients."""
         yield "parameters", self.kept
         if self.has_master and self.master is not None:
             yield "parameters", self.master

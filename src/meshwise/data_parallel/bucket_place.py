@@ -83,7 +83,7 @@ class BucketPlace:
         return [(piece.stop, start) for piece, start in zip(self.pieces, after, strict=True) if piece.stop < start]
 
     def chunks(self, owned: tuple[int, int], *, most: int | None) -> Iterator[list[OptionRun]]:
-        """What is owned, in parts of at most so many elements, each as its runs."""
+        """Yield the owned elements in parts of at most `most` elements, each as its runs."""
         start, stop = owned
         for low in range(start, stop, most or stop - start):
             high = min(stop, low + most) if most else stop

@@ -153,7 +153,7 @@ class CheckpointRefill:
         return self._update.zero_state(parameter, key=slot.partition("/")[2], dtype=dtype)
 
     def _number_device(self, parameter: nn.Parameter) -> torch.device:
-        """Where torch's optimizers keep the numbers of a parameter: beside it when a kernel reads them."""
+        """Return the device on which torch's optimizers keep the scalar state of a parameter."""
         for group in self._optimizer.param_groups:
             if any(parameter is member for member in group["params"]):
                 return parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")

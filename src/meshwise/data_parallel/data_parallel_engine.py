@@ -105,7 +105,7 @@ class DataParallel:
         return [self.module]
 
     def slices(self) -> dict[Options, list[nn.Parameter]]:
-        """What an optimizer updates on this rank, by options: the same options in the same order on every rank."""
+        """Return the slices that an optimizer updates on this rank, by options, in the same order on every rank."""
         groups: dict[Options, list[nn.Parameter]] = {}
         for bucket in self.buckets:
             for run in bucket.place.runs:
@@ -169,7 +169,7 @@ class DataParallel:
         self._expect(None)
 
     def accumulated(self, name: str) -> Tensor:
-        """What this rank has accumulated of a parameter's gradient: part of a sum, to be written to."""
+        """Return the gradient of a parameter that this rank has accumulated: part of a sum, writable."""
         return next(
             bucket.accumulated(index)
             for unit in self._order
@@ -207,7 +207,7 @@ class DataParallel:
         self._waiting = {}
 
     def squared_norm(self) -> Tensor:
-        """This rank's share of the squared norm of the summed gradient, fp64: shards counted once, ties once."""
+        """Return this rank's share of the squared norm of the summed gradient, fp64; shards and ties count once."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for bucket in self.buckets:
             total += bucket.square()
@@ -360,4 +360,4 @@ class DataParallel:
 
 
 def throw_away(_row: ParameterRow, _gradient: Tensor) -> None:
-    """An arrival that keeps nothing."""
+    """Discard a gradient: an arrival that keeps nothing."""

@@ -24,11 +24,11 @@ class Engine(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """What this rank runs of the model."""
+        """Module that this rank runs."""
 
     @property
     def units(self) -> Sequence[LiveUnit]:
-        """What is gathered and reduced together."""
+        """Units: parameters gathered and reduced together."""
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -39,13 +39,13 @@ class Engine(Protocol):
         """The module, or those of the stages."""
 
     def slices(self) -> dict[Options, list[nn.Parameter]]:
-        """What an optimizer updates on this rank, by options: the same options in the same order on every rank."""
+        """Return the slices that an optimizer updates on this rank, by options, in the same order on every rank."""
 
     def check_parameters(self) -> None:
         """Raise ValueError when a parameter of the model is not what it was when the plan was applied."""
 
     def squared_norm(self) -> Tensor:
-        """This rank's share of the squared norm of the summed gradient, fp64."""
+        """Return this rank's share of the squared norm of the summed gradient, fp64."""
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the owned gradients."""

@@ -61,7 +61,7 @@ class LiveUnit:
         self.whole = not self.at_rest
 
     def altered(self) -> str:
-        """What somebody else did to a parameter since it was put into the model, and what to do instead."""
+        """Return a message if a parameter was replaced since it was put into the model, and what to do instead."""
         for bucket, parameters, versions in zip(self.buckets, self.parameters, self._versions, strict=True):
             resting = bucket.at_rest and not self.whole
             memory = bucket.whole.untyped_storage().data_ptr()
@@ -98,7 +98,7 @@ class LiveUnit:
                     bucket.fetch()
 
     def let_go(self) -> None:
-        """The shards have been gathered, or will not be."""
+        """Release the gathered parameters of all buckets."""
         for bucket in self.buckets:
             bucket.let_go()
 
@@ -146,7 +146,7 @@ class LiveUnit:
 
     @staticmethod
     def _at_rest(bucket: Bucket) -> list[Tensor]:
-        """What the model sees between uses; a bucket that no other rank shares stays what it is."""
+        """Return the tensors that the model sees between uses; an unshared bucket stays as it is."""
         if not bucket.at_rest:
             return bucket.views()
         value = float("nan") if bucket.dtype.is_floating_point or bucket.dtype.is_complex else 0

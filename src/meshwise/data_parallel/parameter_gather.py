@@ -64,14 +64,14 @@ class ParameterGatherer:
         return _Guard(self._owners, self._need_now) if self._owners else contextlib.nullcontext()
 
     def begin(self, *, backward: bool) -> None:
-        """A pass over the model starts."""
+        """Begin a pass over the model."""
         self._finish_pass()
         self._backward = backward
         if not backward:
             self.rest()
 
     def rest(self) -> None:
-        """The passes are over: put every unit to rest."""
+        """End the passes and release every unit."""
         self._finish_pass()
         self._recorded = False
         self._open = []

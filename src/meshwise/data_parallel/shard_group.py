@@ -39,7 +39,7 @@ class ShardGroup:
 
     @property
     def tiers(self) -> Tiers:
-        """Where tensors rest between their uses."""
+        """Tiers in which tensors rest between their uses."""
         return self.keeping.tiers
 
     @property

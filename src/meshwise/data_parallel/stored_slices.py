@@ -112,7 +112,7 @@ class BucketSlice:
 
 
 def owned(engine: Engine, *, optimizer: torch.optim.Optimizer) -> Iterator[StoredSlice]:
-    """What this rank saves: over all ranks, every element of every logical tensor exactly once.
+    """Yield the slices that this rank saves: over all ranks, every element of every logical tensor exactly once.
 
     Raises ValueError for optimizer state that is neither one number nor of the shape of its parameter.
     """
@@ -144,7 +144,7 @@ def stored(bucket: Bucket) -> BucketSlice:
 
 
 def updated(bucket: Bucket) -> Iterator[tuple[BucketSlice, nn.Parameter]]:
-    """What an optimizer updates of a bucket."""
+    """Yield the slices of a bucket that an optimizer updates."""
     start = bucket.owned[0]
     for _, parameter in bucket.slices:
         yield BucketSlice(bucket, start, parameter.detach()), parameter
@@ -152,7 +152,7 @@ def updated(bucket: Bucket) -> Iterator[tuple[BucketSlice, nn.Parameter]]:
 
 
 def _owned(bucket: Bucket, piece: BucketPiece, optimizer: torch.optim.Optimizer) -> Iterator[StoredSlice]:
-    """What this rank saves of one parameter."""
+    """Yield the slices of one parameter that this rank saves."""
     if not piece.row.numel and bucket.replication.index == 0:
         empty = torch.empty(piece.row.shape, dtype=piece.row.dtype)
         yield StoredSlice.whole(empty, name=piece.row.name, slot="parameter")

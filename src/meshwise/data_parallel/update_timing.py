@@ -30,10 +30,11 @@ class UpdateTiming(Protocol):
     """Brings an update about."""
 
     def begin(self) -> None:
-        """A step begins. Raises TierError when an update came to nothing half way."""
+        """Begin a step. Raises TierError when an earlier update failed half way."""
 
     def counted(self, count: Tensor) -> None:
-        """The last forward of a step is over, and this is what the loss of this rank has counted; every rank calls it.
+        """Take the loss count of this rank after the last forward of a step; every rank calls it. `count`: a scalar on
+        the device, zero where another rank speaks for the same rows.
 
         A scalar on the device, zero where another rank speaks for the same rows.
         """
@@ -53,11 +54,11 @@ class StepAfterBackward:
         self._update = update
 
     def begin(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: this optimizer updates after the backward pass."""
         self._update.check()
 
     def counted(self, count: Tensor) -> None:
-        """It is counted once more with the norm."""
+        """Do nothing: the count arrives again with the norm."""
 
     def apply(self, factor: float) -> None:
         """Update everything; what a bucket has goes to the others while the next is updated."""
@@ -74,7 +75,7 @@ class StepAfterBackward:
             work.wait()
 
     def leave_out(self) -> bool:
-        """Nothing is."""
+        """Return False: no update is left out."""
         return False
 
 
@@ -126,7 +127,7 @@ class StepInBackward:
         return broken
 
     def _reduced(self, bucket: Bucket) -> None:
-        """The gradient of a bucket is there."""
+        """Start the update of a bucket whose gradient has been reduced."""
         count = self._count
         if count is None:
             return

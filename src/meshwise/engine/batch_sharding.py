@@ -27,7 +27,7 @@ class MicroBatch:
     samples: SampleRows
 
     def skipped(self) -> MicroBatch:
-        """Nothing to run in its place."""
+        """Return the micro-batch without rows that takes its place."""
         return dataclasses.replace(self, rows=None, counts=False)
 
 
@@ -76,8 +76,8 @@ class BatchSharder:
         return BatchShards.of(size, ranks=self.ranks, index=self.world.group(self.axes).index)
 
     def cut(self, batch: Any, *, local: bool, total: int | None, parts: int) -> list[MicroBatch]:
-        """This rank's micro-batches, `parts` of them. `local`: `batch` is its own part of `total` rows (None: all have
-        as many). Raises ValueError when it is not.
+        """Return this rank's `parts` micro-batches of a batch. `local`: `batch` is its own part of `total` rows (None:
+        all have as many). Raises ValueError when it is not.
         """
         rows = tree.rows(batch)
         if not local:

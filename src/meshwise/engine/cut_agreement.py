@@ -96,7 +96,7 @@ class CopiedBatchRun:
         self.written = False
 
     def __call__(self, model: nn.Module) -> Any:
-        """What the model returns."""
+        """Return the output of the model on copies of the micro-batch."""
         given = tree.map_tensors(torch.clone, self._micro)
         before = [tensor._version for tensor in tree.tensors(given)]
         try:

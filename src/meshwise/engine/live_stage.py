@@ -44,14 +44,14 @@ class StageParameters:
         self._waits = False
 
     def begin(self, parts: Sequence[MicroBatch], *, seen: Seen | None = None) -> None:
-        """A step begins; with `seen`, one whose gradients are only looked at."""
+        """Begin a step; with `seen`, its gradients are only recorded."""
         self._parts, self._seen, self._waits = parts, seen, False
         if seen is None:
             self._engine.begin_step()
         self._engine.accumulate(None if seen is None else self._show)
 
     def begin_forwards(self, parts: Sequence[MicroBatch]) -> None:
-        """An evaluation of these begins; with none, a prediction."""
+        """Begin an evaluation of these micro-batches, or a prediction if there are none."""
         self._parts = parts
 
     def running(self, index: int, *, again: bool) -> contextlib.AbstractContextManager[None]:

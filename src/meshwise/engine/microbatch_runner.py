@@ -60,10 +60,10 @@ class MicrobatchRunner(Protocol):
     """How many micro-batches the rows of an evaluation are cut into."""
 
     def begin(self, step: int) -> None:
-        """A step begins: any number that no other step has."""
+        """Begin step number `step`, which must differ from all others."""
 
     def finish(self) -> None:
-        """The step's forwards and backwards are over."""
+        """Finish the step after its forwards and backwards."""
 
     def train(self, parts: Sequence[MicroBatch], *, scale: float, counted: Counted) -> Sums:
         """Forward, backward of the loss times `scale`, and reduction; the loss and the count of this rank."""
@@ -198,6 +198,6 @@ def placed(rows: Any, *, world: World) -> Any:
 
 
 def zeros(world: World) -> Sums:
-    """Of no rows."""
+    """Return the sums of a batch without rows."""
     loss, count = torch.zeros(2, dtype=torch.float64, device=world.device).unbind()
     return loss, count

@@ -43,7 +43,7 @@ class SkipPolicy:
         raise ValueError(f"nonfinite={text!r}; write 'raise', 'end', or 'skip:3' to skip at most 3 such steps in a row")
 
     def advice(self, *, updated: bool, counted: bool = True) -> str:
-        """What a user can do about it; `updated`: some units are; `counted`: whether the loss counted anything."""
+        """Return advice for the user; `updated`: some units are; `counted`: whether the loss counted anything."""
         if updated:
             return (
                 "; with nonfinite='end' units whose gradient was finite are updated already, so load a checkpoint to "
@@ -106,12 +106,12 @@ class StateBeforeUpdate:
         self._random_state: Tensor | None = None
 
     def keep(self) -> None:
-        """A step begins."""
+        """Remember the state at the begin of a step."""
         self._kept = [(each, each.clone()) for norm in self._norms for each in norm.buffers(recurse=False)]
         self._random_state = torch.get_rng_state()
 
     def put_back(self) -> None:
-        """They are what they were then."""
+        """Restore the state from the begin of the step."""
         assert self._random_state is not None
         torch.set_rng_state(self._random_state)
         for live, kept in self._kept:

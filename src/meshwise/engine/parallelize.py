@@ -234,7 +234,7 @@ class _Shared:
 
 @contextlib.contextmanager
 def _as_plan_error() -> Iterator[None]:
-    """A model that tensor parallelism cannot split, or not by these rules, is one that the plan does not fit."""
+    """Raise PlanError in place of a ValueError of tensor parallelism within the block."""
     try:
         yield
     except PlanError:
@@ -246,7 +246,9 @@ def _as_plan_error() -> Iterator[None]:
 def _live(
     source: ParameterSource, shared: _Shared, *, recall: ForwardReplay, spare: Collection[str] | None = None
 ) -> tuple[DataParallel, RandomDraws, BatchStatistics]:
-    """What runs and keeps a module on this rank. `spare`: of a stage, the parameters that one before it has as well."""
+    """Return the engine and the draws of a module on this rank. `spare`: of a stage, the parameters that one before it
+    has as well.
+    """
     setting, world, module = shared.setting, shared.world, source.module
     plan, options = setting.plan, setting.options
     convert(module, precision=setting.keeping.precision)
@@ -355,7 +357,7 @@ def _rows_meet(plan: Plan, world: World) -> bool:
 
 
 def _agree(source: ParameterSource, world: World) -> None:
-    """The first rank's values count, of a model that every rank has."""
+    """Copy the first rank's values to all ranks, for a model that every rank holds."""
     if not source.deferred:
         for name, parameter in source.module.named_parameters():
             value = source.agreed(name, world=world)

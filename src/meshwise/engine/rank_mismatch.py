@@ -53,7 +53,7 @@ def _ends(tensor: Tensor) -> Tensor:
 
 
 def mismatch_text(mesh: Mesh, *, found: Mapping[int, StepInputs]) -> str:
-    """What the ranks had that should have been alike, and what to do."""
+    """Return a message: what differs between the ranks in a step, and what to change."""
     parties: dict[tuple[int, int], list[int]] = {}
     for rank, given in sorted(found.items()):
         parties.setdefault((given.batch, given.rows), []).append(rank)

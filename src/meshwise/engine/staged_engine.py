@@ -63,21 +63,21 @@ class StagedEngine:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Those of the stages."""
+        """Modules of the stages."""
         return [engine.module for engine in self._stages.values()]
 
     @property
     def units(self) -> list[LiveUnit]:
-        """Those of the stages."""
+        """Units of the stages."""
         return [unit for engine in self._stages.values() for unit in engine.units]
 
     @property
     def buckets(self) -> list[Bucket]:
-        """Those of the stages that have gradients."""
+        """Buckets of the stages that have gradients."""
         return [bucket for engine in self._stages.values() for bucket in engine.buckets]
 
     def slices(self) -> dict[Options, list[nn.Parameter]]:
-        """What an optimizer updates on this rank, by options: the same options in the same order on every rank."""
+        """Return the slices that an optimizer updates on this rank, by options, in the same order on every rank."""
         groups: dict[Options, list[nn.Parameter]] = {row.options: [] for row in self.table.rows if row.trainable}
         for engine in self._stages.values():
             for options, parameters in engine.slices().items():
@@ -93,7 +93,7 @@ class StagedEngine:
             engine.check_parameters()
 
     def squared_norm(self) -> Tensor:
-        """This rank's share of the squared norm of the summed gradient, fp64."""
+        """Return this rank's share of the squared norm of the summed gradient, fp64."""
         return torch.stack([engine.squared_norm() for engine in self._stages.values()]).sum()
 
     def scale_gradients(self, factor: float) -> None:

@@ -55,17 +55,17 @@ class StagedRunner:
 
     @cached_property
     def _forwards(self) -> Schedule:
-        """What an evaluation runs: a training that never evaluates need not make it."""
+        """Schedule of an evaluation, made when first needed."""
         forwards = add_transfers(_forwards(self._plain))
         return add_gathers(forwards) if self._zero == 3 else forwards
 
     def begin(self, step: int) -> None:
-        """A step begins: any number that no other step has."""
+        """Begin step number `step`, which must differ from all others."""
         for live in self._stages.values():
             live.draws.begin(step)
 
     def finish(self) -> None:
-        """The step's forwards and backwards are over."""
+        """Finish the step after its forwards and backwards."""
         for live in self._stages.values():
             live.draws.finish()
 

@@ -139,7 +139,7 @@ class TrainingSteps:
 
     @property
     def _factor(self) -> float:
-        """What the loss is multiplied by before the backward."""
+        """Factor that multiplies the loss before the backward."""
         return 1.0 if self._scale is None else self._scale.factor
 
     def _take_measure(self, batch: Any, *, local: bool) -> None:
@@ -174,7 +174,7 @@ class TrainingSteps:
     # ---- from one run to the next ------------------------------------------------------------------------------
 
     def kept(self) -> dict[str, Any]:
-        """What a run that goes on from here has to know, as JSON values."""
+        """Return the state that a resumed run needs, as JSON values."""
         scale = self._scale and self._scale.state()
         return {"steps": self._steps, "skips": self._skips, "scale": scale}
 

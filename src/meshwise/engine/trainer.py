@@ -77,17 +77,17 @@ class Trainer:
 
     @property
     def units(self) -> Sequence[LiveUnit]:
-        """What this rank stores of the parameters, gathered and reduced together."""
+        """Units: the parameters that this rank stores, gathered and reduced together."""
         return self._engine.units
 
     @property
     def blocks(self) -> RecomputedBlocks:
-        """What each block computes again in its backward, and what the choice of a budget was made by."""
+        """Blocks that are recomputed in the backward, and the costs that a budget chose by."""
         return self._around.blocks
 
     @property
     def tiers(self) -> Tiers:
-        """Where state rests between its uses."""
+        """Tiers in which state rests between its uses."""
         return self._engine.tiers
 
     @property
@@ -113,17 +113,17 @@ class Trainer:
 
     @property
     def table(self) -> ParameterTable:
-        """One row for each logical parameter."""
+        """Parameter table: one row per logical parameter."""
         return self._engine.table
 
     @property
     def world(self) -> World:
-        """What joins the ranks."""
+        """World that joins the ranks."""
         return self._engine.world
 
     @property
     def schedule(self) -> Schedule:
-        """What each rank along `pp` does in a step, in order."""
+        """Schedule: what each rank along `pp` does in a step, in order."""
         return self._sweep.schedule
 
     @property
@@ -179,7 +179,7 @@ class Trainer:
         return EvalResult(loss_sum / count_sum if count_sum else math.nan, int(count_sum))
 
     def predict(self, batch: Any) -> Any:
-        """What the model makes of this rank's `batch`, without gradients and in eval mode.
+        """Return the output of the model for this rank's `batch`, without gradients and in eval mode.
 
         Every rank calls it as often as the others: the parameters may have to be gathered.
         """

@@ -31,7 +31,7 @@ class Rectangle:
         return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
 
     def overlap(self, other: Rectangle) -> Rectangle | None:
-        """What two parts of one tensor have in common, or None."""
+        """Return the common part of two rectangles of one tensor, or None."""
         starts = tuple(map(max, self.offsets, other.offsets))
         ends = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
         sizes = tuple(min(a + m, b + n) - start for (a, m, b, n), start in zip(ends, starts, strict=True))

@@ -38,7 +38,7 @@ class ActivationPolicy:
         return {} if self.activations is None else {f"{self.activations.tier}/activations": self.activations.peak}
 
     def finish(self) -> None:
-        """A step is over; every rank calls it."""
+        """Finish a step; every rank calls it."""
         self.blocks.finish()
 
     def close(self) -> None:

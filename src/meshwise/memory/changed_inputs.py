@@ -32,7 +32,7 @@ class BlockInputs:
         self._before = [(holder, _copied(holder)) for holder in _reached(arguments)]
 
     def ran(self) -> None:
-        """The forward has run for the first time: what it left alone is none of ours."""
+        """Note that the first forward has run: inputs that it did not change need no copy."""
         self._before = [(holder, before) for holder, before in self._before if _is_changed(holder, before)]
 
     @contextlib.contextmanager
@@ -65,7 +65,7 @@ def _reached(arguments: tuple[Any, ...]) -> Iterator[Holder]:
 
 
 def _copied(holder: Holder) -> Holder:
-    """What is in it; not with its own `copy`, for it may be of a class whose construction does more."""
+    """Return a shallow copy of a container without calling its class's own `copy`, which may do more."""
     return dict(holder) if isinstance(holder, dict) else list(holder)
 
 

@@ -94,7 +94,7 @@ class ChunkVisit:
 
     @property
     def bytes(self) -> int:
-        """Of what the optimizer updates."""
+        """Bytes that the optimizer updates."""
         return sum(one.chunk.master.nbytes for one in self.round)
 
     @property

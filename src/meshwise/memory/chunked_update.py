@@ -80,7 +80,7 @@ class ChunkedUpdate:
     # ---- early -------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The gradients of a step are about to arrive."""
+        """Prepare for the gradients of a step."""
         self.check()
         assert self._thread is not None
         self._coming = _Coming()
@@ -100,7 +100,7 @@ class ChunkedUpdate:
         self._broken = False
 
     def abandon(self) -> bool:
-        """No more of this step; whether what is updated is part old, part new."""
+        """End the updates of this step; return whether part of the parameters is already updated."""
         if self._under_way is not None:
             self._coming.end()
             running, self._under_way = self._under_way, None
@@ -186,7 +186,7 @@ class ChunkedUpdate:
         return self.optimizer.param_groups
 
     def _resting(self, chunk: UpdateChunk) -> StoredChunk:
-        """What of a chunk rests on disk; room for the optimizer's state is reserved here."""
+        """Return which tensors of a chunk rest on disk; this also reserves room for the optimizer's state."""
         gradient = chunk.gradient() if self._tiers.offload.gradients == "disk" else None
         rests = {"master": chunk.master, "narrow": chunk.narrow, "gradient": gradient}
         found = {name: rest for name, rest in rests.items() if rest is not None and self._tiers.on_disk(rest)}
@@ -220,7 +220,7 @@ class ChunkedUpdate:
         return kept
 
     def _in_rounds(self, resting: Iterable[StoredChunk]) -> Iterator[Round]:
-        """As many chunks together as a staging buffer holds; all of them when nothing moves."""
+        """Yield rounds: as many chunks together as a staging buffer holds, or all when nothing moves."""
         most, round_ = self._tiers.swap.buffer, list[StoredChunk]()
         for one in resting:
             longer = [*round_, one]
@@ -241,7 +241,7 @@ class _Coming:
         self._over = False
 
     def put(self, rounds: Sequence[Round], *, ready: Callable[[], object] = lambda: None) -> None:
-        """These come next, when `ready` returns."""
+        """Queue `rounds` to come next, once `ready` returns."""
         self._queue.put((rounds, ready))
 
     def end(self) -> None:

@@ -55,7 +55,7 @@ class ParkedStorage(ABC):
 
 
 def alive(parked: weakref.ref[ParkedStorage] | None) -> ParkedStorage | None:
-    """What is referred to, if it is still there."""
+    """Return the storage that `parked` refers to, or None if it is gone."""
     return None if parked is None else parked()
 
 

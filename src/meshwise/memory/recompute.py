@@ -91,7 +91,7 @@ class RecomputedBlock:
                     setattr(norm, name, buffer)
 
     def statistics(self) -> list[Statistics]:
-        """Those of each norm as they are now: the forward changes them, and may save what it made of them."""
+        """Return the statistics of each norm as they are now: the forward changes them and may save the result."""
         return [{name: one.clone() for name, one in norm.named_buffers(recurse=False)} for norm in self._norms()]
 
     def _norms(self) -> list[nn.Module]:
@@ -199,7 +199,7 @@ class _Call:
             self._handed.ran()
 
     def bytes(self) -> tuple[int, int]:
-        """Of its inputs, and of the results that are kept."""
+        """Return the bytes of its inputs and of the kept results."""
         return self._inputs.bytes(), self._tape.bytes()
 
     def forget(self) -> None:
@@ -324,7 +324,7 @@ class _Inputs:
         self._node: Any = saved.grad_fn
 
     def bytes(self) -> int:
-        """What they hold."""
+        """Return the bytes of the inputs."""
         storages = [one.untyped_storage() for one in self._saved()]
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 

@@ -38,7 +38,7 @@ class RecomputeCost:
         return int(self.bytes[mode] * self.in_flight)
 
     def least(self, other: RecomputeCost) -> RecomputeCost:
-        """Of two measurements the larger bytes, which others may need as well, and the shorter, less disturbed time."""
+        """Return the larger bytes and the shorter, less disturbed time of two measurements."""
         return replace(
             self,
             bytes={mode: max(self.bytes[mode], other.bytes[mode]) for mode in MODES},

@@ -89,7 +89,7 @@ class RecomputedBlocks:
                 self._in_flight[block.name] = in_flight
 
     def finish(self) -> None:
-        """A step's backwards are over; every rank calls it. Raises PlanError when a budget cannot be met."""
+        """Finish a step's backwards; every rank calls it. Raises PlanError when a budget cannot be met."""
         if not self._rounds:
             return
         self._rounds -= 1
@@ -114,7 +114,7 @@ class RecomputedBlocks:
             block.mode = modes.get(block.name, block.mode)
 
     def table(self) -> str:
-        """What each block keeps, what it would keep, and what the choice costs, as lines of text."""
+        """Return a table as text: what each block keeps, would keep, and what recomputing it costs."""
         rows = [("block", "mode", "MiB kept", "of", "seconds again", "in flight")]
         for name, cost in self.costs.items():
             mode = self.modes[name]

@@ -74,7 +74,7 @@ class RehearsedFile:
         return False
 
     def later(self, call: Callable[[], object]) -> None:
-        """Now."""
+        """Call `call` at once."""
         call()
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class RehearsedMover(StorageMover):
         """There is nothing to give back."""
 
     def leave(self, size: int) -> None:
-        """A storage is there again, or not wanted any more."""
+        """Count a storage as gone: it is back on the device, or not needed."""
         self._used -= size
 
 

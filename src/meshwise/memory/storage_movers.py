@@ -27,7 +27,7 @@ class DiskMover(StorageMover):
         self._used = 0
 
     def park(self, values: Tensor, *, before: ParkedStorage | None) -> ParkedStorage:
-        """Raises TierError when the disk has no room."""
+        """Move `values` to the file. Raises TierError when the disk has no room."""
         size = values.numel()
         rounded = -(-size // BLOCK) * BLOCK
         offset = self._place(rounded)
@@ -52,7 +52,7 @@ class DiskMover(StorageMover):
         self.file.close()
 
     def leave(self, offset: int, *, size: int) -> None:
-        """A place in the file is free."""
+        """Free a place in the file."""
         with self._lock:
             self._used -= size
             self._free[size].append(offset)
@@ -149,7 +149,7 @@ class HostMover(StorageMover):
         self._free.clear()
 
     def leave(self, host: Tensor) -> None:
-        """A buffer is free: what is copied into it later comes after what was copied out of it, on the same stream."""
+        """Free a host buffer: later copies into it follow earlier copies out of it on the same stream."""
         self._used -= host.numel()
         self._free[host.numel()].append(host)
 

@@ -138,7 +138,7 @@ class SwapFile:
         return tensor
 
     def locate(self, tensor: Tensor) -> int | None:
-        """Where in the file the first element of a tensor rests; None for one that does not rest here."""
+        """Return where the first element of a tensor rests in the file, or None if it does not rest here."""
         if tensor.device.type != "cpu":
             return None
         base = tensor.untyped_storage().data_ptr()

@@ -47,7 +47,7 @@ class BorrowedTensor:
         return self._values
 
     def release(self) -> None:
-        """They are not used any more; safe to call twice."""
+        """Give the tensors back; safe to call twice."""
         release, self._release = self._release, None
         if release is not None:
             release()
@@ -78,7 +78,7 @@ class Tiers:
 
     @property
     def updates_on(self) -> torch.device:
-        """Where the optimizer runs."""
+        """Device on which the optimizer runs."""
         return torch.device("cpu") if self.offload.updates_on_cpu and self._on_gpu else self.device
 
     @property
@@ -107,7 +107,7 @@ class Tiers:
         return self._gathers
 
     def reserve(self, size: int) -> None:
-        """A round of the update needs so many bytes of a staging buffer."""
+        """Reserve `size` bytes of a staging buffer for a round of the update."""
         self._round = max(self._round, size)
 
     @property
@@ -153,7 +153,7 @@ class Tiers:
 
     @property
     def resting(self) -> Sequence[Tensor]:
-        """What rests on disk in a rehearsal."""
+        """Tensors that rest on disk in a rehearsal."""
         return self.file.tensors if isinstance(self.file, RehearsedFile) else ()
 
     @property
@@ -171,7 +171,7 @@ class Tiers:
         return [*(() if self.file is None else self.file.moved), *self._updates]
 
     def updated(self, size: int, *, since: float) -> None:
-        """So many bytes have been updated since a time of `time.monotonic`."""
+        """Note that `size` bytes have been updated since a time of `time.monotonic`."""
         if self.offload.updates_on_cpu:
             self._updates.append(MovedChunk("update", size, since, time.monotonic()))
 
@@ -222,7 +222,7 @@ class Tiers:
             self._stored.append(transfer)
 
     def mark(self) -> Callable[[], None]:
-        """What returns, on any thread, when that which was computed and stored up to now is there."""
+        """Return a function that waits, on any thread, until all work issued so far is done."""
         stored = SwapTransfer.of(self._stored)
         if self._copies is None:
             return stored.wait

@@ -26,7 +26,7 @@ class RememberedState(Protocol):
     """Something that a forward reads and that changes from one forward to the next."""
 
     def here(self) -> Any:
-        """How it is."""
+        """Return the state as it is now."""
 
     def at(self, place: Any) -> contextlib.AbstractContextManager[None]:
         """Inside, it is as it was when `here` returned this."""
@@ -47,7 +47,7 @@ class ReplayTape:
                 self.results[index] = map_tensors(Tensor.clone, result)
 
     def bytes(self) -> int:
-        """What the results hold."""
+        """Return the bytes of the kept results."""
         held = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors(self.results)}
         return sum(held.values())
 
@@ -65,7 +65,7 @@ class ForwardReplay:
         self._remembered.append(what)
 
     def here(self) -> list[Any]:
-        """How everything is that is remembered."""
+        """Return every remembered state as it is now."""
         return [what.here() for what in self._remembered]
 
     @contextlib.contextmanager
@@ -105,7 +105,7 @@ class ForwardReplay:
             self._tape, self._plays = before
 
     def once(self, compute: Callable[[], Any]) -> Any:
-        """What `compute` returns, a tensor or a tuple of some, now or when the forward was run first."""
+        """Return the result of `compute`, a tensor or a tuple of tensors, computed now or in the first forward."""
         tape = self._tape
         if tape is None:
             return compute()

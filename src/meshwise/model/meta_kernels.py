@@ -27,7 +27,7 @@ _LABELLED: Mapping[Any, int] = MappingProxyType(
 
 
 def computed(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operation returns. Raises what torch does."""
+    """Return the result of an operation on meta tensors. Raises what torch does."""
     if _is_doubtful(func, args):
         with unseen():  # torch says what it takes of tensors that have values
             func(*map_tensors(_smallest, args), **kwargs)

@@ -87,7 +87,7 @@ class ParameterRow:
         return tuple(axis for axis in mesh.names if axis not in (*self.layout.axes, *self.summed, *self.apart))
 
     def part(self, full: Tensor, *, mesh: Mesh, rank: int) -> Tensor:
-        """What `rank` stores of the full tensor: a view where that is one rectangle."""
+        """Return the part of the full tensor that `rank` stores: a view if that is one rectangle."""
         pieces = [full[piece.slices] for piece in self.layout.pieces(self.shape, mesh=mesh, rank=rank)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=self.layout.side)
 

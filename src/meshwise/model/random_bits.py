@@ -81,7 +81,7 @@ def _hashed(part: IndexBlock, key: int, device: torch.device) -> tuple[Tensor, T
 
 
 def kept(probability: float, *, dtype: torch.dtype = torch.bool) -> Distribution:
-    """True, or 1, with `probability`, to within 2^-32; otherwise False, or 0."""
+    """Return the distribution of a mask: True (or 1) with `probability`, to within 2^-32."""
     most = round(probability * 2**32) - 2**31 - 1
     if most < -(2**31):
         return Distribution(dtype, lambda _word, out: out.zero_())
@@ -97,7 +97,7 @@ def uniform(dtype: torch.dtype) -> Distribution:
 
 
 def normal(dtype: torch.dtype) -> Distribution:
-    """Standard normal numbers: the inverse of their distribution at the middle of each of 2^32 intervals."""
+    """Return the standard normal distribution: its inverse at the middle of each of 2^32 intervals."""
     return Distribution(dtype, lambda word, out: out.copy_(_middle(word).mul_(2).sub_(1).erfinv_().mul_(math.sqrt(2))))
 
 

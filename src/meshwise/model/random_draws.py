@@ -166,7 +166,7 @@ class RandomDraws:
     # ---- what the trainer does ---------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
-        """A step begins: any number that no other step has, the same under every plan."""
+        """Begin step number `step`, which must differ from all others and be the same under every plan."""
         self._step = step
         self._visits = {}
         self._ran = self._drew = False
@@ -174,7 +174,7 @@ class RandomDraws:
             self._random_state = _random_state()
 
     def finish(self) -> None:
-        """The step's forwards and backwards are over."""
+        """Finish the step after its forwards and backwards."""
         if self._handles:
             if self._ran and not self._drew:
                 self.close()
@@ -288,7 +288,7 @@ class RandomDraws:
             torch.default_generator.manual_seed(seed)
 
     def no_answer(self, operation: str) -> None:
-        """An operation drew from torch's own generator: say so, once."""
+        """Warn once that an operation drew from torch's own generator."""
         self._drew = True
         what = f"{operation} in {self._stack[-1].name or 'the model'}"
         if what not in self.unknown:
@@ -346,7 +346,7 @@ def _silent(module: nn.Module) -> bool:
 
 
 def _samples_first(module: nn.Module) -> bool | None:
-    """What a module, or one right inside it, says in `batch_first`; None when neither does."""
+    """Return `batch_first` of a module or of one directly inside it, or None when neither has it."""
     if isinstance(module, nn.RNNBase):
         return False  # between its layers samples lie along dim 1, whatever it takes and gives
     said = [getattr(part, "batch_first", None) for part in (module, *module.children())]

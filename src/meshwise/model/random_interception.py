@@ -63,7 +63,7 @@ class DrawContext(Protocol):
         """Seed torch's generator for the next draw."""
 
     def no_answer(self, operation: str) -> None:
-        """An operation drew from torch's own generator."""
+        """Take note that an operation drew from torch's own generator."""
 
 
 class ForwardAndBackwardMode(TorchFunctionMode, abc.ABC):
@@ -78,7 +78,7 @@ class ForwardAndBackwardMode(TorchFunctionMode, abc.ABC):
 
     @abc.abstractmethod
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a function of torch gives."""
+        """Return the result of a torch function."""
 
     def _backward(
         self, tensors: Any, *, gradient: Any = None, grad_tensors: Any = None, inputs: Any = None, **options: Any
@@ -106,7 +106,7 @@ class RandomInterception(ForwardAndBackwardMode):
         self._below = _Below(source)
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What `func` gives, with our draws in place of torch's."""
+        """Return the result of `func`, with meshwise's draws in place of torch's."""
         name = getattr(func, "__name__", "")
         if name not in MAY_DRAW or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
@@ -214,7 +214,7 @@ class _Below(TorchDispatchMode):
         return draw(part, key=self._source.key(), kind=kind, device=target.device, into=target)
 
     def _answer(self, name: str, given: Mapping[str, Any]) -> Any:
-        """What an operation on these arguments returns; None when it is not one of those that are replaced."""
+        """Return the result of an operation on these arguments, or None if it is not replaced."""
         match name, given:
             case "native_dropout", {"input": Tensor() as input, "p": p, "train": train}:
                 p = p if train is None or train else 0.0

@@ -85,7 +85,7 @@ class ShapeConstants(TorchDispatchMode):
             self._forwards -= 1
 
     def forget(self, bare: Iterable[Tensor]) -> None:
-        """These have no values."""
+        """Forget the values of these tensors."""
         for one in bare:
             self._values.pop(one, None)
 
@@ -146,7 +146,7 @@ class ShapeConstants(TorchDispatchMode):
         return all(one in self._values if one.is_meta else _is_plain(one) for one in given)
 
     def _twin(self, func: OpOverload, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """What the operation returns on the values."""
+        """Return the result of the operation on the known values."""
         if func._overloadpacket in _NEW:
             args = (torch.empty(0, dtype=args[0].dtype), *args[1:])
         with unseen():
@@ -172,7 +172,7 @@ class ShapeConstants(TorchDispatchMode):
         return held
 
     def _by_number(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """What picks of a tensor that nobody knows, with the places of a known mask in place of the mask."""
+        """Return indices that pick from a tensor of unknown values: places of a known mask replace the mask."""
         found: list[Tensor | None] = []
         for one in indices:
             held = None if one is None or one.dtype not in _MASKS else self._values.get(one)
@@ -186,12 +186,12 @@ class ShapeConstants(TorchDispatchMode):
         return found
 
     def _note(self, bare: Tensor, values: Tensor, *, by_batch: bool) -> None:
-        """A tensor without values has these."""
+        """Remember the values of a tensor that has none itself."""
         self._values[bare] = _Known(values, by_batch)
         self._places.add(bare.untyped_storage()._cdata)
 
     def _changed(self, func: OpOverload, args: Any, kwargs: Any, *, known: bool, by_batch: bool) -> None:
-        """An operation wrote into some of its arguments: it does so to their values, or nobody knows them any more."""
+        """Apply an in-place operation to the known values of its arguments, or forget them."""
         by_name = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
         names = (one.name for one in func._schema.arguments if one.alias_info and one.alias_info.is_write)
         written = [one for name in names for one in tensors(by_name.get(name)) if one.is_meta]
@@ -208,7 +208,7 @@ class ShapeConstants(TorchDispatchMode):
         self.forget(changed)
 
     def _own(self, changed: Iterable[Tensor]) -> None:
-        """A model may write to its batch: from then on the values of that are its rank's own."""
+        """Give this rank its own copy of the batch's values before the model writes to them."""
         copies: dict[int, torch.UntypedStorage] = {}
         for one in changed:
             held = self._values[one]

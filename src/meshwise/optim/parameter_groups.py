@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def describe_groups(optimizer: torch.optim.Optimizer, *, names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """What JSON can say of the groups of an optimizer; `names` are those of the parameters of each.
+    """Return the groups of an optimizer as JSON values; `names` are the parameter names of each group.
 
     Raises ValueError for a hyperparameter that JSON has no value for.
     """

@@ -122,7 +122,7 @@ class Plan:
             raise PlanError(f"the plan '{self}' cannot work: {'; '.join(reasons)}. Nearest that works: '{nearest}'")
 
     def _working(self) -> tuple[Plan, list[str]]:
-        """This plan changed until the compatibility table has nothing against it, and what it had."""
+        """Return the nearest plan that the compatibility table allows, and the problems of this one."""
         nearest, reasons = self, []
         while refusal := next((row for row in COMPATIBILITY if row.applies(nearest)), None):
             reasons.append(f"{refusal.reason} ({refusal.when})")
@@ -130,7 +130,7 @@ class Plan:
         return nearest, reasons
 
     def resolve(self, world_size: int) -> Plan:
-        """This plan with `dp=auto` filled in for a world of `world_size` ranks.
+        """Return this plan with `dp=auto` replaced by the degree that fills `world_size` ranks.
 
         Raises PlanError, with the nearest plans that work, when the degrees do not multiply to `world_size`.
         """
@@ -169,7 +169,7 @@ class Plan:
 
     @property
     def tiers(self) -> Offload:
-        """Where state rests between uses."""
+        """Tiers in which state rests between uses."""
         return Offload.parse(self.offload)
 
     def _grid(self) -> tuple[tuple[str, int], ...]:
@@ -193,7 +193,7 @@ class Plan:
         return {axis: getattr(self, axis) or 1 for axis in AXES}
 
     def _unchecked(self, changes: Mapping[str, int | str | None]) -> Plan:
-        """This plan with changes, before anyone knows whether it works."""
+        """Return this plan with changes, without checking it."""
         plan = object.__new__(type(self))
         for key, value in (dict(self._items()) | dict(changes)).items():
             object.__setattr__(plan, key, value)

@@ -128,7 +128,7 @@ _APART = re.compile(r" |[,;](?:$|[-\w]+=)")
 
 
 def in_words(value: int | str) -> str:
-    """As it is written in the text of a plan: in quotes where a part of it would be read as something else."""
+    """Return a value as a plan's text has it, in quotes where needed."""
     return f'"{value}"' if isinstance(value, str) and _APART.search(value) else str(value)
 
 

@@ -49,7 +49,7 @@ class ForkedWorkers:
         self._running[mine] = key, process
 
     def finished(self) -> list[tuple[Hashable, Any]]:
-        """What has come of the work, as soon as some is done: (key, what it returned or the exception it raised)."""
+        """Return finished work as (key, result or raised exception), waiting until there is some."""
         done = [(key, _outcome(work)) for key, work in self._waiting]
         self._waiting.clear()
         ready: list[Any] = list(wait(list(self._running))) if self._running else []

@@ -64,7 +64,7 @@ class PieceWork:
     """Bytes of activations that there are more at most meanwhile."""
 
     def scaled(self, by: float, *, least: float = 0.0) -> PieceWork:
-        """Of `by` times as much data, at most 1; each operation takes `least` seconds however small."""
+        """Return the work for `by` (at most 1) times as much data; each operation takes at least `least` seconds."""
         fixed = self.kernels * least
         keeps, top = (int(size * by) for size in (self.keeps, self.top))
         seconds = fixed + (self.seconds - fixed) * by
@@ -112,7 +112,7 @@ class ProfileKey:
 
     @classmethod
     def of(cls, plan: Plan, *, batch: int, pieces: int) -> ProfileKey:
-        """That of a plan."""
+        """Return the profile key of a plan."""
         mine = -(-batch // (rows_shared(plan) * plan.microbatches))
         alone: dict[str, Any] = {
             "dp": 1,
@@ -150,17 +150,17 @@ class ModelPieces:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What each begins with, as `model.cut_at` names it."""
+        """Names with which the pieces begin, as in `model.cut_at`."""
         return _names(self.finest)
 
     @property
     def count(self) -> int:
-        """Number of there are."""
+        """Number of pieces."""
         return self.finest.stages
 
     @classmethod
     def of(cls, subject: RehearsalSubject, *, source: ParameterSource) -> ModelPieces | None:
-        """Of a model that has more than one piece with parameters; None where it is cut by its trace."""
+        """Return the pieces of a model that has several with parameters, or None if it is cut by its trace."""
         if subject.options.cut.how == "trace":
             return None
         whole = _cut(subject, source.module)
@@ -185,9 +185,7 @@ class ModelPieces:
         return tuple(range(start, stop) for start, stop in pairwise(bounds))
 
     def where(self, at: Sequence[str], *, where: CutOptions) -> CutOptions:
-        """Where the model is cut when every stage but the first begins at one of these names, with the cut, so that
-        nobody makes it again.
-        """
+        """Return cut options under which each stage but the first begins at one of these names; they carry the cut."""
         made = self.finest.coarser(at, model=self.whole) if at and set(at) <= set(self.names) else None
         return dataclasses.replace(where, at=tuple(at), made=made)
 
@@ -339,7 +337,7 @@ class _Told:
     alone: bool
 
     def piece(self, step: Iterable[TapeSegment], *, rest: Mapping[Category, int]) -> ModelPiece:
-        """What it costs; `rest`: what the rank holds between steps."""
+        """Return the cost of a piece; `rest`: bytes the rank holds between steps."""
         forward = backward = weight = PieceWork()
         update, sends = 0.0, 0
         for segment in step:
@@ -358,7 +356,7 @@ class _Told:
         return ModelPiece(forward, backward, weight, rest, update, sends)
 
     def work(self, entries: Iterable[Entry]) -> PieceWork:
-        """What an action costs with its host ahead of it."""
+        """Return the work of an action whose host runs ahead of its device."""
         cluster = self.prices.cluster
         each = cluster.device.launch if cluster.device.kind == "cpu" else 0.0
         now = waits = 0.0
@@ -384,7 +382,7 @@ class _Told:
 
 
 def _after(entries: Iterable[Entry], count: int) -> Iterator[Entry]:
-    """What follows so many operations."""
+    """Yield the entries after the first `count` operations."""
     for entry in entries:
         if count <= 0:
             yield entry

@@ -65,7 +65,7 @@ class PlanBound:
         return self.seconds - self.bubble - sum(self.exposed.values())
 
     def parts(self) -> dict[str, float]:
-        """Where the seconds go."""
+        """Seconds by activity."""
         return {"compute": self.compute, "bubble": self.bubble} | {
             f"waits for {axes}": seconds for axes, seconds in self.exposed.items()
         }
@@ -107,7 +107,7 @@ class _Stage:
 
     @property
     def busy(self) -> float:
-        """The same where nothing has to be started."""
+        """Seconds of the stage if no operation had a launch cost."""
         return sum(work.seconds for piece in self.pieces for work in (piece.forward, piece.backward, piece.weight))
 
     @property
@@ -151,7 +151,7 @@ def _rank_of(schedule: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
 def bound(
     plan: Plan, *, sounding: LayerProfile, cut: Sequence[range], cluster: Cluster, exact: bool = False
 ) -> PlanBound:
-    """What a plan takes at least, with these pieces in its stages.
+    """Return a lower bound of a plan's time and memory with these pieces in its stages.
 
     `exact`: the sounding is of its own way, and its schedule's own table is gone through, which takes a while.
     """
@@ -197,7 +197,7 @@ def _least(plan: Plan, ranks: Sequence[Sequence[int]], stages: Sequence[_Stage],
 
 
 def _clocked(schedule: Schedule, stages: Sequence[_Stage], shard: _Shard) -> tuple[float, float]:
-    """When the last computation of the schedule's table is over, and when the last reduction is."""
+    """Return when the last computation of the schedule ends, and when its last reduction ends."""
     costs = [
         ActionCost(
             forward=stage.forward,
@@ -215,8 +215,8 @@ def _clocked(schedule: Schedule, stages: Sequence[_Stage], shard: _Shard) -> tup
 
 
 def _levels(row: Sequence[Action], stages: Sequence[_Stage], shard: _Shard) -> Iterator[float]:
-    """What a rank has beside what rests on it, as it does its row: activations, and stages that are whole, with their
-    gradients. What a backward in two parts leaves for its weights is not counted.
+    """Yield the bytes that a rank holds beside its resting state, action by action. What a backward in two parts leaves
+    for its weights is not counted.
     """
     sizes = [(stage.keeps, stage.top_forward, stage.top_backward) for stage in stages]
     gathers, reduces = (

@@ -102,7 +102,7 @@ class PlanSpace:
 
     @property
     def most_rows(self) -> int:
-        """Of a micro-batch."""
+        """Largest number of rows of a micro-batch."""
         return min(max(ROWS), self.batch)
 
     def plans(self) -> Iterator[Plan]:
@@ -166,7 +166,7 @@ class PlanSpace:
             return
 
     def _tensor(self) -> Iterator[dict[str, Any]]:
-        """What can be made of tp."""
+        """Yield the choices of tensor-parallel keys."""
         for tp in _divisors(self.ranks):
             if tp > self.node and "tp" not in self.fixed:
                 continue
@@ -208,7 +208,7 @@ class PlanSpace:
 
 @functools.cache
 def _table(name: str, pp: int, microbatches: int, virtual: int) -> str:
-    """What every rank does in a step; the name where there is no such schedule."""
+    """Return the table of a schedule as text, or its name if there is no such schedule."""
     if SCHEDULES[name].nearest(pp, microbatches=microbatches, virtual_stages=virtual) != (microbatches, virtual):
         return name
     return str(planned_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual))

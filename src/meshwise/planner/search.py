@@ -117,17 +117,17 @@ class SearchResult:
     _rehearsed: dict[Plan, Candidate] = field(default_factory=dict)
 
     def note(self, candidate: Candidate) -> None:
-        """What is known of a plan now."""
+        """Record what is known of a plan now."""
         self.candidates[candidate.plan] = candidate
         if candidate.rehearsed:
             self._rehearsed[candidate.plan] = candidate
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether, as far as is known, it does."""
+        """Return whether the plan fits, as far as is known."""
         return candidate.figures.memory <= self.limit
 
     def best(self) -> list[Candidate]:
-        """What was rehearsed and fits, the quickest first, and of equals the one that needs least."""
+        """Return the rehearsed plans that fit, fastest first; of equals, the one that needs least memory first."""
         found = [one for one in self._rehearsed.values() if self.fits(one)]
         return sorted(found, key=lambda one: (one.figures.seconds, one.figures.memory, str(one.plan)))
 
@@ -230,7 +230,7 @@ class PlanSearch:
                     self._workers.start(way, work=functools.partial(self._sounded, way))
 
     def _take(self, key: Any, outcome: Any, *, tiers: bool) -> None:
-        """What a worker has found."""
+        """Record the result of a worker."""
         if isinstance(key, ProfileKey):
             self._soundings[key] = outcome if isinstance(outcome, LayerProfile) else None
             for candidate in self._asked.pop(key):
@@ -298,7 +298,7 @@ class PlanSearch:
         return ProfileKey(dataclasses.replace(own.plan, **plain), max(self._space.most_rows, own.rows))  # type: ignore[arg-type]
 
     def _unsplit(self, plan: Plan) -> str:
-        """What is said where tp cannot split the model so, whatever else a plan says: no rehearsal is spent on that."""
+        """Return the reason why tp cannot split the model whatever else the plan says, or ""."""
         split = (plan.tp, plan.tp_mode, plan.tp_depth, plan.sequence_parallel)
         if plan.tp > 1 and split not in self._splits:
             self._splits[split] = ""
@@ -338,7 +338,7 @@ class PlanSearch:
         return self._scaled[sounding.way, way]
 
     def _at(self, plan: Plan) -> tuple[str, ...]:
-        """Where each stage but the first begins, to be as even as can be by what the pieces take undivided."""
+        """Return the names at which stages begin so that they are as even as the pieces allow."""
         where = self._subject.options.cut.at
         if where or plan.pp == 1 or self._pieces is None:
             return where
@@ -385,7 +385,7 @@ def _loads(whole: LayerProfile, stages: int, schedule: Schedule | None) -> list[
 
 
 def prediction_of(subject: RehearsalSubject, *, candidate: Candidate, cluster: Cluster) -> Prediction:
-    """What a plan takes, cut where the candidate says. Raises what a rehearsal raises."""
+    """Return the prediction for a plan, cut where the candidate says. Raises what a rehearsal raises."""
     plan, options = candidate.plan, subject.options
     options = dataclasses.replace(options, cut=dataclasses.replace(options.cut, at=candidate.at))
     if candidate.at:  # nothing is left to balance, and so nothing to measure for it
@@ -397,7 +397,7 @@ def prediction_of(subject: RehearsalSubject, *, candidate: Candidate, cluster: C
 
 
 def figures_of(prediction: Prediction) -> PlanBound:
-    """What a rehearsal has told."""
+    """Return the bound that a prediction amounts to."""
     memory = fullest(prediction.memory).peak.bytes + int(prediction.cluster.device.own)
     idle, asked = prediction.bubble * prediction.seconds, prediction.rehearsal.asked
     return PlanBound(prediction.seconds, memory, idle, dict(prediction.exposed), asked)

@@ -71,7 +71,7 @@ def computing(precision: Precision, *, device: torch.device) -> contextlib.Abstr
 
 
 def for_loss(output: Any) -> Any:
-    """What the model returned, floating tensors in fp32 at least."""
+    """Return the model's output with floating tensors in fp32 or wider."""
     return map_tensors(lambda tensor: tensor.float() if tensor.dtype in NARROW else tensor, output)
 
 
@@ -85,7 +85,7 @@ def _floating(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _door(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Inputs in the dtype that the module's parameters have now."""
+    """Return the inputs in the dtype of the module's parameters."""
     dtype = next((parameter.dtype for parameter in _floating(module)), None)
 
     def cast(tensor: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class Precision:
 
     @property
     def computes(self) -> torch.dtype | None:
-        """What products are computed in; None: as the model declares."""
+        """Dtype of matrix products; None: as the model declares."""
         return self.compute or self.parameters
 
     @property
@@ -64,21 +64,21 @@ class Precision:
         return torch.float16 in (self.parameters, self.compute, self.reduction)
 
     def master_of(self, dtype: torch.dtype) -> torch.dtype:
-        """What a parameter of this dtype is updated in."""
+        """Return the dtype in which a parameter of this dtype is updated."""
         if self.master is not None and dtype.is_floating_point:
             return self.master
         return dtype if dtype.itemsize >= 4 else torch.float32
 
     def accumulation_of(self, dtype: torch.dtype) -> torch.dtype:
-        """What the gradients of a parameter of this dtype are added up in."""
+        """Return the dtype in which gradients of a parameter of this dtype are accumulated."""
         return self.accumulation if self.accumulation and dtype.is_floating_point else self.master_of(dtype)
 
     def reduction_of(self, dtype: torch.dtype) -> torch.dtype:
-        """What the gradients of a parameter of this dtype travel in."""
+        """Return the dtype in which gradients of a parameter of this dtype are reduced."""
         return self.reduction if self.reduction and dtype.is_floating_point else self.accumulation_of(dtype)
 
     def optimizer_state_of(self, dtype: torch.dtype) -> torch.dtype:
-        """What the optimizer keeps for a parameter of this dtype."""
+        """Return the dtype of the optimizer state of a parameter of this dtype."""
         return self.master_of(dtype)
 
 

@@ -59,7 +59,7 @@ class LossScale:
 
     @property
     def factor(self) -> float:
-        """What the sum of the losses is multiplied by."""
+        """Factor that multiplies the sum of the losses."""
         return self.value / (self.count or 1.0)
 
     def expecting(self, count: float) -> LossScale:
@@ -82,7 +82,7 @@ class LossScale:
         return replace(self, value=self.value * 2, updates=0, overflows=0)
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps, as JSON."""
+        """Return the state for a checkpoint, as JSON values."""
         return asdict(self)
 
     @classmethod

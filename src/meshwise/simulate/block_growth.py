@@ -47,7 +47,7 @@ class BlockGrowth:
 
     @classmethod
     def of(cls, three: Sequence[Sequence[Hashable]]) -> BlockGrowth:
-        """Of sequences of which each has one block more. Raises UnevenError."""
+        """Return the growth of three sequences, each with one block more than the one before. Raises UnevenError."""
         one, two, last = three
         added = _Search(one, two).added(0, 0, free=0)
         if added is None:
@@ -58,7 +58,7 @@ class BlockGrowth:
         return growth
 
     def places(self, more: int) -> Iterator[Place]:
-        """Where each entry of a sequence with so many blocks more comes from."""
+        """Yield where each entry comes from in a sequence with `more` blocks more."""
         done = 0
         for position, length in self.added:
             yield from ((index, 0) for index in range(done, position))
@@ -96,7 +96,7 @@ class _Search:
 def lengthened(
     run: Callable[[int], Run], *, count: int, longer: Callable[[Sequence[Run], int], Longer]
 ) -> Longer | None:
-    """What a model with `count` like blocks does, after runs of some with fewer; None where these grow unevenly.
+    """Return the run of a model with `count` like blocks from runs with fewer, or None where these grow unevenly.
 
     `run(blocks)`; `longer(three, more)` raises UnevenError, and then the three that follow are asked.
     """
@@ -127,7 +127,7 @@ def grown(tapes: Sequence[Tape], *, more: int) -> Tape:
 
 
 def _apart(tape: Tape) -> tuple[Hashable, ...]:
-    """What is known of a tape beside its segments."""
+    """Return a key of a tape without its segments."""
     return tape.index, *sorted(tape.away.items()), tape.beside, tape.at_update
 
 
@@ -141,7 +141,9 @@ def _calls(parts: Sequence[TapeSegment]) -> dict[int, TapeCall]:
 
 
 def _grown(three: Sequence[Sequence[Entry]], keys: Sequence[Sequence[Hashable]], more: int) -> tuple[Entry, ...]:
-    """What a segment does with so many blocks more. `keys`: what is the same of entries that do the same."""
+    """Return the entries of a segment with so many blocks more; `keys` mark entries that do the same. `keys`: what is
+    the same of entries that do the same.
+    """
     common = set(keys[0]).intersection(*keys[1:])
     plain = [
         [key if key in common else _with(entry, 0) for key, entry in zip(each, entries, strict=True)]
@@ -175,7 +177,7 @@ def _key(entry: Entry, calls: Mapping[int, TapeCall]) -> Hashable:
 
 
 def _number(entry: Entry) -> int:
-    """What may move."""
+    """Return the number of an entry that may shift."""
     if isinstance(entry, TapeCall):
         return entry.stamp.sequence
     return entry.sequence if isinstance(entry, TapeWait) else entry.bytes

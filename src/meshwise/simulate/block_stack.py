@@ -104,7 +104,7 @@ def stack_of(
 
 
 def _stacks(model: nn.Module, options: ParameterOptions) -> Iterator[BlockStack]:
-    """Runs of like blocks, in all lists of a model."""
+    """Yield runs of like blocks in all lists of a model."""
     held = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     holders = Counter(id(tensor) for _, tensor in held)
     for name, blocks in model.named_modules():
@@ -119,7 +119,7 @@ def _stacks(model: nn.Module, options: ParameterOptions) -> Iterator[BlockStack]
 
 
 def _kind(block: nn.Module, around: str, options: ParameterOptions, holders: Counter[int]) -> Hashable:
-    """What like blocks have in common; None for one without parameters, or with tensors that others have too."""
+    """Return a key that like blocks share; None for a block without parameters or with shared tensors."""
     named = [*block.named_parameters(), *block.named_buffers()]
     if not any(True for _ in block.parameters()) or any(holders[id(tensor)] > 1 for _, tensor in named):
         return None

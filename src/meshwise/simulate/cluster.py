@@ -70,7 +70,7 @@ class MatmulEfficiency:
     """The number of results (batch·m·n) at which half of that is reached: fewer do not fill the device."""
 
     def efficiency(self, *, inner: float, outputs: float) -> float:
-        """Of a product with sums of `inner` terms and so many `outputs`."""
+        """Return the efficiency of a matrix product with sums of `inner` terms and `outputs` results."""
         return self.best * inner / (inner + self.inner) * outputs / (outputs + self.outputs)
 
 
@@ -292,7 +292,7 @@ def _is_file(name: str) -> bool:
 
 
 def to_table(value: Any) -> Any:
-    """What `tomli_w` writes for `load` to read back."""
+    """Return a value that `tomli_w` writes and `load` reads back."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {item.name: to_table(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -320,7 +320,9 @@ def _defaults(kind: type[Any]) -> Mapping[str, Any]:
 
 
 def _value(hint: Any, value: Any, *, at: str, zero: bool = False, finite: bool = True) -> Any:
-    """What a key says. `zero`: whether it may be that, as where nothing is told; `finite`: whether it has to be."""
+    """Return the value of a key, checked; `zero`: it may be 0; `finite`: it must be finite. `zero`: whether it may be
+    that, as where nothing is told; `finite`: whether it has to be.
+    """
     if dataclasses.is_dataclass(hint) or typing.get_origin(hint) is Mapping:
         if not isinstance(value, dict):
             raise ClusterError(f"{at} = {value!r} has to be a table of keys")

@@ -41,7 +41,7 @@ class ClusterPrices:
     _spread: dict[tuple[int, ...], int] = field(default_factory=dict, init=False)
 
     def seconds(self, operation: TapeOperation) -> float:
-        """Of one operation, once it is started."""
+        """Return the seconds of one operation, without its launch."""
         if operation not in self._known:
             self._known[operation] = self._seconds(operation)
         return self._known[operation]
@@ -63,11 +63,11 @@ class ClusterPrices:
         return device.kernel + max(computing, operation.bytes / at(device.bandwidth, size=operation.bytes))
 
     def allocation(self, memory: MemoryChange) -> float:
-        """Of memory, before it is first written to."""
+        """Return the seconds that new memory costs before the first write."""
         return memory.fresh * memory.bytes / at(self.cluster.device.fresh, size=memory.bytes) if memory.fresh else 0.0
 
     def collective(self, call: TapeCall) -> float:
-        """Of one collective, when every rank is in one of its kind along the same axes at the same time."""
+        """Return the seconds of one collective when every rank makes one along the same axes at the same time."""
         kind = SEND_RECV if call.stamp.point_to_point else call.stamp.kind
         size, ranks = call.stamp.bytes, call.ranks
         count = len(ranks)
@@ -119,7 +119,7 @@ class ClusterPrices:
 
 
 def traffic(kind: str, *, count: int) -> float:
-    """What each rank sends of a collective, as a part of its bytes (of the whole side, where one side is larger)."""
+    """Return what each rank sends in a collective, as a fraction of its bytes (of the larger side)."""
     if kind in ("send", "recv", SEND_RECV):
         return 1.0
     return (2.0 if kind == "all_reduce" else 1.0) * (count - 1) / count

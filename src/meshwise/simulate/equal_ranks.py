@@ -47,7 +47,7 @@ def _kind(model: nn.Module, cut: ModelCut, stage: int, *, ends: bool) -> Hashabl
 
 
 def _end(model: nn.Module, name: str) -> Hashable:
-    """Whether a module is the first and whether it is the last of a list."""
+    """Return whether a module is the first and whether it is the last of a list."""
     around, _, own = name.rpartition(".")
     names = list(model.get_submodule(around)._modules)
     return (own == names[0], own == names[-1]) if isinstance(model.get_submodule(around), _LISTS) else ()

@@ -112,7 +112,7 @@ class MemoryNeeds:
         self._known: dict[Plan, Mapping[str, int]] = {}
 
     def of(self, plan: Plan) -> Mapping[str, int]:
-        """Raises what a rehearsal raises."""
+        """Return the bytes that a plan needs of a rank, by category."""
         if plan not in self._known:
             found = rehearse(self._subject, plan=plan, ranks=self._ranks, device=self.device, shared=self._shared)
             self._known[plan] = by_category([fullest(memory_of(found))])
@@ -151,7 +151,7 @@ def needs(
     options: Options | None = None,
     **optimizer_arguments: Any,
 ) -> MemoryShortage:
-    """What a plan needs of each rank of this host and, where that is not there, the cheapest change that fits.
+    """Return what a plan needs of each rank of this host and, if that is missing, the cheapest change that fits.
 
     To be printed. It is given what `parallelize` is, before that changes the model, and a global batch like those to
     come; nothing is allocated. Raises PlanError when the plan does not fit the model, ValueError for `dp=auto`.

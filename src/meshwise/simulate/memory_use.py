@@ -57,12 +57,12 @@ class RankMemory:
 
     @property
     def peak(self) -> ActionMemory:
-        """When it needs most on the device."""
+        """Action at which the rank needs most memory on the device."""
         return max((*self.first, *self.steady), key=lambda moment: moment.bytes)
 
     @property
     def rest(self) -> Mapping[Category, int]:
-        """What there is between steps: before the first action of one that follows."""
+        """Bytes by category between steps, before the first action of a later step."""
         return self.steady[0].device
 
 

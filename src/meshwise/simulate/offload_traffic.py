@@ -55,5 +55,5 @@ def with_host(tape: Tape, *, took: float, cluster: Cluster, on_host: bool) -> fl
 
 
 def _seconds(traffic: TierTraffic, cluster: Cluster) -> float:
-    """Of what moves over the link and from and to the disk, which all ranks of a node share."""
+    """Return the seconds of traffic over the link and to and from the disk, which the ranks of a node share."""
     return max(traffic.link / cluster.host.link, traffic.disk * cluster.ranks_per_node / cluster.host.disk)

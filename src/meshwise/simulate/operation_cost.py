@@ -134,7 +134,7 @@ def _flops(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out
 def _written(
     func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: list[Tensor]
 ) -> Iterator[Tensor]:
-    """New tensors, and arguments that are changed in place."""
+    """Yield the new tensors and the arguments changed in place."""
     changed = False
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -151,7 +151,7 @@ def held(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """What there is to read of a tensor: an expanded one is read once."""
+    """Return the bytes to read of a tensor; an expanded tensor is read once."""
     if tensor.is_sparse:
         return sum(map(_nbytes, held(tensor)))
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

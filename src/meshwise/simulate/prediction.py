@@ -63,7 +63,7 @@ class Prediction:
 
     @cached_property
     def memory(self) -> tuple[RankMemory, ...]:
-        """Of each rank along pp."""
+        """Memory of each rank along pp."""
         return memory_of(self.rehearsal)
 
     @property
@@ -74,19 +74,17 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole world: what the loss counts."""
+        """Tokens per second of the whole world, as the loss counts them."""
         return self.rehearsal.tokens / self.seconds
 
     @property
     def model_flops(self) -> float:
-        """Of a step, over all ranks: three times the forward's matrix products, or what is computed where that is less,
-        as where weights are frozen; what is recomputed does not count, but by fused attention within itself.
-        """
+        """Model flops of a step over all ranks: three times the forward's matrix products, without recomputation."""
         return min(3.0 * sum(forward_flops(self.rehearsal)), float(sum(_once(self.rehearsal)))) * self._replicas
 
     @property
     def flops(self) -> float:
-        """Of a step, over all ranks: every matrix product that is computed."""
+        """Flops of a step over all ranks: every matrix product that is computed."""
         return float(sum(each_flops(self.rehearsal))) * self._replicas
 
     @property
@@ -150,18 +148,18 @@ def _with_host(
 
 
 def forward_flops(rehearsal: Rehearsal) -> list[int]:
-    """Of the matrix products of all micro-batches' forwards, for each rank along pp."""
+    """Return the flops of all micro-batches' forwards, per rank along pp."""
     return each_flops(rehearsal, kinds=frozenset({ActionKind.F}))
 
 
 def _once(rehearsal: Rehearsal) -> list[int]:
-    """Of the matrix products of all micro-batches, but for those that are recomputed, for each rank along pp."""
+    """Return the flops of all micro-batches without recomputation, per rank along pp."""
     found = {tape.index: _first_flops(rehearsal.step(tape.index)) for tape in rehearsal.tapes}
     return [found[tape.index] for tape in rehearsal.tapes]
 
 
 def _first_flops(parts: Sequence[TapeSegment]) -> int:
-    """Of what these compute for the first time; micro-batches that are alike share their entries."""
+    """Return the flops that these segments compute for the first time; like micro-batches share entries."""
     actions = [part for part in parts if _is_action(part)]
     alike = Counter(id(part.entries) for part in actions)
     each = {id(part.entries): part for part in actions}
@@ -175,7 +173,7 @@ def _own_flops(part: TapeSegment) -> int:
 
 
 def each_flops(rehearsal: Rehearsal, *, kinds: Collection[ActionKind | None] = (None, *ActionKind)) -> list[int]:
-    """Of the matrix products of a step, for each rank along pp, in actions of these kinds; None: outside of any."""
+    """Return the flops of a step in actions of these kinds, per rank along pp; None: outside of any action."""
     found = {
         tape.index: sum(part.flops for part in rehearsal.step(tape.index) if kind_of(part.label) in kinds)
         for tape in rehearsal.tapes
@@ -188,7 +186,7 @@ _Place = tuple[int, int]
 
 
 def _places(rehearsal: Rehearsal, cluster: Cluster) -> list[_Place]:
-    """Of each rank along pp."""
+    """Return the place of each rank along pp."""
     each = rehearsal.plan.mesh().size // len(rehearsal.tapes)
     return [(tape.index, index * each % cluster.ranks_per_node) for index, tape in enumerate(rehearsal.tapes)]
 
@@ -230,7 +228,7 @@ class _Rank:
         return PlayedSegment(now, computing, exposed)
 
     def costs(self) -> dict[int, ActionCost]:
-        """What each of its stages costs, ascending."""
+        """Return the cost of each of its stages, ascending."""
         found: dict[int, dict[ActionKind, list[tuple[float, int]]]] = defaultdict(lambda: defaultdict(list))
         for action, part, times in self._actions:
             took = self._seconds(part) if action.kind in COMPUTE else sum(map(self.prices.collective, part.calls()))
@@ -249,7 +247,7 @@ class _Rank:
         }
 
     def around(self) -> PlayedSegment:
-        """What comes before and after the schedule."""
+        """Return the segment before and after the schedule, played."""
         return self.play(self._around)
 
     def busy(self) -> float:
@@ -289,7 +287,7 @@ class _Rank:
 
 @cache
 def kind_of(label: str) -> ActionKind | None:
-    """Of the action that a segment with this label is, if it is one."""
+    """Return the kind of the action that a segment with this label is, or None."""
     return Action.parse(label).kind if label[:1].isdigit() else None
 
 

@@ -48,7 +48,7 @@ class RehearsedRank:
     memo: OperationMemo = field(default_factory=OperationMemo)
 
     def tapes(self) -> tuple[Tape, ...]:
-        """Of every rank along pp, that of the one which is rehearsed for it."""
+        """Return one tape per rank along pp: the tape of the rank rehearsed for it."""
         like = self.stages.alike
         ranks_run = sorted(set(like))
         with ThreadPoolExecutor(len(ranks_run)) as threads:
@@ -60,7 +60,7 @@ class RehearsedRank:
         return tuple(futures[index].result() for index in like)
 
     def _tape_of(self, index: int) -> Tape:
-        """Be the first rank of those with this index along pp."""
+        """Return the tape of the first rank with this index along pp."""
         with self.stages.running():
             return self._tape(index)
 
@@ -106,7 +106,7 @@ class RehearsedRank:
         )
 
     def _away(self, trainer: Trainer, *, saved: int) -> Mapping[str, int]:
-        """What rests elsewhere, by the tier that the plan says; `saved` are the activations of one micro-batch."""
+        """Return the bytes on each tier of the plan; `saved` is the size of one micro-batch's activations."""
         away: Counter[str] = Counter()
         for what, size in trainer.tiers.away.items():
             away[getattr(self.plan.tiers, what)] += size
@@ -119,7 +119,7 @@ class RehearsedRank:
         return +away
 
     def _run(self, recorder: Recorder) -> tuple[TapeSegment, ...]:
-        """What has been recorded, without what passing over a micro-batch took."""
+        """Return the recorded segments, without those that only pass over a micro-batch."""
         passed = {f"0F{index}" for index in range(self.plan.microbatches) if index not in self.only}
         return tuple(segment for segment in recorder.segments() if self.plan.pp > 1 or segment.label not in passed)
 

@@ -64,7 +64,7 @@ class Recorder:
         self._entries.append((self.journal.doing, entry))
 
     def segments(self) -> tuple[TapeSegment, ...]:
-        """What has happened since the last time this was asked, action by action."""
+        """Return the segments since the last call, action by action."""
         found: list[tuple[str, list[Entry]]] = []
         for label, entry in self._entries:
             if not found or found[-1][0] != label:
@@ -74,7 +74,7 @@ class Recorder:
         return tuple(TapeSegment(label, tuple(entries)) for label, entries in found)
 
     def saw(self, operation: TapeOperation | None, *, output: Any) -> None:
-        """An operation has run; None when it computes nothing."""
+        """Record an operation that has run; None when it computes nothing."""
         if operation is not None:
             self.note(dataclasses.replace(operation, again=True) if operation.flops and _repeats() else operation)
         for tensor in tensors(output):
@@ -126,7 +126,7 @@ class Recorder:
         self._references[key] = weakref.ref(storage, lambda _: self._released(key))
 
     def common(self, tensor: Tensor, *, ranks: int) -> None:
-        """So many ranks hold a tensor's memory together: each counts its part."""
+        """Record that `ranks` ranks hold a tensor's memory together: each counts its part."""
         self._holders[tensor.untyped_storage()._cdata] = ranks
 
     def is_common(self, tensor: Tensor) -> bool:
@@ -168,7 +168,7 @@ def _repeats() -> bool:
 
 @cache
 def _category(doing: str) -> Category:
-    """What memory is for that is allocated by the way."""
+    """Return the category of memory that is allocated during an activity."""
     if doing == "update":
         return Category.OPTIMIZER
     try:
@@ -233,7 +233,7 @@ def _is_meta(value: Any) -> bool:
 
 
 def _described(value: Any) -> Any:
-    """What the shapes of a result follow from; hashable."""
+    """Return a hashable description of a value on which shapes of results may depend."""
     if isinstance(value, Tensor):
         if value.is_sparse:
             return tuple(map(_described, held(value)))

@@ -128,7 +128,7 @@ def _renamed(label: str, stages: Mapping[int, int], *, first: bool = False) -> s
 
 
 def _stand_ins(found: Mapping[str, TapeSegment]) -> dict[tuple[int, ActionKind], TapeSegment]:
-    """What a rank did for the middle one of the micro-batches that were run, for each kind of action of each stage.
+    """Return stand-ins, by stage and kind of action, made from the middle micro-batch that was run.
 
     What it took for that, and gave back while at something else, the stand-in gives back with its backward (which
     some have in two parts): all the micro-batches that it stands for leave as much memory as there was.
@@ -205,16 +205,14 @@ def _counting(loss: Loss, *, counts: list[float]) -> Loss:
 
 
 def _tokens(batch: Any) -> int:
-    """As many as a loss counts at most that leaves some out: of the first tensor of integers, which tokens and labels
-    are; the rows, where there is none.
-    """
+    """Return the largest possible count of the loss: elements of the first integer tensor, or rows without one."""
     given = (one for one in tree.tensors(batch) if not (one.is_floating_point() or one.is_complex()))
     found = next((one for one in given if one.dtype is not torch.bool), None)
     return tree.rows(batch) if found is None else found.numel()
 
 
 def find_stack(subject: RehearsalSubject, *, source: ParameterSource) -> BlockStack:
-    """That of the subject's model, which is looked at without values."""
+    """Return the block stack of the subject's model, which is inspected without values."""
     options, batch = subject.options, MetaBatch.of(subject.batch, rows=2)
     with ShapeConstants(batch.values) as constants:
         run = in_rehearsal(options.forward or default_forward, constants=constants)
@@ -269,7 +267,7 @@ def _kinds(
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """What each rank along pp does in a step. Raises PlanError where there is no such schedule."""
+    """Return the schedule of a plan. Raises PlanError where there is no such schedule."""
     if plan.pp == 1:
         each = range(plan.microbatches)
         return Schedule((tuple(Action(0, kind, index) for index in each for kind in (ActionKind.F, ActionKind.B)),))

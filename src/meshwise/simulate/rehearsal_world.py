@@ -102,11 +102,13 @@ class RehearsalWorld(TraceWorld):
         self._received: Counter[int] = Counter()
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """As of any world. What a step makes for the collectives are its gradients."""
+        """Return an empty buffer as any world does; buffers for collectives within a step are gradients. What a step
+        makes for the collectives are its gradients.
+        """
         return self._made(numel, dtype=dtype, category=Category.GRADIENTS if self.journal.doing else None)
 
     def summand(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        """As of any world: it is no gradient of a parameter."""
+        """Return an empty buffer as any world does; it is no gradient of a parameter."""
         return self._made(math.prod(shape), dtype=dtype, category=None).view(tuple(shape))
 
     def _made(self, numel: int, *, dtype: torch.dtype, category: Category | None) -> Tensor:
@@ -147,7 +149,7 @@ class RehearsalWorld(TraceWorld):
         return self._stages.receive(self._received[source] - 1, source=source, target=self.group(axis).index)
 
     def waited(self, stamp: CallRecord) -> None:
-        """This rank waits for a call."""
+        """Record that this rank waits for a call."""
         self._recorder.look()
         self._recorder.note(TapeWait(stamp.sequence))
 

@@ -58,7 +58,7 @@ class StepHistory:
 
     @property
     def peak(self) -> MemoryLevel:
-        """When there is most."""
+        """Moment with the most memory."""
         return max(self.levels, key=lambda level: level.bytes)
 
     def holds(self, category: Category) -> bool:
@@ -79,7 +79,7 @@ class _Played:
 
     @cached_property
     def waits(self) -> Mapping[str, float]:
-        """How long the rank waits for the collectives along some axes."""
+        """Seconds that the rank waits for collectives, by axes."""
         total: dict[str, float] = defaultdict(float)
         for stream, call, start, stop in self.inside:
             if stream is TimelineRow.WAIT:
@@ -115,7 +115,7 @@ class _Act:
     played: _Played | None = None
 
     def at(self, moment: float) -> float:
-        """When a moment of what is played is."""
+        """Return the time in the step at a moment of the played segment."""
         assert self.played is not None
         own = self.played.stop - self.played.start
         return self.start + (moment - self.played.start) * ((self.stop - self.start) / own if own else 1.0)
@@ -126,7 +126,7 @@ class _Act:
             yield Event(rank, stream, kind, self.at(start), self.at(stop))
 
     def waits(self, *, rank: int) -> Iterator[Event]:
-        """What it waits for in all, at its end."""
+        """Yield its waits, placed at its end."""
         stop = self.stop
         for axes, seconds in self.played.waits.items() if self.played else ():
             start = stop - (self.at(seconds) - self.at(0.0))
@@ -145,7 +145,7 @@ class PredictionReplay:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """What each rank along pp is at, from the step's begin to its end, without its messages' own waits."""
+        """Timeline of each rank along pp over the whole step, without waits for messages."""
         ranks = range(len(self._rehearsal.tapes))
         events = [event for index in ranks for event in self._outline(index)]
         acts = [(index, act) for index in ranks for act in self._acts[index] if act.stop > act.start]
@@ -178,7 +178,7 @@ class PredictionReplay:
         return StepHistory(index, seconds, (*levels, *rest))
 
     def _changes(self, index: int) -> Iterator[tuple[_Act, float, MemoryChange]]:
-        """Of memory, in order."""
+        """Yield the memory changes of a rank, in order."""
         for act in self._acts[index]:
             for _, entry, time, _ in act.played.moments if act.played else ():
                 if isinstance(entry, MemoryChange):
@@ -186,7 +186,7 @@ class PredictionReplay:
 
     @cached_property
     def _acts(self) -> list[list[_Act]]:
-        """Of each rank along pp, in order."""
+        """Acts of each rank along pp, in order."""
         row = self.prediction.timeline
         if row is None:
             parts = _play(self._rehearsal.step(0), prices=self._prices_of(0))
@@ -241,7 +241,7 @@ class PredictionReplay:
         return self.prediction.exposed.get("host", 0.0)
 
     def _after(self, index: int) -> Iterator[_Played]:
-        """What follows the actions."""
+        """Yield what is played after the actions."""
         parts = self._rehearsal.step(index)
         after = (part for part in parts if kind_of(part.label) is None and part.label != "begin")
         return _play(after, prices=self._prices_of(index))
@@ -255,7 +255,7 @@ class PredictionReplay:
         return self._alone[key]
 
     def _prices_of(self, index: int) -> ClusterPrices:
-        """Those of a rank: they depend on which rank was rehearsed for it, and where in a node it is."""
+        """Return the prices of a rank: they depend on the rank rehearsed for it and on its place in a node."""
         tape, cluster = self._rehearsal.tapes[index].index, self.prediction.cluster
         each = self._rehearsal.plan.mesh().size // len(self._rehearsal.tapes)
         key = tape, index * each % cluster.ranks_per_node

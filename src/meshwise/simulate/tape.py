@@ -98,7 +98,7 @@ class TapeSegment:
 
     @property
     def flops(self) -> int:
-        """Of all operations."""
+        """Flops of all operations."""
         return sum(entry.flops for entry in self.entries if isinstance(entry, TapeOperation))
 
     def calls(self) -> Iterator[TapeCall]:

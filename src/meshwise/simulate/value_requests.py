@@ -29,7 +29,8 @@ def is_of_values(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def told_of_values() -> Iterator[None]:
-    """What torch says of a value that is asked for and is not there, with what that means here.
+    """Explain torch's errors about missing values within the block. Raises RuntimeError, also where torch raises a
+    TypeError, as it does for numpy.
 
     Raises RuntimeError, also where torch says so in a TypeError, as it does to numpy.
     """

@@ -156,7 +156,7 @@ class _Split:
         self._put_together(module, part)
 
     def _put_together(self, module: nn.Module, part: Part) -> None:
-        """Where the stream has all features outside of the blocks, put together what this makes of it."""
+        """Gather the output of this module if hidden states have all features outside of the blocks."""
         if part.whole_features and part.role in ("embedding", "single", "second"):
             region.leave_features(module, context=self._outside, features=self._width())
 
@@ -209,7 +209,7 @@ class _Split:
             region.gather_features(module, context=self._outside, features=module.in_features)
 
     def _around(self, name: str, part: Part) -> None:
-        """A module around a pair: it counts what this rank has."""
+        """Wrap a module around a pair: its counts become this rank's."""
         context, module = self._context(name, part), self._modules[name]
         inner = context.scheme.inner
         for attribute, grain in part.counts:
@@ -261,8 +261,8 @@ class _Split:
     # ---- all together --------------------------------------------------------------------------------------------
 
     def add_hooks(self, *, whole: bool) -> None:
-        """Where the stream is cut along the tokens or the features, and where rows are agreed upon. `whole`: one rank
-        calls all blocks.
+        """Register the hooks that split hidden states along tokens or features and compare row counts. `whole`: one
+        rank calls all blocks.
         """
         region.watch_rows(self._root, context=self._outside)
         placed = {**self._kept_whole, **self._placed}

@@ -62,7 +62,7 @@ def difference(value: Tensor, expected: Tensor, *, floor: float = 0.0) -> Differ
 
 
 def _index(at: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Of the element with that place in row-major order; torch's unravel_index takes longer than the comparison."""
+    """Return the index of an element from its place in row-major order, faster than torch's unravel_index."""
     found: list[int] = []
     for length in reversed(shape):
         at, place = divmod(at, length)

@@ -182,7 +182,7 @@ class _Rank:
             self.pipe.send(job)
 
     def output(self) -> str:
-        """What the rank has printed since this was last asked: the end of it, when it is long."""
+        """Return the output of the rank since the last call; only its end when it is long."""
         start, self._read = self._read, os.fstat(self.log.fileno()).st_size
         start = max(start, self._read - _LOG_BYTES)
         return os.pread(self.log.fileno(), self._read - start, start).decode(errors="replace")

@@ -45,7 +45,9 @@ def _work(connection: Connection) -> None:
 
 
 def main(connection: Connection, *, log: str, environment: Mapping[str, str]) -> None:
-    """A rank from start to end. `log`: the file that takes what it prints; `environment`: that of a torchrun rank."""
+    """Run one rank from start to end. `log`: the file that takes what it prints; `environment`: that of a torchrun
+    rank.
+    """
     os.setsid()  # Ctrl-C is for the one who started us; it ends the crew
     with open(log, "ab", buffering=0) as file:  # noqa: PTH123 - a path travels as text
         os.dup2(file.fileno(), 1)

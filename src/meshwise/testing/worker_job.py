@@ -72,7 +72,7 @@ class WorkerAnswer:
 
     @classmethod
     def of(cls, error: Exception) -> WorkerAnswer:
-        """What there is to tell of an error."""
+        """Return the answer for an error."""
         return cls(error=_pickled(error), traceback="".join(format_exception(error)))
 
     def exception(self) -> Exception:

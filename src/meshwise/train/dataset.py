@@ -105,7 +105,7 @@ def length(dataset: Dataset[Any]) -> int:
 def read(
     dataset: Dataset[Any], *, numbers: range, share: Share, order: SampleOrder | None = None, workers: int = 0
 ) -> Iterator[Any]:
-    """This rank's rows of one global batch after the other, collated by torch.
+    """Yield this rank's rows of one global batch after the other, collated by torch.
 
     numbers     the global numbers, stepping by the batch size: `range(0, 10, 4)` is batches of 4, 4 and 2 samples
     share       `trainer.share`: which rows of a batch of that size this rank takes; taking none gives a batch of none

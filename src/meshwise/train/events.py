@@ -206,7 +206,7 @@ class EventSink(Protocol):
         """Write one event; what is written survives the process."""
 
     def close(self) -> None:
-        """Nothing more will come, whether the run ended well or not."""
+        """Close the sink: no more events follow."""
 
 
 class Events:

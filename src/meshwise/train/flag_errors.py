@@ -31,7 +31,7 @@ _TOLD = (
 
 
 def explained(said: str, *, words: Sequence[str], keys: Collection[str]) -> str:
-    """What tyro has said of these words, which stand for the dotted `keys`."""
+    """Return tyro's message about these words as one that names the dotted `keys`."""
     message = _unboxed(said)
     if unknown := re.match(r"Unrecognized options: (\S+?)(?:[,\s]|$)", message):
         return _unknown(unknown[1], words, keys)
@@ -47,7 +47,7 @@ def without_flag(message: str) -> str:
 
 
 def _unknown(word: str, words: Sequence[str], keys: Collection[str]) -> str:
-    """What to change about a word that is no flag and no value of one."""
+    """Return what to change about a word that is neither a flag nor a value of one."""
     name = word.lstrip("-").partition("=")[0].replace("-", "_")
     if word.startswith("--"):
         nearest = max(keys, key=lambda key: _like(key, name))
@@ -74,7 +74,7 @@ def _unknown(word: str, words: Sequence[str], keys: Collection[str]) -> str:
 
 
 def _like(key: str, name: str) -> float:
-    """How alike two dotted names are: as wholes, and their last words."""
+    """Return the similarity of two dotted names: as wholes and by their last words."""
     return _likeness(key, name) + _likeness(key.rpartition(".")[-1], name.rpartition(".")[-1])
 
 

@@ -54,7 +54,7 @@ def parse_flags(words: Sequence[str], *, prog: str, default: T) -> T:
 
 @functools.cache
 def _stderr_in_hand() -> threading.Lock:
-    """Who holds it may redirect stderr, which is the process's: ranks that are threads would leave it redirected."""
+    """Return the lock that must be held to redirect stderr: ranks that are threads share it."""
     return threading.Lock()
 
 

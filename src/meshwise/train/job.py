@@ -63,7 +63,7 @@ _DTYPES = ("float32", "float64")
 
 
 def _parse_dtype(words: Sequence[str]) -> str | None:
-    """Return one of `_DTYPES`, or None. Raises ValueError."""
+    """Return one of `_DTYPES`, or None if none is named. Raises ValueError."""
     if words[0] not in (*_DTYPES, "None"):
         raise ValueError(
             f"{words[0]!r} is none of {', '.join(_DTYPES)}, which parameters are kept in; half precision is a matter "
@@ -118,7 +118,7 @@ class ModelJob:
 
     @property
     def where(self) -> CutOptions:
-        """Where it may be cut."""
+        """Cut options of the model."""
         return CutOptions(at=self.cut_at, how=self.cut)
 
     def __post_init__(self) -> None:
@@ -264,7 +264,7 @@ class SwapJob:
 
     @property
     def made(self) -> SwapConfig:
-        """As `parallelize` takes it."""
+        """Swap configuration for `parallelize`."""
         return SwapConfig(None if self.folder is None else Path(self.folder), self.buffers, self.megabytes * 2**20)
 
     def __post_init__(self) -> None:

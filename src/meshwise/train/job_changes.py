@@ -47,7 +47,7 @@ _UNSAID = ("ranks", "restarts", "comm", "swap", "data.cache", "train.output", "t
 
 
 def changes(saved: Mapping[str, Any], *, job: Job, content: str) -> list[str]:
-    """What is no longer as it was when the checkpoint was saved, a line each.
+    """Return a line for each difference from the job of the checkpoint.
 
     saved: the checkpoint's `job` (as TOML) and `content` (of its data). Raises JobError that names every key which
     would silently make it another run.

@@ -90,7 +90,7 @@ def _mappings(kind: type, prefix: Key = ()) -> set[Key]:
 
 
 def _problems(flags: Mapping[Key, list[str]], kind: type[Job]) -> list[str]:
-    """What is wrong with each key by itself."""
+    """Return what is wrong with each key on its own."""
     problems = []
     for key, words in flags.items():
         try:

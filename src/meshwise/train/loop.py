@@ -241,7 +241,7 @@ class _Run:
             self._checkpoints.save(step, extra=extra)
 
     def _batches(self) -> Iterator[Any]:
-        """This rank's rows of each global batch that is left of the run."""
+        """Yield this rank's rows of each global batch that the run has left."""
         job, done = self._job.train, self._progress
         numbers = range(done.samples, done.samples + (job.steps - done.step) * job.batch, job.batch)
         return self._read(self._data.train, numbers, SampleOrder(length(self._data.train), seed=job.seed))

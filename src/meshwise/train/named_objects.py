@@ -91,7 +91,7 @@ def optimizer(job: OptimizerJob) -> tuple[type[torch.optim.Optimizer], dict[str,
 
 
 def locate(name: str, *, key: str) -> Callable[..., Any]:
-    """What `package.module:function` or `path/to/file.py:function` names.
+    """Return the object that `package.module:function` or `path/to/file.py:function` names.
 
     The folder of the file, or the current one, is put on the import path, as `python file.py` and `python -m` do.
     Raises JobError when it is not there; what the user's own module raises while it is imported passes through.

@@ -61,9 +61,7 @@ class OutputConsole(Console):
             self.print(line, soft_wrap=True)
 
     def _least(self, column: Column) -> int:
-        """How wide a column of a table is at least, on however narrow a terminal, where rich would cut figures: no word
-        is cut, and what may be folded is.
-        """
+        """Return the least width of a table column: no word is cut, and only foldable text folds."""
         wide = self.options.update(width=_WIDE)
         sizes = [Measurement.get(self, wide, cell) for cell in (column.header, *column.cells)]
         least = max(size.maximum if column.no_wrap else size.minimum for size in sizes)

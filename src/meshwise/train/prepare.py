@@ -47,7 +47,7 @@ class Prepared:
     data: RunData
 
     def options(self, example: Any) -> Options:
-        """How the job has its model parallelized, whether it trains, is verified or rehearsed.
+        """Return the options of the job for `parallelize`; `example`: a batch to cut by.
 
         `example`: a batch to cut by.
         """
@@ -64,7 +64,7 @@ class Prepared:
 
 
 def prepare(job: Job, *, ranks: int) -> Prepared:
-    """What a job names, for a world of so many ranks.
+    """Return the objects that a job names, for a world of `ranks` ranks.
 
     Raises JobError or PlanError for what cannot work; what the user's own modules raise while they are imported passes
     through.

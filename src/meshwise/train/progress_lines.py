@@ -61,7 +61,7 @@ class PlainTerminal:
             self._print(_told(event, of=self._recent.unit))
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """Do nothing: no file is open."""
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)

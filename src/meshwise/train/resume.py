@@ -43,7 +43,7 @@ class RunProgress:
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> RunProgress:
-        """What `plain` made of one."""
+        """Return the progress from a dict that `plain` made."""
         loss = math.nan if saved["loss"] is None else saved["loss"]
         return cls(saved["step"], saved["samples"], saved["updates"], loss)
 
@@ -52,7 +52,7 @@ class RunProgress:
         return asdict(self) | {"loss": self.loss if math.isfinite(self.loss) else None}
 
     def count(self, result: StepResult, *, batch: int) -> None:
-        """One more step is over."""
+        """Count one more step."""
         self.step += 1
         self.samples += batch
         self.updates += not result.skipped
@@ -60,7 +60,7 @@ class RunProgress:
 
 
 def on_first_rank(call: Callable[[], T], *, world: World) -> T:
-    """What `call` returns on rank 0, on every rank; what it raises for the user, raised on every rank."""
+    """Return the result of `call` on rank 0, on every rank; its user errors are raised on every rank."""
     found: tuple[T | None, Exception | None] = (None, None)
     if world.rank == 0:
         try:
@@ -75,7 +75,7 @@ def on_first_rank(call: Callable[[], T], *, world: World) -> T:
 
 
 def checked_origin(prepared: Prepared, *, attempt: JobAttempt | None) -> RunStart:
-    """Where the run begins. Raises JobError when this is not the job of the checkpoint it would go on from."""
+    """Return where the run begins. Raises JobError when this is not the job of the checkpoint it would go on from."""
     origin = find_run_start(prepared.job, attempt=attempt)
     candidate = origin.candidate()
     if candidate is not None:
@@ -104,7 +104,7 @@ def take_up(trainer: Trainer, *, origin: RunStart, prepared: Prepared, emit: Cal
 
 
 def kept(prepared: Prepared, *, progress: RunProgress, ranks: int) -> dict[str, Any]:
-    """What a checkpoint keeps of the run, for `take_up`."""
+    """Return what a checkpoint keeps of the run, for `take_up`."""
     job, content = prepared.job, prepared.data.content
     return {
         "job": to_toml(job),

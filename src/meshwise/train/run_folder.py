@@ -76,14 +76,14 @@ class RunFolder:
         return self.path / TIMELINE
 
     def sinks(self, console: Console, *, every: int) -> list[EventSink]:
-        """Where the events of the run go; `every`: steps between lines for people."""
+        """Return the sinks of the run's events; `every`: steps between lines for people."""
         sinks: list[EventSink] = [terminal(console, every=every), JsonLines(self.metrics)]
         if self.tensorboard:
             sinks.append(TensorBoard(self.path / "tensorboard"))
         return sinks
 
     def outputs(self) -> dict[str, str]:
-        """What is where at the end, by what it is."""
+        """Return the output files at the end, by what they hold."""
         more = {"checkpoints": self.checkpoints} if self.checkpoints.is_dir() else {}
         more |= {"tensorboard": self.path / "tensorboard"} if self.tensorboard else {}
         more |= {"timeline": self.timeline} if self.timeline.exists() else {}

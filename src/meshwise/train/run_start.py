@@ -46,7 +46,9 @@ class RunStart:
 
 
 def find_run_start(job: Job, *, attempt: JobAttempt | None) -> RunStart:
-    """Where the run of this job begins, at this start of its ranks. Raises JobError for a `resume` to nowhere."""
+    """Return where the run of this job begins, at this start of its ranks. Raises JobError for a `resume` to
+    nowhere.
+    """
     asked = _asked(job)
     again = None if attempt is None else _folder_of(attempt, Path(job.train.output))
     if again is None:
@@ -62,7 +64,7 @@ def mark(folder: Path, *, attempt: JobAttempt | None) -> None:
 
 
 def _asked(job: Job) -> RunStart:
-    """What `train.resume` asks for."""
+    """Return the start that `train.resume` asks for."""
     output, resume = Path(job.train.output), job.train.resume
     if resume is None or (resume == "auto" and not output.exists()):
         return RunStart()

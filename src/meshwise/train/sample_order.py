@@ -52,7 +52,7 @@ class SampleOrder:
 
 
 def _permute(index: Words, size: int, key: Words) -> Words:
-    """Where the permutation of 0 … size-1 named by `key` takes each index."""
+    """Return the images of the indices under the permutation of 0 … size-1 named by `key`."""
     base = np.uint64(math.isqrt(size - 1) + 1)
     result = index
     outside = np.ones(index.shape, dtype=np.bool_)

@@ -57,7 +57,7 @@ class RankPace:
         return self.compare() if len(self._steps) == WINDOW else []
 
     def compare(self) -> list[SlowRank]:
-        """What the times since the last look show. Every rank calls it."""
+        """Return the slow ranks by the times since the last call; every rank calls it. Every rank calls it."""
         world, steps = self._world, self._steps
         own = torch.tensor(self._seconds, dtype=torch.float64, device=world.device)
         self._steps, self._seconds = [], []

@@ -24,17 +24,17 @@ class StepTimelines:
         self._steps = range(0)
 
     def plan(self, first: int, *, last: int) -> None:
-        """The run will make these steps."""
+        """Choose the steps to measure, given the run's first and last step."""
         begin = max(first, min(first + _WARMING_UP, last - self._count + 1))
         self._steps = range(begin, min(begin + self._count, last + 1))
 
     def before(self, step: int) -> None:
-        """A step is about to be made."""
+        """Prepare for a step that is about to run."""
         if step == self._steps.start and self._steps:
             self._measuring = self._block.enter_context(measure(self._trainer))
 
     def after(self, step: int) -> None:
-        """It has been made."""
+        """Finish a step that has run."""
         if self._measuring is None or step + 1 < self._steps.stop:
             return
         self._block.close()

@@ -70,7 +70,7 @@ def _with(lines: list[str], key: tuple[str, ...], value: Any) -> list[str]:
 
 
 def _table(lines: list[str], table: list[str]) -> tuple[int | None, int]:
-    """Where the keys of a table are: from, to."""
+    """Return the first line and the end line of a table's keys."""
     start = None if table else 0
     for number, line in enumerate(lines):
         if _HEADER.match(line):
@@ -95,7 +95,7 @@ def _assignment(lines: list[str], name: str, start: int, stop: int) -> tuple[int
 
 
 def _value(value: Any) -> str:
-    """As TOML says it, on one line."""
+    """Return a value in TOML, on one line."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(_value(one) for one in value)}]"
     return tomli_w.dumps({"x": value}).removeprefix("x = ").strip()

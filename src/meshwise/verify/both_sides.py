@@ -92,7 +92,9 @@ class ReferenceSide:
 
 
 def on_first(world: World, *, call: Callable[[], Result]) -> Result | None:
-    """What `call` returns on the first rank, None on the others, which wait. What it raises there, all ranks raise."""
+    """Return the result of `call` on the first rank and None on the others, which wait; its exception is raised on all
+    ranks. What it raises there, all ranks raise.
+    """
     result, problem = None, None
     if world.rank == 0:
         try:

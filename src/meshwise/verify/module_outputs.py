@@ -35,7 +35,7 @@ class OutputNorms:
         self._left = 0
 
     def listen(self, *models: nn.Module) -> None:
-        """Hook every module of the model, or of its stages."""
+        """Register hooks on every module of the models."""
         self._names = {module: name for model in models for name, module in model.named_modules()}
         for module, name in self._names.items():
             module.register_forward_hook(partial(self._add, name))

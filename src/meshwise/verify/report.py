@@ -94,7 +94,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """One line: the plan, and whether it is the same model as one process."""
+        """Verdict in one line: the plan, and whether it is the same model as one process."""
         if self.ok:
             worst = max(self._figures(), key=lambda figure: figure.excess)
             found = f"at most {worst.difference:.1e} apart where {worst.bound:.1e} is allowed"

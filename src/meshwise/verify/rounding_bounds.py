@@ -133,7 +133,7 @@ class BoundJudge:
         return self.precision == torch.float64
 
     def floor(self, largest: float) -> float:
-        """What is too small to be told from rounding beside a tensor whose largest element is `largest`."""
+        """Return the smallest value that can be told from rounding in a tensor with this largest element."""
         return floor(largest, bound=EXACT, dtype=self.precision) if self.exact else 0.0
 
     def measure(
@@ -147,8 +147,8 @@ class BoundJudge:
         return BoundedDifference(found, max(_ROUNDINGS * torch.finfo(self.precision).eps, _MARGIN * spread), step)
 
     def vague(self, gradient: Tensor, *, neighbours: Sequence[Tensor], largest: float) -> Tensor | None:
-        """Where a gradient is so small that rounding may decide its sign, and with it the update (None: nowhere).
-        `largest`: the largest element of all gradients.
+        """Return a mask of elements whose gradient is so small that rounding may decide its sign, or None. `largest`:
+        the largest element of all gradients.
 
         An optimizer that divides by the size of the gradient makes the same step of the smallest one. Those elements
         of the parameter cannot be compared from then on; their gradients still are.

@@ -107,7 +107,7 @@ class VerifiedSubject:
         return max((dtype for dtype in dtypes if dtype), key=lambda dtype: torch.finfo(dtype).eps)
 
     def notes(self, trial: TrialForward) -> Iterator[str]:
-        """What a reader of the report has to know about the comparison."""
+        """Yield notes on the comparison for the reader of the report."""
         if trial.pooled:
             yield (
                 f"note: {trial.pooled} takes statistics over a micro-batch, and the plan makes {self.microbatches} of "

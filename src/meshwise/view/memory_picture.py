@@ -82,7 +82,7 @@ def _areas(history: StepHistory, frame: _Frame, plot: Plot) -> Iterator[PictureP
 
 
 def _told(history: StepHistory, plot: Plot, *, row: str) -> Bars:
-    """What can be pointed at: every moment, with what is held then."""
+    """Return the bars that can be pointed at: every moment with its memory."""
     moments = [*(level.seconds for level in history.levels), history.seconds]
     boxes = ((plot.x(start), 0.0, plot.x(stop - start), plot.height) for start, stop in pairwise(moments))
     return Bars(UNSEEN, tuple(boxes), tuple(map(_sizes, history.levels)), row)

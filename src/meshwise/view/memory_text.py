@@ -51,7 +51,7 @@ def memory_text(history: StepHistory, *, width: int, seconds: float, name: str) 
 
 
 def _parts(levels: Sequence[MemoryLevel], count: int) -> list[Sequence[MemoryLevel]]:
-    """So many stretches of them, all about as long, each with one at least."""
+    """Return `count` stretches of about the same length, each with at least one level."""
     cuts = [index * len(levels) // count for index in range(count + 1)]
     return [levels[start : max(stop, start + 1)] for start, stop in pairwise(cuts)]
 

@@ -45,7 +45,7 @@ class _Axis:
         return cls(name, tuple(range(degree)) if degree <= most else (*range(most - 2), None, degree - 1))
 
     def at(self, index: _Index) -> dict[str, _Index]:
-        """What it adds to a coordinate."""
+        """Return what an index of the axis adds to a coordinate."""
         return {self.name: index} if self.name else {}
 
     def label(self, index: _Index) -> str:
@@ -106,7 +106,7 @@ class _Sheet:
 
     @property
     def high(self) -> float:
-        """Of a grid without its heading."""
+        """Height of a grid without its heading."""
         return _LABEL + len(self.down.indices) * (_HIGH + _GAP) + 14
 
     def title(self, outermost: Sequence[str]) -> str:

@@ -104,7 +104,7 @@ class Plot:
     """Whether these leave out the stage: `F0` for what is called `0F0`."""
 
     def x(self, time: float) -> float:
-        """Where a time is."""
+        """Return the x coordinate of a time."""
         return self.width * time / self.span
 
 

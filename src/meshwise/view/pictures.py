@@ -14,7 +14,7 @@ from meshwise.view.timeline_picture import WIDTH, timeline_picture
 
 
 def pictures(accounts: Sequence[PlanAccount]) -> Iterator[list[Picture]]:
-    """Those of each plan."""
+    """Yield the pictures of each plan."""
     span = max(account.timeline.seconds for account in accounts)
     most = max((history.peak.bytes for account in accounts for history in account.histories), default=0)
     for account in accounts:

@@ -58,17 +58,17 @@ class PlanAccount:
 
     @property
     def mesh(self) -> Mesh | None:
-        """Where it is known."""
+        """Mesh, if known."""
         return None if self.plan is None else self.plan.mesh()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the timeline's rows."""
+        """Names of the timeline's rows."""
         return self.rows or tuple(f"rank {rank}" for rank in range(self.timeline.ranks))
 
     @cached_property
     def spent(self) -> Mapping[str, float]:
-        """Where a rank's step goes, on the mean over the ranks; it adds up to the step."""
+        """Fractions of a step by activity, as the mean over the ranks."""
         total: dict[str, float] = defaultdict(float)
         for own in spent(self.timeline):
             for what, seconds in own.items():
@@ -77,7 +77,7 @@ class PlanAccount:
 
 
 def predicted(prediction: Prediction, *, title: str = "") -> PlanAccount:
-    """What a plan would take on a cluster."""
+    """Return the account of a prediction."""
     plan, cluster, replay = prediction.rehearsal.plan, prediction.cluster, PredictionReplay(prediction)
     along = len(prediction.rehearsal.tapes)
     memory, each = prediction.memory, plan.mesh().size // along

@@ -40,7 +40,7 @@ def comparison_table(accounts: Sequence[PlanAccount]) -> list[Row]:
 
 
 def uses(accounts: Sequence[PlanAccount]) -> list[str]:
-    """What the step of any of them goes into: computing first, the bubble last."""
+    """Return the activities of all steps: computing first, the bubble last."""
     found = dict.fromkeys(what for account in accounts for what in account.spent)
     waits = sorted(what for what in found if what not in _PAINTS)
     return [what for what in ("computes", *waits, "update", "around", "bubble") if what in found]

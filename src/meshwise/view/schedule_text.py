@@ -100,12 +100,12 @@ def _scaled(timeline: Timeline, rank: int, scale: float) -> Text:
 
 
 def label(event: Event, *, timeline: Timeline) -> str:
-    """What to call a computation: with its stage where that is not the rank."""
+    """Return the label of a computation, with its stage if the rank has several."""
     return f"{'' if timeline.one_stage_each else event.stage}{event.kind}{event.microbatch}"
 
 
 def _cells(timeline: Timeline, rank: int, unit: float, columns: int, cell: int) -> Iterator[tuple[str, str]]:
-    """What is written in a row, from left to right, and its style."""
+    """Yield the text and style of each cell of a row, from left to right."""
     nothing, column = ". ".ljust(cell), 0
     for event, first, last in _placed(timeline, rank, unit):
         yield nothing * (first - column), "dim"

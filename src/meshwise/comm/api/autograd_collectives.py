@@ -67,12 +67,12 @@ def all_gather(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Size
 
 
 def replicate(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> PendingResult:
-    """As `all_gather`, for a result that every rank uses alike. Backward: take."""
+    """Gather like `all_gather`, for a result that every rank uses in the same way. Backward: take."""
     return _start(x, _Gather(_Along.of_part(x, world, axes, dim=dim, sizes=sizes), alike=True))
 
 
 def reduce_scatter(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> PendingResult:
-    """This rank's part along `dim` of the sum of all ranks' `x`: (…, sum(sizes), …) → (…, sizes[i], …).
+    """Return this rank's part along `dim` of the sum of all ranks' `x`: (…, sum(sizes), …) → (…, sizes[i], …).
 
     `sizes`: of each rank's part, in group order; even by default, the first ones larger by one when it does not
     divide. Backward: all_gather. Raises ValueError when `sizes` does not describe `x`.
@@ -81,7 +81,7 @@ def reduce_scatter(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: 
 
 
 def take(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> PendingResult:
-    """This rank's part along `dim` of an `x` that is alike on all ranks; `sizes` as in `reduce_scatter`.
+    """Return this rank's part along `dim` of an `x` that is the same on all ranks; `sizes` as in `reduce_scatter`.
 
     Backward: replicate. Raises ValueError when `sizes` does not describe `x`.
     """
@@ -136,7 +136,7 @@ class CollectiveSource:
 
 
 def source_of_output(node: Node) -> CollectiveSource | None:
-    """What a node of a graph stands for, where a collective gave that."""
+    """Return the collective whose output an autograd node stands for, or None."""
     passage = getattr(node, "passage", None)
     if not isinstance(passage, _Passage):
         return None

@@ -59,7 +59,7 @@ class CallRecord(NamedTuple):
 
     @property
     def agreed(self) -> str:
-        """What every rank of the group has to call alike: the kind, the operation and root, the elements, the dtype.
+        """Text that must be equal on every rank of the group: kind, operation, root, elements, dtype.
 
         The two ends of a message agree when the elements and the dtype do.
         """
@@ -67,7 +67,7 @@ class CallRecord(NamedTuple):
 
     @property
     def tag(self) -> int:
-        """The same as a number."""
+        """Hash of `agreed` as an integer."""
         return _tag(self.agreed)
 
     def __str__(self) -> str:
@@ -143,7 +143,7 @@ class FlightRecorder:
 
     @property
     def doing(self) -> str:
-        """What the rank is at between its calls, as the actions of a schedule are printed (`2F0`), or a word.
+        """Activity of the rank between its calls: an action as printed (`2F0`), a word, or "" outside of a step.
 
         Whoever runs the step says it; after the step it is empty.
         """
@@ -178,7 +178,7 @@ class FlightRecorder:
             recording.append(stamp)
 
     def refused(self, ranks: tuple[int, ...]) -> None:
-        """The last call among `ranks` was refused on all of them: it does not count as one they made together."""
+        """Take back the last call among `ranks`, which all of them refused: it does not count as made."""
         self.digests[ranks] = self._before[ranks]
 
     def waiting(self, stamp: CallRecord) -> _Waiting:
@@ -212,7 +212,9 @@ class FlightRecorder:
             self._recordings = [kept for kept in self._recordings if kept is not stamps]
 
     def went_on(self, events: Iterable[tuple[str, float, float]]) -> None:
-        """What went on beside what the rank was at, and when by `time.monotonic`; noted inside `timed`."""
+        """Note events that ran beside the rank's activity, as (what, start, stop) by `time.monotonic`, inside
+        `timed`.
+        """
         if self._stopwatch is not None:
             for what, start, stop in events:
                 self._stopwatch.went_on(what, start=start, stop=stop)
@@ -275,7 +277,7 @@ def disagreement(stamps: Mapping[int, CallRecord]) -> str | None:
 
 
 def parted(recent: Mapping[int, Sequence[PlacedCall]]) -> tuple[str, tuple[int, ...]] | None:
-    """Where the ranks part first, by their last calls: what is to be told, and who was there; None when they do not."""
+    """Return where the last calls of the ranks first differ: a message and the ranks involved, or None."""
     places: dict[tuple[int, CallLine], dict[int, CallRecord]] = {}
     for rank, calls in recent.items():
         for call in calls:

@@ -27,7 +27,7 @@ def as_called(job: Callable[[], None]) -> Callable[[], None]:
 
 
 def each_as_called(steps: Iterator[T]) -> Iterator[T]:
-    """`steps`, each to be taken in inference mode when that is on now."""
+    """Yield `steps`, each advanced in inference mode if that is on now."""
     return _each(steps) if torch.is_inference_mode_enabled() else steps
 
 

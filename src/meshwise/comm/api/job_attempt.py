@@ -35,7 +35,7 @@ class JobAttempt:
 
     @classmethod
     def current(cls) -> JobAttempt | None:
-        """That of this process; None when no elastic launcher has started it."""
+        """Return the attempt of this process, or None when no elastic launcher has started it."""
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return None
         number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

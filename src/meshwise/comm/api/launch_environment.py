@@ -27,7 +27,8 @@ class LaunchedRank:
 
 
 def launched(environment: Mapping[str, str] | None = None) -> LaunchedRank | None:
-    """What was told; None when this process is no rank of anything. Raises ValueError where it makes no sense.
+    """Return the rank that the environment describes, or None when this process is no rank. Raises ValueError where it
+    makes no sense.
 
     `environment`: by default that of this process.
     """
@@ -58,7 +59,7 @@ def prints_for_job() -> bool:
 
 
 def launch_error(environment: Mapping[str, str]) -> tuple[str, str] | None:
-    """What is wrong with what a rank was told, and what to change; None when it was told all."""
+    """Return what is wrong with the launcher's variables and what to change, or None when they are complete."""
     needed = _OF_A_RANK if environment.get("WORLD_SIZE") == "1" else TOLD
     missing = [name for name in needed if not environment.get(name)]
     if missing:

@@ -39,7 +39,7 @@ def reduce_in_order(parts: Sequence[Tensor], *, into: Tensor, scratch: Tensor, o
 
 
 def reduce_block(parts: Sequence[Elements], *, into: Elements, scratch: Elements, op: str) -> None:
-    """The same of parts that are small enough to be added in one go, all of them tensors or all arrays of numpy's.
+    """Reduce parts that are small enough for one pass: all tensors, or all numpy arrays.
 
     Of arrays there are sums alone.
     """

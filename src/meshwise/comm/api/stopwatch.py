@@ -32,7 +32,7 @@ class RankClock(Protocol):
     """Tells the time."""
 
     def now(self) -> Any:
-        """This moment."""
+        """Return the current time of the clock."""
 
     def seconds(self, moment: Any) -> float:
         """Return a moment as `time.monotonic` would tell it."""
@@ -42,7 +42,7 @@ class HostClock:
     """The host's own."""
 
     def now(self) -> float:
-        """This moment."""
+        """Return the current time in seconds."""
         return time.monotonic()
 
     def seconds(self, moment: float) -> float:
@@ -58,7 +58,7 @@ class DeviceClock:
         self._zero, self._first = time.monotonic(), self.now()
 
     def now(self) -> torch.cuda.Event:
-        """When the current stream comes to this place."""
+        """Return an event at the current place of the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -79,15 +79,15 @@ class ActivityStopwatch:
         self._beside: list[TimedSpan] = []
 
     def now(self) -> Any:
-        """This moment."""
+        """Return the current time of the clock."""
         return self._clock.now()
 
     def begins(self, what: str) -> None:
-        """What was before ends, and this begins; nothing, if it is empty."""
+        """End the current activity and begin `what`; "" begins none."""
         self._marks.append((what, self._clock.now()))
 
     def waited(self, what: str, *, since: Any) -> None:
-        """A wait is over."""
+        """Note a wait for `what` that began at `since` and ends now."""
         self._waits.append((what, since, self._clock.now()))
 
     def went_on(self, what: str, *, start: float, stop: float) -> None:
@@ -95,7 +95,9 @@ class ActivityStopwatch:
         self._beside.append(TimedSpan(what, start, stop, beside=True))
 
     def read(self, *, offset: float = 0.0) -> list[TimedSpan]:
-        """What this rank was at, in order, and then its waits; `offset` is how far its clock is ahead."""
+        """Return this rank's activities in order, then its waits; `offset` is how far its clock is ahead, in
+        seconds.
+        """
         marks = [(what, self._clock.seconds(moment) - offset) for what, moment in self._marks]
         spans = [TimedSpan(what, start, stop) for (what, start), (_, stop) in pairwise(marks) if what]
         for what, since, until in self._waits:

@@ -61,7 +61,7 @@ class Work:
         self._done = True
 
     def _finish(self) -> None:
-        """What an implementation does to complete the collective."""
+        """Complete the collective; each implementation does its own work here."""
         raise NotImplementedError
 
 
@@ -92,7 +92,7 @@ class World(abc.ABC):
 
     @property
     def position(self) -> Position:
-        """Where this rank is now, whichever view of the world it called."""
+        """Position of this rank now, whichever view of the world it used."""
         return self.journal.position
 
     def over(self, mesh: Mesh) -> Self:
@@ -136,7 +136,7 @@ class World(abc.ABC):
         """Release what joins the ranks. Only the world that `connect` returned needs it; safe to call twice."""
 
     def group(self, axes: Axes) -> Group:
-        """This rank's group along `axes`, in mesh order whatever order they are given in.
+        """Return this rank's group along `axes`, in mesh order.
 
         Its own `axes` are those that have more than one rank.
         """

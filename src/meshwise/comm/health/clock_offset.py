@@ -14,7 +14,7 @@ _ROUNDS = 8
 
 
 def clock_offset(world: World, *, now: Callable[[], float] = time.monotonic) -> float:
-    """How far this rank's clock is ahead of the first rank's, in seconds; 0 when that is within the error.
+    """Return how far this rank's clock is ahead of the first rank's, in seconds; 0 within the measurement error.
 
     The first rank asks every other one for the time and takes the quickest answer: the clock was read somewhere between
     question and answer (Cristian, 1989). Every rank calls it.
@@ -32,7 +32,7 @@ def clock_offset(world: World, *, now: Callable[[], float] = time.monotonic) -> 
 
 
 def _asked(line: World, rank: int, now: Callable[[], float]) -> tuple[float, float]:
-    """How far that rank's clock is ahead, and how long it took to learn that."""
+    """Return how far the clock of `rank` is ahead, and the seconds that the question took."""
     told = torch.zeros(1, dtype=torch.float64, device=line.device)
     asked = now()
     line.send(told, axis="rank", to=rank).wait()

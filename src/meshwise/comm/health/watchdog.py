@@ -118,7 +118,7 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """This rank has finished: it will call no collective any more. Safe to call twice."""
+        """Stop watching: this rank will make no more collective calls. Safe to call twice."""
         if self._stopped:
             return
         self._stopped = True
@@ -138,7 +138,7 @@ class Watchdog:
             sys.excepthook = self._previous_hook
 
     def failed(self, error: BaseException) -> NoReturn:
-        """This rank ends with `error`, and so do all others. Called in the main thread; does not return.
+        """Report `error`, and end this rank and all others. Called in the main thread; does not return.
 
         The report is the traceback, but for a RankLostError: then the others know better what happened, and are asked.
         """
@@ -222,7 +222,7 @@ class Watchdog:
         )
 
     def _stacks(self) -> list[str]:
-        """Where the main thread is, and the thread that made the last call."""
+        """Return the stacks of the main thread and of the thread that made the last call."""
         stacks = [stack_of(thread) for thread in dict.fromkeys((self._main, self._world.journal.thread))]
         return [stack for stack in stacks if stack]
 
@@ -316,7 +316,9 @@ class Watchdog:
             self._leave(f"meshwise: rank {self._world.rank} ends: its launcher ({self._launcher}) is gone")
 
     def _without_store(self, why: str) -> None:
-        """The store is gone. A rank that computes may still finish; one that waits in a collective never will."""
+        """Note that the store is gone: a computing rank may finish, a waiting one ends. A rank that computes may still
+        finish; one that waits in a collective never will.
+        """
         while not self._stopped:
             self._require_launcher()
             since = self._world.position.waiting_since
@@ -343,7 +345,7 @@ def _flush() -> None:
 
 
 def _state(process: str) -> str:
-    """What this machine knows of a process that is on it."""
+    """Return what this machine knows of one of its processes."""
     _, pid, _, host = process.split(maxsplit=3)
     if host != socket.gethostname():
         return ""

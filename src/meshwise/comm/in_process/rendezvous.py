@@ -22,7 +22,7 @@ class PendingCollective:
     """One collective, or one send with its recv: what each of its ranks has called and left there."""
 
     def __init__(self, ranks: tuple[int, ...], *, changed: threading.Condition) -> None:
-        """`changed`: notified when the last rank has called it, or none will."""
+        """`changed` is notified when the last rank has made the call, or when none will."""
         self.ranks = ranks
         self.stamps: dict[int, CallRecord] = {}
         self.changed = changed
@@ -181,7 +181,7 @@ class Rendezvous:
             self._fail(RanksDisagree(f"every rank waits for another, none can go on:\n{self._report()}"))
 
     def _report(self) -> str:
-        """Where each rank is, with the Python stacks of those that have not finished."""
+        """Return where each rank is, with the Python stacks of those that have not finished."""
         lines = []
         for rank in range(self.size):
             meeting = self._waiting.get(rank)

@@ -86,7 +86,9 @@ class _Held:
     """The tensors of one call until its `wait`: inputs keep their values, outputs hold no number."""
 
     def __init__(self, *, inputs: Sequence[tuple[Tensor, Tensor]], outputs: Sequence[Tensor]) -> None:
-        """`inputs`: each with the copy of it. An input that is also an output counts as an output."""
+        """`inputs`: each with its copy; an input that is also an output counts as an output. An input that is also an
+        output counts as an output.
+        """
         self._outputs = [(x.view(torch.uint8), 1 if x.dtype == torch.bool else 0xFF) for x in outputs if x.numel()]
         filled = {x.data_ptr() for x, _ in self._outputs}
         self._inputs = [(x, copy) for x, copy in inputs if x.data_ptr() not in filled]
@@ -200,4 +202,4 @@ class ThreadWorld(World):
 
 
 def _nothing(met: PendingCollective) -> None:
-    """What a rank takes that only gives."""
+    """Return None: the take of a rank that only gives."""

@@ -46,21 +46,21 @@ class TraceWorld(World):
         super().__init__(rank=rank, mesh=mesh, device=torch.device(device), journal=journal)
 
     def exchange(self, value: Any, *, axes: Axes | None = None) -> list[Any]:
-        """This rank's value, as if every rank of the group had the same. Records nothing."""
+        """Return this rank's value once per rank of the group. Records nothing."""
         return [value] * self.group(self.mesh.names if axes is None else axes).size
 
     def _require_agreement(self, stamp: CallRecord, group: Group) -> None:
         """Nobody else is there to disagree."""
 
     def totals(self, x: Tensor, *, said: int = 0) -> tuple[list[float], float]:
-        """As of any world; on meta, where there are no values, every sum is taken to be 1."""
+        """Return the sums as any world does; on meta every sum is 1."""
         if not x.is_meta:
             return super().totals(x)
         self.all_reduce(x.new_empty(x.numel() + 1), axes=self.mesh.names).wait()
         return [1.0] * x.numel(), 0.0
 
     def waited(self, stamp: CallRecord) -> None:
-        """This rank has come to wait for one of its calls, the first time. For whoever follows it."""
+        """Note that this rank waits for one of its calls for the first time. For whoever follows it."""
 
     def _broadcast(self, stamp: CallRecord, group: Group, x: Tensor, source: int) -> Work:
         if group.index != source:

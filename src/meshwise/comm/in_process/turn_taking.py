@@ -25,12 +25,12 @@ class TurnTaking:
         self._members: set[int] = set()
 
     def __enter__(self) -> None:
-        """Be one of those that take turns."""
+        """Join the threads that take turns."""
         self._members.add(threading.get_ident())
         self.take()
 
     def __exit__(self, *_: object) -> None:
-        """Be so no more."""
+        """Leave the threads that take turns."""
         self.give()
         self._members.discard(threading.get_ident())
 

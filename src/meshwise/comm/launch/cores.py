@@ -10,7 +10,7 @@ _SHARE = Path("/sys/fs/cgroup/cpu.max")
 
 
 def cores() -> int:
-    """Those it may run on, or fewer when its control group has a smaller share of their time."""
+    """Return the cores this process may use, reduced to its cgroup's share of time."""
     own = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     try:
         share = _SHARE.read_text("utf-8").split()

@@ -70,8 +70,8 @@ def open_streams() -> None:
 
 
 def starting() -> ForkServerContext | SpawnContext:
-    """How multiprocessing starts ranks here. Their server runs then, until this process ends. It is deaf to Ctrl-C and
-    the end of the terminal: an import that is interrupted would only tell where it was.
+    """Return the multiprocessing context that starts ranks here. Their server runs then, until this process ends. It is
+    deaf to Ctrl-C and the end of the terminal: an import that is interrupted would only tell where it was.
     """
     open_streams()
     forks = sys.platform != "darwin" and "forkserver" in multiprocessing.get_all_start_methods()
@@ -209,7 +209,7 @@ def _fork() -> int:
 
 
 def _serve(line: str, kept: Sequence[int]) -> NoReturn:
-    """Be the server, in a copy of the launcher: without what that has open or holds."""
+    """Serve forks in a copy of the launcher, without its open files and locks."""
     try:
         for number in {int(name) for name in os.listdir("/dev/fd")} - {0, *_STREAMS, *kept}:  # noqa: PTH208 - numbers
             with contextlib.suppress(OSError):  # one of them was what listed them
@@ -257,7 +257,7 @@ class LauncherEnvironment:
         self._streams: Sequence[Any] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What travels to a process that is being started: file descriptors can, then."""
+        """Return the state to pickle for a process being started; file descriptors can travel then."""
         popen = context.get_spawning_popen()
         forked = popen is not None and popen.method == "forkserver"
         return {**vars(self), "_streams": [reduction.DupFd(number) for number in _STREAMS] if forked else ()}

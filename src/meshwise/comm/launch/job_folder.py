@@ -30,8 +30,8 @@ _MARK = "made-by-meshwise"
 
 @contextlib.contextmanager
 def job_folder(root: Path | None = None) -> Iterator[Path]:
-    """A new folder until the end of the block, in `root`, by default among the temporary files. What killed jobs of
-    this user have left there is removed first.
+    """Make a new folder for a job in `root`, by default a temporary one, and remove it after the block. What killed
+    jobs of this user have left there is removed first.
     """
     folder = new_folder(Path(tempfile.gettempdir()) if root is None else root)
     try:
@@ -67,12 +67,12 @@ def hold(folder: Path) -> int | None:
 
 
 def start_folder(folder: Path, *, number: int) -> Path:
-    """Where the ranks of one start leave their outcomes."""
+    """Return the folder in which the ranks of one start leave their outcomes."""
     return folder / f"start-{number}"
 
 
 def last_start(folder: Path) -> Path:
-    """Where those of the last start have left them."""
+    """Return the folder with the outcomes of the last start."""
     return max(folder.glob("start-*"), key=lambda path: int(path.name.rpartition("-")[2]), default=folder)
 
 

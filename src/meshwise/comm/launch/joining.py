@@ -83,7 +83,7 @@ def _join(device: torch.device, stall_seconds: float | None, tell: ReportSink) -
 
 
 def leave_undone() -> None:
-    """This rank ends, and does no part any more in what the others do: whoever started them ends them, too."""
+    """Leave the collectives under way unfinished: this rank ends, and its launcher ends the others."""
     atexit.unregister(_close)
 
 
@@ -106,7 +106,7 @@ def _close(world: World, watch: Watchdog | None) -> None:
 
 
 def asked_comm() -> Comm:
-    """How ranks are joined, by the environment. Raises ValueError when that says nothing we know."""
+    """Return how the environment asks to join ranks. Raises ValueError when that says nothing we know."""
     named = os.environ.get(COMM_VARIABLE) or "auto"
     return _known(named, told=f"{COMM_VARIABLE}={named}")
 

@@ -124,7 +124,7 @@ def _say_stopped(otherwise: ExceptHook, kind: type[BaseException], error: BaseEx
 
 
 def _start_method(main: Callable[..., Any]) -> str:
-    """How torch's launcher should start the processes: as copies of this one when `main` only lives in a notebook."""
+    """Return the start method for the processes: fork when `main` is defined in a notebook only."""
     script = sys.modules["__main__"]
     if sys.modules.get("__mp_main__", script) is not script:
         # A forked process does not print why it exits.
@@ -146,8 +146,8 @@ def _start_method(main: Callable[..., Any]) -> str:
 
 
 def _received(handled: Sequence[signal.Signals], number: int, _frame: FrameType | None) -> NoReturn:
-    """As torch's launcher would have it once it has started ranks: what is under way here is cleaned up, too. It is
-    not interrupted by another signal, of an impatient user say; it takes as long as the ranks are given to end.
+    """Handle a signal as torch's launcher does once ranks run: end them and clean up. Further signals are ignored
+    meanwhile.
     """
     for other in handled:
         signal.signal(other, signal.SIG_IGN)
@@ -157,7 +157,7 @@ def _received(handled: Sequence[signal.Signals], number: int, _frame: FrameType 
 
 @contextlib.contextmanager
 def _as_launcher(size: int) -> Iterator[None]:
-    """Be what torch's launcher expects of a process, and what this one was again afterwards."""
+    """Prepare this process as torch's launcher expects it, and restore it afterwards."""
     kept_environment = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", _HANDLED)}
     in_main_thread = threading.current_thread() is threading.main_thread()
     found = {number: signal.getsignal(number) for number in SIGNALS} if in_main_thread else {}

@@ -33,7 +33,7 @@ class RankOutcome:
 
     @classmethod
     def of(cls, error: BaseException) -> RankOutcome:
-        """How `error` ended a rank just now."""
+        """Return the outcome for a rank that `error` ended just now."""
         told, words = map("".join, (traceback.format_exception(error), traceback.format_exception_only(error)))
         return cls(error=_picklable(error), trace=told.removesuffix(words), seconds=time.time())
 
@@ -70,7 +70,7 @@ class RankOutcome:
 
     @classmethod
     def load(cls, folder: Path, *, rank: int) -> RankOutcome | None:
-        """What that rank wrote, or None when it ended without a word."""
+        """Return the outcome that a rank wrote, or None when it wrote nothing."""
         if not cls.is_there(folder, rank=rank):
             return None
         outcome = pickle.loads((folder / str(rank)).read_bytes())
@@ -79,7 +79,7 @@ class RankOutcome:
 
 
 def results(folder: Path, *, size: int) -> list[Any]:
-    """What `main` returned on every rank. Raises `first_error` when some ranks left it by `sys.exit`."""
+    """Return the result of `main` on every rank. Raises `first_error` when some ranks left it by `sys.exit`."""
     outcomes = [RankOutcome.load(folder, rank=rank) for rank in range(size)]
     if any(outcome is not None and outcome.error is not None for outcome in outcomes):
         raise first_error(folder, size=size, statuses={})
@@ -95,7 +95,7 @@ def save_statuses(folder: Path, *, statuses: Mapping[int, int]) -> None:
 
 
 def load_statuses(folder: Path) -> Mapping[int, int]:
-    """Those that were left there; none where there are none."""
+    """Return the exit statuses left in `folder`, by rank."""
     try:
         return dict(json.loads((folder / _STATUSES).read_text(encoding="utf-8")))
     except (OSError, ValueError):
@@ -103,9 +103,8 @@ def load_statuses(folder: Path) -> Mapping[int, int]:
 
 
 def first_error(folder: Path, *, size: int, statuses: Mapping[int, int]) -> BaseException:
-    """What to raise for ranks that have ended: the first exception that no other rank caused, or else how the lost
-    rank ended, or else that some have left by `sys.exit`. `statuses` are those of the processes that failed, by rank;
-    of one that a signal ended, less than 0.
+    """Return the exception to raise for ranks that ended: the first one that no other rank caused. `statuses` are those
+    of the processes that failed, by rank; of one that a signal ended, less than 0.
     """
     outcomes = {rank: RankOutcome.load(folder, rank=rank) for rank in range(size)}
     raised = {rank: outcome for rank, outcome in outcomes.items() if outcome is not None and outcome.error is not None}

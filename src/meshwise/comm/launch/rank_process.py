@@ -47,7 +47,7 @@ the others then.
 def rank_main(
     folder: Path, surroundings: LauncherEnvironment, main: Callable[..., Any], args: tuple[Any, ...], device: str | None
 ) -> None:
-    """One rank from start to end; `folder` is that of the job."""
+    """Run one rank from start to end; `folder` is the folder of the job."""
     _die_of(SIGNALS)
     surroundings.enter()
     named_as_ever()
@@ -120,7 +120,7 @@ def _keep_lines_whole() -> None:
 
 
 def _outcome(main: Callable[[], Any]) -> RankOutcome:
-    """What it returned, or that it left by `sys.exit` as one does at a good end."""
+    """Return the outcome of `main`: its result, or a successful `sys.exit`."""
     own = os.getpid()
     try:
         return RankOutcome(main())

@@ -83,7 +83,7 @@ class _Call:
 
     @property
     def label(self) -> str:
-        """What the tag of every message says besides size and dtype: equal on the ranks that agree."""
+        """Content of the tag of every message besides size and dtype: equal on ranks that agree."""
         return f"{self.group.purpose} {self.group.ranks} {self.stamp.agreed}"
 
     @property
@@ -112,7 +112,7 @@ class GlooWorld(World):
         self._transport = transport
 
     def close(self) -> None:
-        """When all ranks have called it: wait for what is under way, end the threads and close the connections."""
+        """Wait until all ranks call it and nothing is under way, then end the threads and close the connections."""
         if self._transport is not None and not self._transport.mailbox.closed:
             self._meet_to_close()
             self._transport.close()

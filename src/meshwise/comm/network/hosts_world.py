@@ -101,7 +101,7 @@ class HostsWorld(World):
         self._inside.come_by()
 
     def close(self) -> None:
-        """When all ranks have called it: wait for what is under way and close the connections."""
+        """Wait until all ranks call it and nothing is under way, then close the connections."""
         self._chains.finish()
         self._between.close()
         self._inside.leave()
@@ -199,7 +199,7 @@ class HostsWorld(World):
         return way if isinstance(way, World) else self._between
 
     def _way(self, group: Group) -> World | _Grid:
-        """How a collective of this group goes: by one of the worlds, or in steps over a grid."""
+        """Return how a collective of this group runs: by one world, or in steps over a grid."""
         rows: dict[int, list[int]] = {}
         for index, rank in enumerate(group.ranks):
             rows.setdefault(self._hosts[rank], []).append(index)

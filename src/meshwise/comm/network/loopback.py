@@ -113,7 +113,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """This launcher is alone, so everyone is here."""
+        """Return at once: this launcher is the only one."""
         self._store = loopback_store()
         return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._store.port))
 

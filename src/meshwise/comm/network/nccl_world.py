@@ -104,7 +104,7 @@ class NcclWorld(World):
         self._communicators = communicators
 
     def close(self) -> None:
-        """When all ranks have called it: finish what is under way and release the communicators."""
+        """Wait until all ranks call it and nothing is under way, then release the communicators."""
         if not self._communicators.closed:
             self._meet_to_close()
             self._communicators.close()

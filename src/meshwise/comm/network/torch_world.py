@@ -89,7 +89,7 @@ def torch_world(
 
 
 def _enter(store: c10d.Store, rank: int, hosts: Sequence[int], comm: Comm) -> HostRanks | None:
-    """What this rank shares with those of its host; None on all ranks when one of them cannot share.
+    """Return the shared memory of this host's ranks, or None on all ranks when one of them cannot share.
 
     Raises ValueError when they were told to.
     """
@@ -118,7 +118,7 @@ def _enter(store: c10d.Store, rank: int, hosts: Sequence[int], comm: Comm) -> Ho
 
 
 def _remedy(reason: str) -> str:
-    """What would let ranks share memory, before an "or"; nothing where nothing is known to."""
+    """Return advice that would let ranks share memory, to be put before an "or"; "" when none is known."""
     if os.strerror(errno.EFBIG) in reason:
         return "let files be larger (`ulimit -f unlimited`), or "
     if os.strerror(errno.ENOMEM) in reason and resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
@@ -134,7 +134,7 @@ def default_device() -> torch.device:
 
 
 def _numbers() -> tuple[int, int]:
-    """This process's rank and the size of its world."""
+    """Return this process's rank and the size of its world."""
     told = launched()
     return (0, 1) if told is None else (told.rank, told.size)
 

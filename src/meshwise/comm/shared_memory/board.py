@@ -75,7 +75,7 @@ class Board:
 
     @classmethod
     def make(cls) -> Board:
-        """This rank's own. Raises OSError when the system has no memory to share."""
+        """Return a new board of this rank. Raises OSError when the system has no memory to share."""
         few = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
         segment = SharedSegment.make(0, size=_BYTES_OF_FEW if few else _BYTES)
         return cls(segment.memory, place=segment.place, segment=segment)
@@ -106,7 +106,7 @@ class Board:
         return start
 
     def lane(self, key: int) -> int | None:
-        """Where a lane begins; None as long as its owner has not called anything in it."""
+        """Return the word at which a queue begins, or None before its owner's first call in it."""
         if key not in self._lanes:
             for at in range(len(self._lanes), self.read(_NUM_LANES)):
                 self._lanes[self.words[_TABLE + 2 * at]] = self.words[_TABLE + 2 * at + 1]

@@ -79,7 +79,7 @@ class QueuedCall(Work):
         self.lane.take(self, index=index, into=into, which=which)
 
     def spans(self, own: Tensor, *, which: int = 0) -> list[Span]:
-        """What every rank gave to it, of the size of what this rank gave."""
+        """Return the tensor that every rank gave, each of the size of this rank's."""
         lane = self.lane
         return [
             MappedSpan(own) if index == lane.index else lane.span(self, index=index, like=own, which=which)
@@ -87,7 +87,7 @@ class QueuedCall(Work):
         ]
 
     def end(self) -> None:
-        """It is over: do what comes last, and let go of the tensors."""
+        """End the call: do its last work and release its tensors."""
         if self.after is not None:
             self.after()
         self.gives, self.act, self.after = (), None, None
@@ -204,7 +204,7 @@ class GroupQueue:
         return bool(self._due or self._kept)
 
     def _place(self, x: Tensor) -> Place:
-        """Where a tensor is: in shared memory, or at an address of this process."""
+        """Return where a tensor is: in shared memory, or at an address of this process."""
         where = self._room.slabs.locate(x)
         return (IN_PRIVATE, x.data_ptr(), x.nbytes) if where is None else (*where, x.nbytes)
 
@@ -278,7 +278,7 @@ class GroupQueue:
             self._elsewhere(index, place, offset, into).copy_to(into)
 
     def _given(self, call: QueuedCall, index: int, like: Tensor, which: int) -> Place:
-        """Where the tensor is."""
+        """Return where a given tensor of a rank is."""
         side = self._side(index)
         assert side is not None, "the rank has called it"
         found = side.given(call.number, which=which)
@@ -292,7 +292,9 @@ class GroupQueue:
         return found
 
     def require_common(self, call: QueuedCall) -> None:
-        """Raises RanksDisagree unless every rank has written to the memory that this one names, and all hold."""
+        """Raise RanksDisagree unless every rank has written to the memory that this rank names, and all ranks hold
+        it.
+        """
         for index in self.others:
             side = self._side(index)
             if side is None or side.given(call.number, which=0)[:2] != (IN_COMMON, call.common):
@@ -329,7 +331,7 @@ class GroupQueue:
         return 0 if side is None else side.done
 
     def _side(self, index: int) -> QueueState | None:
-        """That rank's side; None as long as it has not called anything in the lane."""
+        """Return the queue state of rank `index`, or None before its first call in the queue."""
         if self._sides[index] is None:
             self._sides[index] = QueueState.find(self._board(index), key=self._key, ranks=len(self.ranks))
         return self._sides[index]

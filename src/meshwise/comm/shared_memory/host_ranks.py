@@ -136,7 +136,7 @@ class HostRanks:
 
 
 def _peer(rank: int, text: str) -> HostPeer:
-    """Raises OSError when that rank has no board, or this one cannot map it."""
+    """Return the peer of a rank. Raises OSError when that rank has no board, or this rank cannot map it."""
     told = json.loads(text)
     if isinstance(told, str):
         raise OSError(f"rank {rank}: {told}")

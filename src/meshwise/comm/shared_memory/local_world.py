@@ -89,7 +89,7 @@ class LocalWorld(World):
         self._lanes.come_by()
 
     def close(self) -> None:
-        """When all ranks have called it: wait for what is under way."""
+        """Wait until all ranks call it and nothing is under way."""
         if not self._lanes.closed:
             self._meet_to_close()
             self._lanes.close()

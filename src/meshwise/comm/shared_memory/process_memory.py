@@ -103,7 +103,7 @@ def _machine() -> str:
 
 
 def _let_others_read() -> None:
-    """Where Yama restricts reading to a process's ancestors, lift it for this process, as MPI libraries do."""
+    """Allow the other ranks to read this process where Yama restricts that to ancestors, as MPI libraries do."""
     _C.prctl(_PR_SET_PTRACER, ctypes.c_ulong(_ANYONE), 0, 0, 0)
 
 

@@ -55,7 +55,7 @@ class QueueState:
 
     @classmethod
     def make(cls, board: Board, *, key: int, ranks: int) -> QueueState:
-        """This rank's own, on its board."""
+        """Return this rank's own state, on its board."""
         start = board.add_lane(key, words=_payload_words(ranks) + RING * PAGE_WORDS)
         return cls(board, start=start, ranks=ranks)
 
@@ -74,7 +74,7 @@ class QueueState:
 
     @property
     def done(self) -> int:
-        """Number of it has done."""
+        """Number of calls that the rank has completed."""
         return self.board.read(self._done)
 
     def has_posted(self, number: int, *, tag: int) -> bool:
@@ -82,7 +82,7 @@ class QueueState:
         return self.posted > number and self.board.words[self._record(number)] == tag
 
     def given(self, number: int, *, which: int) -> Place:
-        """Where a tensor of a call is: the place, the offset there (of a payload: on the board) and the bytes."""
+        """Return the place, offset and bytes of a tensor of a call; the offset of a payload is on the board."""
         at = self._record(number) + _HEAD + _PART * which
         place, offset, size = self.board.words[at : at + _PART]
         return (place, self._payload(number) + offset, size) if place == IN_PAYLOAD else (place, offset, size)
@@ -132,5 +132,5 @@ def _record_words(ranks: int) -> int:
 
 
 def _payload_words(ranks: int) -> int:
-    """Where the payloads begin: at a page's worth of words of its own."""
+    """Return the word at which the payloads begin: on a page of their own."""
     return -(-(_RECORDS + RING * _record_words(ranks)) // PAGE_WORDS) * PAGE_WORDS

@@ -40,12 +40,12 @@ class MappedSpan(NamedTuple):
         copy(self.tensor, into=into)
 
     def reader(self, step: int, *, block: Tensor, op: str) -> _Reader:  # noqa: ARG002 - nothing needs to be copied
-        """What gives the blocks of so many elements, each asked for by its number."""
+        """Return a function from a block number to a block of `step` elements."""
         whole = elements(self.tensor, op=op)
         return lambda number: whole[number * step : (number + 1) * step]
 
     def writer(self, step: int) -> _Writer:
-        """What overwrites them."""
+        """Return a function that overwrites blocks of `step` elements."""
         blocks = self.tensor.split(step)
         return lambda number, x: copy(x, into=blocks[number])
 
@@ -69,7 +69,9 @@ class RemoteSpan:
         self.memory.read(self.rank, address=self.address, into=into)
 
     def reader(self, step: int, *, block: Tensor, op: str) -> _Reader:
-        """What gives the blocks of so many elements in `block`. Calling it raises OSError."""
+        """Return a function from a block number to that block of `step` elements, copied into `block`; it raises
+        OSError. Calling it raises OSError.
+        """
 
         def read(number: int) -> Elements:
             into = block[: self.numel - number * step]
@@ -79,7 +81,7 @@ class RemoteSpan:
         return read
 
     def writer(self, step: int) -> _Writer:
-        """What overwrites them. Calling it raises OSError."""
+        """Return a function that overwrites blocks of `step` elements; it raises OSError. Calling it raises OSError."""
         return lambda number, x: self.memory.write(self.rank, address=self.address + number * step * self.itemsize, x=x)
 
 

@@ -37,7 +37,7 @@ class ScratchMemory:
         return buffer[:size].view(like.dtype)
 
     def give_back(self, tensor: Tensor) -> None:
-        """Return what `borrow` gave; it must not be used any more."""
+        """Give back a tensor of `borrow`, which must not be used any more."""
         if tensor.numel():
             with self._lock:
                 self._free.append(self._lent.pop(tensor.data_ptr()))

@@ -51,7 +51,7 @@ class SharedSegment:
 
     @classmethod
     def make(cls, number: int, *, size: int) -> SharedSegment:
-        """New memory of `size` bytes, zero where nobody has written. Raises OSError when the system refuses."""
+        """Return new memory of `size` bytes, zero where nothing was written. Raises OSError when the system refuses."""
         fd = _memfd(f"{_LABEL}{number}")
         place = number << _FD_BITS | fd
         try:
@@ -72,7 +72,7 @@ class SharedSegment:
 
 
 def _memfd(label: str) -> int:
-    """What os.memfd_create gives, which Pythons that were built for old systems lack, as conda's and uv's are."""
+    """Return a file descriptor of os.memfd_create, also for Python builds that lack it (conda's, uv's)."""
     create = getattr(_C, "memfd_create", None)
     if sys.platform != "linux" or create is None:
         raise OSError(f"{sys.platform} has no memfd")
@@ -150,7 +150,7 @@ class TensorSlabs:
         return torch.frombuffer(lease, dtype=torch.uint8, count=size)[: numel * dtype.itemsize].view(dtype)
 
     def make(self, size: int) -> SharedSegment:
-        """New memory of whole pages, for whoever keeps it. Raises OSError when the system refuses."""
+        """Return new memory of whole pages, not managed here. Raises OSError when the system refuses."""
         return SharedSegment.make(next(self._numbers), size=-(-size // _PAGE) * _PAGE)
 
     def locate(self, x: Tensor) -> tuple[int, int] | None:
@@ -245,5 +245,5 @@ class PeerMappings:
 
 
 def _advise(memory: Tensor, how: int) -> None:
-    """What a kernel does not know (populating: before Linux 5.14), it refuses, and pages come one by one."""
+    """Advise the kernel about memory; kernels that do not know the advice (populate: before Linux 5.14) refuse it."""
     _C.madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), how)

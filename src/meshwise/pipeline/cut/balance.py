@@ -172,7 +172,7 @@ class _Row:
 
 
 def _steps(model: nn.Module, seen: ProbeResult, aim: BalanceAim) -> CutSteps:
-    """What each step adds to a stage, and what a cut before it costs."""
+    """Return what each step adds to a stage, and what a cut before it costs."""
     solid = [bool(step.parameters) for step in seen.steps]
     loads = loads_of(model, seen=seen, aim=aim)
     if aim.by != "time":
@@ -215,7 +215,7 @@ class _Seconds:
 
 
 def _copying(device: torch.device) -> float:
-    """How long it takes to copy a byte."""
+    """Return the seconds that copying one byte takes."""
     some = torch.zeros(COPIED, dtype=torch.uint8, device=device)
     least = math.inf
     for _ in range(ROUNDS):

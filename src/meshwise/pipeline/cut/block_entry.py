@@ -43,7 +43,7 @@ class AttentionCall(nn.Module):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the call gives."""
+        """Return the result of the attention call."""
         return functional.scaled_dot_product_attention(*args, **kwargs)
 
 

@@ -78,7 +78,7 @@ class UnsplittableBlock(Exception):
         self.name, self.part = name, part
 
     def left(self, parts: Sequence[str]) -> tuple[str, ...]:
-        """Those that it can be opened at."""
+        """Return the parts at which the block can still be opened."""
         return tuple(part for part in parts if self.part and part != self.part)
 
 
@@ -111,11 +111,11 @@ class DataflowTracer(TorchDispatchMode):
         self._reads.__exit__(*error)
 
     def of(self, values: Any) -> Dependencies:
-        """That of a tree of tensors, and of the numbers that the model has read so far."""
+        """Return the dependencies of a tree of tensors and of the numbers that the model has read so far."""
         return self._of(values) | self._read
 
     def name(self, parameters: Mapping[str, Tensor]) -> None:
-        """These belong to pieces: what reads them between the pieces is to be told."""
+        """Register parameters of pieces, so that reads between the pieces are noticed."""
         self._names.update({parameter.untyped_storage(): name for name, parameter in parameters.items()})
 
     def is_of_pieces(self, tensor: Tensor) -> bool:
@@ -123,7 +123,7 @@ class DataflowTracer(TorchDispatchMode):
         return self._of(tensor) != _NOTHING
 
     def output(self, tensor: Tensor, *, key: str, made: bool) -> Tensor:
-        """What a piece returns, in memory of its own: one that was not `made` for it may be what it was given."""
+        """Return the output of a piece in memory of its own, unless it was `made` by the piece."""
         own = tensor.detach() if made else tensor.detach().clone()
         self._pasts[own.untyped_storage()] = Dependencies(frozenset((key,)))
         self._outputs[own.untyped_storage()] = key
@@ -150,8 +150,8 @@ class DataflowTracer(TorchDispatchMode):
             self._used |= past
 
     def differentiated(self, outputs: Any, *, inputs: Any) -> None:
-        """The model asks for the gradient of some tensors by others. Raises ThroughPieces where it has to go through
-        pieces, which another stage may run: what comes before them is not in the graph there.
+        """Check a gradient that the model asks for. Raises GradientThroughPieces if it must go through pieces that
+        another stage may run: their graph is missing there.
         """
         if self._piece is not None:
             return
@@ -163,7 +163,7 @@ class DataflowTracer(TorchDispatchMode):
             )
 
     def _keeps(self, module: nn.Module, *, was: Mapping[str, Any], now: Mapping[str, Any], key: str) -> None:
-        """Who reads an attribute that a piece has put a plain value into is noticed from now on."""
+        """Watch attributes into which a piece has put plain values, to notice who reads them."""
         names = [name for name, value in now.items() if _is_plain_change(was.get(name), value)]
         if names and module not in self._kept:
             self._kept[module] = {}
@@ -192,23 +192,23 @@ class DataflowTracer(TorchDispatchMode):
 
     @property
     def own(self) -> Dependencies:
-        """What the piece that runs puts somewhere has been made of."""
+        """Dependencies of what the running piece stores."""
         return _NOTHING if self._piece is None else Dependencies(effects=frozenset((self._piece,)))
 
     @property
     def used(self) -> Dependencies:
-        """What the piece that runs has used so far, however it came by it."""
+        """Dependencies that the running piece has used so far."""
         return Dependencies(self._used.needs, self._used.effects - {self._piece})
 
     def changes(self, tensor: Tensor, *, past: Dependencies) -> None:
-        """A tensor is changed in place, by something with this past."""
+        """Record an in-place change of a tensor by something with the dependencies `past`."""
         memory = tensor.untyped_storage()
         self._pasts[memory] = self._pasts.get(memory, _NOTHING) | past
         if memory in self._outputs:
             self.changed.add(self._outputs[memory])
 
     def _back(self, old: Any, was: Any, now: Any, hand: _Hand) -> Any:
-        """What stands for `now`, in whose place `old` was given, when it was like `was`."""
+        """Return the stand-in for `now`, given that `old` replaced `was`."""
         if isinstance(old, list) and isinstance(now, list):
             pairs = itertools.zip_longest(old, was, now[: len(old)])
             old[:] = [self._back(*three, hand) for three in pairs][: len(now)]
@@ -226,7 +226,7 @@ class DataflowTracer(TorchDispatchMode):
         return old
 
     def _new(self, values: Any, hand: _Hand, *, was: Any = _NOTHING) -> Any:
-        """What stands for values that a piece has put where others may find them."""
+        """Return the stand-ins for values that a piece stores where others may find them."""
         if _is_plain_change(was, values):
             self._read |= hand.past
         return self._copy(values, hand)
@@ -271,8 +271,8 @@ class DataflowTracer(TorchDispatchMode):
 
 
 def _in_one_place(given: Any) -> Any:
-    """What an operation is given; on the meta device when some of it is. A piece that runs there may make tensors of
-    its own, a mask or positions, and name no device for them.
+    """Return the arguments of an operation, all on the meta device if one is: a piece may create a mask without a
+    device. A piece that runs there may make tensors of its own, a mask or positions, and name no device for them.
     """
     if not any(tensor.is_meta for tensor in tensors(given)):
         return given
@@ -280,7 +280,7 @@ def _in_one_place(given: Any) -> Any:
 
 
 def _zeros_elsewhere(func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """What is brought from the meta device to where the example is, as rotary frequencies are; None for all else.
+    """Return zeros for a copy from the meta device to the example's device, or None for any other operation.
 
     What pieces return there is zeros as well.
     """
@@ -320,7 +320,7 @@ _OUT = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack
 
 
 def _deciding(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Of what an operation is given, what decides by its values how much it makes; nothing for most operations."""
+    """Return the arguments whose values decide the size of the result; empty for most operations."""
     if torch.Tag.dynamic_output_shape not in func.tags:
         return []
     given = list(tensors((args, kwargs)))
@@ -365,7 +365,7 @@ def _tell(module: nn.Module, kept: dict[str, Dependencies], provenance: Dataflow
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """What of its arguments an operation writes to."""
+    """Yield the arguments that an operation writes to."""
     arguments = func._schema.arguments
     named = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
     for argument in arguments:

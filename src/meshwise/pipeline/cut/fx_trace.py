@@ -54,7 +54,7 @@ class FxTrace:
     """Tensors that the forward makes of nothing, such as `torch.arange(4)`, under the names that the graph has."""
 
     def tensor(self, name: str, *, model: nn.Module) -> Any:
-        """What a name of the graph stands for: a constant, or a module, parameter or buffer of the model."""
+        """Return the constant, module, parameter or buffer that a name of the graph stands for."""
         if name in self.constants:
             return self.constants[name]
         path, _, last = name.rpartition(".")
@@ -91,7 +91,7 @@ class _Pickler(pickle.Pickler):
     """Functions by the name they are found under: some of torch, as max_pool2d, were defined inside of another one."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """How to get such a function again; everything else goes the usual way."""
+        """Return how to rebuild such a function; everything else is pickled as usual."""
         if isinstance(obj, FunctionType) and obj.__qualname__ != obj.__name__:
             name = (obj.__module__, obj.__name__)
             if getattr(sys.modules.get(name[0]), name[1], None) is obj:
@@ -121,7 +121,7 @@ class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        """As torch has it, but for hooks that only a call of the module would heed."""
+        """Trace a call as torch does, except for hooks that only a module call runs."""
         name = self.path_of_module(m)
         if not self.is_leaf_module(m, name):
             refuse_untraced(m, name=name)
@@ -152,7 +152,7 @@ def trace_model(model: nn.Module, *, call: Call) -> FxTrace:
 
 
 def _arguments(model: nn.Module, call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What `call` passes to the model."""
+    """Return the arguments that `call` passes to the model."""
     seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     stand_in = copied(model, tensors={tensor: tensor for tensor in (*model.parameters(), *model.buffers())})
 
@@ -249,8 +249,8 @@ class _Watch(fx.Interpreter):
         return output
 
     def _refuse_draws(self, n: fx.Node) -> None:
-        """Raises CutError for another call of a module that draws: in the model the calls of the modules around it tell
-        them apart, and so what they draw, and a trace has none of these.
+        """Raise CutError for a repeated call of a module that draws: a trace lacks the surrounding calls that tell its
+        draws apart.
         """
         module = str(n.target)
         if n.op != "call_module":
@@ -283,14 +283,14 @@ class _Watch(fx.Interpreter):
         return Dependencies(effects=frozenset(found))
 
     def _versions(self) -> dict[int, tuple[int, int]]:
-        """How often each buffer was written to, and what stands for it where it has no values."""
+        """Return how often each buffer was written to, and the version of its stand-in."""
         return {
             key: (buffer._version, self._metas[key]._version if key in self._metas else 0)
             for key, buffer in self._buffers.items()
         }
 
     def seen(self) -> ProbeResult:
-        """What the run has shown."""
+        """Return the result of the run."""
         result = next(node for node in self.graph.nodes if node.op == "output")
         return ProbeResult(tuple(self._steps), self._needs(result), (), frozenset())
 

@@ -30,7 +30,7 @@ def as_zeros(values: Any, *, device: torch.device) -> Any:
 
 
 def device_of(inputs: Any) -> torch.device:
-    """Where the first tensor of a call's arguments is; the CPU when there is none."""
+    """Return the device of the first tensor argument, or the CPU if there is none."""
     return next((tensor.device for tensor in tensors(inputs)), torch.device("cpu"))
 
 

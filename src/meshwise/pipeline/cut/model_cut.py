@@ -157,7 +157,7 @@ class ModelCut:
 
     @property
     def stages(self) -> int:
-        """Number of there are."""
+        """Number of stages."""
         return len(self.bounds) - 1
 
     @property
@@ -166,7 +166,7 @@ class ModelCut:
         return {name: stages for name, stages in self.holders.items() if len(stages) > 1}
 
     def met(self, stage: int) -> StageContents:
-        """What a stage meets: blocks that it has no boundary in are whole."""
+        """Return the contents of a stage: blocks without a boundary inside are whole."""
         start, stop = self.bounds[stage : stage + 2]
         kept, opened = list(range(len(self.keys))), []
         for name in self.opened:

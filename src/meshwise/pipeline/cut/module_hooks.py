@@ -43,7 +43,7 @@ class PieceBackwardHooks:
             module._backward_hooks.clear()
 
     def around(self, forward: Callable[..., Any], *, args: Any, kwargs: Any) -> Any:
-        """What the forward returns, with its gradients shown to the hooks as `nn.Module.__call__` does."""
+        """Return the result of `forward`, and show its gradients to the hooks as `nn.Module.__call__` does."""
         if not (self._after or self._before):
             return forward(*args, **kwargs)
         marks = BackwardHook(self._module, self._after, self._before)

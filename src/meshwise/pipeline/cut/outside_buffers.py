@@ -21,18 +21,18 @@ class OutsideBuffers:
         self._runs = False
 
     def begin(self) -> None:
-        """A piece runs, maybe the first."""
+        """Note that a piece runs."""
         if not self._runs:
             self._began, self._runs = self._state(), True
 
     @property
     def early(self) -> frozenset[str]:
-        """Those that were changed before."""
+        """Names of the buffers that were changed before the first piece."""
         return _changes(self._start, self._began)
 
     @property
     def late(self) -> frozenset[str]:
-        """Those that were changed since."""
+        """Names of the buffers that were changed since."""
         return _changes(self._began, self._state())
 
     def _state(self) -> dict[str, tuple[Tensor, int]]:
@@ -44,7 +44,7 @@ class OutsideBuffers:
 
 
 def _changes(before: dict[str, tuple[Tensor, int]], after: dict[str, tuple[Tensor, int]]) -> frozenset[str]:
-    """What is written to, or another: new ones are no state, for the next run makes them again."""
+    """Return the names that were written to or replaced; new names are no state, because each run makes them."""
     return frozenset(
         name
         for name, (tensor, version) in before.items()

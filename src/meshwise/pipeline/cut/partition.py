@@ -176,15 +176,15 @@ class _Table:
         self._after = [*steps.after, 0.0] if steps.after else nothing
 
     def loads(self, bounds: Sequence[int]) -> list[float]:
-        """What the stages between these bounds would carry."""
+        """Return the loads of the stages between these bounds."""
         return [self.load(stage, start, end) for stage, (start, end) in enumerate(pairwise(bounds))]
 
     def sent(self, bounds: Sequence[int]) -> list[float]:
-        """What they would send."""
+        """Return the bytes that the stages between these bounds send."""
         return [self.crossing[bound] for bound in bounds[1:-1]]
 
     def load(self, stage: int, start: int, end: int) -> float:
-        """What a stage of these steps would carry; infinite when none of them could be a stage."""
+        """Return the load of a stage of these steps; infinite if no stage can have it."""
         if self._solid[end] == self._solid[start]:
             return math.inf
         return self.alone(stage, start, end) + self._after[start] + self._before[end]

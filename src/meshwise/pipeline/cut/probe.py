@@ -124,7 +124,7 @@ _Parts: TypeAlias = Mapping[str, Sequence[str]]
 def _seen(
     model: nn.Module, call: Call, found: Sequence[GatheredModule], *, timed: bool, parts: _Parts = MappingProxyType({})
 ) -> ProbeResult:
-    """What runs show, with these parts of blocks watched in place of the blocks."""
+    """Return the result of runs in which these parts are watched in place of the blocks."""
     modes = _Modes()
     with contextlib.ExitStack() as stack:
         for mode in (MetaKernels(), modes.known, modes.followed) if is_bare(model) else (modes.followed,):
@@ -205,7 +205,7 @@ class _Watch:
         self._hidden: list[str] = []
 
     def key(self, name: str) -> str:
-        """That of one more call of a piece."""
+        """Return the key of one more call of a piece."""
         self._calls[name] += 1
         key = name if self._calls[name] == 1 else f"{name}:{self._calls[name]}"
         if not torch.is_grad_enabled():
@@ -213,7 +213,9 @@ class _Watch:
         return key
 
     def past(self, values: Any) -> Dependencies:
-        """What values between the pieces were made of. Raises CutError where a checkpoint hides it from autograd."""
+        """Return the dependencies of values between the pieces. Raises CutError where a checkpoint hides it from
+        autograd.
+        """
         if self._hidden and is_reentrant(tensors(values)):
             raise CutError(
                 f"{self._hidden[-1]} is called in a reentrant checkpoint of torch, which no gradient of what a stage "
@@ -308,7 +310,7 @@ class _Watched:
 
 
 def _share_hooks(module: nn.Module, *, other: nn.Module) -> None:
-    """A copy has the hooks of a module, with those that were put on since it was made: some models do as they run."""
+    """Give a copied module the hooks of the original, including later ones: some models register hooks as they run."""
     for one, copy in zip(module.modules(), other.modules(), strict=True):
         vars(copy).update((name, held) for name, held in vars(one).items() if "hooks" in name)
 
@@ -386,7 +388,7 @@ class _Inside:
         return output
 
     def _between(self) -> tuple[float, int]:
-        """What the block itself did, and kept, since the last module."""
+        """Return the seconds and bytes of the block's own code since its last module."""
         kept = sum(self._kept.values())
         self._kept.clear()
         return self._read() - self._since, kept
@@ -395,7 +397,7 @@ class _Inside:
 def _own_forward(
     module: nn.Module, key: str, watch: _Watch, *, inputs: tuple[Any, Any]
 ) -> tuple[Any, StepCost, Dependencies]:
-    """What its class computes, whatever stands in place of its `forward`, what that took and what it has used."""
+    """Return the result of the class's own `forward`, its cost, and the dependencies it used."""
     run, parameters, held = partial(type(module).forward, module), list(module.parameters()), cut_off(inputs)
     counts = watch.timed and any(tensor.is_meta for tensor in (*parameters, *tensors(held)))
     kind = kind_of(module, inputs=held)

@@ -110,9 +110,7 @@ class ProbeResult:
         return dataclasses.replace(self, steps=tuple(steps))
 
     def begins(self, keys: Collection[str]) -> dict[str, int]:
-        """Where each piece begins, and each step inside of these blocks but what a block does last, in the row with
-        them opened.
-        """
+        """Return where each piece begins in the opened row, and each inner step of these blocks but their last."""
         found: dict[str, int] = {}
         place = 0
         for step in self.steps:
@@ -123,7 +121,7 @@ class ProbeResult:
         return found
 
     def ends(self, keys: Collection[str]) -> frozenset[int]:
-        """Where the last step of each of these blocks is, in the row with them opened."""
+        """Return where the last step of each of these blocks is in the opened row."""
         steps = self.opened(keys).steps
         return frozenset(place for place, step in enumerate(steps) if step.key in keys)
 

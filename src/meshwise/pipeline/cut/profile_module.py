@@ -89,7 +89,7 @@ class _Nowhere(contextlib.AbstractContextManager[None]):
     parents = frozenset({"Global"})
 
     def __exit__(self, *_: object) -> None:
-        """It has no hooks to take off."""
+        """Do nothing: there are no hooks to remove."""
 
 
 @contextlib.contextmanager
@@ -149,7 +149,7 @@ def size(value: Any) -> int:
 
 
 def kind_of(module: nn.Module, *, inputs: Any) -> Hashable:
-    """What the operations of a module follow from: its parts, their parameters, and what it is given."""
+    """Return a key of a module's operations: its parts, their parameters and its inputs."""
     return *map(_make, module.modules()), _kinds(module.parameters()), _kinds(tensors(inputs))
 
 
@@ -161,5 +161,5 @@ def _make(module: nn.Module) -> Hashable:
 
 
 def _kinds(values: Iterable[Tensor]) -> Hashable:
-    """What operations on tensors follow from."""
+    """Return a key of the operations on these tensors."""
     return tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in values)

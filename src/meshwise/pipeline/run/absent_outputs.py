@@ -53,7 +53,7 @@ class AbsentOutputs(TorchDispatchMode):
             void.told = None
 
     def names(self, output: Any) -> str:
-        """What of an output is absent, in words; nothing where all of it is there."""
+        """Return the absent parts of an output in words, or "" if all is present."""
         names = [name or "its output" for name, x in _named(output, "") if self._is(x) and _shows(x)]
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return ", ".join(names[:_SHOWN]) + more

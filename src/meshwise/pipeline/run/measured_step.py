@@ -74,12 +74,12 @@ class MeasuredStep:
 
     @cached_property
     def predicted(self) -> Timeline:
-        """The same computations by the clock, each as long as it takes its stage on the mean, and nothing else."""
+        """Timeline of the same computations with every stage at its mean time and no waits besides the schedule's."""
         return self._clocked(self._means)
 
     @cached_property
     def ideal(self) -> Timeline:
-        """The same by the clock, with all stages equal."""
+        """Timeline of the schedule with all stages equal."""
         taken: dict[ActionKind, list[float]] = {}
         for means in (means for stages in self._means for means in stages):
             for kind, mean in means.items():
@@ -107,7 +107,7 @@ class MeasuredStep:
 
     @cached_property
     def _means(self) -> list[list[_Means]]:
-        """How long each kind of computation takes on the mean, of each pipeline's stages."""
+        """Mean duration of each kind of computation, per stage of each pipeline."""
         taken: dict[tuple[int, int, ActionKind], list[float]] = {}
         for rank, (row, waits) in enumerate(zip(self.run.computing, self.run.waiting, strict=True)):
             for event in row:
@@ -164,7 +164,9 @@ class MeasuredStep:
 
     @classmethod
     def read(cls, path: Path) -> MeasuredStep:
-        """What `write` has kept. Raises OSError, and ValueError, naming the file, for one that holds something else."""
+        """Return the measurement in a file of `write`. Raises OSError, and ValueError, naming the file, for one that
+        holds something else.
+        """
         try:
             told = json.loads(path.read_text(encoding="utf-8"))
             events = [Event(rank, TimelineRow(stream), *rest) for rank, stream, *rest in told["events"]]

@@ -43,7 +43,7 @@ class RemoteParameter(Tensor):
 
     @staticmethod
     def named(name: str, *, like: Tensor) -> RemoteParameter:
-        """That of this name; `like`: without values."""
+        """Return the parameter named `name`; `like` has its shape and dtype."""
         one = like.detach().as_subclass(RemoteParameter)
         one.known_as = name
         return one

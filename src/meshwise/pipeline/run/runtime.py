@@ -213,7 +213,7 @@ class _Walk:
     # ---- what is sent ------------------------------------------------------------------------------------------
 
     def _header(self, stage: int, index: int, skeleton: Mapping[str, Any]) -> Header | None:
-        """What goes before a message of new shapes, for the next stage to know what is going to arrive."""
+        """Return the header that announces a message of new shapes, or None if the next stage knows them."""
         key = (stage, self._jobs[index].shapes)
         if key not in self._agreed:
             self._agreed[key] = skeleton
@@ -309,7 +309,7 @@ def _place_text(action: Action) -> str:
 
 
 def _described(skeleton: Mapping[str, Any]) -> dict[str, Any]:
-    """What has to be the same of each value; which tensors are one, too, for that travels once."""
+    """Return the description on which sender and receiver must agree; a tensor that occurs twice travels once."""
     number = {id(bone): place for place, bone in enumerate(tensor_specs(skeleton))}
     return {
         name: (signature(value, other=pickle.dumps), [(number[id(one)], one.requires_grad) for one in tensors(value)])

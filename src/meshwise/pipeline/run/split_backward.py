@@ -122,7 +122,7 @@ def _forget(node: Node) -> None:
 
 
 def _nothing(_saved: object) -> None:
-    """What is kept of a tensor that nobody needs."""
+    """Return None in place of a saved tensor that is not needed."""
 
 
 def _computed_again(node: Node) -> bool:
@@ -131,7 +131,7 @@ def _computed_again(node: Node) -> bool:
 
 
 def _saved(node: Node) -> Iterator[Any]:
-    """What a node has saved, as torch's SavedTensor: `data` is the tensor, or what a hook has made of it."""
+    """Yield torch's SavedTensors of a node; `data` is the tensor or a hook's replacement."""
     for name in _saved_by(type(node)):
         some = getattr(node, name)
         yield from some if isinstance(some, list | tuple) else (some,)

@@ -63,8 +63,8 @@ class FeatureWidth:
     blocks: Collection[str] = ()
 
     def ask(self, shadow: nn.Module, *, name: str, args: Any, kwargs: Any) -> Any:
-        """What the piece called `name` returns, of which this is one without values, which knows of no ranks: it is
-        given all features and tokens, and gives the part of one rank where it would be given that first, or makes it.
+        """Return a meta-tensor copy of the output of submodule `name`. The shadow module knows no rank: it receives all
+        features and tokens, and returns the part of one rank.
         """
         own, whole = self.tokens()
         if own == whole or not any(name == block or name.startswith(f"{block}.") for block in self.blocks):
@@ -134,12 +134,14 @@ class StageRun:
             self.sent[key] = map_tensors(Tensor.clone, value) if key in self.changed else value
 
     def received_of(self, key: str) -> Any:
-        """What an earlier stage has sent; as it came, whatever the model does to it."""
+        """Return a value that an earlier stage sent, unchanged by the model."""
         value = self.received[key]
         return map_tensors(Tensor.clone, value) if key in self.changed else value
 
     def device_for(self, given: Tensor) -> torch.device:
-        """Where what is made of this would be. A model that brings it to a piece's own parameters finds none here."""
+        """Return the device on which results of `given` would be. A model that brings it to a piece's own parameters
+        finds none here.
+        """
         here = (tensor.device for tensor in tensors(self.received))
         return next(here, given.device) if given.is_meta else given.device
 
@@ -264,7 +266,7 @@ class PieceForward:
         return map_tensors(lambda x: StageEntrance.apply(x.requires_grad_()) if x.is_floating_point() else x, nothing)
 
     def _shapes_for(self, key: str, args: Any, kwargs: Any) -> Any:
-        """What the piece would return, on the meta device; computed once per shapes of its inputs."""
+        """Return the output of the piece as meta tensors, computed once per input shapes."""
         asked = (self._module.training, self._crossing.width.tokens(), signature((args, kwargs)))
         if asked not in self._shapes:
             assert self._shadow is not None
@@ -373,7 +375,7 @@ class StageRoute:
 
 
 def signature(tree: Any, *, other: Callable[[Any], Hashable] = lambda value: type(value).__qualname__) -> Any:
-    """What the shapes of outputs may depend on, of the inputs: shapes, dtypes and plain values; hashable.
+    """Return a hashable key of inputs on which output shapes depend: shapes, dtypes and plain values.
 
     `other`: what stands for a value that is none of these.
     """

@@ -106,7 +106,7 @@ class StepClock:
         return len(self._events)
 
     def __call__(self, *, loads: Sequence[float], crossing: Sequence[float] = (), limit: float = math.inf) -> float:
-        """When micro-batches take each stage so long, and each edge so long one way.
+        """Return the step's time when micro-batches take each stage and each edge so long.
 
         Infinite when a rank alone has to compute for as long as `limit`.
         """
@@ -140,7 +140,7 @@ def _peak(row: tuple[Action, ...], changes: Sequence[Mapping[ActionKind, float]]
 
 
 def _changes(cost: ActionCost) -> Mapping[ActionKind, float]:
-    """What each kind of action adds to what a rank holds."""
+    """Return the change in a rank's memory per kind of action."""
     return {
         ActionKind.F: cost.held,
         ActionKind.B: -cost.held,

@@ -87,7 +87,7 @@ def held_after(row: tuple[Action, ...]) -> Iterator[float]:
 
 
 def in_flight(schedule: Schedule) -> tuple[float, ...]:
-    """Of each stage, how many micro-batches' activations are held at most: what a cut by memory weighs stages with."""
+    """Return, per stage, the largest number of micro-batches whose activations are held at once."""
     rows = [[action for action in schedule.rows[rank] if action.stage == s] for s, rank in enumerate(schedule.rank_of)]
     return tuple(max(held_after(tuple(row)), default=0.0) for row in rows)
 
@@ -114,7 +114,7 @@ def _once(schedule: Schedule) -> None:
 
 
 def _transfers(schedule: Schedule) -> None:
-    """What is sent is what another rank computes with, no more and no less."""
+    """Check that exactly the values that other ranks compute with are sent."""
     needed = {send for send in (sent(action, schedule=schedule) for action in schedule.actions()) if send is not None}
     for kinds, wanted, verb in (
         (SENDS, needed, "sends"),
@@ -137,7 +137,7 @@ def _ordered(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None:
 
 
 def _before(schedule: Schedule, action: Action) -> Iterator[tuple[Action, ...]]:
-    """What has to come earlier in the same row: of each tuple, one."""
+    """Yield tuples of actions, one of which must come earlier in the same row."""
     stage, kind, index = action.stage, action.kind, action.microbatch
     backward = (Action(stage, ActionKind.B, index), Action(stage, ActionKind.I, index))
     if kind in (ActionKind.SEND_F, ActionKind.B, ActionKind.I):

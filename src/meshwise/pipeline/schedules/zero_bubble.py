@@ -29,12 +29,12 @@ def zb_h1(pp: int, *, microbatches: int) -> Schedule:
 
 
 def zb_h2(pp: int, *, microbatches: int) -> Schedule:
-    """No bubble between a rank's first and last action, for about twice the memory."""
+    """Return the ZB-H2 schedule: no bubble between a rank's first and last action, for about twice the memory."""
     return _greedy(microbatches, ahead=[2 * (pp - rank) - 1 for rank in range(pp)], most=2 * pp - 1)
 
 
 def _greedy(microbatches: int, *, ahead: Sequence[int], most: int) -> Schedule:
-    """Unit time after unit time, every rank does what it may.
+    """Return a schedule in which every rank does in each unit of time the first action that is allowed.
 
     A micro-batch is held from its F to its W, at most `most` of them; rank r's forwards run at most `ahead[r]` ahead of
     its I.

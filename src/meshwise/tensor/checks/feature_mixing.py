@@ -133,7 +133,7 @@ def is_pointwise(func: OpOverload) -> bool:
 
 
 def arguments(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What an operation is given, by name, with what it takes by itself."""
+    """Return the arguments of an operation by name, defaults included."""
     named = func._schema.arguments
     given = {argument.name: argument.default_value for argument in named if argument.has_default_value()}
     return given | {argument.name: value for argument, value in zip(named, args, strict=False)} | dict(kwargs)
@@ -142,7 +142,7 @@ def arguments(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any
 def after(
     func: OpOverload, *, operand: str, x: Tensor, pieces: Sequence[SplitDim], given: Arguments, made: Tensor
 ) -> list[SplitDim]:
-    """Where `made` is a part because `x`, one operand of an operation, is. Raises MixedError."""
+    """Return where the result `made` is split because the operand `x` is. Raises MixedError."""
     name = func.overloadpacket.__name__
     if name in _RESHAPED and "size" in given:
         return list(_reshaped(pieces, x=x, made=made, size=given["size"]))
@@ -180,7 +180,9 @@ def _mixed(name: str, *, operand: str, x: Tensor, given: Arguments, reduces: boo
 def _aligned(
     pieces: Sequence[SplitDim], *, x: Tensor, made: Tensor, dims: Sequence[int], new: int | None
 ) -> Iterator[SplitDim]:
-    """Of a result with the dims of `x`, those that it mixes left out or not, or with others in front of them."""
+    """Yield the split dims of a result that has the dims of `x`, less those that it mixes, and maybe others in
+    front.
+    """
     for piece in pieces:
         dim = piece.dim + made.dim() - x.dim()
         if dims and made.dim() == x.dim() - len(dims):
@@ -192,8 +194,8 @@ def _aligned(
 
 
 def _reshaped(pieces: Sequence[SplitDim], *, x: Tensor, made: Tensor, size: Sequence[int]) -> Iterator[SplitDim]:
-    """Of the same elements in the same order: what lay between two steps through memory lies there still. A dim that is
-    cut into several is a part along each, unless the first is as large as comes out of it.
+    """Yield the split dims of the same elements in the same order. A dim that is cut into several is a part along each,
+    unless the first is as large as comes out of it.
     """
     for piece in pieces:
         low = piece.step * math.prod(x.shape[piece.dim + 1 :])
@@ -210,7 +212,7 @@ def _reshaped(pieces: Sequence[SplitDim], *, x: Tensor, made: Tensor, size: Sequ
 def _viewed(
     pieces: Sequence[SplitDim], *, func: OpOverload, operand: str, x: Tensor, given: Arguments
 ) -> Iterator[SplitDim]:
-    """Of a view: a tensor without memory, whose strides tell its dims apart, is looked at in the same way."""
+    """Yield the split dims of a view, found with a tensor without memory whose strides tell its dims apart."""
     if func.overloadpacket.__name__ == "as_strided":
         return
     strides = [_FAR + dim for dim in range(x.dim())]

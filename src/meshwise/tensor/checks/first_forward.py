@@ -68,7 +68,7 @@ class FirstForward:
         self._blocks.append(module.register_forward_pre_hook(lambda _module, _args: call(), prepend=True))
 
     def _call(self, stack: int | None, place: int) -> None:
-        """A block is called, or another module with parameters."""
+        """Note that a block, or another module with parameters, is called."""
         for other, expected in enumerate(self._called):
             if expected != (place if other == stack else 0):
                 self._refuse_order(other)

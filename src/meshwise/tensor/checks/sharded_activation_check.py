@@ -174,7 +174,7 @@ class ShardedActivationCheck(TorchDispatchMode):
         ]
 
     def _end(self, model: nn.Module, _args: Any, output: Any) -> None:
-        """A forward that raised an exception, and has no output, is watched again; unless it left a stage."""
+        """End the check after a forward with output; a forward that raised is checked again, unless it left a stage."""
         parts = [x for x in tensors(output) if self._pieces(x) and not self._leaving.brings_together(x)]
         self._over = (
             bool(self._hooks) and not parts and (output is not None or isinstance(sys.exception(), StageForwardLeft))
@@ -202,7 +202,7 @@ class ShardedActivationCheck(TorchDispatchMode):
     # ---- which tensors are parts ---------------------------------------------------------------------------------
 
     def _mark(self, x: Tensor | None, *, dim: int) -> None:
-        """What is the stream where this rank has so many of its features, or tokens."""
+        """Mark a tensor as hidden states if this rank has the expected number of features or tokens."""
         count = self._split.count()
         if x is not None and count and x.dim() >= -dim and x.size(dim) % count == 0:
             whole = self._split.dim == -1 and x.size(dim) != count
@@ -268,7 +268,9 @@ class ShardedActivationCheck(TorchDispatchMode):
         return output
 
     def _together(self, func: OpOverload, *, given: Mapping[str, Any], made: Tensor) -> Sequence[SplitDim]:
-        """Where a result is a part. What is a part in one place meets nothing that is one in another."""
+        """Return where a result is split; two operands must not be split in different dims. What is a part in one place
+        meets nothing that is one in another.
+        """
         found: set[tuple[SplitDim, ...]] = set()
         chosen = any(map(self._pieces, tensors(given.get("indices"))))
         for operand, value in given.items():
@@ -289,7 +291,7 @@ class ShardedActivationCheck(TorchDispatchMode):
         return next(iter(found), ())
 
     def _require_fitting(self, func: OpOverload, *, given: Mapping[str, Any]) -> None:
-        """What meets a part element by element is as large as it is."""
+        """Check that an operand that meets a split tensor element by element has its size."""
         operands, name = list(tensors(given)), func.overloadpacket.__name__
         for x, other in itertools.permutations(operands, 2):
             for piece in self._pieces(x):
@@ -303,7 +305,7 @@ class ShardedActivationCheck(TorchDispatchMode):
     def _require_gradients(
         self, func: OpOverload, *, given: Mapping[str, Any], made: Tensor, pieces: Sequence[SplitDim]
     ) -> None:
-        """What all ranks have alike and every place of a part meets gets a gradient from each of them."""
+        """Check that a replicated operand of a split tensor gets its gradient from every rank."""
         if not pieces or not torch.is_grad_enabled():
             return
         for x in tensors(given):

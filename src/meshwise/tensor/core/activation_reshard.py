@@ -220,8 +220,8 @@ def hand_over(module: nn.Module, *, context: SplitContext, widths: Collection[in
 
 
 def take_heads(attention: nn.Module, *, context: SplitContext, names: Sequence[str], heads: Layout, size: int) -> None:
-    """Of what an attention is handed for each of `size` heads, under these names, keep that of its own heads. A mask
-    may be the same for all.
+    """Slice the arguments with these names to this rank's heads; a mask may be the same for all heads. A mask may be
+    the same for all.
     """
     own = heads.local((size,), mesh=context.world.mesh, rank=context.world.rank).slices[0]
 

@@ -38,8 +38,8 @@ class GatheredOutputs:
         model.register_forward_hook(self._end)
 
     def watch_stream(self, module: nn.Module, *, context: SplitContext, features: int, given: bool) -> None:
-        """What this module returns, alone or first of a tuple, is a part, before hooks that are there change it; and
-        so is what it is `given`, after hooks that are there changed that.
+        """Register hooks that gather the hidden states which this module returns, before and after the user's own
+        hooks.
         """
 
         def whole() -> Change:
@@ -56,7 +56,7 @@ class GatheredOutputs:
             module.register_forward_pre_hook(before, with_kwargs=True)
 
     def watch_heads(self, attention: nn.Module, *, context: SplitContext, part: Part) -> None:
-        """What this attention returns besides the stream, (rows, heads, …), is of this rank's heads."""
+        """Register hooks that gather the further outputs of an attention, (rows, heads, …), from this rank's heads."""
         inner = context.scheme.inner
         sizes = context.sizes(Layout((inner,), cuts=(DimSplit(grain=part.grain),)), size=part.heads, axes=inner)
         own = sizes[context.world.group(inner).index]

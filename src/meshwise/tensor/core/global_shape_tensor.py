@@ -46,14 +46,14 @@ class GlobalShapeTensor(Tensor):
 
     @classmethod
     def over(cls, local: Tensor, *, shape: Sequence[int]) -> Self:
-        """Return one of this shape, of which the part is `local`."""
+        """Return a tensor of this shape whose local part is `local`."""
         self: Self = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
         self.local = local
         return self
 
     @classmethod
     def answer(cls, func: Any, *, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-        """What a function of torch makes of it."""
+        """Return the result of a torch function on it."""
         raise NotImplementedError
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -64,7 +64,7 @@ class GlobalShapeTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """What only tells of it is told of the whole."""
+        """Answer questions about shape and dtype for the whole tensor."""
         given = dict(kwargs or {})
         if func in _ABOUT:
             with torch._C.DisableTorchFunctionSubclass():
@@ -75,5 +75,5 @@ class GlobalShapeTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Nothing can be chosen any more. Raises RuntimeError."""
+        """Raise RuntimeError: the local part cannot be substituted any more. Raises RuntimeError."""
         raise RuntimeError(cls.too_late.format(func))

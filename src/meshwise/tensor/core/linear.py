@@ -48,15 +48,15 @@ class Projection:
 
     @property
     def weight_placement(self) -> Placement:
-        """Where the weight is stored. Gradients are summed over the axes of other rows that no move has summed them
-        over.
+        """Placement of the weight; gradients are summed over the row axes that no move has summed them over. Gradients
+        are summed over the axes of other rows that no move has summed them over.
         """
         done = (*self.product.w.axes, *self.product.y.axes)
         return Placement(self.layout, (*DATA, *(axis for axis in self.product.rows if axis not in done)))
 
     @property
     def bias_placement(self) -> Placement:
-        """Where the bias is stored."""
+        """Placement of the bias."""
         return Placement(self.bias_layout, (*DATA, *self.product.rows))
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -91,7 +91,7 @@ class Projection:
         return logits.whole() if self.part.whole_features else logits
 
     def _operand(self, x: Tensor) -> MatmulInput:
-        """What is multiplied when the module is given `x`: with others that read it, what arrived for all of them."""
+        """Return the operand to multiply for the input `x`; modules with the same input share one gather."""
         context = self.context
         arrived = context.arrival.take(x) if self._shares or self.part.gathered else None
         if arrived is not None or not self._shares:
@@ -99,7 +99,7 @@ class Projection:
         return context.arrive(x, moved=context.moved(self.product.x, features=self._x), readers=self.part.readers - 1)
 
     def _weight_moves(self, shape: tuple[int, ...]) -> tuple[OperandMove, int]:
-        """How the weight is gathered, and how many input features are multiplied then."""
+        """Return how the weight is gathered, and the number of input features multiplied then."""
         move, world = self.product.w, self.context.world
         own = self.layout.local_shape(shape, mesh=world.mesh, rank=world.rank)
         if self.context.degree(move.axes) == 1:
@@ -118,7 +118,7 @@ class ShardedLinear(nn.Module):
     bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
-        """As the class it stands in front of, on what this rank has."""
+        """Compute as the original class does, on this rank's part."""
         return self.sharding(input, self.weight, self.bias)
 
 
@@ -126,7 +126,7 @@ class ShardedHead(ShardedLinear):
     """A linear whose output is logits, left split over the vocabulary."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
-        """As the class it stands in front of; see `SplitLogits`."""
+        """Compute as the original class does; see `SplitLogits`."""
         return self.sharding.logits(input, weight=self.weight, bias=self.bias)
 
 

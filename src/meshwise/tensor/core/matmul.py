@@ -98,11 +98,11 @@ class MatmulCollectives:
         return even_split(self.features, max(1, min(self.streaming.panels, self.features)))
 
     def x_panel(self, panel: Panel) -> _Slice:
-        """What this rank has of a panel of X."""
+        """Return this rank's slice of a panel of X."""
         return _Slice.along(self.world, self.x, panel, dim=-1)
 
     def w_panel(self, panel: Panel) -> _Slice:
-        """What this rank has of a panel of W."""
+        """Return this rank's slice of a panel of W."""
         return _Slice.along(self.world, self.w, panel, dim=self.within)
 
     @property
@@ -122,7 +122,7 @@ class InputGather:
         self._arriving: Finish | None = None
 
     def join(self) -> None:
-        """A product will want it in its backward."""
+        """Announce a product that will need the input in its backward."""
         self._readers += 1
 
     def again(self, stored: Tensor) -> Finish:
@@ -160,7 +160,7 @@ class _Slice:
 
     @classmethod
     def along(cls, world: World, moved: OperandMove, panel: Panel, *, dim: int) -> _Slice:
-        """Of a panel along `dim` of an operand that is gathered as `moved` says, maybe along that dim."""
+        """Return the slice of a panel along `dim` of an operand that is gathered as `moved` says."""
         start, stop = panel
         if not moved.axes or moved.dim != dim:
             return cls(start, stop - start, moved)
@@ -280,12 +280,12 @@ def _operands(x: Finish | None, weight: Tensor | None, operation: MatmulCollecti
 
 
 def _nothing() -> Tensor:
-    """Where nothing comes."""
+    """Return no tensor, where none arrives."""
     raise AssertionError("an operand that nobody asked for")
 
 
 def _there(x: Tensor) -> Finish:
-    """What has nowhere to come from."""
+    """Return a finish function for a tensor that needs no transfer."""
     return lambda: x
 
 

@@ -176,5 +176,5 @@ class Part:
 
     @property
     def cut(self) -> DimSplit:
-        """How the inner dim may be cut."""
+        """Split of the inner dim."""
         return DimSplit(self.sections, self.grain)

@@ -32,8 +32,8 @@ def stream_width(parts: Mapping[str, Part], *, plan: Plan, world: World) -> tupl
 
 
 def stream_tokens(extents: ShardSizes, *, plan: Plan, world: World) -> Callable[[], tuple[int, int]]:
-    """What tells how many tokens of the stream this rank has between blocks in the forward under way, and how many
-    there are; 0 where nothing splits them.
+    """Return a function that returns how many tokens this rank has between blocks and how many there are (0: not
+    split).
     """
     axes = scheme_on(world.mesh, plan=plan, blocks=True).tokens
 

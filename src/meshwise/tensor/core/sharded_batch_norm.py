@@ -45,7 +45,7 @@ class ShardedBatchNorm(nn.Module):
     sharding: SplitStatistics
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
-        """As the class it stands in front of, on what this rank has."""
+        """Compute as the original class does, on this rank's part."""
         with self.sharding.narrowed(self):
             output: Tensor = super().forward(input)
         return output

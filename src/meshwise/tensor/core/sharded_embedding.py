@@ -49,7 +49,7 @@ class SplitTable:
 
     @property
     def placement(self) -> Placement:
-        """Where the table is stored."""
+        """Placement of the table."""
         scheme = self.context.scheme
         return Placement(self.layout, (*DATA, *(axis for axis in scheme.rows if axis not in scheme.embedding.w.axes)))
 
@@ -110,5 +110,5 @@ class ShardedEmbedding(nn.Embedding):
         return self.sharding.as_matrix(held) if self.sharding.running or in_backward() else held
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
-        """As the class it stands in front of, on what this rank has."""
+        """Compute as the original class does, on this rank's part."""
         return self.sharding(input, self._parameters["weight"])  # type: ignore[arg-type]

@@ -60,11 +60,11 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        """What torch's encoder layer asks before it hands all its weights to a fused kernel, which must not happen."""
+        """False, so that torch's encoder layer does not hand all weights to a fused kernel."""
         return False
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """As torch's, with its arguments, on the features that this rank has."""
+        """Compute as torch's class does, with the same arguments, on this rank's features."""
         call = _Call(**_SIGNATURE.bind(self, *args, **kwargs).arguments)
         if call.is_causal and call.attn_mask is None:
             raise ValueError("is_causal=True is a hint about attn_mask, which is missing; give the mask as well")
@@ -98,7 +98,7 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         return output, weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's features of q, k and v."""
+        """Return this rank's features of q, k and v."""
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         project = self.sharding.projections
         if self.in_proj_weight is None:
@@ -173,7 +173,7 @@ class UnnestedEncoder(nn.TransformerEncoder):
 
     @property
     def use_nested_tensor(self) -> bool:  # type: ignore[override]
-        """What torch's encoder asks before."""
+        """False, so that torch's encoder keeps padded tensors."""
         return False
 
 

@@ -64,7 +64,7 @@ class SplitNorm:
         return mean[..., None], variance[..., None]
 
     def epsilon(self, x: Tensor) -> float:
-        """What is added to the variance."""
+        """Return the epsilon that is added to the variance."""
         return torch.finfo(x.dtype).eps if self.norm.epsilon is None else self.norm.epsilon
 
 
@@ -74,7 +74,7 @@ class ShardedNorm(nn.Module):
     sharding: SplitNorm
 
     def forward(self, x: Tensor) -> Tensor:
-        """As the class it stands in front of, on what this rank has."""
+        """Compute as the original class does, on this rank's part."""
         norm = self.sharding.norm
         stored = self._parameters.get(norm.gain)
         gain = stored + norm.offset if stored is not None and norm.offset else stored

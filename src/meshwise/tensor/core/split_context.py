@@ -31,7 +31,7 @@ class ShardSizes:
     tokens: tuple[int, ...] | None = None
 
     def here(self) -> ShardSizes:
-        """Those of the forward under way, for `at`."""
+        """Return the sizes of the forward under way, for `at`."""
         return dataclasses.replace(self)
 
     @contextlib.contextmanager
@@ -59,12 +59,12 @@ class SharedGather:
     readers: int = 0
 
     def put(self, part: Tensor, *, operand: MatmulInput, readers: int) -> None:
-        """What `part` became, for so many matrices."""
+        """Keep the gathered `operand` of `part` for `readers` matrices."""
         if readers and not part.is_inference():  # whose changes nobody counts
             self.part, self.version, self.operand, self.readers = part, part._version, operand, readers
 
     def take(self, x: Tensor) -> MatmulInput | None:
-        """What `x` became, or what has become `x`, for one of the matrices; None when `x` is something else."""
+        """Return the gathered operand of `x` for one of the matrices, or None when `x` is something else."""
         operand = self.operand
         if operand is None or not (x is operand.value or (x is self.part and x._version == self.version)):
             return None
@@ -93,12 +93,12 @@ class SplitContext:
         return self.world.group(axes).size if axes else 1
 
     def sizes(self, layout: Layout, *, size: int, axes: Axes) -> tuple[int, ...]:
-        """How much of a dim of `size`, laid out by `layout`, each rank along `axes` has."""
+        """Return each rank's size along `axes` of a dim of `size` laid out by `layout`."""
         mesh, ranks = self.world.mesh, self.world.group(axes).ranks if axes else (self.world.rank,)
         return tuple(layout.local_shape((size,), mesh=mesh, rank=rank)[0] for rank in ranks)
 
     def own(self, layout: Layout, *, size: int) -> int:
-        """How much of a dim of `size`, laid out by `layout`, this rank has."""
+        """Return this rank's size of a dim of `size` laid out by `layout`."""
         return layout.local_shape((size,), mesh=self.world.mesh, rank=self.world.rank)[0]
 
     def moved(self, move: OperandLayoutMove, *, features: tuple[int, ...] | None = None) -> OperandMove:
@@ -127,7 +127,7 @@ class SplitContext:
         return x
 
     def features_apart(self, x: Tensor, *, sizes: tuple[int, ...]) -> Tensor:
-        """This rank's part of the stream's features, where `x` has all of them; `sizes`: of the parts."""
+        """Return this rank's features of hidden states `x` that have all of them; `sizes`: features per rank."""
         if len(sizes) == 1 or x.size(-1) != sum(sizes):
             return x
         return gradient.take(x, world=self.world, axes=self.scheme.stream, dim=-1, sizes=sizes).wait()

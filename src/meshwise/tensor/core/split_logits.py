@@ -60,7 +60,9 @@ class SplitLogits(GlobalShapeTensor):
         return self._whole
 
     def write(self, func: Any) -> None:
-        """Be whole from now on: `func` changes them. Raises RuntimeError where others would have to change as well."""
+        """Gather the whole logits, because `func` writes to them. Raises RuntimeError where others would have to change
+        as well.
+        """
         if self.derived:
             raise RuntimeError(
                 f"{func.__name__} would write into logits that are split over the vocabulary and seen through a view "

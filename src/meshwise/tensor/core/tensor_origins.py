@@ -51,7 +51,7 @@ class TensorOrigins:
         model.register_forward_pre_hook(self._begin, prepend=True)
 
     def unsummed(self, x: Tensor, *, axes: Axes) -> Axes:
-        """Of these axes, those over which nobody behind `x` sums what its gradient is on each rank.
+        """Return those axes over which no collective behind `x` sums its gradient.
 
         Raises ValueError when somebody does behind a part of what `x` was made of, and nobody behind another.
         """
@@ -68,9 +68,7 @@ class TensorOrigins:
         return tuple(axis for axis in axes if axis not in done)
 
     def of(self, x: Tensor, *, axes: Axes) -> Iterator[TensorOrigin]:
-        """What `x` was made of since the last products, and collectives over some of these axes, as far as it is
-        trained.
-        """
+        """Yield the trained tensors and products that `x` was made of since the last collectives over these axes."""
         if x.is_leaf:
             yield self._leaf(x, axes=axes)
         waiting: list[Node] = [x.grad_fn] if x.grad_fn is not None else []
@@ -104,7 +102,7 @@ class TensorOrigins:
 
 
 def _made(node: Node, *, axes: Axes) -> TensorOrigin | None:
-    """What a product gave, or a collective over some of these axes."""
+    """Return the origin that a product or a collective over some of these axes gave, or None."""
     operation = getattr(node, "operation", None)
     if isinstance(operation, MatmulCollectives):
         alike = operation.y.axes if operation.y.dim is None else ()
@@ -116,7 +114,7 @@ def _made(node: Node, *, axes: Axes) -> TensorOrigin | None:
 
 
 def leaves(x: Tensor) -> Iterator[Tensor]:
-    """What a tensor was made of that is trained."""
+    """Yield the trained leaves that a tensor was made of."""
     waiting: list[Node] = [x.grad_fn] if x.grad_fn is not None else []
     if x.is_leaf:
         yield x

@@ -108,8 +108,8 @@ def find_heads(
 
 
 def order_of_fused(owner: nn.Module, *, child: str, sizes: Sequence[int], width: int) -> str | None:
-    """How the features of a fused matrix lie: "sections" (all of q, then all of k, all of v), "interleaved" (head by
-    head), or None when the module does not tell.
+    """Return the order of the features of a fused matrix: "sections" (all of q, then k, then v), "interleaved" (head by
+    head) or None if unknown.
 
     A module tells by being of a known class, by keeping the sizes of the sections (in features or in heads) as a
     tuple, or by what it does to the output: `self.qkv(x).split(...)`, `.chunk(3, ...)`, `.view(..., 3, heads, width)`,
@@ -180,7 +180,7 @@ def set_count(module: nn.Module, *, attribute: str, count: Any) -> None:
 
 
 def _numbers(module: nn.Module) -> dict[str, Any]:
-    """What a module keeps, and what its forward reads from its configuration, as `config.name`."""
+    """Return the numbers among a module's attributes, and those its forward reads as `config.name`."""
     own = vars(module)
     read = [path for path in dotted_names(type(module)) if len(path) == 2 and path[0] in CONFIGURATIONS]
     if not _h_counts(own):
@@ -200,7 +200,7 @@ def _grain(name: str, number: Any, heads: AttentionHeads, group: int) -> int:
 
 
 def _fields(configuration: Any) -> Mapping[str, Any]:
-    """What a configuration holds by name, whether it is a mapping or an object."""
+    """Return the fields of a configuration, whether it is a mapping or an object."""
     if isinstance(configuration, Mapping):
         return configuration
     return vars(configuration) if isinstance(getattr(configuration, "__dict__", None), dict) else {}
@@ -261,7 +261,7 @@ def _split_at_once(kind: type[nn.Module]) -> Iterator[str]:
 
 
 def _when(node: ast.Assign | ast.Call | ast.Subscript) -> tuple[int, int, bool]:
-    """When it has been carried out, in a forward without branches: an assignment after what it assigns."""
+    """Return a sort key of a statement's place in a forward without branches; an assignment comes after its value."""
     return node.end_lineno or 0, node.end_col_offset or 0, isinstance(node, ast.Assign)
 
 
@@ -277,8 +277,8 @@ def _comes_from(node: ast.expr, given: Mapping[str, str | None]) -> str | None:
 
 
 def _taken_apart(node: ast.Call | ast.Subscript) -> ast.expr | None:
-    """What is taken apart, sections before heads: by `.split(…)`, `.chunk(…)`, a view by `…, 3, heads, width`, or
-    `[..., start:stop]`.
+    """Return the expression that is split into sections or heads, by `.split`, `.chunk`, a view or `[..., start:stop]`,
+    or None.
     """
     if isinstance(node, ast.Subscript):
         index = node.slice.elts if isinstance(node.slice, ast.Tuple) else []

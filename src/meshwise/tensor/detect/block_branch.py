@@ -45,7 +45,7 @@ class BlockBranch:
 
     @property
     def names(self) -> list[str]:
-        """Of its matrices."""
+        """Names of its matrices."""
         return [matrix.name for matrix in (*self.firsts, self.second)]
 
     @property

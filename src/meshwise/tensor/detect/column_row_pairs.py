@@ -102,9 +102,8 @@ class ColumnRowPairs:
         return found
 
     def of_squares(self, left: Sequence[MatrixModule], *, stated: Mapping[str, str]) -> list[BlockBranch]:
-        """Of matrices whose sizes and order do not tell, the pairs that their module is seen to make of all it holds:
-        every feature goes by itself from the others to one of them. Of four that are seen to be an attention's, the
-        reason tells the rule.
+        """Return the pairs among matrices whose sizes and order do not decide, found by how their module connects them.
+        Of four that are seen to be an attention's, the reason tells the rule.
         """
         found: list[BlockBranch] = []
         for home in dict.fromkeys(matrix.home for matrix in left):
@@ -277,8 +276,8 @@ class ColumnRowPairs:
         return True
 
     def _verdict(self, branch: BlockBranch, found: Mapping[str, Part], *, ranks: int) -> bool | None:
-        """Whether the module that holds the first matrices is seen to let ranks share out what lies between, or not to;
-        None where it cannot be tried.
+        """Return whether a trial shows that ranks can share what lies between the matrices; None if it cannot be
+        tried.
         """
         homes = {matrix.home for matrix in branch.firsts}
         if len(homes) > 1 or any(matrix.name not in found for matrix in branch.firsts):

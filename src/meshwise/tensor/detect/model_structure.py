@@ -173,8 +173,8 @@ class ModelStructure:
         return "whole" if as_norm(module) else None
 
     def _find_vocabulary(self) -> nn.Embedding | None:
-        """Of the embeddings as wide as the stream, the one that shares its matrix with a linear outside of the blocks,
-        or, being the largest, its size; or else the first.
+        """Return the vocabulary embedding: the one tied to a linear outside of the blocks, else the largest, else the
+        first.
         """
         found = [
             module
@@ -190,7 +190,7 @@ class ModelStructure:
         return next(iter([*tied, *sized, *found]), None)
 
     def _state(self, name: str, role: str) -> None:
-        """What was stated goes before what was found."""
+        """Set a role that a rule states, in place of the one found."""
         module = self.modules.get(name)
         matrix = as_matrix(module, name=name) if module is not None else None
         if _replaces_own_forward(module, role):

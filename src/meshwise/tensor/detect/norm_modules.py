@@ -76,7 +76,7 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def _answer(module: nn.Module, x: Tensor) -> Tensor | None:
-    """What a module makes of `x`, when that is a tensor like it."""
+    """Return the output of a module for `x` if that is a tensor of the same shape, or None."""
     try:
         with torch.no_grad():
             answer = module(x)

@@ -22,7 +22,7 @@ class PairSharing:
 
     @classmethod
     def of(cls, plan: Plan) -> PairSharing:
-        """Raises ValueError for a plan whose dp is not known yet."""
+        """Return how a plan shares attention. Raises ValueError for a plan with `dp=auto`."""
         mesh = plan.mesh()
         ranks = math.prod(mesh.degree(axis) for axis in scheme(plan, blocks=True).inner)
         return cls(ranks, rows_stay=plan.tp_mode != "3d")

@@ -64,7 +64,7 @@ class Rule:
 
     @classmethod
     def parse(cls, text: str, *, pattern: str) -> Rule:
-        """Raises ValueError for a word that is no part, and for an option that the part does not take."""
+        """Return the rule that `text` states. Raises ValueError for an unknown word or option."""
         if not isinstance(text, str):
             raise ValueError(  # noqa: TRY004 - what a user states is a value
                 f"rule {pattern!r}: {text!r} is no text; a rule is a part with options, such as 'first sections=3', "
@@ -206,7 +206,7 @@ def _declared(module: nn.Module, *, stated: Collection[str]) -> dict[str, str]:
 
 
 def _no_part(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules) -> str:
-    """Of which parameters nothing tells the part, and why; with rules to copy that were tried, or none."""
+    """Return a message about parameters without a part, with rules to copy that were tried, or ""."""
     structure = found.structure
     general = _first_of_each(found.left)
     lines = [f"  {name}  {tuple(module.get_parameter(name).shape)}{structure.reason(name)}" for name in general[:12]]

@@ -55,8 +55,8 @@ class SplitTrial:
     parts: Mapping[str, Part]
 
     def verdict(self, *, ranks: int) -> bool | None:
-        """Whether the first and the last of so many ranks are seen to get their parts. None for a module whose forward
-        takes something else, or is not the same every time.
+        """Return whether the first and last of `ranks` ranks compute their parts; None if the module cannot be tried.
+        None for a module whose forward takes something else, or is not the same every time.
         """
         whole = self._run((0, 1))
         if whole is None or whole[0].size(-1) != self.sizes[0]:
@@ -74,8 +74,8 @@ class SplitTrial:
         return made, tuple(self.firsts.items()), self.second, self.read, self.sizes, tuple(self.parts.items())
 
     def _run(self, at: Place) -> tuple[Tensor, ...] | None:
-        """What the second matrix reads, what the module returns and, unless that is narrow, what the first ones read,
-        with a rank's part of what they give; None when it cannot be run.
+        """Return the input of the second matrix, the output and the input of the first ones, or None if it cannot
+        run.
         """
         seeds = itertools.count()
 
@@ -186,7 +186,7 @@ def _fill(module: nn.Module, numbers: Callable[..., Tensor]) -> None:
 
 
 def _state(module: nn.Module) -> tuple[Hashable, ...]:
-    """What a module keeps besides other modules and parameters: plain values, sums of buffers, and which objects."""
+    """Return a key of a module's state: plain values, sums of buffers, and object identities."""
     kept = [(name, value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE]
     buffers = [(name, x) for name, x in module._buffers.items() if x is not None]
     return (
