@@ -3,13 +3,13 @@
 A file that is opened for writing is empty at once. If the disk is full then, what was there before is lost, and so is
 what took minutes to find. So the new file grows beside the old one, and takes its name when all of it is on the disk.
 
-    what is at the path              what becomes of it
-    nothing                          a new file
-    a file                           replaced; the new one has its mode and, where that is allowed, its owner
-    a link                           what it leads to is replaced
-    a file that may not be written   stays: that its folder takes new files makes nobody free to replace it
-    a file whose folder takes none   written where it is
-    a device or a pipe               written as it is
+    | what is at the path              what becomes of it
+    | nothing                          a new file
+    | a file                           replaced; the new one has its mode and, where that is allowed, its owner
+    | a link                           what it leads to is replaced
+    | a file that may not be written   stays: that its folder takes new files makes nobody free to replace it
+    | a file whose folder takes none   written where it is
+    | a device or a pipe               written as it is
 """
 
 from __future__ import annotations

@@ -2,17 +2,17 @@
 
 Time alone says little: a larger group moves more bytes for the same tensor. Two bandwidths make figures comparable.
 
-    algorithm bandwidth   bytes / seconds, what the caller sees
-    bus bandwidth         algorithm bandwidth × a factor of the group size n, chosen so that a perfect algorithm gives
-                          the speed of the slowest link, whatever n is
+    | algorithm bandwidth   bytes / seconds, what the caller sees
+    | bus bandwidth         algorithm bandwidth × a factor of the group size n, chosen so that a perfect algorithm gives
+    |                       the speed of the slowest link, whatever n is
 
-    all_reduce            bytes of the tensor                      2(n−1)/n
-    reduce_scatter        bytes of the whole side                   (n−1)/n
-    all_gather            bytes of the gathered side                (n−1)/n
-    all_to_all            bytes of one rank's whole side            (n−1)/n
-    gather, scatter       bytes of the whole side, on the root      (n−1)/n
-    broadcast, reduce     bytes of the tensor                             1
-    send_recv             bytes of one rank's message                     1
+    | all_reduce            bytes of the tensor                      2(n−1)/n
+    | reduce_scatter        bytes of the whole side                   (n−1)/n
+    | all_gather            bytes of the gathered side                (n−1)/n
+    | all_to_all            bytes of one rank's whole side            (n−1)/n
+    | gather, scatter       bytes of the whole side, on the root      (n−1)/n
+    | broadcast, reduce     bytes of the tensor                             1
+    | send_recv             bytes of one rank's message                     1
 
 Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. `copy` is not a collective: every rank
 copies the tensor in its own memory at the same time, which is the most that ranks of one machine could hope for.

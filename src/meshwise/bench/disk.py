@@ -3,8 +3,8 @@
 dd reads or writes one block after the other, so that a disk that works at several at a time shows what it can do only
 to several of them. They take turns with the tier's own file, on equal terms:
 
-    dd × n    16 MiB at a time, n that read and n that write
-    tier      pieces of 8 MiB, 4 at a time of either kind, through staging buffers
+    | dd × n    16 MiB at a time, n that read and n that write
+    | tier      pieces of 8 MiB, 4 at a time of either kind, through staging buffers
 
 Both go past the page cache where the file system has that, and neither syncs: a direct write is on the device when it
 ends. Every file is written once before anything is measured, so that nobody pays for what the file system does then.

@@ -1,8 +1,8 @@
 """Can this machine train, can the ranks talk, and if not, why not.
 
-    1  look at the machine: software, cores, memory, GPUs, links, limits
-    2  under torchrun: reach the meeting place and call the roll, so that a missing or different rank has a name
-    3  connect the ranks that are there (or local ones, started here) and let every pair talk
+    | 1  look at the machine: software, cores, memory, GPUs, links, limits
+    | 2  under torchrun: reach the meeting place and call the roll, so that a missing or different rank has a name
+    | 3  connect the ranks that are there (or local ones, started here) and let every pair talk
 
 Each step only runs when the one before found no problem. A step that stands still is ended with a sentence that says
 where, since the ordinary time limits of a job are far longer than anyone waits for a doctor.

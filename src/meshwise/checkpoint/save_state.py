@@ -1,7 +1,7 @@
 """Saving: every rank writes what it holds, one of them publishes, and training goes on meanwhile.
 
-    every rank            stage and write rank-N.safetensors, flush it, then rank-N.json: what it has written
-    the first rank        when all of these are there: checkpoint.json, flush, rename, `latest`
+    | every rank            stage and write rank-N.safetensors, flush it, then rank-N.json: what it has written
+    | the first rank        when all of these are there: checkpoint.json, flush, rename, `latest`
 
 The ranks meet through the folder, not through collectives: those belong to the training that goes on. They do so with
 collectives again in `PendingSave.wait`, where every rank learns how it ended.

@@ -3,11 +3,11 @@
 A ZeRO stage is a choice of which of these buffers are whole on every rank and which exist only as this rank's shard
 (Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5):
 
-    stage   parameters (used)   gradients        owned, updated by the optimizer    traffic of a step
-    0       whole               whole            everything                         all-reduce(gradients)
-    1       whole               whole            shard                              reduce-scatter + all-gather
-    2       whole               shard            shard                              the same, a reduce a micro-batch
-    3       shard               shard            shard                              + one all-gather more
+    | stage   parameters (used)   gradients        owned, updated by the optimizer    traffic of a step
+    | 0       whole               whole            everything                         all-reduce(gradients)
+    | 1       whole               whole            shard                              reduce-scatter + all-gather
+    | 2       whole               shard            shard                              the same, a reduce a micro-batch
+    | 3       shard               shard            shard                              + one all-gather more
 
 A whole buffer of a stage that keeps only a shard exists while a unit needs it, and no longer.
 """

@@ -7,11 +7,11 @@ Collectives of one step over N > 1 ranks, with m micro-batches and P bytes of tr
 shards a bucket; F bytes more when some are frozen), besides one all-reduce of four fp64 numbers for the loss, the
 count, the norm and the digest:
 
-    zero=0    all-reduce P
-    zero=1    reduce-scatter P, all-gather P
-    zero=2    m reduce-scatters of P, all-gather P
-    zero=3    m reduce-scatters of P; m all-gathers of P + F forward, and m of P + F less the last unit backward
-              (a unit that a tied weight brings back in a pass is gathered again there)
+    | zero=0    all-reduce P
+    | zero=1    reduce-scatter P, all-gather P
+    | zero=2    m reduce-scatters of P, all-gather P
+    | zero=3    m reduce-scatters of P; m all-gathers of P + F forward, and m of P + F less the last unit backward
+    |           (a unit that a tied weight brings back in a pass is gathered again there)
 
 Ranks of one host that hold the parameters together gather none under zero=3, and publish them once, as under zero=2;
 neither moves anything. A forward that is repeated in the backward (recomputation) adds none: its unit is whole for the

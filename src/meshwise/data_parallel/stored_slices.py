@@ -3,17 +3,17 @@
 A rank holds flat slices of flat buffers, cut by ZeRO wherever a shard ends, of tensors that other schemes have cut
 before. Nothing of that shows outside: a checkpoint only sees that this rank has rows 3 to 7 of `head.weight`.
 
-    bucket   | a.weight        | b.weight | b.bias | pad |
-    shard          |<-------------------->|                    of rank 1
-    holdings       | a.weight    | b.weight                    each up to three rectangles for a matrix
+    | bucket   | a.weight        | b.weight | b.bias | pad |
+    | shard          |<-------------------->|                    of rank 1
+    | holdings       | a.weight    | b.weight                    each up to three rectangles for a matrix
 
 Slots, by the words in front of the first slash:
 
-    parameter            the parameter, in fp32 where it is updated in fp32
-    optimizer/exp_avg    optimizer state of the same shape
-    scalar/step          optimizer state that is one tensor of one element for the whole parameter
-    number/step          the same as a Python number
-    buffer               a persistent buffer of the module
+    | parameter            the parameter, in fp32 where it is updated in fp32
+    | optimizer/exp_avg    optimizer state of the same shape
+    | scalar/step          optimizer state that is one tensor of one element for the whole parameter
+    | number/step          the same as a Python number
+    | buffer               a persistent buffer of the module
 
 A complex tensor is held as the real one that torch.view_as_real makes of it, with a last dim of two.
 """

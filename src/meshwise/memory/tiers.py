@@ -1,10 +1,10 @@
 """Where parameters, masters and gradients rest, and how they come to their use.
 
-    tier      on a GPU                                     on a CPU
-    device    the GPU's memory                             its memory
-    cpu       pinned memory of the host; copies on a       its memory: there is nothing to move
-              stream of their own
-    disk      a file of the rank; staging buffers (pinned when there is a GPU) on the way
+    | tier      on a GPU                                     on a CPU
+    | device    the GPU's memory                             its memory
+    | cpu       pinned memory of the host; copies on a       its memory: there is nothing to move
+    |           stream of their own
+    | disk      a file of the rank; staging buffers (pinned when there is a GPU) on the way
 
 A tensor at rest may be looked at and filled like any other, wherever it rests; `bring` and `store` are the fast ways.
 With nothing offloaded a `Tiers` does nothing.

@@ -1,13 +1,13 @@
 """The record of a model's construction, and the values of any one tensor from it.
 
-    index   operation          writes   reads        what w needs: 0, 3, 4
-      0     empty()            a                     (1 and 2 were overwritten by 3; u is another tensor)
-      1     uniform_(a)        a
-      2     mul_(a, 2)         a        a            w = nn.Parameter(a), u = nn.Parameter(b)
-      3     normal_(a)         a
-      4     zero_(a[0])        a        a
-      5     empty()            b
-      6     copy_(b, a)        b        a
+    | index   operation          writes   reads        what w needs: 0, 3, 4
+    |   0     empty()            a                     (1 and 2 were overwritten by 3; u is another tensor)
+    |   1     uniform_(a)        a
+    |   2     mul_(a, 2)         a        a            w = nn.Parameter(a), u = nn.Parameter(b)
+    |   3     normal_(a)         a
+    |   4     zero_(a[0])        a        a
+    |   5     empty()            b
+    |   6     copy_(b, a)        b        a
 
 Values are computed by running, in order, only the operations that the wanted tensors depend on, and memory is freed
 after its last use: no more is ever held than the tensor and the inputs of one operation.

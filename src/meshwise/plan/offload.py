@@ -2,11 +2,11 @@
 
     optimizer=cpu, params=disk      is written  `optimizer:cpu,params:disk`
 
-    optimizer      the optimizer's state
-    masters        what is updated, where that is another tensor than the parameters: wider, or on the CPU
-    gradients      the reduced ones that this rank updates with
-    params         the parameters that this rank keeps
-    activations    what a forward saves for its backward
+    | optimizer      the optimizer's state
+    | masters        what is updated, where that is another tensor than the parameters: wider, or on the CPU
+    | gradients      the reduced ones that this rank updates with
+    | params         the parameters that this rank keeps
+    | activations    what a forward saves for its backward
 
 What is updated lies where the update is done, so some follow others unless they are given a tier of their own:
 the optimizer's state goes to the CPU with masters or parameters, masters follow the optimizer's state, and gradients

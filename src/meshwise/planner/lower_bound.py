@@ -1,7 +1,7 @@
 """What a plan takes at least, from the costs of its pieces: seconds to work out where a rehearsal takes seconds to run.
 
-    time      A rank starts when the first micro-batch has come through the stages before it, computes all of its own,
-              and after its last backward that of the stages before it is left. So no order of actions takes less than
+    | time      A rank starts when the first micro-batch has come through the stages before it, computes all of its own,
+    |           and after its last backward that of the stages before it is left. So no order of actions takes less than
 
                   max over ranks r:  Σ forwards before r  +  m · Σ (forward + backward) of r  +  Σ backwards before r
 

@@ -1,10 +1,10 @@
 """The search: every plan of a space climbs a ladder of figures, each dearer and nearer to the truth than the last.
 
-    0  counted     all pieces as they are undivided, scaled to its ranks          microseconds
-    1  scaled      a sounding of its own tensor parallelism, scaled               seconds, for all plans that share it
-    2  sounded     a sounding of its own way                                      the same
-    3  timed       that, with its schedule's own table                            milliseconds
-    4  rehearsed   the real thing                                                 seconds
+    | 0  counted     all pieces as they are undivided, scaled to its ranks          microseconds
+    | 1  scaled      a sounding of its own tensor parallelism, scaled               seconds, for all plans that share it
+    | 2  sounded     a sounding of its own way                                      the same
+    | 3  timed       that, with its schedule's own table                            milliseconds
+    | 4  rehearsed   the real thing                                                 seconds
 
 Figures below the last are bounds, and the plan with the lowest climbs next. So a plan that has been rehearsed and is
 quicker than every bound that is left is the best there is, and the next such one the next; what has not climbed that

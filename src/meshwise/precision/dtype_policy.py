@@ -4,14 +4,14 @@ Which dtype a training runs in is seven questions, and a framework that answers 
 autocast there, a flag of the optimizer) cannot say what it did. Here the answers are one value, the same under every
 plan, and the trainer prints it beside what its tensors really are.
 
-                    fp32          bf16        fp16
-    parameters      as declared   bfloat16    float16      what the model uses; under zero=3 what is gathered
-    compute         as declared   bfloat16    float16      products and what is saved for the backward
-    reduction       as updated    bfloat16    float16      what gradients travel in; `wire=fp32`: float32
-    accumulation    as updated    float32     float32      where the gradients of micro-batches are added up
-    master          at least float32                       what the optimizer updates, of the unrounded parameters
-    optimizer state as updated                             torch's optimizers keep it in the dtype of what they update
-    buffers         as declared                            statistics and rotary tables lose too much when rounded
+    |                 fp32          bf16        fp16
+    | parameters      as declared   bfloat16    float16      what the model uses; under zero=3 what is gathered
+    | compute         as declared   bfloat16    float16      products and what is saved for the backward
+    | reduction       as updated    bfloat16    float16      what gradients travel in; `wire=fp32`: float32
+    | accumulation    as updated    float32     float32      where the gradients of micro-batches are added up
+    | master          at least float32                       what the optimizer updates, of the unrounded parameters
+    | optimizer state as updated                             torch's optimizers keep it in the dtype of what they update
+    | buffers         as declared                            statistics and rotary tables lose too much when rounded
 
 The parameters are stored in the dtype that is computed in, and fp32 masters updated beside them, as Megatron-LM and
 FSDP2's mixed precision do (Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740): gathers and activations

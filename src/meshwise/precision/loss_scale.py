@@ -4,9 +4,9 @@ fp16 holds nothing below 6e-8, and gradients are often smaller; multiplied by th
 again in fp32, they survive (Micikevicius et al., arXiv 1710.03740, section 3.2). How large the scale may be only shows
 when a gradient overflows: then the update is left out, on every rank, and the scale goes down.
 
-    step       1       2       3       4 … 2003    2004 …
-    scale      8192    4096    1024    128         256
-    gradient   inf     inf     inf     finite      finite
+    | step       1       2       3       4 … 2003    2004 …
+    | scale      8192    4096    1024    128         256
+    | gradient   inf     inf     inf     finite      finite
 
 An overflow halves the scale, the second in a row quarters it, the third divides it by 8; it doubles again after
 `patience` updates. It begins where the gradient of a mean loss seldom overflows: a step that is lost costs more than

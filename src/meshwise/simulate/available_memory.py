@@ -1,8 +1,8 @@
 """How much memory a rank may still take of what it computes on.
 
-    own       the limits of its process, as `ulimit` sets them
-    shared    what the machine has left, and what each control group has that the process is in (of a container, a
-              batch system, a service); the ranks of a host take their parts of that
+    | own       the limits of its process, as `ulimit` sets them
+    | shared    what the machine has left, and what each control group has that the process is in (of a container, a
+    |           batch system, a service); the ranks of a host take their parts of that
 
 What a group uses counts files that the kernel keeps in memory while there is room. Those that nobody has used lately
 are taken to be free, as container runtimes do.

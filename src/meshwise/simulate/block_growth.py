@@ -1,8 +1,8 @@
 """How what a rank does grows with every like block of its model, read off three rehearsals that are one block apart.
 
-    three blocks   a b  x y  x y  c d  u u
-    four           a b  x y  x y  x y  c d  u u u
-    five           a b  x y  x y  x y  x y  c d  u u u u
+    | three blocks   a b  x y  x y  c d  u u
+    | four           a b  x y  x y  x y  c d  u u u
+    | five           a b  x y  x y  x y  x y  c d  u u u u
 
 What a block adds is what the blocks before it have done there, once more. Where the fourth and the fifth add the same
 at the same places, those that follow do. Two numbers move on the way: that of a call, because there are more calls

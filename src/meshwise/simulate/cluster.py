@@ -3,11 +3,11 @@
 A model of a machine with a few constants of physical meaning, each of which is measured (`meshwise bench calibrate`)
 or read in a data sheet:
 
-    products      best · k/(k + inner) · P/(P + outputs) of the peak, for P = batch·m·n results of k terms each
-    all else      bytes at the rate that a tensor of that size is read and written with, or at the operation's own
-    memory        bytes at the rate that the system gives them, where no allocator keeps what was used before
-    collectives   latency · steps + bytes over the link's rate at that size, each as its ring or tree moves them; in
-                  long rings no less than a hop for each rank
+    | products      best · k/(k + inner) · P/(P + outputs) of the peak, for P = batch·m·n results of k terms each
+    | all else      bytes at the rate that a tensor of that size is read and written with, or at the operation's own
+    | memory        bytes at the rate that the system gives them, where no allocator keeps what was used before
+    | collectives   latency · steps + bytes over the link's rate at that size, each as its ring or tree moves them; in
+    |               long rings no less than a hop for each rank
 """
 
 from __future__ import annotations

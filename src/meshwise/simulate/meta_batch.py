@@ -1,9 +1,9 @@
 """A batch without values in place of the user's, and the values that its integers have there.
 
-    the user's             stands for it in a rehearsal       has values
-    input_ids   [6, 10]    [8, 10] on meta                    the rows 0 1 2 3 4 5 0 1
-    mask        [6, 10]    [8, 10] on meta                    the same rows
-    images      [6, 3, 9]  [8, 3, 9] on meta                  none
+    | the user's             stands for it in a rehearsal       has values
+    | input_ids   [6, 10]    [8, 10] on meta                    the rows 0 1 2 3 4 5 0 1
+    | mask        [6, 10]    [8, 10] on meta                    the same rows
+    | images      [6, 3, 9]  [8, 3, 9] on meta                  none
 
 Which branch a model takes, and how large what it picks is, it asks of masks, positions and lengths. Other numbers
 decide what comes out, and hardly ever what is done.

@@ -1,11 +1,11 @@
 """What moves in a step because state rests elsewhere than where it is used, and how long that takes.
 
-    what rests    by every micro-batch                  at the update, which waits for all gradients' norm
-    activations   written, read
-    parameters    read twice (gathers)                  written
-    gradients     written; of all but the first, read   read
-    masters                                             read, written
-    optimizer                                           read, written
+    | what rests    by every micro-batch                  at the update, which waits for all gradients' norm
+    | activations   written, read
+    | parameters    read twice (gathers)                  written
+    | gradients     written; of all but the first, read   read
+    | masters                                             read, written
+    | optimizer                                           read, written
 
 What a GPU and its host exchange crosses the link between them; what rests on the disk is read and written there. Where
 the optimizer's state leaves a GPU, the host updates: gradients and parameters cross the link once, wherever they rest.

@@ -2,11 +2,11 @@
 
 Not the engine on one rank, which would share the engine's mistakes, but the loop that one would write by hand:
 
-    output = model(batch)
-    total, count = loss(output, batch)          # over the whole global batch
-    (total / count).backward()
-    norm = clip_grad_norm_(parameters, …)       # torch's own
-    optimizer.step()                            # torch's own, over the whole tensors
+    | output = model(batch)
+    | total, count = loss(output, batch)          # over the whole global batch
+    | (total / count).backward()
+    | norm = clip_grad_norm_(parameters, …)       # torch's own
+    | optimizer.step()                            # torch's own, over the whole tensors
 
 Three things are the engine's by contract and are repeated here: a parameter that the loss did not reach has the
 gradient zero (torch's optimizers would skip it, and with it its weight decay), a parameter narrower than its master is

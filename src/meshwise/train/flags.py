@@ -3,9 +3,9 @@
 Two readers, one for a TOML file and one for flags, disagree about types, about unknown keys and about what an error
 looks like. Here tyro is the one reader: a key of a table becomes the flag that it stands for,
 
-    [train]                    --train.steps=10
-    steps = 10                 --plan=dp=2
-    plan = {dp = 2}
+    | [train]                    --train.steps=10
+    | steps = 10                 --plan=dp=2
+    | plan = {dp = 2}
 
 so that both take the same keys and give the same messages.
 """

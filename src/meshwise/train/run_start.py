@@ -1,9 +1,9 @@
 """Where a run begins: in a new folder or in one that is there, from nothing or from a checkpoint.
 
-    resume            folder                          begins from
-    (none)            a new one                       nothing
-    auto              `output`, if it is there        the newest valid checkpoint in it; nothing, if there is none
-    a folder          a new one                       that checkpoint, or the newest valid one of that run
+    | resume            folder                          begins from
+    | (none)            a new one                       nothing
+    | auto              `output`, if it is there        the newest valid checkpoint in it; nothing, if there is none
+    | a folder          a new one                       that checkpoint, or the newest valid one of that run
 
 Ranks that their launcher has started again find the folder that this job has made before by the launcher's name for
 the job, and go on there: from its own checkpoints, and if there are none yet from where the job began.

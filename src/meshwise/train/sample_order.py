@@ -4,8 +4,8 @@ A sampler that is an iterator has a state that every rank, every epoch and every
 usual ones also depend on the number of ranks. Here a run counts samples: the global batch of step s is the samples
 numbered s·B to (s+1)·B, whoever reads them, so
 
-    number   0 1 2 3 4 5 | 6 7 8 9 10 11 | 12 …         B = 6, seven samples
-    sample   3 0 6 1 5 2   4|2 5 0 3  6    1 4|…         a new permutation every seven numbers
+    | number   0 1 2 3 4 5 | 6 7 8 9 10 11 | 12 …         B = 6, seven samples
+    | sample   3 0 6 1 5 2   4|2 5 0 3  6    1 4|…         a new permutation every seven numbers
 
 every plan trains on the same global batches, every batch is full (the last one of an epoch takes its rest from the
 next), and resuming is setting the counter.

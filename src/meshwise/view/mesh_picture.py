@@ -1,10 +1,10 @@
 """A mesh as a picture: a cell for every rank, a grid for the two innermost axes, grids beside and below one another for
 the others; cells of one node in one colour.
 
-    pp 0                  pp 1
-          tp 0  tp 1            tp 0  tp 1
-    dp 0 [  0 ][  1 ]     dp 0 [  4 ][  5 ]
-    dp 1 [  2 ][  3 ]     dp 1 [  6 ][  7 ]
+    | pp 0                  pp 1
+    |       tp 0  tp 1            tp 0  tp 1
+    | dp 0 [  0 ][  1 ]     dp 0 [  4 ][  5 ]
+    | dp 1 [  2 ][  3 ]     dp 1 [  6 ][  7 ]
 
 A long axis shows its first indices and its last one.
 """

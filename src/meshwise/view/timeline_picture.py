@@ -1,8 +1,8 @@
 """A timeline as a picture: a row for every rank, time to the right.
 
 rank 0  ┃ F0 ┃ F1 ┃░░░░┃   B0   ┃▒ F2 ▒┃ … ┃ update ┃     what it computes; over it, what it waits for meanwhile
-          ▂▂▂▂▂▂    ▂▂▂▂▂                                 its collectives, its messages and what moves between
-                                                          tiers, each on a lane of its own where there are any
+          | ▂▂▂▂▂▂    ▂▂▂▂▂                                 its collectives, its messages and what moves between
+          |                                                 tiers, each on a lane of its own where there are any
 """
 
 from __future__ import annotations

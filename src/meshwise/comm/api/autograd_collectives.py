@@ -4,19 +4,19 @@ c10d's collectives end the graph, and whoever wraps them has to know what the ra
 tensor that all of them then use alike has another gradient than one that each uses for something else. Here a tensor
 is one of four things, and each collective says which it takes and which it gives:
 
-    split     every rank holds its part along a dim
-    partial   every rank holds a summand
-    alike     every rank holds all of it and goes on alike: its gradient is alike too
-    whole     every rank holds all of it and goes on with something of its own: its gradient is partial
+    | split     every rank holds its part along a dim
+    | partial   every rank holds a summand
+    | alike     every rank holds all of it and goes on alike: its gradient is alike too
+    | whole     every rank holds all of it and goes on with something of its own: its gradient is partial
 
-    collective       from       to         backward
-    all_gather       split      whole      reduce_scatter
-    reduce_scatter   partial    split      all_gather
-    all_reduce       partial    alike      nothing to do
-    copy             alike      whole      all_reduce
-    replicate        split      alike      take
-    take             alike      split      replicate
-    all_to_all       split      split      all_to_all
+    | collective       from       to         backward
+    | all_gather       split      whole      reduce_scatter
+    | reduce_scatter   partial    split      all_gather
+    | all_reduce       partial    alike      nothing to do
+    | copy             alike      whole      all_reduce
+    | replicate        split      alike      take
+    | take             alike      split      replicate
+    | all_to_all       split      split      all_to_all
 
 A call starts the collective; `.wait()` on what it returns is the tensor. What the program computes between the two
 runs beside the collective, and its backward runs beside the conjugate: autograd goes back through the same order.

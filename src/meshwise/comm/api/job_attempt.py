@@ -4,10 +4,10 @@ A launcher that restarts ranks may keep its store from one start to the next, wi
 start wrote into it; and it numbers its restarts by itself, so that launchers of several machines, one of which joined
 later, count differently. So the ranks agree on a name that no earlier start had, with a ticket each:
 
-    every rank      takes a ticket, a number nobody has had, and writes beside it who it is
-    rank 0          offers the name made of its own ticket to every ticket it finds
-    the others      accept what is offered to their own ticket
-    rank 0          goes on when every rank has accepted
+    | every rank      takes a ticket, a number nobody has had, and writes beside it who it is
+    | rank 0          offers the name made of its own ticket to every ticket it finds
+    | the others      accept what is offered to their own ticket
+    | rank 0          goes on when every rank has accepted
 
 A ticket of a rank that is gone is offered the name too, and stays silent.
 """

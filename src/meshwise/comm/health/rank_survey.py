@@ -3,11 +3,11 @@
 A rank that waits is no proof of anything: another may compile, load data or write a checkpoint. So the answers of all
 ranks are put together and the reason is looked for in this order:
 
-    they disagree     calls with equal places (the same line, the same ordinal) that are not alike
-    one is lost       it does not answer: stopped, killed, or its machine is gone
-    one has finished  and the others wait for it
-    a circle          every rank that somebody waits for waits itself
-    one is slow       it answers and it is busy: no reason to end anything yet
+    | they disagree     calls with equal places (the same line, the same ordinal) that are not alike
+    | one is lost       it does not answer: stopped, killed, or its machine is gone
+    | one has finished  and the others wait for it
+    | a circle          every rank that somebody waits for waits itself
+    | one is slow       it answers and it is busy: no reason to end anything yet
 
 All but the last are certain: waiting longer cannot help.
 """

@@ -3,12 +3,12 @@
 Each rank has a thread that looks at the rank's journal and talks to the others through the job's store, a channel that
 works when collectives do not. It needs no help from the rank's main thread, which may be blocked for good in C++.
 
-    every beat       say that this rank is alive; see whether anyone asks or the end has been declared
-    a rank waits     it asks: every rank answers with its position, last calls and Python stack (see `survey`)
-    it is certain    that waiting is in vain: the lowest rank that answers prints the report and all ranks end
-    it is not        because a rank is only slow: one warning at half of `stall_seconds`, the end at `stall_seconds`
-    a rank raises    its traceback is the report and all ranks end
-    the store or the launcher is gone    the rank ends by itself
+    | every beat       say that this rank is alive; see whether anyone asks or the end has been declared
+    | a rank waits     it asks: every rank answers with its position, last calls and Python stack (see `survey`)
+    | it is certain    that waiting is in vain: the lowest rank that answers prints the report and all ranks end
+    | it is not        because a rank is only slow: one warning at half of `stall_seconds`, the end at `stall_seconds`
+    | a rank raises    its traceback is the report and all ranks end
+    | the store or the launcher is gone    the rank ends by itself
 
 What is certain and how soon, for `stall_seconds` = 300: ranks that disagree, left early or wait in a circle after 10 s
 of waiting, a rank that does not answer after another 30 s (at once when its connection broke). Ending is `os._exit(1)`.

@@ -1,9 +1,9 @@
 """The folder of a job: the ranks that `run` starts leave in it what became of them.
 
-    meshwise-job-x1y2/         among the temporary files
-      made-by-meshwise         what tells it from a folder that only has such a name
-      start-0/  0  1  …        an `Outcome` of each rank, for each start of them
-      logs/                    torch's
+    | meshwise-job-x1y2/         among the temporary files
+    |   made-by-meshwise         what tells it from a folder that only has such a name
+    |   start-0/  0  1  …        an `Outcome` of each rank, for each start of them
+    |   logs/                    torch's
 
 It goes with the job. A launcher that is killed leaves it, and the next one removes it, and the job's `semaphores`:
 launcher and ranks hold a lock on their folder, which ends with the last of them, whatever ends it. Nothing that anyone

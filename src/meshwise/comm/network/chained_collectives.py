@@ -4,8 +4,8 @@ The next step of a chain can only be called when the one before is complete, and
 But all ranks of a group have to make their calls in one order. So every step has calls of its own kind, apart from all
 others (the `purpose` of its group), and each kind is called in the order of the chains, whoever is waited for:
 
-    chain 1   step 1    step 2              step 3          step 2 of chain 2 is called after step 2 of chain 1,
-    chain 2      step 1            step 2        step 3     at the earliest
+    | chain 1   step 1    step 2              step 3          step 2 of chain 2 is called after step 2 of chain 1,
+    | chain 2      step 1            step 2        step 3     at the earliest
 
 Chains of different groups have nothing to do with each other. No thread drives a chain: it goes on when this rank
 waits, for whatever it may be, or makes another call.

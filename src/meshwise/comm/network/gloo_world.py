@@ -3,9 +3,9 @@
 A collective here is a generator. Each `yield` hands over messages that are under way; when it is resumed they have
 arrived.
 
-    reduce-scatter   send part j to rank j, receive N-1 parts           yield    sum them in order
-    all-gather       send x to everyone, receive N-1 parts              yield
-    all-reduce       a reduce-scatter of slices                         yield    an all-gather of the sums    yield
+    | reduce-scatter   send part j to rank j, receive N-1 parts           yield    sum them in order
+    | all-gather       send x to everyone, receive N-1 parts              yield
+    | all-reduce       a reduce-scatter of slices                         yield    an all-gather of the sums    yield
 
 The first messages leave before the call returns. What goes on by itself from there is completed by whoever waits for
 it. What would stand still until then, because it has a second phase, is carried on by a thread: one for each group, in

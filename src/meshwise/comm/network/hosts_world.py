@@ -3,10 +3,10 @@
 What goes between two hosts is slower than what stays in one, so a collective first does inside what can be done there.
 With as many ranks of the group on each host, those of equal place on their hosts form a column:
 
-                   host 0   host 1
-    place 0          0        2       column 0          all-reduce   reduce-scatter inside, over the places
-    place 1          1        3       column 1                       all-reduce in each column, 1/places of the tensor
-                                                                     all-gather inside
+    |                host 0   host 1
+    | place 0          0        2       column 0          all-reduce   reduce-scatter inside, over the places
+    | place 1          1        3       column 1                       all-reduce in each column, 1/places of the tensor
+    |                                                                  all-gather inside
 
 Reduce-scatter is its first two steps, all-gather the last two, broadcast a column and then inside. Groups on one host
 stay inside; everything else goes by messages. A sum is the sum of the hosts' sums, each in the order of the group.

@@ -4,9 +4,9 @@ gloo's own collectives copy more than they need, queue behind each other on two 
 the size, and end the process (SIGABRT) when two ranks disagree about a size. Its sends and receives have none of this:
 they are under way when the call returns, any number at once, straight from and into the tensors.
 
-    64 MB, 4 processes, CPU ms a rank     all-reduce   reduce-scatter   all-gather   broadcast
-    gloo's collectives                    58 to 81     114 to 135       77 to 99     27 to 43
-    messages                              55 to 74     32 to 40         30           48
+    | 64 MB, 4 processes, CPU ms a rank     all-reduce   reduce-scatter   all-gather   broadcast
+    | gloo's collectives                    58 to 81     114 to 135       77 to 99     27 to 43
+    | messages                              55 to 74     32 to 40         30           48
 
 Every message carries a tag made of what the rank believes it is calling (ranks, kind, operation, phase, size, dtype).
 Ranks that disagree therefore never take each other's bytes: they wait, and the hang report finds out who differs.

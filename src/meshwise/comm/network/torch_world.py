@@ -1,9 +1,9 @@
 """The world that torch.distributed joins: real processes, on one machine or many.
 
-    device           joined by
-    CPU              shared memory inside a host, messages over gloo between hosts; only gloo when told so
-    CUDA             NCCL; when two ranks have the same GPU, which NCCL refuses, messages over gloo with pinned copies
-    a world of one   nothing
+    | device           joined by
+    | CPU              shared memory inside a host, messages over gloo between hosts; only gloo when told so
+    | CUDA             NCCL; when two ranks have the same GPU, which NCCL refuses, messages over gloo with pinned copies
+    | a world of one   nothing
 
 It leaves torch's default process group alone: a job can use meshwise and its own `init_process_group` side by side.
 """

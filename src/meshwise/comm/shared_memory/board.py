@@ -2,10 +2,10 @@
 
 A number of 8 aligned bytes is written at once, so a rank that counts up what it has done needs no lock:
 
-    words   0     the bell: changes with everything else, and is what the others sleep on (a futex)
-            8     how many lanes there are
-            16…   for each lane: its key, and where it begins
-            …     the lanes, in pages (what stands there, `side` says)
+    | words   0     the bell: changes with everything else, and is what the others sleep on (a futex)
+    |         8     how many lanes there are
+    |         16…   for each lane: its key, and where it begins
+    |         …     the lanes, in pages (what stands there, `side` says)
 
 Whoever waits looks a few times, which is enough when the other is about to be there, lets others run between some more
 looks, which is enough when the other needs the same core, and then sleeps until the other's bell rings. Nothing is

@@ -2,16 +2,16 @@
 
 Every rank says where its tensors lie (see `lane`), and then each takes what it wants:
 
-    all-gather, broadcast, all-to-all, …   every rank copies the others' parts to where they belong
-    reduce-scatter                         every rank adds up its own part, straight from the others' tensors
-    all-reduce                             every rank adds up its slice, block by block, and writes each block of the
-                                           sum into everybody's tensor: nothing is read twice, nothing copied between
-    up to 64 KB                            the call brings the contents, and every rank has what it needs at once
+    | all-gather, broadcast, all-to-all, …   every rank copies the others' parts to where they belong
+    | reduce-scatter                         every rank adds up its own part, straight from the others' tensors
+    | all-reduce                             every rank adds up its slice, block by block, and writes each block of the
+    |                                        sum into everybody's tensor: nothing is read twice, nothing copied between
+    | up to 64 KB                            the call brings the contents, and every rank has what it needs at once
 
-    tensors               how the others reach them
-    of `world.empty`      shared memory: they are mapped once, and from then on read and written where they lie
-    any others            process_vm_readv and its twin copy from one process to another; where the system forbids
-                          that, through shared memory that is borrowed for the call
+    | tensors               how the others reach them
+    | of `world.empty`      shared memory: they are mapped once, and from then on read and written where they lie
+    | any others            process_vm_readv and its twin copy from one process to another; where the system forbids
+    |                       that, through shared memory that is borrowed for the call
 
 Sums have the order of the group, so they are the same bits however tensors lie and whoever adds them up.
 """

@@ -1,9 +1,9 @@
 """A rank's side of a lane, where it stands on that rank's board: what the rank has called, and how far it is.
 
-    words   +0    calls posted
-            +8    calls done
-            +16…  a ring of records: the call's tag, then place, offset and bytes of each tensor that the rank gives
-            …     a ring of payloads, one for each record: what small tensors hold
+    | words   +0    calls posted
+    |         +8    calls done
+    |         +16…  a ring of records: the call's tag, then place, offset and bytes of each tensor that the rank gives
+    |         …     a ring of payloads, one for each record: what small tensors hold
 
 What a lane is, `lane` says. One rank writes here, all others read.
 """

@@ -4,11 +4,11 @@ Autograd's graph does not tell: it ends at `detach`, under `no_grad`, and at int
 below autograd is watched, and what it makes was made of what it was given. Memory is followed, so views are too, and
 changes in place. A number that is read from a tensor, or a shape that its values decide, may decide all that follows.
 
-    h = embedding(tokens)          h        needs embedding
-    wide = h.argmax(-1) > 3        wide     needs embedding
-    y = block(h, wide, losses)     y        needs block
-                                   losses   have an effect of block: it put there what it does not return
-                                   h        has one as well, if block changes it in place
+    | h = embedding(tokens)          h        needs embedding
+    | wide = h.argmax(-1) > 3        wide     needs embedding
+    | y = block(h, wide, losses)     y        needs block
+    |                                losses   have an effect of block: it put there what it does not return
+    |                                h        has one as well, if block changes it in place
 
 Numbers and other plain values are not followed through Python. So one that a piece puts into a list or a mapping that
 it was given is an effect on all that follows, one that it keeps in an attribute an effect on who reads that.

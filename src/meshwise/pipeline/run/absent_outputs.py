@@ -4,10 +4,10 @@ A stage has NaN, of integers 0, in place of what it does not need (`stage.NanPla
 the cut has seen what it uses. A prediction is all that the model returns, and what its loss leaves out would be NaN in
 it. So from those values on the operations of a prediction are followed:
 
-    hidden[0] = embedding(x)      of another stage: absent
-    hidden[0].mean(1) · 2         absent
-    zeros_like(hidden[0])         there: nothing of it is used but its shape
-    hidden[0].new_empty(…)        absent where NaN is put into it, as a collective does that is no operation
+    | hidden[0] = embedding(x)      of another stage: absent
+    | hidden[0].mean(1) · 2         absent
+    | zeros_like(hidden[0])         there: nothing of it is used but its shape
+    | hidden[0].new_empty(…)        absent where NaN is put into it, as a collective does that is no operation
 """
 
 from __future__ import annotations

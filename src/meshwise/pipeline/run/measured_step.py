@@ -2,13 +2,13 @@
 
 What a rank loses of a step, the time in which it does not compute, is taken apart:
 
-    ideal        what the schedule alone costs: every stage as long as the mean, and nothing else takes any time
-    imbalance    what it costs more that stages differ, when every computation takes its stage's mean
-    receives     what it waited longer than that, for messages and for the last rank: transfers, and computations that
-                 were now longer and now shorter
-    collectives  waits inside computations (layers that are split, units that are gathered), and for reductions, less
-                 what the rank would have idled by the clock: for a rank that is slower it waits in them as well
-    other        the rest: what the interpreter does between actions
+    | ideal        what the schedule alone costs: every stage as long as the mean, and nothing else takes any time
+    | imbalance    what it costs more that stages differ, when every computation takes its stage's mean
+    | receives     what it waited longer than that, for messages and for the last rank: transfers, and computations that
+    |              were now longer and now shorter
+    | collectives  waits inside computations (layers that are split, units that are gathered), and for reductions, less
+    |              what the rank would have idled by the clock: for a rank that is slower it waits in them as well
+    | other        the rest: what the interpreter does between actions
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
 It knows no schedule. What is computed when, and between which ranks what travels in which order, the table has said,
 and `validate` has checked that nobody waits for ever. What is left to do here:
 
-    2RECV_F0   posted before its turn, as soon as its shapes are known; waited for at its turn
-    2F0        the stage's forward; what leaves for a stage on the same rank is handed over
-    2SEND_F0   begun and not waited for, before the row is through
-    2B0 2I0 2W0     whole, or in two parts (`backward.py`)
-    2GATHER 2FREE 2REDUCE     asked of whoever keeps the stage's parameters
+    | 2RECV_F0   posted before its turn, as soon as its shapes are known; waited for at its turn
+    | 2F0        the stage's forward; what leaves for a stage on the same rank is handed over
+    | 2SEND_F0   begun and not waited for, before the row is through
+    | 2B0 2I0 2W0     whole, or in two parts (`backward.py`)
+    | 2GATHER 2FREE 2REDUCE     asked of whoever keeps the stage's parameters
 
 Shapes are agreed once for each edge and each shape of a micro-batch: the first message of its kind is preceded by the
 skeleton of what crosses, later ones are tensors alone. A micro-batch without rows is passed over on every rank.

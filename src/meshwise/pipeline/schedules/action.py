@@ -3,8 +3,8 @@
 A pipeline schedule written as control flow can be run and nothing else. Written as a table it is checked before anybody
 starts, timed, drawn, compared with another one in a test, read from a file, and run by one interpreter:
 
-    0F0 0F1 0B0 0B1        rank 0 holds stage 0: forward of micro-batches 0 and 1, then their backwards
-    1F0 1B0 1F1 1B1        rank 1 holds stage 1
+    | 0F0 0F1 0B0 0B1        rank 0 holds stage 0: forward of micro-batches 0 and 1, then their backwards
+    | 1F0 1B0 1F1 1B1        rank 1 holds stage 1
 
 A schedule function returns only what is computed; `passes` add the sends, receives, gathers and reductions.
 """

@@ -4,11 +4,11 @@ Every rank does some forwards first, then one forward and one backward in turn, 
 schedules differ in how many are first and in how a rank goes through its stages. With p ranks, m micro-batches,
 v stages a rank, and f and b the forward and backward time of one stage, the bubble of a rank is
 
-    naive         (p - 1) m (f + b)      one micro-batch at a time
-    gpipe         (p - 1)   (f + b)      holds m micro-batches         (Huang et al., 2019)
-    1f1b          (p - 1)   (f + b)      holds at most p               (Narayanan et al., 2019, 2021)
-    interleaved   (p - 1)   (f + b)      f, b are 1/v of a rank's time (Narayanan et al., 2021)
-    looped        (p - 1)   (f + b)      the same; holds m v; each stage is used twice only (Lamy-Poirier, 2023)
+    | naive         (p - 1) m (f + b)      one micro-batch at a time
+    | gpipe         (p - 1)   (f + b)      holds m micro-batches         (Huang et al., 2019)
+    | 1f1b          (p - 1)   (f + b)      holds at most p               (Narayanan et al., 2019, 2021)
+    | interleaved   (p - 1)   (f + b)      f, b are 1/v of a rank's time (Narayanan et al., 2021)
+    | looped        (p - 1)   (f + b)      the same; holds m v; each stage is used twice only (Lamy-Poirier, 2023)
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 Let f, i and w be the times of a stage's F, I and W. The bubble of a rank, from its first action to its last, is
 
-    zb-h1       (p - 1) (f + i - w)           holds p micro-batches, as 1F1B    (Qi et al., 2023)
-    zb-h2       (p - 1) (f + i - 2w)          holds 2p - 1
-    zb-v        0 when f = i = w              holds 2p halves, as 1F1B          (Qi et al., 2024)
-    dualpipev   (p - 1) (f + i - w)           holds 2p + 1 halves               (DeepSeek, 2025)
+    | zb-h1       (p - 1) (f + i - w)           holds p micro-batches, as 1F1B    (Qi et al., 2023)
+    | zb-h2       (p - 1) (f + i - 2w)          holds 2p - 1
+    | zb-v        0 when f = i = w              holds 2p halves, as 1F1B          (Qi et al., 2024)
+    | dualpipev   (p - 1) (f + i - w)           holds 2p + 1 halves               (DeepSeek, 2025)
 
 The last two hold stages r and 2p - 1 - r on rank r, a V, so that the loss is on rank 0; f, i and w are those of such
 half a rank. DualPipeV's own formula, (p - 1) (f + 2i - w), is for pairs of a forward and a backward that run as one;

@@ -6,8 +6,8 @@ the table. What neither knows is taken to mix nothing.
 
 A tensor is a part along a dim, or inside of one, where rows and tokens were put into one dim:
 
-    x             (rows, tokens, features)     Piece(dim=1, step=1, places=tokens)
-    x.flatten(1)  (rows, tokens · features)    Piece(dim=1, step=features, places=tokens)
+    | x             (rows, tokens, features)     Piece(dim=1, step=1, places=tokens)
+    | x.flatten(1)  (rows, tokens · features)    Piece(dim=1, step=features, places=tokens)
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ modules that play a part know that. What else a forward does there is right as l
 itself: a mean over them, a shift, a product that contracts them is something else of a part than of all. So in the
 first training forward every operation below autograd is looked at, outside of those modules and of all hooks:
 
-    x = blocks[0](x)             a part, along dim -2
-    y = x.flatten(0, 1) * 2      a part, inside of dim 0
-    x - x.mean(1)                refused: mixes what is split
+    | x = blocks[0](x)             a part, along dim -2
+    | y = x.flatten(0, 1) * 2      a part, inside of dim 0
+    | x - x.mean(1)                refused: mixes what is split
 
 And the gradient of what all ranks have alike (a gate, a scale) and that meets a part is the sum of what each makes of
 it. For parameters that is known; for anything else it is refused. What is not known to mix is let pass.

@@ -2,10 +2,10 @@
 
 What each rank uses for its own heads gets a gradient from each of them. Somebody has to sum those, once:
 
-    bias = outer                      from outside of the blocks, alike on all ranks: a copy sums, on the way back
-    bias = self.table(places)         a parameter that all ranks have whole, in a block: what each rank makes of its
-                                      gradient, of its tokens or heads, is summed with the gradients of the step
-    bias = copied * 2                 copied already, around this module
+    | bias = outer                      from outside of the blocks, alike on all ranks: a copy sums, on the way back
+    | bias = self.table(places)         a parameter that all ranks have whole, in a block: what each rank makes of its
+    |                                   gradient, of its tokens or heads, is summed with the gradients of the step
+    | bias = copied * 2                 copied already, around this module
 
 The graph behind a tensor, up to the last product or collective, tells which it is.
 """

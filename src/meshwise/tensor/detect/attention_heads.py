@@ -4,9 +4,9 @@ Ranks share out whole heads. So for every matrix of an attention it has to be kn
 for a fused one in which order q, k and v lie, and which numbers the forward uses that are counts of heads: after the
 split, a forward that says `q.view(batch, -1, self.num_heads, self.head_width)` means the heads of its rank.
 
-    queries      heads x width, cut so that the queries of one key head stay together
-    keys, values key_heads x width
-    output       as the queries
+    | queries      heads x width, cut so that the queries of one key head stay together
+    | keys, values key_heads x width
+    | output       as the queries
 """
 
 from __future__ import annotations

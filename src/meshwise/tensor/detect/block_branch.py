@@ -11,10 +11,10 @@ by itself: that is what lets ranks share the features out and talk only at the e
 reads the width and writes another size is a first, the reverse is a second. A square one can be either (the queries
 and the output of an attention usually are), and then the order of registration tells: a branch is closed by
 
-    a second that sizes tell                        expansion 8x32, projection 32x8
-    a square after a first that sizes tell          qkv 8x24, output 8x8
-    the fourth of four squares, in attention        q, k, v, output
-    the second of two squares, elsewhere            an MLP whose hidden size is the width
+    | a second that sizes tell                        expansion 8x32, projection 32x8
+    | a square after a first that sizes tell          qkv 8x24, output 8x8
+    | the fourth of four squares, in attention        q, k, v, output
+    | the second of two squares, elsewhere            an MLP whose hidden size is the width
 
 at the end of the module that holds them (q, k and v may live in one module and the output in the next), or where
 another branch begins. A gate may be registered behind the second, if that is all that its module holds. What someone

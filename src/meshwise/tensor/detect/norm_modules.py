@@ -4,8 +4,8 @@ A split norm has to be computed by parts, so its formula must be known. Every li
 same two formulas, and a class's name is no proof of what it computes. So the module itself is asked: a copy of it, with
 random gains, is given random numbers, and is what it agrees with:
 
-    (x - mean) / sqrt(variance + epsilon) · gain + bias        LayerNorm, Ba et al., 2016
-    x / sqrt(mean of squares + epsilon) · gain                  RMSNorm, Zhang & Sennrich, 2019
+    | (x - mean) / sqrt(variance + epsilon) · gain + bias        LayerNorm, Ba et al., 2016
+    | x / sqrt(mean of squares + epsilon) · gain                  RMSNorm, Zhang & Sennrich, 2019
 
 with the gain as it is stored or 1 more, in float64 or less exactly: then its statistics are taken in float32. In the
 same way, a module that scales or shifts is asked whether it does so feature by feature.

@@ -4,9 +4,9 @@ A model is not written for tensor parallelism and never learns of it. So from ou
 form a pair, where heads are counted, which embedding is the vocabulary's. Three sources say so, the first that speaks
 about a module counts:
 
-    1. rules        {"blocks.*.up": "first", "blocks.*.down": "second"}        what the user states
-    2. declared     the plan that a transformers model carries for its matrices
-    3. structure    sizes, names of counts, the order of registration (`families`)
+    | 1. rules        {"blocks.*.up": "first", "blocks.*.down": "second"}        what the user states
+    | 2. declared     the plan that a transformers model carries for its matrices
+    | 3. structure    sizes, names of counts, the order of registration (`families`)
 
 Whatever the source, nothing is passed over: a rule that matches nothing and a parameter that got no part are errors
 that list what comes near.

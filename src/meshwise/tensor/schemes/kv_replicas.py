@@ -3,10 +3,10 @@
 With grouped-query attention the heads are shared out and there may be fewer key heads than ranks. Then the axis that
 splits the heads is two axes, the outer one for the key heads, the inner one, `twin`, for ranks that share one:
 
-    4 heads, 2 key heads            tp=0                    tp=1
-    on 4 ranks                twin=0      twin=1      twin=0      twin=1
-    q                            0           1           2           3
-    k, v                         0           0           1           1          gradients summed over twin
+    | 4 heads, 2 key heads            tp=0                    tp=1
+    | on 4 ranks                twin=0      twin=1      twin=0      twin=1
+    | q                            0           1           2           3
+    | k, v                         0           0           1           1          gradients summed over twin
 
 Everything else that was split over the one axis is split over both.
 """

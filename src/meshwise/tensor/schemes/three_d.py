@@ -3,10 +3,10 @@
 Every operand is split p³ ways, and every linear gathers, or reduces, only p² ways split ones. The two linears of a pair
 exchange the roles of j and l:
 
-    first    X  T/(i·j), K/l     W  K/(l·i), N/j     gather X over j, W over i; reduce Y over l, scattered on T
-             Y  T/(i·l), N/j     as the second's X
-    second   X  T/(i·l), K/j     W  K/j, N/(l·i)     gather X over l, W over i; reduce Y over j, scattered on T
-             Y  T/(i·j), N/l     as the first's X
+    | first    X  T/(i·j), K/l     W  K/(l·i), N/j     gather X over j, W over i; reduce Y over l, scattered on T
+    |          Y  T/(i·l), N/j     as the second's X
+    | second   X  T/(i·l), K/j     W  K/j, N/(l·i)     gather X over l, W over i; reduce Y over j, scattered on T
+    |          Y  T/(i·j), N/l     as the first's X
 
     forward of one linear   (T·K + K·N + T·N) / p²          backward   the same, kept; X, W twice, free
     of a block              (16 b·s·h + 12 h²) / p²         7 b·s·h of inputs, 9 of outputs
