@@ -31,8 +31,8 @@ def is_read_only(path: Path) -> bool:
 def write_whole(path: Path, *, write: Callable[[Path], object], aside: Path | None = None) -> None:
     """Let `write` write the file, at the path that it is given. Raises OSError; what was there is there still.
 
-    aside: where it grows, by default under a name that nobody else has. A writer that is alone and writes much names a
-    place: what a killed one has left there is written over, and does not stay for ever.
+    aside: the path of the new file while it is written, by default a fresh name in the same folder. A writer that is
+    alone and writes much names a place: what a killed one has left there is written over, and does not stay for ever.
     """
     if is_read_only(path):
         raise PermissionError(errno.EACCES, "it is read-only", str(path))
@@ -56,8 +56,8 @@ def write_whole(path: Path, *, write: Callable[[Path], object], aside: Path | No
 
 
 def flush(path: Path) -> None:
-    """Return when the disk has a file, or the names in a folder. Raises OSError: that there is no room may only be told
-    then.
+    """Return when the disk has a file, or the names in a folder. Raises OSError, for example when the disk is full:
+    some systems report that only now.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -2,8 +2,8 @@
 
 Every scheme splits something over some ranks: "the ranks of my tensor group", "the ranks that hold the same
 parameters". Kept as process groups, that knowledge is spread over globals, one pair of getters for each new
-combination. Here it is arithmetic on one frozen value: a rank is a number, its coordinate is that number written in a
-mixed base, and a group is what remains when some digits vary and the others stay.
+combination. Here it is arithmetic on one frozen value. A rank is a number, and its coordinate is that number in a mixed
+base. A group is the ranks that differ in some digits only.
 
     Mesh.of(pp=2, dp=2, tp=2)       the last axis varies fastest
 

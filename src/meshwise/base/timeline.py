@@ -1,6 +1,4 @@
-"""What ranks did, or would do, and when: one value for a clock's prediction, for a recording of a run, and for every
-view of them.
-"""
+"""Timelines of ranks: predicted by a clock, recorded from a run, and read by every view."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ AROUND = frozenset({"begin", "exchange", "settle"})
 
 
 class TimelineRow(StrEnum):
-    """What of a rank is busy. The first two take turns; the others run beside them."""
+    """Rows of a rank in a timeline. The first two take turns; the others run beside them."""
 
     COMPUTE = "computes"
     WAIT = "waits"
@@ -60,7 +58,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The events of one step, from 0 on, those of a stream of a rank in order."""
+    """The events of one step, starting at time 0; the events of each row of a rank are in order."""
 
     events: tuple[Event, ...]
     pipelines: tuple[tuple[int, ...], ...]
@@ -109,10 +107,10 @@ class Timeline:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Time of each rank between its first and last computation in which it does not compute.
+        """Seconds of each rank between its first and last computation in which it does not compute.
 
-        The greatest of these is the bubble as it is published: a rank that starts late and ends late by as much
-        could spend the difference in the next step, were there no step of the optimizer, common to all, in between.
+        The largest value is the bubble as published. A rank that starts and ends late could use that time in the next
+        step, if the optimizer step between were not common to all.
         """
         spans = (row[-1].stop - row[0].start for row in self.computing)
         return tuple(span - busy for span, busy in zip(spans, self.busy, strict=True))

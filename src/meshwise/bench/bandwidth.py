@@ -1,4 +1,4 @@
-"""How a collective's time becomes a bandwidth: nccl-tests' definitions, as one table.
+"""Bandwidths of collectives from their times, by the definitions of nccl-tests.
 
 Time alone says little: a larger group moves more bytes for the same tensor. Two bandwidths make figures comparable.
 
@@ -15,7 +15,7 @@ Time alone says little: a larger group moves more bytes for the same tensor. Two
     | send_recv             bytes of one rank's message                     1
 
 Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. `copy` is not a collective: every rank
-copies the tensor in its own memory at the same time, which is the most that ranks of one machine could hope for.
+copies the tensor in its own memory at the same time. That is the upper limit for ranks of one machine.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ BUS_FACTORS: Mapping[str, BusFactor] = MappingProxyType(
 class Measurement:
     """One collective at one size in one group. Times are the slowest rank's, in seconds per call.
 
-    `on`: ordinary tensors, those of `World.empty` (shared), the one that the ranks hold together (`World.common`), or
-    ordinary ones and torch's own collectives over gloo.
+    `on`: ordinary tensors, tensors of `World.empty` (shared), the tensor of `World.common` that ranks hold together, or
+    ordinary tensors with torch's collectives over gloo (gloo).
     """
 
     kind: str

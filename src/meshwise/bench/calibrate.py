@@ -1,15 +1,15 @@
 """Measures the machine it runs on, as the few numbers that a simulation needs of a cluster.
 
-All ranks measure at the same time, as they compute in training: they share caches, memory and links. What a matrix
-product reaches by its shape is measured over a grid of shapes and fitted by three constants (see `MatmulEfficiency`),
-each shape counting as much as it takes time; every other number is a median of its own, over all rounds of all ranks.
+All ranks measure at the same time, as they compute in training: they share caches, memory and links. The efficiency of
+a matrix product by shape is measured over a grid of shapes and fitted by three constants (see `MatmulEfficiency`),
+weighted by time. Every other number is a median over all rounds of all ranks.
 
-Where nobody keeps memory that was used before (see `memory.freed`), a new tensor's comes from the system, which clears
-it page by page, and that takes longer than most operations. It is measured by itself and taken off what makes new
-tensors.
+Without memory kept from earlier use (see `memory.malloc_settings`), the system clears the memory of a new tensor page
+by page. That takes longer than most operations. This cost is measured separately and subtracted from operations that
+make new tensors.
 
-On a CPU it is the processor's time that counts, so that a rank that other work keeps from its core measures the core
-all the same; how much of the time that was is told with the result.
+On a CPU the processor time counts, so other work on the core does not change the result. The share of time that other
+work took is reported with the result.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class CalibrationEffort:
-    """How much is measured."""
+    """Amount of measuring: sizes, rounds and seconds."""
 
     lengths: tuple[int, ...] = (32, 128, 512, 2048)
     """Of each dim of a matrix product; on a GPU four times that."""
@@ -74,7 +74,7 @@ class CalibrationEffort:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What was measured, and how undisturbed."""
+    """Measured figures, and how undisturbed the measurement was."""
 
     cluster: Cluster
 
@@ -159,7 +159,7 @@ class _Stopwatch:
 
 @dataclass(frozen=True)
 class _Base:
-    """What goes with every operation."""
+    """Cost that is common to every operation."""
 
     launch: float
     fresh: Curve

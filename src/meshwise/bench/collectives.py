@@ -1,13 +1,13 @@
 """Time every collective of a World over sizes and group sizes.
 
-Sizes and collectives take turns within a round, so that a machine that slows down slows them all; a copy within each
-rank's memory takes its turn among them as the best the machine could do at that moment. A round goes from the smallest
-size to the largest: what is compared is timed one soon after the other, and small calls do not follow on megabytes of
-another library's. What comes first within a size comes last in the next round: nothing always follows the same. A
-sample is some calls back to back after a barrier, as nccl-tests takes it (64 MiB of them, at most 100 calls), timed on
-each rank; the slowest rank's time counts, and the median and minimum over rounds are given. A group of n ranks is
-measured alone, while the others wait. Where there are several calls, some more come first that are not timed: after
-another library's turn its threads are still about to sleep, and caches hold its code.
+Sizes and collectives take turns within a round, so a slow moment of the machine affects all of them. A copy within each
+rank's memory takes its turn too, as the best that the machine can do at that moment. A round goes from the smallest
+size to the largest. Compared calls follow each other closely, and small calls do not follow megabytes of another
+library. What comes first within a size comes last in the next round: nothing always follows the same. A sample is
+several calls back to back after a barrier, as in nccl-tests: 64 MiB, at most 100 calls. The slowest rank's time counts;
+the median and minimum over rounds are reported. A group of n ranks is measured alone, while the others wait. Before
+several calls a few untimed calls run: after another library's turn its threads are still about to sleep and its code
+fills the caches.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _Sampled: TypeAlias = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class SizeSweep:
-    """What to measure: which collectives, of how many bytes, in groups of how many ranks, on what, and how often."""
+    """Sweep over collectives, sizes in bytes, group sizes, kinds of tensors and numbers of calls."""
 
     kinds: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -119,7 +119,7 @@ _IN_PLACE: Mapping[str, _Call] = MappingProxyType(
 
 
 def measure(sweep: SizeSweep, *, world: World) -> list[Measurement]:
-    """Run the sweep; every rank calls it and gets the measurements of the groups it was in, rank 0 those of all.
+    """Run the sweep; every rank calls it. Each rank gets the measurements of its groups, rank 0 gets all.
 
     A copy is measured beside every size. Sizes are rounded down to whole numbers of floats per rank, at least one.
 
@@ -135,9 +135,7 @@ def measure(sweep: SizeSweep, *, world: World) -> list[Measurement]:
 
 
 def _wait(world: World, sweep: SizeSweep) -> list[Measurement]:
-    """Return the part of a rank outside the group: it meets the others once a round, so that nobody takes it for
-    lost.
-    """
+    """Wait as a rank outside the group: it meets the others once a round, so that no rank counts as lost."""
     for _ in range(sweep.warmup + sweep.rounds):
         world.barrier()
     return []

@@ -1,13 +1,14 @@
-"""What a disk gives to tiers, beside what it gives to dd: read alone, written alone, and both at once.
+"""Measure the bandwidth of a disk for tiers beside dd: reading, writing, and both at once.
 
-dd reads or writes one block after the other, so that a disk that works at several at a time shows what it can do only
-to several of them. They take turns with the tier's own file, on equal terms:
+dd handles one block after the other, so a disk that serves several requests at a time needs several dd processes. They
+take turns with the tier's own file, on equal terms:
 
     | dd × n    16 MiB at a time, n that read and n that write
     | tier      pieces of 8 MiB, 4 at a time of either kind, through staging buffers
 
 Both go past the page cache where the file system has that, and neither syncs: a direct write is on the device when it
-ends. Every file is written once before anything is measured, so that nobody pays for what the file system does then.
+ends. Every file is written once before anything is measured, so no contestant pays for the file system's first
+allocation.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Contestant: TypeAlias = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Rate:
-    """What one contestant got of the disk: bytes a second, round by round."""
+    """Bytes per second of one contestant, round by round."""
 
     who: str
     kind: str
@@ -81,7 +82,7 @@ class Disk:
 
 
 def measure(folder: Path, *, size: int, rounds: int) -> Disk:
-    """Read and write `size` bytes of each kind in `rounds` turns. What it makes in `folder` is gone afterwards.
+    """Read and write `size` bytes of each kind in `rounds` turns. The files that it makes in `folder` are removed.
 
     Raises ValueError when there is too little room, or no dd; TierError when nothing can be written there.
     """

@@ -4,8 +4,8 @@
     | 2  under torchrun: reach the meeting place and call the roll, so that a missing or different rank has a name
     | 3  connect the ranks that are there (or local ones, started here) and let every pair talk
 
-Each step only runs when the one before found no problem. A step that stands still is ended with a sentence that says
-where, since the ordinary time limits of a job are far longer than anyone waits for a doctor.
+Each step only runs when the one before found no problem. A step that takes too long is ended with a message that says
+where. The ordinary time limits of a job are too long for a check.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshwise.comm.health.roll_call import roll_call
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """What the doctor found. `talks`: one conversation for each kind of device that was tried."""
+    """Report of the doctor. `talks`: one conversation for each kind of device that was tried."""
 
     machine: Machine
     talks: tuple[PairTalks, ...]

@@ -1,4 +1,4 @@
-"""What an examination finds: facts, and when something is wrong, what it is and what to do, in one sentence each."""
+"""Findings of an examination: facts, and problems with their remedy in one sentence each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a machine is made of, as far as training notices: software, processor, memory, GPUs, links, limits.
+"""Facts about a machine that matter for training: software, processor, memory, GPUs, links, limits.
 
 Everything is read from torch, the standard library, Linux's own files and, when there are GPUs, nvidia-smi. What a
 system does not offer is left out.
@@ -46,7 +46,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine as one process sees it. Sizes in bytes; `cores` are those this process may use."""
+    """The machine as one process sees it. Sizes in bytes; `cores` are those this process may use."""
 
     software: tuple[tuple[str, str], ...]
     processor: str
@@ -97,7 +97,7 @@ def software() -> tuple[tuple[str, str], ...]:
 
 
 def addresses_of(host: str) -> tuple[str, ...]:
-    """Return the addresses a host name stands for; none when it does not resolve."""
+    """Return the addresses of a host name, or none when it does not resolve."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:

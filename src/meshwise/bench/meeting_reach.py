@@ -1,4 +1,4 @@
-"""Whether this rank can reach the address where the job meets, told in one sentence when it cannot."""
+"""Check whether this rank can reach the address where the job meets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whether the ranks can talk: every pair exchanges messages, everyone adds up, and what arrives is looked at.
+"""Check whether the ranks can communicate: every pair exchanges messages, all ranks add up numbers, and the results are
+checked.
 
 Pairs meet as in a tournament, so that in each round every rank has one partner (one rank rests when they are odd):
 
@@ -35,7 +36,7 @@ class PairLink:
 
 @dataclass(frozen=True)
 class PairTalks:
-    """What a conversation of all ranks showed; the same on every rank."""
+    """Results of an exchange between all ranks, the same on every rank."""
 
     size: int
     device: str

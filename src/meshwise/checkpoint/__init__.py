@@ -1,6 +1,6 @@
 """Checkpoints that know no plan: logical tensors by name, saved and loaded as rectangles.
 
-A checkpoint is a folder of safetensors files and one index. It says nothing of ranks: whoever loads it reads the
+A checkpoint is a folder of safetensors files and one index. It is independent of ranks: each loading rank reads the
 rectangles that it needs, under any plan and any number of ranks. docs/checkpoints.md is the format.
 
     | runs/demo/checkpoints/                 a root: checkpoints of one run
@@ -25,7 +25,7 @@ What one process calls:
     | damages(folder) -> Iterator[Damage]             every byte against its checksum: file, tensor, expected, found
     | prune(root, keep_last=) -> list[Path]           removes older checkpoints, and what failed saves have left
 
-A trainer has all of it in three methods, which every rank calls and which end alike on every rank:
+A trainer offers all of it in three methods, which every rank calls and which end in the same way on every rank:
 
     trainer.save(folder, extra=None, wait=True, keep_last=None) -> Saving
     trainer.load(folder) -> Mapping[str, Any]       the `extra` it was saved with: JSON values

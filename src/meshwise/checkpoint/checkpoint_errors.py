@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint, in the words of a report."""
+"""Errors of checkpoints and the damage that they report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Damage:
-    """One thing that is not as it was written: in which file, whose tensors, what was expected and what is there."""
+    """One damaged place: its file, its tensors, the expected and the found value."""
 
     file: str
     expected: str

@@ -6,7 +6,7 @@
     step-200/                      and only then does `latest` say step-200
 
 A crash leaves either nothing or a folder whose name says that it is partial. A checkpoint that is saved again under the
-same name is put aside by the first of two renames, and is a valid checkpoint under that other name until the second.
+same name is renamed first, and stays valid under the other name until the second rename.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _PARTIAL, _REPLACED = ".partial-", ".replaced-"
 
 @dataclass(frozen=True)
 class CheckpointSearch:
-    """What was found in a root: the newest valid checkpoint, if any, and what is wrong with those that are newer."""
+    """Result of a search in a root: the newest valid checkpoint, if any, and the problems of newer ones."""
 
     path: Path | None
     damaged: tuple[tuple[Path, tuple[Damage, ...]], ...]
 
 
 def checkpoints(root: Path) -> list[tuple[Path, CheckpointIndex | DamageError]]:
-    """Return every checkpoint of a root with its index, newest first; damaged ones, of which nobody knows when, come
+    """Return every checkpoint of a root with its index, newest first; damaged ones without a readable index come
     last.
     """
     found: list[tuple[Path, CheckpointIndex | DamageError]] = []
@@ -83,7 +83,7 @@ def make_aside(folder: Path) -> Path:
 
 
 def _may_be_replaced(folder: Path) -> bool:
-    """Return whether nobody would miss what is there: nothing, or an older checkpoint of this name."""
+    """Return whether the path may be replaced: nothing is there, or an older checkpoint of this name."""
     return not os.path.lexists(folder) or is_checkpoint(folder) or (folder.is_dir() and not any(folder.iterdir()))
 
 
@@ -139,13 +139,13 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def next_sequence(root: Path) -> int:
-    """Return a number that is larger than that of every checkpoint of a root."""
+    """Return a number larger than the sequence number of every checkpoint in the root."""
     numbers = [index.sequence for _, index in checkpoints(root) if isinstance(index, CheckpointIndex)]
     return max(numbers, default=0) + 1
 
 
 def remove_quietly(path: Path) -> None:
-    """Remove what may be gone, or be on a disk that is."""
+    """Remove a path if it still exists, ignoring errors of its disk."""
     with suppress(OSError):
         remove(path)
 

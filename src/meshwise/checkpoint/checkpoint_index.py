@@ -12,7 +12,7 @@ must look like, byte for byte.
      "checksum": "5d41402a"}                             crc32 of the text before this key
 
 It is the last file to be written, so that where there is one, there is all of it. A crc32 finds torn and altered bytes;
-it is no protection against somebody who alters them and the checksum with them.
+it does not protect against deliberate changes of data and checksum.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class CheckpointFile:
-    """What a file must look like: its size, and the crc32 of every block of it (none where nobody made them)."""
+    """Expected file: its size and the crc32 of every block, or none where no checksums were made."""
 
     size: int
     checksums: tuple[int, ...]
@@ -76,7 +76,7 @@ class CheckpointFile:
 
 @dataclass(frozen=True)
 class CheckpointIndex:
-    """What a checkpoint holds."""
+    """Contents of a checkpoint."""
 
     folder: Path
     sequence: int

@@ -55,8 +55,8 @@ def is_valid(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class CheckpointDifference:
-    """How one logical tensor differs between two checkpoints: `elements` of them, by at most `largest`, which is NaN
-    where one of the two is.
+    """Difference of one logical tensor between two checkpoints: `elements` differ, by at most `largest` (NaN if one of
+    the two is NaN).
     """
 
     name: str

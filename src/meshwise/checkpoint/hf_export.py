@@ -19,7 +19,7 @@ _TOKENS = (4, 8)
 
 
 class ExportError(RuntimeError):
-    """What was written is not the model that was saved; the message says how far apart their logits are."""
+    """The exported model differs from the saved one; the message says how far apart their logits are."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _vocabulary(module: nn.Module) -> int:
 
 
 def _tried(module: nn.Module, tokens: Tensor) -> Tensor:
-    """Return the logits of a model of which nothing is known yet. Raises ValueError where tokens alone give none."""
+    """Return the logits of a model that may fail in any way. Raises ValueError where tokens alone give none."""
     try:
         return _logits(module, tokens)
     except Exception as error:

@@ -28,8 +28,8 @@ class CheckpointReader:
     def fill(self, holdings: Iterable[StoredSlice]) -> None:
         """Fill the tensors of `holdings`. A tied parameter is found under any of its names.
 
-        Raises DamageError for bytes that are not as they were written, ValueError for what the checkpoint lacks, has in
-        another shape, or has in a dtype whose values the wanted one cannot hold. OSError.
+        Raises DamageError for altered bytes. Raises ValueError for a tensor that the checkpoint lacks, has in another
+        shape, or has in a dtype whose values the wanted dtype cannot hold. OSError.
         """
         read([span for holding in holdings for span in self._spans(holding)])
 

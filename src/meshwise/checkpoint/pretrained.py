@@ -5,8 +5,8 @@
     model-00001-of-00003.safetensors …
     model.safetensors.index.json                   {"weight_map": {tensor: file}}
 
-Such a folder is an index of whole tensors, so what reads rectangles of a checkpoint reads rectangles of it: a model is
-loaded straight into any plan, and no rank ever sees more than its share. It has no checksums; sizes are all there is to
+Such a folder is an index of whole tensors, so the reader of checkpoints reads rectangles of it too. A model loads
+straight into any plan, and no rank ever reads more than its share. It has no checksums; sizes are all there is to
 compare. Names stay as the model has them: nothing is renamed, transposed or fused on the way.
 """
 
@@ -46,7 +46,7 @@ _PIECE_ELEMENTS = 1 << 20
 
 
 def read_pretrained(folder: Path) -> CheckpointIndex:
-    """Return the tensors of a folder of safetensors files, each whole, in the slots `parameter` and `buffer` alike.
+    """Return the tensors of a folder of safetensors files, each whole, under both slots `parameter` and `buffer`.
 
     Raises DamageError for a folder that is none, and for files that are not what their headers say.
     """
@@ -85,8 +85,8 @@ def _files(folder: Path) -> list[str]:
 def under_names(index: CheckpointIndex, *, names: Mapping[str, Sequence[str]], base: str = "") -> CheckpointIndex:
     """Return the same tensors under the names that a model has for them.
 
-    `names` maps each first name to all names of the parameter. A folder of the model without its head calls
-    `transformer.h.0` just `h.0`: `base` is that prefix, which is added or left out where a name is not found as it is.
+    `names` maps each first name to all names of the parameter. A folder of the model without its head names
+    `transformer.h.0` just `h.0`. `base` is that prefix; it is added or removed where a name is not found unchanged.
     """
     tensors = dict(index.tensors)
     for first, all_of_them in names.items():
@@ -125,9 +125,9 @@ class _File:
 def write_pretrained(reader: CheckpointReader, *, into: Path, dtypes: Mapping[str, torch.dtype]) -> list[Path]:
     """Write the parameters and buffers of a checkpoint into a new folder, in the layout and under the names of a model.
 
-    `dtypes`: those of parameters that the model has in another dtype than the checkpoint. A few MB at a time are in
-    memory. Returns the files. Raises DamageError, OSError (FileExistsError: the folder has a model already); what was
-    written until then is gone.
+    `dtypes`: dtypes of parameters whose dtype in the model differs from the checkpoint. A few MB at a time are in
+    memory. Returns the files. Raises DamageError, or OSError (FileExistsError: the folder holds a model already);
+    partly written files are removed.
     """
     stored = {_split(key)[1]: key for key in reader.index.tensors if _split(key)[0] in ("parameter", "buffer")}
     specs = [

@@ -33,7 +33,7 @@ _SPAN = WINDOW - 2 * BLOCK
 
 @dataclass(frozen=True, eq=False)
 class SourceFile:
-    """A file to read: what it must look like, when somebody knows, and what its header says it holds."""
+    """A file to read: its expected form, if known, and the content that its header announces."""
 
     path: Path
     expected: CheckpointFile | None

@@ -1,9 +1,9 @@
 """The header of a safetensors file, written and read by ourselves.
 
-The library's own writer takes all tensors at once, which is the whole share of a rank a second time in its memory; its
-reader maps a file and trusts it. The format is simple (https://huggingface.co/docs/safetensors): the length of the
-header, eight bytes; a JSON table of dtypes, shapes and places; the bytes. Here the table is written before any tensor
-is at hand, and nothing in a table is believed before it has been compared with the size of the file.
+The library's own writer takes all tensors at once, which doubles the memory for a rank's share. Its reader maps a file
+and trusts it. The format is simple (https://huggingface.co/docs/safetensors): the length of the header, eight bytes; a
+JSON table of dtypes, shapes and places; the bytes. Here the header is written before any tensor is available. A header
+that is read is compared with the size of the file before it is used.
 """
 
 from __future__ import annotations

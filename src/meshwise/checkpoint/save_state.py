@@ -1,10 +1,10 @@
-"""Saving: every rank writes what it holds, one of them publishes, and training goes on meanwhile.
+"""Save a checkpoint: every rank writes its part, one rank publishes, and training continues meanwhile.
 
     | every rank            stage and write rank-N.safetensors, flush it, then rank-N.json: what it has written
     | the first rank        when all of these are there: checkpoint.json, flush, rename, `latest`
 
-The ranks meet through the folder, not through collectives: those belong to the training that goes on. They do so with
-collectives again in `PendingSave.wait`, where every rank learns how it ended.
+The ranks meet through the folder, not through collectives, because training uses the collectives meanwhile. They do so
+with collectives again in `PendingSave.wait`, where every rank learns how it ended.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PATIENCE_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class SaveContent:
-    """What this rank saves.
+    """Content that this rank saves.
 
     holdings   over all ranks, every element of every logical tensor once
     aliases    other names of tied parameters
@@ -76,7 +76,9 @@ def save(folder: Path, *, content: SaveContent, world: World, keep_last: int | N
 
 @dataclass(frozen=True)
 class RankFile:
-    """What this rank writes: its file, the head of it, the tensors in their order, and its part of the index."""
+    """Part of a checkpoint that this rank writes: the file, its header, its tensors in order, and its part of the
+    index.
+    """
 
     name: str
     head: bytes
@@ -143,11 +145,11 @@ class PendingSave:
 
     @property
     def told(self) -> bool:
-        """True if `wait` has told how it ended."""
+        """True if `wait` has reported the end."""
         return self._finished
 
     def wait(self) -> Path:
-        """Return the folder when it is published, or raise SaveError alike on every rank, each of which calls it.
+        """Return the folder when it is published, or raise SaveError on every rank; every rank calls it.
 
         What was saved before is as it was when this fails. May be called again: the answer stays the same.
         """
@@ -169,7 +171,7 @@ class PendingSave:
         return self.folder
 
     def leave(self) -> None:
-        """Nobody will wait for it: it is published if the other ranks write their parts soon. Any rank, alone."""
+        """Abandon the save: it is published only if the other ranks write their parts soon. Any rank, alone."""
         self._left.set()
 
     def give_up(self) -> None:

@@ -4,10 +4,10 @@
                    one thread         │          another
                                       └─ a fixed number; written ones are filled again
 
-A copy of a rank's whole share would let training go on at once, for twice the memory; writing from the live tensors
-needs no memory, and stops training for as long as the disk takes. Here training may change the tensors as soon as the
-last of them is in a chunk: at once when the share fits the buffer, and at the speed of the disk less the size of the
-buffer when it does not.
+A copy of a rank's whole share would let training continue at once, for twice the memory. Writing from the live tensors
+needs no memory, but stops training while the disk writes. Here training may change the tensors as soon as the last of
+them is in a chunk. That is at once when the share fits the buffer, and otherwise after all but the last buffer has been
+written.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class StagedWriter:
         return CheckpointFile(size, tuple(checksums))
 
     def _drain(self) -> None:
-        """Let the copier come to its end, so that nobody waits for it in vain."""
+        """Drain the queue of the copier thread so that it ends."""
         while (item := self._full.get()) is not None:
             self._free.put(item[0])
 

@@ -34,7 +34,7 @@ from meshwise.plan import Plan
 
 @dataclass(frozen=True)
 class RestoredState:
-    """What was restored: from which checkpoint, its `extra`, and the newer ones that were passed over as damaged."""
+    """Result of a restore: the checkpoint, its `extra`, and the newer checkpoints that were skipped as damaged."""
 
     path: Path
     extra: Mapping[str, Any]
@@ -164,7 +164,7 @@ class TrainingState:
         return search
 
     def close(self) -> None:
-        """Let go of the optimizer, and of a save that nobody has waited for."""
+        """Release the optimizer and abandon an unfinished save."""
         self._hook.remove()
         if self._saving is not None:
             self._saving.leave()

@@ -1,10 +1,10 @@
 """`meshwise checkpoint`: what there is, what is in it, whether it is whole, what has changed, and out of it.
 
-    | list FOLDER              the checkpoints of a run, newest first
-    | show CHECKPOINT          its tensors and what else was saved
-    | check FOLDER             every byte against its checksum: of one checkpoint, or of all of a run
-    | diff ONE OTHER           the tensors that are not bit for bit the same, whatever plans these were saved under
-    | export CHECKPOINT INTO   a Hugging Face folder, checked by its logits on random tokens
+    list FOLDER              the checkpoints of a run, newest first
+    show CHECKPOINT          its tensors and what else was saved
+    check FOLDER             every byte against its checksum: of one checkpoint, or of all of a run
+    diff ONE OTHER           the tensors that are not bit for bit the same, whatever plans these were saved under
+    export CHECKPOINT INTO   a Hugging Face folder, checked by its logits on random tokens
 
 The status is 0 when all is well, 1 when something is damaged, different or not exported, 2 when there is no checkpoint.
 """
@@ -180,7 +180,7 @@ def _require(folder: Path) -> None:
 
 
 def _root(folder: Path) -> Path:
-    """Return the folder with the checkpoints: the one given, or that of the run given. Raises JobError when it is
+    """Return the folder with the checkpoints: the given one, or the one of the given run. Raises JobError when it is
     none.
     """
     if not folder.is_dir():

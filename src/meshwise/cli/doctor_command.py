@@ -1,4 +1,4 @@
-"""`meshwise doctor`: the examination told, with status 0 when all is well and 1 otherwise."""
+"""`meshwise doctor`: print the examination of the machine; status 0 when all is well, 1 otherwise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MARKS: Mapping[str, str] = {"ok": "[green]ok     [/]", "note": "[yellow]note   
 
 @dataclass(frozen=True)
 class Doctor:
-    """Examine this machine and whether ranks can talk: local ones, or under torchrun those of the job."""
+    """Examine this machine and whether ranks can communicate: local ranks, or under torchrun the ranks of the job."""
 
     ranks: int | None = None
     """Local ranks to start; by default one per GPU or core, 2 to 4."""

@@ -1,4 +1,4 @@
-"""Where a drawing goes: to the terminal, and into the files that are asked for."""
+"""Outputs of a drawing: the terminal and the requested files."""
 
 from __future__ import annotations
 

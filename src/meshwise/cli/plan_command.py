@@ -139,7 +139,7 @@ def _searched(job: PlanJob, cluster: Cluster) -> tuple[RehearsalSubject, PlanSpa
 
 
 def _shown(surveys: Iterator[SearchResult], *, effort: SearchEffort, quiet: bool) -> SearchResult:
-    """Return the last survey; meanwhile, a line that tells how far the search is."""
+    """Return the final result of a search, printing its progress meanwhile."""
     console = Console(stderr=True)
     columns = (
         SpinnerColumn(),
@@ -161,7 +161,7 @@ def _shown(surveys: Iterator[SearchResult], *, effort: SearchEffort, quiet: bool
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a search was for: the heading of what it has found."""
+    """Heading and space of a search."""
 
     job: PlanJob
     cluster: Cluster

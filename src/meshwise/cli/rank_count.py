@@ -1,4 +1,4 @@
-"""How many ranks a command runs on, and what joins them: as the flags and the environment say."""
+"""Choose the number of ranks of a command and the world that joins them, from flags and environment."""
 
 from __future__ import annotations
 

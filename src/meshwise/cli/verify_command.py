@@ -35,7 +35,7 @@ _PATIENCE_SECONDS = "3600"
 
 @dataclass(frozen=True)
 class VerifyJob(StudiedJob):
-    """A training job, some steps of which are taken under the plan and on one process, and compared."""
+    """A training job of which some steps run under the plan and on one process, and are compared."""
 
     steps: int = 3
     """Optimizer steps to compare, on the first batches of the job, at its peak learning rate."""

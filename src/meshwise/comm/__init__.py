@@ -1,4 +1,4 @@
-"""What joins the ranks: the only package that imports torch.distributed."""
+"""Communication between ranks: the only package that imports torch.distributed."""
 
 from meshwise.comm.api.flight_recorder import CallRecord, Position, RanksDisagree
 from meshwise.comm.api.group import Group

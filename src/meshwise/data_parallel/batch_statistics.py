@@ -1,20 +1,20 @@
 """Batch normalisation over the batch: over a micro-batch of all ranks, not over the rows of one.
 
-Under a plan with replicas a rank has some of the rows, and a batch norm would take its statistics over those: the split
-model would be another model. Here its statistics are those of the micro-batch with this number on all ranks together,
-as one process has them that trains on the same micro-batches of the global batch, one after the other. So `dp` changes
-nothing; `microbatches` does, as it does on one process.
+Under a plan with replicas a rank has some of the rows. Statistics over those rows alone would make the split model
+another model. Here the statistics cover the micro-batch with this number on all ranks together. That equals one process
+that trains on the same micro-batches of the global batch one after the other. So `dp` changes nothing; `microbatches`
+does, as it does on one process.
 
-From the mean, the squared deviations and the number of values of each rank those of all are (Chan, Golub, LeVeque,
-"Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979)
+The statistics of all ranks follow from the mean, the squared deviations and the number of values of each rank (Chan,
+Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979)
 
     n = Σ nᵢ        mean = Σ nᵢ meanᵢ / n        M = Σ (Mᵢ + nᵢ (meanᵢ - mean)²)        variance = M / n
 
 which loses no digits where the mean is large, and takes one all-gather of 2C+1 numbers per rank forward, one
 reduce-scatter of as many backward. A rank without rows takes part with n = 0.
 
-An instance norm computes nothing over the batch, but what it keeps for eval mode is a mean over its samples: that of
-all ranks is the mean of theirs, by how many samples each has.
+An instance norm computes nothing over the batch, but keeps a mean over its samples for eval mode. The mean of all ranks
+is the mean of theirs, weighted by samples.
 
 `F.batch_norm` is answered for while the model runs, whatever class of the model's calls it; modules stay what they are.
 """
@@ -103,7 +103,7 @@ class BatchStatistics(ForwardAndBackwardMode):
         return torch.addcmul(shift.view(shape), x, scale.view(shape)).to(call.input.dtype)
 
     def _each_normalised(self, call: inspect.BoundArguments) -> Tensor:
-        """Return an instance norm, after which the running statistics are those of all ranks."""
+        """Return the result of an instance norm, and make its running statistics those of all ranks."""
         call.apply_defaults()
         given = call.arguments
         kept = [given[name] for name in ("running_mean", "running_var") if given[name] is not None]

@@ -1,7 +1,7 @@
-"""One flat buffer and everything that hangs on it: parameters, gradients, and the slice this rank owns.
+"""A flat buffer with its parameters, gradients, and the slice that this rank owns.
 
-A ZeRO stage is a choice of which of these buffers are whole on every rank and which exist only as this rank's shard
-(Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5):
+A ZeRO stage is a choice: each of these buffers is whole on every rank or exists only as this rank's shard (Rajbhandari
+et al., "ZeRO", arXiv 1910.02054, section 5):
 
     | stage   parameters (used)   gradients        owned, updated by the optimizer    traffic of a step
     | 0       whole               whole            everything                         all-reduce(gradients)
@@ -30,12 +30,12 @@ from meshwise.model.parameter_table import ParameterRow
 class Bucket:
     """The parameters of one unit that share dtype, trainability and the axes over which they are replicated.
 
-    `whole` is the buffer that the model's parameters view: its storage is empty while a ZeRO-3 unit is at rest. Ranks
-    that can share memory hold one between them from stage 1 on (`shared`), of which each writes its shard: gathering
-    and publishing then move nothing. `kept`, from element `kept_from` on, is what this rank has to fill.
-    `owned` is the slice [start, stop) this rank updates; `master` holds it in the dtype that the precision says, of the
-    unrounded values, and is `owned` itself when the dtypes are equal. `slices` are what an optimizer updates: the parts
-    of the master that share options.
+    `whole` is the buffer that the model's parameters view; its storage is empty while a ZeRO-3 unit is not in use.
+    From stage 1 on, ranks that can share memory hold one buffer together (`shared`), of which each rank writes its
+    shard. Gathering and publishing then move nothing. `kept`, from element `kept_from` on, is what this rank has to
+    fill. `owned` is the slice [start, stop) that this rank updates. `master` holds its unrounded values in the dtype of
+    the precision, and is `owned` itself when the dtypes are equal. `slices` are what an optimizer updates: the parts of
+    the master that share options.
     """
 
     def __init__(self, rows: Sequence[ParameterRow], *, replication: ShardGroup) -> None:
@@ -298,7 +298,9 @@ class Bucket:
         return arrived.to(self.master.dtype)
 
     def _put_to_rest(self, arrived: Tensor) -> None:
-        """Move the reduced gradient to its tier, with that of the micro-batches before, when its norm is known."""
+        """Move the reduced gradient to its tier once its norm is known, together with the gradients of earlier
+        micro-batches.
+        """
         tiers = self.replication.tiers
         assert self.reduced is not None
         if self._rounds > 1:

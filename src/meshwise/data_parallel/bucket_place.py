@@ -1,13 +1,13 @@
-"""Where the parameters of a unit lie in one flat buffer, and which slice of it each rank owns. Arithmetic only.
+"""Place the parameters of a unit in one flat buffer, and choose the slice that each rank owns. Arithmetic only.
 
     | a.weight      | b.weight | pad | b.bias | c.scale | pad |      pieces, sorted by optimizer options
     |<---- run: decay -------------->|<-- run: no decay ----->|      a run: neighbours with the same optimizer options
     |   rank 0    |   rank 1     |   rank 2    |    rank 3    |      shards: equal, so a gather is one collective
 
-A shard cuts pieces wherever it falls. Runs begin aligned, like shards, so that wherever one is cut, a kernel that takes
-several elements at a time has whole registers to the end, and gives every element the same bits. Sorting by options
-makes the elements of a rank that share a learning rate and a weight decay one contiguous slice, so an elementwise
-optimizer sees at most one tensor for each group and unit.
+A shard cuts pieces wherever it falls. Runs begin aligned, like shards. So a kernel that takes several elements at a
+time has whole registers to the end, and gives every element the same bits wherever a run is cut. Sorting by options
+makes a rank's elements with the same learning rate and weight decay one contiguous slice. So an elementwise optimizer
+sees at most one tensor for each group and unit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Options = tuple[tuple[str, Any], ...]
 
 @dataclass(frozen=True)
 class BucketPiece:
-    """One parameter's elements on this rank: [start, stop) of the flat buffer, of this shape."""
+    """Elements of one parameter on this rank: [start, stop) of the flat buffer, of this shape."""
 
     row: ParameterRow
     shape: tuple[int, ...]

@@ -1,7 +1,7 @@
-"""What a rank has to fill when a checkpoint is loaded into it, and what follows when it is full.
+"""Slots that a rank fills when it loads a checkpoint, and the work after that.
 
-The parameters are there already; the optimizer's state is not, before its first step. It is made here from what the
-checkpoint says there is to load, slice by slice, so that a rank never holds more of it than its plan says.
+The parameters are there already; the optimizer's state is not, before its first step. It is made slice by slice from
+the checkpoint's index, so a rank never holds more than its plan says.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwise.model.parameter_table import ParameterRow
 
 @dataclass(frozen=True)
 class RefillSlot:
-    """What there is to load for one slot of one parameter."""
+    """Content to load for one slot of one parameter."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -1,11 +1,11 @@
 """Data parallel training of one model: gradients summed over the ranks that share its parameters, ZeRO stages 0 to 3.
 
-What a rank stores of a parameter, and over which axes its gradients are parts of a sum, is the row's to say: a model
-that tensor parallelism has split is trained by the same buckets.
+The row of a parameter says what a rank stores of it, and over which axes its gradients are parts of a sum. So the same
+buckets train a model that tensor parallelism has split.
 
 Collectives of one step over N > 1 ranks, with m micro-batches and P bytes of trainable parameters (padded to N equal
-shards a bucket; F bytes more when some are frozen), besides one all-reduce of four fp64 numbers for the loss, the
-count, the norm and the digest:
+shards a bucket; F bytes more when some are frozen). One all-reduce of four fp64 numbers (loss, count, norm, digest) is
+not listed:
 
     | zero=0    all-reduce P
     | zero=1    reduce-scatter P, all-gather P
@@ -15,11 +15,10 @@ count, the norm and the digest:
 
 Ranks of one host that hold the parameters together gather none under zero=3, and publish them once, as under zero=2;
 neither moves anything. A forward that is repeated in the backward (recomputation) adds none: its unit is whole for the
-backward already. P is in the dtype of the parameters where they are gathered, and in that of the wire where gradients
-are reduced.
+backward already. P is in the parameters' dtype for gathers, and in the wire dtype for reductions.
 
 Reductions start in one fixed order, the reverse of the parameter table, as soon as the units before are complete on
-this rank; the end of the last backward starts those that are left. The order never depends on which hooks fired, so
+this rank. The end of the last backward starts the remaining ones. The order never depends on which hooks fired, so
 ranks that took other branches of the model, or had no data, still agree.
 """
 
@@ -53,7 +52,7 @@ Arrival = Callable[[ParameterRow, Tensor], None]
 
 
 class DataParallel:
-    """One module whose parameters are shared out over `world` as the rows of `table` say."""
+    """A module whose parameters are stored over `world` as the rows of `table` say."""
 
     def __init__(
         self,
@@ -64,7 +63,7 @@ class DataParallel:
         keeping: StorageConfig,
         by_module: bool = True,
     ) -> None:
-        """`by_module`: units are gathered when their modules run; otherwise whoever runs the model says when."""
+        """`by_module`: units are gathered when their modules run; otherwise the caller gathers them."""
         self.module: nn.Module = source.module
         self.table = table
         self.world = world
@@ -96,7 +95,7 @@ class DataParallel:
 
     @property
     def _awaited(self) -> bool:
-        """True if somebody waits for each reduced gradient."""
+        """True if an arrival callback receives each reduced gradient."""
         return any(bucket.told is not None for bucket in self.buckets)
 
     @property
@@ -163,7 +162,7 @@ class DataParallel:
         self._reducing = False
 
     def accumulate(self, arrival: Arrival | None = None) -> None:
-        """Keep the gradients of all backwards from now on, whoever runs them, until `reduce`; or show them only."""
+        """Accumulate the gradients of all backwards from now on until `reduce`, or only show them."""
         self._arrival = arrival
         self._reducing = False
         self._expect(None)
@@ -344,9 +343,7 @@ class DataParallel:
         return self.world.rank == 0
 
     def _together(self, row: ParameterRow, part: Tensor) -> Tensor:
-        """Return the full tensor of which this rank and the others along the layout's axes store parts (a
-        collective).
-        """
+        """Return the full tensor, whose parts this rank and the others along the layout's axes store (a collective)."""
         mesh, group = self.world.mesh, self.world.group(row.layout.axes)
         if group.size == 1:
             return part

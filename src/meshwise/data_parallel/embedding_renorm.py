@@ -1,8 +1,8 @@
 """Embeddings with `max_norm`, which write to their weight in their forward.
 
-The rows that are looked up are scaled down where they are read. Ranks with other rows of the batch look up others, and
-what is updated may be another tensor than what is read: then no copy of the weight has what another one has, or the
-next update undoes it. So that is for a weight of which there is one tensor alone.
+The rows that are looked up are scaled down where they are read. Ranks with other rows of the batch look up other
+entries, and the updated tensor may not be the one that is read. Then the copies of the weight differ, or the next
+update undoes the change. So it works only for a weight that exists in a single copy.
 """
 
 from __future__ import annotations

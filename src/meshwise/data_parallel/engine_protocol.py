@@ -1,4 +1,4 @@
-"""What the rest of the house asks of whatever holds a model's parameters on a rank."""
+"""Interface of an object that stores a model's parameters on a rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwise.model.parameter_table import ParameterTable
 
 
 class Engine(Protocol):
-    """What a rank stores of a model, and how it is brought together: a `DataParallel`, or one for each stage."""
+    """Storage of a model on a rank: a `DataParallel`, or one for each stage."""
 
     world: World
     table: ParameterTable
@@ -36,7 +36,7 @@ class Engine(Protocol):
 
     @property
     def modules(self) -> Sequence[nn.Module]:
-        """The module, or those of the stages."""
+        """Return the module, or the modules of the stages."""
 
     def slices(self) -> dict[Options, list[nn.Parameter]]:
         """Return the slices that an optimizer updates on this rank, by options, in the same order on every rank."""

@@ -21,10 +21,10 @@ _SHARED = "the ranks of this host hold one copy of it together, so that each of 
 
 
 class LiveUnit:
-    """One unit of the parameter table on this rank.
+    """Unit of the parameter table on this rank.
 
-    While its parameters are at rest (ZeRO-3, between uses) the model's parameters hold NaN in the right shape, so
-    that a use nobody foresaw cannot pass for a result.
+    While a ZeRO-3 unit is not in use, the model's parameters hold NaN in the right shape, so an unexpected use cannot
+    pass for a result.
     """
 
     def __init__(self, spec: ParameterUnit, *, replication: ShardGroup) -> None:

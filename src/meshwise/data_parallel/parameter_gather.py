@@ -1,17 +1,17 @@
 """ZeRO-3 gathers: parameters become whole just before a module needs them, and rest right after.
 
-A unit is needed in the forward of its modules and in the backward of what those modules returned. It is not freed when
-its module returns but when the next unit is needed, so a unit with two modules in a row, or the last unit of a forward
-that is the first of the backward, is gathered once. The backward of a single autograd thread runs the nodes in the
-reverse order of their creation, so when it reaches the output of another unit the last one is through.
+A unit is needed in the forward of its modules and in the backward of what those modules returned. It is freed when the
+next unit is needed, not when its module returns. So a unit with two modules in a row is gathered once, and so is the
+last unit of a forward that begins the backward. The backward of a single autograd thread runs nodes in the reverse
+order of their creation. When it reaches the output of another unit, the last unit is complete.
 
     forward     need A | need B: free A, start C | need C: free B, start D | ...
     backward    need D | need C: start B | need B: free D ...
 
 Where shards rest on another tier than the device, the one after what comes next is on its way from there already.
 
-What comes next is what came next in the last pass: a wrong guess costs a gather, never a result. Ranks guess alike,
-because all of them saw the same passes.
+What comes next is what came next in the last pass: a wrong guess costs a gather, never a result. All ranks predict the
+same, because all saw the same passes.
 
 A unit whose module encloses another unit's (a parameter owned by the root, say) stays whole until the pass ends.
 """

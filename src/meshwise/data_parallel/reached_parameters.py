@@ -1,8 +1,8 @@
 """Which parameters a backward will reach.
 
-A unit's gradient is complete when every parameter that takes part has arrived. Which ones take part can change from
-batch to batch (a branch not taken, an expert nobody chose), and a unit that waited for a gradient that never comes
-would be reduced only when the backward is over. The graph of the loss says it beforehand.
+A unit's gradient is complete when every parameter that takes part has arrived. The parameters that take part can change
+from batch to batch (a branch not taken, an expert not chosen). A unit that waited for a gradient that never comes would
+be reduced only after the backward. The graph of the loss says it beforehand.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 def reached(loss: Tensor) -> set[int] | None:
     """Return the ids of the leaf tensors whose gradient `loss.backward()` accumulates.
 
-    None when the graph does not say: a reentrant checkpoint runs backwards of its own inside this one, in which
-    parameters arrive unannounced, and those that are used elsewhere as well arrive more than once.
+    Returns None when the graph does not show them. A reentrant checkpoint runs its own backwards inside this one: its
+    parameters arrive unannounced, and those with further uses arrive more than once.
     """
     leaves: set[int] = set()
     seen = set()

@@ -1,4 +1,4 @@
-"""How parameters are kept over the ranks that share them."""
+"""Storage of parameters over the ranks that share them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwise.precision.dtype_policy import Precision
 
 @dataclass(frozen=True)
 class StorageConfig:
-    """How a plan has parameters kept."""
+    """Storage configuration of a plan: zero stage, tiers and dtypes."""
 
     zero: int = 0
     precision: Precision = dataclasses.field(default_factory=Precision)
@@ -21,7 +21,7 @@ class StorageConfig:
 
 @dataclass(frozen=True)
 class ShardGroup:
-    """How parameters are kept over the ranks that share them."""
+    """Ranks that share parameters, and how they store them."""
 
     world: World
     axes: tuple[str, ...]

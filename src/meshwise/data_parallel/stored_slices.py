@@ -1,4 +1,4 @@
-"""What a rank stores, as rectangles of logical tensors: the currency of checkpoints.
+"""Stored tensors of a rank as rectangles of logical tensors, for checkpoints.
 
 A rank holds flat slices of flat buffers, cut by ZeRO wherever a shard ends, of tensors that other schemes have cut
 before. Nothing of that shows outside: a checkpoint only sees that this rank has rows 3 to 7 of `head.weight`.
@@ -54,7 +54,7 @@ class StoredSlice:
 
     @property
     def key(self) -> str:
-        """The name of the logical tensor among those of all slots."""
+        """Return the name of the logical tensor among the tensors of all slots."""
         return f"{self.slot}/{self.name}"
 
     @classmethod

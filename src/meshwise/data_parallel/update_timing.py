@@ -4,10 +4,11 @@
     AtTheEnd                                                                       │ update a, b, c │
     AsTheyArrive            │ count         │ reduce, update c │ reduce, update b │ reduce, update a │
 
-What an update needs beside the gradient of its unit is the count that the gradient is divided by. It is known when
-every rank has run its last forward, so one all-reduce of one number more lets units be updated while the backward goes
-on: where the update has a thread and memory of its own, on the CPU or a disk, it takes no time. What cannot be known by
-then is the norm, so nothing is clipped; and when the norm turns out not to be finite, other units are updated.
+What an update needs beside the gradient of its unit is the count that the gradient is divided by. The count is known
+when every rank has run its last forward. One more all-reduce of one number then lets units be updated during the
+backward. On the CPU or a disk, where the update has its own thread and memory, it then takes no extra time. What cannot
+be known by then is the norm, so nothing is clipped; and when the norm turns out not to be finite, other units are
+updated.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class UpdateTiming(Protocol):
 
     def counted(self, count: Tensor) -> None:
         """Take the loss count of this rank after the last forward of a step; every rank calls it. `count`: a scalar on
-        the device, zero where another rank speaks for the same rows.
+        the device, zero on a rank whose rows another rank counts.
 
-        A scalar on the device, zero where another rank speaks for the same rows.
+        A scalar on the device, zero on a rank whose rows another rank counts.
         """
 
     def apply(self, factor: float) -> None:
@@ -47,7 +48,7 @@ class UpdateTiming(Protocol):
 
 
 class StepAfterBackward:
-    """Nothing is updated before everything is known."""
+    """Updates after the backward, when loss and norm are known."""
 
     def __init__(self, engine: Engine, *, update: ChunkedUpdate) -> None:
         self._engine = engine
@@ -103,7 +104,7 @@ class StepInBackward:
                 bucket.clear_padding()
 
     def counted(self, count: Tensor) -> None:
-        """Gradients that arrive from now on are those of the whole step."""
+        """Gradients that arrive from now on belong to the whole step."""
         self._count = count.to(torch.float64, copy=True)
         self._counting = self._world.all_reduce(self._count, axes=self._world.mesh.names)
         self._left = dict.fromkeys(self._buckets)

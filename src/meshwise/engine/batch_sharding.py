@@ -33,7 +33,9 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class BatchShards:
-    """How a global batch is dealt out: the rows [start, stop) of each rank that has its own, and which is this one."""
+    """Shards of a global batch: the rows [start, stop) of each rank that has its own, and this rank's place among
+    them.
+    """
 
     shares: Sequence[tuple[int, int]]
     index: int
@@ -107,8 +109,8 @@ def micro_batches(
     """Cut this rank's rows of the global batch into exactly `parts` micro-batches.
 
     `batch` holds the rows of the global batch from number `offset` on, this rank's among them.
-    `lockstep`: every micro-batch has to be run. One without rows is then the batch's first row, or, when that has
-    none, the `spare` one, or when nobody has any, the empty batch itself.
+    `lockstep`: every micro-batch has to be run. A micro-batch without rows gets the batch's first row; without one, the
+    `spare` row; if no rank has any, the empty batch.
     """
     if not lockstep:
         spare = None

@@ -28,7 +28,7 @@ from meshwise.tensor.core.part import Part
 
 @dataclass(frozen=True)
 class CutExample:
-    """What a model is cut by: a batch like those to come, and how the model is called on it, and the loss."""
+    """Example for the cut: a batch, how the model is called on it, and the loss."""
 
     batch: Any
     forward: Forward
@@ -124,8 +124,8 @@ def finest_cut(
 
 
 def first_ranks(make: Callable[[], ModelCut], *, world: World) -> ModelCut:
-    """Return the cut that the first rank makes. What it refuses is refused on every rank; of what the model itself
-    raises there, the others only tell that it did, so that whoever asks what went wrong is shown the model's own error.
+    """Return the cut that the first rank makes. A refusal is raised on every rank. An error of the model itself is
+    raised where it happened; the other ranks only report that it did.
     """
     cut: ModelCut | None = None
     error: Exception | None = None

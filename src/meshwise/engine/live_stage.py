@@ -1,7 +1,7 @@
-"""One stage on this rank, as the interpreter asks for it.
+"""One stage on this rank, in the form that the interpreter needs.
 
-Stages with a parameter that other stages hold too are reduced when the gradients of those have been summed, at the end
-of the step, the others as the schedule says.
+Stages that share a parameter with other stages are reduced at the end of the step, when the gradients of the shared
+parameter have been summed. The others are reduced as the schedule says.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshwise.pipeline.run.stage import Stage
 
 @dataclass(frozen=True)
 class LiveStage:
-    """One stage on this rank."""
+    """Stage of this rank: its engine, its draws and its module."""
 
     stage: Stage
     engine: DataParallel

@@ -1,4 +1,4 @@
-"""How long the steps of a trainer took, on every rank, action by action.
+"""Measure how long the steps of a trainer take, on every rank, action by action.
 
     with measure(trainer) as measuring:
         for batch in batches:
@@ -19,7 +19,7 @@ from meshwise.pipeline.run.measured_step import MeasuredStep, measured_step
 
 
 class StepMeasurement:
-    """What has been noted of a trainer's steps on this rank."""
+    """Measurement of a trainer's steps on this rank."""
 
     def __init__(self, trainer: Trainer, *, watch: ActivityStopwatch) -> None:
         self._trainer, self._watch = trainer, watch

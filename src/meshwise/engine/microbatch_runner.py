@@ -1,7 +1,7 @@
-"""One sweep over the micro-batches of a rank: forward and backward of them all, or forward alone.
+"""Run the micro-batches of a rank: forward and backward of all of them, or forward alone.
 
-What the trainer does around it (the exchange of the totals, the norm, the update) is the same for a model that a rank
-runs as a whole and for one of which it runs stages; this is where the two differ. Here is the whole model.
+The trainer's work around it (exchange of totals, norm, update) is the same for a whole model and for stages. This file
+is where the two differ. Here is the whole model.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ Seen: TypeAlias = Callable[[int, ParameterRow, Tensor], None]
 
 @dataclass(frozen=True)
 class MicrobatchTask:
-    """What is computed of rows: the output, and the loss of it."""
+    """Computation for a micro-batch: the output and its loss."""
 
     forward: Forward
     loss: Loss
 
 
 class MicrobatchRunner(Protocol):
-    """How this rank runs its micro-batches."""
+    """Runner of this rank's micro-batches."""
 
     lockstep: bool
     """Whether every micro-batch has to be run, one without rows too: other ranks wait for what it calls."""
@@ -82,7 +82,7 @@ class MicrobatchRunner(Protocol):
 
 
 class WholeModelRunner:
-    """This rank runs the whole model."""
+    """Runner for a rank that holds the whole model."""
 
     cut: ModelCut | None = None
     evaluated_in = 1

@@ -1,8 +1,8 @@
-"""What happens when a loss or a gradient is not finite: who brought it, and whether training goes on.
+"""Handle a loss or gradient that is not finite: find its source, and skip the step or raise.
 
 The gradient is known to be bad only after it was summed over the ranks, when one NaN is everywhere. Checking every
-gradient of every rank before the sum would cost a pass over memory in every step; so the culprit is looked for only
-when there is one, by running the step's forward and backward once more and looking at each gradient as it arrives.
+gradient of every rank before the sum would cost a pass over memory in every step. So the source is searched only after
+a failure: the step's forward and backward run once more and each gradient is checked as it arrives.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(frozen=True)
 class SkipPolicy:
-    """How many steps in a row may be skipped before NonFiniteError: 0 for `raise` and `end`, n for `skip:n`.
+    """Number of steps in a row that may be skipped before NonFiniteError: 0 for `raise` and `end`, n for `skip:n`.
 
     ends    whether such a step may leave parts of itself behind, as nobody trains on but from a checkpoint
     """
@@ -96,8 +96,8 @@ def culprits(engine: Engine, *, run: Callable[[Callable[[int, ParameterRow, Tens
 
 
 class StateBeforeUpdate:
-    """What a step changes ahead of its update, to be put back when the step is left out or raises: running statistics,
-    where one batch that is not finite would stay for ever, and the state of torch's generator.
+    """State that a step changes before its update, restored when the step is skipped or raises: running statistics, in
+    which a non-finite batch would stay for ever, and torch's generator.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:

@@ -1,8 +1,8 @@
 """The one place where the parts meet, in one fixed order.
 
-plan -> world over the plan's mesh -> model (born or as it is) -> with pp, its stages, each of which goes on alone ->
-parameter table -> parts that tensor parallelism splits, and where that stores the rows -> units and their buckets ->
-buffers -> optimizer over the owned slices -> trainer
+plan -> world over the plan's mesh -> model (built here or given) -> with pp, its stages, each on its own -> parameter
+table -> parts that tensor parallelism splits, and where it stores the rows -> units and their buckets -> buffers ->
+optimizer over the owned slices -> trainer
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from meshwise.tensor.tensor_parallel import tensor_parallel
 
 @dataclass(frozen=True)
 class Options:
-    """What a run may choose besides its plan. None of it depends on the number of ranks."""
+    """Settings of a run besides its plan. None of it depends on the number of ranks."""
 
     clip_norm: float | None = None
     """Scale the gradient down to this 2-norm when it is larger. None: never."""
@@ -137,10 +137,11 @@ def parallelize(
 ) -> Trainer:
     """Put a plain model under a plan, on the ranks of `world` (by default the ones that torchrun started, or one).
 
-    `model` is a module, taken as it is (the first rank's values count), or a function that builds one: then no rank
-    holds more of the model than its plan says, and the same seed is the same model under every plan. A
-    `ParameterSource` is a model that was born already, or one without values for a rehearsal (`birth.shapes_of`).
-    `loss(output, batch)` returns (sum, count). The optimizer's own arguments follow by keyword: `lr=3e-4`.
+    `model` is a module, taken as it is (the first rank's values count), or a function that builds one. With a function
+    no rank holds more of the model than its plan says, and one seed gives the same model under every plan. A
+    `ParameterSource` is a model that was built already, or one without values for a rehearsal
+    (`deferred_init.shapes_of`). `loss(output, batch)` returns (sum, count). The optimizer's own arguments follow by
+    keyword: `lr=3e-4`.
 
     Raises PlanError when the plan does not fit the world or the model, ValueError for a model, optimizer or option that
     cannot work.
@@ -173,7 +174,7 @@ def parallelize(
 
 @dataclass(frozen=True)
 class ParallelSetting:
-    """What a model is put under."""
+    """Plan, world and options that a model is parallelized with."""
 
     plan: Plan
     world: World
@@ -206,9 +207,9 @@ def _computed(forward: Forward, precision: Precision, device: torch.device) -> F
 
 @dataclass(frozen=True)
 class _Shared:
-    """What is the same for all that a rank has of one model: the parts that tp splits, the world along whose axes it
-    does, and whether ranks take the statistics of batch norms together. Of a stage, the pieces that are `absent`; of
-    what runs by itself, the `extents` of its activations.
+    """Facts shared by all parts of a model on a rank: the parts that tp splits, the world of their axes, and whether
+    ranks take batch-norm statistics together. For a stage, the `absent` pieces; for a part that runs alone, the
+    `extents` of its activations.
     """
 
     setting: ParallelSetting

@@ -1,7 +1,7 @@
-"""What the ranks did not do alike in a step, and what to change.
+"""Compare what the ranks did in a step, and name the difference and its remedy.
 
-Every step ends with one all-reduce, which also tells whether all ranks called the same collectives and were given the
-same batch. Only when they were not do they tell each other what they had.
+Every step ends with one all-reduce, which also shows whether all ranks made the same calls and received the same batch.
+Only when they were not do they tell each other what they had.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LOOKED_AT = 64 << 10
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What a rank was given and called in a step."""
+    """Calls and batch of a rank in a step."""
 
     batch: int
     rows: int

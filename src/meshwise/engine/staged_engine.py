@@ -1,8 +1,8 @@
 """All stages of a model as one engine.
 
 What holds for a stage holds for the model: its table is the stages' one after the other, its norm the sum of theirs. A
-parameter that several stages hold is one: their gradients are summed on the first of them, which sends the sum back, so
-that every copy is updated alike; only the first one counts.
+parameter that several stages hold is one parameter. Its gradients are summed on the first of them, which sends the sum
+back, so every copy gets the same update; only the first one counts.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class StagedEngine:
         return groups
 
     def check_parameters(self) -> None:
-        """Raise ValueError when a parameter of the model is not what it was when the plan was applied, or has hooks
-        that no stage knows of, or a module has.
+        """Raise ValueError when a parameter of the model was replaced since the plan was applied, or when a parameter
+        or module has hooks that no stage knows.
         """
         self._hooks.refuse()
         for engine in self._stages.values():

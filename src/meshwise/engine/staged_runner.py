@@ -1,4 +1,4 @@
-"""One sweep over the micro-batches of a rank that runs stages: by the interpreter, in the order of a schedule."""
+"""Run the micro-batches of a rank that holds stages: the interpreter follows the order of a schedule."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from meshwise.plan import PlanError
 
 
 class StagedRunner:
-    """This rank runs stages."""
+    """Runner for a rank that holds stages."""
 
     def __init__(
         self,

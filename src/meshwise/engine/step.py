@@ -1,8 +1,9 @@
-"""One step: forward and backward of this rank's micro-batches, an exchange with the other ranks, and an update or none.
+"""Run one step: forward and backward of this rank's micro-batches, an exchange with the other ranks, and an update or
+none.
 
 Four numbers are exchanged, once: the sum of the loss, its count, the squared norm of the gradient, and a digest of the
-collectives called. With them every rank divides, clips, updates and refuses alike, and gradients of ranks that
-disagreed are never applied.
+collectives called. With these numbers every rank divides, clips, updates or refuses in the same way, and gradients of
+ranks that disagreed are never applied.
 """
 
 from __future__ import annotations
@@ -162,8 +163,8 @@ class TrainingSteps:
     def _exchange(self, sums: tuple[Tensor, Tensor], had: StepInputs) -> StepTotals:
         """Sum loss, count and squared norm over the ranks, and make sure that they had the same batch and calls.
 
-        Ranks with the same rows of the batch have the same loss; the first of them speaks for all. Of a pipeline, only
-        the last stage has one.
+        Ranks with the same rows of the batch have the same loss; only the first of them counts. Of a pipeline, only the
+        last stage has one.
         """
         world, numbers = self._world, [*(sums if self._speaks else zeros(self._world)), self._engine.squared_norm()]
         (loss, count, squared), dissent = world.totals(torch.stack(numbers), said=had.batch)
@@ -179,7 +180,7 @@ class TrainingSteps:
         return {"steps": self._steps, "skips": self._skips, "scale": scale}
 
     def take_up(self, kept: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from the state that `kept` returned."""
         self._steps, self._skips = int(kept["steps"]), int(kept["skips"])
         if self._scale is not None and kept.get("scale") is not None:
             self._scale = LossScale.restored(kept["scale"])

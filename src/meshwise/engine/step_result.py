@@ -1,4 +1,4 @@
-"""What a step comes to: the sums that ranks exchange, what is made of them, and what the user gets."""
+"""Results of a step: the sums that ranks exchange, the update that follows, and the values for the user."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwise.precision.loss_scale import LossScale
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step came to, the same on every rank.
+    """Result of one step, the same on every rank.
 
     loss        sum of the loss over the global batch, divided by its count
     grad_norm   2-norm of the gradient of that loss over all logical parameters, before clipping
@@ -87,7 +87,7 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class UpdateRecipe:
-    """How the gradient of a step becomes an update."""
+    """Recipe from the gradient of a step to its update."""
 
     clip_norm: float | None
     nonfinite: SkipPolicy

@@ -144,18 +144,18 @@ class Trainer:
     ) -> StepResult:
         """Return one optimizer step on a batch: a tree of tensors whose dim 0 counts the samples.
 
-        `batch` is the global batch, the same on every rank, of which each rank takes its share; with `local=True` it
-        is this rank's part already, and may have no rows. Rows that do not divide evenly are fine. Dropout goes by the
-        number of a row in the global batch, and so has to know of a local part how many rows there are in `total`, cut
-        as `share` says; by default all parts are as long as this one. `only` passes over all other micro-batches than
-        those with these numbers: a rehearsal need not run what is alike.
+        `batch` is the global batch, the same on every rank, of which each rank takes its share. With `local=True` it is
+        this rank's part already, and may have no rows. Rows that do not divide evenly are fine. Dropout depends on a
+        row's number in the global batch. So a local part needs the number of rows in `total`, cut as `share` says; by
+        default all parts are as long as this one. `only` skips all micro-batches except those with these numbers: a
+        rehearsal need not run equal ones.
 
-        Raises NonFiniteError when the loss or the gradient is not finite and the policy says so, RanksDisagree when
-        the ranks called different collectives or were given different global batches (by their shapes; in the first
-        step also by what is in them), LossError when `loss` does not return (sum, count), and what model and loss
-        raise. A step that raised has not been: parameters, optimizer, running statistics and what the next step draws
-        are as they were, and where all ranks have caught it they may go on. Not so after an exception of the optimizer
-        itself, and with nonfinite='end', which may have updated some units.
+        Raises NonFiniteError when the loss or the gradient is not finite and the policy says so. Raises RanksDisagree
+        when the ranks called different collectives or were given different global batches (by their shapes; in the
+        first step also by content). Raises LossError when `loss` does not return (sum, count), and any error of model
+        and loss. A step that raised has no effect: parameters, optimizer, running statistics and the next draws are as
+        before. If all ranks have caught the error they may continue. Not so after an exception of the optimizer itself,
+        and with nonfinite='end', which may have updated some units.
         """
         return self._stepping.step(batch, local=local, total=total, only=only)
 
@@ -236,9 +236,10 @@ class Trainer:
     ) -> PendingSave:
         """Save all that the next step depends on, and `extra` (JSON values, the first rank's). Every rank calls it.
 
-        With `wait=False` training may go on at once; only the next update waits, until what it changes has been read.
-        `keep_last` removes the checkpoints beside it that are older than so many valid ones. Raises SaveError on every
-        rank when this save (with `wait`), or the one before, came to nothing; what was saved earlier is as it was.
+        With `wait=False` training may continue at once; only the next update waits until the tensors that it changes
+        have been read. `keep_last` removes the checkpoints beside it that are older than so many valid ones. Raises
+        SaveError on every rank when this save (with `wait`), or the one before, came to nothing; what was saved earlier
+        is as it was.
         """
         kept = {**self._stepping.kept(), "user": dict(extra or {})}
         saving = self._state.save(Path(folder), extra=kept, keep_last=keep_last)

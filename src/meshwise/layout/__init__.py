@@ -1,4 +1,4 @@
-"""Where a tensor lives on a mesh, as arithmetic on tuples."""
+"""Layouts: where a tensor lives on a mesh, as arithmetic on tuples."""
 
 from meshwise.layout.layout import DimSplit, Layout
 from meshwise.layout.rectangles import Rectangle, even_split, rectangles

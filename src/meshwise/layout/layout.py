@@ -1,8 +1,8 @@
-"""Where one tensor lives on a mesh.
+"""Layout of one tensor on a mesh.
 
-Every scheme of the field says three things of a tensor: which axes split which of its dims, over which axes it is
-still a sum to be finished, and that the remaining axes hold copies. A `Layout` is exactly that, so a scheme can be a
-page of layouts instead of a module that slices and communicates.
+Every scheme of the field says three things of a tensor: which axes split which of its dims, over which axes it is still
+a partial sum, and that the remaining axes hold copies. A `Layout` is exactly that, so a scheme can be a page of layouts
+instead of a module that slices and communicates.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshwise.layout.rectangles import Rectangle, even_split
 
 @dataclass(frozen=True)
 class DimSplit:
-    """How a dim may be cut.
+    """Constraint on how a dim may be split.
 
     sections   sizes of parts that are each split by themselves, such as the q, k and v of a fused projection; () is one
     grain      elements that stay together, such as the features of an attention head
@@ -132,10 +132,10 @@ class Layout:
         """Return the parts of a tensor of full shape `shape` that `rank` holds, side by side along the dim with
         sections.
 
-        A dim is split evenly in grains, the first parts larger by one when it does not divide, by one axis after the
-        other: what two axes split is what the first of them splits, cut further. A part is empty when there are more
-        ranks than grains. Raises ValueError when the number of dims differs, the mesh lacks an axis of the layout, or a
-        dim does not fit its cut.
+        A dim is split evenly in grains; the first parts are larger by one when it does not divide. Several axes split
+        it one after the other: the second axis cuts each part of the first. A part is empty when there are more ranks
+        than grains. Raises ValueError when the number of dims differs, the mesh lacks an axis of the layout, or a dim
+        does not fit its cut.
         """
         bounds = self._bounds(shape, mesh=mesh, coordinate=mesh.coordinate(rank))
         return tuple(

@@ -1,7 +1,7 @@
-"""What a forward saves for its backward, on the CPU or on disk in between.
+"""Move the tensors that a forward saves for its backward to the CPU or to disk.
 
 Most of what a forward saves is asked for much later, in the reverse order. So it can leave the device while the forward
-goes on, and come back before the backward asks:
+continues, and return before the backward needs it:
 
     forward    save a │ save b │ save c │ …        backward    … │ needs c │ needs b │ needs a
     out           └a out──┘└b out──┘                back          b back ──┘└ a back ──┘
@@ -10,9 +10,9 @@ goes on, and come back before the backward asks:
             the stream that computes, which waits for every copy). A rank that computes on the CPU has them there.
     disk    through a few aligned buffers into the file of the tier, by its threads; pinned ones when there is a GPU
 
-What moves is a whole storage, once for all tensors in it (queries, keys and values are three views of one product), and
-comes back as the same bytes under the same strides. Parameters, buffers and small tensors stay. Under recomputation
-what is saved are the blocks' inputs, and those move.
+A whole storage moves once for all tensors in it (queries, keys and values are three views of one product). It returns
+with the same bytes under the same strides. Parameters, buffers and small tensors stay. Under recomputation what is
+saved are the blocks' inputs, and those move.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _View:
 
 
 class _Line:
-    """What one forward has saved, in order."""
+    """Tensors that one forward has saved, in order."""
 
     def __init__(self, mover: StorageMover, model: nn.Module, how: ActivationTransfers) -> None:
         self._mover, self._model, self._how = mover, model, how
@@ -126,7 +126,7 @@ class _Line:
 def activations(
     tier: str, *, device: torch.device, swap: SwapConfig, how: ActivationTransfers
 ) -> ActivationTier | None:
-    """Return the tier that a plan names; None where activations stay: those of a CPU are on the CPU already.
+    """Return the tier of a plan's activations, or None where they stay; CPU activations are on the CPU already.
 
     Raises TierError for a disk that cannot be written to.
     """

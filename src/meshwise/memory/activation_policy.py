@@ -1,4 +1,4 @@
-"""What surrounds a model while it trains, beside what stores and runs it."""
+"""Activation policy of a training: recomputed blocks, the tier of activations, and notes on memory."""
 
 from __future__ import annotations
 

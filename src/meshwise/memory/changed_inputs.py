@@ -1,9 +1,9 @@
 """The objects that a block is handed and changes, as they were when it was called.
 
-Trees of tensors are made anew for every run of a block. An object in them is the same one each time, and a forward may
-change it: a decoder of transformers puts its keys and values into the cache that it is handed. Repeated, it would find
-them there, and put them in once more behind the first. So while the forward is repeated what it changed the first time
-is as it was before, and afterwards as it was left.
+Trees of tensors are made anew for every run of a block. An object among the inputs is the same one each time, and a
+forward may change it. For example a decoder of transformers writes its keys and values into the cache that it receives.
+Repeated, it would find them there, and put them in once more behind the first. So while the forward is repeated what it
+changed the first time is as it was before, and afterwards as it was left.
 
 A tensor that is written to in place stays written to; a block that computes something else for that is found out by
 what it saves.
@@ -26,7 +26,7 @@ _CLOSED = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType, int, f
 
 
 class BlockInputs:
-    """What is reached from the arguments of a block."""
+    """Objects reachable from the arguments of a block."""
 
     def __init__(self, *arguments: Any) -> None:
         self._before = [(holder, _copied(holder)) for holder in _reached(arguments)]
@@ -79,7 +79,7 @@ def _is_changed(holder: Holder, before: Holder) -> bool:
 
 
 def _put(contents: list[tuple[Holder, Holder]]) -> None:
-    """Fill each again; not by its own methods, which may refuse to, as those of transformers' outputs do."""
+    """Restore the content of each; not by its own methods, which may refuse (outputs of transformers do)."""
     for holder, content in contents:
         if isinstance(holder, dict):
             kind: Any = OrderedDict if isinstance(holder, OrderedDict) else dict

@@ -1,4 +1,4 @@
-"""Chunks on their way through memory: read, updated, written, and at rest again.
+"""Move chunks through memory: read, update, write back.
 
 What of them rests on disk lies in one staging buffer while they are here, as in the file:
 
@@ -140,7 +140,7 @@ class ChunkVisit:
         return SwapTransfer.of(writes)
 
     def leave(self) -> None:
-        """Everything is at rest; the buffer is free again when it is read and written."""
+        """Wait until everything is written back; the buffer is free again when it has been read and written."""
         if not self._here:
             return
         self._here = False

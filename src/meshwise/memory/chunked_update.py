@@ -9,9 +9,9 @@ optimizer holds the state of everything, as it does with nothing offloaded, and 
 
 A round is as many chunks as fit a staging buffer. With nothing elsewhere there is one round, of everything.
 
-Rounds are gone through when the gradients of all are there (`step`), or, `early`, those of a bucket as soon as its own
-are, on a thread of their own, while the backward of the others goes on (`begin`, `arrived`, `finish`). What is early is
-updated before it is known whether the step may be applied; `abandon` says whether it was.
+Rounds run when the gradients of all buckets are there (`step`). With `early`, those of a bucket run as soon as its own
+are, on a separate thread during the backward of the others (`begin`, `arrived`, `finish`). What is early is updated
+before it is known whether the step may be applied; `abandon` says whether it was.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Round: TypeAlias = Sequence[StoredChunk]
 
 
 class ChunkedUpdate:
-    """One optimizer step over everything that this rank updates, through the tiers."""
+    """Optimizer step over everything that this rank updates, through the tiers."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class ChunkedUpdate:
         tiers: Tiers,
         early: bool = False,
     ) -> None:
-        """`chunks` are those of each bucket. Reserves where the optimizer's state rests.
+        """`chunks`: the chunks of each bucket. Reserves where the optimizer's state rests.
 
         Raises TierError when there is no room for it.
         """
@@ -63,7 +63,7 @@ class ChunkedUpdate:
         tiers.reserve(max((_bytes(round_) for rounds in self._rounds.values() for round_ in rounds), default=0))
 
     def step(self, done: Callable[[UpdateChunk], None]) -> None:
-        """Update every chunk by its gradient, and tell when it is done: in order, on every rank alike.
+        """Update every chunk by its gradient, in the same order on every rank; return when it is done.
 
         Raises TierError when a tier fails; what is updated is then part old, part new, and stays so until a load.
         """
@@ -87,7 +87,7 @@ class ChunkedUpdate:
         self._under_way = self._thread.submit(self._beside, self._coming)
 
     def arrived(self, chunks: Sequence[UpdateChunk], *, ready: Callable[[], object]) -> None:
-        """Update those of one bucket when `ready`, called on the thread, returns."""
+        """Update the chunks of one bucket when `ready`, called on the thread, returns."""
         self._coming.put(self._rounds[chunks[0]], ready=ready)
 
     def finish(self) -> None:
@@ -151,7 +151,7 @@ class ChunkedUpdate:
     def _go_through(self, coming: _Coming, done: Callable[[UpdateChunk], None]) -> None:
         """Update round by round, and read the next while this one is updated.
 
-        The first that is not finite, where nobody has looked yet, is the last.
+        The first non-finite chunk, where finiteness was not checked before, is the last one updated.
         """
         options = [{key: value for key, value in group.items() if key != "params"} for group in self._groups]
         writes: list[SwapTransfer] = []

@@ -1,14 +1,14 @@
-"""What the C library does with memory that is freed, where tensors are in it (glibc, on a CPU).
+"""Set how the C library (glibc) keeps freed memory that holds tensors, on a CPU.
 
 Until a training has its shape, all of it goes back to the system. The model's own memory, whose values the buckets have
-taken, goes in the midst of what stays; and the first step would lay out the optimizer's state among the activations of
-that step, with holes between them that later activations do not fit into and that count in every peak from then on. So
-in the first step whatever is large lies by itself: the heap has nothing in it but what that step frees.
+taken, is freed amid memory that stays. And the first step would place the optimizer's state among its activations. The
+holes between would be too small for later activations and would count in every peak. So in the first step every large
+tensor has its own mapping: the heap holds only what that step frees.
 
-From then on every step takes what the step before has freed. Given back, it would come again page by page, each cleared
-by the system and missed by the processor: 35 000 to 85 000 pages in a step of the same ranks, 2 to 9 % of its time. The
-price is memory: up to a tenth more at its peak where blocks of several sizes do not fit into one another's places, and
-a quarter more on the last rank of a pipeline, which has the scores.
+From then on every step takes what the step before has freed. Returned memory would come back page by page, each cleared
+by the system and missed by the cache. That is 35 000 to 85 000 pages in a step of the same ranks, 2 to 9 % of its time.
+The price is memory. Up to a tenth more at the peak where blocks of several sizes do not fit into each other's places,
+and a quarter more on the last rank of a pipeline, which has the scores.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def settle(*, keep: bool) -> None:
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """Inside, what is freed is kept, as in a training that has its shape, for what is timed there to take as long; then
-    it goes back to the system.
+    """Keep freed memory within the block, as a running training does, so that timings match; then return it to the
+    system.
     """
     settle(keep=True)
     try:
@@ -69,7 +69,7 @@ def lay_apart() -> None:
 
 @contextlib.contextmanager
 def shaping(world: World) -> Iterator[None]:
-    """Inside is the first step of a rank, in which what is large lies by itself; then, `settle_rank`."""
+    """Give large tensors their own mappings within the block, the first step of a rank; then call `settle_rank`."""
     if _keeps(world):
         lay_apart()
     try:

@@ -1,4 +1,4 @@
-"""What is said of an error of memory, where it leaves a training that has no job: somebody's own script.
+"""Explain an out-of-memory error that leaves a training without a job, in a user's own script.
 
 The allocation that failed says how many bytes it wanted, and nothing about what filled the rest.
 """
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 class MemoryHolder(Protocol):
-    """What can say what it holds."""
+    """Object that can list the memory it holds."""
 
     plan: Plan
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ActivationTransfers:
-    """How activations move.
+    """Settings for moving activations.
 
     least    bytes that are worth moving
     ahead    bytes that are brought back before they are asked for
@@ -55,12 +55,12 @@ class ParkedStorage(ABC):
 
 
 def alive(parked: weakref.ref[ParkedStorage] | None) -> ParkedStorage | None:
-    """Return the storage that `parked` refers to, or None if it is gone."""
+    """Return the storage that `parked` refers to, or None if it no longer exists."""
     return None if parked is None else parked()
 
 
 class StorageMover(ABC):
-    """What takes storages away from a device."""
+    """Mover of storages away from a device and back."""
 
     device: torch.device
     peak = 0

@@ -1,20 +1,19 @@
 """A block that keeps its inputs and computes the rest again in its backward.
 
-torch's `checkpoint` does this for a function that one wraps, and for one backward: what it computed again belongs to
-the call of backward that asked, so that a backward in two parts (a zero-bubble pipeline) would compute it anew for each
-product of the second part. Here what was computed again belongs to what was saved, and lives as long as that:
+torch's `checkpoint` does this for a wrapped function and for one backward: the recomputed values belong to that call of
+backward. A backward in two parts (a zero-bubble pipeline) would compute them again for each product of the second part.
+Here what was computed again belongs to what was saved, and lives as long as that:
 
     forward     every tensor that autograd saves becomes an empty slot
                                                                        ┌── the first slot that is asked for
     backward    the forward is repeated, and fills the slots in order  ┘   repeats all; it stops with the last slot
                 a node that has run lets go of its slots, as it would have let go of tensors
 
-The block's inputs are saved by a node of their own, for whoever moves saved activations elsewhere. What a repeated
-forward has to find as it was is put back: torch's own generators, autocast, what `ForwardReplay` remembers, and the
-objects that the block is handed, such as the cache of a decoder (`handed`). It is repeated from inside, so that the
-hooks on the block itself do not run again, and takes running statistics into copies, which are thrown away: the first
-forward has taken them. Of other buffers that a forward writes to nobody knows whether it reads them too, so that is
-refused.
+The block's inputs are saved by a separate node, so that saved activations can be moved to a tier. State that a repeated
+forward must find as before is restored: torch's own generators, autocast, the `ForwardReplay` state, and the objects
+that the block receives, such as the cache of a decoder (`changed_inputs`). It is repeated from inside, so the hooks on
+the block itself do not run again. Running statistics go into copies that are discarded, because the first forward has
+updated them. Other buffers that a forward writes to may also be read by it, so writing to them is refused.
 """
 
 from __future__ import annotations
@@ -163,7 +162,7 @@ class _Slot:
 
 
 class _Call:
-    """One forward of a block, and its repetition."""
+    """One forward of a block and its repetition."""
 
     def __init__(self, block: RecomputedBlock, args: Any, kwargs: Any) -> None:
         self._block = block

@@ -1,4 +1,4 @@
-"""What a block's activations take, and what it takes to compute them again: measured on the first forwards of a run.
+"""Measure what a block's activations take and what recomputing them costs, in the first forwards of a run.
 
 | block    | keeps nothing again | selective       | full            | seconds again: selective, full |
 |----------|---------------------|-----------------|-----------------|--------------------------------|
@@ -24,7 +24,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class RecomputeCost:
-    """Of one block, by mode: bytes that a micro-batch keeps, and seconds that its backward takes longer.
+    """Cost of one block, by mode: bytes that a micro-batch keeps, and extra seconds of its backward.
 
     in_flight   how many micro-batches' activations the block holds at most
     """

@@ -1,8 +1,8 @@
 """The blocks of a model that are recomputed, and the choice among them that a budget makes.
 
-A budget is met by what blocks really take, so it is measured: in the first steps every block is computed again, the
-cheapest in memory, and finds out what it would keep and win in the other modes. Then each is given its mode, the same
-on every rank that runs the block. Which mode a block has changes no number, so nothing is lost with those steps.
+A budget is met by measured costs. In the first steps every block recomputes everything, which takes the least memory,
+and measures what it would keep and save in the other modes. Then each is given its mode, the same on every rank that
+runs the block. Which mode a block has changes no number, so nothing is lost with those steps.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class RecomputedBlocks:
     ) -> None:
         """Recompute these blocks of what this rank runs of the model.
 
-        `parts` are what those are called of which `module` runs a part alone: a block of its own, with its own cost.
+        `parts`: names of blocks of which `module` runs only a part: each is a block with its own cost.
         """
         own = dict(module.named_modules())
         mode = "full" if self._plan.budget else self._plan.recompute
@@ -109,7 +109,7 @@ class RecomputedBlocks:
             block.measures = False
 
     def choose(self, modes: Mapping[str, str]) -> None:
-        """Give blocks other modes, by name, between two steps; ranks that run the same block choose alike."""
+        """Give blocks other modes, by name, between two steps; ranks that run the same block must choose the same."""
         for block in self._blocks:
             block.mode = modes.get(block.name, block.mode)
 

@@ -1,4 +1,4 @@
-"""Where tensors without values rest in a rehearsal of a plan: a file that holds none, and nowhere."""
+"""Movers of a rehearsal: tensors without values move to a file that holds none, or to no place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwise.memory.swap_file import BLOCK, MovedChunk, SwapTransfer
 
 
 class _Slow(Future[None]):
-    """A write that ends when somebody waits for it, and not before."""
+    """A write that ends when it is waited for, and not before."""
 
     def result(self, timeout: float | None = None) -> None:  # noqa: ARG002
         """End it."""
@@ -26,8 +26,8 @@ class _Slow(Future[None]):
 class RehearsedFile:
     """Takes what a `SwapFile` takes, as tensors on the meta device, and moves nothing.
 
-    The disk is taken to be slow: what is written stays in its buffer until that is wanted, so that as many buffers are
-    made as a step may come to need.
+    The disk counts as slow: written data stays in its buffer until the buffer is needed. So as many buffers are made as
+    a step may ever need.
     """
 
     direct = True
@@ -111,7 +111,7 @@ class RehearsedMover(StorageMover):
         """There is nothing to give back."""
 
     def leave(self, size: int) -> None:
-        """Count a storage as gone: it is back on the device, or not needed."""
+        """Count a storage as back on the device, or not needed."""
         self._used -= size
 
 

@@ -2,15 +2,15 @@
 
 Most of what a block saves for its backward is cheap to compute: the scores, softmax and dropout of attention, norms,
 activations. Most of its time goes into products with weights, whose outputs are small beside the rest (Korthikanti et
-al., "Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198, section 4). So the outputs of
-the operations named here are kept, and everything between them is computed again:
+al., arXiv 2205.05198, section 4). So the outputs of the operations named here are kept, and everything between them is
+computed again:
 
     kept        mm  addmm  linear  convolution            products with weights; of split layers, after their reduction
                 scaled_dot_product_…                      fused attention: its output and a number a query, no scores
     repeated    bmm  softmax  dropout  gelu  norm  …      attention written out has its scores from bmm: large and cheap
 
-With half a transformer block of width h as in GPT-3 that keeps 9 h numbers a token (3 h of queries, keys and values, h
-of attention, 4 h and h of the MLP) besides the block's input.
+In half a transformer block of width h as in GPT-3, that keeps 9 h numbers a token besides the block's input: 3 h of
+queries, keys and values, h of attention, 4 h and h of the MLP.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SavedOperations(TorchDispatchMode):
     """
 
     def __init__(self, recall: ForwardReplay, *, clock: DeviceTimer | None = None) -> None:
-        """`clock` is told how long those operations take."""
+        """`clock` receives the seconds that those operations take."""
         super().__init__()
         self._recall = recall
         self._clock = clock or contextlib.nullcontext()

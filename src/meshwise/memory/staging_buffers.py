@@ -19,7 +19,7 @@ from meshwise.memory.swap_file import BLOCK, aligned
 
 @dataclass(frozen=True)
 class SwapConfig:
-    """How state rests on disk.
+    """Configuration of the swap file and its staging buffers.
 
     folder     where the file is made; by default where the system keeps temporary files
     buffers    how many staging buffers there are for the update: one is read ahead, one updated, one written

@@ -1,4 +1,4 @@
-"""What takes storages to a file, or to the memory of the host, and back."""
+"""Move storages to a file or to host memory, and back."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """A file that tensors rest in, and the threads that move them.
 
-A tensor at rest is an ordinary tensor: a view of the file's mapping. Whoever looks at it or fills it (a checkpoint, a
-load, a curious user) needs to know nothing, and pays with page faults. What is moved in every step goes past the page
-cache instead, in large aligned pieces that several threads read and write at once, between the file and buffers that
-the caller brings; the kernel keeps both ways coherent.
+A tensor in the file is an ordinary tensor: a view of the file's mapping. Code that reads or fills it (a checkpoint, a
+load, a user) needs no special call, and pays with page faults. Data that moves in every step bypasses the page cache,
+in large aligned pieces. Several threads read and write them at once between the file and the caller's buffers; the
+kernel keeps both ways coherent.
 
     file    | master            | exp_avg           | exp_avg_sq        |       reserved when it is asked for
             └── mapped: a tensor ┘        ▲ │
@@ -11,8 +11,8 @@ the caller brings; the kernel keeps both ways coherent.
                                           │ ▼
     memory          a buffer, aligned like the file
 
-The file has no name: nothing is left of it when the process ends, whatever ends it, and nobody can remove it before.
-Its space is reserved as it grows, so a full disk is told when a tensor is put there and not when it is written to.
+The file has no name: it ends with the process, however that ends, and no other process can remove it. Its space is
+reserved as it grows, so a full disk raises an error when a tensor is placed there, not when it is written to.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TierError(RuntimeError):
 
 @dataclass(frozen=True)
 class MovedChunk:
-    """One piece that went between memory and the disk, or an update meanwhile; times are those of `time.monotonic`."""
+    """One piece moved between memory and disk, or an update meanwhile; times by `time.monotonic`."""
 
     kind: str
     bytes: int

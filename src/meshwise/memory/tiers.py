@@ -1,4 +1,4 @@
-"""Where parameters, masters and gradients rest, and how they come to their use.
+"""Tiers for parameters, masters and gradients, and their way to the device and back.
 
     | tier      on a GPU                                     on a CPU
     | device    the GPU's memory                             its memory
@@ -6,8 +6,8 @@
     |           stream of their own
     | disk      a file of the rank; staging buffers (pinned when there is a GPU) on the way
 
-A tensor at rest may be looked at and filled like any other, wherever it rests; `bring` and `store` are the fast ways.
-With nothing offloaded a `Tiers` does nothing.
+A tensor on any tier may be read and filled like any other; `bring` and `store` are the fast ways. With nothing
+offloaded a `Tiers` does nothing.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class Tiers:
     # ---- to its use and back -----------------------------------------------------------------------------------
 
     def bring(self, rest: Tensor) -> BorrowedTensor:
-        """Start to bring a tensor at rest to the device; one that lies there is lent as it is."""
+        """Start to bring a tensor to the device; one that is already there is lent unchanged."""
         if self.file is not None and (offset := self.file.locate(rest)) is not None:
             if (buffer := self._gathered.take(wait=False)) is None:
                 return BorrowedTensor(rest.to(self.device))

@@ -1,9 +1,9 @@
-"""Whether a tensor that was computed again is the one of before, by some of its elements.
+"""Compare a recomputed tensor with the original, by some of its elements.
 
-The first backward of a block looks at what its repeated forward saves: a forward that draws from numpy, or reads
-something that has changed, has other values, and gradients made of them would be wrong without a word. Sums in another
-order, as some kernels of GPUs make them, round to other bits, and may choose otherwise where two are nearly alike: so
-a few elements may differ, and each by a little.
+The first backward of a block checks what its repeated forward saves. A forward that draws from numpy, or reads changed
+state, gives other values, and gradients made of them would be silently wrong. Sums in another order, as some GPU
+kernels make them, round to other bits and may break near ties differently. So a few elements may differ, each by a
+little.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _LITTLE = 0.05
 def glance(tensor: Tensor) -> Tensor | None:
     """Return some elements, evenly spread; None of a tensor that has no values, or not where its shape says.
 
-    Bytes are not looked at: they are the workspace of a kernel (an LSTM on a CPU saves one), of which it may have
-    written a part only.
+    Byte tensors are not compared: they are the workspace of a kernel (an LSTM on a CPU saves one), which may have
+    written only a part of it.
     """
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
         return None

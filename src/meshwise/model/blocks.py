@@ -1,9 +1,9 @@
 """Which parameters are gathered and reduced together.
 
 A unit is what must be whole at one time: its parameters are gathered just before one of its modules runs and freed
-after. So a unit must be the business of few modules that run close together, it must not be so large that two of them
-are most of the model, and not so small that a collective for it is all latency. torch's FSDP asks the user to wrap
-the right modules; here the model's own structure says which they are:
+after. So a unit should contain modules that run close together. Two units must not be most of the model, and a unit
+must not be so small that its collective is all latency. torch's FSDP asks the user to wrap the right modules; here the
+model's own structure says which they are:
 
     GPT                          opened: the root
     ├── embedding                ┐ pieces in a row, merged while the unit stays near
@@ -14,22 +14,23 @@ the right modules; here the model's own structure says which they are:
     ├── norm                     ┐
     └── head                     ┘ merged
 
-1. *Opened* are the root, containers (modules without a forward of their own, and `Sequential`, whose forward is known
-   to call its entries) and every module that somewhere inside holds a stack of blocks: a list or sequence with two or
-   more entries that have parameters in their own children.
+1. *Opened* are the root, containers (modules without a forward of their own, and `Sequential`, whose forward calls its
+   entries) and every module that contains a stack of blocks. A stack is a list or sequence with two or more entries
+   that have parameters in their own children.
 2. A *block* is an entry of a container that has children with parameters. It is not opened, whatever it holds: the
    experts of a mixture are chosen by data, so only the block as a whole runs at a known time. (An entry that is itself
    a container with a stack of blocks is opened: a network in stages. Stages with a forward of their own look like
    mixtures from outside; name their blocks in `units`.)
 3. Every other module with parameters is a *piece* as a whole.
-4. Parameters that an opened module owns directly, or through children that have no forward (`ParameterList`), or that
-   its forward reads from a child without calling it (`reads`), are a unit that spans that module's whole forward.
-5. Pieces next to each other that are not blocks are merged while the unit stays within 1.25 times the largest piece
-   or block, so that small ones (a final norm, a position embedding) join their neighbour.
+4. Some parameters belong to an opened module as a whole: its own, those of children without a forward
+   (`ParameterList`), and those its forward reads from a child without calling it (`parameter_reads`). They are a unit
+   that spans that module's whole forward.
+5. Neighbouring pieces that are not blocks are merged while the unit stays within 1.25 times the largest piece or block.
+   So small ones (a final norm, a position embedding) join their neighbour.
 6. A tied parameter belongs to the first piece that uses it; the modules of all that use it are the unit's.
 
-Modules are taken in the order in which they were registered, which is the order they run in for nearly all models;
-where it is not, only the prefetch suffers. `units` overrides rules 1 to 3 for the modules it names.
+Modules are taken in the order of registration, which is the running order of nearly all models. Where it is not, only
+the prefetch suffers. `units` overrides rules 1 to 3 for the modules it names.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class GatheredModule:
 def partition(module: nn.Module, *, units: Patterns = ()) -> list[list[GatheredModule]]:
     """Return the model's units, each as the pieces that share it, in forward order; every parameter is in some piece.
 
-    `units` are patterns over module names (`*` stands for one part of a dotted name): each module a pattern matches is
-    a unit of its own; the modules that a sequence of patterns matches are one unit together. Raises ValueError for a
+    `units` are patterns over module names (`*` matches one part of a dotted name). Each module that a pattern matches
+    is a unit of its own; the modules that a sequence of patterns matches are one unit together. Raises ValueError for a
     pattern that matches no module with parameters, and for a module matched inside another.
     """
     walk = _Walk(module, select(module, units=units))
@@ -101,7 +102,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 class _Walk:
-    """One pass over the module tree that finds the pieces."""
+    """Walk over the module tree that finds the pieces."""
 
     def __init__(self, root: nn.Module, chosen: dict[str, int]) -> None:
         self.chosen = chosen

@@ -1,17 +1,17 @@
 """Building a model without its memory, and remembering how its tensors came to be.
 
 A model larger than one device cannot be built first and cut afterwards. Building it on torch's meta device costs no
-memory but forgets every value, and asks each module for a second initialisation (`reset_parameters`), which buffers do
-not have and users forget. So here the user's own constructor runs once, on meta tensors, and every tensor operation it
-makes is written down (factories, in-place initialisation, arithmetic, copies), to be replayed for one tensor at a time.
+memory but loses every value. It also needs a second initialization (`reset_parameters`), which buffers lack and users
+forget. So here the user's own constructor runs once, on meta tensors, and every tensor operation is recorded
+(factories, in-place initialization, arithmetic, copies). The record is replayed for one tensor at a time.
 
-What is written down is about storages, not tensors: a view only says which storage it looks at, and where, so the
-operations that make views need no record. Two modes watch the constructor, both of the calling thread alone:
+The record is about storages, not tensors: a view only names a storage and a place in it, so operations that make views
+need no record. Two modes watch the constructor, both of the calling thread alone:
 
-- `_Recorder` sees every operation below autograd. Real tensors that the constructor brings along (`torch.tensor`,
-  numpy, a checkpoint) are constants; a meta tensor stands for each.
-- `_Pretence` answers for meta tensors as if they were on the CPU, because initialisers and models skip their work on
-  meta tensors, and gives out real values where the constructor asks for them (`.tolist()`, `print`).
+- `_Recorder` sees every operation below autograd. Real tensors that the constructor uses (`torch.tensor`, numpy, a
+  checkpoint) are constants; each gets a meta tensor in its place.
+- `_Pretence` makes meta tensors report the CPU as their device, because initializers and models skip their work on meta
+  tensors. It returns real values where the constructor asks for them (`.tolist()`, `print`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def recording(*, seed: int) -> Iterator[ConstructionRecord]:
 
 
 class _Traits:
-    """What the schema of an operation says about it."""
+    """Facts from the schema of an operation."""
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
@@ -103,7 +103,7 @@ class _Recorder(TorchDispatchMode):
             return self._run(func, args, kwargs)
 
     def _on_meta(self, t: Tensor) -> Tensor:
-        """Return the meta tensor that stands for `t`: itself, or for a real tensor the same view of a constant."""
+        """Return the meta tensor for `t`: itself, or for a real tensor the same view of a constant."""
         if t.is_meta and not self._record.knows(t):
             raise ValueError(
                 f"the model's constructor uses a meta tensor of shape {tuple(t.shape)}, whose values are unknown; "
@@ -227,8 +227,8 @@ class _Pretence(TorchFunctionMode):
 
         It draws until no element lies outside, so it looks at its own random numbers. Answered with real values, each
         such parameter would be computed during the construction, before the name that its random numbers hang on is
-        known. torch offers no way to step in between, but it asks first whether the tensor is a meta tensor, and
-        leaves it alone when told so. (A version that does not ask falls back to real values.)
+        known. torch has no hook in between, but it first asks whether the tensor is a meta tensor, and skips its work
+        if so. (A version that does not ask falls back to real values.)
         """
         if asker.f_code is not nn.init._no_grad_trunc_normal_.__code__:
             return False

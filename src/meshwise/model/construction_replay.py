@@ -9,12 +9,12 @@
     |   5     empty()            b
     |   6     copy_(b, a)        b        a
 
-Values are computed by running, in order, only the operations that the wanted tensors depend on, and memory is freed
-after its last use: no more is ever held than the tensor and the inputs of one operation.
+Values are computed by running, in order, only the operations that the wanted tensors depend on; memory is freed after
+its last use. So at most the tensor and the inputs of one operation are held.
 
-Every random operation draws from a stream of its own, seeded by the seed of the model, the name of the first parameter
-or buffer that depends on it and its number among that one's random operations. So the values of a parameter depend on
-nothing else in the model, on no order and on no rank, and the global generators are not touched.
+Every random operation draws from its own sequence. Its seed is made of the model's seed, the name of the first
+parameter or buffer that depends on it, and its number among the random operations of that one. So the values of a
+parameter depend on nothing else in the model, on no order and on no rank, and the global generators are not touched.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class ConstructionRecord:
             return [_view(t, memory) for t in wanted]
 
     def unwritten(self, t: Tensor, *, values: Tensor) -> int:
-        """Return the number of elements of `values`, which are those of `t`, depend on memory that was never written.
+        """Return the number of elements of `values`, the values of `t`, that depend on memory never written.
 
         NaN spreads through arithmetic, so floating-point values without NaN are free of it. Otherwise the values are
         computed again with other poison: what differs depends on it, and what does not was meant (a mask of NaN).

@@ -1,10 +1,10 @@
-"""Models born sharded: any one parameter's full values at a time, and never the whole model.
+"""Deferred initialization: the full values of one parameter at a time, never the whole model.
 
 `build_with_values` takes a model that exists, or a function that builds one. The function's model stays on meta
 tensors, and its parameters are computed one by one (`ParameterSource.full`), for each rank to keep its part of. The
 same seed gives the same values, bit for bit, under every plan and on every rank, in whatever order they are asked for.
-They are not the values that the function alone would have drawn from torch's global generator, which is left untouched;
-a generator that the function passes to torch itself is replaced as well. Random numbers of numpy or of Python are the
+They differ from the values that the function alone would draw from torch's global generator, which stays untouched. A
+generator that the function itself passes to torch is replaced as well. Random numbers of numpy or of Python are the
 function's own affair.
 
 Memory that the constructor never writes is an error that names the tensor, not garbage.
@@ -28,10 +28,10 @@ from meshwise.model.parameter_table import ParameterRow, check_readable
 
 
 class ParameterSource:
-    """Where the values of a model's tensors come from."""
+    """Source of the values of a model's tensors."""
 
     def __init__(self, module: nn.Module, *, record: ConstructionRecord | None, shapes_only: bool = False) -> None:
-        """`shapes_only`: nobody will ask for values, and where some are asked for there are tensors without."""
+        """`shapes_only`: values are never needed; where some are asked for, tensors without values are returned."""
         self.module = module
         self.deferred = record is not None or shapes_only
         """Whether the parameters of `module` are still to be made of the values: they are on the meta device."""
@@ -68,7 +68,7 @@ class ParameterSource:
         return values.clone() if values.untyped_storage().nbytes() > values.nbytes else values
 
     def refuse_blank(self) -> None:
-        """Raise ValueError as `full` does for a tensor of which no element is initialised; values are not computed."""
+        """Raise ValueError as `full` does for a tensor without an initialized element; values are not computed."""
         for name, tensor in self._tensors.items():
             if tensor.is_meta and tensor.numel() and self._record and self._record.is_blank(tensor):
                 raise self._uninitialised(name, tensor.numel(), tensor.numel())
@@ -80,10 +80,11 @@ class ParameterSource:
         )
 
     def agreed(self, name: str, *, world: World) -> Tensor:
-        """Return the full values, of a model that every rank has those of the first rank; every rank asks for the same.
+        """Return the full values; if every rank holds the model, the first rank's. Every rank must ask for the same
+        names.
 
-        They are the caller's until the next are asked for: one piece of memory takes them all, because a copy of every
-        parameter, freed among those still in use, would leave the process with holes of the size of the model's blocks.
+        They are valid until the next call. One piece of memory takes them all: freed copies of single parameters would
+        leave the process with holes of the size of the model's blocks.
         """
         value = self.full(name)
         if self.deferred or world.size == 1:
@@ -124,8 +125,8 @@ def build_with_values(model: nn.Module | Callable[[], nn.Module], *, seed: int) 
     """Return a model with its values as it is, or the model that a function builds, without them.
 
     The function is called once, with its tensor operations recorded and carried out on meta tensors. Raises ValueError
-    for a module on the meta device, for a function that does not return a module, and for one that draws random
-    numbers in a way that cannot be repeated.
+    for a module on the meta device, for a function that does not return a module, and for random draws that cannot be
+    repeated.
     """
     if isinstance(model, nn.Module):
         check_readable(model)
@@ -144,7 +145,7 @@ def build_with_values(model: nn.Module | Callable[[], nn.Module], *, seed: int) 
 
 
 def shapes_of(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> ParameterSource:
-    """Return a model, or the one that a function builds, on the meta device, whose values nobody will ask for.
+    """Return a model (or the one that a function builds) on the meta device, whose values are never needed.
 
     A module is left as it is. Raises ValueError as `build_with_values` does, and for a tensor that nothing was ever
     written to: that some elements of one were not, only their values tell.
@@ -170,7 +171,7 @@ def install(module: nn.Module, *, row: ParameterRow, tensor: Tensor) -> nn.Param
     """Put `tensor` in place of a parameter under all its names, and return the new parameter, which shares its memory.
 
     Needed where `.data` cannot be assigned: a meta parameter cannot get memory on another device. Whether it is
-    trained, its hooks, and attributes that the model hung on it, are kept. The shape is that of what this rank stores.
+    trained, its hooks, and attributes that the model hung on it, are kept. The shape is the shape of this rank's part.
     """
     old = module.get_parameter(row.name)
     new = nn.Parameter(tensor, requires_grad=old.requires_grad)

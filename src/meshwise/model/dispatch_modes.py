@@ -18,8 +18,8 @@ def in_backward() -> bool:
 
 
 def asked_for(ctx: Any) -> tuple[bool, ...]:
-    """Which gradients an autograd function of ours is asked for by the backward that runs, argument by argument: where
-    that is one part of a backward, not all that its tensors need.
+    """Return which gradients the running backward asks an autograd function for, argument by argument: in one part of a
+    backward, not all that its tensors need.
 
     torch leaves that out for its own nodes; theirs, for everybody's, is private.
     """
@@ -35,6 +35,6 @@ def _runs(node: Node) -> bool:
 
 
 def unseen() -> contextlib.AbstractContextManager[None]:
-    """Inside, whoever watches operations (a rehearsal, a profiler) is told of none: no step does them."""
+    """Hide operations within the block from dispatch modes (a rehearsal, a profiler): no step runs them."""
     hidden: contextlib.AbstractContextManager[None] = _disable_current_modes()
     return hidden

@@ -1,8 +1,8 @@
 """From a batch to the sum and the count of its loss.
 
-An engine that receives the mean of a loss has to guess what it was the mean of, and micro-batches, padding and ranks of
-unequal shares all make the guess wrong. So a loss here returns its sum and what it counted (tokens, samples), and the
-division is done once, over the whole global batch.
+An engine that receives the mean of a loss must guess its count. Micro-batches, padding and ranks of unequal shares all
+make the guess wrong. So a loss here returns its sum and what it counted (tokens, samples), and the division is done
+once, over the whole global batch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StageForwardLeft(Exception):
 def default_forward(model: nn.Module, batch: Any) -> Any:
     """Call the model on its part of a batch.
 
-    A tensor is the input; the first item of a tuple or list is the input and the rest is for the loss; of a mapping,
+    A tensor is the input. Of a tuple or list the first item is the input and the rest is for the loss. Of a mapping,
     the entries named like parameters of `model.forward` are passed by keyword (all, when it takes `**kwargs`).
 
     Raises ValueError for a mapping none of whose keys `forward` takes.
@@ -62,7 +62,7 @@ def call_loss(model: nn.Module, batch: Any, *, forward: Forward, loss: Loss) -> 
     """Run forward and loss: (sum of the loss, count), two scalar tensors, the count in fp64.
 
     Raises LossError when `loss` does not return a scalar sum and a count of at least 0. A count that is a tensor is not
-    looked at, for which a GPU would have to be waited for: one below 0 becomes NaN, which no other count makes up for.
+    read here, because that would wait for a GPU; a count below 0 becomes NaN, which no other count hides.
     """
     output = forward(model, batch)
     returned = loss(output, batch)

@@ -1,4 +1,4 @@
-"""What a forward that is repeated needs: what it found the first time, and results that it need not compute again.
+"""Replay of a repeated forward: the state that it found the first time, and results that it need not compute again.
 
 A block whose forward is repeated in its backward may keep what is dear to compute and cheap to hold: the outputs of
 matrix products. Who computes such a result (an operation below autograd, or a product that ranks share out) asks here:
@@ -7,8 +7,8 @@ matrix products. Who computes such a result (an operation below autograd, or a p
     repeated    y = recall.once(compute)     the kept result; nothing is computed, and no rank is asked for its part
     otherwise   y = recall.once(compute)     computes
 
-Whoever has something that changes from forward to forward (which samples are drawn for, how many rows the ranks have)
-is `RememberedState`: asked where it is when a block begins, and put back there when the block is repeated.
+State that changes from forward to forward (the samples to draw for, the rows of the ranks) is a `RememberedState`. It
+is read when a block begins, and restored when the block is repeated.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ReplayTape:
         self.played = 0
 
     def protect(self, tensor: Tensor) -> None:
-        """Keep results as they are now: somebody is going to write to this tensor."""
+        """Copy kept results that share memory with this tensor, which is about to be written to."""
         written = tensor.untyped_storage()._cdata
         for index, result in enumerate(self.results):
             if any(one.untyped_storage()._cdata == written for one in tensors(result)):
@@ -53,7 +53,7 @@ class ReplayTape:
 
 
 class ForwardReplay:
-    """Whether results are kept or taken from a tape, at this point of a rank's forwards, and what is remembered."""
+    """Switch between keeping results and taking them from a tape, with the remembered state."""
 
     def __init__(self) -> None:
         self._tape: ReplayTape | None = None
@@ -119,7 +119,7 @@ class ForwardReplay:
         return result
 
     def protect(self, tensor: Tensor) -> None:
-        """Somebody is going to write to this tensor."""
+        """Announce that this tensor is about to be written to."""
         if self._tape is not None:
             self._tape.protect(tensor)
 

@@ -1,5 +1,5 @@
-"""What torch's operations do otherwise with tensors that have no values: some have no kernel for them, and some of
-those that have one take what no device takes.
+"""Meta kernels that torch lacks, and checks that its meta kernels omit: some accept inputs that every device
+refuses.
 """
 
 from __future__ import annotations

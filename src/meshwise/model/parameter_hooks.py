@@ -1,7 +1,7 @@
 """Hooks that the user has registered on parameters.
 
-What a model is given in place of a parameter (one of a stage, one that is born here) has no hooks, since torch hangs
-them on the tensor.
+Tensors that replace a model's parameters (of a stage, or initialized here) have no hooks, because torch stores hooks on
+the tensor.
 """
 
 from __future__ import annotations

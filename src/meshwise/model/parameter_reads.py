@@ -93,8 +93,8 @@ def source_of(function: Any) -> ast.Module:
 
     Raises OSError when it has none, SyntaxError when it is part of a larger expression.
 
-    CPython 3.11 counts the depth of all threads' trees in one place, so that two that are built at the same time can
-    fail for no reason of their own (python/cpython issue 106905); then again.
+    CPython 3.11 counts the depth of all threads' syntax trees in one place. Two that are built at the same time can
+    fail for no reason of their own (python/cpython issue 106905); then this tries again.
     """
     while True:
         try:

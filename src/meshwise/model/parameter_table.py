@@ -1,8 +1,8 @@
 """The parameter table: one row for each logical parameter of a model.
 
 Everything that touches parameters (initialisation, gradient reduction, the norm, the optimizer, checkpoints) asks this
-table and never walks the module itself. So a parameter has one name everywhere, and one that is tied, registered under
-several names, is still one parameter: gathered once, counted once in the norm, updated once, saved once.
+table and never walks the module itself. So a parameter has one name everywhere. A tied one, registered under several
+names, is still one parameter: gathered once, counted once in the norm, updated once, saved once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ParameterOptions: TypeAlias = Callable[[str, Tensor], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one parameter is stored, and over which axes the gradients of its copies are to be summed.
+    """Placement of one parameter, and the axes over which its copies' gradients are summed.
 
     On axes that are in neither, all copies are identical and get identical gradients.
     """
@@ -180,8 +180,8 @@ def parameter_table(
     the model is divided; see `meshwise.model.blocks.partition`. Every parameter is whole on every rank, and its
     gradients are summed over `dp`, until `placed` says otherwise.
 
-    Raises ValueError as `check_trains` and `check_readable` do, for options that are no mapping, for two parameters
-    that are not the same object but share memory, and for a pattern in `units` that names nothing.
+    Raises ValueError as `check_trains` and `check_readable` do, for options that are no mapping, for two different
+    parameters that share memory, and for a pattern in `units` that matches nothing.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):

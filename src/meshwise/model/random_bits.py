@@ -1,15 +1,15 @@
 """Random bits that are a function of a key and an index, so that a part of a tensor has the bits of that part.
 
-torch's generators are sequences: an element's number depends on how many were drawn before it, and therefore on the
-shape of the tensor and on which part of it a rank holds. Here the bits of an element are a hash of the key and of the
-element's index in the whole tensor, computed where they are needed, in any slice, on any device, in the same way.
+torch's generators are sequences: an element's number depends on the draws before it, and so on the tensor's shape and
+on the part of it that a rank holds. Here the bits of an element are a hash of the key and of the element's index in the
+whole tensor. They are computed where they are needed, in any slice, on any device, in the same way.
 
     key, index along every dim but the last ──► 64 bits for each row:  a (32 bits), c (32 bits, odd)
     key, index along the last dim           ──► 32 bits for each column: b
     word = c · f((a xor b) · m),   f(x) = x xor x>>15            32-bit arithmetic, six passes over the tensor
 
-Rows and columns are hashed by the finaliser of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
-Generators, 2014), so the cheap last line starts from mixed bits, and no two rows share a multiplier. It is meant for
+Rows and columns are hashed by the finalizer of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
+Generators, 2014). So the cheap last line starts from mixed bits, and no two rows share a multiplier. It is meant for
 masks and noise, not for cryptography.
 """
 
@@ -43,7 +43,9 @@ class IndexBlock:
 
 @dataclass(frozen=True)
 class Distribution:
-    """What is drawn: elements of `dtype`, that `write(words, out)` makes of uniform int32 words of the same shape."""
+    """Distribution of random values: `write(words, out)` makes elements of `dtype` from uniform int32 words of the same
+    shape.
+    """
 
     dtype: torch.dtype
     write: Callable[[Tensor, Tensor], object]

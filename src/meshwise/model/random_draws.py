@@ -1,12 +1,12 @@
-"""What a model draws as it trains (dropout, noise), made a function of where it is drawn and not of who draws it.
+"""Make random draws of a training model (dropout, noise) a function of their place in the model and the batch.
 
-torch draws from a sequence: what an element gets depends on everything drawn before, so a split model has other masks
-than a whole one, and nothing can be compared. Here a draw is a function of
+torch draws from a sequence: an element depends on everything drawn before. So a split model has other masks than a
+whole one, and nothing can be compared. Here a draw is a function of
 
     seed · step · number of the sample in the global batch · place in the model · index of the element
 
-and of nothing else, so that it is the same under every plan, however often a forward is repeated, and after a resume:
-there is no state but the number of the step. A rank computes the slice of the draw that its tensor is. It knows
+and of nothing else. So it is the same under every plan, in every repeated forward and after a resume: the step number
+is the only state. A rank computes the slice of the draw that its tensor is. It knows
 
     which samples    `SampleRows`, from the trainer: those of the micro-batch at hand. They lie along dim 0 of a drawn
     tensor,
@@ -18,8 +18,8 @@ there is no state but the number of the step. A rank computes the slice of the d
     a slice.
 
 A forward that is repeated in the backward (activation checkpointing) begins in the middle of the model, with no caller
-on the stack; a module is then where it was in the forward. One that was called from two places cannot be told apart,
-and draws of a repeated function that is no module cannot either: both are errors that say so.
+on the stack. Such a module keeps the place that it had in the forward. A module that was called from two places is
+ambiguous, and so are draws of a repeated function that is no module: both raise an error.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ Points: TypeAlias = Mapping[str, Callable[[], ActivationRegion]]
 
 
 class ModuleVisit(NamedTuple):
-    """Where a module was called: the repeated calls that led to it, the region, and where its samples lie."""
+    """Call of a module: the repeated calls that led to it, the region, and the dim of its samples."""
 
     path: tuple[tuple[str, int], ...]
     region: ActivationRegion
@@ -110,7 +110,7 @@ _NO_SAMPLE = -1
 
 @dataclass
 class _Frame:
-    """A call of a module that is under way. `visit` is None when it cannot be told which call it repeats."""
+    """A call of a module that is under way. `visit` is None when the repeated call is ambiguous."""
 
     name: str
     visit: ModuleVisit | None
@@ -118,7 +118,7 @@ class _Frame:
     draws: int = 0
 
     def copied(self) -> _Frame:
-        """Return the same call, to go on from here once more."""
+        """Return the same call, from which the count continues."""
         return replace(self, calls=dict(self.calls))
 
 
@@ -126,8 +126,8 @@ class RandomDraws:
     """The draws of one model on one rank.
 
     `before` and `after` name modules: when one begins, or has run, the activations lie in that region until the next of
-    these points. `local` leaves the drawing to torch's own kernels and generator, seeded anew for each draw by the
-    place and the part: a GPU fuses them, but the masks depend on the plan then.
+    these points. `local` leaves the drawing to torch's own kernels and generator, seeded for each draw by the place and
+    the part. A GPU fuses them, but the masks then depend on the plan.
 
         draws.begin(step)
         with draws.running(rows): forward           # once for each micro-batch
@@ -235,7 +235,7 @@ class RandomDraws:
         """Return a signed 64-bit integer for the next draw: of the seed, the step, the place and the draw's number
         there.
 
-        Raises ValueError in a repeated forward that cannot be told from another.
+        Raises ValueError in a repeated forward that is ambiguous.
         """
         self._drew = True
         frame = self._stack[-1]
@@ -249,7 +249,7 @@ class RandomDraws:
         """Which part of the whole draw a tensor of `shape` is, and whether its first two dims stand the other way.
 
         `scores`: it is known to be of attention scores, whose dim 0 is samples or samples · heads. Dims of size 1 are
-        left out of the part, other than that of the samples, which comes first; it has at least two.
+        left out of the part, except the sample dim, which comes first; the part has at least two dims.
         """
         region, visit = self._region, self._stack[-1].visit or _OUTSIDE
         rows = self._rows.further(region.shares) if self._rows.further and region.shares else self._rows
@@ -279,7 +279,9 @@ class RandomDraws:
         return IndexBlock(tuple(size for size, _ in sizes), tuple(start for _, start in sizes)), turned
 
     def reseed(self, device: torch.device) -> None:
-        """Seed torch's generator of a device for the next draw of a `local` stream: ranks with one part draw alike."""
+        """Seed torch's generator of a device for the next draw under `random=local`: ranks with the same part draw the
+        same.
+        """
         seed = _hash(self.key(), self._rows, self._region) % 2**63
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index

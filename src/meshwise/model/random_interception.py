@@ -49,7 +49,7 @@ _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 class DrawContext(Protocol):
-    """Who knows where in the model, and for which samples, it is being drawn; see `draws.Draws`."""
+    """Provider of the place in the model and the samples of a draw; see `random_draws.RandomDraws`."""
 
     local: bool
 

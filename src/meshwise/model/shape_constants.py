@@ -1,4 +1,4 @@
-"""What a forward makes of sizes, and of the integers of its batch, and what it asks of those.
+"""Track the values that a forward derives from sizes and from the integers of its batch, where tensors have no values.
 
 A rehearsal's tensors have no values, and a model that asks for one cannot be rehearsed:
 
@@ -6,11 +6,10 @@ A rehearsal's tensors have no values, and a model that asks for one cannot be re
     if (positions.diff() != 1).any(): ...                # are several texts in one row?
     if mask.all(): ...                                   # is nothing padded?
 
-No batch could change the first answer. So what a forward, a loss or a forward that is repeated in a backward makes of
-no tensor (`arange`, `ones_like`, …), or only of what was made so, is computed beside the tensor without values, as long
-as it is not large. The second is one of the batch: that has the values of the user's (`stand_in.py`), from which any
-other may differ, and `asked` tells that it was given. What follows from a parameter, a draw or other numbers of a batch
-has no value.
+No batch could change the first answer. So a small tensor that a forward, a loss or a repeated forward makes of no
+tensor (`arange`, `ones_like`, …), or only of such tensors, is computed beside the tensor without values. The second is
+an integer of the batch. It has the user's values (`meta_batch.py`), from which another batch may differ; `asked` shows
+that it was read. What follows from a parameter, a draw or other numbers of a batch has no value.
 """
 
 from __future__ import annotations
@@ -50,16 +49,15 @@ _LIKE = _NEW | {aten.zeros_like, aten.ones_like, aten.full_like}
 
 
 class _Known(NamedTuple):
-    """What a tensor without values would hold."""
+    """Values that belong to a tensor without values."""
 
     values: Tensor
     by_batch: bool
 
 
 class ShapeConstants(TorchDispatchMode):
-    """Answers for what tensors without values would say. It is for one rank, and on from its first to its last step:
-    what it was given, and what was made of that, it knows wherever it goes; of no tensor something is made in a
-    `forward`, and in a backward.
+    """Answers for what tensors without values would say. It serves one rank from its first to its last step: its inputs
+    and everything made of them stay known. Tensors made of no tensor are known in a `forward` and in a backward.
     """
 
     def __init__(self, given: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
@@ -235,7 +233,7 @@ def _is_seeded(func: OpOverload) -> bool:
 
 
 def _is_of(func: OpOverload, given: Sequence[Tensor]) -> bool:
-    """Return whether its values come of those of tensors."""
+    """Return whether its values come from tensors."""
     return bool(given) and func._overloadpacket not in _LIKE
 
 

@@ -1,8 +1,8 @@
 """Any elementwise torch optimizer over flat slices.
 
-A rank owns slices of flat buffers, not tensors of the model. An optimizer that treats every element alike gives the
-same numbers on slices as on whole tensors; one that looks at rows, columns or the norm of a tensor does not, and is
-refused rather than silently wrong.
+A rank owns slices of flat buffers, not tensors of the model. An elementwise optimizer gives the same numbers on slices
+as on whole tensors. One that looks at rows, columns or the norm of a tensor does not, and is refused rather than
+silently wrong.
 """
 
 from __future__ import annotations

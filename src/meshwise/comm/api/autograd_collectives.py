@@ -1,8 +1,8 @@
 """Collectives that autograd can pass, each with its conjugate.
 
-c10d's collectives end the graph, and whoever wraps them has to know what the ranks do next: the sum over the ranks of a
-tensor that all of them then use alike has another gradient than one that each uses for something else. Here a tensor
-is one of four things, and each collective says which it takes and which it gives:
+c10d's collectives end the autograd graph, and their gradient depends on what the ranks do next. The sum of a tensor
+that all ranks use in the same way has another gradient than a sum that each rank uses differently. Here a tensor is one
+of four things, and each collective says which it takes and which it gives:
 
     | split     every rank holds its part along a dim
     | partial   every rank holds a summand
@@ -94,7 +94,7 @@ def all_reduce(x: Tensor, *, world: World, axes: Axes) -> PendingResult:
 
 
 def copy(x: Tensor, *, world: World, axes: Axes) -> PendingResult:
-    """`x`, which is alike on all ranks, for each to use in its own way. Backward: all_reduce."""
+    """Return `x`, which is the same on all ranks, for each rank to use differently. Backward: all_reduce."""
     return _start(x, _Copy(world, axes))
 
 
@@ -109,10 +109,10 @@ def all_to_all(
 ) -> PendingResult:
     """Cut `x` along `split_dim`, give each rank its part, and put what arrives together along `cat_dim`.
 
-    `sizes`: those of the parts cut along `split_dim`, and those of the arriving ones along `cat_dim`, in group order.
-    By default an even cut, and arriving parts that are as large along `cat_dim` as this rank's own.
-    (…, sum(split), …, cat[i], …) → (…, split[i], …, sum(cat), …) for two different dims; with one dim for both,
-    (…, sum(split), …) → (…, sum(cat), …).
+    `sizes`: the sizes of the parts cut along `split_dim` and of the received parts along `cat_dim`, in group order. By
+    default an even cut, and arriving parts that are as large along `cat_dim` as this rank's own. (…, sum(split), …,
+    cat[i], …) → (…, split[i], …, sum(cat), …) for two different dims; with one dim for both, (…, sum(split), …) → (…,
+    sum(cat), …).
 
     Backward: all_to_all with the two exchanged. Raises ValueError when `sizes` does not describe `x`.
     """
@@ -128,7 +128,9 @@ def all_to_all(
 
 @dataclass(frozen=True)
 class CollectiveSource:
-    """What a collective of these gave, by the words at the top: over which axes it is which."""
+    """State of a collective's output, in the words of the table above: the axes over which it is split, partial, alike
+    or whole.
+    """
 
     whole: tuple[str, ...] = ()
     alike: tuple[str, ...] = ()
@@ -136,7 +138,7 @@ class CollectiveSource:
 
 
 def source_of_output(node: Node) -> CollectiveSource | None:
-    """Return the collective whose output an autograd node stands for, or None."""
+    """Return the collective that produced an autograd node's output, or None."""
     passage = getattr(node, "passage", None)
     if not isinstance(passage, _Passage):
         return None
@@ -334,7 +336,7 @@ def _after(work: Work, result: Tensor) -> Finish:
 
 
 class _Passage:
-    """What the two ends of one collective share, in the forward and again in the backward."""
+    """State shared by the forward and backward of one collective."""
 
     def __init__(self, collective: _Map) -> None:
         self.collective = collective

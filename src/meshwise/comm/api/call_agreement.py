@@ -1,4 +1,4 @@
-"""Whether the ranks of a group are about to call the same: their stamps, swapped before anything moves.
+"""Check that the ranks of a group are about to make the same call: they exchange records before anything moves.
 
 And whether they have called the same to the end: what no rank needed of another (two sources of one broadcast) fails in
 no call.
@@ -35,9 +35,9 @@ def as_tensor(stamp: CallRecord) -> Tensor:
 
 
 def require_alike(found: Mapping[int, Tensor], *, journal: FlightRecorder) -> None:
-    """Raise RanksDisagree, with a table of who called what, unless these stamps, in group order by rank, are alike.
+    """Raise RanksDisagree, with a table of the calls, unless these records (in group order by rank) are equal.
 
-    They are those of the last call in the journal, which then does not count.
+    They are the records of the last call in the flight recorder, which then does not count.
     """
     stamps = {rank: pickle.loads(bytes(row.tolist())) for rank, row in found.items()}
     if table := disagreement(stamps):

@@ -25,8 +25,8 @@ def flat(x: Tensor, *, given: bool = False) -> Tensor:
     """Return a view of `x` in one dim, outside autograd (as in c10d, writing to it does not count as a change of `x`).
 
     Of one that is `given`, to be read alone, and that torch conjugates or negates when it is read, a copy as it reads.
-    Raises ValueError when another one is like that, when `x` is not contiguous, when torch cannot copy its dtype, and
-    where it does not let anyone write to it.
+    Raises ValueError if a tensor overlaps another one, is not contiguous, is read-only, or has a dtype that torch
+    cannot copy.
     """
     if x.is_conj() or x.is_neg():
         if not given:
@@ -48,7 +48,7 @@ def flat(x: Tensor, *, given: bool = False) -> Tensor:
 def split(x: Parts, size: int, *, given: bool = False) -> list[Tensor]:
     """`x` as `size` flat parts: equal slices (views) of one tensor, or those passed. Raises ValueError otherwise.
 
-    On meta, where there are no values, one view stands for all parts that are alike.
+    On the meta device one view serves for all equal parts.
     """
     if isinstance(x, Tensor):
         if x.numel() % size:

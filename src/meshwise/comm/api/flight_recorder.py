@@ -1,11 +1,11 @@
-"""What one rank has called, and where it is now.
+"""Record the collective calls of one rank and its position.
 
 Ranks hang because they disagree: another collective, another size, one call more or less. So every call gets a stamp,
 and each rank keeps its stamps in one journal that all views of its world share. Everything that explains a run reads
 the same journal: the agreement check before a call, the hang report, the recordings of a test or a simulation.
 
-Every call makes a handful of these values, and a small one takes little longer than that: so they are named tuples,
-which are made in a third of the time of frozen dataclasses.
+Every call makes several of these values, and a small call takes little longer than that. So they are named tuples,
+which take a third of the time of frozen dataclasses.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _SIZES_MAY_DIFFER = ("all_to_all", "gather", "scatter")
 
 
 class CallRecord(NamedTuple):
-    """One collective as one rank called it. The ranks of a group agree when `agreed` is equal on all of them.
+    """Record of one collective as one rank called it. The ranks of a group agree when `agreed` is equal on all of them.
 
-    `bytes` is the payload of the whole collective as one rank sees it: the tensor of a broadcast, reduce, all-reduce,
-    send or recv; the gathered side of an all-gather; the whole side of a reduce-scatter or all-to-all; this rank's
-    part of a gather or scatter, whose other side only one rank has. `how` names the operation and the group index of
-    the root: `sum`, `max to 1`, `from 0`.
+    `bytes` is the payload of the whole collective as one rank sees it. For a broadcast, reduce, all-reduce, send or
+    recv it is the tensor; for an all-gather the gathered side. For a reduce-scatter or all-to-all it is the whole side;
+    for a gather or scatter this rank's part. `how` names the operation and the group index of the root: `sum`, `max to
+    1`, `from 0`.
     """
 
     sequence: int
@@ -90,7 +90,7 @@ def _tag(agreed: str) -> int:
 
 
 class CallLine(NamedTuple):
-    """Ranks whose calls come in one order: those of a group, or the source and the target of messages."""
+    """Ranks whose calls come in one order: a group, or the source and target of messages."""
 
     ranks: tuple[int, ...]
     point_to_point: bool = False
@@ -105,7 +105,7 @@ class PlacedCall(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Where a rank is: the collective it waits for and since when, or (waiting_since None) the last one it called.
+    """Position of a rank: the collective it waits for and since when, or the last one it called (waiting_since None).
 
     `waiting_since` is a time of `time.monotonic`.
     """
@@ -145,7 +145,7 @@ class FlightRecorder:
     def doing(self) -> str:
         """Activity of the rank between its calls: an action as printed (`2F0`), a word, or "" outside of a step.
 
-        Whoever runs the step says it; after the step it is empty.
+        The code that runs the step sets it.
         """
         return self._doing
 

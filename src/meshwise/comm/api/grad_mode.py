@@ -1,7 +1,6 @@
-"""What is done later, or by another thread, in the mode in which it was called.
+"""Run code later, or in another thread, in the grad mode of the original call.
 
-Nobody can write to a tensor that was made in torch.inference_mode outside of it, and whoever does a rank's part in a
-call, a carrier's thread or the rank itself when it comes by, may be outside.
+A tensor made in torch.inference_mode cannot be written outside of it. The thread that completes a call may be outside.
 """
 
 from __future__ import annotations

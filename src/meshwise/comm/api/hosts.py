@@ -13,7 +13,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 def host_name() -> str:
     """Return a name that processes have in common when they run on one machine, in one container.
 
-    A container has a name of its own, and machines may be called alike; no two boots have one id.
+    Containers have their own host names, and names may repeat; a boot id is unique.
     """
     boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
     return f"{boot} {socket.gethostname()}"

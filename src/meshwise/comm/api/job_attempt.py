@@ -1,15 +1,15 @@
 """Which start of a job this is, when a launcher starts its ranks again.
 
-A launcher that restarts ranks may keep its store from one start to the next, with all that the ranks of the last
-start wrote into it; and it numbers its restarts by itself, so that launchers of several machines, one of which joined
-later, count differently. So the ranks agree on a name that no earlier start had, with a ticket each:
+A launcher that restarts ranks may keep its store, with everything that the earlier ranks wrote. It also numbers its
+restarts on its own, so launchers of several machines may count differently. So the ranks agree on a name that no
+earlier start had, with a ticket each:
 
     | every rank      takes a ticket, a number nobody has had, and writes beside it who it is
     | rank 0          offers the name made of its own ticket to every ticket it finds
     | the others      accept what is offered to their own ticket
     | rank 0          goes on when every rank has accepted
 
-A ticket of a rank that is gone is offered the name too, and stays silent.
+The ticket of a lost rank receives the offer too, and does not answer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ _TIME = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class JobAttempt:
-    """What the launcher says. run: the name of the job, the same after a restart; number: 0 for the first start."""
+    """One start of a job's ranks, as the launcher describes it. run: the name of the job, the same after a restart;
+    number: 0 for the first start.
+    """
 
     run: str
     number: int = 0

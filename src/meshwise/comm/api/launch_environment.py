@@ -1,7 +1,7 @@
-"""What a launcher has told this process: which rank it is, of how many, and where they meet.
+"""Read the launcher's environment variables: rank, world size, and where the ranks meet.
 
-torchrun tells all of it. A part of it alone is a launcher that was set up by half, each of whose processes would take
-itself for the only one, or a variable that somebody has left behind: it is refused, and nothing is guessed.
+torchrun sets all of them. An incomplete set is refused: either the launcher was set up only in part, and each process
+would run alone, or a variable was left over.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LAST_PORT = 65535
 
 @dataclass(frozen=True)
 class LaunchedRank:
-    """This process as a rank: its number, and how many there are."""
+    """This process as a rank: its number and the world size."""
 
     rank: int
     size: int
@@ -30,7 +30,7 @@ def launched(environment: Mapping[str, str] | None = None) -> LaunchedRank | Non
     """Return the rank that the environment describes, or None when this process is no rank. Raises ValueError where it
     makes no sense.
 
-    `environment`: by default that of this process.
+    `environment`: by default the environment of this process.
     """
     told = os.environ if environment is None else environment
     if not is_under_launcher(told):
@@ -41,7 +41,7 @@ def launched(environment: Mapping[str, str] | None = None) -> LaunchedRank | Non
 
 
 def is_under_launcher(environment: Mapping[str, str] | None = None) -> bool:
-    """Return whether anything was told, be it right or wrong."""
+    """Return whether any launcher variable is set, right or wrong."""
     told = os.environ if environment is None else environment
     return any(told.get(name) for name in _OF_A_RANK)
 
@@ -54,7 +54,7 @@ def is_rank() -> bool:
 
 
 def prints_for_job() -> bool:
-    """Return whether this process says what all ranks have to say: the first rank, or whoever is none."""
+    """Return whether this process prints messages for the whole job: the first rank, or a process that is no rank."""
     return not is_rank() or os.environ["RANK"] == "0"
 
 

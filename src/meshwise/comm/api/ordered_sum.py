@@ -1,9 +1,9 @@
 """Sums in one fixed order.
 
-Floating-point addition is not associative, so a reduction is only reproducible when its order is. Here it is always
-the order of the group, element by element, however the tensor is cut: an all-reduce, a reduce-scatter and a reduce of
-the same values give the same bits, on every rank and in every run. Two things depend on where a block ends, as torch's
-and numpy's loops have it: which of several NaN a sum has, and which of 0.0 and -0.0 is the larger one.
+Floating-point addition is not associative, so a reduction is only reproducible when its order is. Here the order is
+always the order of the group, element by element, however the tensor is cut. So an all-reduce, a reduce-scatter and a
+reduce of the same values give the same bits, on every rank and in every run. As in torch's and numpy's loops, two
+results depend on where a block ends: which of several NaN a sum has, and which of 0.0 and -0.0 is the larger one.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _BLOCK = 128 << 10
 def reduce_in_order(parts: Sequence[Tensor], *, into: Tensor, scratch: Tensor, op: str) -> None:
     """Reduce `parts`, two or more in one dim of equal size and dtype, into `into`. op: sum, max or min.
 
-    `into` may be one of the parts. `scratch`, of their size and dtype, takes what is reduced so far: a tensor of its
-    own, or one of the first two parts when that may be overwritten. Half-precision values are summed in float32 and
-    rounded once. Raises ValueError for an unknown op.
+    `into` may be one of the parts. `scratch`, of their size and dtype, holds intermediate results: a separate tensor,
+    or one of the first two parts if it may be overwritten. Half-precision values are summed in float32 and rounded
+    once. Raises ValueError for an unknown op.
     """
     require_op(op)
     for *shown, target, total in zip(*(x.split(_BLOCK) for x in (*parts, into, scratch)), strict=True):

@@ -40,7 +40,7 @@ class ProcessLife:
 
 
 def has_ended(pid: int) -> bool:
-    """Return whether a process is gone or a zombie. Raises PermissionError for a process of another user."""
+    """Return whether a process has ended or is a zombie. Raises PermissionError for a process of another user."""
     try:
         os.kill(pid, 0)
         state = Path(f"/proc/{pid}/stat")

@@ -1,4 +1,4 @@
-"""What a rank that waits could do instead: its part in other calls, for which others may be waiting."""
+"""Values for the progress that a waiting rank makes on other calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 
 class Progress(enum.IntEnum):
-    """It has nothing to do, or something may come up, or it did something."""
+    """Progress of a waiting rank: nothing to do, something may arrive, or something was done."""
 
     NOTHING = 0
     LATER = 1

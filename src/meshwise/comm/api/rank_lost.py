@@ -10,7 +10,7 @@ class RankLostError(RuntimeError):
 
 
 class RankKilledError(RankLostError):
-    """A rank was ended by SIGKILL: by somebody, or by the system, which does that when memory runs out."""
+    """A rank was ended by SIGKILL: by a user, or by the system when memory ran out."""
 
 
 def lost(peer: int, *, about: object, error: Exception) -> RankLostError:

@@ -1,9 +1,9 @@
 """Copies and sums of a rank that computes with one thread, made by what makes them soonest.
 
-torch divides its loops among a rank's threads. Where there is one, the C library copies sooner (the more, the larger:
-beyond the caches it does not read what it overwrites), and so does numpy add up blocks that lie in a cache, to the same
-bits: both add two numbers of IEEE 754 at a time. Which NaN a sum of several has they do not agree on, nor does either
-with itself in blocks of other sizes. docs/benchmarks.md has the figures.
+torch divides its loops among a rank's threads. Where one thread computes, the C library copies faster: beyond the
+caches it does not read what it overwrites. numpy adds blocks that lie in a cache faster, to the same bits. Which NaN a
+sum of several has they do not agree on, nor does either with itself in blocks of other sizes. docs/benchmarks.md has
+the figures.
 """
 
 from __future__ import annotations

@@ -59,9 +59,9 @@ def _is_pythons_or_ours(file: str) -> bool:
 def stack_of(thread: int | None) -> str:
     """Return the stack of the thread with this identifier, as it is now; empty when it has ended.
 
-    Python makes the object of a frame when it is asked for, and may collect garbage for it. What is collected may let
-    the thread go on, return from that very frame, and leave an object that tells of memory used for something else:
-    to read it ended ranks with SIGSEGV. So nothing is collected until all frames have objects, which last.
+    Python makes the object of a frame when it is asked for, and may collect garbage for it. Garbage collection may
+    switch threads: the other thread then returns from that frame, whose memory is reused. Reading it ended ranks with
+    SIGSEGV. So nothing is collected until all frames have objects, which last.
     """
     collects = gc.isenabled()
     gc.disable()

@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class TimedSpan:
-    """What a rank was at, as `Journal.doing` says, or what it waited for, from when to when.
+    """Time span of an activity (as `FlightRecorder.doing`) or of a wait.
 
     `beside`: it went on beside what the rank was at, on other threads.
     """
@@ -29,7 +29,7 @@ class TimedSpan:
 
 
 class RankClock(Protocol):
-    """Tells the time."""
+    """Clock of a rank's device."""
 
     def now(self) -> Any:
         """Return the current time of the clock."""

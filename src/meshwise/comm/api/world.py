@@ -1,12 +1,12 @@
 """The World: what joins the ranks.
 
-A scheme never asks which machine it runs on. It asks a `World` for collectives along the named axes of a mesh. Those
-of real processes are chosen by `torch_world`; beside them stand `thread_world` (ranks as threads of one process) and
-`trace_world` (one rank of a world of any size that moves nothing and records everything).
+A scheme never asks which machine it runs on. It asks a `World` for collectives along the named axes of a mesh.
+`torch_world` chooses the implementation for real processes. `thread_world` has ranks as threads of one process;
+`trace_world` has one rank of a world of any size that moves nothing and records everything.
 
-The public methods live here, once: they resolve the axes to a group, answer a group of one without communication,
-check the sizes, stamp the call and hand it to the implementation's hook of the same name with a leading underscore.
-So a stamp, a recording, a count and a hang report mean the same under every implementation.
+The public methods are defined here, once. They resolve axes to a group, answer a group of one without communication,
+check sizes and record the call. Then they call the implementation's hook of the same name with a leading underscore. So
+a stamp, a recording, a count and a hang report mean the same under every implementation.
 """
 
 from __future__ import annotations
@@ -294,8 +294,7 @@ class World(abc.ABC):
         return [pickle.loads(bytes(part.tolist())) for part in parts]
 
     def totals(self, x: Tensor, *, said: int = 0) -> tuple[list[float], float]:
-        """Return the sums over all ranks of a few fp64 numbers, on the host, and that of their `dissent`: one
-        all-reduce.
+        """Return the sums over all ranks of a few fp64 numbers and of their `dissent`, on the host: one all-reduce.
 
         The dissent is 0 when all ranks also say the same number, of 32 bits.
         """
@@ -361,7 +360,7 @@ class World(abc.ABC):
         """Return when every rank has called it.
 
         A collective of its own, so that a rank which leaves while others still count on it shows up as a disagreement.
-        Raises RanksDisagree when the ranks of some group have called different collectives, and nobody has told so yet.
+        Raises RanksDisagree if the ranks of a group have called different collectives and no error has said so yet.
         """
         group = self.group(self.mesh.names)
         stamp = self._stamp("close", group, ())

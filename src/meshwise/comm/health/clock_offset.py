@@ -1,4 +1,4 @@
-"""How far the ranks' clocks differ, told by messages."""
+"""Measure how far the clocks of the ranks differ, by messages."""
 
 from __future__ import annotations
 

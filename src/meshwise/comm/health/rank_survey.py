@@ -26,10 +26,10 @@ _MOST_STACKS = 4
 
 @dataclass(frozen=True)
 class RankAnswer:
-    """What a rank says about itself.
+    """Answer of a rank about itself.
 
-    `waiting`: the call in which it is blocked, for `waited` seconds. On a GPU, where waiting does not block, None, and
-    `waited` is the time since its last call: any of its recent calls may be the one that does not end.
+    `waiting`: the call in which it is blocked, since `waited` seconds. On a GPU waiting does not block: then it is
+    None, and `waited` is the time since the last call. Any recent call may be the one that does not end.
     """
 
     rank: int
@@ -76,7 +76,7 @@ class RankSurvey:
     absent: Mapping[int, AbsentRank]
 
     def finding(self) -> HangFinding | None:
-        """Return the reason why somebody waits; None when nobody does."""
+        """Return the reason why ranks wait, or None if none does."""
         return self._disagreement() or self._lost() or self._finished() or self._circle() or self._slow()
 
     def report(self, finding: HangFinding) -> str:
@@ -141,7 +141,9 @@ class RankSurvey:
 
     @cached_property
     def _waits(self) -> list[tuple[int, int]]:
-        """(who waits, for whom) for every rank that has not come to the place where another waits."""
+        """Pairs (waiting rank, rank waited for), for every rank that has not reached the call that another one waits
+        in.
+        """
         waits: dict[tuple[int, int], None] = {}
         for rank, answer in sorted(self.answers.items()):
             for call in answer.pending():

@@ -1,8 +1,8 @@
-"""Who is there, before anyone tries to connect.
+"""Collect which ranks are present before they connect.
 
 Connecting needs every rank, the right size and the same software everywhere, and when something is missing it waits or
-breaks off in the middle of torch. A roll call only needs the store of the job: each rank that reaches it writes down
-who it is, rank 0 waits until all have or the time is up, and then all of them read the same list.
+breaks off in the middle of torch. A roll call only needs the store of the job. Each rank that reaches it writes its
+entry; rank 0 waits until all have or the time is up; then all read the same list.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GRACE_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class RollCallEntry:
-    """What one process says about itself: its rank, the size of the world it was told, and facts to compare."""
+    """Entry of one process: its rank, the world size it was given, and facts to compare."""
 
     rank: int
     size: int

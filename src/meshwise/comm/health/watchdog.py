@@ -10,8 +10,8 @@ works when collectives do not. It needs no help from the rank's main thread, whi
     | a rank raises    its traceback is the report and all ranks end
     | the store or the launcher is gone    the rank ends by itself
 
-What is certain and how soon, for `stall_seconds` = 300: ranks that disagree, left early or wait in a circle after 10 s
-of waiting, a rank that does not answer after another 30 s (at once when its connection broke). Ending is `os._exit(1)`.
+Times to a certain report, for `stall_seconds` = 300: ranks that disagree, left early or wait in a circle after 10 s of
+waiting; a rank that does not answer after another 30 s (at once when its connection broke). Ending is `os._exit(1)`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Pace:
 
 
 class ReportSink(Protocol):
-    """What to do with a report; `final` when it is the one the job ends with, not a warning."""
+    """Receiver of a report; `final` when the job ends with it, False for a warning."""
 
     def __call__(self, report: str, *, final: bool) -> None:
         """Take a report."""
@@ -77,7 +77,7 @@ class Watchdog:
     """Watches over one rank. Every rank of the job starts one, over the same store.
 
     stall_seconds: how long a rank may wait in one collective while the others live; by default what the environment
-    variable MESHWISE_STALL_SECONDS says, else 300. tell: what to do with a report, on the one rank that tells it.
+    variable MESHWISE_STALL_SECONDS says, else 300. tell: receiver of a report, called on the one rank that reports.
     launcher: the process whose end is the end of this rank. Raises ValueError when stall_seconds is not positive.
     """
 
@@ -111,7 +111,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="meshwise watch", daemon=True)
 
     def start(self) -> None:
-        """Begin. From now on an exception that nobody catches in the main thread ends all ranks."""
+        """Begin. From now on an uncaught exception in the main thread ends all ranks."""
         self._store.set(f"process/{self._world.rank}", self._process)
         self._previous_hook, sys.excepthook = sys.excepthook, self._excepthook
         os.register_at_fork(after_in_child=self._leave_to_the_rank)
@@ -300,7 +300,7 @@ class Watchdog:
             self._leave(report)
 
     def _end(self) -> NoReturn:
-        """End as declared: with the report on one rank, silently once it is told on the others."""
+        """End as announced: one rank prints the report, the others end silently."""
         with self._ending:
             teller, report = pickle.loads(self._store.get("end"))
             if teller == self._world.rank:
@@ -316,7 +316,7 @@ class Watchdog:
             self._leave(f"meshwise: rank {self._world.rank} ends: its launcher ({self._launcher}) is gone")
 
     def _without_store(self, why: str) -> None:
-        """Note that the store is gone: a computing rank may finish, a waiting one ends. A rank that computes may still
+        """Handle the loss of the store: a computing rank may finish, a waiting one ends. A rank that computes may still
         finish; one that waits in a collective never will.
         """
         while not self._stopped:

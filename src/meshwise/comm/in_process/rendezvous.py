@@ -1,4 +1,4 @@
-"""Where the threads of a run meet: who has called what, who waits for whom, and what can never come."""
+"""Rendezvous of the threads of a run: pending collectives, waiting ranks, and calls that can never be completed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RunEnded(BaseException):
 
 
 class PendingCollective:
-    """One collective, or one send with its recv: what each of its ranks has called and left there."""
+    """One collective, or one send with its recv: the calls of its ranks and their data."""
 
     def __init__(self, ranks: tuple[int, ...], *, changed: threading.Condition) -> None:
         """`changed` is notified when the last rank has made the call, or when none will."""
@@ -133,7 +133,7 @@ class Rendezvous:
         self.turn.take()
 
     def finish(self, rank: int) -> None:
-        """Mark a rank as done; nobody can wait for it any more."""
+        """Mark a rank as done; no rank can wait for it any more."""
         with self._lock:
             self._finished.add(rank)
             self._ended.notify_all()
@@ -171,7 +171,7 @@ class Rendezvous:
             raise RunEnded
 
     def _look_for_the_impossible(self) -> None:
-        """Fail the run when somebody waits for what cannot come."""
+        """Fail the run when a rank waits for a call that cannot come."""
         for meeting in self._waiting.values() if self._finished else ():
             if gone := self._finished.intersection(meeting.missing()):
                 finished = f"{ranks_text(sorted(gone))} {'have' if len(gone) > 1 else 'has'} finished"

@@ -7,18 +7,18 @@ Processes make a test slow to start, hard to debug and able to hang. Here the ra
     rank 1        all_reduce(x) ──┤                                       then takes its result from the copies
     rank 2             all_reduce(x) ──┴─ a Meeting: the stamp and the copy of each rank
 
-Sums run once, in the order of the ranks, so that all ranks get the same bits. And since everybody's place is known,
-nothing has to time out: a call that disagrees with another rank's, a wait for a rank that has finished, a circle of
-ranks that wait for each other — each is reported when it happens.
+Sums run once, in the order of the ranks, so that all ranks get the same bits. The place of every rank is known, so
+nothing has to time out. A call that disagrees with another rank's, a wait for a finished rank and a circle of waiting
+ranks are each reported at once.
 
 It is stricter than the real thing about what c10d leaves undefined. A tensor that a collective will fill holds 0xFF
-bytes (not-a-number) until `wait`; writing to a collective's tensors before `wait` is an error; the tensor of a
-`reduce` stays not-a-number on the ranks that are not the target; `send` waits for its `recv`.
+bytes (not-a-number) until `wait`. Writing to a collective's tensors before `wait` is an error. The tensor of a `reduce`
+stays not-a-number on ranks other than the target, and `send` waits for its `recv`.
 
 Only for CPU tensors: on a GPU the backward of all ranks would share one autograd thread, and the first collective in
 it would block them all. Grad mode, autocast and default device belong to a thread, so each rank starts with torch's
-defaults and changes only its own; what is global in torch (default dtype, number of threads) is not touched. Within
-a rank, one thread at a time may call collectives.
+defaults and changes its own only. Global settings of torch (default dtype, number of threads) stay unchanged. Within a
+rank, one thread at a time may call collectives.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def run_threads(
 
     timeout: seconds a rank may wait in one collective while others compute; None waits for ever.
 
-    When a rank raises, the others are woken from their collectives and end, and that exception is raised here with
-    its own traceback and a note that names the rank. RanksDisagree is raised when the calls of the ranks do not fit
-    together. A rank that calls no collective cannot be ended: `timeout` seconds after a failure it is left running
-    as a daemon thread.
+    When a rank raises, the others are woken from their collectives and end. That exception is raised here with its own
+    traceback and a note that names the rank. RanksDisagree is raised when the calls of the ranks do not fit together. A
+    rank that calls no collective cannot be ended: `timeout` seconds after a failure it is left running as a daemon
+    thread.
     """
     hub = Rendezvous(size, timeout=timeout)
     results: dict[int, Result] = {}
@@ -127,7 +127,7 @@ class _ThreadWork(Work):
 
 
 class ThreadWorld(World):
-    """One rank of `run_threads`."""
+    """World of one thread of `run_threads`."""
 
     medium = "threads"
 
@@ -194,7 +194,7 @@ class ThreadWorld(World):
     def _meet(
         self, stamp: CallRecord, group: Group, *, take: _Take, give: Sequence[Tensor] = (), fill: Sequence[Tensor] = ()
     ) -> Work:
-        """Leave copies of `give` and go on; at `wait`, `take` brings the results into `fill`."""
+        """Post copies of `give` and return; at `wait`, `take` puts the results into `fill`."""
         copies = [x.clone() for x in give]
         held = _Held(inputs=list(zip(give, copies, strict=True)), outputs=fill)
         meeting = self.hub.meet(self.rank, ranks=group.ranks, stamp=stamp, deposit=copies)

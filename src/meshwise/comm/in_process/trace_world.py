@@ -1,15 +1,14 @@
-"""One rank of a world of any size that moves nothing and records everything.
+"""A world in which one rank of any number runs alone, moves nothing and records everything.
 
-What a plan costs in communication is a property of its calls, and a single rank knows its own: run the step of one
-rank here and read the stamps. Kinds, axes, bytes and order are those of the real thing, for 8 ranks or 65,536, on meta
-tensors without any memory.
+The communication cost of a plan follows from its calls, and a single rank knows its own: run the step of one rank here
+and read the records. Kinds, axes, bytes and order equal the real ones, for 8 ranks or 65,536, on meta tensors without
+any memory.
 
     with world.record() as stamps:
         trainer.step(batch)
 
-On real tensors every other rank is taken to give zeros: a sum is this rank's own term, a gather fills only its own
-part, and what is received, broadcast or scattered by another rank is zero. `exchange` returns this rank's value for
-all of them.
+On real tensors every other rank counts as zeros. A sum is this rank's own term, a gather fills only its own part, and
+received, broadcast or scattered values are zero. `exchange` returns this rank's value for all of them.
 """
 # ruff: noqa: ARG002 — it answers calls without looking at all they say
 
@@ -27,7 +26,7 @@ from meshwise.comm.api.world import Axes, Work, World
 
 
 class _Waited(Work):
-    """A call that its world is told of when it is waited for."""
+    """A call that notifies its world when it is waited for."""
 
     def _finish(self) -> None:
         assert isinstance(self._world, TraceWorld)
@@ -36,7 +35,7 @@ class _Waited(Work):
 
 
 class TraceWorld(World):
-    """Rank `rank` of `mesh`, alone. Its `device` is where buffers are made: meta unless told otherwise."""
+    """Rank `rank` of `mesh`, alone. Its `device` is where buffers are made: meta by default."""
 
     def __init__(
         self, *, rank: int, mesh: Mesh, device: torch.device | str = "meta", journal: FlightRecorder | None = None
@@ -50,7 +49,7 @@ class TraceWorld(World):
         return [value] * self.group(self.mesh.names if axes is None else axes).size
 
     def _require_agreement(self, stamp: CallRecord, group: Group) -> None:
-        """Nobody else is there to disagree."""
+        """There is no other rank that could disagree."""
 
     def totals(self, x: Tensor, *, said: int = 0) -> tuple[list[float], float]:
         """Return the sums as any world does; on meta every sum is 1."""
@@ -60,7 +59,7 @@ class TraceWorld(World):
         return [1.0] * x.numel(), 0.0
 
     def waited(self, stamp: CallRecord) -> None:
-        """Note that this rank waits for one of its calls for the first time. For whoever follows it."""
+        """Note that this rank waits for one of its calls for the first time. Recorders override it."""
 
     def _broadcast(self, stamp: CallRecord, group: Group, x: Tensor, source: int) -> Work:
         if group.index != source:

@@ -1,12 +1,12 @@
 """Taking turns: of the threads of a run, one computes while the others wait for theirs.
 
-Torch lets go of Python's lock in every operation. Threads that compute at the same time then pass it around with each
-of them, which for small operations costs more than the operations: the grid of tensor parallelism, up to 8 ranks on two
-cores, takes 110 s so and 50 s in turns.
+Torch lets go of Python's lock in every operation. Threads that compute at the same time hand Python's lock over at each
+operation, which costs more than a small operation. The grid of tensor parallelism, up to 8 ranks on two cores, takes
+110 s that way and 50 s in turns.
 
-A turn lasts until its thread waits for another rank. Nothing depends on it: who has waited for a second goes on beside
-the one whose turn it is, so that long operations use all cores, and a rank that waits for another in a way of its own
-holds up nobody for good.
+A turn lasts until its thread waits for another rank. Correctness does not depend on it: a thread that has waited for a
+second continues beside the one whose turn it is. So long operations use all cores, and a rank that waits in a way of
+its own blocks no rank for good.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PATIENCE_SECONDS = 1.0
 
 
 class TurnTaking:
-    """Whose turn it is. Threads that have not entered are not held up."""
+    """The turn of one thread to compute. Threads that have not entered are not held up."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

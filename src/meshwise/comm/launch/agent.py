@@ -4,14 +4,15 @@ It waits until every rank has returned something or one has failed. A rank that 
 `os._exit(0)`, or a library that calls C's `exit`) does neither, and the launcher would wait for ever. Here that is a
 failure of the rank, so the others are ended, and all are started again where that was asked for.
 
-What a process ended with is known to torch a moment after it has gone. So ranks that are gone for a second, and are no
-failure to torch, ended with status 0.
+torch learns the exit status of a process a moment after its end. So ranks that ended a second ago, and are no failure
+to torch, ended with status 0.
 
 When a rank ends without a word, those that wait for it notice, and say in which collective they lost it. torch's
 launcher would end them at once; here they are given a moment for that.
 
-A rank that is stopped (SIGSTOP) does not hear that it is to end: torch would wait for half a minute before it kills it,
-and only then would anyone read what the others have said. Here it goes on when another one has ended, or all are to.
+A stopped rank (SIGSTOP) does not receive the signal to end: torch would wait half a minute before it kills it, and only
+then read the other ranks' messages. Here stopped ranks are continued when another one has ended, or when all should
+end.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def launch(
 
 
 class _Agent(LocalElasticAgent):
-    """That of the ranks of one machine."""
+    """Agent for the ranks of one machine."""
 
     def __init__(self, spec: WorkerSpec, *, logs: DefaultLogsSpecs, method: str, folder: Path) -> None:
         super().__init__(spec, logs, start_method=method, shutdown_timeout=_SHUTDOWN_SECONDS)
@@ -122,7 +123,7 @@ class _Agent(LocalElasticAgent):
         super()._shutdown(*args, **kwargs)
 
     def _go_on(self) -> None:
-        """Let ranks that are stopped hear what they are told; others do not notice."""
+        """Continue stopped ranks so that they receive their signals; running ranks do not notice."""
         for one in self._worker_group.workers:
             if one.id and not _has_ended(one.id):  # it was started, and its number is not another's yet
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -146,7 +147,7 @@ def _has_ended(process: int) -> bool:
 
 
 def _is_gone(process: int) -> bool:
-    """Return whether it has ended, and whoever started it knows."""
+    """Return whether the process has ended and its parent has collected it."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

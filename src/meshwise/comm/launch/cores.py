@@ -1,4 +1,4 @@
-"""How many cores this process has: where a scheduler or a container gives it a part of a machine, not all of those."""
+"""Count the cores of this process: its affinity and its cgroup's share, not all cores of the machine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Fork the ranks of a machine from a server instead of starting each one.
 
 A process that imports torch takes seconds to start. So the ranks are forked from a multiprocessing server that has
-imported torch once and does nothing else: none of its threads holds a lock, and a restart is immediate. Where there is
+imported torch once and does nothing else. None of its threads holds a lock, and a restart is immediate. Where there is
 a GPU every rank starts afresh, because a process that has asked for the GPUs cannot hand them on. On macOS too: system
 libraries may run threads once they are imported.
 
@@ -162,8 +162,8 @@ def _short(folder: str) -> Path:
 
 
 def _start_tracker() -> set[int]:
-    """Return the process that removes what others forget: deaf, too, or its end would be told. Returns the signals that
-    were blocked before; it lets Ctrl-C through again.
+    """Return the resource tracker; it ignores signals too, or its end would be reported. Returns the signals that were
+    blocked before; it lets Ctrl-C through again.
     """
     heard = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_TERMINAL)
     try:
@@ -223,8 +223,8 @@ def _serve(line: str, kept: Sequence[int]) -> NoReturn:
 
 
 def _end_server() -> None:
-    """By itself it ends with this process, too, but not before it has imported everything. Its folder goes with it,
-    whether or not another Ctrl-C comes.
+    """Without this it ends with this process too, but only after all its imports. Its folder goes with it, whether or
+    not another Ctrl-C comes.
     """
     pid = vars(forkserver._forkserver).get("_forkserver_pid")
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -263,7 +263,7 @@ class LauncherEnvironment:
         return {**vars(self), "_streams": [reduction.DupFd(number) for number in _STREAMS] if forked else ()}
 
     def enter(self) -> None:
-        """In the process that got them: be surrounded by them, where it is not by birth."""
+        """Apply the environment in the process that received it, where the process does not have it by inheritance."""
         # Or its workers would be started as it was, later than by a fork, and a server would keep them when it is gone.
         multiprocessing.set_start_method(self._method, force=True)
         util.register_after_fork(LauncherEnvironment, _watch_for_the_end)
@@ -288,8 +288,8 @@ def _watch_for_the_end(_: object) -> None:
 
 
 def _end_with_the_job() -> None:
-    """End without a word when the job is over: what loads data hears of that some seconds late, and would tell of each
-    file that it cannot remove any more.
+    """End silently when the job is over: a data worker notices that seconds later, and would report each file that it
+    cannot remove.
     """
     folder = vars(process.current_process())["_config"].get("tempdir")
     if folder is not None and not Path(folder).exists():

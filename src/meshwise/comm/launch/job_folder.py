@@ -5,9 +5,9 @@
     |   start-0/  0  1  …        an `Outcome` of each rank, for each start of them
     |   logs/                    torch's
 
-It goes with the job. A launcher that is killed leaves it, and the next one removes it, and the job's `semaphores`:
-launcher and ranks hold a lock on their folder, which ends with the last of them, whatever ends it. Nothing that anyone
-is told to read lies in here. What `meshwise bench disk` moves lies in such a folder too, on the disk that it measures.
+It goes with the job. A killed launcher leaves the folder; the next launcher removes it together with the job's
+`semaphores`. Launcher and ranks hold a lock on their folder, which ends with the last of them. It holds no file that a
+message points to. What `meshwise bench disk` moves lies in such a folder too, on the disk that it measures.
 """
 
 from __future__ import annotations

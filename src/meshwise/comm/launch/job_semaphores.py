@@ -1,9 +1,10 @@
 """The names of a job's semaphores.
 
-Those that torch's launcher shares with its ranks have names, by which a started process finds them, and multiprocessing
-removes them when the launcher ends, or a process beside it does that notices its end. When all are killed at once
-nobody does, and multiprocessing's names do not tell whose they were. These are called after the job's folder, and go
-where what a killed job has left of it goes. Those that ranks make themselves have multiprocessing's names.
+Semaphores that torch's launcher shares with its ranks have names, by which a started process finds them.
+multiprocessing removes them when the launcher ends; its tracker process does so when the launcher is killed. When all
+are killed at once the semaphores stay, and multiprocessing's names do not show whose they were. These are called after
+the job's folder, and go where what a killed job has left of it goes. Those that ranks make themselves have
+multiprocessing's names.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _REFUSED = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOENT, errno.ENOSYS)
 
 
 class NoSemaphoresError(OSError):
-    """This machine has no room for the semaphores of a job."""
+    """Raised when the machine has no room for the semaphores of a job."""
 
 
 @contextlib.contextmanager

@@ -34,9 +34,8 @@ def connect(
     closed it stays closed. `comm`: how CPU ranks of one host are joined, `local` (shared memory), `gloo`, or `auto`; by
     default what the environment variable MESHWISE_COMM says, else `auto`.
 
-    Raises ValueError when some ranks are on CPU and others on CUDA, when `local` is impossible or no GPU is there that
-    was asked for, or when the environment tells a part of what a rank has to know, and torch's DistError when ranks
-    stay away for ten minutes.
+    Raises ValueError when some ranks are on CPU and others on CUDA, when `local` is impossible, when a requested GPU is
+    missing, or when the environment is incomplete. Raises torch's DistError when ranks stay away for ten minutes.
     """
     with joined_by(comm):
         return joined(device, stall_seconds=stall_seconds, tell=report_to_stderr)
@@ -60,7 +59,7 @@ def joined(
 
 @functools.cache
 def _worlds() -> dict[torch.device, World]:
-    """Return the worlds this process has joined. A process is one rank, whoever in it asks."""
+    """Return the worlds this process has joined. A process is one rank, whichever code asks."""
     return {}
 
 

@@ -1,8 +1,8 @@
 """Starting ranks.
 
 `connect` is for a program that torchrun (or srun torchrun) has started. `run` is for a script or a notebook: it starts
-the ranks of one machine itself, through the elastic launcher that torchrun uses, and under torchrun it only connects.
-So the same file works both ways.
+the ranks of one machine through the elastic launcher that torchrun uses. Under torchrun it only connects. So the same
+file works both ways.
 
     run ── job_folder ── agent ── rank ──────────── joining ── main(world, …)
      │     where they    torch's  one rank from      the world it
@@ -58,17 +58,17 @@ def run(
     """Call `main(world, *args)` on `size` ranks and return what it returned on each, by rank.
 
     Starts `size` processes on this machine and ends them again; under torchrun, whose ranks already are processes, it
-    connects this one instead. `main`, `args` and the results travel by pickle: `main` is a function at the top of a
-    module or script, called under `if __name__ == "__main__":`; in a notebook any function will do. A rank gets
-    its part of the machine's cores as threads unless OMP_NUM_THREADS says otherwise.
+    connects this one instead. `main`, `args` and the results travel by pickle. `main` is a function at the top of a
+    module or script, called under `if __name__ == "__main__":`; in a notebook any function works. A rank gets its part
+    of the machine's cores as threads unless OMP_NUM_THREADS says otherwise.
 
-    restarts: how many times all ranks are ended and started again when one fails, and `main` called anew; what it
-    should not do twice it has to keep somewhere (see `Attempt` for which start it is). comm: as in `connect`.
+    restarts: how many times all ranks are ended and started again when one fails, and `main` called again. `main` must
+    store what it should not do twice (`JobAttempt` says which start it is). comm: as in `connect`.
 
-    Raises what `main` raised first on any rank, with a note of the rank and its traceback; RankLostError when a
-    rank ended without an exception; KeyboardInterrupt on Ctrl-C, after all ranks have ended; ValueError when the
-    environment tells a part of what torchrun does, or asks for what there is not; NoSemaphoresError where a container
-    has next to no shared memory.
+    Raises the first exception of `main` on any rank, with a note of the rank and its traceback. Raises RankLostError
+    when a rank ended without an exception, and KeyboardInterrupt on Ctrl-C, after all ranks have ended. Raises
+    ValueError when the environment is incomplete or asks for something impossible, and NoSemaphoresError in a container
+    with almost no shared memory.
     """
     if launched():
         world = connect(device=device, comm=comm)

@@ -1,10 +1,10 @@
-"""Imported by the server that ranks are forked from, and by nothing else (`forked`): a rank whose launcher ended before
-the rank had been told what to do says nothing.
+"""Silence ranks whose launcher ended before it had sent them their work. Only the server that forks ranks imports it
+(`fork_server`).
 
-It fails in multiprocessing's own hands: what it is told breaks off, or names a semaphore or a socket that went with the
-launcher. Whoever ended the launcher has no use for that, and would take it for a failure of the job. While the launcher
-lives it is told as ever: a function that a rank cannot import, say. A launcher that is ended removes its files first:
-where something is missing its end may be about to come, and is waited for.
+Such a rank fails inside multiprocessing: its data breaks off, or names a semaphore or socket that ended with the
+launcher. The error would look like a failure of the job. While the launcher lives, errors are reported as usual: a
+function that a rank cannot import, for example. A launcher that is ended removes its files first: where something is
+missing its end may be about to come, and is waited for.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def _tell(kind: type[BaseException], error: BaseException, at: TracebackType | N
 
 
 def _orphaned(at: TracebackType | None, *, patience: float) -> bool:
-    """Return whether the error came while a rank was told what to do, by a process that hangs up within so many
-    seconds.
+    """Return whether the error came while a rank received its work from a process that closes the connection within a
+    second.
     """
     while at is not None and at.tb_frame.f_code is not spawn._main.__code__:
         at = at.tb_next

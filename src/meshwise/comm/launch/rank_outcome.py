@@ -1,7 +1,7 @@
-"""What became of a rank, written where the process that started it will look.
+"""Store the result or error of a rank in a file that its launcher reads.
 
-A rank's result or exception travels in a file, not through the exit status or a pipe: it is there even when the
-process dies right afterwards, and of several errors the first can be told from those it caused.
+A result or exception travels in a file, not through the exit status or a pipe. It is there even when the process dies
+right afterwards, and the first of several errors can be told from those it caused.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RankOutcome:
     def save(self, folder: Path, *, rank: int) -> None:
         """Write it into the folder that the launcher reads. Raises what pickle raises for a result it cannot take.
 
-        What the watch has told stays: the rank may hear of the loss of another, which it ended, before it ends itself.
+        An outcome that the watchdog wrote stays: the rank may notice the loss of another one before it ends itself.
         """
         if self.is_consequence and self.is_there(folder, rank=rank):
             return
@@ -89,7 +89,7 @@ def results(folder: Path, *, size: int) -> list[Any]:
 
 
 def save_statuses(folder: Path, *, statuses: Mapping[int, int]) -> None:
-    """Leave those of the ranks that failed, beside their outcomes."""
+    """Store the exit statuses of failed ranks beside their outcomes."""
     with contextlib.suppress(OSError):  # it only serves to say why others are started
         (folder / _STATUSES).write_text(json.dumps(list(statuses.items())), encoding="utf-8")
 
@@ -103,8 +103,8 @@ def load_statuses(folder: Path) -> Mapping[int, int]:
 
 
 def first_error(folder: Path, *, size: int, statuses: Mapping[int, int]) -> BaseException:
-    """Return the exception to raise for ranks that ended: the first one that no other rank caused. `statuses` are those
-    of the processes that failed, by rank; of one that a signal ended, less than 0.
+    """Return the exception to raise for ranks that ended: the first one that no other rank caused. `statuses`: exit
+    status of each failed process, by rank; negative for one that a signal ended.
     """
     outcomes = {rank: RankOutcome.load(folder, rank=rank) for rank in range(size)}
     raised = {rank: outcome for rank, outcome in outcomes.items() if outcome is not None and outcome.error is not None}
@@ -162,7 +162,7 @@ def _picklable(error: BaseException) -> BaseException:
 
 
 def status_of(error: BaseException) -> int:
-    """Return the exit status that an exception stands for, which is printed where it says what went wrong."""
+    """Return the exit status for an exception, and print its message if it has one."""
     if isinstance(error, SystemExit) and isinstance(error.code, int | None):
         return error.code or 0
     traceback.print_exception(error)

@@ -1,7 +1,7 @@
-"""One rank from start to end, in a process that `run` has started. What it leaves is an `RankOutcome`.
+"""Run one rank from start to end, in a process that `run` has started. What it leaves is an `RankOutcome`.
 
-A rank that blocks in a collective cannot answer Ctrl-C, nor the signal that its launcher is gone: it dies of both at
-once. A rank that worked cannot fail at interpreter exit, where threads of torch may abort the process.
+A rank that blocks in a collective cannot handle Ctrl-C or the signal of a lost launcher: both end it at once. A rank
+that worked cannot fail at interpreter exit, where threads of torch may abort the process.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _end_workers() -> None:
 
 
 def _die_of(numbers: Collection[signal.Signals]) -> None:
-    """Let these signals end the process, of itself, but for those that whoever started it has it ignore."""
+    """Let these signals end the process by their default action, except those that its parent makes it ignore."""
     for number in numbers:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
@@ -111,8 +111,8 @@ def _die_of(numbers: Collection[signal.Signals]) -> None:
 
 def _keep_lines_whole() -> None:
     """Have what is printed leave this process a line at a time. Ranks write to the same place, where pieces of lines
-    would mix: those that a full buffer cuts off, or every word with PYTHONUNBUFFERED. And what a rank has printed is
-    told when it is ended from outside.
+    would mix: those that a full buffer cuts off, or every word with PYTHONUNBUFFERED. It also keeps output when the
+    rank is killed.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -140,7 +140,7 @@ def asked_threads() -> int | None:
 
 
 def _tell_restart(folder: Path, attempt: JobAttempt) -> None:
-    """Say why the ranks are started again, from what those of the last start have left."""
+    """Print why the ranks are started again, from the outcomes of the last start."""
     previous = start_folder(folder, number=attempt.number - 1)
     error = first_error(previous, size=int(os.environ["WORLD_SIZE"]), statuses=load_statuses(previous))
     why = f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""What torch offers here for joining ranks, by name and version."""
+"""List torch's backends for joining ranks, by name and version."""
 
 from __future__ import annotations
 

@@ -2,13 +2,13 @@
 
 The next step of a chain can only be called when the one before is complete, and when that is differs from rank to rank.
 But all ranks of a group have to make their calls in one order. So every step has calls of its own kind, apart from all
-others (the `purpose` of its group), and each kind is called in the order of the chains, whoever is waited for:
+others (the `purpose` of its group), and each kind is called in the order of the chains:
 
     | chain 1   step 1    step 2              step 3          step 2 of chain 2 is called after step 2 of chain 1,
     | chain 2      step 1            step 2        step 3     at the earliest
 
-Chains of different groups have nothing to do with each other. No thread drives a chain: it goes on when this rank
-waits, for whatever it may be, or makes another call.
+Chains of different groups have nothing to do with each other. No thread drives a chain: it advances when this rank
+waits for any call, or makes another one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ChainedCollectives:
         return chain
 
     def come_by(self) -> Progress:
-        """Go on with every chain whose step is complete."""
+        """Advance every chain whose step is complete."""
         return max((queue.advance() for queue in tuple(self._queues.values())), default=Progress.NOTHING)
 
     def finish(self) -> None:
@@ -62,7 +62,7 @@ class _Queue:
         self._chains.append(chain)
 
     def advance(self) -> Progress:
-        """Go on with what is ready, no chain being further than the one before it."""
+        """Advance the ready chains; no chain overtakes the one before it."""
         if self._advancing:  # a call of a step came by while it waited for its turn
             return Progress.LATER
         self._advancing = True
@@ -91,7 +91,7 @@ class _Queue:
 
 
 class _Chain(Work):
-    """One of them. `begun`: how many steps have been called."""
+    """One chain of collectives. `begun`: how many steps have been called."""
 
     def __init__(self, world: World, *, stamp: CallRecord, steps: Steps, queue: _Queue) -> None:
         super().__init__(world, stamp=stamp)

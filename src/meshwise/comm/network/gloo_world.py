@@ -7,9 +7,9 @@ arrived.
     | all-gather       send x to everyone, receive N-1 parts              yield
     | all-reduce       a reduce-scatter of slices                         yield    an all-gather of the sums    yield
 
-The first messages leave before the call returns. What goes on by itself from there is completed by whoever waits for
-it. What would stand still until then, because it has a second phase, is carried on by a thread: one for each group, in
-the order of the calls. Messages go straight between every two ranks, which suits a small number of them.
+The first messages leave before the call returns. Messages that proceed without help are completed by the rank that
+waits for them. What would stand still until then, because it has a second phase, is carried on by a thread: one for
+each group, in the order of the calls. Messages go straight between every two ranks, which suits a small number of them.
 
 Tensors on CUDA go through pinned copies. The calling thread only records an event behind the copy out; the carrier
 waits for it and exchanges, and `wait` puts the copy back on the current stream. Pinned memory comes from the caching
@@ -47,7 +47,7 @@ _ONE_PHASE_BYTES = 256 << 10
 
 
 class GlooTransport:
-    """What all views of one rank's world share: the mailbox, the carriers, and the works nobody has waited for.
+    """State that all views of one rank's world share: the mailbox, the worker threads, and unfinished calls.
 
     `meanwhile`: what is due while this rank waits. With it, threads carry on all that is under way.
     """
@@ -318,7 +318,7 @@ class GlooWorld(World):
 
 
 class _Started(Work):
-    """A collective under way. The transport keeps it until somebody has waited, so its messages always get through."""
+    """A collective under way. The transport keeps it until it has been waited for, so its messages always arrive."""
 
     def __init__(
         self,
@@ -350,7 +350,7 @@ def _complete(steps: Steps) -> None:
 
 
 def _once(job: Callable[[], None]) -> Callable[[], None]:
-    """`job`, which nobody can go on with where a signal has interrupted it: called again it raises the same again."""
+    """A `job` that a signal has interrupted cannot be continued: called again, it raises the same error again."""
     raised: list[BaseException] = []
 
     def do() -> None:

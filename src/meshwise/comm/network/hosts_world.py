@@ -1,7 +1,7 @@
 """Ranks on several hosts: memory inside each host, messages between them.
 
 What goes between two hosts is slower than what stays in one, so a collective first does inside what can be done there.
-With as many ranks of the group on each host, those of equal place on their hosts form a column:
+With equally many ranks of the group on each host, the ranks of equal place on their hosts form a column:
 
     |                host 0   host 1
     | place 0          0        2       column 0          all-reduce   reduce-scatter inside, over the places
@@ -71,7 +71,7 @@ class HostsWorld(World):
 
     @classmethod
     def joined(cls, room: HostRanks, *, mailbox: Mailbox, mesh: Mesh, hosts: Sequence[int]) -> HostsWorld:
-        """Return the world of this rank, which shares a room with those of its host and exchanges messages with the
+        """Return the world of this rank, which shares memory with the ranks of its host and exchanges messages with the
         others.
 
         Whatever it waits for, it does its part in everything else that is under way.

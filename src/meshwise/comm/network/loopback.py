@@ -1,8 +1,8 @@
 """Meeting on one machine where no other machine can listen in.
 
-torch's stores listen on every interface of a machine, and whoever reaches one can write into it. A job whose ranks are
-all here needs none of that: its stores are given a socket that is bound to the loopback interface already. A store
-that other machines have to reach is one whose host somebody has named, and stays torch's.
+torch's stores listen on every interface of a machine, and any process that reaches one can write into it. A job whose
+ranks are all here needs none of that: its stores are given a socket that is bound to the loopback interface already. A
+store that other machines must reach has a named host, and stays torch's.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def loopback_store(port: int = 0, *, timeout: timedelta = _TIME) -> TCPStore:
 
 @functools.cache
 def _opened() -> weakref.WeakSet[TCPStore]:
-    """Return the stores of this process. One that nobody needs any more ends a thread of it, and a copy of the process
-    has no such thread: it died of a segmentation fault when it came to collect the garbage of before. There they stay.
+    """Return the stores of this process. A store that is collected ends a thread, which a forked copy of the process
+    does not have. The copy died of a segmentation fault in its garbage collection. There they stay.
     """
     stores: weakref.WeakSet[TCPStore] = weakref.WeakSet()
 
@@ -94,8 +94,8 @@ def store_of(host: str, *, port: int, opens: bool, timeout: timedelta = _TIME) -
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """The rendezvous of torch's launcher on one machine: a new store in every round, so that what ranks of an earlier
-    round left behind is out of the way of those that are started anew.
+    """The rendezvous of torch's launcher on one machine. Every round has a new store, so values of earlier rounds
+    cannot disturb restarted ranks.
     """
 
     def __init__(self, run: str) -> None:
@@ -126,7 +126,7 @@ class LoopbackRendezvous(RendezvousHandler):
         self._closed = True
 
     def num_nodes_waiting(self) -> int:
-        """Nobody else can come."""
+        """Return 0: no other node can join."""
         return 0
 
     def get_run_id(self) -> str:

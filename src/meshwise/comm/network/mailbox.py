@@ -1,8 +1,8 @@
 """Messages between the processes of a job.
 
-gloo's own collectives copy more than they need, queue behind each other on two threads, sum in an order that depends on
-the size, and end the process (SIGABRT) when two ranks disagree about a size. Its sends and receives have none of this:
-they are under way when the call returns, any number at once, straight from and into the tensors.
+gloo's own collectives copy more than they need, queue behind each other on two threads and sum in an order that depends
+on the size. When two ranks disagree about a size they end the process (SIGABRT). Its sends and receives have none of
+this: they are under way when the call returns, any number at once, straight from and into the tensors.
 
     | 64 MB, 4 processes, CPU ms a rank     all-reduce   reduce-scatter   all-gather   broadcast
     | gloo's collectives                    58 to 81     114 to 135       77 to 99     27 to 43
@@ -58,7 +58,7 @@ class PendingMessages:
 
 
 class Mailbox:
-    """One process's end of the messages. Every process of the job makes one, over the same store."""
+    """The messages of one process. Every process of the job makes one, over the same store."""
 
     def __init__(self, store: c10d.Store, *, rank: int, size: int) -> None:
         self._group: c10d.ProcessGroup | None = _gloo(store, rank, size)

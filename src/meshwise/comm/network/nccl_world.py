@@ -2,11 +2,11 @@
 
 Every group of ranks has a communicator of its own, made by its members when they first use it. NCCL runs on streams of
 its own: starting an operation orders it behind the current stream, waiting orders the current stream behind it, and
-neither blocks the host. Parts of equal size that lie one after the other use NCCL's own all-gather and reduce-scatter;
-anything else is one exchange of parts, which NCCL makes of grouped sends and receives of any sizes.
+neither blocks the host. Parts of equal size that lie one after the other use NCCL's own all-gather and reduce-scatter.
+Anything else is one exchange of parts, made of grouped sends and receives.
 
-Messages have a communicator for each direction between two ranks, and a thread that posts them: it takes both ends to
-make a communicator, so ranks that all send first would wait for each other in a circle.
+Messages have a communicator for each direction between two ranks, and a thread that posts them. Making a communicator
+takes both ends, so ranks that all send first would wait for each other in a circle.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def torch_world(
 def _enter(store: c10d.Store, rank: int, hosts: Sequence[int], comm: Comm) -> HostRanks | None:
     """Return the shared memory of this host's ranks, or None on all ranks when one of them cannot share.
 
-    Raises ValueError when they were told to.
+    Raises ValueError when `comm` requires sharing.
     """
     room, reason = None, ""
     if max(Counter(hosts).values()) == 1:

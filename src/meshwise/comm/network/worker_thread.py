@@ -1,7 +1,7 @@
 """A thread that carries work out in the order it was given.
 
-Daemon threads that still sit inside torch when the interpreter goes down end the process with "terminate called
-without an active exception", whatever its exit status should have been. So a carrier is joined before that, by `close`.
+Daemon threads that are still inside torch when the interpreter exits end the process with "terminate called without an
+active exception", whatever its exit status should be. So a carrier is joined before that, by `close`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NAP_SECONDS = 0.0005
 
 
 class ThreadJob:
-    """One job of a carrier."""
+    """One job of a worker thread."""
 
     def __init__(self, job: Callable[[], None]) -> None:
         self._job = job
@@ -24,7 +24,7 @@ class ThreadJob:
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Do the job and keep its error for whoever waits."""
+        """Do the job and keep its error for the waiting rank."""
         try:
             self._job()
         except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits
@@ -51,7 +51,7 @@ class ThreadJob:
 
 
 class WorkerThread:
-    """One thread, started with the first job."""
+    """One thread, started with its first job."""
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[ThreadJob | None] = SimpleQueue()

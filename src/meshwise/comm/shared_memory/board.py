@@ -1,4 +1,4 @@
-"""What a rank tells the others of its host: numbers in a page that it alone writes and all of them read.
+"""Publish numbers of one rank to the others of its host, in a page that it alone writes and all of them read.
 
 A number of 8 aligned bytes is written at once, so a rank that counts up what it has done needs no lock:
 
@@ -7,13 +7,12 @@ A number of 8 aligned bytes is written at once, so a rank that counts up what it
     |         16…   for each lane: its key, and where it begins
     |         …     the lanes, in pages (what stands there, `side` says)
 
-Whoever waits looks a few times, which is enough when the other is about to be there, lets others run between some more
-looks, which is enough when the other needs the same core, and then sleeps until the other's bell rings. Nothing is
-burned, with any number of ranks on any number of cores: 30 us for a barrier of 4 ranks on 4 busy cores, 100 us with 8
-ranks, where spinning on takes 1 ms and 3 ms.
+A waiting rank first polls a few times, for a rank that is about to arrive. Then it yields the core between polls, for a
+rank that needs the same core. Then it sleeps until the other rank's bell rings. No core is kept busy, with any number
+of ranks: a barrier of 4 ranks on 4 busy cores takes 30 us, of 8 ranks 100 us. Spinning takes 1 ms and 3 ms.
 
-What was written before a count is seen by whoever has read the count. x86 keeps that order by itself. Elsewhere a lock
-is let go and taken again in between, which nothing may be moved across from either side.
+A rank that has read a count sees everything written before that count. x86 keeps that order without help. Elsewhere a
+lock is let go and taken again in between, which nothing may be moved across from either side.
 """
 
 from __future__ import annotations
@@ -57,10 +56,10 @@ class _Span(ctypes.Structure):
 
 
 class Board:
-    """One rank's board, as its owner or another rank maps it."""
+    """Board of one rank, as its owner or another rank maps it."""
 
     def __init__(self, memory: Tensor, *, place: int, segment: SharedSegment | None = None) -> None:
-        """`segment`: that of its owner."""
+        """`segment`: the owner's shared segment."""
         self.place = place
         self._segment = segment
         self.bytes = memory
@@ -86,7 +85,7 @@ class Board:
         return cls(open_segment(process, place=place), place=place)
 
     def hide(self) -> None:
-        """Let nobody else find this rank's own; who has mapped it reads on."""
+        """Hide this rank's board from further ranks; ranks that have mapped it still read it."""
         if self._segment is not None:
             self._segment.close()
             self._segment = None

@@ -1,19 +1,19 @@
 """Lanes: the calls of one group of ranks, in the order in which all of them make these.
 
-A rank that makes a call posts it: where its tensors lie, or if they are small what they hold. Nothing else happens by
-itself; no thread competes with the one that computes. What is left to do, reading from the others and adding up, a rank
-does when it waits for the call, or comes by (because it makes another call, or is sent by: `World.come_by`) and finds
-that the others are there:
+A rank that makes a call posts it: where its tensors lie, or if they are small what they hold. Nothing happens in the
+background; no thread competes with the one that computes. A rank does its part of a call, reading from the others and
+adding up, when it waits for that call, makes another one, or makes progress (`World.progress`) and finds that the
+others have posted:
 
     rank 0   post #7 ········ compute ········ post #8: does its part of #7 │ compute ··· wait #8
     rank 1       post #7 ········ compute ········ post #8: its part of #7 │ compute ··· wait #8
 
-The parts of a lane are done in the order of its calls; lanes do not wait for each other. A call is told by all calls of
-the lane up to it: not every rank of a broadcast needs every other, and one that called something else where nobody
-needed it is found at the next call that does.
+The parts of a lane are done in the order of its calls; lanes do not wait for each other. A disagreement may be found
+late: not every rank of a broadcast needs every other. A rank that called something else is found at the next call that
+needs it.
 
-A board has room for some calls of a lane. One more is kept until everyone has done the oldest, and no call waits for
-that: what the others need in order to come so far, this rank may be about to call.
+A board has room for some calls of a lane. One more record is kept until every rank has done the oldest call. No call
+waits for that, because this rank may be about to make the call that the others need.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PRIME, _WORD = 0x100000001B3, 0x7FFFFFFFFFFFFFFF  # that of the FNV hash, and w
 
 
 class QueuedCall(Work):
-    """One rank's part in a collective.
+    """Part of one rank in a collective.
 
     gives   its tensors: the others read them, and in some collectives write them
     brings  whether the call brings their contents; they are the caller's again once it is known to the others
@@ -71,7 +71,7 @@ class QueuedCall(Work):
 
     @property
     def ready(self) -> bool:
-        """True if its results are in place and nobody uses its tensors any more."""
+        """True if its results are in place and no rank uses its tensors any more."""
         return self._done or self.lane.is_over(self)
 
     def take(self, index: int, *, into: Tensor, which: int = 0) -> None:
@@ -97,7 +97,7 @@ class QueuedCall(Work):
 
 
 class GroupQueue:
-    """One rank's side of a lane."""
+    """Queue of one group's calls, as this rank sees it."""
 
     def __init__(
         self, room: HostRanks, *, key: int, ranks: tuple[int, ...], meanwhile: Callable[[int | None], Progress]
@@ -175,7 +175,7 @@ class GroupQueue:
         return acted
 
     def finish(self, call: QueuedCall) -> None:
-        """Block until the results of the call are in place and nobody uses its tensors any more."""
+        """Block until the results of the call are in place and no rank uses its tensors any more."""
         self._catch_up(call.number)
         if not call.brings:
             for index in call.users:
@@ -188,7 +188,7 @@ class GroupQueue:
             self._held.popleft().end()
 
     def is_over(self, call: QueuedCall) -> bool:
-        """Return whether its results are in place and nobody uses its tensors any more."""
+        """Return whether its results are in place and no rank uses its tensors any more."""
         if not call.acted:
             return False
         return not call.users or all(self._count_done(index) > call.number for index in call.users)
@@ -316,14 +316,16 @@ class GroupQueue:
         return MappedSpan(self._room.peer(rank).slabs.at(place)[offset : offset + like.nbytes].view(like.dtype))
 
     def _is_there(self, index: int, call: QueuedCall) -> bool:
-        """Return whether that rank has made the same call. One that made another is waited for: the hang report
-        tells.
+        """Return whether that rank has made the same call. A rank that made another call is waited for: the hang report
+        shows it.
         """
         side = self._sides[index] or self._side(index)
         return side is not None and side.has_posted(call.number, tag=call.tag)
 
     def _is_over_or_there(self, index: int, call: QueuedCall) -> bool:
-        """Return the same, or this rank has come by and done its part, after which the record may be another call's."""
+        """Return whether the call is over, or this rank has done its part, after which the record may belong to another
+        call.
+        """
         return call.acted or self._is_there(index, call)
 
     def _count_done(self, index: int) -> int:
@@ -351,7 +353,7 @@ class GroupQueue:
 
 
 class GroupQueues:
-    """All lanes of one rank. `errands`: what else it does when it comes by."""
+    """All lanes of one rank. `errands`: other work that it does when it makes progress."""
 
     def __init__(self, room: HostRanks, *, errands: Sequence[Meanwhile] = ()) -> None:
         self.room = room

@@ -1,4 +1,4 @@
-"""The ranks of one host: how they find each other's memory, wait for each other, and notice who is gone."""
+"""Join the ranks of one host: they find each other's memory, wait for each other, and notice lost ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ class HostPeer:
 
 
 class HostRanks:
-    """What a rank shares with the others of its host. `memory`: who can read whose private memory, if anyone may."""
+    """State that a rank shares with the others of its host. `memory`: who can read whose private memory, if anyone
+    may.
+    """
 
     def __init__(self, rank: int, *, board: Board, peers: Sequence[HostPeer], memory: ProcessMemory | None) -> None:
         self.rank = rank
@@ -63,7 +65,7 @@ class HostRanks:
 
     @classmethod
     def enter(cls, store: c10d.Store, *, rank: int, ranks: Sequence[int], memory: ProcessMemory | None) -> HostRanks:
-        """Map the boards of `ranks`, all of whom call this over the same store. Raises OSError."""
+        """Map the boards of `ranks`, all of which call this over the same store. Raises OSError."""
         board, own = None, ""
         try:
             board = Board.make()
@@ -115,7 +117,7 @@ class HostRanks:
                     raise lost(gone, about=about, error=OSError("its process has ended"))
 
     def leave(self) -> None:
-        """Let go of what a process has only so many of. Nobody waits any more, and nobody comes in."""
+        """Let go of what a process has only so many of. End the sharing: no rank waits any more and none joins."""
         self.board.hide()
         self.slabs.keep_none()
         for peer in self._peers.values():
@@ -126,8 +128,9 @@ class HostRanks:
         return next((rank for rank in ranks if rank != self.rank and self._peers[rank].life.ended), None)
 
     def lost_by(self, ranks: Sequence[int], *, error: OSError) -> int | None:
-        """Return the same, where what one of them holds could not be had. The memory of a process goes before its end
-        is told, seconds before when it is much: where the error may be of that, it is waited for.
+        """Return the lost ranks of `ranks`, or those whose memory could not be read. The memory of a process goes
+        before its end is visible, seconds before when it is large. Where the error may come from that, this waits for
+        the end.
         """
         deadline = time.monotonic() + (_ENDING_SECONDS if error.errno in _OF_AN_END else 0)
         while (gone := self.missing(ranks)) is None and time.monotonic() < deadline:

@@ -13,7 +13,7 @@ Every rank says where its tensors lie (see `lane`), and then each takes what it 
     | any others            process_vm_readv and its twin copy from one process to another; where the system forbids
     |                       that, through shared memory that is borrowed for the call
 
-Sums have the order of the group, so they are the same bits however tensors lie and whoever adds them up.
+Sums follow the order of the group, so they have the same bits wherever tensors lie and whichever rank adds them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LocalWorld(World):
     def common(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:
         """Return a tensor in one dim that is the same memory for all ranks along `axes`; None for one rank alone.
 
-        Nobody owns it: once all have mapped it, it goes with the last of them.
+        It has no owner: once all ranks have mapped it, it lives as long as the last of them.
         """
         group, room = self.group(axes), self._lanes.room
         if group.size == 1:
@@ -196,7 +196,9 @@ class LocalWorld(World):
         return self._begin(call, gives=[x], users=[target])
 
     def _begin_sum(self, call: QueuedCall, group: Group, x: Tensor, op: str, *, targets: Sequence[int]) -> Work:
-        """Return every rank reduces its slice of everyone's `x`, and writes it into that of the targets."""
+        """Return work in which every rank reduces its slice of all ranks' `x` and writes it into the targets'
+        slices.
+        """
         start = sum(piece.numel() for piece in x.tensor_split(group.size)[: group.index])
         stop = start + x.tensor_split(group.size)[group.index].numel()
         [held] = self._reachable([x], group.ranks)

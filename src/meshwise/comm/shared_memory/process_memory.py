@@ -2,8 +2,8 @@
 
 Between processes of one machine a message through a socket is copied into the kernel and out again, packet by packet.
 Linux can copy it once, straight from one process's memory into another's (process_vm_readv, as MPI libraries use it):
-less than half the processor time. Whether it is allowed depends on the kernel, the container and the user, so it is
-tried out first, rank by rank; where it is not, messages go through sockets.
+less than half the processor time. Permission depends on the kernel, the container and the user, so it is tried rank by
+rank. Where reading is forbidden, messages go through sockets.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _readable(process: int, address: int, *, expected: int) -> bool:
 
 
 def _machine() -> str:
-    """Return a name that processes share when they may be able to read each other's memory; empty where nobody can."""
+    """Return a name shared by processes that may read each other's memory, or "" where none can."""
     return host_name() if sys.platform == "linux" else ""
 
 

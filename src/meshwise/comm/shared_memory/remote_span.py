@@ -1,9 +1,9 @@
 """A part of another rank's tensor, and sums of such parts.
 
-It lies in memory that this process maps, and is read and written like any tensor; or the system copies it from and to
-the other process's own memory, a block at a time. A sum reads a block of every part, adds them while they are in the
-cache, writes the result to every rank that wants it, and goes on to the next block: so a whole all-reduce reads each
-tensor once and writes it once.
+Such a span lies in memory that this process maps, and is used like any tensor. Or the system copies it from and to the
+other process's own memory, a block at a time. A sum reads a block of every part, adds them while they are in the cache,
+writes the result to every rank that needs it, and continues with the next block. So an all-reduce reads each tensor
+once and writes it once.
 """
 
 from __future__ import annotations

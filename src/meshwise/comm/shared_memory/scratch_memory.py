@@ -1,8 +1,8 @@
 """Memory for what is in transit.
 
-A fresh buffer of some megabytes comes from the operating system page by page, each zeroed when first touched: for a
-received part that costs about as much as adding it up. So buffers are used again, and there are never more of them
-than were once in use together.
+A fresh buffer of some megabytes comes from the operating system page by page, each zeroed when first touched. For a
+received part that costs about as much as adding it. So buffers are used again, and there are never more of them than
+were once in use together.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Memory that the processes of one host share.
 
 Memory with a name (/dev/shm, System V) outlives a process that is killed, and containers often give 64 MB of it. A
-memfd has no name: it is bounded by the machine's memory alone, and gone with the last process that has it, whatever
-ends that process. Others reach it through /proc/PID/fd, and see by its label that they got what they wanted.
+memfd has no name: the machine's memory is its only limit, and it ends with the last process that holds it. Others reach
+it through /proc/PID/fd, and see by its label that they got what they wanted.
 
     owner   memfd 7 "meshwise-3"  ──► mmap ──► a tensor whose storage is the mapping
     peer    /proc/OWNER/fd/7      ──► mmap ──► the same bytes, as a tensor
 
-Making and mapping cost a page fault every 4 KB, so a slab that its last tensor has left is lent again, to the next of
-about its size; the last two are kept for that.
+Making and mapping cost a page fault every 4 KB. So a slab whose last tensor is gone is reused for the next one of about
+its size; the last two are kept for that.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class SharedSegment:
             raise
 
     def discard(self) -> None:
-        """Give the memory back to the system, whoever still maps it."""
+        """Return the memory to the system, even while other processes map it."""
         _advise(self.memory, _REMOVE)
         self.close()
 
     def close(self) -> None:
-        """Let nobody else find it; it lasts as long as somebody maps it."""
+        """Hide it from further processes; it lasts as long as one maps it."""
         os.close(self.place & (1 << _FD_BITS) - 1)
 
 
@@ -128,7 +128,7 @@ class TensorSlabs:
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
         """Return a tensor in shared memory, unspecified contents. Its memory is free again when the last view of it is.
 
-        Each has a file descriptor, of which a process has some thousand: with very many lent, or none left, it is in
+        Each has a file descriptor, and a process has about a thousand. When too many are in use the tensor lies in
         ordinary memory. So is what a copy of the process makes: what is free here is the rank's to lend again.
         """
         if len(self._lent) < _MOST and os.getpid() == self._process:
@@ -197,7 +197,7 @@ class JointTensors:
         self._counts: Counter[tuple[int, ...]] = Counter()
 
     def add(self, memory: Tensor, *, ranks: tuple[int, ...]) -> Tensor:
-        """`memory`, as bytes whose last view tells this when it goes."""
+        """`memory`: bytes whose last view releases the entry."""
         lease = memoryview(memory.numpy())  # type: ignore[arg-type] # an array is a buffer
         address = memory.data_ptr()
         self._counts[ranks] += 1
@@ -206,8 +206,8 @@ class JointTensors:
         return torch.frombuffer(lease, dtype=torch.uint8)
 
     def name(self, tensors: Sequence[Tensor], *, ranks: tuple[int, ...]) -> int:
-        """Return a number that tells all ranks alike which memory these tensors are; 0 unless all of them lie in what
-        exactly these ranks hold together.
+        """Return a number that names these tensors' memory equally on all ranks; 0 unless all of them lie in memory
+        that exactly these ranks hold together.
         """
         if not self._held:
             return 0
@@ -240,7 +240,7 @@ class PeerMappings:
         return self._mapped[place]
 
     def map(self, place: int) -> Tensor:
-        """Return the same, for whoever keeps it."""
+        """Return the mapped segment, for a caller that keeps it."""
         return open_segment(self._process, place=place)
 
 

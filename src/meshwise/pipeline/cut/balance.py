@@ -1,7 +1,7 @@
-"""Where stages begin so that none has too much: what each step adds to a stage, and the bounds that are best by it.
+"""Choose the beginnings of stages so that no stage has too much work: the load of each step, and the best bounds.
 
-Whole pieces are tried first. Where a boundary inside of blocks (`opening.py`) makes enough of a difference, the blocks
-that one falls into are opened; what crosses there, and what both of its sides compute of the block, is counted.
+Whole pieces are tried first. Where a boundary inside blocks (`block_entry.py`) helps enough, the blocks that contain
+one are opened. The values that cross there, and computation on both sides of it, are counted.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ OPERATIONS_PER_BYTE = 10.0
 
 @dataclass(frozen=True)
 class BalanceAim:
-    """What is to be balanced."""
+    """Quantity to balance."""
 
     by: str
     """`time`, `params` or `memory`."""
@@ -153,8 +153,8 @@ class _Row:
     def best(
         self, seconds: _Seconds | None, *, also: Sequence[int] = (), slack: float = 0.0
     ) -> tuple[tuple[int, ...], float]:
-        """Return the best bounds, and what is made small: the largest load, or up to `slack` more where less is then
-        sent; or the step's time, found from these bounds and from `also`.
+        """Return the best bounds and the minimized quantity: the largest load, or up to `slack` more where less is then
+        sent. For the step's time, the search starts from these bounds and from `also`.
         """
         even = divide(self.steps, slack=slack)
         if seconds is None:
@@ -205,7 +205,7 @@ def _seconds(model: nn.Module, aim: BalanceAim) -> _Seconds | None:
 
 @dataclass(frozen=True)
 class _Seconds:
-    """How long a step takes by loads, and by bytes that cross."""
+    """Seconds of a step by loads and by bytes that cross."""
 
     clock: StepClock
     byte: float

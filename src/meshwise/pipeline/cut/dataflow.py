@@ -1,4 +1,4 @@
-"""What tensors were made of as a model runs: of which pieces' outputs, and of what pieces did beside returning them.
+"""Trace what the tensors of a running model were made of: outputs of pieces, and side effects of pieces.
 
 Autograd's graph does not tell: it ends at `detach`, under `no_grad`, and at integers and booleans. So every operation
 below autograd is watched, and what it makes was made of what it was given. Memory is followed, so views are too, and
@@ -10,8 +10,9 @@ changes in place. A number that is read from a tensor, or a shape that its value
     |                                losses   have an effect of block: it put there what it does not return
     |                                h        has one as well, if block changes it in place
 
-Numbers and other plain values are not followed through Python. So one that a piece puts into a list or a mapping that
-it was given is an effect on all that follows, one that it keeps in an attribute an effect on who reads that.
+Numbers and other plain values are not followed through Python. So a piece that puts a tensor into a list or mapping
+that it received has an effect on everything that follows. A piece that keeps a tensor in an attribute has an effect on
+the readers of that attribute.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from meshwise.pipeline.run.packed_tree import passes_entrance
 
 @dataclass(frozen=True)
 class Dependencies:
-    """What something was made of."""
+    """Dependencies of a value."""
 
     needs: frozenset[str] = frozenset()
     """Keys of the pieces whose outputs are in it."""
@@ -181,7 +182,7 @@ class DataflowTracer(TorchDispatchMode):
 
     @contextlib.contextmanager
     def in_place_of(self, module: nn.Module, *, held: nn.Module, key: str, put: Callable[[Any], Any]) -> Iterator[None]:
-        """Inside, a copy of a piece runs in its place; what that keeps in attributes is then here too."""
+        """Run a copy of a piece in its place within the block; attributes that it sets are then set here too."""
         before = [dict(vars(one)) for one in held.modules()]
         yield
         hand = _Hand(Dependencies(effects=frozenset((key,))), put)
@@ -339,7 +340,7 @@ _PLAIN = (int, float, str, bytes)
 
 
 class _Quiet(nn.Module):
-    """Before another base: of a class that is made of both, that one is not told."""
+    """It stands before another base and hides it from notifications."""
 
     def __init_subclass__(cls, **_: Any) -> None:
         pass

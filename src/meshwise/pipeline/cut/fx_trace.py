@@ -1,8 +1,8 @@
 """A model as the operations that torch.fx traces, for models that are no row of pieces, or of too few.
 
-A trace can be cut between any two operations, and everything that is used later crosses: a skip connection of a U-Net
-is carried along by the stages between. What a trace cannot do is decide by data; and it fixes the values of flags such
-as `self.training` where the forward itself reads them (modules keep their own).
+A trace can be cut between any two operations, and everything that is used later crosses: the stages between carry a
+skip connection of a U-Net along. A trace cannot branch on data, and it fixes the values of flags such as
+`self.training` where the forward itself reads them (modules keep their own).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class FxTrace:
     """Tensors that the forward makes of nothing, such as `torch.arange(4)`, under the names that the graph has."""
 
     def tensor(self, name: str, *, model: nn.Module) -> Any:
-        """Return the constant, module, parameter or buffer that a name of the graph stands for."""
+        """Return the constant, module, parameter or buffer with this name in the graph."""
         if name in self.constants:
             return self.constants[name]
         path, _, last = name.rpartition(".")
