@@ -1,4 +1,4 @@
-"""What the user chose about splitting: the value, its keys, and what cannot work together."""
+"""Plan: the user's choices about splitting, its keys, and the combinations that are refused."""
 
 from meshwise.plan.degrees import AXES
 from meshwise.plan.plan import Plan

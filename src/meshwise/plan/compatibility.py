@@ -1,4 +1,4 @@
-"""What cannot work together: a table, which the check of a plan, the documentation and the tests all read."""
+"""Combinations that are refused: a table for the check of a plan, the documentation and the tests."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ AXES = ("pp", "dp", "cp", "ep", "tp")
 
 @dataclass(frozen=True)
 class TensorGrid:
-    """The shape of tp's ranks: axes of one side each (`depth` aside), of which some split the rows of the batch."""
+    """Shape of tp's ranks: axes of equal degree (except `depth`), some of which split the rows of the batch."""
 
     axes: str
     power: int

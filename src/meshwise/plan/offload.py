@@ -1,4 +1,4 @@
-"""Where state rests between its uses: on the device that computes, in the memory of the CPU, or on disk.
+"""Tiers on which state rests between its uses: the device, host memory or disk.
 
     optimizer=cpu, params=disk      is written  `optimizer:cpu,params:disk`
 
@@ -8,9 +8,8 @@
     | params         the parameters that this rank keeps
     | activations    what a forward saves for its backward
 
-What is updated lies where the update is done, so some follow others unless they are given a tier of their own:
-the optimizer's state goes to the CPU with masters or parameters, masters follow the optimizer's state, and gradients
-go to the CPU with it.
+Updated tensors must lie where the update runs, so some tiers follow others unless they are given. The optimizer's state
+goes to the CPU with masters or parameters, masters follow the optimizer's state, and gradients go to the CPU with it.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from meshwise.plan.plan_text import check_keys, read_words
 
 @dataclass(frozen=True)
 class Plan:
-    """How to split a model over ranks: `Plan.parse("dp=2 zero=1")` or `Plan(dp=2, zero=1)`.
+    """Plan for splitting a model over ranks: `Plan.parse("dp=2 zero=1")` or `Plan(dp=2, zero=1)`.
 
     Prints as the shortest line that parses back. Raises PlanError for a value out of range or a combination that the
     compatibility table refuses.
@@ -149,7 +149,7 @@ class Plan:
         )
 
     def mesh(self) -> Mesh:
-        """Return the mesh with the axes `pp dp cp ep` and those of tp's grid. Raises ValueError while dp is auto.
+        """Return the mesh with the axes `pp dp cp ep` and the axes of tp's grid. Raises ValueError while dp is auto.
 
         tp_mode    1d: tp    2d: row col    2.5d: depth row col    3d: i j l
         """

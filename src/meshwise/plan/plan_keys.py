@@ -1,6 +1,6 @@
 """The keys of a plan: what each means, which values it takes, and how a value is read and shown.
 
-A key is a field of the dataclass `Plan` that carries its `Key` as metadata, so that the check, the command line and the
+A key is a field of the dataclass `Plan` that carries its `Key` as metadata. The check, the command line and the
 documentation all follow from the one line that declares it.
 """
 
@@ -36,7 +36,7 @@ def read_size(written: str) -> int | None:
 
 @dataclass(frozen=True)
 class Key:
-    """What a plan key means, and the values it takes: whole numbers between two, or one of a few words.
+    """Meaning and values of a plan key: whole numbers between two bounds, or one of a few words.
 
     file    instead of one of the words, the path of a file: with a `/` or a `.` in it
     auto    the word `auto` stands for None: a value that the world fills in

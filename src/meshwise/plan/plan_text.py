@@ -1,7 +1,7 @@
 """A plan's text, word by word.
 
-Between `dp=2 zero=1` and `DP=2, zero = 1` there is no doubt about what is meant, so both are read; a plan prints as the
-first, and what is in doubt is refused. A path with spaces is written in double quotes: `schedule="my tables/one.txt"`.
+`dp=2 zero=1` and `DP=2, zero = 1` mean the same, so both are read; a plan prints as the first. Ambiguous text is
+refused. A path with spaces is written in double quotes: `schedule="my tables/one.txt"`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ _EQUALS = re.compile(rf"\s*=\s*{_UNQUOTED}")
 
 
 def read_words(text: str) -> dict[str, int | str]:
-    """Return the keys of `key=value` words in any order, with their values, of which numbers are numbers. Raises
-    PlanError.
-    """
+    """Return the keys and values of `key=value` words in any order; numbers become int. Raises PlanError."""
     values: dict[str, int | str] = {}
     if text.count('"') % 2:
         raise PlanError(f'a quote in the plan {text!r} is not closed; write " before and after what has spaces')

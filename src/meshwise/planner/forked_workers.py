@@ -1,7 +1,7 @@
 """Work done beside this process, each piece in a child that has everything the parent had.
 
-A rehearsal is seconds of Python, so threads do not help; and what is rehearsed, a model and functions of the user's,
-cannot be sent to a process that knows nothing of it. So a child is forked for each, and sends its result back.
+A rehearsal is seconds of Python, so threads do not help. Its inputs, a model and the user's functions, cannot be sent
+to a fresh process. So a child is forked for each, and sends its result back.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ForkedWorkers:
         return done
 
     def close(self) -> None:
-        """End the children whose results nobody wants any more."""
+        """End the children whose results are no longer needed."""
         for _, process in self._running.values():
             process.terminate()
             process.join()

@@ -1,13 +1,13 @@
-"""What each piece of a model costs, computed in one way: the traces from which bounds are made without a rehearsal.
+"""Measure the cost of each piece of a model, computed in one way, for lower bounds without a rehearsal.
 
 A trace of a stage depends on how its pieces are computed (tp, recompute, precision) and on the rows of a micro-batch.
 It does not depend on dp, on the schedule, on how many micro-batches there are or on where the model is cut. So a model
-is rehearsed once for each way, as a pipeline with one piece a stage, of which those that are alike are run once, and
-the costs of any stages are sums of what was found.
+is rehearsed once for each way, as a pipeline with one piece a stage; equal pieces run once. The costs of any stages are
+sums of these figures.
 
-What is told of a piece is never above what a stage takes for it: operations are not kept waiting by their host,
-copies for messages are left out, and what is counted for many rows is scaled to fewer as if nothing were lost. Nor is
-its output counted among what it keeps: where the next piece is on the same stage, nobody may keep that.
+The figures of a piece are never above its share of a stage. Operations do not wait for their host, copies for messages
+are left out, and counts for many rows are scaled to fewer without loss. Its output is not counted as kept memory: where
+the next piece is on the same stage, it may not be kept.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from meshwise.simulate.value_requests import in_rehearsal
 
 @dataclass(frozen=True)
 class PieceWork:
-    """What a piece does for a micro-batch, forward or backward."""
+    """Work of a piece for a micro-batch, forward or backward."""
 
     seconds: float = 0.0
     """Of its operations, and of waits for collectives."""
@@ -102,7 +102,7 @@ class ModelPiece:
 
 @dataclass(frozen=True)
 class ProfileKey:
-    """How a model's pieces are computed: all that a trace of them depends on. Hashable."""
+    """Key of the way in which a model's pieces are computed: everything that a trace depends on. Hashable."""
 
     plan: Plan
     """With the other keys as they come: one piece a stage, one micro-batch, no replicas."""
@@ -131,7 +131,7 @@ class ProfileKey:
 
 @dataclass(frozen=True)
 class ModelPieces:
-    """How far a model can be cut, and a smaller one that has a piece like each of its own."""
+    """Pieces of a model, and a smaller model with one of each kind."""
 
     whole: nn.Module
     """The model."""
@@ -191,7 +191,7 @@ class ModelPieces:
 
 
 def thinned(model: nn.Module) -> tuple[nn.Module, Callable[[str], str]]:
-    """Return a copy with three of each run of children that are alike, and what a child's name becomes there."""
+    """Return a copy with three of each run of equal children, and the new names of the children."""
     thin = copy.deepcopy(model)
     places: dict[str, list[int]] = {}
     for name, container in model.named_modules():

@@ -1,4 +1,4 @@
-"""What a plan takes at least, from the costs of its pieces: seconds to work out where a rehearsal takes seconds to run.
+"""Compute lower bounds of a plan's time and memory from the costs of its pieces, without a rehearsal.
 
     | time      A rank starts when the first micro-batch has come through the stages before it, computes all of its own,
     |           and after its last backward that of the stages before it is left. So no order of actions takes less than
@@ -11,8 +11,8 @@
 
     memory    What rests on a rank, and the activations that its table holds at a time.
 
-Both are true bounds as long as the rehearsal's clock keeps the order of each rank's actions and lets nothing compute
-faster than its operations do; tests/planner holds them against rehearsals.
+Both are true bounds if the rehearsal's clock keeps the order of each rank's actions, and nothing computes faster than
+its operations. tests/planner compares them with rehearsals.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from meshwise.simulate.tape import Category, TapeCall
 
 @dataclass(frozen=True)
 class PlanBound:
-    """What a plan takes, or takes at least, and where a step's time goes."""
+    """Time and memory of a plan, exact or as a lower bound, and the activities of a step."""
 
     seconds: float = 0.0
     """Of a step."""
@@ -153,7 +153,7 @@ def bound(
 ) -> PlanBound:
     """Return a lower bound of a plan's time and memory with these pieces in its stages.
 
-    `exact`: the sounding is of its own way, and its schedule's own table is gone through, which takes a while.
+    `exact`: the profile has the plan's own key, and its schedule's own table is played, which takes a while.
     """
     launch = 0.0 if cluster.device.kind == "cpu" else cluster.device.launch
     stages = [_Stage([sounding.pieces[index] for index in own], launch) for own in cut]
@@ -245,7 +245,7 @@ def _levels(row: Sequence[Action], stages: Sequence[_Stage], shard: _Shard) -> I
 
 @dataclass(frozen=True)
 class _Shard:
-    """What dp makes of a stage: what of it rests on a rank, and what is moved."""
+    """Shard of a stage under dp: the bytes that rest on a rank and the bytes that move."""
 
     plan: Plan
     cluster: Cluster
@@ -305,9 +305,9 @@ class _Shard:
     def alone(self, stage: _Stage, *, along: float) -> float:
         """Return seconds of a rank without a pipeline until its gradients are reduced; `along`: those that it computes.
 
-        The reduction can begin with the last backward where a rank can do both at once. Else all of it comes on top,
-        and only the host goes on meanwhile. Parameters that ranks have parts of are brought together for each forward
-        and each backward, for which the last piece may still be whole, and gradients reduced after each.
+        The reduction can begin with the last backward where a rank can do both at once. Otherwise all of it adds to the
+        time, and only the host continues meanwhile. Sharded parameters are gathered for each forward and each backward
+        (the last piece may still be whole), and gradients are reduced after each.
         """
         count, rest = self.plan.microbatches, dataclasses.replace(stage, pieces=stage.pieces[:-1])
         moved = self.reduce(stage)
@@ -354,7 +354,7 @@ class _Shard:
 
     @property
     def _wire(self) -> float:
-        """Bytes that are reduced, as a multiple of those of the parameters that are used; at least."""
+        """Bytes that are reduced, as a multiple of the bytes of the used parameters; a lower bound."""
         record = precision_of(self.plan)
         if record.reduction is None:
             return 1.0

@@ -6,9 +6,9 @@
     | 3  timed       that, with its schedule's own table                            milliseconds
     | 4  rehearsed   the real thing                                                 seconds
 
-Figures below the last are bounds, and the plan with the lowest climbs next. So a plan that has been rehearsed and is
-quicker than every bound that is left is the best there is, and the next such one the next; what has not climbed that
-far has lost, and its figures say where. A plan that does not fit makes room for those that keep one thing less.
+Figures below the last are bounds, and the plan with the lowest climbs next. So a rehearsed plan that is faster than
+every remaining bound is the best one, and the next such plan is the second best. A plan that has not been rehearsed by
+then has lost, and its figures say why. A plan that does not fit makes room for those that keep one thing less.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ WHOLE: Mapping[str, Any] = MappingProxyType(
 
 
 class SearchRung(IntEnum):
-    """How far a plan has come."""
+    """Progress of a plan in the search."""
 
     STARTED = -1
     COUNTED = 0
@@ -87,7 +87,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchEffort:
-    """How much is put into a search."""
+    """Effort of a search."""
 
     top: int = 10
     """How many of the best plans are wanted."""
@@ -101,7 +101,7 @@ class SearchEffort:
 
 @dataclass
 class SearchResult:
-    """What a search has found so far."""
+    """Results of a search so far."""
 
     limit: float
     """Bytes that a rank may use."""
@@ -152,7 +152,7 @@ def search(
 
 
 class PlanSearch:
-    """One search under way."""
+    """State of one search."""
 
     told: Callable[[Prediction], PlanBound]
     """What a rehearsal tells of a plan: nothing less than the prediction, or bounds are none."""
@@ -270,7 +270,7 @@ class PlanSearch:
         heapq.heappush(self._heap, order)
 
     def _settle(self, candidate: Candidate, *, tiers: bool) -> None:
-        """Note what is known of a plan now, and whether it goes on."""
+        """Record what is known of a plan now, and whether it is searched further."""
         self.survey.note(candidate)
         if not self.survey.fits(candidate):
             self._make_room(candidate, tiers=tiers)

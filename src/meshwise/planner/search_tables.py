@@ -1,4 +1,4 @@
-"""What a search has found, as tables of text: titles, then rows; and as a value that JSON can say."""
+"""Tables of a search's results as text, with titles and rows, and as JSON values."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def survey_record(survey: SearchResult, *, top: int) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | None:
-    """JSON has no infinity, which is how much memory there is where nobody has said."""
+    """JSON has no infinity, which stands for memory without a known limit."""
     return value if math.isfinite(value) else None
 
 
@@ -122,7 +122,7 @@ def _furthest(candidates: Sequence[Candidate], survey: SearchResult, reason: str
 
 
 def _unplanned(one: Candidate) -> str:
-    """Return a refusal in one line, without the plan, so that those with the same reason are told once."""
+    """Return a refusal in one line, without the plan, so that equal reasons are printed once."""
     message = re.sub(r"the plan '[^']*' cannot work(?: for this model)?: ", "", one.refused)
     message = re.sub(r"'(?:\w+=[^' ]+ ?)+'", "the plan", message)  # with a cut of its own it is another than `one.plan`
     told = " ".join(word for line in message.splitlines()[:2] for word in line.split())

@@ -1,16 +1,16 @@
-"""How parameters and activations get the dtype that is computed in.
+"""Convert parameters and activations to the dtype of the computation.
 
-A model that is only cast to bf16 breaks as soon as something in it is not: the data, a rotary table, a mask, a norm
-that the author computes in fp32. Three measures together let a plain model be what it is:
+A model that is only cast to bf16 breaks as soon as something in it is not bf16: the data, a rotary table, a mask, a
+norm that the author computes in fp32. Three measures together let a plain model be what it is:
 
-- parameters are kept in the dtype. Those of a norm with running statistics stay as they are: its kernel takes
-  activations of another dtype, but parameters only of that of the statistics;
+- parameters are kept in the dtype. Parameters of a norm with running statistics keep their dtype: its kernel takes
+  activations of another dtype, but only parameters with the dtype of the statistics;
 - a module that has such parameters of its own gets its inputs in their dtype (a door);
-- between modules autocast is on, so that a product of an fp32 tensor (a query turned by a rotary table in fp32) and a
-  bf16 one is computed in bf16. As the products are in bf16 already, it converts nothing most of the time.
+- between modules autocast is on, so that a product of an fp32 tensor (a query after an fp32 rotary table) and a bf16
+  one is computed in bf16. As the products are in bf16 already, it converts nothing most of the time.
 
-What decides precision stays wide: torch's kernels for norms and softmax compute statistics in fp32 whatever they read,
-those of split layers do so here, and the output is converted to fp32 before the loss sees it.
+Precision-critical operations stay wide. torch's kernels for norms and softmax compute statistics in fp32 for any input,
+split layers do the same here, and the output is converted to fp32 before the loss.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def _has_statistics(module: nn.Module) -> bool:
 
 
 def _floating(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the floating parameters of the module's own. Their values are not asked for: they may be at rest."""
+    """Yield the floating parameters of the module's own. Their values are not read, because they may be on another
+    tier.
+    """
     return (parameter for parameter in module.parameters(recurse=False) if parameter.dtype.is_floating_point)
 
 

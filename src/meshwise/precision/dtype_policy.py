@@ -1,8 +1,8 @@
 """The record of dtypes: what a model is kept, computed, accumulated, summed and updated in.
 
-Which dtype a training runs in is seven questions, and a framework that answers them in seven places (a cast here, an
-autocast there, a flag of the optimizer) cannot say what it did. Here the answers are one value, the same under every
-plan, and the trainer prints it beside what its tensors really are.
+The dtype of a training has seven parts. A framework that decides them in seven places (a cast here, an autocast there,
+a flag of the optimizer) cannot report what it did. Here the answers are one value, the same under every plan, and the
+trainer prints it beside what its tensors really are.
 
     |                 fp32          bf16        fp16
     | parameters      as declared   bfloat16    float16      what the model uses; under zero=3 what is gathered
@@ -13,8 +13,8 @@ plan, and the trainer prints it beside what its tensors really are.
     | optimizer state as updated                             torch's optimizers keep it in the dtype of what they update
     | buffers         as declared                            statistics and rotary tables lose too much when rounded
 
-The parameters are stored in the dtype that is computed in, and fp32 masters updated beside them, as Megatron-LM and
-FSDP2's mixed precision do (Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740): gathers and activations
+The parameters are stored in the dtype of the computation, and fp32 masters are updated beside them, as in Megatron-LM
+and FSDP2's mixed precision (Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740). Gathers and activations
 are half as large, and no use of a parameter converts it. `conversion` says how activations get their dtype.
 """
 

@@ -1,6 +1,6 @@
 """The loss scale of fp16: as large as it can be without the gradient overflowing.
 
-fp16 holds nothing below 6e-8, and gradients are often smaller; multiplied by the scale in the loss and divided by it
+fp16 holds nothing below 6e-8, and gradients are often smaller. Multiplied by the scale in the loss and divided by it
 again in fp32, they survive (Micikevicius et al., arXiv 1710.03740, section 3.2). How large the scale may be only shows
 when a gradient overflows: then the update is left out, on every rank, and the scale goes down.
 
@@ -14,9 +14,9 @@ bits that are won.
 
 The loss here is a sum over the whole batch, and would overflow at a scale that is right for its mean. The mean is not
 known before the last forward, and the division by the true count comes once, at the end. So the sum is multiplied by
-`factor`, the scale over a count that is near enough: that of the step before, and before the first the elements of the
-smallest tensor of a batch, which are labels. Both are powers of two, so that neither rounds anything, and the gradient
-is divided by the same factor: what the count is taken for changes no number that is not lost or infinite.
+`factor`, the scale over an approximate count: the count of the step before. Before the first step it is the number of
+elements of the smallest tensor of a batch, usually the labels. Both are powers of two, so neither rounds anything, and
+the gradient is divided by the same factor. The approximate count changes no number that is not lost or infinite.
 """
 
 from __future__ import annotations

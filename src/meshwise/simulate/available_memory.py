@@ -1,11 +1,11 @@
-"""How much memory a rank may still take of what it computes on.
+"""Find how much memory a rank may still take on its device.
 
     | own       the limits of its process, as `ulimit` sets them
     | shared    what the machine has left, and what each control group has that the process is in (of a container, a
     |           batch system, a service); the ranks of a host take their parts of that
 
-What a group uses counts files that the kernel keeps in memory while there is room. Those that nobody has used lately
-are taken to be free, as container runtimes do.
+What a group uses counts files that the kernel keeps in memory while there is room. Page-cache pages that were not used
+lately count as free, as container runtimes do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True)
 class _Version:
-    """What the files are called that tell of a control group, under the folder of all groups."""
+    """File names of one cgroup version, under the folder of all cgroups."""
 
     folder: str
     most: str

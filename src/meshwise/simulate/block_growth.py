@@ -1,13 +1,13 @@
-"""How what a rank does grows with every like block of its model, read off three rehearsals that are one block apart.
+"""Derive what a rank does for many like blocks from three rehearsals that differ by one block.
 
     | three blocks   a b  x y  x y  c d  u u
     | four           a b  x y  x y  x y  c d  u u u
     | five           a b  x y  x y  x y  x y  c d  u u u u
 
 What a block adds is what the blocks before it have done there, once more. Where the fourth and the fifth add the same
-at the same places, those that follow do. Two numbers move on the way: that of a call, because there are more calls
-before it, and the bytes of what goes through the tensors of all blocks at once. Each has to move by as much from four
-to five as from three to four.
+at the same places, those that follow do. Two numbers change on the way: the number of a call, because more calls come
+before it, and the bytes of operations over the tensors of all blocks at once. Each has to move by as much from four to
+five as from three to four.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class UnevenError(ValueError):
 
 @dataclass(frozen=True)
 class BlockGrowth:
-    """What every block adds to a sequence."""
+    """Growth of a sequence with every block."""
 
     size: int
     """Of the shortest."""

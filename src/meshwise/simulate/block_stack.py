@@ -1,8 +1,7 @@
 """A model's stack of like blocks, and the same model with fewer of them.
 
-Blocks are alike when their modules are of the same classes, with tensors of the same shapes, and when the whole model,
-run once as it was written, does for each of them what it does for the others: that is looked at, operation by
-operation, since a forward may treat any of them in its own way.
+Blocks are alike when their modules have the same classes and tensors of the same shapes. Besides, one run of the whole
+model must do the same for each of them, operation by operation, because a forward may treat any block differently.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ NONE = BlockStack("", 0, 0)
 
 
 def all_alike(plan: Plan, *, options: Options) -> bool:
-    """Return whether a plan treats like blocks alike, so that a few can stand for many.
+    """Return whether a plan treats like blocks in the same way, so that a few can represent many.
 
     Not where its names tell one from another, and not where how much they all take decides what is done.
     """
@@ -131,7 +130,7 @@ def _kind(block: nn.Module, around: str, options: ParameterOptions, holders: Cou
 
 
 def _seen(model: nn.Module, batch: Any, forward: Callable[..., Any]) -> list[Hashable]:
-    """Return the operations of a forward and its backward, with what they return: blocks that are run again in the
+    """Return the operations of a forward and its backward, with their results. Blocks that are run again in the
     backward, or have no gradient, do the same forward as others.
     """
     seen = _Seen()

@@ -1,7 +1,7 @@
 """Clusters as data: what a device computes, what a link carries, how many ranks share a node.
 
-A model of a machine with a few constants of physical meaning, each of which is measured (`meshwise bench calibrate`)
-or read in a data sheet:
+Clusters: a model of a machine with a few physical constants, each measured (`meshwise bench calibrate`) or read in a
+data sheet:
 
     | products      best · k/(k + inner) · P/(P + outputs) of the peak, for P = batch·m·n results of k terms each
     | all else      bytes at the rate that a tensor of that size is read and written with, or at the operation's own
@@ -76,7 +76,7 @@ class MatmulEfficiency:
 
 @dataclass(frozen=True)
 class Device:
-    """What a rank computes on: a GPU, or a core of a CPU while all cores compute."""
+    """Device of a rank: a GPU, or a core of a CPU while all cores compute."""
 
     name: str = ""
     """Its name."""
@@ -126,7 +126,7 @@ class Device:
     """The part of the bytes of elementwise operations that is left where kernels are fused; 1: none are."""
 
     def peak_of(self, dtype: str) -> float:
-        """Operations per second with a dtype, whether told or not: what it has no units for is computed wider."""
+        """Operations per second with a dtype; a dtype without units of its own computes in a wider one."""
         if dtype in self.peak or not dtype:
             return self.peak.get(dtype, max(self.peak.values()))
         widths = {name: getattr(torch, name).itemsize for name in (*self.peak, dtype)}
@@ -137,7 +137,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """What joins ranks. Rates are of one rank, each way, as nccl-tests' bus bandwidth."""
+    """Link between ranks. Rates are of one rank, each way, as nccl-tests' bus bandwidth."""
 
     latency: float = 0.0
     """Seconds before the first byte, for each step of a collective."""
@@ -155,7 +155,7 @@ class Link:
 
 @dataclass(frozen=True)
 class NodeHost:
-    """What a node has beside its devices; bytes per second. What is not told is taken to be fast enough."""
+    """Host side of a node; rates in bytes per second. A missing rate counts as fast enough."""
 
     link: float = math.inf
     """Between each GPU and the host's memory, of what goes either way."""
@@ -169,7 +169,7 @@ class NodeHost:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes that are alike."""
+    """Identical nodes and the links between them."""
 
     device: Device = field(default_factory=Device)
     """What each rank computes on."""
@@ -207,7 +207,7 @@ class Cluster:
 
 
 def at(curve: Curve, *, size: float) -> float:
-    """Return the rate of a curve for so many bytes; beyond its ends, that of the end."""
+    """Return the rate of a curve for so many bytes; beyond its ends, the rate at the end."""
     if not curve or size <= curve[0][0]:
         return curve[0][1] if curve else math.inf
     for (low, slow), (high, fast) in itertools.pairwise(curve):
@@ -320,8 +320,8 @@ def _defaults(kind: type[Any]) -> Mapping[str, Any]:
 
 
 def _value(hint: Any, value: Any, *, at: str, zero: bool = False, finite: bool = True) -> Any:
-    """Return the value of a key, checked; `zero`: it may be 0; `finite`: it must be finite. `zero`: whether it may be
-    that, as where nothing is told; `finite`: whether it has to be.
+    """Return the value of a key, checked; `zero`: it may be 0; `finite`: it must be finite. `zero`: it may be 0, as
+    where no value is given; `finite`: it must be finite.
     """
     if dataclasses.is_dataclass(hint) or typing.get_origin(hint) is Mapping:
         if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What an operation and a collective cost on a cluster, in seconds."""
+"""Price operations and collectives on a cluster, in seconds."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ class ClusterPrices:
     def _rate(self, kind: str, size: float, ranks: tuple[int, ...]) -> float:
         """Return bytes per second of one rank.
 
-        A ring through several nodes enters and leaves each once for every adapter that its ranks there have, and each
-        carries its part; the other groups of the same axes are at it at the same time, with the adapters of theirs.
+        A ring through several nodes enters and leaves each node once for every adapter of its ranks there, and each
+        adapter carries its part. The other groups of the same axes use the other adapters at the same time.
         """
         cluster = self.cluster
         inside = at(cluster.inside.collectives.get(kind, cluster.inside.bandwidth), size=size)

@@ -1,8 +1,9 @@
 """Which ranks of a pipeline do the same, so that one of them is rehearsed for all.
 
-Two stages are alike when they run modules of the same classes with parameters of the same shapes, receive and send as
-many values, and hold nothing that another stage holds too. The first and the last stage are like no other; and where
-the stream is cut at the first of a list of blocks and put together behind the last, nor are the stages that have these.
+Two stages are equal when they run modules of the same classes with parameters of the same shapes, receive and send
+equally many values, and share no parameter with another stage. The first and the last stage equal no other. Where
+hidden states are split at the first of a list of blocks and gathered behind the last, the stages with these blocks
+equal no other either.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The answer to an error of memory: what was predicted, what there was, and the cheapest plan that fits.
 
-A process that runs out of memory is told how many bytes the last allocation wanted, which says nothing about what
-filled the rest. Here the plan is rehearsed, and beside it, from the cheapest change to the dearest, the plans that
-keep less, until one fits the room there is.
+Explain a shortage of memory. An out-of-memory error names the bytes of the last allocation, but not what filled the
+rest. Here the plan is rehearsed, and beside it, from the cheapest change to the dearest, the plans that keep less,
+until one fits the room there is.
 
-A process that takes more than its machine or its control group has is not told anything: the system kills it. That is
-answered alike by the process that started it, where the plan needs more than there is.
+When a process exceeds the memory of its machine or its cgroup, it receives no error: the system kills it. The process
+that started it explains that in the same way, where the plan needs more than there is.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ copies over a link, then a disk. Each under the lowest zero that fits: that cost
 
 
 class ShortageError(MemoryError):
-    """A rank has no memory left. `held`: what it had by then, in bytes, as `Trainer.memory` tells it."""
+    """A rank has no memory left. `held`: the memory that it held by then, in bytes, as in `Trainer.memory`."""
 
     def __init__(self, message: str, *, held: Mapping[str, int]) -> None:
         super().__init__(message)
@@ -64,7 +64,7 @@ class ShortageError(MemoryError):
 
 @dataclass(frozen=True)
 class MemoryShortage:
-    """What a plan needs of a rank, what the rank had, and a plan that needs less. All sizes are in bytes.
+    """Memory that a plan needs of a rank, the memory the rank had, and a plan that needs less. All sizes are in bytes.
 
     held    when there was no memory left; empty where nothing has run
     fitting the cheapest plan that fits: this one, where it does itself
@@ -102,7 +102,7 @@ class MemoryShortage:
 
 
 class MemoryNeeds:
-    """What plans need of a rank at most, in bytes by category; each is rehearsed once."""
+    """Largest memory that plans need of a rank, in bytes by category; each plan is rehearsed once."""
 
     def __init__(self, subject: RehearsalSubject, *, ranks: int, shared: bool = False) -> None:
         """`shared`: the ranks are processes of one host; on its CPUs they share memory."""

@@ -1,4 +1,4 @@
-"""What a rank really takes: its time, and its memory as the device or the operating system tells of it."""
+"""Measure a rank's real time and memory, as the device or the operating system reports them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ is alive. Ranks whose memory is measured on a CPU are started in it."""
 
 @dataclass(frozen=True)
 class MeasuredRank:
-    """One rank of a plan that was run."""
+    """Measurement of one rank of a plan."""
 
     index: int
     """Along pp."""

@@ -1,6 +1,6 @@
-"""How much memory each rank of a plan needs, by category, over the actions of a step.
+"""Compute the memory of each rank of a plan, by category, over the actions of a step.
 
-The peak is that of the first two steps: the first allocates the optimizer's state, the second has it.
+The peak is the maximum of the first two steps: the first allocates the optimizer's state, the second begins with it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _rank(rehearsal: Rehearsal, index: int, known: dict[int, _Change]) -> RankMe
 
 @dataclass(frozen=True)
 class _Change:
-    """What a segment does to the memory there is: in all, and up to the moment when it has most on the device."""
+    """Memory changes of a segment: in total, and up to its peak on the device."""
 
     device: Counter[Category]
     host: Counter[Category]
@@ -107,7 +107,7 @@ class _Change:
 
     @classmethod
     def of(cls, segment: TapeSegment, *, apart: bool) -> _Change:
-        """`apart`: the host's memory is not that of the device."""
+        """`apart`: host memory is separate from device memory."""
         device, host = Counter[Category](), Counter[Category]()
         total = highest = 0
         most, most_host = Counter[Category](), Counter[Category]()
@@ -126,7 +126,7 @@ class _Change:
 
 
 class _Level:
-    """How much there is of each category now."""
+    """Current bytes of each category."""
 
     def __init__(self, *, apart: bool, known: dict[int, _Change]) -> None:
         """`known`: of segments with the same entries, by their identity."""

@@ -25,7 +25,7 @@ LARGEST = 2**24
 
 @dataclass(frozen=True)
 class MetaBatch:
-    """A batch without values, and those of some of its tensors."""
+    """A batch without values, and the values of some of its tensors."""
 
     batch: Any
     values: tuple[tuple[Tensor, Tensor], ...]

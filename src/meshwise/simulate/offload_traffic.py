@@ -1,4 +1,4 @@
-"""What moves in a step because state rests elsewhere than where it is used, and how long that takes.
+"""Compute the traffic between tiers in a step, and how long it takes.
 
     | what rests    by every micro-batch                  at the update, which waits for all gradients' norm
     | activations   written, read
@@ -25,7 +25,7 @@ _AT_UPDATE: Mapping[str, int] = MappingProxyType({"params": 1, "gradients": 1, "
 
 
 def beside(tiers: Offload, *, sizes: Mapping[str, int], microbatches: int, on_gpu: bool) -> TierTraffic:
-    """Beside the micro-batches. `sizes`: bytes that rest elsewhere; of activations, those of one micro-batch."""
+    """Beside the micro-batches. `sizes`: bytes on other tiers; of activations, those of one micro-batch."""
     times = {"activations": 2 * microbatches, "params": 2 * microbatches, "gradients": 2 * microbatches - 1}
     moved = {what: many * sizes.get(what, 0) for what, many in times.items()}
     on_disk = sum(size for what, size in moved.items() if getattr(tiers, what) == "disk")
@@ -43,8 +43,8 @@ def at_update(tiers: Offload, *, sizes: Mapping[str, int], updated: Mapping[str,
 
 
 def with_host(tape: Tape, *, took: float, cluster: Cluster, on_host: bool) -> float:
-    """Return the seconds of a step of which a rank's own takes so long. `on_host`: a GPU's optimizer runs on the
-    host.
+    """Return the seconds of a step whose device work takes `seconds`, including its host. `on_host`: a GPU's optimizer
+    runs on the host.
     """
     updates = 0
     if on_host:

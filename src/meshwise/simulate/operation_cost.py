@@ -1,7 +1,7 @@
-"""What one operation costs, whatever computes it: floating-point operations, and bytes read and written.
+"""Compute the cost of one operation on any device: flops, and bytes read and written.
 
-Flops are torch's own formulas (2·m·k·n for a product, whatever is done with it); bytes are those of the tensors an
-operation reads and writes, each once. A view costs nothing.
+Flops follow torch's own formulas (2·m·k·n for a product); bytes are the sizes of all tensors that an operation reads
+and writes, each once. A view costs nothing.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ def causal_part(keys: int, *, cpu: bool) -> float:
     """Return the part of attention's products that is computed where queries see so many keys, but none after their
     own.
 
-    A GPU's kernels are said to compute half, by how the rates are counted that are published of them, though they take
-    tiles whole, so that short sequences need more. torch's for CPUs takes 512 keys at a time (`kvSplitSize` in
-    ATen/native/cpu/FlashAttentionKernel.cpp), of which it leaves out none.
+    A GPU's kernels count as computing half, because published rates are counted so. They compute whole tiles, so short
+    sequences need more. torch's CPU kernel takes 512 keys at a time (`kvSplitSize` in
+    ATen/native/cpu/FlashAttentionKernel.cpp) and skips no block.
     """
     return min(1.0, (keys + 512) / (2 * keys)) if cpu else 0.5
 
@@ -113,7 +113,7 @@ def _is_causal(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 @cache
 def _causal(func: OpOverload) -> int | None:
-    """Which argument tells an operation whether its attention is causal, if one does."""
+    """Names of the argument that makes an operation's attention causal."""
     names = [argument.name for argument in func._schema.arguments]
     return names.index("is_causal") if "is_causal" in names else None
 

@@ -1,9 +1,9 @@
 """When everything in a step happens: the tapes of all ranks, played together on a cluster.
 
-Each rank computes on one stream, a GPU no sooner than its host has started an operation; the collectives along each set
-of axes run on streams of their own, one after the other, and a rank stops only where its tape says that it waits for
-one. What a stage takes for a micro-batch is played so, and the pipeline's own clock puts the stages together, with
-their messages, gathers and reductions.
+Each rank computes on one stream, a GPU no sooner than its host has started an operation. The collectives along each set
+of axes run on separate streams, one after the other. A rank stops only where its tape waits for one. What a stage takes
+for a micro-batch is played so, and the pipeline's own clock puts the stages together, with their messages, gathers and
+reductions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PlayedSegment:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a plan would take on a cluster."""
+    """Prediction of a plan on a cluster."""
 
     rehearsal: Rehearsal
     cluster: Cluster
@@ -251,13 +251,11 @@ class _Rank:
         return self.play(self._around)
 
     def busy(self) -> float:
-        """Return seconds in which it computes its micro-batches."""
+        """Return the seconds in which it computes its micro-batches."""
         return sum(self._seconds(part) * times for action, part, times in self._actions if action.kind in COMPUTE)
 
     def waits(self) -> Mapping[str, float]:
-        """Return seconds in which it waits for collectives, by their axes, but for what goes on beside its
-        micro-batches.
-        """
+        """Return the seconds in which it waits for collectives, by axes, except beside its micro-batches."""
         found = Counter(self.around().exposed)
         for action, part, times in self._actions:
             if action.kind in COMPUTE:

@@ -1,4 +1,4 @@
-"""One rank of each kind, played: the project's own code, with a recorder under it, gives its tape."""
+"""Record the tape of one rank of each kind: the project's own code runs with a recorder under it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from meshwise.simulate.value_requests import in_rehearsal, told_of_values
 
 @dataclass(frozen=True)
 class RehearsedRank:
-    """What every rehearsed rank is given."""
+    """Inputs common to every rehearsed rank, and its recording."""
 
     subject: RehearsalSubject
     plan: Plan

@@ -4,8 +4,8 @@ A tensor without values costs nothing to compute, so what runs here is the code 
 and schedules; nothing is modelled twice. Memory is followed by storages: one is counted from the operation that
 returns it to the moment when nothing refers to it any more.
 
-Three things depend on a device that is not there, and are answered here for the one that is meant: which kernels
-compute attention and torch's own dropout, and which implementation an optimizer chooses.
+Three things depend on a device that is absent, and are answered here for the target device: the kernels of attention
+and of torch's dropout, and the implementation of an optimizer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Watched:
 
 
 class Recorder:
-    """What one rank has done so far. Its `entries` are in order, each with what the journal says the rank was at."""
+    """Recording of one rank so far. Its `entries` are in order, each with what the journal says the rank was at."""
 
     def __init__(self, journal: FlightRecorder) -> None:
         self.journal = journal
@@ -134,7 +134,7 @@ class Recorder:
         return tensor.untyped_storage()._cdata in self._holders
 
     def look(self) -> None:
-        """Notice which of the watched tensors have grown or shrunk: no operation tells of it."""
+        """Record which of the watched tensors have grown or shrunk: no operation shows that."""
         for watched in self._watched.values():
             if (whole := watched.storage.nbytes()) == watched.bytes:
                 continue
@@ -162,7 +162,7 @@ class Recorder:
 
 
 def _repeats() -> bool:
-    """Return whether a forward is repeated: inside of a backward, which by itself computes without gradients."""
+    """Return whether a forward is repeated: within a backward, which itself computes without gradients."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() >= 0
 
 
@@ -184,7 +184,7 @@ def _category(doing: str) -> Category:
 
 @dataclass(frozen=True)
 class _Known:
-    """What an operation on tensors of these shapes costs, and what it returns: sizes, strides and dtypes."""
+    """Cost and results (sizes, strides, dtypes) of an operation on tensors of given shapes."""
 
     operation: TapeOperation | None
     outputs: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype] | None, ...]

@@ -7,8 +7,8 @@
 | steps after the first, which makes the optimizer's state | the second |
 | blocks of a stack, without a pipeline | a few; what each of them adds, others add (`growth.py`) |
 
-Whatever the code refuses, it refuses here, with the same words; but for what only values tell: a loss that is not
-finite or counts nothing, a number outside of a vocabulary, a tensor that is initialised in part.
+Every refusal of the code appears here with the same words, except those that depend on values: a loss that is not
+finite or counts nothing, an index outside of a vocabulary, a tensor that is initialized in part.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from meshwise.tensor.detect.rules import find_parts
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What every rank of a plan would do."""
+    """Tapes of every rank of a plan."""
 
     plan: Plan
     """With every degree filled in."""
@@ -130,8 +130,8 @@ def _renamed(label: str, stages: Mapping[int, int], *, first: bool = False) -> s
 def _stand_ins(found: Mapping[str, TapeSegment]) -> dict[tuple[int, ActionKind], TapeSegment]:
     """Return stand-ins, by stage and kind of action, made from the middle micro-batch that was run.
 
-    What it took for that, and gave back while at something else, the stand-in gives back with its backward (which
-    some have in two parts): all the micro-batches that it stands for leave as much memory as there was.
+    Memory that the action took, and that is freed in other actions, is freed by the stand-in with its backward (which
+    may have two parts). So all the micro-batches that it represents leave as much memory as there was.
     """
     ran: dict[tuple[int, ActionKind], list[tuple[int, str]]] = defaultdict(list)
     for label in found:
@@ -159,8 +159,8 @@ def rehearse(
 
     `shared`: the ranks are processes of one host on its CPUs, which share memory.
 
-    Raises what `parallelize` and a step raise: PlanError when the plan does not fit the ranks or the model, ValueError
-    for a model, an optimizer or an option that cannot work.
+    Raises the errors of `parallelize` and a step. PlanError when the plan does not fit the ranks or the model,
+    ValueError for a model, an optimizer or an option that cannot work.
     """
     plan = Plan.of(plan)
     plan = plan.resolve(ranks)
@@ -220,7 +220,8 @@ def find_stack(subject: RehearsalSubject, *, source: ParameterSource) -> BlockSt
 
 
 def _of_fewer(part: RehearsedRank, stack: BlockStack) -> tuple[Tape, ...]:
-    """Return the tape of a rank that runs the whole model, from those of lower ones; none where these do not tell it.
+    """Return the tape of a rank that runs the whole model, derived from models with fewer blocks, or None if they do
+    not decide it.
 
     Whatever the code refuses is refused of the model as it is.
     """
@@ -275,7 +276,9 @@ def schedule_of(plan: Plan) -> Schedule:
 
 
 def _alike(schedule: Schedule) -> frozenset[int]:
-    """Micro-batches that stand for all: the first, a middle and the last one of every kind of action of each stage."""
+    """Return micro-batches that represent all: the first, a middle and the last one of every kind of action of each
+    stage.
+    """
     found: dict[tuple[int, ActionKind], list[int]] = defaultdict(list)
     for action in schedule.actions():
         if action.microbatch is not None:

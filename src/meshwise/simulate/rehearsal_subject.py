@@ -1,4 +1,4 @@
-"""What a rehearsal is of: everything of a run but its plan."""
+"""Subject of a rehearsal: everything of a run except its plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Device: TypeAlias = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class RehearsalSubject:
-    """What is trained: everything of a run but its plan."""
+    """Training to rehearse: everything of a run except its plan."""
 
     model: nn.Module | Callable[[], nn.Module]
     """A module, which is left as it is, or the function that builds it."""

@@ -1,8 +1,8 @@
 """The trace world of a rehearsal: it shows a recorder what is called, and joins the stages of a pipeline.
 
-One rank of each kind of stage is rehearsed, each on a thread of its own, since what a stage receives is decided by the
-code of the one before. Between them small values travel as in a real run; tensors, which have no values, do not. What
-would come from a stage that is not rehearsed comes from the one that is like it.
+One rank of each kind of stage is rehearsed, each on its own thread, because a stage's inputs are decided by the code of
+the stage before. Between them small values travel as in a real run; tensors, which have no values, do not. What would
+come from a stage that is not rehearsed comes from the one that is like it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshwise.simulate.tape import Category, TapeCall, TapeWait
 
 
 class StageMessages:
-    """What the stages' threads tell each other.
+    """Messages between the threads of the stages.
 
     One of them runs at a time, until it waits for another: threads that compete for the interpreter would pass it on at
     every operation.
@@ -130,7 +130,7 @@ class RehearsalWorld(TraceWorld):
         return tensor
 
     def exchange(self, value: Any, *, axes: Axes | None = None) -> list[Any]:
-        """Return every rank's value, a rank that is not rehearsed having that of the one of its stage that is."""
+        """Return every rank's value; a rank that is not rehearsed has the value of the rehearsed one of its stage."""
         group = self.group(self.mesh.names if axes is None else axes)
         if len(self._stages.alike) == 1 or "pp" not in group.axes:
             return [value] * group.size

@@ -30,8 +30,8 @@ def computes(label: str) -> bool:
 def moments(segments: Iterable[TapeSegment], *, prices: ClusterPrices) -> Iterator[EntryTime]:
     """Yield every entry, from 0 on, without messages between stages.
 
-    The collectives along each set of axes run on a stream of their own, one after the other; the rank goes on beside
-    them until it waits for one. Where the cluster's ranks cannot do both, a wait follows each call.
+    The collectives along each set of axes run on a separate stream, one after the other; the rank continues until it
+    waits for one. Where the cluster's ranks cannot do both, a wait follows each call.
     """
     cluster = prices.cluster
     launch, action, beside = cluster.device.launch, cluster.device.action, cluster.device.kind != "cpu"

@@ -1,4 +1,4 @@
-"""What a rehearsal has found, as tables of text: titles, then rows."""
+"""Tables of a rehearsal's results as text: titles, then rows."""
 
 from __future__ import annotations
 

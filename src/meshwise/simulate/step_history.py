@@ -1,7 +1,7 @@
 """A step from its begin to its end: what each rank is at, and how much memory it holds, moment by moment.
 
-The pipeline's clock tells when the actions of a schedule begin and end. Here come what lies within them, what is before
-and after the schedule, and the memory of the tape at its time:
+The pipeline's clock gives the begin and end of each action. Here come what lies within them, what is before and after
+the schedule, and the memory of the tape at its time:
 
     │ begin │ 0F0 │ 0F1 │      │   0B0   │   0B1   │ exchange │ update │
               ▔▔     ▔▔           ▔  ▔      ▔  ▔                ▔▔▔▔▔     what it waits for within
@@ -107,7 +107,9 @@ def _play(segments: Iterable[TapeSegment], *, prices: ClusterPrices) -> Iterator
 
 @dataclass(frozen=True)
 class _Act:
-    """What a rank does for a while. The clock gives every action the mean of its kind, not the time of its own."""
+    """Activity of a rank for a stretch of time. The clock gives every action the mean of its kind, not the time of its
+    own.
+    """
 
     label: str
     start: float

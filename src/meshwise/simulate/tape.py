@@ -1,7 +1,7 @@
-"""What one rank did in a step, as a value: operations, calls of collectives, and memory, in order.
+"""Tape of one rank's step as a value: operations, calls of collectives, and memory, in order.
 
 A tape is cut into segments, each what the rank did for one action of its schedule (`2F0`), or between them
-(`exchange`, `update`). Micro-batches after the first are alike, so a few of them stand for all.
+(`exchange`, `update`). Micro-batches after the first are equal, so a few of them represent all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from meshwise.comm.api.flight_recorder import CallRecord
 
 
 class Category(StrEnum):
-    """What memory is for."""
+    """Categories of memory."""
 
     PARAMETERS = "parameters"  # with masters in a wider type
     GATHERED = "gathered"  # parameters that are whole while they are used (ZeRO-3)
@@ -74,7 +74,7 @@ class TapeWait:
 
 @dataclass(frozen=True, slots=True)
 class MemoryChange:
-    """So many bytes more, or less."""
+    """Change of memory in bytes."""
 
     category: Category
     bytes: int

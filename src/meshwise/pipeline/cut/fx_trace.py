@@ -263,8 +263,8 @@ class _Watch(fx.Interpreter):
         self._called.add(module)
 
     def _effects(self, n: fx.Node, *, before: Mapping[int, tuple[int, int]]) -> Dependencies:
-        """Which operations are to be on the stage of this one: those that have changed a buffer that it reads, and
-        those that have read one that it changes, as they do in the next step.
+        """Return the operations that must be on the stage of this one: those that change a buffer that it reads, and
+        those that read a buffer that it changes (in the next step).
         """
         if n.op == "call_module":
             read = {id(buffer) for buffer in self._model.get_submodule(str(n.target)).buffers()}

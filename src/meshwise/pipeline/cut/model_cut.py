@@ -29,7 +29,7 @@ from meshwise.pipeline.schedules.action import Schedule
 
 @dataclass(frozen=True)
 class CutOptions:
-    """Where a model may be cut. `Options(cut=CutOptions(at=("blocks.3", "head")))` cuts it by hand."""
+    """Options for cutting a model. `Options(cut=CutOptions(at=("blocks.3", "head")))` cuts it by hand."""
 
     at: tuple[str, ...] = ()
     """By hand: the piece, the module or the call of attention inside of a block, or the operation of a trace, at which
@@ -68,7 +68,7 @@ class UncutModules:
 
 @dataclass(frozen=True)
 class CutRequest:
-    """How a model is to be cut."""
+    """Request for a cut: the quantity to balance and the options."""
 
     by: Literal["time", "params", "memory"] = "time"
     """What makes two stages equal: seconds of forward and backward (of a model without values, operations), parameters,
@@ -87,7 +87,7 @@ class CutRequest:
 
 @dataclass(frozen=True)
 class StageContents:
-    """What a stage meets as the model runs, in order."""
+    """Contents of a stage, in running order."""
 
     keys: tuple[str, ...]
     """As those of the cut, in which only `opened` are opened."""
@@ -233,11 +233,11 @@ class ModelCut:
 def cut_model(model: nn.Module, *, stages: int, call: Call, wish: CutRequest = CutRequest()) -> ModelCut:
     """Cut a model into stages, as even as can be.
 
-    `call(model)` runs an example micro-batch, on the device of the model's parameters, and returns the result or the
-    loss; the model, torch's generators and the gradients are left as they were.
+    `call(model)` runs an example micro-batch on the device of the model's parameters and returns the result or the
+    loss. The model, torch's generators and the gradients stay as they were.
 
-    Raises CutError when fewer stages fit than are asked for, saying how many; when `at` names no place to cut, or
-    places out of order; for a schedule of another number of stages; and for a model that cannot be traced.
+    Raises CutError when fewer stages fit than are asked for (with the number), and when `at` names no place to cut, or
+    places out of order. Also for a schedule of another number of stages, and for a model that cannot be traced.
     """
     if wish.by not in ("time", "params", "memory"):
         raise CutError(f"balance by 'time', 'params' or 'memory', not {wish.by!r}")

@@ -30,7 +30,7 @@ GLOBAL = (
 
 
 class PieceBackwardHooks:
-    """Those of a piece in a stage, which torch no longer knows of."""
+    """Backward hooks of a piece in a stage, where torch does not run them."""
 
     def __init__(self, module: nn.Module, *, computes: bool) -> None:
         """Take them off a module. `computes`: somewhere in this stage; elsewhere they are another stage's to call."""

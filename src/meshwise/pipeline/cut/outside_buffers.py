@@ -1,7 +1,8 @@
 """Buffers that a model holds outside of its pieces, and changes as it runs.
 
-What lies between pieces runs on every stage that gets so far. A buffer that is changed before the first piece is alike
-on all of them; one that is changed later only on some, and from what they have not received.
+What lies between pieces runs on every stage that gets so far. A buffer that is changed before the first piece is equal
+on all stages. One that is changed later is changed on some stages only, and from values that the others have not
+received.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Where to cut a row of steps into stages: contiguous, and the largest stage as small as can be.
+"""Partition a row of steps into contiguous stages whose largest load is as small as possible.
 
-Rounding a running sum, which is what most pipelines do, is off by as much as the largest piece, and the embedding and
-the head of a language model are large pieces. The rows are short, so the best cut is found exactly.
+Most pipelines round a running sum, which is off by as much as the largest piece. The embedding and the head of a
+language model are large pieces. The rows are short, so the best cut is found exactly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class CutError(ValueError):
 
 @dataclass(frozen=True)
 class CutSteps:
-    """What is cut: one entry per step, in the order in which they run."""
+    """Steps to partition: one entry per step, in running order."""
 
     loads: Sequence[Sequence[float]]
     """Per stage, what each step adds to it; a stage may weigh steps differently (it holds more micro-batches)."""
@@ -43,7 +43,7 @@ class CutSteps:
         return max(_Table(self).loads(bounds))
 
     def merged(self, places: Sequence[int]) -> CutSteps:
-        """Return the row with fewer places to cut at: those before these steps, the first of which is step 0."""
+        """Return the row with cuts allowed only before these steps, the first of which is step 0."""
         parts = list(pairwise((*places, len(self.solid))))
         return CutSteps(
             loads=[[sum(row[start:stop]) for start, stop in parts] for row in self.loads],
@@ -56,8 +56,8 @@ class CutSteps:
 
 
 def worthwhile(steps: CutSteps, *, apart: float, always: Collection[int], never: Collection[int]) -> list[int]:
-    """Return the places to cut at that are worth trying: `always` these, `never` those, and of others that are less
-    than `apart` from each other, in loads, the one where least crosses.
+    """Return the cuts worth trying: all of `always`, none of `never`. Of other cuts less than `apart` from each other
+    in loads, the one where least crosses.
     """
     sums = [0.0, *accumulate(max(steps.loads, key=sum))]
     kept = sorted(always)
@@ -74,8 +74,8 @@ def worthwhile(steps: CutSteps, *, apart: float, always: Collection[int], never:
 def divide(steps: CutSteps, *, slack: float = 0.0) -> tuple[int, ...]:
     """Return the bounds of the stages: stage k is steps[bounds[k]:bounds[k + 1]].
 
-    The largest load is the least possible, or up to `slack` (a part of it) more where less is then sent in all; among
-    equals, the loads are the most even. By dynamic programming over (stage, end), O(stages · steps²).
+    The largest load is the least possible, or up to `slack` (a fraction of it) more where less is then sent in all.
+    Among equals, the loads are the most even. By dynamic programming over (stage, end), O(stages · steps²).
 
     Raises CutError when there are fewer solid steps than stages, saying how many stages fit.
     """
@@ -100,7 +100,7 @@ def divide(steps: CutSteps, *, slack: float = 0.0) -> tuple[int, ...]:
 
 
 class StepSeconds(Protocol):
-    """How long a step takes when the stages have these loads and send so much; infinite where no step can be."""
+    """Seconds of a step when stages have these loads and send these bytes; infinite where no step is possible."""
 
     def __call__(self, *, loads: Sequence[float], crossing: Sequence[float], limit: float) -> float:
         """In the unit of the loads; it may be infinite when it is `limit` or more."""
@@ -112,8 +112,8 @@ def quicken(
     """Return bounds from which no move makes a step of the schedule shorter, and that step's time.
 
     From the given ones moves are made that do, until there is none or so many were tried; first those that leave the
-    largest stage smallest. Moving a step from stage i to stage j moves every bound between them by one; where steps are
-    of several kinds, one like it may be some steps away.
+    largest stage smallest. Moving a step from stage i to stage j moves every bound between them by one. Where steps are
+    of several kinds, an equal step may be some steps away.
     """
     table = _Table(steps)
     best = seconds(loads=table.loads(bounds), crossing=table.sent(bounds), limit=math.inf)

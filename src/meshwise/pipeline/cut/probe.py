@@ -1,9 +1,8 @@
-"""One run of a whole model on an example, watched: which pieces run in which order, what each needs of the others, and
-what each costs.
+"""Watch one run of a whole model on an example: the order of its pieces, their dependencies and their costs.
 
-Whatever reaches a later piece, through sums, residual connections and anything else that the model does between its
-pieces, is followed back to the outputs that it was made of (`provenance.py`); these would have to cross a cut. Whoever
-follows it takes time, so time is measured in runs of its own.
+A value may reach a later piece through sums, residual connections or any other code between pieces. It is followed back
+to the outputs that it was made of (`dataflow.py`), which would have to cross a cut. Following takes time, so time is
+measured in separate runs.
 
 Of a model on the meta device the pieces run there, and operations are counted in place of time. What lies between
 them runs where the example is, on zeros: models look at values there, of masks and positions, as they will in a stage.
@@ -111,7 +110,7 @@ def _counts(model: nn.Module, name: str) -> bool:
 
 @dataclass(frozen=True)
 class _Modes:
-    """Who sees the operations of a run: what pieces without values know, and what everything is made of."""
+    """Dispatch modes of a run: known values of meta tensors, and dependencies."""
 
     known: ShapeConstants = field(default_factory=ShapeConstants)
     followed: DataflowTracer = field(default_factory=DataflowTracer)
@@ -189,7 +188,7 @@ def _give_zeros(model: nn.Module, args: Any, kwargs: Any, *, names: Sequence[str
 
 
 class _Watch:
-    """What has been seen so far."""
+    """Observations of a run so far."""
 
     def __init__(
         self, parameters: Mapping[str, tuple[str, ...]], modes: _Modes, outside: OutsideBuffers, *, timed: bool

@@ -1,4 +1,4 @@
-"""What a watched run of a model has shown, as values: its steps, what they need of each other and what they cost."""
+"""Results of a watched run of a model: its steps, their dependencies and costs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwise.pipeline.cut.dataflow import Dependencies
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a step costs."""
+    """Cost of a step."""
 
     activations: float
     """Bytes that its forward keeps for its backward."""
@@ -76,7 +76,7 @@ class ProbedStep:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What the run has shown."""
+    """Result of a watched run."""
 
     steps: tuple[ProbedStep, ...]
     """The calls, in order."""
@@ -103,7 +103,7 @@ class ProbeResult:
     """Seconds of forward and backward of what follows the last step, the loss for one; 0 where nobody asked."""
 
     def opened(self, keys: Collection[str]) -> ProbeResult:
-        """Return the same with these blocks opened, those of them that can be."""
+        """Return the row with those of these blocks opened that can be opened."""
         steps = (
             part for step in self.steps for part in (step.parts() if step.key in keys and step.inside else (step,))
         )
@@ -167,8 +167,8 @@ class ProbeResult:
 def typical(runs: Sequence[ProbeResult], *, model: nn.Module) -> ProbeResult:
     """Return the first of several runs of one model, with the median work of each step and of those that are like it.
 
-    Steps that are alike (blocks of one kind) do the same, so where their times differ, the machine did something else.
-    The least would be too little for many blocks beside one head: of more times, the least is less.
+    Equal steps (blocks of one kind) do the same work, so where their times differ, the machine was disturbed. The least
+    would be too little for many blocks beside one head: of more times, the least is less.
     """
     found: dict[Any, list[StepCost]] = {}
     for run in runs:

@@ -50,7 +50,7 @@ def cut_off(inputs: Any) -> Any:
 
 
 class LossTail:
-    """What is computed from the output of the last step on: forward, and backward to that output."""
+    """Cost of the computation after the last step: forward, and backward to the last output."""
 
     def __init__(self, output: Any) -> None:
         self._from = [tensor for tensor in tensors(output) if tensor.requires_grad]
@@ -67,7 +67,7 @@ class LossTail:
 
 @contextlib.contextmanager
 def reading(values: Any, *, timed: bool) -> Iterator[Callable[[], float]]:
-    """Inside, what tells how much was done so far: seconds, or of values on the meta device operations."""
+    """Yield a function that returns the cost so far: seconds, or operations on the meta device."""
     held = list(tensors(values))
     if not timed:
         yield float
@@ -82,8 +82,8 @@ def reading(values: Any, *, timed: bool) -> Iterator[Callable[[], float]]:
 
 
 class _Nowhere(contextlib.AbstractContextManager[None]):
-    """In place of what tells torch's counter which module runs: that hooks the inputs of modules, and fails where a
-    model asks for the gradient by one of them.
+    """Replaces the module tracker of torch's flop counter: that hooks the inputs of modules, and fails where a model
+    asks for the gradient of one of them.
     """
 
     parents = frozenset({"Global"})
@@ -106,8 +106,8 @@ def _gradients_kept(parameters: Sequence[Tensor]) -> Iterator[None]:
 def now(*, cuda: bool) -> float:
     """Return seconds by some clock, when a GPU, if there is one, has done what it was given.
 
-    Where torch computes with this thread alone, of its processor: a machine that does other work as well makes stages
-    that are as even as on a machine that does not.
+    Where torch computes with this thread alone, this is the thread's processor time. So a busy machine gives stages as
+    even as a quiet one does.
     """
     if cuda:
         torch.cuda.synchronize()

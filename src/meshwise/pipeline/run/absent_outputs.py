@@ -1,4 +1,4 @@
-"""What of a model's output other stages have computed, and the last one has not received.
+"""Track which parts of a model's output other stages have computed and the last stage has not received.
 
 A stage has NaN, of integers 0, in place of what it does not need (`stage.NanPlaceholder`). The loss never meets that:
 the cut has seen what it uses. A prediction is all that the model returns, and what its loss leaves out would be NaN in

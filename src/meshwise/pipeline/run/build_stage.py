@@ -27,7 +27,7 @@ def make_stage(model: nn.Module, *, cut: ModelCut, index: int, like: nn.Module |
     """Stage `index` of a model that was cut. `like`: the model without values, in the dtypes that it is to run in.
 
     Its parameters and buffers are the model's own tensors, not copies (but for `cut.own`): what the stage trains is the
-    model. Those of other stages are let go; where nobody else holds the model, their memory is free.
+    model. The parameters of other stages are released; their memory is free unless another object holds the model.
     """
     crossing = StageRun(cut.crossing[index] if index + 1 < cut.stages else (), changed=cut.changed, alike=cut.alike)
     crossing.differentiates = cut.differentiates
@@ -70,7 +70,7 @@ def _blocks(model: nn.Module, cut: ModelCut, index: int, crossing: StageRun, lik
 def _is_asked(name: str, met: StageContents, cut: ModelCut) -> bool:
     """Return whether a piece may be asked for the shapes of its output.
 
-    Where it computes it never is, and not where the shapes are those of its input either.
+    Its gradient is never asked for where the stage computes it, nor where its shapes are those of the input.
     """
     calls = enumerate(zip(met.keys, met.modules, strict=True))
     elsewhere = [key for at, (key, module) in calls if module == name and not met.start <= at < met.stop]
@@ -108,9 +108,9 @@ def _traced(model: nn.Module, cut: ModelCut, index: int, crossing: StageRun) -> 
 
 
 def _keep_state(module: nn.Module, *, model: nn.Module, cut: ModelCut, index: int) -> None:
-    """Let a traced stage hold what a stage of pieces would: also parameters and buffers that no operation reads, of
-    which fx knows nothing, the buffers on the last stage; and no state that the model has not, of which fx makes some:
-    to it every tensor that an operation reads is a buffer.
+    """Give a traced stage the state that a stage of pieces would hold. That includes parameters and buffers that no
+    operation reads, of which fx knows nothing (the buffers on the last stage). State that fx adds is removed: fx makes
+    a buffer of every tensor that an operation reads.
     """
     persistent = {
         f"{path}.{key}" if path else key: buffer
@@ -135,7 +135,7 @@ def _keep_state(module: nn.Module, *, model: nn.Module, cut: ModelCut, index: in
 
 
 def _sort(module: nn.Module, *, like: nn.Module) -> None:
-    """Bring what a module holds into the order of the model's, by which the first of a parameter's names is told."""
+    """Sort a module's state into the model's order, which decides the first of a parameter's names."""
     for name, child in like._modules.items():
         found = module._modules.pop(name, None)
         if found is not None and child is not None:

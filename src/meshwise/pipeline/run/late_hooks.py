@@ -17,10 +17,10 @@ _KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 class LateHooks:
-    """Whether hooks were put on or taken off since a model was cut, where its stages know nothing of it.
+    """Detects hooks that were added or removed after the cut, where the stages do not know them.
 
     The stages have copies of the modules that were given. A parameter's hooks are carried along, those that are taken
-    off later too, so that only the first ones can be missed. Nobody has a model that was born here.
+    off later too, so that only the first ones can be missed. A model that was built here has no other owner.
     """
 
     def __init__(self, source: ParameterSource, *, stages: Collection[nn.Module], cut: ModelCut) -> None:

@@ -1,6 +1,6 @@
 """A step as it was: when every rank did what, how long it did nothing, and where that went.
 
-What a rank loses of a step, the time in which it does not compute, is taken apart:
+The time of a step in which a rank does not compute is split by cause:
 
     | ideal        what the schedule alone costs: every stage as long as the mean, and nothing else takes any time
     | imbalance    what it costs more that stages differ, when every computation takes its stage's mean
@@ -35,7 +35,7 @@ _Means: TypeAlias = Mapping[ActionKind, float]
 
 @dataclass(frozen=True)
 class LostTime:
-    """What one rank does not compute, in seconds, and where it went."""
+    """Seconds of one rank without computation, by cause."""
 
     ideal: float
     imbalance: float
@@ -177,8 +177,8 @@ class MeasuredStep:
 
 
 def measured_step(watch: ActivityStopwatch, *, world: World, schedule: Schedule) -> list[MeasuredStep]:
-    """Return the steps that were noted on all ranks of `world`, whose rows are those of `schedule`. Every rank calls
-    it.
+    """Return the steps that were recorded on all ranks of `world`; the rows of `schedule` are its ranks. Every rank
+    calls it.
     """
     every = world.exchange(watch.read(offset=clock_offset(world)))
     pipelines = world.mesh.groups(["pp"])

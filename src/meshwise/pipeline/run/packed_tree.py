@@ -1,7 +1,7 @@
-"""What crosses from one stage to the next: any tree of values, as tensors to send and a skeleton to agree on.
+"""Pack any tree of values that crosses between stages: tensors to send, and a skeleton to agree on.
 
-Both sides need the skeleton (where each tensor belongs, its shape and dtype, whether a gradient comes back for it) once
-per edge, and again when it changes; then only tensors travel. A tensor that occurs twice travels once.
+Both sides need the skeleton (where each tensor belongs, its shape and dtype, whether a gradient returns for it). It is
+sent once per edge, and again when it changes; otherwise only tensors travel. A tensor that occurs twice travels once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PackedTree:
 
 
 def pack(values: Mapping[str, Any]) -> PackedTree:
-    """Take values apart. The tensors are those of the values, still part of their graph."""
+    """Take values apart. The tensors stay part of their graph."""
     seen: dict[int, tuple[Tensor, Tensor]] = {}
 
     def bone(tensor: Tensor) -> Tensor:
@@ -58,8 +58,8 @@ def unpack(skeleton: Mapping[str, Any], *, arrived: Sequence[Tensor]) -> dict[st
 class StageEntrance(torch.autograd.Function):
     """The identity, whose result is no leaf and no view: a model may change in place what it was given.
 
-    What comes back to it is the leaf's gradient, itself: torch would copy one that somebody else holds, as whoever sent
-    it does where the stage passes it on as it is.
+    The gradient that reaches it is the leaf's gradient itself. torch would copy a gradient that another object holds,
+    as the sender does where the stage passes a value on unchanged.
     """
 
     @staticmethod
@@ -76,8 +76,8 @@ class StageEntrance(torch.autograd.Function):
 
 
 def passes_entrance(outputs: Iterable[Tensor], *, inputs: Iterable[Tensor]) -> bool:
-    """Return whether the graph of `outputs`, as far as it may lead to `inputs`, goes back to an `StageEntrance` that is
-    none of them: one that is older than an input does not lead there.
+    """Return whether the graph of `outputs`, as far as it may lead to `inputs`, goes back to a `StageEntrance` that is
+    none of them. A node that is older than an input does not lead there.
     """
     nodes = [torch.autograd.graph.get_gradient_edge(one).node for one in inputs if one.requires_grad]
     made = min((node._sequence_nr() for node in nodes), default=0) if all(node.next_functions for node in nodes) else -1

@@ -1,4 +1,5 @@
-"""What a stage has in place of another stage's parameter: its shape and dtype can be asked for, and nothing computed.
+"""Replace another stage's parameter by a tensor whose shape and dtype can be read, and with which no operation can
+compute.
 
 A plain tensor without values would not do: torch multiplies by such a matrix on the CPU, without an error, and makes of
 it whatever lies in memory. TorchScript, and `torch.tensor` of a tensor, ask no subclass and do so still.

@@ -1,7 +1,7 @@
 """The interpreter: walks this rank's row of a lowered table.
 
-It knows no schedule. What is computed when, and between which ranks what travels in which order, the table has said,
-and `validate` has checked that nobody waits for ever. What is left to do here:
+It knows no schedule. The table decides what is computed when and what travels between which ranks in which order;
+`validate` has checked that no rank waits for ever. What is left to do here:
 
     | 2RECV_F0   posted before its turn, as soon as its shapes are known; waited for at its turn
     | 2F0        the stage's forward; what leaves for a stage on the same rank is handed over
@@ -9,8 +9,8 @@ and `validate` has checked that nobody waits for ever. What is left to do here:
     | 2B0 2I0 2W0     whole, or in two parts (`backward.py`)
     | 2GATHER 2FREE 2REDUCE     asked of whoever keeps the stage's parameters
 
-Shapes are agreed once for each edge and each shape of a micro-batch: the first message of its kind is preceded by the
-skeleton of what crosses, later ones are tensors alone. A micro-batch without rows is passed over on every rank.
+Shapes are agreed once for each edge and each shape of a micro-batch. The skeleton precedes the first message of its
+kind; later messages are tensors alone. A micro-batch without rows is passed over on every rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from meshwise.pipeline.schedules.passes import counterpart
 
 @dataclass(frozen=True)
 class MicrobatchJob:
-    """One micro-batch: what calls the model on it, and what its shapes depend on, the same on every rank.
+    """One micro-batch: a function that calls the model on it, and the key of its shapes, equal on every rank.
 
     On the last stage `call` returns the loss to go backward from.
     """
@@ -46,7 +46,7 @@ class MicrobatchJob:
 
 
 class StageStorage(Protocol):
-    """Who keeps the parameters of a stage."""
+    """Storage of the parameters of a stage, as the runtime uses it."""
 
     def running(self, index: int, *, again: bool) -> AbstractContextManager[None]:
         """Inside, the stage runs micro-batch `index`: forward, or (`again`) backward."""
@@ -83,7 +83,7 @@ Header = Sequence[tuple[int, Any]]
 
 
 class PipelineRuntime:
-    """This rank's stages over the axis `pp`."""
+    """Runtime of this rank's stages over the axis `pp`."""
 
     def __init__(self, stages: Mapping[int, Stage], *, keepers: Mapping[int, StageStorage], world: World) -> None:
         self._stages, self._keepers, self._world = stages, keepers, world
@@ -99,7 +99,7 @@ class PipelineRuntime:
 
 
 class _Walk:
-    """One step."""
+    """Interpreter of one step."""
 
     def __init__(self, runtime: PipelineRuntime, schedule: Schedule, jobs: Mapping[int, MicrobatchJob]) -> None:
         self._stages, self._keepers = runtime._stages, runtime._keepers

@@ -1,7 +1,7 @@
 """A backward in two parts: I, the gradients of what was received; W, the gradients of the parameters, any time later.
 
-Asking autograd twice would compute the way down twice. But a node of the graph, of a matrix product say, computes the
-gradients of its two operands independently of each other, and autograd leaves out what nobody asks for. So:
+Asking autograd twice would compute the way down twice. But a node of the graph, of a matrix product for example,
+computes the gradients of its two operands independently, and autograd omits those that are not needed. So:
 
     output ──► n4 ──► n3 ──► n2 ──► n1 ──► received          the spine: nodes that lead to what was received
                │             │
@@ -33,7 +33,7 @@ _REENTRANT = "CheckpointFunctionBackward"
 
 
 class WeightBackward:
-    """What is left to do of a backward after its I; `run` does it, once."""
+    """Second part of a backward, after its I; `run` does it once."""
 
     def __init__(self) -> None:
         self._pending: list[Callable[[], None]] = []
@@ -149,7 +149,7 @@ def _node(leaf: Tensor) -> Node:
 
 
 class _Graph:
-    """The nodes below some outputs, in the same order every time, and who leads to whom."""
+    """Nodes below some outputs, in the same order every time, and their edges."""
 
     def __init__(self, roots: Sequence[Node]) -> None:
         self.nodes: dict[Node, None] = {}

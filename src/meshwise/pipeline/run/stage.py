@@ -1,8 +1,8 @@
 """A stage: a part of a model that runs the model's own forward.
 
 Rewriting a model into a list of layers breaks everything that is not a list of layers: keyword arguments, masks, rotary
-tables, an encoder beside a decoder. So a stage *is* the model, with the same class, names and forward, in which the
-pieces (embedding, blocks, norm, head) that are other stages' have no parameters and do not compute:
+tables, an encoder beside a decoder. So a stage *is* the model, with the same class, names and forward. The pieces
+(embedding, blocks, norm, head) of other stages have no parameters in it and do not compute:
 
     the model        embedding   block 0   block 1   block 2   block 3   norm   head
     stage 1 of 3     (nan)       (nan)     received  computes  computes  leaves
@@ -10,8 +10,8 @@ pieces (embedding, blocks, norm, head) that are other stages' have no parameters
                                            output of block 1 ──►     └──► output of block 3
 
 - what lies between pieces, masks and rotary tables and residual sums, runs on every stage, from the same batch;
-- a piece of an earlier stage returns its own output, received, where a later piece needs it, and otherwise NaN of the
-  right shape and dtype, so that a value that should have been received can never pass unseen;
+- a piece of an earlier stage returns its own received output where a later piece needs it. Otherwise it returns NaN of
+  the right shape and dtype, so that a missing value cannot pass unnoticed;
 - the first piece of a later stage leaves the forward.
 
 A stage may begin inside of a block (`opening.py`). The modules in that block are then pieces, and the block's own
@@ -109,7 +109,9 @@ def _first(tree: Any) -> Tensor | None:
 
 
 class StageRun:
-    """What one run of a stage has received and computed so far. Lives as long as the stage, open during a run."""
+    """Values that one run of a stage has received and computed so far. Lives as long as the stage, open during a
+    run.
+    """
 
     def __init__(self, sends: Sequence[str], *, changed: Collection[str], alike: Collection[str]) -> None:
         self.sends, self.changed, self.alike = sends, changed, alike
@@ -146,7 +148,7 @@ class StageRun:
         return next(here, given.device) if given.is_meta else given.device
 
     def leave(self) -> None:
-        """End the model's forward. One that is repeated ends by itself."""
+        """End the model's forward. A repeated run needs no exception to end."""
         if not self.repeats:
             raise StageForwardLeft
 
@@ -288,7 +290,7 @@ class PieceForward:
 class OpenedBlock:
     """The forward of a block that a stage has a part of: the modules inside are pieces, the block itself the last.
 
-    `attention`: the piece that stands for the block's call of attention, where it is one.
+    `attention`: the piece that represents the block's call of attention, if it is one.
     """
 
     def __init__(
@@ -325,7 +327,7 @@ class OpenedBlock:
 class NanPlaceholder:
     """NaN (of integers 0) in any shape, all in the same memory: a stage of a deep model returns it many times.
 
-    `told`, where there is one, is told of every tensor of it that is handed out.
+    `told`, if given, is called with every tensor that is made of it.
     """
 
     def __init__(self) -> None:
@@ -377,7 +379,7 @@ class StageRoute:
 def signature(tree: Any, *, other: Callable[[Any], Hashable] = lambda value: type(value).__qualname__) -> Any:
     """Return a hashable key of inputs on which output shapes depend: shapes, dtypes and plain values.
 
-    `other`: what stands for a value that is none of these.
+    `other` maps a value that is none of these to its key.
     """
     if isinstance(tree, Tensor):
         return (tuple(tree.shape), tree.dtype)

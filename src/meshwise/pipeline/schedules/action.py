@@ -24,7 +24,7 @@ class ScheduleError(ValueError):
 
 
 class ActionKind(StrEnum):
-    """What an action does. The first four compute; B is I and W in one."""
+    """Kinds of actions. The first four compute; B is I and W in one."""
 
     F = "F"  # forward
     B = "B"  # backward, whole
@@ -49,8 +49,8 @@ _ACTION = re.compile(rf"(\d+)({'|'.join(sorted(ActionKind, key=len, reverse=True
 
 
 class Action(NamedTuple):
-    """One thing that a rank does for one of its stages; prints `2F0`, `2SEND_F0`, `2GATHER`. A schedule has many, which
-    are made and looked up over and over: a tuple.
+    """An action of a rank for one of its stages; prints `2F0`, `2SEND_F0`, `2GATHER`. A schedule has many, which are
+    made and looked up over and over: a tuple.
     """
 
     stage: int

@@ -1,8 +1,8 @@
 """Schedules with whole backwards, from their published order.
 
-Every rank does some forwards first, then one forward and one backward in turn, then the backwards that are left; the
-schedules differ in how many are first and in how a rank goes through its stages. With p ranks, m micro-batches,
-v stages a rank, and f and b the forward and backward time of one stage, the bubble of a rank is
+Every rank does some forwards first, then one forward and one backward in turn, then the remaining backwards. The
+schedules differ in the number of first forwards and in the order in which a rank goes through its stages. With p ranks,
+m micro-batches, v stages a rank, and f and b the forward and backward time of one stage, the bubble of a rank is
 
     | naive         (p - 1) m (f + b)      one micro-batch at a time
     | gpipe         (p - 1)   (f + b)      holds m micro-batches         (Huang et al., 2019)

@@ -67,7 +67,7 @@ def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int 
 
     A name with a `/` or a `.` in it is the path of a file with a table, which has to be for these numbers.
 
-    Raises ScheduleError for an unknown name, for numbers that the schedule cannot do, with the nearest it can, and for
+    Raises ScheduleError for an unknown name, for numbers that the schedule cannot do (with the nearest it can), and for
     a table that cannot be read or cannot work.
     """
     if is_path(name):

@@ -1,4 +1,4 @@
-"""What a schedule needs besides its computations: passes from one table to another.
+"""Complete a schedule by passes from one table to another: transfers, gathers, reductions, split backwards.
 
 | split_backward | every B becomes I W |
 | send_first     | so do those of a rank that has no forward left: what others wait for leaves before W |
@@ -42,9 +42,9 @@ def split_backward(schedule: Schedule) -> Schedule:
 def send_first(schedule: Schedule) -> Schedule:
     """Return the backwards after a rank's last forward in two parts, side by side.
 
-    From then on every rank waits for gradients alone. In one piece each stage on their way back to the first computes
-    those of its weights as well before it lets go of that of its input: (p - 1) w of the (p - 1) (f + i + w) for which
-    a rank of 1F1B stands still, where w is at most f. Nothing is held for longer, as W follows at once.
+    From then on every rank waits for gradients alone. With whole backwards, each stage computes its weights' gradients
+    before it sends its input's gradient. That costs (p - 1) w of the bubble (p - 1) (f + i + w) of 1F1B, where w is at
+    most f. Nothing is held for longer, as W follows at once.
     """
     rows = []
     for row in schedule.rows:
@@ -81,8 +81,8 @@ def _merged(row: tuple[Action, ...]) -> Iterator[Action]:
 def add_transfers(schedule: Schedule) -> Schedule:
     """Send what another rank waits for as soon as it is there; receive just before it, or what follows it, is needed.
 
-    Messages between two ranks stay in one order, since a transport may match them by nothing else: where a rank needs
-    a later message first, it receives the earlier ones with it. A table that has transfers already is returned as is.
+    Messages between two ranks keep one order, because a transport may match them by order alone. Where a rank needs a
+    later message first, it receives the earlier ones with it. A table that has transfers already is returned as is.
     """
     if any(action.kind in SENDS | RECEIVES for action in schedule.actions()):
         return schedule
@@ -167,8 +167,8 @@ def add_gathers(schedule: Schedule, *, whole: int | None = None) -> Schedule:
     """GATHER each stage one computation before it is used, and FREE it when it makes room or is done.
 
     `whole` is how many of its stages a rank may hold gathered at a time, by default all of them, so that each is
-    gathered once. With fewer, the stage whose next use is furthest away makes room, which gathers as rarely as can be
-    (Belady, 1966); a gather that has to wait for the room comes directly before its use.
+    gathered once. With fewer, the stage whose next use is furthest away is freed, which gathers as rarely as possible
+    (Belady, 1966). A gather that has to wait for room comes directly before its use.
 
     Raises ScheduleError for fewer than one.
     """

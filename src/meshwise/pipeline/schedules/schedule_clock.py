@@ -21,7 +21,7 @@ from meshwise.pipeline.schedules.validate import walk
 
 @dataclass(frozen=True)
 class ActionCost:
-    """What one micro-batch of one stage costs; times in seconds, or in any one unit."""
+    """Cost of one micro-batch of one stage; times in seconds, or in any one unit."""
 
     forward: float = 1.0
     """Time of F."""
@@ -75,7 +75,7 @@ def peaks(schedule: Schedule, *, costs: ActionCost | Sequence[ActionCost] = Acti
 class StepClock:
     """The clock of one schedule for many loads, a third of each for F, I and W: how long a step takes.
 
-    What happens, and what each event waits for, is told once; after that a step is one pass over these.
+    Events and their dependencies are computed once; then the time of a step is one pass over them.
     """
 
     def __init__(self, schedule: Schedule) -> None:

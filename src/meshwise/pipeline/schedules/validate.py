@@ -1,7 +1,7 @@
-"""Whether a table can run: everything is computed once and in order, every message is sent and received, nobody waits
-for ever.
+"""Check that a table can run: all is computed once and in order, every message is sent and received, no rank waits for
+ever.
 
-A faulty schedule hangs, or trains on the wrong gradients, on a cluster and at step 1. All of this can be told from the
+A faulty schedule hangs, or trains on the wrong gradients, on a cluster and at step 1. All of this follows from the
 table, before anything starts.
 """
 
@@ -137,7 +137,7 @@ def _ordered(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None:
 
 
 def _before(schedule: Schedule, action: Action) -> Iterator[tuple[Action, ...]]:
-    """Yield tuples of actions, one of which must come earlier in the same row."""
+    """Yield tuples of actions; one action of each tuple must come earlier in the same row."""
     stage, kind, index = action.stage, action.kind, action.microbatch
     backward = (Action(stage, ActionKind.B, index), Action(stage, ActionKind.I, index))
     if kind in (ActionKind.SEND_F, ActionKind.B, ActionKind.I):

@@ -1,4 +1,4 @@
-"""Schedules with split backwards: I, for which the stage before waits, at once; W, for which nobody waits, into gaps.
+"""Schedules with split backwards: I at once, because the stage before waits for it; W later, in gaps.
 
 Let f, i and w be the times of a stage's F, I and W. The bubble of a rank, from its first action to its last, is
 
@@ -7,13 +7,13 @@ Let f, i and w be the times of a stage's F, I and W. The bubble of a rank, from 
     | zb-v        0 when f = i = w              holds 2p halves, as 1F1B          (Qi et al., 2024)
     | dualpipev   (p - 1) (f + i - w)           holds 2p + 1 halves               (DeepSeek, 2025)
 
-The last two hold stages r and 2p - 1 - r on rank r, a V, so that the loss is on rank 0; f, i and w are those of such
-half a rank. DualPipeV's own formula, (p - 1) (f + 2i - w), is for pairs of a forward and a backward that run as one;
-here they run one after the other, and the next rank has the first result earlier.
+The last two schedules put stages r and 2p - 1 - r on rank r, a V, so that the loss is on rank 0. Their f, i and w
+belong to such a half stage. DualPipeV's own formula, (p - 1) (f + 2i - w), assumes that a forward and a backward run as
+one. Here they run one after the other, and the next rank has the first result earlier.
 
-zb-h1 and zb-h2 are one rule, played by the clock with f = i = w = 1: a rank does the next forward while it is allowed
-to hold one more, else the next I, else a W. They differ in two limits alone. For the V the same rule leaves gaps of a
-few units; its tables are given by their phases.
+zb-h1 and zb-h2 are one rule, played by the clock with f = i = w = 1. A rank does the next forward while it may hold one
+more, else the next I, else a W. They differ in two limits alone. For the V the same rule leaves gaps of a few units;
+its tables are given by their phases.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _zb_v_row(rank: int, pp: int, microbatches: int) -> tuple[Action, ...]:
 def dualpipev(pp: int, *, microbatches: int) -> Schedule:
     """DualPipe cut in half: forwards and backwards in pairs that could hide each other's communication.
 
-    At least 2p micro-batches. The phases are those of DeepSeek's `dualpipev.py`.
+    At least 2p micro-batches. The phases follow DeepSeek's `dualpipev.py`.
     """
     return Schedule(tuple(_dualpipev_row(rank, pp, microbatches) for rank in range(pp)))
 
