@@ -91,7 +91,7 @@ Entry: TypeAlias = TapeOperation | TapeCall | TapeWait | MemoryChange
 
 @dataclass(frozen=True)
 class TapeSegment:
-    """What a rank did for one action, in order."""
+    """Activity of a rank for one action, in order."""
 
     label: str
     entries: tuple[Entry, ...]
@@ -119,7 +119,7 @@ class TierTraffic:
 
 @dataclass(frozen=True)
 class Tape:
-    """What one rank did: while the plan was applied, in the first step, and in one of those that follow."""
+    """Tape of one rank: while the plan was applied, in the first step, and in a later step."""
 
     index: int
     """Of the rank along pp."""

@@ -1,4 +1,4 @@
-"""What the tensors of a rehearsal do not have, and what is said where some code asks for it."""
+"""Explain requests for values that the tensors of a rehearsal do not have."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def told_of_values() -> Iterator[None]:
 
 
 def in_rehearsal(call: Callable[..., Any], *, constants: ShapeConstants) -> Callable[..., Any]:
-    """Return the same, in which a tensor that the user's code makes on no device in particular is where all others are,
-    and what follows from sizes alone is known.
+    """Run the block as a rehearsal does: tensors that the user's code makes on no device go to the device of the
+    others, and values that follow from sizes alone are known.
     """
 
     def run(*given: Any) -> Any:

@@ -49,8 +49,8 @@ def tensor_parallel(
     the blocks, on a world that lies over the plan's mesh. The model's parameters still have their full shapes (the meta
     device will do) and are left to the caller to install.
 
-    Raises ValueError, with near names, for a part of a module that does not exist and a parameter without a part, and
-    for what cannot be split: an embedding with `max_norm`, a tied parameter whose two parts are stored differently.
+    Raises ValueError, with near names, for a part of a module that does not exist, a parameter without a part, an
+    embedding with `max_norm`, and a tied parameter whose two parts are stored differently.
     """
     outside.recall.remember(outside.extents)
     inside = dataclasses.replace(outside, scheme=scheme_on(outside.world.mesh, plan=plan, blocks=True))
@@ -357,7 +357,9 @@ def _dim_of_features(part: Part, parameter: Tensor) -> int:
 
 
 def _become(module: nn.Module, front: type[nn.Module], *, sharding: Any, inside: bool = False) -> None:
-    """Put a class in front of the module's own; `inside`: behind it, where its forward goes on to that of its base."""
+    """Put a class in front of the module's own. `inside`: put it behind, where the module's forward calls its
+    base's.
+    """
     own = type(module)
     body = {
         "sharding": sharding,

@@ -5,8 +5,8 @@ An outcome is what there is to compare, by name: mappings and sequences, nested 
     {"loss": 2.31, "grad_norm": 0.8, "gradients": {"embed.weight": Tensor, …}, "parameters": {…}}
 
 Two outcomes agree when they hold the same names and every pair of tensors has a relative difference (see
-`difference`) of at most the bound. The tensors of one mapping or sequence are a family: the largest of them says what
-is too small to be told from rounding. A number is compared by itself.
+`difference`) of at most the bound. The tensors of one mapping or sequence are a family: the largest of them sets the
+size below which a difference is rounding. A number is compared on its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def agree(parallel: Outcome, single: Outcome, *, bound: float) -> None:
     """Check that `parallel` equals `single`, the trusted side, up to `bound` (a relative difference, such as 1e-9).
 
     Raises Disagreement, naming the first tensor over the bound in the order of `single`, its relative difference and
-    the index of its largest one; or the names and shapes that only one side has.
+    the index of the largest one. Or it lists the names and shapes that only one side has.
     """
     ours, theirs = dict(_leaves(parallel)), dict(_leaves(single))
     if ours.keys() != theirs.keys():

@@ -4,8 +4,8 @@
         trainer.step(batch)
     count(stamps).check({"reduce_scatter[dp]": (2, 8 * psi), "all_gather[dp]": (2, 8 * psi), …})
 
-A row is named as a stamp prints it, `kind[axis·axis]`, and holds (calls, bytes); the bytes of a call are those of its
-stamp: the payload of the whole collective as one rank sees it.
+A row is named as a record prints, `kind[axis·axis]`, and holds (calls, bytes): the payload of the whole collective as
+one rank sees it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""How far apart two tensors are: the one definition that `agree` and `verify` share.
+"""Difference of two tensors: the one definition that `agree` and `verify` share.
 
     relative difference of a and b  =  max |a − b|  /  max(max |b|, floor)
 
-b is the trusted side. One scale for the whole tensor, because an element that came out small by cancellation carries
-the rounding of the large terms it was made of, and an element-wise ratio would report that rounding as disagreement.
+b is the trusted side. The whole tensor has one scale. An element that is small by cancellation carries the rounding of
+its large terms, and an element-wise ratio would report that rounding as disagreement.
 
-The floor does the same for a tensor that is small as a whole. Softmax does not see the bias of an attention's keys, so
-that bias has the gradient zero, and what one computes for it, under any plan, is rounding: about 1e-18 beside gradients
-of 1e-2. Its family (the gradients of the model) gives the scale below which a tensor is rounding:
+The floor does the same for a tensor that is small as a whole. Softmax does not depend on the bias of an attention's
+keys, so that bias has the gradient zero. Its computed gradient, under any plan, is rounding: about 1e-18 beside
+gradients of 1e-2. Its family (the gradients of the model) gives the scale below which a tensor is rounding:
 
     floor  =  max |b| of the family  ·  128 eps / bound
 
@@ -28,7 +28,7 @@ _ROUNDINGS = 128
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two tensors are furthest apart: the relative difference, the index and the two values there."""
+    """Largest difference of two tensors: relative, its index and the two values there."""
 
     relative: float = 0.0
     index: tuple[int, ...] = ()

@@ -6,8 +6,8 @@ torch is imported once, by the server that multiprocessing forks them from.
     Processes ── crew of 2 ── rank 0, rank 1               a job goes down a pipe to every rank of a crew,
               └─ crew of 4 ── rank 0, rank 1, …            an answer comes back from each
 
-A crew is discarded when a job fails or hangs: its ranks may be anywhere inside a collective, and nothing short of a
-new start brings them together again. The next job of that size starts another.
+A crew is discarded when a job fails or hangs: its ranks may be anywhere inside a collective, and only a new start
+brings them together again. The next job of that size starts another.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Processes:
     def run(self, size: int, main: Callable[..., Any], *, args: tuple[Any, ...] = ()) -> list[Any]:
         """`main(world, *args)` on `size` ranks; what each returned, by rank. `main` is a function at the top of a file.
 
-        Raises the error of the first rank that failed, with that rank's traceback and output as a note; RuntimeError
-        when a rank ended; TimeoutError, with the Python stack of every rank that had not answered. ValueError when
-        `main` cannot be imported by another process.
+        Raises the error of the first rank that failed, with that rank's traceback and output as a note. Raises
+        RuntimeError when a rank ended, and TimeoutError, with the Python stack of every rank that had not answered.
+        ValueError when `main` cannot be imported by another process.
         """
         job = WorkerJob.of(main, args=args)
         crew = self._crews.get(size) or self._crews.setdefault(size, _Crew(size))

@@ -8,9 +8,9 @@ Not the engine on one rank, which would share the engine's mistakes, but the loo
     | norm = clip_grad_norm_(parameters, …)       # torch's own
     | optimizer.step()                            # torch's own, over the whole tensors
 
-Three things are the engine's by contract and are repeated here: a parameter that the loss did not reach has the
-gradient zero (torch's optimizers would skip it, and with it its weight decay), a parameter narrower than its master is
-updated there and rounded, and dropout is the same function of seed, step, sample and place.
+Three rules of the engine are repeated here. A parameter that the loss did not reach has the gradient zero (torch's
+optimizers would skip it, and its weight decay). A parameter narrower than its master is updated in the master and
+rounded. Dropout is the same function of seed, step, sample and place.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from meshwise.precision.dtype_policy import Precision
 
 
 class ReferenceRun:
-    """One process that trains a whole model, on the CPU or on `device`. Other arguments as those of `parallelize`.
+    """One process that trains a whole model, on the CPU or on `device`. Other arguments are those of `parallelize`.
 
     A model given as a function has the parameters that it has under every plan with the same seed; a module is copied.
     """
@@ -99,7 +99,7 @@ class ReferenceRun:
         return total, float(count)
 
     def _master(self, parameter: nn.Parameter, unrounded: Tensor) -> nn.Parameter:
-        """Return the parameter itself, or what is updated in its place."""
+        """Return the parameter itself, or the master that is updated in its place."""
         dtype = self._precision.master_of(parameter.dtype)
         return parameter if parameter.dtype == dtype else nn.Parameter(unrounded.to(dtype))
 
@@ -126,8 +126,8 @@ class ReferenceRun:
 
 
 def whole(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> nn.Module:
-    """Return the model with all its parameters and buffers on the CPU, as it is born under every plan; a copy of a
-    module.
+    """Return the model with all its parameters and buffers on the CPU, initialized as under every plan; a module is
+    copied.
     """
     source = build_with_values(duplicate(model) if isinstance(model, nn.Module) else model, seed=seed)
     source.buffers()

@@ -1,4 +1,4 @@
-"""What training came to, step by step: by a trainer under a plan, and by one process. For `agree`."""
+"""Train and collect the results step by step: by a trainer under a plan, and by one process. For `agree`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One warm process: joins its world, then runs the jobs it is sent until it is told to stop.
+"""Run jobs in a warm process: it joins its world, then waits for jobs until it is stopped.
 
-`processes` forks it from a server that has imported this module. A thread reads the pipe, so that a rank which is
-blocked in a collective still notices that whoever started it is gone.
+`processes` forks it from a server that has imported this module. A thread reads the pipe, so a rank that is blocked in
+a collective still notices the end of its parent.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _work(connection: Connection) -> None:
 
 
 def main(connection: Connection, *, log: str, environment: Mapping[str, str]) -> None:
-    """Run one rank from start to end. `log`: the file that takes what it prints; `environment`: that of a torchrun
+    """Run one rank from start to end. `log`: the file for its output; `environment`: the variables of a torchrun
     rank.
     """
     os.setsid()  # Ctrl-C is for the one who started us; it ends the crew

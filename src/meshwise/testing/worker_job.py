@@ -1,7 +1,7 @@
-"""What a warm process is asked to do, and what it answers.
+"""Jobs for a warm process, and its answers.
 
-A function travels by name, and its module by name and file: a test module that pytest has loaded under a name of its
-own, or a script that runs as `__main__`, is loaded from the same file on the other side.
+A function travels by name, and its module by name and file. A test module that pytest has loaded under another name, or
+a script that runs as `__main__`, is loaded from the same file on the other side.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class WorkerJob:
 
 @dataclass(frozen=True)
 class WorkerAnswer:
-    """What became of a job on one rank: the pickled result, or the error with the text of its traceback."""
+    """Result of a job on one rank: the pickled value, or the error with the text of its traceback."""
 
     result: bytes | None = None
     error: bytes | None = None

@@ -9,8 +9,8 @@
     optimizer                 │ optimizer on shards             the value of …
                               │ rank against rank               the value of … on rank r
 
-The order is that of the computation, so the first figure over its bound is where the fault is, or just before it.
-Tensors are compared one at a time: no rank but the first ever holds more than its share and one parameter.
+The order follows the computation, so the first figure over its bound shows the place of the fault, or a place just
+after it. Tensors are compared one at a time: no rank but the first ever holds more than its share and one parameter.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ _BITS: Mapping[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int3
 
 
 class ReferenceSide:
-    """One process's training, and its neighbours' where bounds are to be measured. The first is the one to trust."""
+    """Reference training on one process, and its neighbours where bounds are measured. The first is the one to
+    trust.
+    """
 
     def __init__(self, subject: VerifiedSubject, *, judge: BoundJudge, device: torch.device) -> None:
         models = [subject.prepared()]
@@ -230,7 +232,7 @@ class VerificationFigures:
             yield Divergence(f"{kind} {name}", figure.step, figure, _owner(name), detail)
 
     def _backward_order(self, figures: Mapping[str, BoundedDifference]) -> dict[str, BoundedDifference]:
-        """Return the figures of gradients, those of the last module of the forward first."""
+        """Return the figures of gradients; those of the forward's last module come first."""
         assert self._oracle is not None
         place = {module: number for number, module in enumerate(self._oracle.outputs[0].order)}
         names = sorted(figures, key=lambda name: -place.get(_owner(name), -1))

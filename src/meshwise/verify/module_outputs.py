@@ -1,8 +1,8 @@
-"""How large every module's output was in a step: to find where in the forward two models part.
+"""Measure the size of every module's output in a step, to find where two forwards differ first.
 
 A split model's outputs lie in pieces, per rank and micro-batch, so that tensors cannot be held against each other. The
-mean square over all pieces can: it is the same however the rows of a batch are dealt out, and for an output that does
-not depend on the batch, such as that of a position embedding.
+mean square over all pieces can. It does not depend on how the rows of a batch are split, also for an output without a
+batch dim, such as a position embedding's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a verification found: the verdict, where the two first parted, and every figure behind it."""
+"""Report of a verification: the verdict, the first difference, and every figure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SURER = "verify with precision=fp32, or in float64"
 
 @dataclass(frozen=True)
 class StepFigures:
-    """One optimizer step: loss and gradient norm of one process, and how far the plan's are from them."""
+    """Figures of one optimizer step: loss and gradient norm of one process, and the plan's differences from them."""
 
     loss: float
     grad_norm: float
@@ -26,7 +26,9 @@ class StepFigures:
 
 @dataclass(frozen=True)
 class ParameterFigures:
-    """One parameter or buffer: the worst of its gradient (None: it has none) and of its value over all steps."""
+    """Figures of one parameter or buffer: the worst of its gradient (None: it has none) and of its value over all
+    steps.
+    """
 
     name: str
     gradient: BoundedDifference | None

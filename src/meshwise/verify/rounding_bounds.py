@@ -1,17 +1,17 @@
-"""How far apart two runs of the same model may come: 1e-9 in float64, and otherwise what rounding explains.
+"""Bounds for the difference between two runs of the same model: 1e-9 in float64, and otherwise the effect of rounding.
 
-In a narrower precision no constant will do: how much a rounding error grows depends on the model, and an optimizer that
+In a narrower precision no constant serves. The growth of a rounding error depends on the model, and an optimizer that
 divides by the size of the gradient, as Adam does, turns the noise of a vanishing gradient into a whole step. So the
 growth is measured. Two neighbours train the same model on one process from parameters that are each moved by one unit
-in the last place; backward error analysis (Higham, Accuracy and Stability of Numerical Algorithms, ch. 1) says that
-reordered sums are exact results for such neighbours. Where they part from the first process, rounding explains it, and
-the plan may differ as much:
+in the last place. This is backward error analysis (Higham, Accuracy and Stability of Numerical Algorithms, ch. 1) says
+that reordered sums are exact results for such neighbours. Where they part from the first process, rounding explains it,
+and the plan may differ as much:
 
     bound = max(16 eps, 16 · the larger difference)        eps of the narrowest dtype that the forward computes in
 
-An element of a parameter is compared as long as no gradient of it was smaller than 16 times that difference, or in
-float64 than what is rounding beside the largest gradient (the bias of an attention's keys, whose gradient is zero in
-exact arithmetic): rounding may have chosen its direction.
+An element of a parameter is compared unless its gradient was ever smaller than 16 times that difference, or in float64
+than rounding beside the largest gradient. Then rounding may have chosen its direction (the bias of an attention's keys,
+whose gradient is zero in exact arithmetic).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ROUNDINGS, _MARGIN, _NEIGHBOURS = 16, 16, 2
 
 @dataclass(frozen=True)
 class TrialForward:
-    """What a forward pass on one process showed before anything was compared.
+    """Observations in a forward pass on one process before the comparison.
 
     precision   the narrowest floating dtype that it computed in, and `where`, the operation that first gave it
     random      whether the same batch gave two losses, or can: `unknown` are operations whose draws depend on the plan
@@ -133,13 +133,13 @@ class BoundJudge:
         return self.precision == torch.float64
 
     def floor(self, largest: float) -> float:
-        """Return the smallest value that can be told from rounding in a tensor with this largest element."""
+        """Return the smallest value that is distinguishable from rounding in a tensor with this largest element."""
         return floor(largest, bound=EXACT, dtype=self.precision) if self.exact else 0.0
 
     def measure(
         self, value: Tensor, *, expected: Tensor, neighbours: Sequence[Tensor], least: float, step: int
     ) -> BoundedDifference:
-        """Return the relative difference of `value`; its bound is by the largest of those of the neighbours, if any."""
+        """Return the relative difference of `value`; its bound comes from the neighbours' largest one, if any."""
         found = difference(value, expected, floor=least).relative
         if self.exact:
             return BoundedDifference(found, EXACT, step)

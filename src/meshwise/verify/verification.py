@@ -1,8 +1,8 @@
 """`verify`: whether the split model is the same model.
 
 Every way of splitting a model can go wrong by a factor, a rank or a micro-batch, and still train: the loss falls, only
-less well. So before a run that costs something, a few steps of the user's own model, loss and batches are taken under
-the plan and on one process, and compared figure by figure.
+less well. So before a costly run, a few steps of the user's own model, loss and batches run under the plan and on one
+process, and every figure is compared.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def verify(
 ) -> Report:
     """Train a model for a few steps under a plan and on one process, and compare everything.
 
-    `model`, `loss`, `plan` and `training` (the optimizer, its arguments, the options) are those of `parallelize`;
+    `model`, `loss`, `plan` and `training` (the optimizer, its arguments, the options) are as in `parallelize`.
     `batches` are global batches, the same on every rank, one for each step. Model and batches are converted to `dtype`
     (None: they stay as they are); under a plan with another precision than fp32 both sides compute in that. Every rank
     of `world` calls it and gets the report. Without a world it is `connect()`'s; when that has one rank and the plan
@@ -48,8 +48,8 @@ def verify(
     Dropout, and what else a model draws with torch as it trains, is the same under every plan and takes part. With
     `random=local` in the plan, or numbers drawn in other ways, the model is compared in eval mode; the report says so.
 
-    Raises PlanError when the plan does not fit the world; ValueError when there is no batch, when the loss does not
-    return (sum, count), and when one batch gives two different losses; and whatever model and loss raise.
+    Raises PlanError when the plan does not fit the world. Raises ValueError when there is no batch, when the loss does
+    not return (sum, count), and when one batch gives two different losses; and any error of model and loss.
     """
     plan = Plan.of(plan)
     precision = (training.get("options") or Options()).precision or precision_of(plan)

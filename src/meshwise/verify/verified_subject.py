@@ -1,4 +1,4 @@
-"""What is verified: the user's model, loss and batches, made fit to be compared."""
+"""Prepare the user's model, loss and batches for a comparison."""
 
 from __future__ import annotations
 

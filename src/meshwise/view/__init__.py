@@ -1,1 +1,1 @@
-"""What is drawn: in the terminal, as PNG and SVG, as a page for a browser, as a trace. docs/view.md."""
+"""Drawings: in the terminal, as PNG and SVG, as a page for a browser, as a trace. docs/view.md."""

@@ -1,8 +1,8 @@
 """A timeline as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-A process per rank, with four rows: what it computes (and where it waits for a message), what its links carry, its
-collectives, and what moves between tiers of memory; an arrow for every message, and the memory it holds, by category,
-as a counter. The format is Google's "Trace Event Format": JSON, times in microseconds.
+A process per rank has four rows: computation (and waits for messages), links, collectives, and traffic between memory
+tiers. Every message has an arrow, and memory by category is a counter. The format is Google's "Trace Event Format":
+JSON, times in microseconds.
 """
 
 from __future__ import annotations

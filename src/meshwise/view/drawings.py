@@ -13,7 +13,7 @@ from meshwise.view.time_text import time_text
 
 
 def drawings(accounts: Sequence[PlanAccount], *, width: int) -> Iterator[Text]:
-    """Yield one after the other, those of all plans to one scale of time."""
+    """Yield the drawings one after the other, all plans with one scale of time."""
     seconds = max(account.timeline.seconds for account in accounts)
     for account in accounts:
         yield Text(f"{account.title}: step {time_text(account.timeline.seconds, unit=account.unit)}", "bold")

@@ -23,8 +23,8 @@ def memory_pictures(
 ) -> Iterator[Picture]:
     """Yield one for each of some ranks, all to one scale: `most` bytes high, and higher where the `limit` is near.
 
-    `names` are those of all ranks along pp, `span` is the time that the whole width stands for, `limit` how many bytes
-    a rank may use, 0 where that is unknown.
+    `names`: the ranks along pp; `span`: seconds across the whole width; `limit`: bytes that a rank may use, 0 if
+    unknown.
     """
     top = 1.05 * (limit if most < limit < 1.8 * most else most)
     held = [category for category in Category if any(each.holds(category) for each in histories)]
@@ -34,7 +34,7 @@ def memory_pictures(
 
 @dataclass(frozen=True)
 class _Frame:
-    """What a picture is drawn into."""
+    """Frame in which a picture is drawn."""
 
     name: str
     span: float

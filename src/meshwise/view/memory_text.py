@@ -57,7 +57,7 @@ def _parts(levels: Sequence[MemoryLevel], count: int) -> list[Sequence[MemoryLev
 
 
 def _bar(level: MemoryLevel, unit: float) -> list[Category]:
-    """From the bottom up, what each row of a column stands for: the category that fills its middle."""
+    """Return, from the bottom up, the category that fills the middle of each row of a column."""
     bar: list[Category] = []
     total = 0.0
     for category in Category:

@@ -1,5 +1,5 @@
-"""A mesh as a picture: a cell for every rank, a grid for the two innermost axes, grids beside and below one another for
-the others; cells of one node in one colour.
+"""Draw a mesh: a cell for every rank, a grid for the two innermost axes, and grids in rows and columns for the others.
+Cells of one node have one colour.
 
     | pp 0                  pp 1
     |       tp 0  tp 1            tp 0  tp 1
@@ -54,7 +54,7 @@ class _Axis:
 
 
 def mesh_picture(mesh: Mesh, *, ranks_per_node: int = 0) -> Picture:
-    """Return the picture; nodes are told apart where it is known how many ranks one has."""
+    """Return the picture; nodes have different colours if the number of ranks per node is known."""
     named = [(name, degree) for name, degree in reversed(mesh.axes) if degree > 1]
     axes = [_Axis.shown(name, degree=degree, most=most) for (name, degree), most in zip(named, _MOST, strict=False)]
     across, down, beside, below = [*axes, *[_Axis()] * (len(_MOST) - len(axes))]
@@ -82,7 +82,7 @@ def mesh_picture(mesh: Mesh, *, ranks_per_node: int = 0) -> Picture:
 
 @dataclass(frozen=True)
 class _Sheet:
-    """What all grids of a picture have alike."""
+    """Settings that all grids of a picture share."""
 
     mesh: Mesh
     across: _Axis
@@ -135,7 +135,7 @@ class _Sheet:
         yield from self.cells(boxes)
 
     def cells(self, boxes: Mapping[int, Box]) -> Iterator[Shape]:
-        """Yield a cell for each rank, those of a node in one colour."""
+        """Yield a cell for each rank, in the colour of its node."""
         nodes: dict[int, list[int]] = defaultdict(list)
         for rank in boxes:
             nodes[rank // self.ranks_per_node if self.ranks_per_node else 0].append(rank)

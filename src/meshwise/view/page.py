@@ -1,7 +1,7 @@
 """Everything that is drawn of some plans as one HTML page, a file that needs nothing else.
 
-Without scripts it is complete: tables and pictures. With them, what is pointed at is told, by mouse or by keys, and
-time can be stretched; `page.js` finds all it needs in the pictures themselves.
+Without scripts it is complete: tables and pictures. Details appear for the element under the mouse or the keyboard
+focus, and time can be stretched; `page.js` reads all it needs from the pictures.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _sections(accounts: Sequence[PlanAccount]) -> Iterator[str]:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    """Return the first row are titles of columns, the first column those of rows."""
+    """Return a table whose first row holds the column titles and whose first column the row titles."""
     titles = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in rows[0])
     lines = (
         f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'

@@ -1,7 +1,7 @@
-"""A picture as a value: shapes in order, of which one writer makes SVG and another one PNG.
+"""Pictures as values: shapes in order, which one writer turns into SVG and another into PNG.
 
-What is drawn is decided once, for the page, the files and the tests; which colour a paint is, in the light and in the
-dark, stands in `palette`. Lengths are pixels, y goes down.
+The content is decided once, for the page, the files and the tests; `palette` has the light and dark colours. Lengths
+are pixels, y goes down.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NARROW = 3.0
 
 @dataclass(frozen=True)
 class Bars:
-    """Rectangles of one paint. Those that have names are told when they are pointed at."""
+    """Rectangles of one paint. Named rectangles show their name when pointed at."""
 
     paint: str
     boxes: tuple[Box, ...]

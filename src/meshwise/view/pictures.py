@@ -1,4 +1,4 @@
-"""All pictures of some plans: of each its timeline, its memory and its mesh, those of all plans to one scale."""
+"""Draw all pictures of some plans: timeline, memory and mesh of each, with one scale for all plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan takes, as a value: all that is drawn of it, of a simulation or of a run."""
+"""Account of a plan as a value: all that is drawn of a simulation or of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_HISTORIES = 6
 
 @dataclass(frozen=True)
 class AccountMachine:
-    """What a plan is for."""
+    """Machine that a plan is for."""
 
     name: str = ""
     memory: float = 0.0
@@ -35,7 +35,7 @@ class AccountMachine:
 
 @dataclass(frozen=True)
 class PlanAccount:
-    """What a plan takes."""
+    """Account of a plan: time and memory."""
 
     title: str
     timeline: Timeline

@@ -22,7 +22,7 @@ _WIDTH, _BAR, _PITCH, _TITLE, _LEGEND, _TOTAL = 1180.0, 18.0, 25.0, 26.0, 26.0, 
 
 
 def comparison_table(accounts: Sequence[PlanAccount]) -> list[Row]:
-    """Titles, then rows; a column for each plan. What all plans have alike is left out of the plans' keys."""
+    """Titles, then rows; a column for each plan. Keys that are equal in all plans are left out."""
     rows: list[Row] = [("", *(account.title for account in accounts))]
     plans = [account.plan.to_toml() if account.plan else {} for account in accounts]
     keys = dict.fromkeys(key for plan in plans for key in plan)
@@ -68,7 +68,7 @@ def comparison_picture(accounts: Sequence[PlanAccount]) -> Picture:
 
 @dataclass(frozen=True)
 class _Bar:
-    """One plan's: how large each part is, and what that is in words."""
+    """Bar of one plan: the size of each part, and its text."""
 
     title: str
     parts: Mapping[str, float]

@@ -53,7 +53,7 @@ _LANE, _TITLE, _LEGEND, _AXIS, _MOST_TICKS = 4.0, 26.0, 24.0, 24.0, 10
 def timeline_picture(
     timeline: Timeline, *, title: str, rows: Sequence[str] = (), span: float | None = None, unit: str = "s"
 ) -> Picture:
-    """Return the picture. `rows` are the names of the ranks, `span` is the time that the whole width stands for."""
+    """Return the picture. `rows`: names of the ranks; `span`: seconds across the whole width."""
     names = rows or [f"rank {rank}" for rank in range(timeline.ranks)]
     drawing = _Drawing.of(timeline, names)
     height = drawing.pitch * timeline.ranks
@@ -82,7 +82,7 @@ def time_axis(plot: Plot) -> Iterator[Shape]:
 
 @dataclass(frozen=True)
 class _Drawing:
-    """Where the events of each rank come."""
+    """Places of the events of each rank."""
 
     timeline: Timeline
     names: Sequence[str]

@@ -1,4 +1,4 @@
-"""What an operation of torch makes of a part: a part again, or something that needs all.
+"""Derive what an operation makes of a split tensor: a split tensor again, or something that needs all parts.
 
 `flip` and `sum` mix the dims that they name, a matrix product the one that it contracts, `mul` none. Most of it torch's
 own descriptions of its operations tell: which go element by element, which are views, which take a `dim`. The rest is
@@ -28,7 +28,7 @@ Mixed: TypeAlias = Callable[[Tensor, Arguments], Sequence[int]]
 
 
 class SplitDim(NamedTuple):
-    """A dim along which a tensor is a part: so many `places` of it, `step` apart, are those of this rank."""
+    """Split dim of a tensor: this rank holds `places` of it, `step` apart."""
 
     dim: int
     step: int
@@ -65,14 +65,14 @@ def _repeated(x: Tensor, given: Arguments) -> Sequence[int]:
 
 
 def _convolved(x: Tensor, given: Arguments) -> Sequence[int]:
-    """Return the channels, unless each is by itself, and where the kernel lies."""
+    """Return the channels, unless each is separate, and the dims that the kernel covers."""
     channels = (1,) if given["groups"] < x.size(1) else ()
     moved = zip(range(2, x.dim()), given["weight"].shape[2:], given["stride"] * x.dim(), strict=False)
     return (*channels, *(dim for dim, kernel, stride in moved if (kernel, stride) != (1, 1)))
 
 
 def _indexed(_x: Tensor, given: Arguments) -> Sequence[int]:
-    """Return the dims for which there is an index; a mask stands for as many as it has."""
+    """Return the dims that have an index; a mask covers as many dims as it has."""
     found: list[int] = []
     dim = 0
     for index in given["indices"]:
@@ -123,7 +123,7 @@ _FAR = 1 << 40
 
 
 def is_product(func: OpOverload) -> bool:
-    """Return whether every place of an operand meets all those of another."""
+    """Return whether every element of one operand meets all elements of another."""
     return func.overloadpacket.__name__ in _PRODUCTS
 
 

@@ -1,6 +1,6 @@
-"""What a model's first forward shows of what its modules do not: who reads a split parameter, and when a block runs.
+"""Watch a model's first forward for reads of split parameters by other modules, and for the order of blocks.
 
-A part stands for a module that is called. A forward can take the module's weight instead,
+A sharded part needs its module to be called. A forward can take the module's weight instead,
 
     return functional.linear(x, self.embedding.weight)          # a head tied by use, not by registration
 

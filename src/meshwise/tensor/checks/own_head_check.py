@@ -1,8 +1,8 @@
-"""Whether what meets a rank's own heads, or hidden features, has its gradients summed, and nothing else has.
+"""Check that parameters used between a pair's matrices, and only those, have their gradients summed.
 
-Between the matrices of a pair a rank has some of the heads. A parameter that all ranks have and that is used there (a
-temperature, the slope of an activation, a table of positions) gets a part of its gradient on every rank, and on the
-stream all of it. Which it is shows in the first training forward, in the graph behind what the matrices are given:
+Between the matrices of a pair a rank has some of the heads. A replicated parameter that is used there (a temperature,
+the slope of an activation, a table of positions) gets a part of its gradient on every rank. On the hidden states it
+gets all of it. Which it is shows in the first training forward, in the graph behind what the matrices are given:
 
     stream ── scale ── first ── inner ── slope ── second ── stream
                   └ nothing to sum           └ each_head: summed over the ranks

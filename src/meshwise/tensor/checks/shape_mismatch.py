@@ -1,8 +1,8 @@
 """A forward that stumbles over the part it is given, and what to change about it.
 
 Under tensor parallelism a model's own code runs on this rank's heads, features or tokens. Code that counts all of them
-(a constant in a view, a mask as long as what a block is handed) fails deep inside with a message about two sizes. That
-is said in the words of the model: where it happened, what a rank has there, and what would work.
+(a constant in a view, a mask as long as a block's input) fails deep inside with a message about two sizes. That is said
+in the words of the model: where it happened, what a rank has there, and what would work.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def _about_sizes(error: Exception) -> bool:
 
 
 def _place(model: nn.Module, trace: TracebackType | None) -> tuple[str, FrameType, int] | None:
-    """Return the innermost line of the model's own code, and the innermost module with others inside; None where no
-    code of the model's was running, and of a model that is not split.
+    """Return the innermost line of the model's own code, and the innermost module with others inside. Return None where
+    no code of the model was running, and for a model that is not split.
     """
     if not any(isinstance(module, ShardedLinear) or region.changes(module) for module in model.modules()):
         return None

@@ -1,16 +1,16 @@
 """A first forward is watched for what it does to parts of the stream as if they were all of it.
 
 Under 2d, 2.5d and 3d a rank has some of the stream's features, under sequence parallelism some of its tokens. The
-modules that play a part know that. What else a forward does there is right as long as every feature, or token, is by
-itself: a mean over them, a shift, a product that contracts them is something else of a part than of all. So in the
-first training forward every operation below autograd is looked at, outside of those modules and of all hooks:
+modules that play a part know that. Other operations there are right as long as every feature, or token, is independent.
+A mean over them, a shift, or a product that contracts them differs between a part and the whole. So in the first
+training forward every operation below autograd is looked at, outside of those modules and of all hooks:
 
     | x = blocks[0](x)             a part, along dim -2
     | y = x.flatten(0, 1) * 2      a part, inside of dim 0
     | x - x.mean(1)                refused: mixes what is split
 
-And the gradient of what all ranks have alike (a gate, a scale) and that meets a part is the sum of what each makes of
-it. For parameters that is known; for anything else it is refused. What is not known to mix is let pass.
+And the gradient of a replicated tensor (a gate, a scale) that meets a part is the sum of all ranks' gradients. For
+parameters that is known; for anything else it is refused. What is not known to mix is let pass.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _OTHERS = ("first", "head", "inner", "each_head")
 
 @dataclass(frozen=True)
 class HiddenSplit:
-    """How the stream is split.
+    """Split of the hidden states.
 
     what      of it, in words
     dim       of a stream, counted from the end

@@ -1,11 +1,11 @@
-"""Where activations change how they are cut, other than in a matmul.
+"""Reshard activations outside of a matmul.
 
 With sequence parallelism the stream is cut along the tokens from the first repeated block to the last. Embeddings,
 position numbers, rotary tables and masks are made outside of it and see whole sequences.
 
-Under 3D the rows of the batch are those of (i, j) in the stream and of (i, l) within a pair. What a model hands to its
-attention besides the stream, and has a batch dim, has to follow. Where that has a gradient, under every scheme, each
-rank has what its own heads make of it, and those are summed.
+Under 3D the rows of the batch are split over (i, j) in the hidden states and over (i, l) within a pair. What a model
+hands to its attention besides the stream, and has a batch dim, has to follow. Where that has a gradient, under every
+scheme, each rank has what its own heads make of it, and those are summed.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def to_inner_rows(x: Tensor, *, context: SplitContext) -> Tensor:
     """Return a tensor with the stream's rows in dim 0, such as an attention mask, with the rows that a pair has inside.
 
     The tensor itself where both are the same, and where dim 0 is something else; rows may be the slower index of it.
-    What every rank has alike comes out as it was.
+    A replicated tensor is returned unchanged.
     """
     there, back = context.scheme.first.x, context.scheme.first.y
     if there.dim != "rows" or context.degree(there.axes) == 1 or not x.dim():
@@ -180,7 +180,7 @@ def to_inner_rows(x: Tensor, *, context: SplitContext) -> Tensor:
 
 
 def to_stream_rows(x: Tensor, *, context: SplitContext) -> Tensor:
-    """Return the way back, for what all ranks with the same rows of a pair have alike."""
+    """Return the reverse move, for a tensor that is equal on all ranks with the same rows of a pair."""
     there, back, rows = context.scheme.first.x, context.scheme.first.y, context.extents.rows
     if there.dim != "rows" or context.degree(there.axes) == 1:
         return x
@@ -189,8 +189,8 @@ def to_stream_rows(x: Tensor, *, context: SplitContext) -> Tensor:
 
 
 def used_apart(x: Tensor, *, context: SplitContext) -> Tensor:
-    """Return a tensor from outside of a pair, for each rank to use for its own heads, or features: its gradient is the
-    sum, unless what it was made of has its gradients summed in the end.
+    """Return a tensor from outside of a pair, for each rank to use for its own heads or features. Its gradient is
+    summed, unless the gradients of its origins are summed later.
     """
     axes = context.scheme.apart
     if not x.requires_grad or context.degree(axes) == 1:

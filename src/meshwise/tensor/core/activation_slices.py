@@ -2,8 +2,8 @@
 
 Dropout draws the same masks under every plan, so it has to know which part of a mask a rank's tensor needs. Layouts
 know that: a linear that opens a pair leaves the inner features, or heads, of its own output layout; one that closes it,
-the stream. Under 3D a pair has other rows of the batch inside, and with sequence parallelism the stream has a part of
-the tokens between the first block and the last.
+the stream. Under 3D a pair has other rows of the batch inside. With sequence parallelism the hidden states have a part
+of the tokens between the first block and the last.
 
     embedding ─ stream ─ block 0 ─ stream, tokens ─ first ─ inner ─ second ─ stream, tokens … last block ─ stream
 """
@@ -37,8 +37,8 @@ def slices(
     absent: Collection[str] = (),
 ) -> tuple[Points, Points]:
     """Return the regions that begin before, and after, modules of a model that `tensor_parallel` has split into
-    `parts`, with the same `outside`. Of a stage of a pipeline, `parts` are those of the whole model: what others
-    compute is cut here as it is there. `absent`: the pieces of others, which do not run what is inside of them: they
+    `parts`, with the same `outside`. For a stage of a pipeline, `parts` are the parts of the whole model: the slices of
+    other stages follow the same rules. `absent`: the pieces of others, which do not run what is inside of them: they
     are at an end where what was last inside would be.
     """
     projections = dict(_projections(module, parts))
@@ -77,7 +77,7 @@ def slices(
 
 
 def _width(parts: Mapping[str, Part], projections: Mapping[str, Projection]) -> int:
-    """Return the number of features the stream has; 0 where nothing tells."""
+    """Return the number of features of the hidden states, or 0 if it is unknown."""
     told = max((part.stream for part in parts.values()), default=0)
     closing = (own for own in projections.values() if own.part.role in ("second", "single"))
     return told or next((sum(own.out_sizes) for own in closing), 0)

@@ -1,4 +1,4 @@
-"""What a model returns from inside of its blocks is whole, as its logits are.
+"""Gather the hidden states and attention weights that a model returns from inside of its blocks.
 
 The stream between two blocks is a part under most schemes, and an attention has the scores of its rank's heads. A model
 that returns such a tensor (hidden states, attentions) beside its result would hand out the part. So during a forward it
@@ -101,7 +101,7 @@ class GatheredOutputs:
 
 
 def _whole_stream(x: Tensor, *, context: SplitContext, features: int, tokens: tuple[int, ...] | None) -> Tensor:
-    """Return all tokens and all features of the stream of which this is a part."""
+    """Return all tokens and all features of the hidden states from this part."""
     axes = context.scheme.tokens
     if context.degree(axes) > 1 and tokens is not None:
         x = gradient.replicate(x, world=context.world, axes=axes, dim=-2, sizes=tokens).wait()

@@ -1,4 +1,4 @@
-"""A tensor of which this rank has a part, and that looks whole.
+"""A tensor that holds this rank's part and reports the global shape.
 
 What a user's code is handed of the vocabulary, logits and the table's weight, is split over the ranks, and that code
 was written for all of it. So it gets a tensor with the full shape, which says what each function makes of the part.

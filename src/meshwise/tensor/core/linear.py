@@ -22,7 +22,7 @@ DATA = ("dp",)
 
 
 class Projection:
-    """One linear of a model, bound to this rank: call it with what the rank has of input, weight and bias.
+    """Linear of a model, bound to this rank: call it with the rank's input, weight and bias.
 
     `shape`: of the full weight, as it is stored: (out, in), or (in, out) when the part is transposed.
     """

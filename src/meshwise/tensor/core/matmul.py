@@ -1,13 +1,13 @@
-"""One sharded matmul, which every scheme is a use of.
+"""The sharded matmul that every scheme uses.
 
     Y = X · W        gather X, gather W, multiply, reduce Y
 
         dY ── gather what Y scattered ─┬─ dX = dY · Wᵀ ── reduce what X gathered      starts first: under way
                                        └─ dW = Xᵀ · dY ── reduce what W gathered      while dW is computed
 
-Operands may stream by panels of the inner dim K (SUMMA): the panels of X and W that belong together are gathered while
-the ones before are multiplied, so that no rank ever holds a whole gathered operand. Layouts say where operands lie and
-not in which order they stream, so this is one argument, and the result is the same.
+Operands may stream by panels of the inner dim K (SUMMA). Matching panels of X and W are gathered while the previous
+ones are multiplied, so no rank ever holds a whole gathered operand. Layouts say where operands lie and not in which
+order they stream, so this is one argument, and the result is the same.
 
         X  ┌──┬──┬──┐     W ├────┤ panel 0          Y += X[:, panel] · W[panel, :]        gather panel p+1
            │ 0│ 1│ 2│       ├────┤ panel 1
@@ -15,12 +15,12 @@ not in which order they stream, so this is one argument, and the result is the s
 
 What ranks add up is written where they reach it soonest (`World.summand`).
 
-Several products may read one X: q, k and v do. Then it is gathered for all of them, once, and, since a rank keeps its
-own part only, once more in the backward for all gradients of their weights (`InputGather`); the gradients of X are
-added up before they travel. So they move what one product with all their columns would move.
+Several products may read one X: q, k and v do. Then it is gathered once for all of them. Since a rank keeps only its
+own part, it is gathered once more in the backward for all weight gradients (`InputGather`); the gradients of X are
+added before they travel. So they move what one product with all their columns would move.
 
-A backward in two parts gathers for each what it multiplies: W for dX, X for dW. What Y scattered is gathered for both:
-in between, for as many micro-batches as wait for their dW, a rank keeps its own part of dY, as it does of X before.
+A backward in two parts gathers for each what it multiplies: W for dX, X for dW. Y's scattered gradient is gathered for
+both. In between, for all micro-batches whose dW is pending, a rank keeps its own part of dY and of X.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Panel: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class Streaming:
-    """How operands come together.
+    """Order in which operands are gathered and multiplied.
 
     keep     what was gathered in the forward stays for the backward: no gather there, and the memory of whole operands
     panels   into how many panels of K the operands are cut
@@ -67,7 +67,7 @@ class OperandMove:
     """A collective on one operand: over `axes` (none: not at all), of parts along `dim`.
 
     dim None: the operand is the same on all ranks, and its counterpart in the other direction is their sum. `sizes`:
-    of the parts, in group order; None when they are alike.
+    sizes of the parts, in group order; None when they are equal.
     """
 
     axes: tuple[str, ...] = ()
@@ -152,7 +152,7 @@ class MatmulInput:
 
 @dataclass(frozen=True)
 class _Slice:
-    """A part of what this rank stores of an operand, along K, and how it meets those of the other ranks."""
+    """Part of an operand along K that this rank stores, and its place among the other ranks' parts."""
 
     start: int
     size: int
@@ -179,8 +179,8 @@ class _Slice:
 def matmul(x: MatmulInput, *, weight: Tensor, bias: Tensor | None = None, operation: MatmulCollectives) -> Tensor:
     """X·W plus the bias, this rank's part of it: (…, its K) and its part of (out, in) to (…, its out).
 
-    The gradients are those of what this rank stores; that of the bias is the sum over its own rows of Y. Under
-    autocast, operands are converted before they travel. Raises ValueError for parts that do not fit `operation`.
+    The gradients belong to the stored parts; the bias's gradient is the sum over its own rows of Y. Under autocast,
+    operands are converted before they travel. Raises ValueError for parts that do not fit `operation`.
     """
     value, weight, bias = travelling(x.value), travelling(weight), None if bias is None else travelling(bias)
     kept = x if x.stored is None or x.stored.dtype == value.dtype else MatmulInput(value)
@@ -189,7 +189,7 @@ def matmul(x: MatmulInput, *, weight: Tensor, bias: Tensor | None = None, operat
 
 
 def travelling(x: Tensor) -> Tensor:
-    """Return the operand in the dtype that it is multiplied in: that of autocast, where it is on."""
+    """Return the operand in the dtype of the product: autocast's, where it is on."""
     device = x.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return x.to(torch.get_autocast_dtype(device))
@@ -258,8 +258,8 @@ class _Multiply(torch.autograd.Function):
 
 
 def _operands(x: Finish | None, weight: Tensor | None, operation: MatmulCollectives) -> Iterator[tuple[Finish, Finish]]:
-    """X and W, (out, in), as they come, panel by panel; the next panel is on its way while one is used. What is None
-    nobody asks for.
+    """X and W, (out, in), as they come, panel by panel; the next panel is on its way while one is used. None stands for
+    an operand that is not needed.
     """
     world, within = operation.world, operation.within
 
@@ -310,7 +310,7 @@ def _product(x: Tensor, w: Tensor, *, bias: Tensor | None = None, summed: Operan
 
 
 def _reduce(summand: Tensor, moved: OperandMove, *, world: World) -> Finish:
-    """Start to add up a tensor that nobody else uses; a rank gets the part that it would give to a gather."""
+    """Start to sum a tensor that has no other use; a rank gets the part that it would contribute to a gather."""
     if not moved.axes:
         return lambda: summand
     if moved.dim is not None:

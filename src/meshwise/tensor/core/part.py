@@ -1,12 +1,12 @@
-"""What a module is to tensor parallelism: the part it plays.
+"""Parts: the role of a module in tensor parallelism.
 
 A scheme knows parts, not models: which linear opens a pair, which closes it, which embedding is the vocabulary's. Who
 looks at a model (by rules, or by its structure) says it in these words, and who splits it needs no others.
 
     stream ── norm ── first ── inner ── second ── + stream        a pair: attention or MLP
 
-The *stream* is what runs from block to block, the *inner* activations are those between the two linears of a pair:
-the features of attention heads, or of an MLP's hidden layer.
+*Hidden states* run from block to block. *Inner* activations lie between the two linears of a pair: the features of
+attention heads, or of an MLP's hidden layer.
 
     role        is                                                            input    output
     first       a linear that opens a pair                                    stream   inner
@@ -59,7 +59,7 @@ ROLES = (
 
 @dataclass(frozen=True)
 class Norm:
-    """How a norm normalises."""
+    """Formula of a norm."""
 
     centred: bool
     """LayerNorm subtracts the mean; RMSNorm does not."""
@@ -82,7 +82,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Part:
-    """One part. Fields that the role does not use stay as they are."""
+    """Role of one module, with its sizes. Fields that the role does not use stay as they are."""
 
     role: str
 

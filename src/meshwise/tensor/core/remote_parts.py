@@ -1,4 +1,4 @@
-"""What a stage of a pipeline knows of parts whose parameters other stages have.
+"""Derive what a stage of a pipeline must know of parts whose parameters other stages have.
 
 A stage runs the whole model's forward, in which the pieces of others return what was received, or nothing. How those
 cut the stream stays: what an embedding returns is a part on every stage, and what was to be done with it there is.
@@ -45,8 +45,8 @@ def stream_tokens(extents: ShardSizes, *, plan: Plan, world: World) -> Callable[
 
 
 def makers(parts: Mapping[str, Part], *, module: nn.Module) -> Mapping[str, int]:
-    """Return the modules of a model that make the stream of something else, and those around them; each with the dim of
-    what it returns that has the features a rank has of it.
+    """Return the modules of a model that make hidden states from something else, and those around them, each with the
+    feature dim of its output.
     """
     found: dict[str, int] = {}
     for name, part in parts.items():

@@ -1,9 +1,9 @@
 """A scheme of tensor parallelism as data.
 
-For `Y[T,N] = X[T,K] · W[K,N]` every scheme in the field is a choice of three sets of axes: X is gathered over A, W
-over B, Y is reduced over C; the backward of a gather is a reduce-scatter and the reverse. So a `SchemeProduct` states
-A, B, C and where W is stored; a `Scheme` states the products of each part. One matmul carries all of them out, and
-nothing is written per scheme but its page in `schemes/`.
+For `Y[T,N] = X[T,K] · W[K,N]` every scheme in the field is a choice of three sets of axes. X is gathered over A, W over
+B, Y is reduced over C; the backward of a gather is a reduce-scatter and the reverse. So a `SchemeProduct` states A, B,
+C and where W is stored; a `Scheme` states the products of each part. One matmul carries all of them out, and nothing is
+written per scheme but its page in `schemes/`.
 """
 
 from __future__ import annotations
@@ -93,5 +93,7 @@ class Scheme:
 
     @property
     def apart(self) -> Axes:
-        """The axes whose ranks have other heads, or hidden features, and where what comes from outside is alike."""
+        """Return the axes whose ranks have different heads or hidden features, and hold equal copies of outside
+        tensors.
+        """
         return tuple(axis for axis in (*self.inner, *self.inner_rows) if axis not in self.rows)

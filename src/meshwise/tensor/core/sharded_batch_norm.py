@@ -1,7 +1,7 @@
 """A batch norm between the matrices of a pair, where ranks share the features out.
 
-Its statistics are of each feature by itself, so a rank takes those of its own. What it keeps of them is a buffer, which
-every rank has whole: the part of its features is written where it lies, and the parts of the others are gathered after
+Its statistics are independent for each feature, so a rank computes those of its own features. The running statistics
+are buffers, which every rank holds whole. A rank writes the part of its features; the other parts are gathered after
 every forward that may have written, 2 numbers a feature.
 """
 
@@ -19,7 +19,9 @@ from meshwise.tensor.core.scheme import Axes
 
 @dataclass(frozen=True)
 class SplitStatistics:
-    """What a batch norm keeps, bound to this rank: the axes that split the features, and how many each rank has."""
+    """Running statistics of a batch norm, bound to this rank: the axes that split the features, and each rank's number
+    of features.
+    """
 
     world: World
     axes: Axes
@@ -27,7 +29,9 @@ class SplitStatistics:
 
     @contextlib.contextmanager
     def narrowed(self, norm: nn.Module) -> Iterator[None]:
-        """Inside, a norm keeps what it keeps of this rank's features only; afterwards it has that of all."""
+        """Narrow the running statistics to this rank's features within the block; afterwards they cover all features
+        again.
+        """
         whole = {name: kept for name, kept in norm._buffers.items() if kept is not None and kept.dim()}
         parts = {name: kept.split(self.sizes)[self.world.group(self.axes).index] for name, kept in whole.items()}
         norm._buffers.update(parts)

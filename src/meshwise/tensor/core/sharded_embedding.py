@@ -1,7 +1,7 @@
 """An embedding whose vocabulary, and under some schemes features, are split.
 
-A rank looks up the numbers that fall into its part of the vocabulary, has zeros for the others, and the parts are
-added up: the product with one-hot rows, without the product.
+A rank looks up the numbers in its part of the vocabulary and has zeros for the others; the parts are summed. That is
+the product with one-hot rows, without the product.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class SplitTable:
         return self._added(parts.masked_fill((own < 0)[..., None], 0), self.context.scheme.embedding.y)
 
     def _own(self, numbers: Tensor) -> Tensor:
-        """Return the numbers as rows of this rank's part, -1 for those of other ranks."""
+        """Return the numbers as rows of this rank's part, -1 for numbers of other ranks."""
         inside = (numbers >= 0) & (numbers < self.size)
         if numbers.device.type == "cuda":
             torch._assert_async(inside.all())

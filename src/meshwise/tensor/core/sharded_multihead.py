@@ -1,8 +1,8 @@
 """torch's MultiheadAttention on the heads of one rank.
 
-It keeps q, k and v as parameters of its own instead of as linear layers, hands all of them to one functional, and in
-evaluation to a fused kernel; none of the three can be told about ranks. So its forward is written again over two
-projections, with the same arguments, masks and results:
+It keeps q, k and v as its own parameters instead of linear layers, hands all of them to one functional, and in eval
+mode to a fused kernel. None of the three knows about ranks. So its forward is written again over two projections, with
+the same arguments, masks and results:
 
     query, key, value ── in_proj (first) ── heads of this rank ── out_proj (second)
 
@@ -29,7 +29,7 @@ from meshwise.tensor.core.split_context import SplitContext
 
 @dataclass(frozen=True)
 class MultiheadSharding:
-    """What the module needs of its rank: where it is, and the projections of the matrices that it holds, by name."""
+    """State that the module needs of its rank: its place, and the projections of its matrices by name."""
 
     context: SplitContext
     projections: Mapping[str, Projection]

@@ -1,8 +1,8 @@
 """LayerNorm and RMSNorm over features that are split.
 
-A norm needs the mean and the variance over all features of a token; a rank has some. Squares summed up lose the
-variance where the mean is large, so every rank gives the mean and the squared deviations of its own features, and those
-are combined exactly (Chan, Golub and LeVeque, 1979): 2 numbers a token, and 2 in the backward; 1 and 1 for RMSNorm.
+A norm needs the mean and the variance over all features of a token; a rank has some. A sum of squares loses the
+variance where the mean is large. So every rank contributes the mean and the squared deviations of its own features,
+combined exactly (Chan, Golub and LeVeque, 1979): 2 numbers a token, and 2 in the backward; 1 and 1 for RMSNorm.
 
     x̂ = (x - mean) / σ       dx = (g - mean(g) - x̂ · mean(g · x̂)) / σ,  g = dy · weight       RMSNorm: no means
 """
@@ -33,7 +33,7 @@ class SplitNorm:
     norm: Norm
 
     def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """(…, local features) to the same. Raises ValueError for complex numbers, of which no formula is known."""
+        """(…, local features) to the same. Raises ValueError for complex numbers, for which no formula is known."""
         if x.is_complex():
             raise ValueError(
                 "a norm is known by what it makes of real numbers, and these are complex; choose tp_mode=1d, where "

@@ -1,4 +1,4 @@
-"""What all parts of one split model share."""
+"""State that all parts of one split model share."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from meshwise.tensor.core.tensor_origins import TensorOrigins
 
 @dataclass
 class ShardSizes:
-    """How the activations of the forward under way are cut, where a rank's own part does not say how large the others
-    are; None is alike.
+    """Sizes of all ranks' parts in the forward under way, where a rank's own part does not show them; None means equal
+    parts.
 
     rows     of the batch, of each rank along the axis that gathers them
     tokens   of the sequence, of each rank along the axes that split them
@@ -47,10 +47,10 @@ class ShardSizes:
 
 @dataclass
 class SharedGather:
-    """What was brought together last, for the matrices that are still to read it.
+    """Last gathered input, for the matrices that have yet to read it.
 
-    Which tensor a matrix reads shows when it is called. The first that reads one brings it together, or the module
-    around them does so at its entry; who gets the same tensor then, or what it became, has it there.
+    Which tensor a matrix reads shows when it is called. The first reader gathers it, or the module around the readers
+    does so at its entry. Later readers of the same tensor, or of its gathered form, find it here.
     """
 
     part: Tensor | None = None
@@ -102,8 +102,8 @@ class SplitContext:
         return layout.local_shape((size,), mesh=self.world.mesh, rank=self.world.rank)[0]
 
     def moved(self, move: OperandLayoutMove, *, features: tuple[int, ...] | None = None) -> OperandMove:
-        """Return a scheme's move of an activation, with the sizes it has now; `features`: those of the parts of that
-        dim.
+        """Return an activation after a scheme's move, with its current sizes; `features`: the sizes of the parts of
+        that dim.
         """
         if self.degree(move.axes) == 1:
             return OperandMove()
@@ -133,7 +133,7 @@ class SplitContext:
         return gradient.take(x, world=self.world, axes=self.scheme.stream, dim=-1, sizes=sizes).wait()
 
     def features_together(self, x: Tensor, *, sizes: tuple[int, ...]) -> Tensor:
-        """Return all features of the stream, with which every rank goes on alike, where `x` is a part of them."""
+        """Return all features of the hidden states `x`, for equal use on every rank."""
         if len(sizes) == 1 or x.size(-1) == sum(sizes):
             return x
         return gradient.replicate(x, world=self.world, axes=self.scheme.stream, dim=-1, sizes=sizes).wait()
@@ -143,7 +143,7 @@ class SplitContext:
         return self.sizes(Layout((self.scheme.stream,)), size=features, axes=self.scheme.stream)
 
     def arrive(self, x: Tensor, *, moved: OperandMove, readers: int) -> MatmulInput:
-        """`x` brought together, for so many matrices to read it, of which this call is not one."""
+        """Return `x` gathered, for so many matrices to read besides this call."""
         if not moved.axes:
             return MatmulInput(x)
         sent, gathering = travelling(x), None

@@ -23,10 +23,10 @@ from meshwise.tensor.core.vocab_parallel_loss import LossOptions, VocabularySpli
 
 
 class SplitLogits(GlobalShapeTensor):
-    """This rank's part of logits, as a tensor of their full shape.
+    """Logits of which this rank holds a part, as a tensor of the full shape.
 
-    `local` is the part, with the vocabulary along `dim_of_vocabulary`; autograd goes through it. `altered`: somebody
-    wrote into the logits; they are whole from then on. `derived`: made from others, whose memory they may share.
+    `local` is the part, with the vocabulary along `dim_of_vocabulary`; autograd goes through it. `altered`: the logits
+    were written to; they are whole from then on. `derived`: made from others, whose memory they may share.
     """
 
     vocabulary: VocabularySplit
@@ -71,7 +71,7 @@ class SplitLogits(GlobalShapeTensor):
         self.altered = True
 
     def like(self, local: Tensor, *, dim: int | None = None) -> SplitLogits:
-        """Return other logits, split alike."""
+        """Return other logits with the same split."""
         other = SplitLogits(local, vocabulary=self.vocabulary, dim=self.dim_of_vocabulary if dim is None else dim)
         other.derived = True
         return other

@@ -2,10 +2,10 @@
 
     return functional.linear(x, self.embedding.weight)          return x @ self.embedding.weight.T
 
-No module is called there that could play a part. So while the model runs, a split embedding hands out its weight as a
-`TableWeight`: it has the table's full shape, and a product with it is the head's, which leaves the logits split.
-To look numbers up in it is refused. Whatever else is computed with it is computed with what this rank has, and refused
-by `first_forward`.
+No module is called there that could play a part. So while the model runs, a split embedding returns its weight as a
+`TableWeight`. It has the table's full shape, and a product with it is the head's product, which leaves the logits
+split. To look numbers up in it is refused. Whatever else is computed with it is computed with what this rank has, and
+refused by `first_forward`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PRODUCTS = frozenset({Tensor.matmul, torch.matmul, Tensor.__matmul__, Tensor.mm
 
 
 class TableWeight(GlobalShapeTensor):
-    """This rank's part of a table of `size` rows and features, as a tensor of its full shape.
+    """This rank's part of a table of `size` rows and features, as a tensor of the full shape.
 
     `head` computes this rank's logits from the stream and the part; `flipped`: it stands as (features, rows).
     """

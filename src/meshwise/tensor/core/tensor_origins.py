@@ -1,13 +1,13 @@
-"""What a tensor was made of, and who sums the gradient of that.
+"""Find what a tensor was made of, and where the gradients of those origins are summed.
 
-What each rank uses for its own heads gets a gradient from each of them. Somebody has to sum those, once:
+What each rank uses for its own heads gets a gradient from each of them. They must be summed exactly once:
 
     | bias = outer                      from outside of the blocks, alike on all ranks: a copy sums, on the way back
     | bias = self.table(places)         a parameter that all ranks have whole, in a block: what each rank makes of its
     |                                   gradient, of its tokens or heads, is summed with the gradients of the step
     | bias = copied * 2                 copied already, around this module
 
-The graph behind a tensor, up to the last product or collective, tells which it is.
+The graph behind a tensor, up to the last product or collective, shows which case it is.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TensorOrigins:
     def unsummed(self, x: Tensor, *, axes: Axes) -> Axes:
         """Return those axes over which no collective behind `x` sums its gradient.
 
-        Raises ValueError when somebody does behind a part of what `x` was made of, and nobody behind another.
+        Raises ValueError when some origins of `x` are summed behind it and others are not.
         """
         found = {tuple(axis for axis in axes if axis in each.summed): each for each in self.of(x, axes=axes)}
         if len(found) > 1:

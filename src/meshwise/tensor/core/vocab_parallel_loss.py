@@ -8,7 +8,7 @@ label smoothing, so those travel (one all-gather) and the logits stay:
     loss = w[target] · (log Σ exp(all logits) - target's logit), and with label smoothing ε over V classes
            (1 - ε) · loss + ε/V · Σ_v w_v (log Σ exp(all logits) - logit_v)
 
-The gradient of a rank's logits needs nobody else: softmax minus one-hot, where this rank has the target.
+The gradient of a rank's logits needs no other rank: softmax minus one-hot, where this rank has the target.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GPU_BLOCK = 1 << 25
 
 @dataclass(frozen=True)
 class VocabularySplit:
-    """How the classes are split: this rank's are `first` and on; `sizes` are those of each rank along `axes`."""
+    """Split of the classes: this rank's begin at `first`; `sizes` are each rank's along `axes`."""
 
     world: World
     axes: tuple[str, ...]
@@ -48,7 +48,7 @@ class VocabularySplit:
 
 @dataclass(frozen=True)
 class LossOptions:
-    """What `torch.nn.functional.cross_entropy` takes."""
+    """Options of `torch.nn.functional.cross_entropy`."""
 
     weight: Tensor | None = None
     ignore_index: int = -100
@@ -70,9 +70,9 @@ class _How:
 def cross_entropy(local: Tensor, *, target: Tensor, vocabulary: VocabularySplit, options: LossOptions) -> Tensor:
     """Return the cross-entropy in nats of (N, …, local classes) logits, classes last, for (N, …) integer targets.
 
-    Alike on all ranks that share the classes, as torch computes it: of shape (N, …) for reduction `none`, else a
-    scalar. Raises ValueError for a shape, a reduction or a weight that does not fit, IndexError for a target that is no
-    class.
+    The result is equal on all ranks that share the classes, as torch computes it: of shape (N, …) for reduction `none`,
+    else a scalar. Raises ValueError for a shape, a reduction or a weight that does not fit, IndexError for a target
+    that is no class.
     """
     if local.shape[:-1] != target.shape:
         raise ValueError(

@@ -1,8 +1,8 @@
 """The heads of an attention: how many there are, how wide, and where the module keeps count of them.
 
-Ranks share out whole heads. So for every matrix of an attention it has to be known how many features stay together,
-for a fused one in which order q, k and v lie, and which numbers the forward uses that are counts of heads: after the
-split, a forward that says `q.view(batch, -1, self.num_heads, self.head_width)` means the heads of its rank.
+Ranks share out whole heads. So for every matrix of an attention three things must be known: how many features stay
+together, the order of q, k and v in a fused one, and the numbers in the forward that count heads. After the split, a
+forward with `q.view(batch, -1, self.num_heads, self.head_width)` means the heads of its rank.
 
     | queries      heads x width, cut so that the queries of one key head stay together
     | keys, values key_heads x width
@@ -84,9 +84,9 @@ def _h_counts(own: Mapping[str, Any]) -> bool:
 def find_heads(
     homes: Sequence[nn.Module], *, around: Sequence[nn.Module], firsts: Sequence[int], features: int
 ) -> AttentionHeads | None:
-    """Return the heads of a branch whose first matrices write `firsts` features and whose second reads `features`, told
-    by the first that counts them of `homes`, the modules that hold the matrices, and of the modules `around` those;
-    None when the sizes are not those of an attention with these heads.
+    """Return the heads of a branch whose first matrices write `firsts` features and whose second reads `features`. They
+    come from the first module that counts heads: of `homes`, which hold the matrices, then of the modules `around`
+    them. Return None when the sizes do not fit an attention with these heads.
     """
     for module in (*homes, *around):
         own, read = vars(module), _numbers(module)
@@ -111,9 +111,9 @@ def order_of_fused(owner: nn.Module, *, child: str, sizes: Sequence[int], width:
     """Return the order of the features of a fused matrix: "sections" (all of q, then k, then v), "interleaved" (head by
     head) or None if unknown.
 
-    A module tells by being of a known class, by keeping the sizes of the sections (in features or in heads) as a
-    tuple, or by what it does to the output: `self.qkv(x).split(...)`, `.chunk(3, ...)`, `.view(..., 3, heads, width)`,
-    `[..., :size]`.
+    The order follows from a known class, from section sizes (in features or in heads) that the module keeps as a tuple,
+    or from the use of the output: `self.qkv(x).split(...)`, `.chunk(3, ...)`, `.view(..., 3, heads, width)`, `[...,
+    :size]`.
     """
     for kind in type(owner).__mro__:
         if INTERLEAVED.get(full_name(kind)) == child:
@@ -230,14 +230,15 @@ def _key_count(source: Mapping[str, Any]) -> int:
 
 
 def _equal_pair(firsts: Sequence[int], *, width: int) -> list[int]:
-    """Return the key heads of three matrices two of which are equal and smaller: k and v."""
+    """Return the key heads of three matrices two of which are equal and smaller, k and v."""
     smaller = sorted(firsts)[:2]
     return [smaller[0] // width] if len(firsts) == 3 and smaller[0] == smaller[1] >= width else []
 
 
 def _fits(heads: AttentionHeads, firsts: Sequence[int], *, sure: bool) -> bool:
     """Return whether matrices of these sizes are the q, k and v of these heads. Two matrices of an MLP (a gate and what
-    it gates) may add up to the same; so less than three matrices must come to the usual three, or heads be `sure`.
+    it gates) may add up to the same. So fewer than three matrices must have the usual three's sizes, or heads must be
+    `sure`.
     """
     adds_up = sum(firsts) == heads.features + 2 * heads.keys
     return adds_up and (sure or len(firsts) >= 3 or sum(firsts) == 3 * heads.features)

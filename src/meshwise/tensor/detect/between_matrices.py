@@ -1,4 +1,4 @@
-"""What lies between the matrices of an attention: norms of heads, numbers for each of them."""
+"""Find the modules between the matrices of an attention: norms of heads, numbers for each head."""
 
 from __future__ import annotations
 

@@ -6,19 +6,19 @@ A transformer block adds branches to a stream of features of one width:
                      └── first ──┘                                                                           │
     stream ──────────────────────────────────────────────────────────────────────────────────────────────────┘
 
-The first matrices of a branch read the stream, its second writes it, and between them every feature (or every head) is
-by itself: that is what lets ranks share the features out and talk only at the end. Sizes tell most matrices: one that
-reads the width and writes another size is a first, the reverse is a second. A square one can be either (the queries
-and the output of an attention usually are), and then the order of registration tells: a branch is closed by
+The first matrices of a branch read the hidden states, its second writes them, and between them every feature (or every
+head) is independent. So ranks can share the features and communicate only at the end. Sizes tell most matrices: one
+that reads the width and writes another size is a first, the reverse is a second. A square one can be either (the
+queries and the output of an attention usually are). Then the order of registration decides: a branch is closed by
 
     | a second that sizes tell                        expansion 8x32, projection 32x8
     | a square after a first that sizes tell          qkv 8x24, output 8x8
     | the fourth of four squares, in attention        q, k, v, output
     | the second of two squares, elsewhere            an MLP whose hidden size is the width
 
-at the end of the module that holds them (q, k and v may live in one module and the output in the next), or where
-another branch begins. A gate may be registered behind the second, if that is all that its module holds. What someone
-declares, the user or the model, goes before all that.
+at the end of the module that holds them (q, k and v may be in one module and the output in the next), or where another
+branch begins. A gate may be registered behind the second, if that is all that its module holds. What someone declares,
+the user or the model, goes before all that.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class BlockBranch:
 
     @property
     def looks_like_attention(self) -> bool:
-        """True if the sizes are those of attention, and of little else."""
+        """True if the sizes fit an attention and little else."""
         writes = [matrix.outputs for matrix in self.firsts]
         return len(writes) >= 3 or (len(writes) == 1 and writes[0] == 3 * self.second.inputs)
 
@@ -62,8 +62,8 @@ class BlockBranch:
 
 def stream_width(blocks: Iterable[nn.Module], *, outside: Collection[int]) -> int | None:
     """Return the size that most matrices of the blocks read or write, among those that are both read and written; None
-    when there is none. Of several, as in blocks of one MLP each, one that parameters `outside` of them have in their
-    last dim, and of those the one that is read first.
+    when there is none. Of several, as in blocks of one MLP each, take a width that parameters `outside` of them have in
+    their last dim, and of those the first that is read.
     """
     uses: Counter[int] = Counter()
     read: list[int] = []
@@ -83,7 +83,7 @@ def stream_width(blocks: Iterable[nn.Module], *, outside: Collection[int]) -> in
 
 @dataclass(frozen=True)
 class BlockReading:
-    """How a block is read."""
+    """Reading of a block: its matrices and branches."""
 
     width: int
 
@@ -162,8 +162,8 @@ def _ends(items: Sequence[_Item]) -> bool:
 
 
 def _late(items: Sequence[_Item], *, branches: Sequence[BlockBranch], holder: str) -> BlockBranch | None:
-    """Return the only branch of a module, with matrices that it registers behind its second, and that write what that
-    reads: w1, w2, w3 of a gated MLP, where w2 closes it.
+    """Return the only branch of a module that registers matrices behind its second one which write what that reads: w1,
+    w2, w3 of a gated MLP, where w2 closes it.
     """
     if len(branches) != 1 or not items:
         return None

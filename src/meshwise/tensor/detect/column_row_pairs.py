@@ -3,7 +3,7 @@
     attention   q, k, v (or one fused matrix) ── heads ── output        whole heads to a rank
     mlp         up (and gate, or both in one) ── hidden ── down         any features to a rank
 
-Between the two, what a module holds has one number for each head, or treats every head alike.
+Between the two, modules hold one number per head, or treat every head in the same way.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class ColumnRowPairs:
 
     def of_squares(self, left: Sequence[MatrixModule], *, stated: Mapping[str, str]) -> list[BlockBranch]:
         """Return the pairs among matrices whose sizes and order do not decide, found by how their module connects them.
-        Of four that are seen to be an attention's, the reason tells the rule.
+        For four that form an attention, the reason names the rule.
         """
         found: list[BlockBranch] = []
         for home in dict.fromkeys(matrix.home for matrix in left):
@@ -120,7 +120,7 @@ class ColumnRowPairs:
         return found
 
     def _goes_by_feature(self, branch: BlockBranch) -> bool:
-        """Return whether the module is seen to treat every feature between the matrices by itself."""
+        """Return whether a trial shows that every feature between the matrices is independent."""
         return bool(self._verdict(branch, self._mlp_parts(branch), ranks=branch.second.inputs))
 
     def _why_no_heads(self, branch: BlockBranch, *, block: str) -> str:
@@ -138,7 +138,7 @@ class ColumnRowPairs:
         )
 
     def _seen_heads(self, branch: BlockBranch) -> AttentionHeads | None:
-        """Return the most heads with which a module is seen to compute each of them by itself."""
+        """Return the largest number of heads for which a trial shows independent heads."""
         features, reasons = branch.second.inputs, dict(self._reasons)
         seen = None
         for count in range(features, 1, -1):

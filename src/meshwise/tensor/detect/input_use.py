@@ -1,9 +1,9 @@
-"""Whether a module's input goes to some of its children and nowhere else.
+"""Decide whether a module's input goes to some of its children and nowhere else.
 
 Three linears that read one tensor may gather it once, at the entry of the module around them, if that tensor goes to
-nothing but them: what else reads it (a norm, a residual) needs the part that the rank has. The source of the forward
-tells. Where it does not, every linear gathers for itself, which costs traffic and nothing else, unless the forward asks
-its input for sizes that those of the gathered one should be.
+them alone. Any other reader (a norm, a residual) needs the part that the rank has. The source of the forward shows it.
+Where it does not, every linear gathers separately, which only costs traffic. An exception is a forward that reads sizes
+of its input, which should be those of the gathered one.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def sizes_unused(module: nn.Module) -> bool:
 
 
 def splits_by_width(module: nn.Module) -> bool:
-    """Return whether a module's forward takes the number of features from its first argument, and uses it only to view
-    or split what its matrices return, or divides it by a number of heads, as many do.
+    """Return whether a module's forward uses the number of features of its first argument only to view or split its
+    matrices' results, or divides it by a number of heads.
 
         B, T, C = x.size()        q, k, v = self.qkv(x).split(C, dim=2)        q.view(B, T, self.heads, C // self.heads)
     """
@@ -136,7 +136,7 @@ def _second_names(definition: ast.FunctionDef, given: str) -> tuple[str, set[int
 
 
 def _looped_over(definition: ast.FunctionDef, itself: str) -> dict[str, set[str]]:
-    """Return names that stand for one child after the other: `linear`, in `for linear in (self.q, self.k, self.v)`."""
+    """Return loop variables over children: `linear`, in `for linear in (self.q, self.k, self.v)`."""
     loops = [node for node in _nodes(definition) if isinstance(node, ast.For | ast.comprehension)]
     return {
         node.target.id: {entry.attr for entry in node.iter.elts if isinstance(entry, ast.Attribute)}

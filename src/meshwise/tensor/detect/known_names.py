@@ -1,7 +1,7 @@
-"""What cannot be read off shapes: the names models give to their counts of heads, and the few classes that need a word.
+"""Facts that shapes do not show: attribute names for counts of heads, and the few classes that need an entry.
 
-Data only. A name here is a convention that several libraries share; a class is here because its forward arranges a
-fused matrix in a way that no attribute tells. Classes are named by their full name, so that a library that is not
+Data only. A name here is a convention that several libraries share. A class is here because its forward arranges a
+fused matrix in a way that no attribute shows. Classes are named by their full name, so that a library that is not
 installed needs no import.
 """
 
@@ -92,5 +92,5 @@ def of_all_blocks(name: str) -> str:
 
 
 def full_name(kind: type) -> str:
-    """Return the name of a class with that of its module."""
+    """Return the name of a class with its module."""
     return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,8 +1,8 @@
 """Which modules are matrices: they multiply the last dim of what they are given, and do nothing else.
 
-A part replaces the forward of the module that plays it. So a class that derives from one of torch's and computes
-something of its own (an embedding that scales, a linear with adapters) is not taken for torch's; a linear that computes
-the same in other words is.
+A part replaces the forward of the module that plays it. So a subclass of a torch class that computes something else (an
+embedding that scales, a linear with adapters) is not taken for torch's. A linear that computes the same by other code
+is.
 """
 
 from __future__ import annotations

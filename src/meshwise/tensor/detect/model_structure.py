@@ -1,4 +1,4 @@
-"""The parts of a model as its structure tells them.
+"""Find the parts of a model from its structure.
 
 GPT
 ├── embedding            an embedding as wide as the stream, the first of them: the vocabulary's
@@ -79,8 +79,8 @@ class ModelStructure:
 
     @property
     def counts_features(self) -> bool:
-        """True if outside of the blocks something is made for all features of the stream: there is a buffer that wide,
-        or a forward of the user's asks how many there are.
+        """True if code outside of the blocks uses all features of the hidden states: a buffer is that wide, or a
+        forward of the user's reads their number.
         """
         outside = [module for name, module in self.modules.items() if not self._in_block(name)]
         own = [module for module in outside if type(module).__module__.partition(".")[0] not in _KNOWN]
@@ -137,8 +137,8 @@ class ModelStructure:
                 self._read_parameter(f"{name}.{key}" if name else key, parameter, in_attention=around == "attention")
 
     def _read_parameter(self, name: str, parameter: nn.Parameter, *, in_attention: bool) -> None:
-        """Give a part to a parameter that a module of the user's holds itself: a vector as wide as the stream, or,
-        outside of the blocks, a table of them. What could be a matrix is left to the rules.
+        """Give a part to a parameter that a user's module holds itself: a vector as wide as the hidden states, or,
+        outside of the blocks, a table of such vectors. What could be a matrix is left to the rules.
         """
         if name in self._parts or parameter.shape[-1:] != (self.width,):
             return
@@ -251,7 +251,7 @@ def _replaces_own_forward(module: nn.Module | None, role: str) -> bool:
 
 
 def _holders(name: str) -> list[str]:
-    """Return a name, and those of all modules around it, innermost first."""
+    """Return a name and the names of all modules around it, innermost first."""
     words = name.split(".")
     return [".".join(words[:depth]) for depth in range(len(words), 0, -1)]
 

@@ -1,10 +1,10 @@
-"""What a model without a head, or that counts its features, does outside of its blocks.
+"""Handle what a model without a head, or one that counts its features, does outside of its blocks.
 
 Under 2d, 2.5d and 3d the stream is split by features. A head of logits reads it like that, and what lies between the
-blocks and the head is known to go feature by feature, or has a part. A model that returns its stream, or pools and
-classifies it, may do anything with it there: put tokens side by side, take a length, or a size to view something by.
-One that makes something for all features itself, sines of positions, adds that. So outside of the blocks it is
-given all features, as under sequence parallelism it is given all tokens:
+blocks and the head is known to go feature by feature, or has a part. A model that returns its hidden states, or pools
+and classifies them, may do anything with them there: concatenate tokens, take a length, or use a size in a view. One
+that makes something for all features itself, sines of positions, adds that. So outside of the blocks it is given all
+features, as under sequence parallelism it is given all tokens:
 
     embedding ─ all features ─ block 0 ─ a part … a part ─ last block ─ all features ─ norm, pooler, the caller
 

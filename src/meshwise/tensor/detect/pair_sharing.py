@@ -1,4 +1,4 @@
-"""How a plan shares out what lies within a pair."""
+"""Compute how a plan shares the contents of a pair."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwise.tensor.schemes import scheme
 
 @dataclass(frozen=True)
 class PairSharing:
-    """What a plan does to an attention."""
+    """Sharing of an attention under a plan."""
 
     ranks: int
     """How many ranks share out the heads."""

@@ -1,4 +1,4 @@
-"""Whether a model's parts fit the ranks of a plan, and which plans are near that do."""
+"""Check that a model's parts fit the ranks of a plan, and name near plans that do."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from meshwise.tensor.detect.pair_sharing import PairSharing
 
 
 def refuse_misfits(attentions: Sequence[FoundAttention], *, plan: Plan, sharing: PairSharing) -> None:
-    """Raise PlanError when an attention has no head for some of the ranks that split them, cannot share them out, or
-    would take the number of its tokens from a part of them.
+    """Raise PlanError when an attention has no head for some of the ranks that split them, cannot share its heads, or
+    would count the tokens of a part.
     """
     ranks = sharing.ranks
     for attention in attentions:
@@ -51,7 +51,7 @@ def refuse_misfits(attentions: Sequence[FoundAttention], *, plan: Plan, sharing:
 
 
 def refuse_compiled(module: nn.Module) -> None:
-    """Raise PlanError for a model some of which is compiled: a graph knows nothing of what ranks wait for."""
+    """Raise PlanError for a model with compiled parts: a graph does not know the waits of collectives."""
     for name, inner in module.named_modules():
         if "_orig_mod" in inner._modules or vars(inner).get("_compiled_call_impl") is not None:
             raise PlanError(

@@ -90,8 +90,8 @@ def find_parts(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -> 
     """Return the part that each module, or parameter held by a module itself, plays under a plan; see `part.Part`.
 
     The module is only looked at; it may be on the meta device. Raises ValueError for a rule that matches nothing or
-    contradicts the sizes, and for parameters that no source gives a part; PlanError, with the nearest degrees that
-    work, when the plan asks for more ranks than there are heads, or for a scheme that a part does not have.
+    contradicts the sizes, and for parameters without a part. Raises PlanError, with the nearest degrees that work, when
+    there are more ranks than heads, or a part lacks the scheme.
     """
     refuse_compiled(module)
     found = _read(module, plan=plan, rules=rules or {})
@@ -102,7 +102,7 @@ def find_parts(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -> 
 
 @dataclass(frozen=True)
 class _Found:
-    """What the sources tell: the parts, the modules kept whole by a rule, and the parameters without a part."""
+    """Findings of all sources: the parts, the modules kept whole by a rule, and the parameters without a part."""
 
     structure: ModelStructure
     parts: Mapping[str, Part]
@@ -232,8 +232,8 @@ def _no_part(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules) -> s
 
 
 def _work(module: nn.Module, *, plan: Plan, rules: Rules) -> bool:
-    """Return whether every parameter has a part by these rules, and the plan has all the parts; a matrix that is kept
-    whole in a block writes all features, which only 1d has there.
+    """Return whether these rules give every parameter a part that the plan has. A matrix that is kept whole in a block
+    writes all features, which only 1d supports.
     """
     try:
         found = _read(module, plan=plan, rules=rules)
@@ -245,7 +245,7 @@ def _work(module: nn.Module, *, plan: Plan, rules: Rules) -> bool:
 
 
 def _example(module: nn.Module, parameter: str, *, reason: str) -> tuple[str, str]:
-    """Return a rule to copy, a name and a part, for a parameter without one: what its reason tells, or its module can
+    """Return a rule to copy (name and part) for a parameter without one: from its reason, or one that its module can
     have. It is for all blocks where it names modules of one class.
     """
     name = parameter.rpartition(".")[0]
@@ -262,7 +262,7 @@ def _example(module: nn.Module, parameter: str, *, reason: str) -> tuple[str, st
 
 
 def _places(parts: Mapping[str, Part], name: str) -> bool:
-    """Return whether a parameter has a part, by itself or through the module that holds it."""
+    """Return whether a parameter has a part, directly or through the module that holds it."""
     words = name.split(".")
     around = [parts.get(".".join(words[:depth])) for depth in range(len(words))]
     if any(part is not None and part.role == "whole" for part in around):

@@ -1,10 +1,9 @@
-"""Whether ranks can share out what lies between the matrices of a pair.
+"""Try out whether ranks can share what lies between the matrices of a pair.
 
-Sizes and the order of registration tell which matrices form a pair, and nothing of what the forward does between them:
-a softmax over the hidden features needs all of them, and a bias that goes by the number of a head needs to know which
-they are. So it is tried out. A copy of the module, in which its first matrices give random numbers, is run with all
-features, and with those of one rank: its second matrix has to read the part of the same that is this rank's, and what
-the module returns must not depend on anything else of them.
+Sizes and registration order show which matrices form a pair, but not what the forward does between them. A softmax over
+the hidden features needs all of them, and a bias by head number needs to know which heads they are. So it is tried out.
+A copy of the module, whose first matrices return random numbers, runs with all features and with those of one rank. Its
+second matrix must read this rank's part of the same values, and nothing else in the output may depend on the features.
 
     first matrices give   N        ── module ──►  the second reads  R         returns  Y
     and of one rank       N[part]  ── module ──►                    R[part]            Y
@@ -69,7 +68,7 @@ class SplitTrial:
 
     @property
     def key(self) -> Hashable:
-        """Alike for trials that come to the same: of modules of one make, as the blocks of a model are."""
+        """Equal for trials with the same result: modules of one kind, such as the blocks of a model."""
         made = tuple((name, type(inner), _state(inner)) for name, inner in self.module.named_modules())
         return made, tuple(self.firsts.items()), self.second, self.read, self.sizes, tuple(self.parts.items())
 

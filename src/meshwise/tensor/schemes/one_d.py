@@ -5,9 +5,9 @@ The first linear of a pair is split by columns, the second by rows; only the end
     X alike ── first W/out ── inner/features ── second W/in ── sum over tp ── alike
 
 Communication of a block of two pairs, b·s tokens of h features: 2 all-reduces of b·s·h elements in the forward and 2 in
-the backward. With `sequence` the stream is split over the tokens (Korthikanti et al., arXiv 2205.05198): each of those
-all-reduces becomes a reduce-scatter and an all-gather of b·s·h, the same traffic, and what lies between pairs takes
-1/tp of the memory; the backward gathers X once more for the gradient of W unless it is kept.
+the backward. With `sequence` the hidden states are split over the tokens (Korthikanti et al., arXiv 2205.05198). Each
+of those all-reduces becomes a reduce-scatter and an all-gather of b·s·h, the same traffic, and tensors between pairs
+take 1/tp of the memory. The backward gathers X once more for the gradient of W unless it is kept.
 
 Outside of the pairs: the embedding and the head split the vocabulary; one all-reduce of b·s·h each, the embedding's in
 the forward and the head's in the backward.

@@ -1,7 +1,7 @@
 """2.5D: d grids of q x q behind each other (Wang et al., "Tesseract", arXiv 2105.14500; Solomonik and Demmel, 2011).
 
-The grids hold copies of the parameters and share out the rows of the batch, so that the activations of a rank, and what
-it gathers of them, shrink by the depth as well:
+The grids hold copies of the parameters and split the rows of the batch, so a rank's activations, and what it gathers of
+them, shrink by the depth as well:
 
     X  T/(depth·row), K/col          W  K/row, N/col, on every grid          Y  T/(depth·row), N/col
 

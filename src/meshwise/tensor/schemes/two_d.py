@@ -4,14 +4,14 @@
     W  K/row, N/col ── gathered over row ──┴── Y  T/row, N/col          as X is stored: layers follow on each other
 
 Nothing is whole on any rank: parameters and activations are 1/q² each. A linear gathers T·K/q elements of X and K·N/q
-of W in the forward, and reduce-scatters as many in the backward; unless the gathered operands are kept, the backward
+of W in the forward, and reduce-scatters as many in the backward. Unless the gathered operands are kept, the backward
 gathers them again. For a block of width h with an MLP of 4h, b·s tokens in all, that is Optimus' formula:
 
     forward   (7 b·s·h + 12 h²) / q          backward   the same, kept; twice that, free
 
 With the heads and the rows of the batch both local, attention needs no communication. The embedding is the head's
-product backwards: its table, stored like the head's (so that they may be one), gathers the features over row, looks
-up its part of the vocabulary, and scatters the sum over col along the features.
+product backwards. Its table, stored like the head's (so that they may be tied), gathers the features over row, looks up
+its part of the vocabulary, and scatters the sum over col along the features.
 """
 
 from __future__ import annotations
