@@ -314,7 +314,7 @@ POSITIONS: Mapping[str, int] = {
     "meshwise.comm.network.nccl_world.nccl": 3,
     "meshwise.data_parallel.data_parallel_engine.throw_away": 2,
     "meshwise.model.forward.call_loss": 2,
-    "meshwise.verify.module_outputs.Outputs.forward": 2,
+    "meshwise.verify.module_outputs.OutputNorms.forward": 2,
     "meshwise.model.forward.default_forward": 2,
     "meshwise.model.parameter_table.matrices_decay": 2,
     "meshwise.reference.language_loss.next_token_loss": 2,

@@ -270,15 +270,15 @@ def test_a_tensor_with_gaps_is_saved_as_what_it_shows(tmp_path: Path) -> None:
 MEMORY = """
     import sys, torch
     from pathlib import Path
-    from meshwise.checkpoint import Content, Reader, read_index, save
+    from meshwise.checkpoint import SaveContent, CheckpointReader, read_index, save
     from meshwise.comm.in_process.thread_world import run_threads
-    from meshwise.data_parallel.stored_slices import Holding
+    from meshwise.data_parallel.stored_slices import StoredSlice
 
     MB = 1 << 20
     state = [torch.ones(64 * MB // 4) for _ in range(4)]
 
     def held():
-        return [Holding.whole(tensor, name=str(number), slot="parameter") for number, tensor in enumerate(state)]
+        return [StoredSlice.whole(tensor, name=str(number), slot="parameter") for number, tensor in enumerate(state)]
 
     def peak():
         status = Path("/proc/self/status").read_text()
@@ -287,11 +287,11 @@ MEMORY = """
     def main(world):
         folder = Path(sys.argv[1]) / "one"
         before = peak()
-        save(folder, content=Content(held(), staging=32 * MB), world=world).wait()
+        save(folder, content=SaveContent(held(), staging=32 * MB), world=world).wait()
         saved = peak()
         for tensor in state:
             tensor.zero_()
-        Reader(read_index(folder)).fill(held())
+        CheckpointReader(read_index(folder)).fill(held())
         assert all(bool((tensor == 1).all()) for tensor in state)
         print((saved - before) // MB, (peak() - saved) // MB)
 

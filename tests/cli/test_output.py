@@ -74,7 +74,7 @@ def test_a_benchmark_is_not_begun_for_a_file_that_cannot_be_written(
     def measured(*_args: object, **_options: object) -> None:
         raise AssertionError("measured")
 
-    for place in ("bench.run", "calibrate.run", "disk.measure"):
+    for place in ("bench_command.run", "calibrate_command.run", "disk_command.measure"):
         monkeypatch.setattr(f"meshwise.cli.{place}", measured)
     assert main([*words, str(tmp_path)]) == 2
     assert f"cannot write {tmp_path}: it is a folder; name a file in it" in capsys.readouterr().err

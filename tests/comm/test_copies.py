@@ -41,7 +41,8 @@ if __name__ == "__main__":
 # A copy that is made while another thread starts ranks.
 COPIED_AT_ONCE = """
 import multiprocessing, os, sys, threading
-from meshwise.comm import agent, run
+from meshwise.comm import run
+from meshwise.comm.launch import agent
 
 def main(world):
     return world.rank

@@ -40,7 +40,7 @@ if __name__ == "__main__":
 STARTED_AGAIN = """
 import multiprocessing, os, tempfile
 from meshwise.comm import run
-from meshwise.comm.api.job_attempt import Attempt
+from meshwise.comm.api.job_attempt import JobAttempt
 
 def main(world):
     world.barrier()
@@ -50,7 +50,7 @@ def main(world):
         own = multiprocessing.get_context("spawn").Lock()
         print(len(named), own._semlock.name.startswith("/mp-"), flush=True)
     world.barrier()
-    if not Attempt.current().number:
+    if not JobAttempt.current().number:
         os._exit(1)
 
 if __name__ == "__main__":

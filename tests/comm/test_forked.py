@@ -112,7 +112,7 @@ def test_a_rank_that_cannot_start_says_why_unless_its_launcher_has_ended(tmp_pat
 
 EARLY = """
 import os, signal, sys
-from meshwise.comm import forked
+from meshwise.comm.launch import fork_server as forked
 from meshwise.comm.launch.job_folder import job_folder
 
 ordinary = forked.temporary

@@ -102,7 +102,10 @@ def gathers_twice(world: World, name: str, how: str) -> list[float]:
     work = other.all_gather(torch.full((100_000,), 1.0 + world.rank), into=x, axes="rank")
     if world.rank == 1:
         told.set("begun", "")
-        with _signalled_after("meshwise.comm.shared_memory.group_queue.Call.take", _take), pytest.raises(Interruption):
+        with (
+            _signalled_after("meshwise.comm.shared_memory.group_queue.QueuedCall.take", _take),
+            pytest.raises(Interruption),
+        ):
             work.wait()
     work.wait()
     other.close()
@@ -126,7 +129,7 @@ def waits_twice(world: World, name: str) -> str:
     work = other.all_reduce(x, axes="rank")
     if world.rank == 1:
         with (
-            _signalled_after("meshwise.comm.network.mailbox.Messages.wait", PendingMessages.wait),
+            _signalled_after("meshwise.comm.network.mailbox.PendingMessages.wait", PendingMessages.wait),
             pytest.raises(Interruption),
         ):
             work.wait()

@@ -329,8 +329,8 @@ def test_what_is_announced_is_what_is_mapped() -> None:
 
 
 MAKER = """
-from meshwise.comm.shared_memory.segment import Segment
-segment = Segment.make(5, size=8192)
+from meshwise.comm.shared_memory.segment import SharedSegment
+segment = SharedSegment.make(5, size=8192)
 segment.memory[3] = 7
 print(segment.place, flush=True)
 input()

@@ -56,8 +56,8 @@ def test_where_the_system_gives_no_more_a_tensor_is_an_ordinary_one(monkeypatch:
 
 COPY = """
 import os, torch
-from meshwise.comm.shared_memory.segment import Slabs
-slabs = Slabs()
+from meshwise.comm.shared_memory.segment import TensorSlabs
+slabs = TensorSlabs()
 slabs.empty(100, dtype=torch.float64)
 (ready, go), (filled, done) = os.pipe(), os.pipe()
 if not os.fork():

@@ -19,11 +19,12 @@ pytestmark = pytest.mark.processes
 
 SCRIPT = """
 import os, signal, sys, time, torch
-from meshwise.comm import room, run
+from meshwise.comm import run
+from meshwise.comm.shared_memory import host_ranks as room
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.job_attempt import Attempt
-from meshwise.comm.api.process_life import Life
-from meshwise.comm.launch.rank_outcome import Outcome
+from meshwise.comm.api.job_attempt import JobAttempt
+from meshwise.comm.api.process_life import ProcessLife
+from meshwise.comm.launch.rank_outcome import RankOutcome
 
 if __name__ == "__mp_main__" and "--import" in sys.argv:
     os._exit(0)
@@ -35,7 +36,7 @@ def full(outcome, folder, *, rank):
     raise OSError(28, "No space left on device")
 
 def finds_a_full_disk(world):
-    Outcome.save = full
+    RankOutcome.save = full
 
 class Flushes:
     def __init__(self):
@@ -69,7 +70,7 @@ def dies_beside_a_slow_one(world):
     room.lost = lost
     world.barrier()
 
-class Later(Life):
+class Later(ProcessLife):
     # Its end is told a while after its memory has gone, as that of a large process is.
     since = None
 
@@ -116,7 +117,7 @@ def gives(world):
     return (number for number in range(3))
 
 def exits_once(world):
-    if world.rank and not Attempt.current().number:
+    if world.rank and not JobAttempt.current().number:
         os._exit(0)
     world.barrier()
     return "all"

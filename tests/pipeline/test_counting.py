@@ -34,7 +34,7 @@ def test_operations_are_counted_once_of_pieces_that_do_the_same(monkeypatch: pyt
         counted.append(timed)
         return profile_module(*given, timed=timed, **named)
 
-    monkeypatch.setattr(probing, "alone", watched)
+    monkeypatch.setattr(probing, "profile_module", watched)
     seen = probe(model, call=lambda model: model(torch.ones(2, 4)).sum(), timed=True)
     product = 2 * 2 * 4 * 4
     assert [step.took.work for step in seen.steps] == [2 * product, 3 * product, 3 * product, 9 * product, 3 * product]

@@ -280,12 +280,12 @@ def test_work_is_done_where_this_process_has_had_threads() -> None:
     """libgomp's are gone in a fork, and a kernel that is divided among them would wait for them for ever."""
     script = """
 import torch
-from meshwise.planner.forked_workers import Workers
+from meshwise.planner.forked_workers import ForkedWorkers
 
 torch.set_num_threads(2)
 x = torch.ones(2, 4, 512, 32)
 work = lambda: torch.nn.functional.scaled_dot_product_attention(x, x, x).sum().item()
-here, workers = work(), Workers(2)
+here, workers = work(), ForkedWorkers(2)
 workers.start("it", work=work)
 assert workers.finished() == [("it", here)]
 """

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from meshwise.train.events import End, Event, Events, NonFinite, SampleText, Start, Step, Validation, record
+from meshwise.train.events import End, Event, Events, NonFinite, Sample, Start, Step, Validation, record
 from meshwise.train.progress_lines import LiveTerminal, PlainTerminal, terminal
 from meshwise.train.record_files import JsonLines, TensorBoard
 
@@ -50,7 +50,7 @@ RUN: list[Event] = [
     step(3),
     Validation(3, 1.5, 512),
     step(4),
-    SampleText(4, "def ", "f(x):\n    return [bold]x[/bold]"),
+    Sample(4, "def ", "f(x):\n    return [bold]x[/bold]"),
     End(
         4, 65.2, 0.625, {"job": "runs/a/job.toml", "metrics": "runs/a/metrics.jsonl"}, "meshwise verify runs/a/job.toml"
     ),
@@ -135,7 +135,7 @@ def test_on_a_terminal_the_steps_are_one_line_that_is_redrawn() -> None:
 def test_what_a_model_writes_does_not_steer_the_terminal(live: bool) -> None:
     out = io.StringIO()
     terminal(Console(file=out, force_terminal=live, color_system=None), every=1).write(
-        SampleText(1, "", "a\x1b[2Jb\r\x07c")
+        Sample(1, "", "a\x1b[2Jb\r\x07c")
     )
 
     assert "a\N{REPLACEMENT CHARACTER}[2Jb\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}c" in out.getvalue()

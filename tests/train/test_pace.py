@@ -12,7 +12,7 @@ from meshwise.comm.api import flight_recorder as journal
 from meshwise.comm.api.world import World
 from meshwise.testing import run
 from meshwise.train import slow_ranks as pace
-from meshwise.train.events import SlowRank
+from meshwise.train.events import Slow
 from meshwise.train.slow_ranks import WINDOW, BusyTimer, RankPace, slow_ranks
 
 
@@ -37,7 +37,7 @@ def test_the_rank_that_sleeps_is_slow_and_those_that_wait_for_it_are_not(monkeyp
     for module in (pace, journal):
         monkeypatch.setattr(module, "time", clocks)
 
-    def main(world: World) -> list[SlowRank]:
+    def main(world: World) -> list[Slow]:
         pace, watch = RankPace(world), BusyTimer(world)
         for step in range(1, 4):
             watch.start()

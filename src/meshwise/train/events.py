@@ -94,7 +94,7 @@ class NonFinite:
 
 
 @dataclass(frozen=True)
-class SlowRank:
+class Slow:
     """A rank that the others waited for: `seconds` and `others` are the mean busy times of it and of them in `steps`.
 
     `step` is the last step that was looked at.
@@ -108,7 +108,7 @@ class SlowRank:
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class Measured:
     """Where the time of a step went: the one of the last `steps` steps whose time is the median, action by action.
 
     table   per rank, in words
@@ -149,7 +149,7 @@ class Validation:
 
 
 @dataclass(frozen=True)
-class SampleText:
+class Sample:
     """Text that the model wrote after `prompt`."""
 
     step: int
@@ -158,7 +158,7 @@ class SampleText:
 
 
 @dataclass(frozen=True)
-class PredictionCompared:
+class Compared:
     """What was predicted of the plan, on the cluster `on`, and what rank 0 measured: the median of its steps after the
     first, and the most bytes it used, less what its process held before there was a trainer: the interpreter and
     the libraries, which nothing predicts.
@@ -188,13 +188,13 @@ Event: TypeAlias = (
     | Step
     | NonFinite
     | Budgeted
-    | SlowRank
-    | StepTimes
+    | Slow
+    | Measured
     | Saved
     | SaveFailed
     | Validation
-    | SampleText
-    | PredictionCompared
+    | Sample
+    | Compared
     | End
 )
 

@@ -40,8 +40,8 @@ from meshwise.train.events import (
     End,
     Events,
     NonFinite,
-    PredictionCompared,
-    SampleText,
+    Compared,
+    Sample,
     Start,
     Step,
     Validation,
@@ -140,7 +140,7 @@ class _Run:
         self._validate(self._progress.step)
         if job.sample.length:
             text = generate(trainer, sample=job.sample, context=job.data.context, seed=job.train.seed)
-            self._emit(SampleText(self._progress.step, job.sample.prompt, text))
+            self._emit(Sample(self._progress.step, job.sample.prompt, text))
         self._end(time.monotonic() - started)
         where = None if trainer.world.rank else str(self._folder.path)
         return Summary(self._progress.loss, self._validation, where)
@@ -215,7 +215,7 @@ class _Run:
         told = self._job.predicted
         if len(self._seconds) > 1 and told.seconds and Plan.parse(told.plan) == self._job.plan:
             seconds, memory = statistics.median(self._seconds[1:]), _peak_memory(self._trainer.world.device)
-            self._emit(PredictionCompared(told.on, told.seconds, told.memory, seconds, max(0, memory - self._had)))
+            self._emit(Compared(told.on, told.seconds, told.memory, seconds, max(0, memory - self._had)))
 
     def _step(self, step: int, batch: Any) -> StepResult:
         try:

@@ -21,21 +21,21 @@ from meshwise.train.events import (
     Event,
     EventSink,
     NonFinite,
-    PredictionCompared,
+    Compared,
     Resume,
-    SampleText,
+    Sample,
     Saved,
     SaveFailed,
-    SlowRank,
+    Slow,
     Start,
     Step,
-    StepTimes,
+    Measured,
     Validation,
 )
 
 _SHOWN = 5
 _STYLES = MappingProxyType(
-    {NonFinite: "bold red", SaveFailed: "bold red", SlowRank: "yellow", Validation: "green", Saved: "dim"}
+    {NonFinite: "bold red", SaveFailed: "bold red", Slow: "yellow", Validation: "green", Saved: "dim"}
 )
 
 _RECENT_STEPS = 20
@@ -96,10 +96,10 @@ class LiveTerminal:
             if event.step == event.steps:
                 self._progress.refresh()
             return
-        if isinstance(event, SampleText | End):
+        if isinstance(event, Sample | End):
             self._progress.stop()
         console = self._progress.console
-        if isinstance(event, SampleText):
+        if isinstance(event, Sample):
             console.print(Rule("the model writes", style="dim"))
             text = Text(_printable(event.prompt), style="bold").append(_printable(event.text), style="not bold")
             console.print(Padding(text, (0, 2)))
@@ -160,13 +160,13 @@ def _told(event: Event, *, of: str) -> str:
             return f"NOT FINITE at step {event.step}: {event.problem}"
         case Resume():
             return "\n".join(_resumed(event))
-        case SlowRank():
+        case Slow():
             steps = ", ".join(map(str, event.steps[:_SHOWN])) + " …" * (len(event.steps) > _SHOWN)
             return (
                 f"slow     rank {event.rank} kept the others waiting in step{'s' * (len(event.steps) > 1)} {steps}: "
                 f"busy for {event.seconds:.2f} s, they for {event.others:.2f} s"
             )
-        case StepTimes():
+        case Measured():
             head = f"time     of a step, the median of {event.steps}; drawn by meshwise draw timeline {event.path}"
             return "\n".join([head, *_indented(event.table)])
         case Saved():
@@ -177,10 +177,10 @@ def _told(event: Event, *, of: str) -> str:
             return f"NOT SAVED at step {event.step}: {event.problem}"
         case Validation():
             return f"validation after step {event.step}: loss {event.loss:.4f} over {counted(event.tokens, of=of)}"
-        case SampleText():
+        case Sample():
             lines = _printable(event.prompt + event.text).split("\n")
             return "\n".join(["the model writes:", *(f"  | {line}".rstrip() for line in lines)])
-        case PredictionCompared():
+        case Compared():
             return (
                 f"predicted {event.predicted_seconds:.4g} s a step and {_bytes(event.predicted_memory)} on {event.on}; "
                 f"measured {event.seconds:.4g} s ({_apart(event.predicted_seconds, event.seconds)}) and "

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 
 from meshwise.comm.api.world import World
-from meshwise.train.events import SlowRank
+from meshwise.train.events import Slow
 
 WINDOW = 20
 """Steps between two looks at the times."""
@@ -50,13 +50,13 @@ class RankPace:
         self._steps: list[int] = []
         self._seconds: list[float] = []
 
-    def note(self, step: int, *, seconds: float) -> list[SlowRank]:
+    def note(self, step: int, *, seconds: float) -> list[Slow]:
         """Keep what a step took; when it is time, return what the times of all ranks show. Every rank calls it."""
         self._steps.append(step)
         self._seconds.append(seconds)
         return self.compare() if len(self._steps) == WINDOW else []
 
-    def compare(self) -> list[SlowRank]:
+    def compare(self) -> list[Slow]:
         """Return the slow ranks by the times since the last call; every rank calls it. Every rank calls it."""
         world, steps = self._world, self._steps
         own = torch.tensor(self._seconds, dtype=torch.float64, device=world.device)
@@ -68,7 +68,7 @@ class RankPace:
         return list(slow_ranks(steps, times=times.view(world.size, len(steps)).tolist()))
 
 
-def slow_ranks(steps: list[int], *, times: list[list[float]]) -> Iterator[SlowRank]:
+def slow_ranks(steps: list[int], *, times: list[list[float]]) -> Iterator[Slow]:
     """Yield the ranks that were slower than the median of the others, twofold and by at least 50 ms.
 
     times: seconds by rank and step.
@@ -81,4 +81,4 @@ def slow_ranks(steps: list[int], *, times: list[list[float]]) -> Iterator[SlowRa
                 found.append((step, own[number], others))
         if found:
             named, seconds, others_took = zip(*found, strict=True)
-            yield SlowRank(steps[-1], rank, list(named), statistics.mean(seconds), statistics.mean(others_took))
+            yield Slow(steps[-1], rank, list(named), statistics.mean(seconds), statistics.mean(others_took))

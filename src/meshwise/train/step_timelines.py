@@ -8,7 +8,7 @@ from pathlib import Path
 
 from meshwise.engine.measure_steps import StepMeasurement, measure
 from meshwise.engine.trainer import Trainer
-from meshwise.train.events import Event, StepTimes
+from meshwise.train.events import Event, Measured
 
 _WARMING_UP = 2
 """Steps at the start of a run that take longer than those to come."""
@@ -43,4 +43,4 @@ class StepTimelines:
         assert typical is not None
         if self._trainer.world.rank == 0:
             typical.write(self._path)
-        self._emit(StepTimes(step, len(self._steps), str(typical), str(self._path)))
+        self._emit(Measured(step, len(self._steps), str(typical), str(self._path)))

@@ -17,11 +17,11 @@ import torch
 _MOST_FRAMES = 12
 _INDENT = "      "
 _TORCH = f"{Path(torch.__file__).parent}/"
-_OURS = f"{Path(__file__).parents[1]}/"
+_OURS = f"{Path(__file__).parents[2]}/"
 _PYTHON = f"{sysconfig.get_paths()['stdlib']}/"
 # Waiting in here, and what starts processes and threads: no part of the answer.
 _LEFT_OUT = (
-    f"{Path(__file__).parent}/",
+    f"{Path(__file__).parents[1]}/",
     f"{Path(multiprocessing.__file__).parent}/",
     f"{_TORCH}multiprocessing/",
     f"{_TORCH}distributed/",

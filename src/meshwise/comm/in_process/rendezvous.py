@@ -22,7 +22,7 @@ class PendingCollective:
     """One collective, or one send with its recv: the calls of its ranks and their data."""
 
     def __init__(self, ranks: tuple[int, ...], *, changed: threading.Condition) -> None:
-        """`changed` is notified when the last rank has made the call, or when none will."""
+        """Make a pending call; `changed` is notified when the last rank has made the call, or when none will."""
         self.ranks = ranks
         self.stamps: dict[int, CallRecord] = {}
         self.changed = changed

@@ -86,9 +86,7 @@ class _Held:
     """The tensors of one call until its `wait`: inputs keep their values, outputs hold no number."""
 
     def __init__(self, *, inputs: Sequence[tuple[Tensor, Tensor]], outputs: Sequence[Tensor]) -> None:
-        """`inputs`: each with its copy; an input that is also an output counts as an output. An input that is also an
-        output counts as an output.
-        """
+        """Keep `inputs`, each with its copy, and `outputs`; an input that is also an output counts as an output."""
         self._outputs = [(x.view(torch.uint8), 1 if x.dtype == torch.bool else 0xFF) for x in outputs if x.numel()]
         filled = {x.data_ptr() for x, _ in self._outputs}
         self._inputs = [(x, copy) for x, copy in inputs if x.data_ptr() not in filled]

@@ -24,7 +24,7 @@ from meshwise.tensor.core.linear import ShardedLinear
 from meshwise.tensor.detect.known_names import branch_around, of_all_blocks
 
 _OF_SIZES = re.compile(r"\b(sizes?|shapes?|dim(ension)?s?|stride|broadcast\w*|numel|elements)\b", re.IGNORECASE)
-_OURS = str(Path(__file__).parents[1])
+_OURS = str(Path(__file__).parents[2])
 _TORCHS = str(Path(torch.__file__).parent)
 _KINDS = (RuntimeError, ValueError, AssertionError)
 """What torch and Python raise about sizes. A class of the model's own says something else."""
