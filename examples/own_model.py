@@ -34,13 +34,13 @@ class Waves(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """The curve at x."""
+        """Return the curve at x."""
         curve: Tensor = self.layers(x)
         return curve
 
 
 def loss(output: Tensor, batch: Batch) -> tuple[Tensor, int]:
-    """The squared error summed over the batch, and how many numbers that is; the engine divides."""
+    """Return the squared error summed over the batch, and the number of terms; the engine divides."""
     _, target = batch
     return (output - target).square().sum(), target.numel()
 
@@ -54,7 +54,7 @@ def batches(steps: int) -> Iterator[Batch]:
 
 
 def main(world: mw.World, plan: str) -> None:
-    """What each rank runs."""
+    """Train on one rank."""
     trainer = mw.parallelize(Waves, plan, loss=loss, optimizer=torch.optim.AdamW, world=world, lr=3e-3)
     for step, batch in enumerate(batches(300), start=1):
         result = trainer.step(batch)

@@ -37,10 +37,10 @@ from meshwise.simulate.fitting_plans import ShortageError
 from meshwise.train.dataset import length, read
 from meshwise.train.events import (
     Budgeted,
+    Compared,
     End,
     Events,
     NonFinite,
-    Compared,
     Sample,
     Start,
     Step,

@@ -17,11 +17,12 @@ from meshwise.precision.live_dtypes import NOTHING
 from meshwise.train.counted import counted
 from meshwise.train.events import (
     Budgeted,
+    Compared,
     End,
     Event,
     EventSink,
+    Measured,
     NonFinite,
-    Compared,
     Resume,
     Sample,
     Saved,
@@ -29,7 +30,6 @@ from meshwise.train.events import (
     Slow,
     Start,
     Step,
-    Measured,
     Validation,
 )
 

@@ -350,7 +350,7 @@ def _complete(steps: Steps) -> None:
 
 
 def _once(job: Callable[[], None]) -> Callable[[], None]:
-    """A `job` that a signal has interrupted cannot be continued: called again, it raises the same error again."""
+    """Return a function that calls `job` once; called again after an interruption, it raises the same error again."""
     raised: list[BaseException] = []
 
     def do() -> None:
