@@ -43,7 +43,7 @@ class Block(nn.Module):
         self.second = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block; it knows no rank."""
+        """Return the output of the block, which knows no rank."""
         out: Tensor = x + self.second(functional.gelu(self.first(self.norm(x))))
         return out
 
@@ -63,17 +63,17 @@ class Stack(nn.Module):
 
 
 def build() -> nn.Module:
-    """The model, in float64: gradients can then be compared to the last digits."""
+    """Return the model in float64, so that gradients can be compared to the last digits."""
     return Stack().double()
 
 
 def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    """The squared error, summed, and over how many numbers."""
+    """Return the sum of the squared error and the number of terms."""
     return (output - batch[1]).square().sum(), batch[1].numel()
 
 
 def alone(parameters: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-    """The gradients of one process, in plain torch."""
+    """Return the gradients of one process, in plain torch."""
     with torch.device("meta"):  # nothing is drawn for parameters that come from elsewhere
         model = build()
     model.load_state_dict(parameters, assign=True)
@@ -83,9 +83,9 @@ def alone(parameters: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> dict[s
 
 
 def main(world: mw.World, plan: str) -> float:
-    """What each rank runs: a step under the plan, its gradients beside those of one process, and where its time went.
+    """Run a step under the plan, compare its gradients with one process, and print where the time went.
 
-    The largest relative difference of a gradient.
+    Return the largest relative difference of a gradient.
     """
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(2, ROWS, WIDTH, generator=generator, dtype=torch.float64).unbind()
