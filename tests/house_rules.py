@@ -195,6 +195,16 @@ def only_comm_imports_torch_distributed(source: Source) -> Iterator[str]:
                 yield module.at(used, "torch.distributed is used outside comm")
 
 
+def only_plans_name_the_replica_axis(source: Source) -> Iterator[str]:
+    """Yield literals "dp" outside of plan and planner: the plan says which axes split rows, tokens or the loss."""
+    for module in source.values():
+        if module.part in ("plan", "planner"):
+            continue
+        for node in module.nodes:
+            if isinstance(node, ast.Constant) and node.value == "dp":
+                yield module.at(node, "'dp' is written out; use row_axes, token_axes, loss_axes or replica_axes")
+
+
 # ---- state -------------------------------------------------------------------------------------------------------
 
 MUTABLE = ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp
@@ -437,6 +447,7 @@ RULES: tuple[Rule, ...] = (
     no_circles,
     imports_stand_at_the_top,
     only_comm_imports_torch_distributed,
+    only_plans_name_the_replica_axis,
     no_global_state,
     nothing_hung_on_tensors,
     nothing_patched,

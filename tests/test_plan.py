@@ -102,7 +102,11 @@ def test_tp_is_a_grid_of_axes() -> None:
         plan = Plan.parse(f"dp=3 {text}")
         assert plan.mesh() == Mesh.of(pp=1, dp=3, cp=1, ep=1, **grid)
         assert plan.tensor_axes == tuple(grid)
-    assert Plan.parse("tp=8 tp_mode=3d").data_axes == ("dp", "i", "j")
+    assert Plan.parse("tp=8 tp_mode=3d").row_axes == ("dp", "i", "j")
+    plan = Plan.parse("dp=2 tp=2")._unchecked({"cp": 2})  # cp is not built yet
+    assert plan.token_axes == ("cp",)
+    assert plan.loss_axes == ("dp", "cp")
+    assert plan.replica_axes == ("dp", "cp")
 
 
 def test_auto_fills_the_world() -> None:

@@ -76,7 +76,7 @@ def part_of(full: Tensor, placement: Placement, *, world: World) -> Tensor:
 
 def own_rows(inputs: Sequence[Tensor], *, plan: str, world: World) -> list[Tensor]:
     """The rows of the batch that are this rank's."""
-    group = world.group(Plan.parse(plan).data_axes)
+    group = world.group(Plan.parse(plan).row_axes)
     return [x[slice(*even_split(x.size(0), group.size)[group.index])] for x in inputs]
 
 
@@ -104,7 +104,7 @@ def split_agrees(
         total = loss(module, own_rows(inputs, plan=plan, world=world))
         total.backward()
         found = total.detach().clone()
-        world.all_reduce(found, axes=Plan.parse(plan).data_axes).wait()
+        world.all_reduce(found, axes=Plan.parse(plan).row_axes).wait()
         torch.testing.assert_close(found, expected.loss, rtol=bound, atol=0)
         for name, parameter in module.named_parameters():
             gradient = _gradient(parameter).clone()

@@ -88,7 +88,7 @@ def gated(*, fused: bool) -> nn.Module:
 
 def stream(world: TraceWorld, plan: str, *, device: str = "meta") -> Tensor:
     """What one rank has of a block's input."""
-    rows = ROWS // world.group(Plan.parse(plan).data_axes).size
+    rows = ROWS // world.group(Plan.parse(plan).row_axes).size
     features = H if Plan.parse(plan).tp_mode == "1d" else H // world.mesh.axes[-1][1]
     return torch.zeros(rows, TOKENS, features, device=device, requires_grad=True)
 

@@ -70,7 +70,7 @@ class DataParallel:
         self.keeping = keeping
         self.zero = keeping.zero
         self.tiers = keeping.tiers
-        replication = ShardGroup(world, ("dp",), keeping)
+        replication = ShardGroup(world, keeping.replicas, keeping)
         self.units = [LiveUnit(unit, replication=replication) for unit in table.units]
         for unit in self.units:
             unit.load(source, place=self._install if source.deferred else self._replace)

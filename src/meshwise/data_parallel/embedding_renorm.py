@@ -23,7 +23,7 @@ def refuse_renormed(module: nn.Module, *, plan: Plan, world: World, keeping: Sto
         if not isinstance(part, nn.Embedding | nn.EmbeddingBag) or part.max_norm is None:
             continue
         stored = keeping.precision.parameters or part.weight.dtype
-        if world.group(plan.data_axes).size > 1:
+        if world.group(plan.loss_axes).size > 1:
             wrong = "here other ranks look up others. Nearest that works: dp=1, in tp_mode=1d if at all"
         elif keeping.precision.master_of(stored) != stored:
             wrong = "here a master of another dtype is updated. Nearest that works: precision=fp32, of a model in fp32"

@@ -7,16 +7,18 @@ from dataclasses import dataclass
 
 from meshwise.comm.api.world import World
 from meshwise.memory.tiers import Tiers
+from meshwise.plan.degrees import REPLICAS
 from meshwise.precision.dtype_policy import Precision
 
 
 @dataclass(frozen=True)
 class StorageConfig:
-    """Storage configuration of a plan: zero stage, tiers and dtypes."""
+    """Storage configuration of a plan: zero stage, tiers, dtypes, and the axes whose ranks hold replicas."""
 
     zero: int = 0
     precision: Precision = dataclasses.field(default_factory=Precision)
     tiers: Tiers = dataclasses.field(default_factory=Tiers)
+    replicas: tuple[str, ...] = REPLICAS
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class ShardGroup:
 
     @property
     def size(self) -> int:
-        """Number of ranks share the parameters."""
+        """Number of ranks that share the parameters."""
         return self.world.group(self.axes).size
 
     @property

@@ -71,7 +71,7 @@ def cut_source(
         )
     if not tree.rows(example.batch):
         raise PlanError("the batch in Options(example=batch) has no rows, so the model cannot be run on it to be cut")
-    shares = plan.microbatches * math.prod(plan.mesh().degree(axis) for axis in plan.data_axes)
+    shares = plan.microbatches * math.prod(plan.mesh().degree(axis) for axis in plan.row_axes)
     rows = max(1, tree.rows(example.batch) // shares)
     device = device if source.deferred else next(source.module.parameters()).device
     micro = tree.map_tensors(lambda tensor: tensor.to(device), tree.take_rows(example.batch, start=0, stop=rows))

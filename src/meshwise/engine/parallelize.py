@@ -162,7 +162,9 @@ def parallelize(
     around = ActivationPolicy(RecomputedBlocks(plan, world=world, patterns=options.recomputed), tier)
     forward = _computed(_told(options.forward or default_forward, plan=plan), precision, world.device)
     task = MicrobatchTask(around.saved(forward), loss)
-    setting = ParallelSetting(plan, world, options, task, StorageConfig(plan.zero, precision, tiers), around)
+    setting = ParallelSetting(
+        plan, world, options, task, StorageConfig(plan.zero, precision, tiers, plan.replica_axes), around
+    )
     with shortage_told(plan):
         engine, sweep = (_in_stages if plan.pp > 1 else _whole)(source, setting=setting)
     if not any(row.trainable for row in engine.table.rows):
@@ -253,7 +255,7 @@ def _live(
     setting, world, module = shared.setting, shared.world, source.module
     plan, options = setting.plan, setting.options
     convert(module, precision=setting.keeping.precision)
-    table = parameter_table(module, options=options.parameter_options)
+    table = parameter_table(module, options=options.parameter_options, replicas=setting.plan.replica_axes)
     table = table if spare is None else table.of_stage(spare=set(spare))
     scheme = scheme_on(world.mesh, plan=plan, blocks=False)
     outside = SplitContext(world, scheme, shared.extents, streaming=options.streaming, recall=recall)
@@ -264,7 +266,7 @@ def _live(
     engine = DataParallel(source, table=table, world=world, keeping=setting.keeping, by_module=spare is None)
     draws = _draws(module, shared, outside)
     recall.remember(draws)
-    return engine, draws, BatchStatistics(module, world=world, axes=plan.data_axes, joined=shared.joined)
+    return engine, draws, BatchStatistics(module, world=world, axes=plan.loss_axes, joined=shared.joined)
 
 
 def _whole(source: ParameterSource, *, setting: ParallelSetting) -> tuple[Engine, MicrobatchRunner]:
@@ -354,7 +356,7 @@ def _recomputed(module: nn.Module, setting: ParallelSetting, cut: ModelCut) -> l
 
 def _rows_meet(plan: Plan, world: World) -> bool:
     """Return whether ranks share out the rows of one product, so that none can do without the others."""
-    return world.group(plan.data_axes).size > world.group("dp").size
+    return world.group(plan.row_axes).size > world.group(plan.replica_axes).size
 
 
 def _agree(source: ParameterSource, world: World) -> None:
@@ -405,4 +407,4 @@ def _batch_norms_join(module: nn.Module, setting: ParallelSetting, world: World)
             f"{norms[0]} takes statistics over the batch, and tp_mode={setting.plan.tp_mode} splits the features that "
             "they are of; use tp_mode=1d, or GroupNorm or LayerNorm"
         )
-    return bool(norms) and world.group(setting.plan.data_axes).size > 1
+    return bool(norms) and world.group(setting.plan.loss_axes).size > 1

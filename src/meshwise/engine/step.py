@@ -52,7 +52,7 @@ class TrainingSteps:
         """`around` is what surrounds the model."""
         self.applied = True
         self.clipped = 1.0
-        self.dealer = BatchSharder(engine.world, plan.data_axes, sweep.lockstep)
+        self.dealer = BatchSharder(engine.world, plan.row_axes, sweep.lockstep)
         self._world = engine.world
         self._engine = engine
         self._sweep = sweep
@@ -154,7 +154,7 @@ class TrainingSteps:
     @property
     def _speaks(self) -> bool:
         """True if what this rank counts is not what another one counts."""
-        others = [axis for axis in self._world.mesh.names if axis not in ("pp", *self._plan.data_axes)]
+        others = [axis for axis in self._world.mesh.names if axis not in ("pp", *self._plan.loss_axes)]
         return self._world.group(others).index == 0
 
     def _counted(self, count: Tensor) -> None:

@@ -173,7 +173,7 @@ class Trainer:
                 total += loss
                 tokens += count
         sums = torch.stack([total, tokens])
-        self.world.all_reduce(sums, axes=("pp", *self.plan.data_axes)).wait()
+        self.world.all_reduce(sums, axes=("pp", *self.plan.loss_axes)).wait()
         loss_sum, count_sum = sums.tolist()
         check_count(count_sum)
         return EvalResult(loss_sum / count_sum if count_sum else math.nan, int(count_sum))

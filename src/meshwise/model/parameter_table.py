@@ -8,7 +8,7 @@ names, is still one parameter: gathered once, counted once in the norm, updated 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from meshwise.base.mesh import Mesh
 from meshwise.layout import Layout
 from meshwise.model.blocks import GatheredModule, Patterns, partition
+from meshwise.plan.degrees import REPLICAS
 
 ParameterOptions: TypeAlias = Callable[[str, Tensor], Mapping[str, Any]]
 
@@ -172,13 +173,17 @@ def matrices_decay(name: str, parameter: Tensor) -> Mapping[str, Any]:  # noqa: 
 
 
 def parameter_table(
-    module: nn.Module, *, options: ParameterOptions | None = None, units: Patterns = ()
+    module: nn.Module,
+    *,
+    options: ParameterOptions | None = None,
+    units: Patterns = (),
+    replicas: Sequence[str] = REPLICAS,
 ) -> ParameterTable:
     """Read a model, on any device, meta included.
 
     `options(name, parameter)` gives optimizer options for a parameter (default `matrices_decay`). `units` overrides how
     the model is divided; see `meshwise.model.blocks.partition`. Every parameter is whole on every rank, and its
-    gradients are summed over `dp`, until `placed` says otherwise.
+    gradients are summed over the axes `replicas`, until `placed` says otherwise.
 
     Raises ValueError as `check_trains` and `check_readable` do, for options that are no mapping, for two different
     parameters that share memory, and for a pattern in `units` that matches nothing.
@@ -208,7 +213,7 @@ def parameter_table(
             unit=unit_of[owner[first]],
             options=_options_of(rule, first, parameter),
             layout=Layout.replicated(parameter.ndim),
-            summed=("dp",),
+            summed=tuple(replicas),
         )
     users: dict[str, list[str]] = {}
     for pieces in divided:

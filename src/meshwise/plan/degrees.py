@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 AXES = ("pp", "dp", "cp", "ep", "tp")
 """The axes of a plan's mesh, outermost first: the most talkative axis, tp, joins neighbouring ranks."""
+REPLICAS = ("dp",)
+"""The axes whose ranks hold replicas of a model that differ in nothing but their rows of the batch."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 from meshwise.base.mesh import Mesh
 from meshwise.plan.compatibility import COMPATIBILITY
-from meshwise.plan.degrees import AXES, GRIDS, distance, factorisations
+from meshwise.plan.degrees import AXES, GRIDS, REPLICAS, distance, factorisations
 from meshwise.plan.offload import Offload, offload
 from meshwise.plan.plan_keys import MOST, PlanError, byte_count, in_words, keys_of, one_of, whole_number
 from meshwise.plan.plan_text import check_keys, read_words
@@ -163,9 +163,24 @@ class Plan:
         return tuple(axis for axis, _ in self._grid())
 
     @property
-    def data_axes(self) -> tuple[str, ...]:
-        """The axes whose ranks hold other rows of the batch."""
-        return ("dp", *GRIDS[self.tp_mode].rows)
+    def row_axes(self) -> tuple[str, ...]:
+        """Axes whose ranks hold other samples of the batch."""
+        return (*REPLICAS, *GRIDS[self.tp_mode].rows)
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """Axes whose ranks hold other tokens of the same samples."""
+        return ("cp",) if self.cp > 1 else ()
+
+    @property
+    def loss_axes(self) -> tuple[str, ...]:
+        """Axes whose ranks' loss sums and counts add up to those of the global batch: other samples or other tokens."""
+        return (*self.row_axes, *self.token_axes)
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """Axes whose ranks hold copies of the same parameters under every scheme, and sum their gradients."""
+        return (*REPLICAS, *self.token_axes)
 
     @property
     def tiers(self) -> Offload:

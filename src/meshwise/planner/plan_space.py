@@ -221,7 +221,7 @@ def splits_backward(plan: Plan) -> bool:
 
 def rows_shared(plan: Plan) -> int:
     """Among how many ranks a batch's rows are shared out."""
-    return math.prod(plan.mesh().degree(axis) for axis in plan.data_axes)
+    return math.prod(plan.mesh().degree(axis) for axis in plan.row_axes)
 
 
 def parse_fixed(text: str) -> dict[str, Any]:

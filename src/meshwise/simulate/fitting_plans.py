@@ -188,6 +188,6 @@ def _changed(plan: Plan, change: str, *, needs: MemoryNeeds) -> Iterator[Plan]:
             candidate = Plan.from_toml({**plan.to_toml(), **changes})
         except PlanError:
             continue
-        parts = candidate.microbatches * math.prod(candidate.mesh().degree(axis) for axis in candidate.data_axes)
+        parts = candidate.microbatches * math.prod(candidate.mesh().degree(axis) for axis in candidate.row_axes)
         if candidate != plan and (not times or parts <= needs.rows):
             yield candidate

@@ -133,7 +133,7 @@ def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
         idle += part * (computed - ranks[place].busy() + around - ranks[place].around().seconds)
         for axes, seconds in ranks[place].waits().items():
             exposed[axes] += part * seconds
-    exposed["·".join(rehearsal.plan.data_axes)] += along - computed  # a wait, where nothing computes any more
+    exposed["·".join(rehearsal.plan.row_axes)] += along - computed  # a wait, where nothing computes any more
     took, waits = _with_host(rehearsal, cluster, spent, exposed)
     return Prediction(rehearsal, cluster, took, max(0.0, idle) / took, waits, sent, timeline)
 

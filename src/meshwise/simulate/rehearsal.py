@@ -168,7 +168,7 @@ def rehearse(
     if not rows:
         raise ValueError("the batch has no rows, of which there is nothing to rehearse")
     schedule = schedule_of(plan)
-    shares = math.prod(plan.mesh().degree(axis) for axis in plan.data_axes)
+    shares = math.prod(plan.mesh().degree(axis) for axis in plan.row_axes)
     each = -(-rows // (shares * plan.microbatches))
     batch = MetaBatch.of(subject.batch, rows=each * plan.microbatches * shares)
     options = dataclasses.replace(subject.options, example=batch.batch)
@@ -248,7 +248,7 @@ def _kinds(
     if plan.pp == 1:
         return (0,), options
     forward = in_rehearsal(options.forward or default_forward, constants=constants)
-    shares = math.prod(plan.mesh().degree(axis) for axis in plan.data_axes) * plan.microbatches
+    shares = math.prod(plan.mesh().degree(axis) for axis in plan.row_axes) * plan.microbatches
     micro = tree.take_rows(options.example, start=0, stop=tree.rows(options.example) // shares)
     try:
         parts = find_parts(source.module, plan=plan, rules=options.tensor_rules) if plan.tp > 1 else {}

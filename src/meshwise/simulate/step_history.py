@@ -207,7 +207,7 @@ class PredictionReplay:
             for event in (event for event in row.events if event.rank == index):
                 yield replace(event, start=event.start + self._free, stop=event.stop + self._free)
             computed = max(event.stop for events in row.computing for event in events)
-            axes = "·".join(self._rehearsal.plan.data_axes)
+            axes = "·".join(self._rehearsal.plan.row_axes)
             if computed < row.seconds:  # everybody waits for the last reductions
                 yield Event(index, TimelineRow.WAIT, axes, self._free + computed, self._free + row.seconds)
         if self._host:

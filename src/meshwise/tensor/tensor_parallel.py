@@ -25,7 +25,7 @@ from meshwise.tensor.checks.own_head_check import watch_heads
 from meshwise.tensor.checks.sharded_activation_check import watch
 from meshwise.tensor.core import activation_reshard as region
 from meshwise.tensor.core.gathered_outputs import GatheredOutputs
-from meshwise.tensor.core.linear import DATA, Projection, ShardedHead, ShardedLinear
+from meshwise.tensor.core.linear import Projection, ShardedHead, ShardedLinear
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.sharded_batch_norm import ShardedBatchNorm, SplitStatistics
 from meshwise.tensor.core.sharded_embedding import ShardedEmbedding, SplitTable
@@ -182,7 +182,7 @@ class _Split:
             dim = _dim_of_features(part, parameter)
             splits = tuple(axes if other == dim else () for other in range(parameter.dim()))
             cuts = tuple(part.cut if inner and other == dim else ANYWHERE for other in range(parameter.dim()))
-            self._placed[key] = Placement(Layout(splits, cuts=cuts), (*DATA, *rows))
+            self._placed[key] = Placement(Layout(splits, cuts=cuts), (*context.scheme.replicas, *rows))
 
     def _norm(self, name: str, part: Part) -> None:
         context, module = self._context(name, part), self._modules[name]
@@ -203,7 +203,7 @@ class _Split:
         module = self._modules.get(name)
         held = {name: self._parameters[name]} if module is None else dict(module.named_parameters(prefix=name))
         for key, parameter in held.items():
-            placement = Placement(Layout.replicated(parameter.dim()), (*DATA, *rows))
+            placement = Placement(Layout.replicated(parameter.dim()), (*scheme.replicas, *rows))
             self._kept_whole[key] = placement
         if part.role == "whole" and isinstance(module, nn.Linear) and module.in_features == self._width():
             region.gather_features(module, context=self._outside, features=module.in_features)

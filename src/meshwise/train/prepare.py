@@ -72,7 +72,7 @@ def prepare(job: Job, *, ranks: int) -> Prepared:
     plan = job.plan.resolve(ranks)
     if plan.pp > 1:
         plan_schedule(plan)
-    replicas = plan.mesh().degree("dp")
+    replicas = plan.dp or 1
     samples = f"train.batch = {counted(job.train.batch, of='sample')}"
     if job.train.batch < replicas:
         raise JobError(

@@ -17,9 +17,6 @@ from meshwise.tensor.core.split_context import SplitContext
 from meshwise.tensor.core.split_logits import SplitLogits
 from meshwise.tensor.core.vocab_parallel_loss import VocabularySplit
 
-DATA = ("dp",)
-"""The axis whose ranks hold other rows of the batch under every scheme."""
-
 
 class Projection:
     """Linear of a model, bound to this rank: call it with the rank's input, weight and bias.
@@ -48,16 +45,16 @@ class Projection:
 
     @property
     def weight_placement(self) -> Placement:
-        """Placement of the weight; gradients are summed over the row axes that no move has summed them over. Gradients
-        are summed over the axes of other rows that no move has summed them over.
-        """
+        """Placement of the weight; gradients are summed over the row axes that no move has summed them over."""
         done = (*self.product.w.axes, *self.product.y.axes)
-        return Placement(self.layout, (*DATA, *(axis for axis in self.product.rows if axis not in done)))
+        return Placement(
+            self.layout, (*self.context.scheme.replicas, *(axis for axis in self.product.rows if axis not in done))
+        )
 
     @property
     def bias_placement(self) -> Placement:
         """Placement of the bias."""
-        return Placement(self.bias_layout, (*DATA, *self.product.rows))
+        return Placement(self.bias_layout, (*self.context.scheme.replicas, *self.product.rows))
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """(…, local in) to (…, local out), rows and tokens moved as the scheme says."""

@@ -75,9 +75,10 @@ class Scheme:
     """The products of each part, and which axes split the activations.
 
     stream, inner      the axes that split the features of the stream, and of what lies within a pair
-    rows, inner_rows   the axes that split the rows of the batch there, `dp` aside
+    rows, inner_rows   the axes that split the rows of the batch there, besides `replicas`
     tokens             the axes that split the tokens of the stream
-    twins              of `inner`, the axes whose ranks share their keys and values; see `twins`
+    twins              of `inner`, the axes whose ranks share their keys and values; see `kv_replicas`
+    replicas           the axes whose ranks hold copies of all parameters under every scheme
     """
 
     first: SchemeProduct
@@ -90,6 +91,7 @@ class Scheme:
     inner_rows: Axes = ()
     tokens: Axes = ()
     twins: Axes = ()
+    replicas: Axes = ()
 
     @property
     def apart(self) -> Axes:

@@ -16,7 +16,7 @@ from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.layout.layout import Layout
 from meshwise.model.dispatch_modes import in_backward
 from meshwise.model.parameter_table import Placement
-from meshwise.tensor.core.linear import DATA, Projection
+from meshwise.tensor.core.linear import Projection
 from meshwise.tensor.core.matmul import OperandMove
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.scheme import OperandLayoutMove
@@ -51,7 +51,9 @@ class SplitTable:
     def placement(self) -> Placement:
         """Placement of the table."""
         scheme = self.context.scheme
-        return Placement(self.layout, (*DATA, *(axis for axis in scheme.rows if axis not in scheme.embedding.w.axes)))
+        return Placement(
+            self.layout, (*scheme.replicas, *(axis for axis in scheme.rows if axis not in scheme.embedding.w.axes))
+        )
 
     def follow(self, model: nn.Module) -> None:
         """Know when this model is running."""

@@ -1,5 +1,7 @@
 """The schemes, a page of layouts each."""
 
+import dataclasses
+
 from meshwise.plan import Plan
 from meshwise.tensor.core.scheme import Scheme
 from meshwise.tensor.schemes.one_d import one_d
@@ -15,5 +17,7 @@ def scheme(plan: Plan, *, blocks: bool) -> Scheme:
     tokens.
     """
     if plan.tp_mode == "1d":
-        return one_d(sequence=blocks and plan.sequence_parallel == 1)
-    return {"2d": two_d, "2.5d": two_and_a_half_d, "3d": three_d}[plan.tp_mode]()
+        chosen = one_d(sequence=blocks and plan.sequence_parallel == 1)
+    else:
+        chosen = {"2d": two_d, "2.5d": two_and_a_half_d, "3d": three_d}[plan.tp_mode]()
+    return dataclasses.replace(chosen, replicas=plan.replica_axes)
