@@ -9,8 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from meshwise import parallelize
 from meshwise.comm.api.world import World
 from meshwise.plan import Plan
+from meshwise.reference.gpt import GPT, GPTConfig
+from meshwise.reference.language_loss import next_token_loss
+from meshwise.tensor.core.linear import ShardedLinear
 from meshwise.tensor.core.part import Norm, Part
 from meshwise.testing import run
 from tensor.splitting import SCHEMES, install, split_agrees
@@ -268,3 +272,17 @@ def test_a_split_module_is_still_what_it_was() -> None:
         return model.first.weight.shape
 
     assert run(2, main) == [(3, WIDTH), (2, WIDTH)]
+
+
+def test_modules_of_one_class_and_part_share_one_sharded_class() -> None:
+    def main(world: World) -> None:
+        model = GPT(GPTConfig(vocabulary=8, context=4, layers=2, width=8, heads=2))
+        parallelize(model, "tp=2", loss=next_token_loss, world=world, lr=0.1)
+        first, second = model.get_submodule("blocks.0.attention.qkv"), model.get_submodule("blocks.1.attention.qkv")
+        assert isinstance(first, ShardedLinear)
+        assert isinstance(second, ShardedLinear)
+        assert type(first) is type(second)
+        assert first.sharding is not second.sharding
+        assert copy.deepcopy(first.sharding) is first.sharding
+
+    run(2, main)

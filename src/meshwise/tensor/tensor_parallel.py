@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -31,7 +31,7 @@ from meshwise.tensor.core.sharded_batch_norm import ShardedBatchNorm, SplitStati
 from meshwise.tensor.core.sharded_embedding import ShardedEmbedding, SplitTable
 from meshwise.tensor.core.sharded_multihead import MultiheadSharding
 from meshwise.tensor.core.sharded_norm import ShardedNorm, SplitNorm
-from meshwise.tensor.core.split_context import SplitContext
+from meshwise.tensor.core.split_context import BoundToRank, SplitContext
 from meshwise.tensor.detect.attention_heads import set_count
 from meshwise.tensor.detect.matrix_modules import CONVOLUTIONS, computes_as
 from meshwise.tensor.schemes.kv_replicas import scheme_on
@@ -356,18 +356,20 @@ def _dim_of_features(part: Part, parameter: Tensor) -> int:
     return max((dim for dim, size in enumerate(parameter.shape) if size != 1), default=parameter.dim() - 1)
 
 
-def _become(module: nn.Module, front: type[nn.Module], *, sharding: Any, inside: bool = False) -> None:
-    """Put a class in front of the module's own. `inside`: put it behind, where the module's forward calls its
-    base's.
+def _become(module: nn.Module, front: type[nn.Module], *, sharding: BoundToRank, inside: bool = False) -> None:
+    """Give a module the sharded class of its own, and its `sharding`. `inside`: as in `_sharded_class`."""
+    module.__class__ = _sharded_class(type(module), front, inside)  # type: ignore[arg-type]  # a class is hashable
+    module.sharding = sharding  # type: ignore[assignment]
+
+
+@functools.cache
+def _sharded_class(own: type, front: type, inside: bool) -> type[nn.Module]:  # noqa: FBT001
+    """Return a class with `front` before a module's own class. `inside`: behind it, where its forward calls its base's.
+
+    There is one for each pair: modules of one class that play one part share it, so a compiler sees one class.
     """
-    own = type(module)
-    body = {
-        "sharding": sharding,
-        "__module__": own.__module__,
-        "__qualname__": own.__qualname__,
-        "__doc__": own.__doc__,
-    }
-    module.__class__ = type(own.__name__, (own, front) if inside else (front, own), body)
+    body = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    return type(own.__name__, (own, front) if inside else (front, own), body)
 
 
 def _matrix(module: nn.Module, name: str) -> Tensor:

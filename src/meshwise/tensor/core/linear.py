@@ -13,12 +13,12 @@ from meshwise.model.parameter_table import Placement
 from meshwise.tensor.core.matmul import MatmulCollectives, MatmulInput, OperandMove, matmul
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.scheme import NOTHING, Scheme, SchemeProduct
-from meshwise.tensor.core.split_context import SplitContext
+from meshwise.tensor.core.split_context import BoundToRank, SplitContext
 from meshwise.tensor.core.split_logits import SplitLogits
 from meshwise.tensor.core.vocab_parallel_loss import VocabularySplit
 
 
-class Projection:
+class Projection(BoundToRank):
     """Linear of a model, bound to this rank: call it with the rank's input, weight and bias.
 
     `shape`: of the full weight, as it is stored: (out, in), or (in, out) when the part is transposed.

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from meshwise.comm.api.world import World
 from meshwise.tensor.core.scheme import Axes
+from meshwise.tensor.core.split_context import BoundToRank
 
 
 @dataclass(frozen=True)
-class SplitStatistics:
+class SplitStatistics(BoundToRank):
     """Running statistics of a batch norm, bound to this rank: the axes that split the features, and each rank's number
     of features.
     """

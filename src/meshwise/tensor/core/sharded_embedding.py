@@ -20,11 +20,11 @@ from meshwise.tensor.core.linear import Projection
 from meshwise.tensor.core.matmul import OperandMove
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.scheme import OperandLayoutMove
-from meshwise.tensor.core.split_context import SplitContext
+from meshwise.tensor.core.split_context import BoundToRank, SplitContext
 from meshwise.tensor.core.table_weight import TableWeight
 
 
-class SplitTable:
+class SplitTable(BoundToRank):
     """An embedding bound to this rank: call it with the numbers and what the rank has of the table.
 
     `shape`: of the full table, (vocabulary, features). While the model is `running`, its forward may multiply with it.

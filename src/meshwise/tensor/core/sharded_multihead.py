@@ -24,11 +24,11 @@ from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.layout.layout import Layout
 from meshwise.tensor.core.activation_reshard import to_inner_rows, to_stream_rows, used_apart
 from meshwise.tensor.core.linear import Projection
-from meshwise.tensor.core.split_context import SplitContext
+from meshwise.tensor.core.split_context import BoundToRank, SplitContext
 
 
 @dataclass(frozen=True)
-class MultiheadSharding:
+class MultiheadSharding(BoundToRank):
     """State that the module needs of its rank: its place, and the projections of its matrices by name."""
 
     context: SplitContext

@@ -21,10 +21,11 @@ from meshwise.comm.api.world import World
 from meshwise.model.dispatch_modes import asked_for
 from meshwise.tensor.core.part import Norm
 from meshwise.tensor.core.scheme import Axes
+from meshwise.tensor.core.split_context import BoundToRank
 
 
 @dataclass(frozen=True)
-class SplitNorm:
+class SplitNorm(BoundToRank):
     """A norm bound to this rank: the axes that split the features, and how many each rank along them has."""
 
     world: World

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -16,6 +17,13 @@ from meshwise.model.forward_replay import ForwardReplay
 from meshwise.tensor.core.matmul import InputGather, MatmulInput, OperandMove, Streaming, travelling
 from meshwise.tensor.core.scheme import DIMS, Axes, OperandLayoutMove, Scheme, SchemeProduct
 from meshwise.tensor.core.tensor_origins import TensorOrigins
+
+
+class BoundToRank:
+    """State of a split module on this rank: the world, sizes and moves. Deep copies of the module share it."""
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Self:
+        return self
 
 
 @dataclass
