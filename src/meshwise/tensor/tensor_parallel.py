@@ -20,9 +20,6 @@ from meshwise.base.batch_norm_classes import BatchNorm
 from meshwise.layout.layout import ANYWHERE, DimSplit, Layout
 from meshwise.model.parameter_table import Placement
 from meshwise.plan import Plan
-from meshwise.tensor.checks.first_forward import FirstForward
-from meshwise.tensor.checks.own_head_check import watch_heads
-from meshwise.tensor.checks.sharded_activation_check import watch
 from meshwise.tensor.core import activation_reshard as region
 from meshwise.tensor.core.gathered_outputs import GatheredOutputs
 from meshwise.tensor.core.linear import Projection, ShardedHead, ShardedLinear
@@ -267,12 +264,9 @@ class _Split:
         region.watch_rows(self._root, context=self._outside)
         placed = {**self._kept_whole, **self._placed}
         self._outside.origins.follow(self._root, placed=placed)
-        cut: list[dict[str, nn.Module]] = []
         stacks: dict[str, list[str]] = {}
         for name in self._blocks:
             stacks.setdefault(name.rpartition(".")[0], []).append(name)
-        entries = {names[0]: self._outside for names in stacks.values()}
-        watch_heads(self._root, parts=self._parts, context_of=self._context, entries=entries)
         for names in stacks.values():
             first, last = self._modules[names[0]], self._modules[names[-1]]
             if self._inside.degree(self._inside.scheme.tokens) > 1:
@@ -281,20 +275,7 @@ class _Split:
             if self._parts[names[0]].whole_features:
                 region.enter_features(first, context=self._outside, features=self._width())
                 region.leave_features(last, context=self._outside, features=self._width())
-            if whole and (self._inside.degree(self._inside.scheme.tokens) > 1 or self._parts[names[0]].whole_features):
-                cut.append({name: self._modules[name] for name in names})
-        FirstForward(self._root, split=self._matrices(), stacks=cut)
         leaving = GatheredOutputs()
-        if self._inside.degree((*self._inside.scheme.stream, *self._inside.scheme.tokens)) > 1:
-            parts = {name: (part, self._context(name, part).scheme) for name, part in self._parts.items()}
-            watch(
-                self._root,
-                parts=parts,
-                inside=self._inside,
-                width=self._width(),
-                placed=placed,
-                leaving=leaving,
-            )
         leaving.follow(self._root)
         self._watch_what_leaves(leaving, whole=whole)
 
@@ -313,13 +294,6 @@ class _Split:
                     leaving.watch_heads(self._modules[watched], context=context, part=part)
             elif split and (block or (part.role in _TO_STREAM and not part.inner and not part.whole_features)):
                 leaving.watch_stream(self._modules[name], context=context, features=self._width(), given=block)
-
-    def _matrices(self) -> dict[Tensor, str]:
-        """Return the parameters that the modules which play their parts compute with in their own way."""
-        roles = ("first", "second", "single", "head", "embedding")
-        playing = [name for name, part in self._parts.items() if part.role in roles]
-        names = [name if name in self._parameters else f"{name}.weight" for name in playing]
-        return {self._parameters[name]: name for name in names if name in self._placed}
 
     def _context(self, name: str, part: Part) -> SplitContext:
         within = any(name == block or name.startswith(f"{block}.") for block in self._blocks)

@@ -69,11 +69,6 @@ class GatheredOutputs:
         if len(sizes) > 1:
             attention.register_forward_hook(after)
 
-    def brings_together(self, x: Tensor) -> bool:
-        """Return whether it is a part that the end of this forward brings together."""
-        held, _ = self._parts.get(id(x), (None, None))
-        return held is not None and held() is x
-
     def _note(self, found: list[Any], whole: Change) -> None:
         if self._running:
             self._parts |= {id(x): (weakref.ref(x), whole) for x in found if isinstance(x, Tensor)}

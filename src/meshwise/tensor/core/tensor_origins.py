@@ -111,19 +111,3 @@ def _made(node: Node, *, axes: Axes) -> TensorOrigin | None:
     if given is None or not {*given.whole, *given.alike, *given.split}.intersection(axes):
         return None
     return TensorOrigin("", given.whole, given.split)
-
-
-def leaves(x: Tensor) -> Iterator[Tensor]:
-    """Yield the trained leaves that a tensor was made of."""
-    waiting: list[Node] = [x.grad_fn] if x.grad_fn is not None else []
-    if x.is_leaf:
-        yield x
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            yield leaf
-        following = {each for each, _ in node.next_functions if each is not None} - seen
-        seen |= following
-        waiting.extend(following)
