@@ -226,7 +226,7 @@ def build(model: Llama) -> nn.Module:
 def subject(model: Llama, *, sequences: int = SEQUENCES) -> RehearsalSubject:
     """The model and a step's batch, without values."""
     tokens = torch.empty(sequences, CONTEXT, dtype=torch.long, device="meta")
-    options = Options(clip_norm=1.0, tensor_rules={"blocks.*.mlp.gate_up": "first sections=2"})
+    options = Options(clip_norm=1.0, tensor_rules={"blocks.*.mlp.gate_up": "colwise sections=2"})
     return RehearsalSubject(partial(build, model), next_token_loss, (tokens, tokens), options=options)
 
 

@@ -30,7 +30,7 @@ from torch.nn import functional
 import meshwise as mw
 
 WIDTH, BLOCKS, ROWS = 64, 8, 32
-RULES = {"blocks.*.first": "first", "blocks.*.second": "second", "blocks.*.norm": "norm"}
+RULES = {"blocks.*.first": "colwise", "blocks.*.second": "rowwise", "blocks.*.norm": "norm"}
 
 
 class Block(nn.Module):

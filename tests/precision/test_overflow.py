@@ -55,7 +55,7 @@ def spiked(rows: int = 8) -> list[Tensor]:
 
 def run_spiked(world: World, plan: str) -> list[tuple[StepResult, dict[str, Tensor]]]:
     options = Options(
-        loss_scale=LossScale(32.0), example=spiked()[0], tensor_rules={"layers.0": "first", "layers.2": "second"}
+        loss_scale=LossScale(32.0), example=spiked()[0], tensor_rules={"layers.0": "colwise", "layers.2": "rowwise"}
     )
     trainer = parallelize(Spike, plan, loss=squares, world=world, lr=1e-2, options=options)
     found = []

@@ -129,11 +129,11 @@ def gpt_parts(config: GPTConfig) -> dict[str, Part]:
             block: Part("block"),
             f"{block}.attention_norm": norm,
             f"{block}.attention": Part("attention", counts=(("heads", 1),)),
-            f"{block}.attention.qkv": Part("first", sections=(width, keys, keys), grain=config.head_width),
-            f"{block}.attention.projection": Part("second", grain=config.head_width * group),
+            f"{block}.attention.qkv": Part("colwise", sections=(width, keys, keys), grain=config.head_width),
+            f"{block}.attention.projection": Part("rowwise", grain=config.head_width * group),
             f"{block}.mlp_norm": norm,
-            f"{block}.mlp.expansion": Part("first"),
-            f"{block}.mlp.projection": Part("second"),
+            f"{block}.mlp.expansion": Part("colwise"),
+            f"{block}.mlp.projection": Part("rowwise"),
         }
     return parts
 

@@ -275,7 +275,7 @@ def test_experts_are_kept_whole_by_the_rule_that_the_refusal_shows() -> None:
         find_parts(model, plan=Plan(tp=2))
     assert str(raised.value).endswith('{"model.layers.*.mlp": "whole"}')
     parts = find_parts(model, plan=Plan(tp=2), rules={"model.layers.*.mlp": "whole"})
-    assert (parts["model.layers.0.mlp"].role, parts["model.layers.0.self_attn.q_proj"].role) == ("whole", "first")
+    assert (parts["model.layers.0.mlp"].role, parts["model.layers.0.self_attn.q_proj"].role) == ("whole", "colwise")
 
 
 def test_a_branch_is_kept_whole_by_the_rule_that_the_refusal_shows_where_its_matrices_alone_cannot_be() -> None:

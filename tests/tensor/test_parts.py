@@ -20,7 +20,7 @@ from meshwise.testing import run
 from tensor.splitting import SCHEMES, install, split_agrees
 
 VOCABULARY, WIDTH, CLASSES = 11, 7, 3
-FIRST = {"first": Part("first"), "second": Part("second")}
+FIRST = {"first": Part("colwise"), "second": Part("rowwise")}
 
 
 class Rms(nn.Module):
@@ -193,7 +193,7 @@ def test_an_embedding_keeps_its_padding_row_without_gradient(plan: str) -> None:
 def test_a_matrix_may_be_stored_in_out(plan: str) -> None:
     model = Around(Transposed(WIDTH, WIDTH))
     model.first, model.second = Transposed(WIDTH, 5), Transposed(5, WIDTH)  # type: ignore[assignment]
-    pair = {"first": Part("first", transposed=True), "second": Part("second", transposed=True)}
+    pair = {"first": Part("colwise", transposed=True), "second": Part("rowwise", transposed=True)}
     agrees(model, plan, parts(Part("single", transposed=True), **pair))
 
 
@@ -212,14 +212,14 @@ class Pair(nn.Module):
 
 @EVERY_SCHEME
 def test_a_pair_may_gather_its_input_once(plan: str) -> None:
-    inside = {"middle.gate": Part("first", gathered=True), "middle.up": Part("first", gathered=True)}
-    agrees(Around(Pair()), plan, parts(Part("pair", gathers=True), **inside, **{"middle.down": Part("second")}))
+    inside = {"middle.gate": Part("colwise", gathered=True), "middle.up": Part("colwise", gathered=True)}
+    agrees(Around(Pair()), plan, parts(Part("pair", gathers=True), **inside, **{"middle.down": Part("rowwise")}))
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"nowhere": Part("first")}, "names no module and no parameter; near names"),
+        ({"nowhere": Part("colwise")}, "names no module and no parameter; near names"),
         ({"middle": Part("block")}, "no part says where these parameters are stored: middle.weight"),
         ({"second": Part("embedding")}, "no part says where these parameters are stored: second.bias"),
     ],

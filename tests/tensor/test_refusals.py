@@ -83,7 +83,7 @@ def test_features_that_are_mixed_between_two_matrices_are_seen(mlp: nn.Module) -
         find_parts(with_mlp(mlp), plan=Plan())
     assert '"*.mlp": "whole"' in str(raised.value)
     parts = find_parts(with_mlp(mlp), plan=Plan(), rules={"*.mlp": "whole"})
-    assert (parts["1.mlp"].role, parts["1.attention.q"].role) == ("whole", "first")
+    assert (parts["1.mlp"].role, parts["1.attention.q"].role) == ("whole", "colwise")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_features_that_are_mixed_between_two_matrices_are_seen(mlp: nn.Module) -
 )
 def test_what_goes_feature_by_feature_is_shared_out(mlp: nn.Module) -> None:
     parts = find_parts(with_mlp(mlp), plan=Plan())
-    assert (parts["1.mlp.up"].role, parts["1.mlp.down"].role) == ("first", "second")
+    assert (parts["1.mlp.up"].role, parts["1.mlp.down"].role) == ("colwise", "rowwise")
 
 
 class Sloped(Attention):
@@ -140,7 +140,7 @@ def test_heads_that_are_mixed_or_counted_are_seen(attention: nn.Module) -> None:
         find_parts(model, plan=Plan())
     assert '{"1.attention": "whole"}' in str(raised.value)
     assert find_parts(model, plan=Plan(), rules={"1.attention": "whole"})["1.attention"].role == "whole"
-    assert find_parts(model, plan=Plan(), rules={"1.attention": "attention heads=4"})["1.attention.q"].role == "first"
+    assert find_parts(model, plan=Plan(), rules={"1.attention": "attention heads=4"})["1.attention.q"].role == "colwise"
 
 
 def test_what_has_a_part_of_every_head_may_be_counted() -> None:

@@ -46,11 +46,11 @@ def test_the_reference_gpt() -> None:
         """
         blocks.0                         block
         blocks.0.attention               attention heads/1
-        blocks.0.attention.projection    second [:4]
-        blocks.0.attention.qkv           first [16|16|16:4]
+        blocks.0.attention.projection    rowwise [:4]
+        blocks.0.attention.qkv           colwise [16|16|16:4]
         blocks.0.attention_norm          norm
-        blocks.0.mlp.expansion           first
-        blocks.0.mlp.projection          second
+        blocks.0.mlp.expansion           colwise
+        blocks.0.mlp.projection          rowwise
         blocks.0.mlp_norm                norm
         embedding                        embedding
         head                             head
@@ -74,14 +74,14 @@ def test_torch_encoder(batch_first: bool) -> None:
         """
         (root)                             pair
         layers.0                           block
-        layers.0.linear1                   first
-        layers.0.linear2                   second
+        layers.0.linear1                   colwise
+        layers.0.linear2                   rowwise
         layers.0.norm1                     norm
         layers.0.norm2                     norm
         layers.0.self_attn                 attention num_heads/1
         layers.0.self_attn.in_proj_bias    inner [16|16|16:4]
-        layers.0.self_attn.in_proj_weight  first [16|16|16:4]
-        layers.0.self_attn.out_proj        second [:4]
+        layers.0.self_attn.in_proj_weight  colwise [16|16|16:4]
+        layers.0.self_attn.out_proj        rowwise [:4]
         norm                               norm
         """,
     )
@@ -93,7 +93,9 @@ def test_square_matrices_are_told_by_their_order(hidden: int) -> None:
     roles = {name: part.role for name, part in parts.items() if name.startswith("1.") and part.role != "norm"}
     firsts = ["attention.q", "attention.k", "attention.v", "up"]
     seconds = ["attention.out", "down"]
-    expected = dict.fromkeys((f"1.{n}" for n in firsts), "first") | dict.fromkeys((f"1.{n}" for n in seconds), "second")
+    expected = dict.fromkeys((f"1.{n}" for n in firsts), "colwise") | dict.fromkeys(
+        (f"1.{n}" for n in seconds), "rowwise"
+    )
     assert roles == {**expected, "1.attention": "attention"}
     assert (parts["0"].role, parts["3"].role) == ("embedding", "head")
 
@@ -112,9 +114,9 @@ def test_a_gate_may_be_registered_behind_what_closes_its_pair() -> None:
     for block in ("1", "2"):
         model.get_submodule(block).add_module("mlp", Gated())
     parts = find_parts(model, plan=Plan())
-    assert [parts[f"1.mlp.{name}"].role for name in ("w1", "w2", "w3")] == ["first", "second", "first"]
+    assert [parts[f"1.mlp.{name}"].role for name in ("w1", "w2", "w3")] == ["colwise", "rowwise", "colwise"]
     assert parts["1.mlp"].readers == 2
-    assert (parts["1.up"].role, parts["1.down"].role) == ("first", "second")
+    assert (parts["1.up"].role, parts["1.down"].role) == ("colwise", "rowwise")
 
 
 def test_queries_of_one_key_stay_together() -> None:
@@ -222,12 +224,13 @@ def test_rules_alone_split_a_model_without_blocks() -> None:
     check(
         model,
         """
-        layers.0  first
+        layers.0  colwise
         """,
-        rules={"layers.0": "first", "layers.1": "second"},
+        rules={"layers.0": "colwise", "layers.1": "rowwise"},
     )
     assert (
-        find_parts(model, plan=Plan(), rules={"layers.0": "first", "layers.1": "second"})["layers.1"].role == "second"
+        find_parts(model, plan=Plan(), rules={"layers.0": "colwise", "layers.1": "rowwise"})["layers.1"].role
+        == "rowwise"
     )
 
 
@@ -249,11 +252,11 @@ class Fused(nn.Module):
 
 def test_an_order_that_does_not_show_is_asked_for() -> None:
     model = nn.ModuleList(Block(Fused(16, 4), width=16, hidden=48) for _ in range(2))
-    with pytest.raises(ValueError, match=r"looks fused of 3.*rule: 'first sections=3'") as caught:
+    with pytest.raises(ValueError, match=r"looks fused of 3.*rule: 'colwise sections=3'") as caught:
         find_parts(model, plan=Plan())
-    assert "one after the other, 'first grain=12' when those of a head do" in str(caught.value)
-    assert 'as in {"*.attention.qkv": "first sections=3"}' in str(caught.value)
-    parts = find_parts(model, plan=Plan(), rules={"*.attention.qkv": "first sections=3"})
+    assert "one after the other, 'colwise grain=12' when those of a head do" in str(caught.value)
+    assert 'as in {"*.attention.qkv": "colwise sections=3"}' in str(caught.value)
+    parts = find_parts(model, plan=Plan(), rules={"*.attention.qkv": "colwise sections=3"})
     assert str(parts["0.attention.qkv"].cut) == "[16|16|16:4]"
 
 
@@ -261,7 +264,7 @@ def test_a_pair_in_a_module_kept_whole_is_whole_too() -> None:
     parts = find_parts(stack(), plan=Plan(tp=2), rules={"1.attention": "whole"})
     assert parts["1.attention"].role == "whole"
     assert not [name for name in parts if name.startswith("1.attention.")]
-    assert parts["2.attention.q"].role == "first"
+    assert parts["2.attention.q"].role == "colwise"
 
 
 def test_the_rule_to_copy_is_one_that_the_module_can_have() -> None:
@@ -311,7 +314,7 @@ def test_an_attention_with_matrices_of_its_own_kind_is_kept_whole_by_the_rule_th
     assert 'as in {"*.attention": "whole"}' in str(caught.value)
     parts = find_parts(model, plan=Plan(), rules={"*.attention": "whole"})
     assert parts["1.attention"].role == "whole"
-    assert (parts["1.up"].role, parts["1.down"].role) == ("first", "second")
+    assert (parts["1.up"].role, parts["1.down"].role) == ("colwise", "rowwise")
 
 
 class Scaled(nn.Embedding):
@@ -340,19 +343,22 @@ def test_what_a_derived_class_computes_is_not_replaced() -> None:
 @pytest.mark.parametrize(
     "rules, message",
     [
-        ({"blocks.*.mpl.expansion": "first"}, r"'blocks.\*.mpl.expansion' matches no .* near names: blocks.\*.mlp.exp"),
+        (
+            {"blocks.*.mpl.expansion": "colwise"},
+            r"'blocks.\*.mpl.expansion' matches no .* near names: blocks.\*.mlp.exp",
+        ),
         ({"heads": "head"}, r"'heads' matches no module and no parameter; near names: head"),
         ({"head": None}, "rule 'head': None is no text; a rule is a part with options, such as"),
         ({"head": "hed"}, "'hed' is not a part; did you mean 'head'"),
         ({"head": "head grain=2"}, "'grain=2' in 'head grain=2'; the part 'head' takes no options"),
         ({"blocks.*.attention": "attention heeds=2"}, "takes heads=number and kv_heads=number"),
         ({"blocks.*.attention": "attention heads=3"}, "heads has to divide them"),
-        ({"blocks.*.attention.qkv": "first sections=5"}, "does not divide it"),
+        ({"blocks.*.attention.qkv": "colwise sections=5"}, "does not divide it"),
         ({"blocks.*.attention": "attention heads=4 kv_heads=8"}, "heads has to divide them, and kv_heads the heads"),
         ({"norm": "attention"}, "'norm' is to be attention, but no pair"),
         ({"blocks.*.mlp": "norm"}, "computes neither LayerNorm nor RMSNorm"),
         ({"embedding": "head"}, "'embedding' is to be 'head', but Embedding computes something else"),
-        ({"head": "first"}, "'head' is to be 'first', but no pair of matrices was found in which it is that"),
+        ({"head": "colwise"}, "'head' is to be 'colwise', but no pair of matrices was found in which it is that"),
     ],
 )
 def test_a_rule_that_cannot_be_meant_says_so(rules: Any, message: str) -> None:

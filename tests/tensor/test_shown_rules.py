@@ -58,7 +58,10 @@ def test_a_gated_mlp_is_known_by_what_it_computes(order: str, hidden: int) -> No
     names = "".join(sorted(order.replace("d", ""))) + "d"
     model = with_blocks(*(Parts(names, hidden=hidden, order=order) for _ in range(2)))
     parts = find_parts(model, plan=Plan(tp=2))
-    assert {name: parts[f"blocks.1.{name}"].role for name in names} == {**dict.fromkeys(names, "first"), "d": "second"}
+    assert {name: parts[f"blocks.1.{name}"].role for name in names} == {
+        **dict.fromkeys(names, "colwise"),
+        "d": "rowwise",
+    }
 
 
 @pytest.mark.parametrize("hidden, heads", [(16, 4), (32, 8)])
@@ -75,9 +78,9 @@ def test_the_rule_to_copy_has_the_heads_that_the_forward_is_seen_to_have(hidden:
     [
         (Chained("abc", hidden=16), {}),
         (Parts("gud", hidden=48), {"blocks.*.d": "whole"}),
-        (Parts("gud", hidden=48), {"blocks.*.d": "first"}),
-        (Parts("gud", hidden=16), {"blocks.*.g": "second", "blocks.*.d": "first"}),
-        (Heads("abcd", hidden=16), {"blocks.*.a": "second"}),
+        (Parts("gud", hidden=48), {"blocks.*.d": "colwise"}),
+        (Parts("gud", hidden=16), {"blocks.*.g": "rowwise", "blocks.*.d": "colwise"}),
+        (Heads("abcd", hidden=16), {"blocks.*.a": "rowwise"}),
     ],
 )
 @pytest.mark.parametrize("plan", ["tp=2", "tp=4 tp_mode=2d"])

@@ -32,7 +32,7 @@ FULL = Job(
     model=ModelJob(
         "my.py:build",
         {"layers": 3, "widths": [1, 2], "name": "a b", "rate": 0.5, "on": True},
-        {"blocks.*.qkv": "first sections=3"},
+        {"blocks.*.qkv": "colwise sections=3"},
     ),
     data=DataJob(files=("a b.txt", "c/*.py"), context=7, validation=0.0, cache="/tmp/x"),
     optimizer=OptimizerJob("SGD", lr=3e-4, weight_decay=0.0, betas=(0.5, 0.75), arguments={"momentum": 0.9}),
@@ -132,8 +132,8 @@ def test_a_wrong_flag_gets_one_message_that_says_what_to_change(words: list[str]
 
 
 def test_tensor_rules_are_patterns_and_parts() -> None:
-    words = ("--model.tensor-rules", "blocks.*.qkv=first sections=3", "head=head")
-    assert job_of(*words).model.tensor_rules == {"blocks.*.qkv": "first sections=3", "head": "head"}
+    words = ("--model.tensor-rules", "blocks.*.qkv=colwise sections=3", "head=head")
+    assert job_of(*words).model.tensor_rules == {"blocks.*.qkv": "colwise sections=3", "head": "head"}
     with pytest.raises(JobError, match=re.escape("'blocks.*.up' = 3 is not a part")):
         ModelJob(tensor_rules={"blocks.*.up": 3})
 

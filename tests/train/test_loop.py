@@ -82,7 +82,7 @@ def test_every_plan_is_the_same_run(plan: str, ranks: int, job: Job) -> None:
 def test_a_job_s_tensor_rules_reach_the_model(job: Job) -> None:
     job = dataclasses.replace(job, plan=Plan(tp=2))
     with pytest.raises(ValueError, match=re.escape("'blocks.*.mlp.nowhere' matches no module")):
-        run_job(change(job, "model", tensor_rules={"blocks.*.mlp.nowhere": "first"}))
+        run_job(change(job, "model", tensor_rules={"blocks.*.mlp.nowhere": "colwise"}))
 
 
 def test_a_run_leaves_its_job_its_metrics_and_its_parameters(job: Job) -> None:

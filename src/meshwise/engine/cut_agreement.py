@@ -151,7 +151,7 @@ def first_ranks(make: Callable[[], ModelCut], *, world: World) -> ModelCut:
 def pairs_of(parts: Mapping[str, Part]) -> UncutModules:
     """Return the matrices between which ranks of tensor parallelism have different features."""
     first, second = (
-        frozenset(name for name, part in parts.items() if part.role == role) for role in ("first", "second")
+        frozenset(name for name, part in parts.items() if part.role == role) for role in ("colwise", "rowwise")
     )
     return UncutModules(first, second)
 

@@ -89,7 +89,7 @@ class Options:
     """`(name, parameter) -> optimizer options`; by default vectors (biases, norms) have no weight decay."""
 
     tensor_rules: Rules | None = None
-    """With tp, the parts of modules whose names match a pattern: `{"blocks.*.up": "first"}`; see
+    """With tp, the parts of modules whose names match a pattern: `{"blocks.*.up": "colwise"}`; see
     `meshwise.tensor.detect.rules.Rules`. None: what the model declares and its structure says."""
 
     parts: Mapping[str, Part] | None = None

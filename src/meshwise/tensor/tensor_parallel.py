@@ -78,7 +78,7 @@ class _Split:
         self._placed: dict[str, Placement] = {}
         self._kept_whole: dict[str, Placement] = {}
         self._roles: Mapping[str, Callable[[str, Part], None]] = {
-            **dict.fromkeys(("first", "second", "single", "head"), self._linear),
+            **dict.fromkeys(("colwise", "rowwise", "single", "head"), self._linear),
             "embedding": self._embedding,
             **dict.fromkeys(("positions", "patches", "vector", "inner"), self._by_features),
             "norm": self._norm,
@@ -154,7 +154,7 @@ class _Split:
 
     def _put_together(self, module: nn.Module, part: Part) -> None:
         """Gather the output of this module if hidden states have all features outside of the blocks."""
-        if part.whole_features and part.role in ("embedding", "single", "second"):
+        if part.whole_features and part.role in ("embedding", "single", "rowwise"):
             region.leave_features(module, context=self._outside, features=self._width())
 
     def _by_features(self, name: str, part: Part) -> None:
@@ -239,7 +239,7 @@ class _Split:
         projections = {
             key: Projection(context, part=own, shape=self._parameters[f"{name}.{key}"].shape)
             for key, own in held.items()
-            if own is not None and own.role in ("first", "second")
+            if own is not None and own.role in ("colwise", "rowwise")
         }
         _become(module, part.becomes, sharding=MultiheadSharding(context, projections))
 
@@ -249,7 +249,7 @@ class _Split:
         """
         widths = set()
         for key, part in self._parts.items():
-            if part.role == "first" and (key.startswith(f"{name}.") or not name):
+            if part.role == "colwise" and (key.startswith(f"{name}.") or not name):
                 shape = (self._parameters[key] if key in self._parameters else _matrix(self._modules[key], key)).shape
                 features = shape[0 if part.transposed else 1]
                 widths |= {features, self._inside.own(Layout((self._inside.scheme.stream,)), size=features)}
@@ -308,14 +308,14 @@ class _Split:
                 return part.stream
             if part.elsewhere:
                 continue
-            if part.role in ("first", "single", "head") and name in self._modules:
+            if part.role in ("colwise", "single", "head") and name in self._modules:
                 return _matrix(self._modules[name], name).shape[0 if part.transposed else 1]
-            if part.role == "first":
+            if part.role == "colwise":
                 return self._parameters[name].shape[1]
         raise ValueError(
             "no matrix opens a pair, so there is nothing to split, and nothing tells how many features the stream has; "
             "use tp=1, or rules (Options(tensor_rules=…), model.tensor_rules of a job) that name the matrices of a "
-            "pair, 'first' and 'second'"
+            "pair, 'colwise' and 'rowwise'"
         )
 
 

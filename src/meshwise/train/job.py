@@ -109,7 +109,7 @@ class ModelJob:
     (`data.context`) are filled in when absent."""
     tensor_rules: Arguments = field(default_factory=dict)
     """With tp, the parts of modules whose names match a pattern, where they are not found by themselves:
-    `blocks.*.up=first blocks.*.down=second`. See docs/tensor.md."""
+    `blocks.*.up=colwise blocks.*.down=rowwise`. See docs/tensor.md."""
     cut: Literal["auto", "blocks", "trace"] = "auto"
     """With pp, where the model is cut: between its blocks, between the operations of its trace, or by what fits."""
     cut_at: tuple[str, ...] = ()
@@ -124,7 +124,7 @@ class ModelJob:
     def __post_init__(self) -> None:
         for pattern, part in self.tensor_rules.items():
             if not isinstance(part, str):
-                raise JobError(f'model.tensor_rules: {pattern!r} = {part!r} is not a part, a word such as "first"')
+                raise JobError(f'model.tensor_rules: {pattern!r} = {part!r} is not a part, a word such as "colwise"')
 
 
 @dataclass(frozen=True)

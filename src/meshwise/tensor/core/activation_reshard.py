@@ -33,8 +33,8 @@ _POSITIONS = ("position_embeddings", "position_ids", "cos", "sin")
 
 def watch_rows(module: nn.Module, *, context: SplitContext) -> None:
     """Whenever the whole model runs, agree on how many rows of the batch each rank has (only where rows move)."""
-    axes = context.scheme.first.x.axes
-    if context.scheme.first.x.dim != "rows" or context.degree(axes) == 1:
+    axes = context.scheme.colwise.x.axes
+    if context.scheme.colwise.x.dim != "rows" or context.degree(axes) == 1:
         return
 
     def before(_module: nn.Module, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
@@ -78,7 +78,7 @@ def leave_features(module: nn.Module, *, context: SplitContext, features: int) -
 
 def gather_stream(module: nn.Module, *, context: SplitContext, features: int, readers: int) -> None:
     """Gather the stream of `features` at the entry of a module, for so many linears inside that open a pair."""
-    move = context.scheme.first.x
+    move = context.scheme.colwise.x
     sizes = context.sizes(Layout((move.axes,)), size=features, axes=move.axes)
 
     def gather(x: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def to_inner_rows(x: Tensor, *, context: SplitContext) -> Tensor:
     The tensor itself where both are the same, and where dim 0 is something else; rows may be the slower index of it.
     A replicated tensor is returned unchanged.
     """
-    there, back = context.scheme.first.x, context.scheme.first.y
+    there, back = context.scheme.colwise.x, context.scheme.colwise.y
     if there.dim != "rows" or context.degree(there.axes) == 1 or not x.dim():
         return x
     world, group = context.world, context.world.group(there.axes)
@@ -181,7 +181,7 @@ def to_inner_rows(x: Tensor, *, context: SplitContext) -> Tensor:
 
 def to_stream_rows(x: Tensor, *, context: SplitContext) -> Tensor:
     """Return the reverse move, for a tensor that is equal on all ranks with the same rows of a pair."""
-    there, back, rows = context.scheme.first.x, context.scheme.first.y, context.extents.rows
+    there, back, rows = context.scheme.colwise.x, context.scheme.colwise.y, context.extents.rows
     if there.dim != "rows" or context.degree(there.axes) == 1:
         return x
     whole = gradient.replicate(x, world=context.world, axes=back.axes, dim=0, sizes=rows).wait()

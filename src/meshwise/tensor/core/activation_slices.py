@@ -25,7 +25,7 @@ from meshwise.tensor.core.sharded_multihead import ShardedMultiheadAttention
 from meshwise.tensor.core.split_context import SplitContext
 from meshwise.tensor.schemes.kv_replicas import scheme_on
 
-_TO_STREAM = ("second", "single", "embedding", "positions", "patches")
+_TO_STREAM = ("rowwise", "single", "embedding", "positions", "patches")
 
 
 def slices(
@@ -60,7 +60,7 @@ def slices(
             before[name] = ActivationRegion
         elif part.shared:
             continue  # keys and values of twins: the queries say which heads the rank has
-        elif name in projections and part.role == "first":
+        elif name in projections and part.role == "colwise":
             after[name] = functools.partial(_inner, projections[name])
         elif name in projections:
             before[name] = functools.partial(_inner, projections[name])
@@ -79,7 +79,7 @@ def slices(
 def _width(parts: Mapping[str, Part], projections: Mapping[str, Projection]) -> int:
     """Return the number of features of the hidden states, or 0 if it is unknown."""
     told = max((part.stream for part in parts.values()), default=0)
-    closing = (own for own in projections.values() if own.part.role in ("second", "single"))
+    closing = (own for own in projections.values() if own.part.role in ("rowwise", "single"))
     return told or next((sum(own.out_sizes) for own in closing), 0)
 
 
@@ -91,7 +91,7 @@ def _projections(module: nn.Module, parts: Mapping[str, Part]) -> Iterator[tuple
         if isinstance(held, ShardedLinear) and name in parts:
             yield name, held.sharding
         elif isinstance(held, ShardedMultiheadAttention):
-            yield name, next(own for own in held.sharding.projections.values() if own.part.role == "first")
+            yield name, next(own for own in held.sharding.projections.values() if own.part.role == "colwise")
 
 
 def _inner(projection: Projection) -> ActivationRegion:

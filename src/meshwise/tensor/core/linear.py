@@ -27,8 +27,8 @@ class Projection(BoundToRank):
     def __init__(self, context: SplitContext, *, part: Part, shape: Sequence[int]) -> None:
         product = _product(context.scheme, part)
         within = 0 if part.transposed else 1
-        out_cut = part.cut if part.role == "first" else ANYWHERE
-        in_cut = part.cut if part.role == "second" else ANYWHERE
+        out_cut = part.cut if part.role == "colwise" else ANYWHERE
+        in_cut = part.cut if part.role == "rowwise" else ANYWHERE
         self.context = context
         self.product = product
         self.part = part
@@ -59,7 +59,7 @@ class Projection(BoundToRank):
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """(…, local in) to (…, local out), rows and tokens moved as the scheme says."""
         context, product = self.context, self.product
-        if self.part.role != "second" and not self.part.gathered:
+        if self.part.role != "rowwise" and not self.part.gathered:
             x = context.features_apart(x, sizes=self._stream)
         apart = context.apart(x, product=product)
         if apart is not x:
@@ -130,7 +130,7 @@ class ShardedHead(ShardedLinear):
 def _product(scheme: Scheme, part: Part) -> SchemeProduct:
     if part.role in ("single", "head"):
         return scheme.head
-    product: SchemeProduct = {"first": scheme.first, "second": scheme.second}[part.role]
+    product: SchemeProduct = {"colwise": scheme.colwise, "rowwise": scheme.rowwise}[part.role]
     if part.shared:
         out = tuple(axis for axis in product.out if axis not in scheme.twins)
         product = dataclasses.replace(product, out=out, rows=(*product.rows, *scheme.twins))

@@ -25,7 +25,7 @@ attention heads, or of an MLP's hidden layer.
     block       a repeated block: with sequence parallelism the tokens are split from the first to the last of them
     whole       computed whole, on the whole features: a classifier, a pooler
 
-A part belongs to a module, or (`first`, `second`, `vector`, `inner`) to a parameter that a module holds itself.
+A part belongs to a module, or (`colwise`, `rowwise`, `vector`, `inner`) to a parameter that a module holds itself.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from torch import nn
 from meshwise.layout.layout import DimSplit
 
 ROLES = (
-    "first",
-    "second",
+    "colwise",
+    "rowwise",
     "single",
     "head",
     "embedding",

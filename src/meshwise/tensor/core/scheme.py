@@ -81,8 +81,8 @@ class Scheme:
     replicas           the axes whose ranks hold copies of all parameters under every scheme
     """
 
-    first: SchemeProduct
-    second: SchemeProduct
+    colwise: SchemeProduct
+    rowwise: SchemeProduct
     head: SchemeProduct
     embedding: SchemeLookup
     stream: Axes

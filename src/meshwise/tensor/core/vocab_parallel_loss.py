@@ -29,7 +29,7 @@ _GPU_BLOCK = 1 << 25
 
 @dataclass(frozen=True)
 class VocabularySplit:
-    """Split of the classes: this rank's begin at `first`; `sizes` are each rank's along `axes`."""
+    """Split of the classes: this rank's begin at `colwise`; `sizes` are each rank's along `axes`."""
 
     world: World
     axes: tuple[str, ...]

@@ -56,7 +56,7 @@ class BlockBranch:
 
     def agrees(self, stated: Mapping[str, str]) -> bool:
         """Return whether no matrix is said to be what it is not in this branch."""
-        roles = dict.fromkeys((matrix.name for matrix in self.firsts), "first") | {self.second.name: "second"}
+        roles = dict.fromkeys((matrix.name for matrix in self.firsts), "colwise") | {self.second.name: "rowwise"}
         return all(stated.get(name, role) == role for name, role in roles.items())
 
 
@@ -88,7 +88,7 @@ class BlockReading:
     width: int
 
     declared: Mapping[str, str]
-    """By name: "first", "second", or any other word for a matrix that is in no branch; "attention" for a module."""
+    """By name: "colwise", "rowwise", or any other word for a matrix that is in no branch; "attention" for a module."""
 
     names: Collection[str]
     """The first names of the model's modules. What has been read under one is not read again under another."""
@@ -115,19 +115,19 @@ class BlockReading:
                 items = self._walk(child, below, found)
             else:
                 role = self._role(matrix)
-                items = [_Item(matrix, role, own_heads)] if role in ("first", "second", "") else []
+                items = [_Item(matrix, role, own_heads)] if role in ("colwise", "rowwise", "") else []
             for item in items:
-                if item.role == "first" and _ends(left):
+                if item.role == "colwise" and _ends(left):
                     found.append(_branch(left))
                     left = []
                 left.append(item)
-                if item.role == "second" and len(left) > 1:
+                if item.role == "rowwise" and len(left) > 1:
                     found.append(_branch(left))
                     left = []
         if _ends(left):
             found.append(_branch(left))
             left = []
-        elif len(left) > 1 and [item.role for item in left] == ["second"] + ["first"] * (len(left) - 1):
+        elif len(left) > 1 and [item.role for item in left] == ["rowwise"] + ["colwise"] * (len(left) - 1):
             found.append(_branch([*left[1:], left[0]]))  # the whole module has them in the other order
             left = []
         elif late := _late(left, branches=found[before:], holder=name):
@@ -139,7 +139,7 @@ class BlockReading:
             return self.declared[matrix.name]
         if matrix.inputs == matrix.outputs == self.width:
             return ""
-        return "second" if matrix.outputs == self.width else "first"
+        return "rowwise" if matrix.outputs == self.width else "colwise"
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,9 @@ class _Item:
 
 def _ends(items: Sequence[_Item]) -> bool:
     """Return whether the last of these matrices can only be a second."""
-    if not items or items[-1].role or any(item.role == "second" for item in items):
+    if not items or items[-1].role or any(item.role == "rowwise" for item in items):
         return False
-    if any(item.role == "first" for item in items):
+    if any(item.role == "colwise" for item in items):
         return True
     attention = any(item.in_attention for item in items)
     return len(items) == (_SQUARES_OF_ATTENTION if attention else _SQUARES_OF_MLP)
@@ -171,7 +171,7 @@ def _late(items: Sequence[_Item], *, branches: Sequence[BlockBranch], holder: st
     held = [*(item.matrix for item in items), *branches[0].firsts, branches[0].second]
     if hidden == branches[0].second.outputs or any(matrix.name.rpartition(".")[0] != holder for matrix in held):
         return None
-    if any(item.role != "first" or item.matrix.outputs != hidden for item in items):
+    if any(item.role != "colwise" or item.matrix.outputs != hidden for item in items):
         return None
     return BlockBranch((*branches[0].firsts, *(item.matrix for item in items)), branches[0].second)
 

@@ -216,14 +216,14 @@ class ColumnRowPairs:
                 heads=heads.count,
                 grain=group,
             ),
-            branch.second.name: Part("second", grain=grain, transposed=branch.second.flipped),
+            branch.second.name: Part("rowwise", grain=grain, transposed=branch.second.flipped),
         }
         for matrix in branch.firsts:
             keys = len(branch.firsts) >= 3 and heads.group > 1 and matrix.outputs == heads.keys
             cut = self._cut(matrix, sections_of(matrix, heads=heads), grain=heads.width if keys else grain, heads=heads)
             if cut is not None:
                 found[matrix.name] = Part(
-                    "first",
+                    "colwise",
                     sections=cut[0],
                     grain=cut[1],
                     transposed=matrix.flipped,
@@ -243,7 +243,7 @@ class ColumnRowPairs:
 
     def _mlp_parts(self, branch: BlockBranch) -> dict[str, Part]:
         hidden = branch.second.inputs
-        found = {branch.second.name: Part("second", transposed=branch.second.flipped)}
+        found = {branch.second.name: Part("rowwise", transposed=branch.second.flipped)}
         if hidden != branch.second.outputs:
             inside = self._modules[branch.second.home].named_modules(prefix=branch.second.home)
             norms = [name for name, inner in inside if isinstance(inner, BatchNorm) and inner.num_features == hidden]
@@ -256,7 +256,7 @@ class ColumnRowPairs:
                 self._reasons[matrix.name] = f"{matrix} does not fit {branch.second}"
             elif cut := self._cut(matrix, (hidden,) * (matrix.outputs // hidden), grain=1, heads=None):
                 found[matrix.name] = Part(
-                    "first",
+                    "colwise",
                     sections=cut[0],
                     transposed=matrix.flipped,
                     readers=len(branch.firsts),
@@ -332,8 +332,8 @@ class ColumnRowPairs:
             return (), matrix.outputs // heads.key_count
         self._reasons[matrix.name] = (
             f"{matrix} looks fused of {len(sections)}, in an order that its module does not tell; "
-            f"rule: 'first sections={len(sections)}' when they lie one after the other"
-            + (f", 'first grain={matrix.outputs // heads.key_count}' when those of a head do" if heads else "")
+            f"rule: 'colwise sections={len(sections)}' when they lie one after the other"
+            + (f", 'colwise grain={matrix.outputs // heads.key_count}' when those of a head do" if heads else "")
         )
         return None
 
@@ -351,16 +351,16 @@ class ColumnRowPairs:
         )
         fused, below = (module.embed_dim,) * 3, f"{name}." if name else ""
         found = {
-            "in_proj_weight": Part("first", sections=fused, grain=width),
+            "in_proj_weight": Part("colwise", sections=fused, grain=width),
             "in_proj_bias": Part("inner", sections=fused, grain=width),
-            **{f"{which}_proj_weight": Part("first", grain=width) for which in "qkv"},
+            **{f"{which}_proj_weight": Part("colwise", grain=width) for which in "qkv"},
             **{f"bias_{which}": Part("inner", grain=width) for which in "kv"},
         }
         held = dict(module.named_parameters(recurse=False))
         return {
             name: Part("attention", counts=(("num_heads", 1),), becomes=ShardedMultiheadAttention),
             **{f"{below}{key}": part for key, part in found.items() if key in held},
-            f"{below}out_proj": Part("second", grain=width),
+            f"{below}out_proj": Part("rowwise", grain=width),
         }
 
 

@@ -66,10 +66,10 @@ INTERLEAVED: Mapping[str, str] = {
 fused matrix is all of q, then all of k, then all of v, when the module says so (see `heads`)."""
 
 DECLARED: Mapping[str, str | None] = {
-    "colwise": "first",
-    "packed_colwise": "first",
-    "rowwise": "second",
-    "rowwise_split_input": "second",
+    "colwise": "colwise",
+    "packed_colwise": "colwise",
+    "rowwise": "rowwise",
+    "rowwise_split_input": "rowwise",
     "replicated_with_grad_allreduce": "each_head",
     "colwise_gather_output": None,
     "embedding_rowwise": None,

@@ -204,12 +204,12 @@ class ModelStructure:
         if role == "attention":
             if name not in self._parts or self._parts[name].role != "attention":
                 raise ValueError(f"{name!r} is to be attention, but no pair of matrices was found in it")
-        elif role in ("first", "second"):
+        elif role in ("colwise", "rowwise"):
             if name in self._parts or name in self._reasons:
                 return  # in a pair, with its heads; or in none, and then that is said
             cut = (
                 by_rule(matrix, sections=(matrix.outputs,), given=given, default=1)
-                if matrix and role == "first"
+                if matrix and role == "colwise"
                 else ()
             )
             sections, grain = cut or ((), given.get("grain", 1))
@@ -245,7 +245,7 @@ def _why_unknown(module: nn.Module) -> str:
 
 def _replaces_own_forward(module: nn.Module | None, role: str) -> bool:
     """Return whether the part would replace what a class computes that derives from one of torch's."""
-    if module is None or role not in ("first", "second", "single", "head", "embedding"):
+    if module is None or role not in ("colwise", "rowwise", "single", "head", "embedding"):
         return False
     return not looks_up(module) if role == "embedding" else as_matrix(module, name="") is None
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from meshwise.plan import Plan
 from meshwise.tensor.core.part import Part
 
-_SPLIT = ("embedding", "single", "second")
+_SPLIT = ("embedding", "single", "rowwise")
 _SMALL = ("norm", "positions", "patches", "vector")
 
 

@@ -4,7 +4,7 @@ A model is not written for tensor parallelism and never learns of it. So from ou
 form a pair, where heads are counted, which embedding is the vocabulary's. Three sources say so, the first that speaks
 about a module counts:
 
-    | 1. rules        {"blocks.*.up": "first", "blocks.*.down": "second"}        what the user states
+    | 1. rules        {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}        what the user states
     | 2. declared     the plan that a transformers model carries for its matrices
     | 3. structure    sizes, names of counts, the order of registration (`families`)
 
@@ -37,27 +37,27 @@ Rules: TypeAlias = Mapping[str, str]
 """A part for every module, or parameter, whose name a pattern matches; `*` stands for one word of a dotted name.
 
     {"blocks.*.attention": "attention heads=8 kv_heads=2",     how many heads, when the module does not say
-     "blocks.*.attention.qkv": "first sections=3",             a fused matrix: all of q, all of k, all of v
-     "blocks.*.mlp.up": "first",
-     "blocks.*.mlp.down": "second",
+     "blocks.*.attention.qkv": "colwise sections=3",             a fused matrix: all of q, all of k, all of v
+     "blocks.*.mlp.up": "colwise",
+     "blocks.*.mlp.down": "rowwise",
      "classifier": "whole"}
 """
 
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "attention": ("heads", "kv_heads"),
-    "first": ("sections", "grain"),
-    "second": ("grain",),
+    "colwise": ("sections", "grain"),
+    "rowwise": ("grain",),
     "inner": ("grain",),
 }
 """The options that a rule may give with a part."""
 
-_BY_HAND = ("first", "second", "single", "head", "embedding", "positions", "patches", "vector", "inner", "each_head")
+_BY_HAND = ("colwise", "rowwise", "single", "head", "embedding", "positions", "patches", "vector", "inner", "each_head")
 _ALLOWED = (*_BY_HAND, "norm", "attention", "whole")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule's right side, such as `first sections=3`."""
+    """A rule's right side, such as `colwise sections=3`."""
 
     role: str
     options: Mapping[str, int]
@@ -67,7 +67,7 @@ class Rule:
         """Return the rule that `text` states. Raises ValueError for an unknown word or option."""
         if not isinstance(text, str):
             raise ValueError(  # noqa: TRY004 - what a user states is a value
-                f"rule {pattern!r}: {text!r} is no text; a rule is a part with options, such as 'first sections=3', "
+                f"rule {pattern!r}: {text!r} is no text; a rule is a part with options, such as 'colwise sections=3', "
                 "and what shall be found by itself has none"
             )
         role, *words = text.split() or [""]
@@ -125,7 +125,7 @@ def _read(module: nn.Module, *, plan: Plan, rules: Rules) -> _Found:
         name: part for name, part in structure.parts.items() if name in stated or not _lies_in(name, holders=whole)
     }
     for name, rule in given.items():
-        if rule.role in ("first", "second") and name in parts and parts[name].role != rule.role:
+        if rule.role in ("colwise", "rowwise") and name in parts and parts[name].role != rule.role:
             raise ValueError(
                 f"{name!r} is to be {rule.role!r}, but no pair of matrices was found in which it is that; without the "
                 f"rule it is {parts[name].role!r}"

@@ -24,8 +24,8 @@ def one_d(*, sequence: bool) -> Scheme:
     """`sequence`: the tokens of the stream are split over tp."""
     stream = OperandLayoutMove(_TP, "tokens" if sequence else "alike")
     return Scheme(
-        first=SchemeProduct(out=_TP, within=(), x=stream),
-        second=SchemeProduct(out=(), within=_TP, y=stream, rows=_TP if sequence else ()),
+        colwise=SchemeProduct(out=_TP, within=(), x=stream),
+        rowwise=SchemeProduct(out=(), within=_TP, y=stream, rows=_TP if sequence else ()),
         head=SchemeProduct(out=_TP, within=(), x=OperandLayoutMove(_TP, "alike")),
         embedding=SchemeLookup(vocabulary=_TP, features=(), w=OperandLayoutMove(), y=OperandLayoutMove(_TP, "alike")),
         stream=(),

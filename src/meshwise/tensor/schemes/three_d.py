@@ -27,7 +27,7 @@ from meshwise.tensor.core.scheme import OperandLayoutMove, Scheme, SchemeLookup,
 def three_d() -> Scheme:
     """Return the only form it has."""
     return Scheme(
-        first=SchemeProduct(
+        colwise=SchemeProduct(
             out=("j",),
             within=("l", "i"),
             x=OperandLayoutMove(("j",), "rows"),
@@ -35,7 +35,7 @@ def three_d() -> Scheme:
             y=OperandLayoutMove(("l",), "rows"),
             rows=("i", "l"),
         ),
-        second=SchemeProduct(
+        rowwise=SchemeProduct(
             out=("l", "i"),
             within=("j",),
             x=OperandLayoutMove(("l",), "rows"),

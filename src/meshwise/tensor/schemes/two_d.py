@@ -29,8 +29,8 @@ def two_d(rows: Axes = ("row",)) -> Scheme:
         rows=rows,
     )
     return Scheme(
-        first=linear,
-        second=linear,
+        colwise=linear,
+        rowwise=linear,
         head=linear,
         embedding=SchemeLookup(
             vocabulary=("col",),
